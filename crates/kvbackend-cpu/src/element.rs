@@ -1,0 +1,83 @@
+//! The three element types, as f32 for arithmetic.
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+use kvcore::{DType, Error, Result};
+
+use crate::NAME;
+
+/// An element that kernels read to f32 and round from f32 (to nearest, ties to even).
+pub(crate) trait Element: Pod + Send + Sync {
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+}
+
+impl Element for f32 {
+    fn to_f32(self) -> f32 {
+        self
+    }
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+}
+
+impl Element for f16 {
+    fn to_f32(self) -> f32 {
+        Self::to_f32(self)
+    }
+    fn from_f32(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}
+
+impl Element for bf16 {
+    fn to_f32(self) -> f32 {
+        Self::to_f32(self)
+    }
+    fn from_f32(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}
+
+/// Runs `$body` with `$t` standing for the element type that `$dtype` names.
+macro_rules! dispatch {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            kvcore::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            kvcore::DType::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            kvcore::DType::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            other => Err(crate::element::unsupported(other)),
+        }
+    };
+}
+pub(crate) use dispatch;
+
+pub(crate) fn unsupported(dtype: DType) -> Error {
+    Error::Unsupported { backend: NAME, what: format!("element type {dtype}") }
+}
+
+/// Bytes as elements; a tail that is no whole element is left out.
+pub(crate) fn elements<T: Element>(bytes: &[u8]) -> Result<&[T]> {
+    let whole = bytes.len() / size_of::<T>() * size_of::<T>();
+    bytemuck::try_cast_slice(&bytes[..whole]).map_err(|_| misaligned::<T>(bytes))
+}
+
+/// Bytes as elements to write.
+pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
+    let whole = bytes.len() / size_of::<T>() * size_of::<T>();
+    let error = misaligned::<T>(bytes);
+    bytemuck::try_cast_slice_mut(&mut bytes[..whole]).map_err(|_| error)
+}
+
+fn misaligned<T>(bytes: &[u8]) -> Error {
+    Error::Misaligned { what: "a storage", address: bytes.as_ptr() as u64, align: align_of::<T>() }
+}

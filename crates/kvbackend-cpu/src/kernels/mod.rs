@@ -1,0 +1,59 @@
+//! Reference kernels: the contract of `kvcore::kernels` as plain loops.
+//!
+//! Each function trusts that its operation has been checked, and reads like the description of the
+//! operation. Arithmetic is f32; elements are rounded once, when they are stored.
+
+mod attend;
+mod copy;
+mod rope;
+mod rows;
+
+pub(crate) use attend::attend;
+pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
+pub(crate) use rope::rope;
+pub(crate) use rows::{gather, scatter};
+
+use kvcore::rope::{Rope, RopeTable, rotate_row};
+use kvcore::{KvLayout, PlaneStrides, Result};
+
+use crate::element::Element;
+
+/// Where token `slot` of `layer` begins in a plane, head 0.
+fn token_offset(layout: &KvLayout, strides: PlaneStrides, layer: usize, slot: usize) -> usize {
+    let block_size = layout.shape().block_size;
+    layer * strides.layer + slot / block_size * strides.block + slot % block_size * strides.token
+}
+
+/// Rotations by one position after another, with the buffers they need.
+struct Rotator<'a> {
+    rope: &'a Rope,
+    table: std::sync::Arc<RopeTable>,
+    sin: Vec<f32>,
+    row: Vec<f32>,
+}
+
+impl<'a> Rotator<'a> {
+    fn new(rope: &'a Rope, positions: impl IntoIterator<Item = i64>) -> Result<Self> {
+        let table = rope.table(positions)?;
+        Ok(Self { rope, table, sin: vec![0.0; rope.frequencies().len()], row: Vec::new() })
+    }
+
+    /// Rotates an f32 row to `position`, scaled by `factor`.
+    fn rotate(&mut self, row: &mut [f32], position: i64, factor: f32) {
+        let cos = self.table.at(position, &mut self.sin);
+        rotate_row(row, cos, &self.sin, factor, self.rope.pairing());
+    }
+
+    /// The same for a row of any element type.
+    fn rotate_elements<T: Element>(&mut self, row: &mut [T], position: i64, factor: f32) {
+        let mut wide = std::mem::take(&mut self.row);
+        wide.clear();
+        wide.extend(row.iter().map(|x| x.to_f32()));
+        self.rotate(&mut wide, position, factor);
+        let rotated = 2 * self.rope.frequencies().len();
+        for (x, &y) in row.iter_mut().zip(&wide[..rotated]) {
+            *x = T::from_f32(y);
+        }
+        self.row = wide;
+    }
+}

@@ -1,0 +1,26 @@
+//! Rotary embedding of rows in place.
+
+use kvcore::Result;
+use kvcore::kernels::ApplyRope;
+
+use super::Rotator;
+use crate::element::{Element, dispatch, elements_mut};
+use crate::memory::Access;
+
+pub(crate) fn rope(op: &ApplyRope) -> Result<()> {
+    dispatch!(op.rows.dtype(), T => rope_rows::<T>(op))
+}
+
+fn rope_rows<T: Element>(op: &ApplyRope) -> Result<()> {
+    let mut access = Access::new(&[], &[op.rows.storage()])?;
+    let rows = elements_mut::<T>(access.write(op.rows.storage())?)?;
+    let (shape, strides) = (op.rows.shape(), op.rows.strides());
+    let mut rotator = Rotator::new(&op.rope, op.positions.iter().copied())?;
+    for (row, &position) in op.positions.iter().enumerate() {
+        for head in 0..shape[1] {
+            let at = op.rows.offset() + row * strides[0] + head * strides[1];
+            rotator.rotate_elements(&mut rows[at..at + shape[2]], position, op.rope.attention_factor());
+        }
+    }
+    Ok(())
+}

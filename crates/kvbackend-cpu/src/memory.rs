@@ -1,0 +1,250 @@
+//! Host storage: owned or lent bytes behind a lock, so that safe code cannot race.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use kvcore::backend::{MemoryKind, Storage};
+use kvcore::{Error, Result};
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::NAME;
+
+/// A cache line; also suits every SIMD width.
+const ALIGN: usize = 64;
+
+/// Bytes of host memory.
+///
+/// The bytes lie behind a reader–writer lock that kernels take for the time they run. The contract
+/// asks callers to order streams by events; if one forgets, results may be stale, but two threads
+/// never race on an element.
+pub struct CpuStorage {
+    bytes: RwLock<Bytes>,
+    kind: MemoryKind,
+    address: u64,
+    len: usize,
+}
+
+struct Bytes {
+    ptr: NonNull<u8>,
+    len: usize,
+    owner: Owner,
+}
+
+enum Owner {
+    /// Allocated here, with this layout.
+    Allocated(Layout),
+    /// Lent; the owner keeps the bytes alive.
+    Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
+}
+
+// SAFETY: `Bytes` owns its memory or keeps its owner alive, and nothing in it is tied to a thread.
+unsafe impl Send for Bytes {}
+// SAFETY: shared access only reads the bytes (`as_slice`).
+unsafe impl Sync for Bytes {}
+
+impl Drop for Bytes {
+    fn drop(&mut self) {
+        if let Owner::Allocated(layout) = self.owner {
+            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed once.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        }
+    }
+}
+
+impl Bytes {
+    fn as_slice(&self) -> &[u8] {
+        // SAFETY: `ptr` is valid for `len` initialised bytes as long as `self` lives, and writes need `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `&mut self` excludes every other access through this storage.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl CpuStorage {
+    /// Allocates zeroed bytes.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no bytes, [`Error::Allocation`] if the system refuses.
+    pub fn allocate(kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of an allocation" });
+        }
+        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
+        let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| refused("larger than the address space"))?;
+        // SAFETY: the layout's size is not zero.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| refused("the system is out of memory"))?;
+        Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
+    }
+
+    /// Uses memory that somebody else allocated; `owner` is dropped with the storage.
+    ///
+    /// # Safety
+    /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner`
+    /// lives, and while the storage lives nothing else may access them but through it.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no bytes.
+    pub unsafe fn from_raw(
+        ptr: NonNull<u8>,
+        bytes: usize,
+        kind: MemoryKind,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of a lent memory" });
+        }
+        Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Lent(owner) }, kind))
+    }
+
+    fn new(bytes: Bytes, kind: MemoryKind) -> Self {
+        let (address, len) = (bytes.ptr.as_ptr() as u64, bytes.len);
+        Self { bytes: RwLock::new(bytes), kind, address, len }
+    }
+}
+
+impl fmt::Debug for CpuStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuStorage({} bytes of {} memory at {:#x})", self.len, self.kind, self.address)
+    }
+}
+
+impl Storage for CpuStorage {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The CPU storage behind a handle.
+pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
+    storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
+}
+
+/// Locks of the storages that one operation touches, each taken once and in order of address, so
+/// that operations on different streams cannot wait for each other in a circle.
+pub(crate) struct Access<'a>(Vec<(u64, Lock<'a>)>);
+
+enum Lock<'a> {
+    Read(RwLockReadGuard<'a, Bytes>),
+    Write(RwLockWriteGuard<'a, Bytes>),
+}
+
+impl<'a> Access<'a> {
+    /// Locks `reads` for reading and `writes` for writing; a storage in both is written.
+    pub(crate) fn new(reads: &[&'a Arc<dyn Storage>], writes: &[&'a Arc<dyn Storage>]) -> Result<Self> {
+        let mut wanted: Vec<(&CpuStorage, bool)> = Vec::with_capacity(reads.len() + writes.len());
+        for (list, write) in [(writes, true), (reads, false)] {
+            for storage in list {
+                let storage = cpu(storage)?;
+                if !wanted.iter().any(|(known, _)| std::ptr::eq(*known, storage)) {
+                    wanted.push((storage, write));
+                }
+            }
+        }
+        wanted.sort_by_key(|(storage, _)| storage.address);
+        Ok(Self(
+            wanted
+                .into_iter()
+                .map(|(storage, write)| {
+                    let lock =
+                        if write { Lock::Write(storage.bytes.write()) } else { Lock::Read(storage.bytes.read()) };
+                    (storage.address, lock)
+                })
+                .collect(),
+        ))
+    }
+
+    /// Bytes of a locked storage, to read.
+    pub(crate) fn read(&self, storage: &Arc<dyn Storage>) -> Result<&[u8]> {
+        match self.0.iter().find(|(address, _)| *address == storage.address()) {
+            Some((_, Lock::Read(guard))) => Ok(guard.as_slice()),
+            Some((_, Lock::Write(guard))) => Ok(guard.as_slice()),
+            None => Err(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME }),
+        }
+    }
+
+    /// Bytes of a storage locked for writing.
+    pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&mut [u8]> {
+        match self.0.iter_mut().find(|(address, _)| *address == storage.address()) {
+            Some((_, Lock::Write(guard))) => Ok(guard.as_mut_slice()),
+            _ => Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME }),
+        }
+    }
+
+    /// Bytes of one storage to read and of another to write.
+    pub(crate) fn read_write(
+        &mut self,
+        read: &Arc<dyn Storage>,
+        write: &Arc<dyn Storage>,
+    ) -> Result<(&[u8], &mut [u8])> {
+        let missing = || Error::ForeignHandle { what: "a storage that was not locked", backend: NAME };
+        let find = |s: &Arc<dyn Storage>| self.0.iter().position(|(address, _)| *address == s.address());
+        let (r, w) = (find(read).ok_or_else(missing)?, find(write).ok_or_else(missing)?);
+        let [(_, from), (_, to)] = self.0.get_disjoint_mut([r, w]).map_err(|_| missing())?;
+        let from = match from {
+            Lock::Read(guard) => guard.as_slice(),
+            Lock::Write(guard) => guard.as_slice(),
+        };
+        match to {
+            Lock::Write(guard) => Ok((from, guard.as_mut_slice())),
+            Lock::Read(_) => Err(missing()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_and_no_bytes_are_an_error() {
+        let storage: Arc<dyn Storage> = Arc::new(CpuStorage::allocate(MemoryKind::Pinned, 100).unwrap());
+        assert_eq!(storage.address() % ALIGN as u64, 0);
+        let access = Access::new(&[&storage], &[]).unwrap();
+        assert!(access.read(&storage).unwrap().iter().all(|&b| b == 0));
+        assert!(matches!(CpuStorage::allocate(MemoryKind::System, 0), Err(Error::Zero { .. })));
+        assert!(matches!(
+            CpuStorage::allocate(MemoryKind::System, usize::MAX / 2),
+            Err(Error::Allocation { .. })
+        ));
+    }
+
+    #[test]
+    fn lent_memory_keeps_its_owner_alive() {
+        let owner: Arc<Vec<u8>> = Arc::new(vec![7; 64]);
+        let ptr = NonNull::new(owner.as_ptr().cast_mut()).unwrap();
+        // SAFETY: the vector lives in `owner` and is only read here.
+        let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
+        let storage: Arc<dyn Storage> = Arc::new(storage);
+        assert_eq!(Arc::strong_count(&owner), 2);
+        assert_eq!(Access::new(&[&storage], &[]).unwrap().read(&storage).unwrap()[63], 7);
+        drop(storage);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    fn one_storage_in_two_roles_is_locked_once() {
+        let storage: Arc<dyn Storage> = Arc::new(CpuStorage::allocate(MemoryKind::System, 8).unwrap());
+        let mut access = Access::new(&[&storage], &[&storage]).unwrap();
+        access.write(&storage).unwrap()[3] = 1;
+        assert_eq!(access.read(&storage).unwrap()[3], 1);
+        assert!(access.read_write(&storage, &storage).is_err());
+    }
+}

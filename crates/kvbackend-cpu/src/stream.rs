@@ -1,0 +1,248 @@
+//! Streams and events: a queue of closures that runs at once, or when something waits for it.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use kvcore::backend::{Counters, Event, Stream};
+use kvcore::kernels::{
+    ApplyRope, Attend, CopyBlocks, Gather, Kernels, KvArena, RotateKeys, Scatter, SwapBlocks,
+};
+use kvcore::{Error, Result, Storage, TensorView};
+use parking_lot::Mutex;
+
+use crate::memory::{Access, cpu};
+use crate::{Execution, NAME, kernels};
+
+type Work = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// A stream of the CPU backend.
+pub struct CpuStream {
+    id: u64,
+    execution: Execution,
+    counters: Arc<Counters>,
+    queue: Arc<Queue>,
+}
+
+/// Work in order. `done` counts finished items, so that an event is "done ≥ its number".
+#[derive(Default)]
+struct Queue {
+    items: Mutex<VecDeque<Work>>,
+    enqueued: AtomicU64,
+    done: AtomicU64,
+    /// Held while an item runs: two waiting threads must not run items side by side.
+    running: Mutex<()>,
+}
+
+impl Queue {
+    /// Runs work until `until` items have run; stops at the first error.
+    fn run(&self, until: u64) -> Result<()> {
+        while self.done.load(Ordering::Acquire) < until {
+            let _running = self.running.lock();
+            if self.done.load(Ordering::Acquire) >= until {
+                break;
+            }
+            let Some(work) = self.items.lock().pop_front() else { break };
+            let result = work();
+            self.done.fetch_add(1, Ordering::Release);
+            result?;
+        }
+        Ok(())
+    }
+}
+
+/// A point in a [`CpuStream`].
+pub struct CpuEvent {
+    stream: u64,
+    at: u64,
+    queue: Weak<Queue>,
+}
+
+impl fmt::Debug for CpuStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuStream({}, {:?})", self.id, self.execution)
+    }
+}
+
+impl fmt::Debug for CpuEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuEvent(stream {}, after item {})", self.stream, self.at)
+    }
+}
+
+impl Event for CpuEvent {
+    fn wait(&self) -> Result<()> {
+        self.queue.upgrade().map_or(Ok(()), |queue| queue.run(self.at))
+    }
+
+    fn is_done(&self) -> bool {
+        self.queue.upgrade().is_none_or(|queue| queue.done.load(Ordering::Acquire) >= self.at)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl CpuStream {
+    pub(crate) fn new(id: u64, execution: Execution, counters: Arc<Counters>) -> Self {
+        Self { id, execution, counters, queue: Arc::default() }
+    }
+
+    fn enqueue(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        match self.execution {
+            Execution::Immediate => {
+                let _running = self.queue.running.lock();
+                work()
+            }
+            Execution::Deferred => {
+                let mut items = self.queue.items.lock();
+                items.push_back(Box::new(work));
+                self.queue.enqueued.fetch_add(1, Ordering::Release);
+                Ok(())
+            }
+        }
+    }
+
+    fn dense(view: &TensorView, bytes: usize) -> Result<(usize, usize)> {
+        if !view.is_contiguous() {
+            return Err(Error::InvalidStrides {
+                what: "host copy",
+                reason: "the view is not contiguous; gather or copy it first".to_owned(),
+            });
+        }
+        let expected = view.dtype().bytes_for(view.len())?;
+        if expected != bytes {
+            return Err(Error::Mismatch { what: "bytes of a host copy", expected, got: bytes });
+        }
+        cpu(view.storage())?;
+        let start = view.dtype().bytes_for(view.offset())?;
+        Ok((start, start + expected))
+    }
+}
+
+impl Drop for CpuStream {
+    /// Enqueued work still runs: a GPU would run it too.
+    fn drop(&mut self) {
+        let _ = self.queue.run(self.queue.enqueued.load(Ordering::Acquire));
+    }
+}
+
+impl Stream for CpuStream {
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        let at = self.queue.enqueued.load(Ordering::Acquire);
+        Ok(Arc::new(CpuEvent { stream: self.id, at, queue: Arc::downgrade(&self.queue) }))
+    }
+
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
+        let known = event.as_any().downcast_ref::<CpuEvent>();
+        let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
+        if known.stream == self.id {
+            return Ok(());
+        }
+        let event = Arc::clone(event);
+        self.enqueue(move || event.wait())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.queue.run(self.queue.enqueued.load(Ordering::Acquire))
+    }
+
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
+        let (start, end) = Self::dense(dst, src.len())?;
+        Counters::add(&self.counters.host_write_bytes, src.len());
+        let storage = Arc::clone(dst.storage());
+        let copy = move |src: &[u8]| {
+            Access::new(&[], &[&storage])?.write(&storage)?[start..end].copy_from_slice(src);
+            Ok(())
+        };
+        match self.execution {
+            Execution::Immediate => copy(src),
+            Execution::Deferred => {
+                let owned = src.to_vec();
+                self.enqueue(move || copy(&owned))
+            }
+        }
+    }
+
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
+        let (start, end) = Self::dense(src, dst.len())?;
+        self.synchronize()?;
+        Counters::add(&self.counters.host_read_bytes, dst.len());
+        let access = Access::new(&[src.storage()], &[])?;
+        dst.copy_from_slice(&access.read(src.storage())?[start..end]);
+        Ok(())
+    }
+}
+
+/// Refuses storages of other backends before anything is enqueued.
+fn ours(arenas: &[&KvArena], views: &[&TensorView]) -> Result<()> {
+    let check = |storage: &Arc<dyn Storage>| cpu(storage).map(drop);
+    for arena in arenas {
+        check(arena.k())?;
+        check(arena.v())?;
+    }
+    views.iter().try_for_each(|view| check(view.storage()))
+}
+
+impl Kernels for CpuStream {
+    fn scatter(&self, op: &Scatter) -> Result<()> {
+        op.check()?;
+        ours(&[&op.arena], &[&op.k, &op.v])?;
+        Counters::add(&self.counters.scatter_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::scatter(&op))
+    }
+
+    fn gather(&self, op: &Gather) -> Result<()> {
+        op.check()?;
+        ours(&[&op.arena], &[&op.k, &op.v])?;
+        Counters::add(&self.counters.gather_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::gather(&op))
+    }
+
+    fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
+        op.check()?;
+        ours(&[&op.arena], &[])?;
+        Counters::add(&self.counters.block_copy_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::copy_blocks(&op))
+    }
+
+    fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
+        op.check()?;
+        ours(&[&op.src, &op.dst], &[])?;
+        Counters::add(&self.counters.block_copy_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::swap_blocks(&op))
+    }
+
+    fn rope(&self, op: &ApplyRope) -> Result<()> {
+        op.check()?;
+        ours(&[], &[&op.rows])?;
+        let op = op.clone();
+        self.enqueue(move || kernels::rope(&op))
+    }
+
+    fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
+        op.check()?;
+        ours(&[&op.src, &op.dst], &[])?;
+        Counters::add(&self.counters.block_copy_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::rotate_keys(&op))
+    }
+
+    fn attend(&self, op: &Attend) -> Result<()> {
+        op.check()?;
+        ours(&[&op.arena], &[&op.q, &op.out])?;
+        if let Some(lse) = &op.lse {
+            ours(&[], &[lse])?;
+        }
+        Counters::add(&self.counters.attend_calls, 1);
+        let op = op.clone();
+        self.enqueue(move || kernels::attend(&op))
+    }
+}

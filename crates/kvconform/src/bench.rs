@@ -1,0 +1,180 @@
+//! What a case works with: a backend, a stream, an element type, and deterministic numbers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use kvcore::{
+    Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Stream, TensorView, allocate_tensor,
+};
+
+/// Why a case failed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Failure(pub String);
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<kvcore::Error> for Failure {
+    fn from(error: kvcore::Error) -> Self {
+        Self(format!("unexpected error: {error}"))
+    }
+}
+
+/// Result of a case.
+pub type Outcome<T = ()> = Result<T, Failure>;
+
+/// A backend under test.
+#[derive(Debug, Clone)]
+pub struct Bench {
+    /// The backend.
+    pub backend: Arc<dyn Backend>,
+    /// A stream of it.
+    pub stream: Arc<dyn Stream>,
+    /// Element type under test.
+    pub dtype: DType,
+}
+
+impl Bench {
+    /// A bench for one backend and element type.
+    pub fn new(backend: Arc<dyn Backend>, dtype: DType) -> kvcore::Result<Self> {
+        let stream = backend.stream()?;
+        Ok(Self { backend, stream, dtype })
+    }
+
+    /// A zeroed tensor on the device.
+    pub fn tensor(&self, dtype: DType, shape: &[usize]) -> Outcome<TensorView> {
+        Ok(allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, shape)?)
+    }
+
+    /// A tensor with the given values, rounded to `dtype`.
+    pub fn upload(&self, dtype: DType, shape: &[usize], values: &[f32]) -> Outcome<TensorView> {
+        let view = self.tensor(dtype, shape)?;
+        self.stream.write(&view, &encode(dtype, values))?;
+        Ok(view)
+    }
+
+    /// The values of a contiguous tensor.
+    pub fn download(&self, view: &TensorView) -> Outcome<Vec<f32>> {
+        let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
+        self.stream.read(view, &mut bytes)?;
+        Ok(decode(view.dtype(), &bytes))
+    }
+
+    /// An arena with the suite's usual extents and the given order.
+    pub fn arena(&self, order: BlockOrder) -> Outcome<KvArena> {
+        self.arena_of(KvShape {
+            num_layers: 2,
+            num_blocks: 9,
+            block_size: 4,
+            kv_heads: 2,
+            k_dim: 10,
+            v_dim: 6,
+            dtype: self.dtype,
+            order,
+        })
+    }
+
+    /// An arena of any shape.
+    pub fn arena_of(&self, shape: KvShape) -> Outcome<KvArena> {
+        let layout = Arc::new(KvLayout::new(shape)?);
+        Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
+    }
+
+    /// All of K or V storage as values, for cases that look at every byte.
+    pub fn contents(&self, arena: &KvArena) -> Outcome<(Vec<f32>, Vec<f32>)> {
+        let all = |storage: &Arc<dyn kvcore::Storage>, bytes: usize| {
+            let elements = bytes * 8 / self.dtype.bits();
+            self.download(&TensorView::new(Arc::clone(storage), self.dtype, &[elements])?)
+        };
+        Ok((all(arena.k(), arena.layout().k_bytes())?, all(arena.v(), arena.layout().v_bytes())?))
+    }
+
+    /// Fills K and V with numbers, and returns what was stored.
+    pub fn fill(&self, arena: &KvArena, seed: u32) -> Outcome<(Vec<f32>, Vec<f32>)> {
+        let layout = arena.layout();
+        for (storage, bytes, seed) in [(arena.k(), layout.k_bytes(), seed), (arena.v(), layout.v_bytes(), !seed)] {
+            let n = bytes * 8 / self.dtype.bits();
+            let view = TensorView::new(Arc::clone(storage), self.dtype, &[n])?;
+            self.stream.write(&view, &encode(self.dtype, &numbers(seed, n)))?;
+        }
+        self.contents(arena)
+    }
+
+    /// Allowed difference of a result that was rounded once to the element type.
+    pub fn rounding(&self) -> f32 {
+        unit(self.dtype)
+    }
+}
+
+/// Spacing of numbers near 1, with a little room for f32 arithmetic.
+pub(crate) fn unit(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => 1e-3,
+        DType::BF16 => 8e-3,
+        _ => 1e-5,
+    }
+}
+
+/// Numbers between −1 and 1 that depend on nothing but the seed.
+pub fn numbers(seed: u32, n: usize) -> Vec<f32> {
+    let mut state = u64::from(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+/// Values rounded to an element type and back.
+pub fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
+    decode(dtype, &encode(dtype, values))
+}
+
+/// Values as bytes of an element type.
+pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|&x| x.to_le_bytes()).collect(),
+    }
+}
+
+/// Bytes of an element type as values.
+pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        DType::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+    }
+}
+
+/// `actual` is `expected`, bit for bit (any NaN equals any NaN).
+pub fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
+    close(what, actual, expected, 0.0)
+}
+
+/// `actual` is within `tolerance` of `expected`, relative to values above 1.
+pub fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
+    if actual.len() != expected.len() {
+        return Err(Failure(format!("{what}: {} values, expected {}", actual.len(), expected.len())));
+    }
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        let same = a == e || (a.is_nan() && e.is_nan());
+        if !same && !((a - e).abs() <= tolerance * e.abs().max(1.0)) {
+            return Err(Failure(format!("{what}: element {i} is {a}, expected {e} within {tolerance}")));
+        }
+    }
+    Ok(())
+}
+
+/// `condition`, or a failure.
+pub fn ensure(condition: bool, what: impl FnOnce() -> String) -> Outcome {
+    if condition { Ok(()) } else { Err(Failure(what())) }
+}

@@ -1,0 +1,206 @@
+//! Attention over segments.
+
+use std::sync::Arc;
+
+use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
+use kvcore::{BlockId, BlockOrder, DType, KvArena, Rope, RopeConfig};
+
+use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, unit};
+use crate::oracle;
+
+const HEADS: usize = 6;
+/// Marks output rows that nothing should write.
+const UNTOUCHED: f32 = 0.25;
+
+fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
+    Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
+}
+
+/// An attend over filled memory, with the values its oracle needs.
+struct Trial {
+    op: Attend,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Trial {
+    fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
+        let arena = b.arena(order)?;
+        let (k, v) = b.fill(&arena, 40)?;
+        let q = rounded(b.dtype, &numbers(41, rows.len() * HEADS * 10).iter().map(|x| 2.0 * x).collect::<Vec<_>>());
+        let op = Attend {
+            layer: 1,
+            q: b.upload(b.dtype, &[rows.len(), HEADS, 10], &q)?,
+            rope: Some(Arc::new(Rope::new(RopeConfig { rotary_dim: 8, ..RopeConfig::new(10, 300.0) }, 4096)?)),
+            rows: rows.into(),
+            batch: batch.into(),
+            groups: [MergeGroup::default()].into(),
+            scale: 0.4,
+            window: None,
+            softcap: None,
+            out: b.upload(DType::F32, &[rows.len(), HEADS, 6], &vec![UNTOUCHED; rows.len() * HEADS * 6])?,
+            lse: Some(b.upload(DType::F32, &[rows.len(), HEADS], &vec![UNTOUCHED; rows.len() * HEADS])?),
+            arena,
+        };
+        Ok(Self { op, q, k, v })
+    }
+
+    fn check(&self, b: &Bench, what: &str) -> Outcome {
+        b.stream.attend(&self.op)?;
+        let (out, lse) = oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED);
+        close(what, &b.download(&self.op.out)?, &out, 1e-5)?;
+        match &self.op.lse {
+            Some(view) => close(what, &b.download(view)?, &lse, 1e-5),
+            None => Ok(()),
+        }
+    }
+}
+
+fn rows(list: &[(usize, i64)]) -> Vec<QueryRow> {
+    list.iter().map(|&(logical, position)| QueryRow { logical, position }).collect()
+}
+
+fn entry(rows: std::ops::Range<usize>, segments: Vec<Segment>) -> AttendRows {
+    AttendRows { rows, segments: segments.into() }
+}
+
+pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
+    for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
+        let at = rows(&[(0, 0), (1, 1), (2, 2), (9, 9), (77, 77), (4, 4), (5, 5)]);
+        let batch = vec![
+            entry(0..3, vec![segment(&[5, 2], 3, 0, 0)]),
+            entry(3..4, vec![segment(&[1, 0, 8], 10, 0, 0)]),
+            // row 4 is in no entry
+            entry(5..7, vec![segment(&[7, 3], 6, 0, 0)]),
+        ];
+        Trial::new(b, order, &at, batch)?.check(b, "mixed batch")?;
+    }
+    Ok(())
+}
+
+/// A system prompt, a chunk stored at 0 and used further on, and the question's own tokens.
+fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
+    vec![
+        segment(&[4], 3, 0, 0),
+        segment(chunk, 6, 3, 0).at_offset(offset),
+        segment(&[6], 2, 9, offset + 6),
+    ]
+}
+
+pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
+    for offset in [0, 3, 1000] {
+        let at = rows(&[(9, offset + 6), (10, offset + 7)]);
+        let trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
+        trial.check(b, "a chunk used at an offset")?;
+        let here = b.download(&trial.op.out)?;
+        let mut ignored = trial.op.clone();
+        ignored.batch = vec![entry(0..2, reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect())].into();
+        b.stream.attend(&ignored)?;
+        let differs = here.iter().zip(&b.download(&ignored.out)?).any(|(x, y)| (x - y).abs() > 1e-3);
+        ensure(differs == (offset != 0), || format!("offset {offset} makes a difference: {differs}"))?;
+    }
+    Ok(())
+}
+
+pub(super) fn the_same_blocks_at_two_offsets_at_once(b: &Bench) -> Outcome {
+    let at = rows(&[(9, 9), (9, 505)]);
+    let batch = vec![entry(0..1, reused(3, &[0, 2])), entry(1..2, reused(499, &[0, 2]))];
+    let trial = Trial::new(b, BlockOrder::HeadMajor, &at, batch)?;
+    let before = b.contents(&trial.op.arena)?;
+    trial.check(b, "two requests over the same blocks")?;
+    let after = b.contents(&trial.op.arena)?;
+    equal("K after reading", &after.0, &before.0)?;
+    equal("V after reading", &after.1, &before.1)?;
+    let twice = [reused(3, &[0, 2]), vec![segment(&[0, 2], 6, 11, 0).at_offset(700)]].concat();
+    Trial::new(b, BlockOrder::HeadMajor, &rows(&[(30, 720)]), vec![entry(0..1, twice)])?
+        .check(b, "the same chunk twice in one prompt")
+}
+
+pub(super) fn causality_goes_by_logical_order(b: &Bench) -> Outcome {
+    // The later chunk overlaps the earlier one in position; the row stands inside the later one.
+    let segments = vec![segment(&[4], 3, 0, 0), segment(&[0, 2], 6, 3, 3), segment(&[5, 7], 5, 9, 3)];
+    let at = rows(&[(3, 3), (8, 8), (9, 3), (11, 5), (13, 7)]);
+    Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?.check(b, "overlapping positions")
+}
+
+pub(super) fn windows_go_by_position(b: &Bench) -> Outcome {
+    for window in [1, 4, 7, 100] {
+        let at = rows(&[(9, 46), (10, 47)]);
+        let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+        trial.op.window = Some(window);
+        trial.check(b, "sliding window")?;
+    }
+    Ok(())
+}
+
+pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
+    let at = rows(&[(9, 14), (10, 15)]);
+    let mut segments = reused(8, &[0, 2]);
+    segments[1].logit_scale = 1.6;
+    segments[1].merge_group = 1;
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, segments)])?;
+    trial.op.groups = [MergeGroup::default(), MergeGroup { lse_scale: 0.7 }].into();
+    trial.check(b, "a group with a temperature and a scale")?;
+    trial.op.softcap = Some(1.5);
+    trial.check(b, "soft-capped logits")
+}
+
+pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
+    let at = rows(&[(2, 2), (3, 3)]);
+    let batch = vec![entry(0..1, vec![segment(&[1], 4, 9, 9)]), entry(1..2, vec![segment(&[], 0, 0, 0)])];
+    let trial = Trial::new(b, BlockOrder::TokenMajor, &at, batch)?;
+    trial.check(b, "rows that see nothing")?;
+    equal("output", &b.download(&trial.op.out)?, &vec![0.0; 2 * HEADS * 6])?;
+    if let Some(lse) = &trial.op.lse {
+        equal("log-sum-exp", &b.download(lse)?, &vec![f32::NEG_INFINITY; 2 * HEADS])?;
+    }
+    Ok(())
+}
+
+pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
+    let at = rows(&[(5, 5)]);
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
+    trial.op.rope = None;
+    trial.check(b, "queries as they are")?;
+    trial.op.batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])].into();
+    ensure(b.stream.attend(&trial.op).is_err(), || "an offset without a table was accepted".to_owned())
+}
+
+pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
+    let at = rows(&[(0, 0), (1, 1)]);
+    let good = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
+    b.stream.attend(&good)?;
+    let with = |batch: Vec<AttendRows>| Attend { batch: batch.into(), ..good.clone() };
+    let small: KvArena = b.arena(BlockOrder::TokenMajor)?;
+    let grouped = Segment { merge_group: 1, ..segment(&[0], 2, 0, 0) };
+    for (what, op) in [
+        ("a block past the end", with(vec![entry(0..2, vec![segment(&[9], 2, 0, 0)])])),
+        ("a segment longer than its blocks", with(vec![entry(0..2, vec![segment(&[0], 5, 0, 0)])])),
+        ("rows past the end", with(vec![entry(1..3, vec![segment(&[0], 2, 0, 0)])])),
+        ("a row in two entries", with(vec![entry(0..2, vec![]), entry(1..2, vec![])])),
+        ("an unknown merge group", with(vec![entry(0..2, vec![grouped])])),
+        ("a layer past the end", Attend { layer: 2, ..good.clone() }),
+        ("heads that kv_heads do not divide", Attend {
+            q: b.tensor(b.dtype, &[2, 3, 10])?,
+            out: b.tensor(DType::F32, &[2, 3, 6])?,
+            lse: None,
+            ..good.clone()
+        }),
+        ("an offset past the table", with(vec![entry(0..2, vec![segment(&[0], 2, 0, 0).at_offset(-5000)])])),
+        ("output of another width", Attend { out: b.tensor(DType::F32, &[2, HEADS, 10])?, arena: small, ..good.clone() }),
+    ] {
+        ensure(b.stream.attend(&op).is_err(), || format!("{what} was accepted"))?;
+    }
+    Ok(())
+}
+
+pub(super) fn output_in_the_element_type(b: &Bench) -> Outcome {
+    let at = rows(&[(9, 46), (10, 47)]);
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+    trial.op.out = b.tensor(b.dtype, &[2, HEADS, 6])?;
+    trial.op.lse = None;
+    b.stream.attend(&trial.op)?;
+    let (out, _) = oracle::attend(&trial.op, &trial.q, &trial.k, &trial.v, UNTOUCHED);
+    close("output rounded to the element type", &b.download(&trial.op.out)?, &out, unit(b.dtype))
+}

@@ -1,0 +1,29 @@
+//! Allocation and host copies.
+
+use kvcore::{DType, Error, MemoryKind};
+
+use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
+
+pub(super) fn is_zeroed_and_refuses_nothing(b: &Bench) -> Outcome {
+    let view = b.tensor(b.dtype, &[1000])?;
+    equal("fresh memory", &b.download(&view)?, &[0.0; 1000])?;
+    let none = b.backend.allocate(MemoryKind::Device, 0);
+    ensure(matches!(none, Err(Error::Zero { .. })), || format!("no bytes gave {none:?}"))
+}
+
+pub(super) fn host_copies_round_trip(b: &Bench) -> Outcome {
+    let values = numbers(1, 37);
+    let view = b.upload(b.dtype, &[37], &values)?;
+    equal("whole tensor", &b.download(&view)?, &rounded(b.dtype, &values))?;
+    let part = view.slice(0, 5, 12)?;
+    equal("a slice at an odd offset", &b.download(&part)?, &rounded(b.dtype, &values[5..12]))
+}
+
+pub(super) fn host_copies_check_length_and_density(b: &Bench) -> Outcome {
+    let view = b.tensor(DType::F32, &[4, 6])?;
+    let short = b.stream.write(&view, &[0; 95]);
+    ensure(matches!(short, Err(Error::Mismatch { .. })), || format!("a short write gave {short:?}"))?;
+    let column = view.slice(1, 0, 2)?;
+    let holes = b.stream.read(&column, &mut [0; 32]);
+    ensure(matches!(holes, Err(Error::InvalidStrides { .. })), || format!("a read with holes gave {holes:?}"))
+}

@@ -1,0 +1,66 @@
+//! Streams and events.
+
+use kvcore::kernels::{Gather, Scatter};
+use kvcore::{BlockOrder, KvArena, TensorView};
+
+use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
+
+const SLOTS: [i64; 3] = [3, 17, 8];
+
+/// Rows of ones and where they go.
+fn write(b: &Bench, arena: &KvArena) -> Outcome<(Scatter, Vec<f32>)> {
+    let values = numbers(7, 3 * 2 * 10);
+    let op = Scatter {
+        arena: arena.clone(),
+        layer: 1,
+        k: b.upload(b.dtype, &[3, 2, 10], &values)?,
+        v: b.upload(b.dtype, &[3, 2, 6], &numbers(8, 36))?,
+        slots: SLOTS.into(),
+    };
+    Ok((op, rounded(b.dtype, &values)))
+}
+
+fn read(b: &Bench, arena: &KvArena) -> Outcome<(Gather, TensorView)> {
+    let k = b.tensor(b.dtype, &[3, 2, 10])?;
+    let v = b.tensor(b.dtype, &[3, 2, 6])?;
+    let op = Gather { arena: arena.clone(), layer: 1, slots: SLOTS.into(), k: k.clone(), v, rotation: None };
+    Ok((op, k))
+}
+
+pub(super) fn a_stream_keeps_its_order(b: &Bench) -> Outcome {
+    let arena = b.arena(BlockOrder::TokenMajor)?;
+    let (scatter, expected) = write(b, &arena)?;
+    let (gather, k) = read(b, &arena)?;
+    b.stream.scatter(&scatter)?;
+    b.stream.gather(&gather)?;
+    equal("gather after scatter on one stream", &b.download(&k)?, &expected)
+}
+
+pub(super) fn events_order_streams(b: &Bench) -> Outcome {
+    let arena = b.arena(BlockOrder::HeadMajor)?;
+    let (writer, reader) = (b.backend.stream()?, b.backend.stream()?);
+    let (scatter, expected) = write(b, &arena)?;
+    let (gather, k) = read(b, &arena)?;
+    b.stream.synchronize()?;
+    writer.scatter(&scatter)?;
+    let written = writer.record()?;
+    reader.wait_for(&written)?;
+    reader.gather(&gather)?;
+    let done = reader.record()?;
+    done.wait()?;
+    ensure(done.is_done() && written.is_done(), || "an event that was waited for is not done".to_owned())?;
+    equal("gather after an event of another stream", &b.download(&k)?, &expected)
+}
+
+pub(super) fn dropping_handles_loses_no_work(b: &Bench) -> Outcome {
+    let arena = b.arena(BlockOrder::TokenMajor)?;
+    let (gather, k) = read(b, &arena)?;
+    let expected = {
+        let (scatter, expected) = write(b, &arena)?;
+        b.stream.scatter(&scatter)?;
+        expected
+    };
+    b.stream.gather(&gather)?;
+    drop((gather, arena));
+    equal("work whose operands the caller dropped", &b.download(&k)?, &expected)
+}

@@ -1,0 +1,28 @@
+//! The conformance suite: what it means to be a backend.
+//!
+//! Every case compares a backend with arithmetic written out in f64 ([`oracle`]); none compares it
+//! with another backend. Cases, inputs and tolerances are the same for all. A backend is done when
+//! [`CASES`] pass for every element type.
+//!
+//! ```
+//! use kvconform::{Bench, CASES};
+//! use kvcore::DType;
+//!
+//! let bench = Bench::new(kvbackend_cpu::CpuBackend::new(), DType::BF16)?;
+//! for case in CASES {
+//!     (case.run)(&bench).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+//! }
+//! # Ok::<(), kvcore::Error>(())
+//! ```
+
+mod bench;
+pub mod cases;
+pub mod oracle;
+
+#[cfg(feature = "cpu")]
+mod backends;
+
+#[cfg(feature = "cpu")]
+pub use backends::{BACKENDS, NamedBackend};
+pub use bench::{Bench, Failure, Outcome};
+pub use cases::{CASES, Case};

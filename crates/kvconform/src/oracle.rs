@@ -1,0 +1,118 @@
+//! The contract written out in f64, independent of every backend and of `kvcore`'s own arithmetic.
+
+use kvcore::kernels::{Attend, QueryRow, Segment};
+use kvcore::rope::Rope;
+use kvcore::{KvArena, KvLayout, Pairing, PlaneStrides};
+
+/// Where an element of K or V lies.
+pub fn index(layout: &KvLayout, s: PlaneStrides, layer: usize, slot: usize, head: usize) -> usize {
+    let block_size = layout.shape().block_size;
+    layer * s.layer + (slot / block_size) * s.block + (slot % block_size) * s.token + head * s.head
+}
+
+/// `row` rotated by `position`, each pair turned by `position * frequency`, scaled by `factor`.
+pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> {
+    let mut out: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
+    let half = rope.config().rotary_dim / 2;
+    for (i, &frequency) in rope.frequencies().iter().enumerate() {
+        let (x, y) = if rope.pairing() == Pairing::HalfSplit { (i, i + half) } else { (2 * i, 2 * i + 1) };
+        let (sin, cos) = (position as f64 * f64::from(frequency)).sin_cos();
+        let (a, b) = (out[x], out[y]);
+        out[x] = (a * cos - b * sin) * factor;
+        out[y] = (a * sin + b * cos) * factor;
+    }
+    out
+}
+
+/// Output rows `[rows, heads, v_dim]` and log-sum-exps `[rows, heads]` of an attend, from the values
+/// of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
+pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
+    let s = op.arena.layout().shape();
+    let heads = op.q.shape()[1];
+    let mut out = vec![untouched; op.rows.len() * heads * s.v_dim];
+    let mut lse = vec![untouched; op.rows.len() * heads];
+    for entry in op.batch.iter() {
+        for row in entry.rows.clone() {
+            for head in 0..heads {
+                let at = row * heads + head;
+                let q = &q[at * s.k_dim..][..s.k_dim];
+                let (values, total) = one(op, q, head, op.rows[row], &entry.segments, k, v);
+                lse[at] = total as f32;
+                for (o, x) in out[at * s.v_dim..][..s.v_dim].iter_mut().zip(values) {
+                    *o = x as f32;
+                }
+            }
+        }
+    }
+    (out, lse)
+}
+
+fn one(
+    op: &Attend,
+    q: &[f32],
+    head: usize,
+    row: QueryRow,
+    segments: &[Segment],
+    k: &[f32],
+    v: &[f32],
+) -> (Vec<f64>, f64) {
+    let s = op.arena.layout().shape();
+    // (logit, group, value) of every visible token
+    let mut seen: Vec<(f64, usize, &[f32])> = Vec::new();
+    for segment in segments {
+        let turned = match &op.rope {
+            Some(rope) => {
+                let factor = f64::from(rope.attention_factor());
+                rotate(q, rope, row.position - segment.position_offset, factor)
+            }
+            None => q.iter().map(|&x| f64::from(x)).collect(),
+        };
+        for j in 0..segment.len {
+            let position = segment.stored_start + segment.position_offset + j as i64;
+            let inside = op.window.is_none_or(|w| row.position - position < w as i64);
+            if segment.logical_start + j <= row.logical && inside {
+                let (key, value) = token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);
+                let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
+                let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);
+                if let Some(cap) = op.softcap.map(f64::from) {
+                    logit = cap * (logit / cap).tanh();
+                }
+                seen.push((logit, segment.merge_group, value));
+            }
+        }
+    }
+    // A token's weight is exp(logit − group lse) · exp(scaled group lse), normalised over all tokens.
+    let group_lse: Vec<f64> =
+        (0..op.groups.len()).map(|g| lse(seen.iter().filter(|x| x.1 == g).map(|x| x.0))).collect();
+    let scaled = |g: usize| group_lse[g] * f64::from(op.groups[g].lse_scale);
+    let weights: Vec<f64> = seen.iter().map(|&(logit, g, _)| logit - group_lse[g] + scaled(g)).collect();
+    let total = lse(weights.iter().copied());
+    let mut out = vec![0.0; s.v_dim];
+    for (weight, (_, _, value)) in weights.iter().zip(&seen) {
+        for (o, &x) in out.iter_mut().zip(*value) {
+            *o += (weight - total).exp() * f64::from(x);
+        }
+    }
+    (out, total)
+}
+
+fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {
+    let max = logits.clone().fold(f64::NEG_INFINITY, f64::max);
+    if max == f64::NEG_INFINITY { max } else { max + logits.map(|x| (x - max).exp()).sum::<f64>().ln() }
+}
+
+fn token<'a>(
+    arena: &KvArena,
+    segment: &Segment,
+    j: usize,
+    layer: usize,
+    kv_head: usize,
+    k: &'a [f32],
+    v: &'a [f32],
+) -> (&'a [f32], &'a [f32]) {
+    let (layout, s) = (arena.layout(), arena.layout().shape());
+    let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
+    let key = index(layout, layout.k_strides(), layer, slot, kv_head);
+    let value = index(layout, layout.v_strides(), layer, slot, kv_head);
+    (&k[key..key + s.k_dim], &v[value..value + s.v_dim])
+}

@@ -1,0 +1,32 @@
+//! Every case, on every backend of this build, in every element type.
+
+use kvconform::{BACKENDS, Bench, CASES};
+use kvcore::DType;
+use rstest::rstest;
+
+#[rstest]
+fn conforms(
+    #[values("cpu")] backend: &str,
+    #[values("immediate", "deferred")] variant: &str,
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+) {
+    let named = BACKENDS.iter().find(|b| b.name == backend && b.variant == variant).expect("a known backend");
+    let failures: Vec<String> = CASES
+        .iter()
+        .filter_map(|case| {
+            let bench = Bench::new((named.make)(), dtype).expect("a stream");
+            (case.run)(&bench).err().map(|failure| format!("{}: {failure}", case.name))
+        })
+        .collect();
+    println!("{} cases on {backend} ({variant}), {dtype}", CASES.len());
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn capabilities_list_every_element_type() {
+    for backend in BACKENDS {
+        let capabilities = (backend.make)().capabilities();
+        assert_eq!(capabilities.dtypes, DType::ALL);
+        assert!(capabilities.missing.is_empty());
+    }
+}

@@ -1,0 +1,145 @@
+//! The backend contract: memory, order and kernels.
+//!
+//! A backend allocates [`Storage`], makes [`Stream`]s, and runs the operations of
+//! [`crate::kernels`] on them. Operations are *enqueued*: they own handles to what they touch, and
+//! nothing they write is visible to the host before [`Stream::read`], [`Stream::synchronize`] or
+//! [`Event::wait`] returns. Streams are ordered among each other by events only. Two operations that
+//! touch the same memory, one of them writing, must be on one stream or ordered by an event.
+//!
+//! All traits are object-safe: engines hold `Arc<dyn Backend>` and know no device.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::tensor::TensorView;
+
+mod counters;
+
+pub use counters::{Counters, CounterSnapshot};
+
+/// Which memory a storage lies in. A disk is a tier below, not a memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// The device's own memory (for the CPU backend: host memory).
+    Device,
+    /// Host memory that the device reaches directly; zeroed on allocation.
+    Pinned,
+    /// Ordinary host memory.
+    System,
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Device => "device",
+            Self::Pinned => "pinned",
+            Self::System => "system",
+        })
+    }
+}
+
+/// A piece of memory that a backend owns or was lent; freed when the last handle goes.
+pub trait Storage: Send + Sync + fmt::Debug {
+    /// Bytes.
+    fn len(&self) -> usize;
+
+    /// Whether it holds no byte; backends refuse to make such storages.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address of the first byte: a host pointer, a device pointer, or an index where a device has
+    /// no addresses.
+    fn address(&self) -> u64;
+
+    /// Which memory it lies in.
+    fn kind(&self) -> MemoryKind;
+
+    /// For the backend that made it, to find its own type again.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A point in a stream's order.
+pub trait Event: Send + Sync + fmt::Debug {
+    /// Blocks the host until everything enqueued before the event is done.
+    fn wait(&self) -> Result<()>;
+
+    /// Whether everything before the event is done; never blocks.
+    fn is_done(&self) -> bool;
+
+    /// For the backend that made it, to find its own type again.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// An ordered queue of operations on one device.
+pub trait Stream: Kernels + Send + Sync + fmt::Debug {
+    /// An event after everything enqueued so far.
+    fn record(&self) -> Result<Arc<dyn Event>>;
+
+    /// Later operations of this stream run after `event`.
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()>;
+
+    /// Blocks the host until everything enqueued so far is done.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Copies host bytes into a contiguous view, in stream order. `src` may be reused on return.
+    ///
+    /// # Errors
+    /// A mismatch of lengths, or a view that is not contiguous.
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()>;
+
+    /// Waits for the stream, then copies a contiguous view into host bytes.
+    ///
+    /// # Errors
+    /// A mismatch of lengths, or a view that is not contiguous.
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
+}
+
+/// What a backend can do; a combination that is not listed is refused with a typed error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Element types that every kernel accepts.
+    pub dtypes: Vec<DType>,
+    /// Memory that can be allocated.
+    pub memory: Vec<MemoryKind>,
+    /// Names of kernels that are missing, e.g. `"attend_mla"`.
+    pub missing: Vec<&'static str>,
+}
+
+/// A device: its memory and its streams.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// Short name, as given to `--backend`.
+    fn name(&self) -> &'static str;
+
+    /// What this backend can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Allocates zeroed memory.
+    ///
+    /// # Errors
+    /// [`crate::Error::Zero`] for no bytes, [`crate::Error::Allocation`] when memory is refused,
+    /// [`crate::Error::Unsupported`] for a kind that [`capabilities`](Self::capabilities) does not list.
+    fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
+
+    /// A new stream.
+    fn stream(&self) -> Result<Arc<dyn Stream>>;
+
+    /// Bytes moved by each kernel since the backend was made: what proves that a hit copies nothing.
+    fn counters(&self) -> CounterSnapshot;
+}
+
+/// Allocates a dense tensor of `shape`, zeroed.
+pub fn allocate_tensor(
+    backend: &dyn Backend,
+    kind: MemoryKind,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<TensorView> {
+    let elements = crate::error::product("elements of a tensor", shape)?;
+    TensorView::new(backend.allocate(kind, dtype.bytes_for(elements)?)?, dtype, shape)
+}

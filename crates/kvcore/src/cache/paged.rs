@@ -1,0 +1,361 @@
+//! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use super::{Error, Result, SlotMapping};
+use crate::backend::Stream;
+use crate::block::{BlockId, BlockPool, BlockTable, SharedBlock};
+use crate::kernels::{KvArena, Scatter, Segment};
+use crate::key::BlockKey;
+use crate::tensor::TensorView;
+
+/// A sequence of a [`PagedKvCache`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(u64);
+
+impl fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Where a sequence's first token stands in its prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SequenceStart {
+    /// Logical index, by which causality goes.
+    pub logical: usize,
+    /// Position of the rotary embedding.
+    pub position: i64,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    table: BlockTable,
+    start: SequenceStart,
+    /// Key of the last shared block and the tokens after it, for sequences that share.
+    chain: Option<Chain>,
+}
+
+#[derive(Debug)]
+struct Chain {
+    parent: BlockKey,
+    pending: Vec<u32>,
+}
+
+/// Full and partial blocks of a finished prefix, held as long as this value lives.
+#[derive(Debug)]
+pub struct SealedPrefix {
+    table: BlockTable,
+    start: SequenceStart,
+}
+
+impl SealedPrefix {
+    /// The prefix as a segment of any later request.
+    pub fn segment(&self) -> Segment {
+        Segment::new(Arc::clone(self.table.ids()), self.table.len(), self.start.logical, self.start.position)
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.table.is_empty()
+    }
+}
+
+/// Sequences in blocks of one arena and pool.
+///
+/// The usual step is [`grow`](Self::grow), which gives slots for the new tokens;
+/// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
+/// [`commit`](Self::commit), which shares blocks that became full. When a step fails half-way,
+/// [`truncate`](Self::truncate) takes the new tokens back.
+#[derive(Debug)]
+pub struct PagedKvCache {
+    arena: KvArena,
+    pool: BlockPool,
+    sequences: HashMap<SequenceId, Sequence>,
+    next: u64,
+}
+
+impl PagedKvCache {
+    /// A cache over the blocks of `pool`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] when the pool has blocks that the arena lacks.
+    pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
+        let (end, limit) = (pool.range().end as usize, arena.layout().shape().num_blocks);
+        if end > limit {
+            return Err(Error::range("last block of the pool", end, limit + 1));
+        }
+        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0 })
+    }
+
+    /// Keys and values.
+    pub fn arena(&self) -> &KvArena {
+        &self.arena
+    }
+
+    /// The blocks.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Live sequences.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// A new sequence that shares nothing.
+    pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        let table = BlockTable::new(self.block_size())?;
+        Ok(self.insert(Sequence { table, start, chain: None }))
+    }
+
+    /// A new sequence at the start of a prompt that shares full blocks with earlier ones.
+    ///
+    /// Returns its id and how many of `tokens` are cached already. At least one token is left to
+    /// compute, so that there are logits to continue from, unless `whole` allows all to be cached;
+    /// then a partial last block that an earlier sequence [sealed](Self::seal) is used as well.
+    pub fn create_with_prefix(
+        &mut self,
+        root: BlockKey,
+        tokens: &[u32],
+        whole: bool,
+    ) -> Result<(SequenceId, usize)> {
+        let block_size = self.block_size();
+        let usable = if whole { tokens.len() } else { tokens.len().saturating_sub(1) / block_size * block_size };
+        let keys = root.chain(&tokens[..usable], block_size);
+        let mut shared = self.pool.lookup_chain(&keys);
+        let partial = tokens.len() % block_size;
+        if whole && partial > 0 && shared.len() == keys.len() {
+            let id = self.insert_sealed(keys.last().copied().unwrap_or(root), shared, tokens.len())?;
+            return Ok((id, tokens.len()));
+        }
+        shared.truncate(tokens.len() / block_size);
+        let parent = shared.len().checked_sub(1).map_or(root, |last| keys[last]);
+        let table = BlockTable::with_prefix(block_size, shared)?;
+        let cached = table.len();
+        let chain = Some(Chain { parent, pending: Vec::new() });
+        Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
+    }
+
+    fn insert_sealed(&mut self, parent: BlockKey, shared: Vec<SharedBlock>, len: usize) -> Result<SequenceId> {
+        let mut table = BlockTable::with_prefix(self.block_size(), shared)?;
+        table.shorten_last(len)?;
+        let chain = Some(Chain { parent, pending: Vec::new() });
+        Ok(self.insert(Sequence { table, start: SequenceStart::default(), chain }))
+    }
+
+    fn insert(&mut self, sequence: Sequence) -> SequenceId {
+        let id = SequenceId(self.next);
+        self.next += 1;
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    fn block_size(&self) -> usize {
+        self.arena.layout().shape().block_size
+    }
+
+    fn get(&self, id: SequenceId) -> Result<&Sequence> {
+        self.sequences.get(&id).ok_or(Error::UnknownSequence(id.0))
+    }
+
+    fn get_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
+        self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))
+    }
+
+    /// Room for `tokens` more tokens; returns their slots.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; the sequence is as before then.
+    pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
+        let missing = self.get(id)?.table.missing_blocks(tokens);
+        let blocks = self.pool.allocate(missing)?;
+        Ok(self.get_mut(id)?.table.extend(tokens, blocks)?.into())
+    }
+
+    /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
+    pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        self.get_mut(id)?.table.truncate(len)
+    }
+
+    /// Scatters the new rows of one layer: `k` `[rows, kv_heads, k_dim]`, `v` `[rows, kv_heads, v_dim]`.
+    pub fn write(
+        &self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: TensorView,
+        v: TensorView,
+        slots: &SlotMapping,
+    ) -> Result<()> {
+        stream.scatter(&Scatter { arena: self.arena.clone(), layer, k, v, slots: Arc::clone(slots.slots()) })
+    }
+
+    /// Shares blocks that `tokens`, written since the last commit, made full. Without a prefix root
+    /// this does nothing.
+    pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
+        let block_size = self.block_size();
+        let sequence = self.get_mut(id)?;
+        if let Some(chain) = &mut sequence.chain {
+            chain.pending.extend_from_slice(tokens);
+            let full = chain.pending.len() / block_size * block_size;
+            for block in chain.pending[..full].chunks(block_size) {
+                chain.parent = chain.parent.child(block);
+                sequence.table.share_next(chain.parent);
+            }
+            chain.pending.drain(..full);
+        }
+        Ok(())
+    }
+
+    /// Ends a sequence and keeps what it holds, its partial last block included, for others to read.
+    ///
+    /// The sequence must be committed. A partial block is found again only by a request for exactly
+    /// the same tokens ([`create_with_prefix`](Self::create_with_prefix) with `whole`).
+    pub fn seal(&mut self, id: SequenceId) -> Result<SealedPrefix> {
+        let mut sequence = self.sequences.remove(&id).ok_or(Error::UnknownSequence(id.0))?;
+        if let Some(chain) = &sequence.chain
+            && !chain.pending.is_empty()
+        {
+            sequence.table.share_next(chain.parent.child(&chain.pending));
+        }
+        Ok(SealedPrefix { table: std::mem::replace(&mut sequence.table, BlockTable::new(1)?), start: sequence.start })
+    }
+
+    /// Ends a sequence. Its own blocks are free, its shared ones cached.
+    pub fn free(&mut self, id: SequenceId) -> Result<()> {
+        self.sequences.remove(&id).map(drop).ok_or(Error::UnknownSequence(id.0))
+    }
+
+    /// Tokens of a sequence.
+    pub fn len(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.get(id)?.table.len())
+    }
+
+    /// Whether a sequence has no token.
+    pub fn is_empty(&self, id: SequenceId) -> Result<bool> {
+        Ok(self.get(id)?.table.is_empty())
+    }
+
+    /// Blocks of a sequence in order.
+    pub fn blocks(&self, id: SequenceId) -> Result<&Arc<[BlockId]>> {
+        Ok(self.get(id)?.table.ids())
+    }
+
+    /// All tokens of a sequence as one segment.
+    pub fn segment(&self, id: SequenceId) -> Result<Segment> {
+        let Sequence { table, start, .. } = self.get(id)?;
+        Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{MemoryKind, Storage};
+    use crate::dtype::DType;
+    use crate::key::KeyScope;
+    use crate::layout::{BlockOrder, KvLayout, KvShape};
+
+    #[derive(Debug)]
+    struct Nothing(usize);
+
+    impl Storage for Nothing {
+        fn len(&self) -> usize {
+            self.0
+        }
+        fn address(&self) -> u64 {
+            0
+        }
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::System
+        }
+        fn as_any(&self) -> &dyn std::any::Any {
+            self
+        }
+    }
+
+    fn cache(blocks: usize) -> PagedKvCache {
+        let layout = KvLayout::new(KvShape {
+            num_layers: 1,
+            num_blocks: blocks,
+            block_size: 4,
+            kv_heads: 1,
+            k_dim: 2,
+            v_dim: 2,
+            dtype: DType::F32,
+            order: BlockOrder::TokenMajor,
+        })
+        .unwrap();
+        let (k, v) = (Arc::new(Nothing(layout.k_bytes())), Arc::new(Nothing(layout.v_bytes())));
+        let arena = KvArena::from_storage(k, v, Arc::new(layout)).unwrap();
+        PagedKvCache::new(arena, BlockPool::new(0..blocks as u32).unwrap()).unwrap()
+    }
+
+    fn fill(cache: &mut PagedKvCache, root: BlockKey, tokens: &[u32], whole: bool) -> (SequenceId, usize) {
+        let (id, cached) = cache.create_with_prefix(root, tokens, whole).unwrap();
+        cache.grow(id, tokens.len() - cached).unwrap();
+        cache.commit(id, &tokens[cached..]).unwrap();
+        (id, cached)
+    }
+
+    #[test]
+    fn a_prefix_is_shared_block_by_block_and_one_token_is_left() {
+        let mut cache = cache(8);
+        let root = KeyScope::new("m", b"").root();
+        let tokens: Vec<u32> = (0..8).collect();
+        let (a, cached) = fill(&mut cache, root, &tokens, false);
+        assert_eq!(cached, 0);
+        let (b, cached) = fill(&mut cache, root, &tokens, false);
+        assert_eq!(cached, 4, "the last block is computed again, so that there are logits");
+        assert_eq!(cache.blocks(a).unwrap()[..], cache.blocks(b).unwrap()[..], "and found to be the known one");
+        let (c, cached) = fill(&mut cache, root, &[0, 1, 2, 3, 9, 9], false);
+        assert_eq!((cached, cache.pool().counts().shared), (4, 2));
+        for id in [a, b, c] {
+            cache.free(id).unwrap();
+        }
+        assert_eq!(cache.pool().counts().cached, 2);
+        cache.pool().check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_sealed_prefix_is_found_to_the_token() {
+        let mut cache = cache(8);
+        let root = KeyScope::new("m", b"").root();
+        let tokens: Vec<u32> = (0..6).collect();
+        let (id, _) = fill(&mut cache, root, &tokens, true);
+        let sealed = cache.seal(id).unwrap();
+        assert_eq!((sealed.len(), sealed.segment().blocks.len()), (6, 2));
+        let (again, cached) = cache.create_with_prefix(root, &tokens, true).unwrap();
+        assert_eq!((cached, cache.len(again).unwrap()), (6, 6));
+        let (longer, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 6], true).unwrap();
+        assert_eq!(cached, 4, "a partial block is only for exactly its tokens");
+        let (whole, cached) = cache.create_with_prefix(root, &tokens[..4], true).unwrap();
+        assert_eq!(cached, 4);
+        for id in [again, longer, whole] {
+            cache.free(id).unwrap();
+        }
+        drop(sealed);
+        cache.pool().check_invariants().unwrap();
+        assert_eq!(cache.pool().counts().cached, 2);
+    }
+
+    #[test]
+    fn a_failed_grow_changes_nothing() {
+        let mut cache = cache(2);
+        let id = cache.create(SequenceStart::default()).unwrap();
+        cache.grow(id, 3).unwrap();
+        assert!(matches!(cache.grow(id, 6), Err(Error::OutOfBlocks { asked: 2, free: 1, .. })));
+        assert_eq!((cache.len(id).unwrap(), cache.pool().counts().free), (3, 1));
+        cache.free(id).unwrap();
+        assert_eq!(cache.free(id), Err(Error::UnknownSequence(0)));
+        assert_eq!(cache.grow(id, 1), Err(Error::UnknownSequence(0)));
+        cache.pool().check_invariants().unwrap();
+    }
+}

@@ -1,0 +1,52 @@
+//! Slot mappings: which slot each row of a batch goes to.
+
+use std::sync::Arc;
+
+use crate::block::PADDING_SLOT;
+
+/// One slot per row, shared with the operations of every layer.
+///
+/// A slot is `block * block_size + offset`; a negative slot is padding and is skipped.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SlotMapping(Arc<[i64]>);
+
+impl SlotMapping {
+    /// The slots as an operation takes them.
+    pub fn slots(&self) -> &Arc<[i64]> {
+        &self.0
+    }
+
+    /// Rows.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The same slots followed by padding up to `rows` rows, for kernels of a fixed shape.
+    ///
+    /// ```
+    /// use kvcore::SlotMapping;
+    /// let slots: SlotMapping = vec![4, 5].into();
+    /// assert_eq!(slots.padded(4).slots()[..], [4, 5, -1, -1]);
+    /// ```
+    #[must_use]
+    pub fn padded(&self, rows: usize) -> Self {
+        let padding = rows.saturating_sub(self.len());
+        Self(self.0.iter().copied().chain(std::iter::repeat_n(PADDING_SLOT, padding)).collect())
+    }
+
+    /// The rows of several sequences after one another.
+    pub fn concat<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
+        Self(parts.into_iter().flat_map(|part| part.0.iter().copied()).collect())
+    }
+}
+
+impl From<Vec<i64>> for SlotMapping {
+    fn from(slots: Vec<i64>) -> Self {
+        Self(slots.into())
+    }
+}

@@ -1,0 +1,164 @@
+//! The one error type of this crate. Each variant carries the numbers needed to act on it.
+
+use crate::block::BlockId;
+use crate::dtype::DType;
+
+/// What can go wrong in `kvcore` and in a backend that implements its contract.
+///
+/// A call that returns an error has changed nothing: no block is held, no metadata moved.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A size does not fit into the address space.
+    #[error("{what} overflows the address space")]
+    Overflow {
+        /// The quantity that overflowed.
+        what: &'static str,
+    },
+    /// A count that must be at least one is zero.
+    #[error("{what} must be at least 1")]
+    Zero {
+        /// The quantity that is zero.
+        what: &'static str,
+    },
+    /// Two extents that must agree do not.
+    #[error("{what}: expected {expected}, got {got}")]
+    Mismatch {
+        /// What was compared.
+        what: &'static str,
+        /// The extent required.
+        expected: usize,
+        /// The extent given.
+        got: usize,
+    },
+    /// Two element types that must agree do not.
+    #[error("{what}: expected {expected}, got {got}")]
+    DTypeMismatch {
+        /// What was compared.
+        what: &'static str,
+        /// The element type required.
+        expected: DType,
+        /// The element type given.
+        got: DType,
+    },
+    /// An index, length or id beyond its limit.
+    #[error("{what} {value} is out of range, the limit is {limit}")]
+    OutOfRange {
+        /// The quantity that is out of range.
+        what: &'static str,
+        /// The value given.
+        value: i128,
+        /// The first value that is not allowed.
+        limit: i128,
+    },
+    /// Strides under which two elements share an address, or which leave the storage.
+    #[error("invalid strides for {what}: {reason}")]
+    InvalidStrides {
+        /// The plane or view.
+        what: &'static str,
+        /// Why they are refused.
+        reason: String,
+    },
+    /// The pool cannot supply the blocks asked for, even after eviction.
+    #[error(
+        "out of blocks: {asked} asked, {free} free and {evictable} evictable of {total}; \
+         free a sequence or give the pool more memory"
+    )]
+    OutOfBlocks {
+        /// Blocks asked for.
+        asked: usize,
+        /// Blocks free when asked.
+        free: usize,
+        /// Cached blocks that eviction could have freed.
+        evictable: usize,
+        /// All blocks of the pool.
+        total: usize,
+    },
+    /// A memory budget that does not hold a single block.
+    #[error("not enough memory for a KV cache: the budget is {budget} bytes, one block takes {block_bytes}")]
+    NotEnoughMemory {
+        /// Bytes offered.
+        budget: usize,
+        /// Bytes of one block over all layers, K and V.
+        block_bytes: usize,
+    },
+    /// A sequence id that the cache does not hold (never created, or freed).
+    #[error("unknown sequence {0}")]
+    UnknownSequence(u64),
+    /// A block that belongs to another pool.
+    #[error("block {block} does not belong to this pool (blocks {start}..{end})")]
+    ForeignBlock {
+        /// The block given.
+        block: BlockId,
+        /// First block of the pool.
+        start: u32,
+        /// First block after the pool.
+        end: u32,
+    },
+    /// A backend was handed a storage, event or stream of another backend.
+    #[error("{what} belongs to another backend than {backend}")]
+    ForeignHandle {
+        /// What was handed over.
+        what: &'static str,
+        /// The backend that refused it.
+        backend: &'static str,
+    },
+    /// A combination that this backend lacks; listed by its `capabilities()`.
+    #[error("{backend} does not support {what}")]
+    Unsupported {
+        /// The backend.
+        backend: &'static str,
+        /// The operation or combination.
+        what: String,
+    },
+    /// An allocation that the device or the system refused.
+    #[error("cannot allocate {bytes} bytes of {kind} memory: {reason}")]
+    Allocation {
+        /// Bytes asked for.
+        bytes: usize,
+        /// Which memory.
+        kind: crate::backend::MemoryKind,
+        /// The system's reason.
+        reason: String,
+    },
+    /// A pointer or view whose address does not fit its element type.
+    #[error("{what} at {address:#x} is not aligned to {align} bytes")]
+    Misaligned {
+        /// What was addressed.
+        what: &'static str,
+        /// Its address.
+        address: u64,
+        /// The alignment required.
+        align: usize,
+    },
+    /// A RoPE specification that is contradictory or not supported.
+    #[error("invalid RoPE configuration: {0}")]
+    InvalidRope(String),
+}
+
+impl Error {
+    pub(crate) fn range(what: &'static str, value: impl TryInto<i128>, limit: impl TryInto<i128>) -> Self {
+        Self::OutOfRange {
+            what,
+            value: value.try_into().unwrap_or(i128::MAX),
+            limit: limit.try_into().unwrap_or(i128::MAX),
+        }
+    }
+}
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// `expected == got`, or a [`Error::Mismatch`] that names `what`.
+pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
+}
+
+/// The product of `factors`, or [`Error::Overflow`].
+pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
+    factors
+        .iter()
+        .try_fold(1usize, |a, &b| a.checked_mul(b))
+        .filter(|&n| isize::try_from(n).is_ok())
+        .ok_or(Error::Overflow { what })
+}

@@ -1,0 +1,197 @@
+//! Grouped-query attention over segments.
+//!
+//! A *segment* is a run of cached tokens together with where they stand: in the prompt's logical
+//! order, and in position space relative to where their keys were rotated. Several requests may use
+//! the same physical blocks in segments with different offsets at the same time; no key moves, the
+//! query is rotated once per distinct offset instead.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{KvArena, innermost_dense};
+use crate::block::BlockId;
+use crate::dtype::DType;
+use crate::error::{Error, Result, same};
+use crate::rope::Rope;
+use crate::tensor::TensorView;
+
+/// A run of cached tokens as one request uses it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Segment {
+    /// Blocks in order; token `j` lies in `blocks[j / block_size]`.
+    pub blocks: Arc<[BlockId]>,
+    /// Tokens of the run, at most `blocks.len() * block_size`.
+    pub len: usize,
+    /// Logical index of the first token. Causality goes by logical index, never by position.
+    pub logical_start: usize,
+    /// Position at which the first key was rotated when it was stored.
+    pub stored_start: i64,
+    /// Positions from where the keys were stored to where they are used.
+    pub position_offset: i64,
+    /// Multiplies the segment's logits (an inverse temperature); 1 for plain attention.
+    pub logit_scale: f32,
+    /// Index into [`Attend::groups`].
+    pub merge_group: usize,
+}
+
+impl Segment {
+    /// A segment with plain softmax semantics, used where it was stored.
+    pub fn new(blocks: Arc<[BlockId]>, len: usize, logical_start: usize, stored_start: i64) -> Self {
+        Self { blocks, len, logical_start, stored_start, position_offset: 0, logit_scale: 1.0, merge_group: 0 }
+    }
+
+    /// The same tokens used `offset` positions further on.
+    #[must_use]
+    pub fn at_offset(mut self, offset: i64) -> Self {
+        self.position_offset = offset;
+        self
+    }
+}
+
+/// Segments that are merged with each other first.
+///
+/// The group's log-sum-exp is multiplied by `lse_scale` before the groups are merged: with a
+/// temperature in [`Segment::logit_scale`] this is the context scaling of APE (Yang et al., 2025).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MergeGroup {
+    /// Factor on the group's log-sum-exp; 1 for plain attention.
+    pub lse_scale: f32,
+}
+
+impl Default for MergeGroup {
+    fn default() -> Self {
+        Self { lse_scale: 1.0 }
+    }
+}
+
+/// Where a query row stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryRow {
+    /// Logical index; the row sees tokens whose logical index is not larger.
+    pub logical: usize,
+    /// Position that the query is rotated to.
+    pub position: i64,
+}
+
+/// Rows that attend to the same segments: one sequence of a batch.
+#[derive(Debug, Clone)]
+pub struct AttendRows {
+    /// Rows of `q` and `out`.
+    pub rows: Range<usize>,
+    /// What they see. The tokens of the rows themselves are in it, scattered before.
+    pub segments: Arc<[Segment]>,
+}
+
+/// Attention of any mix of prefill and decode rows in one call.
+///
+/// For each row and head: `softmax(scale * logit_scale * q·k) v` over the tokens of its segments
+/// whose logical index is at most the row's and whose position lies inside the window. A row that
+/// sees nothing gives zeros and a log-sum-exp of −∞.
+#[derive(Debug, Clone)]
+pub struct Attend {
+    /// Keys and values.
+    pub arena: KvArena,
+    /// Layer read.
+    pub layer: usize,
+    /// Queries `[rows, heads, k_dim]`, *not* rotated if `rope` is given.
+    pub q: TensorView,
+    /// Rotates each query by its position minus the segment's offset. Without it queries come
+    /// rotated and every offset must be 0.
+    pub rope: Option<Arc<Rope>>,
+    /// One entry per row of `q`.
+    pub rows: Arc<[QueryRow]>,
+    /// Which rows see which segments; rows in no entry are left alone.
+    pub batch: Arc<[AttendRows]>,
+    /// Merge groups that segments refer to.
+    pub groups: Arc<[MergeGroup]>,
+    /// Softmax scale, usually `1 / sqrt(k_dim)`.
+    pub scale: f32,
+    /// Sliding window: a token is seen if `query position − key position < window`.
+    pub window: Option<usize>,
+    /// Soft-cap `c`: logits become `c * tanh(logit / c)`.
+    pub softcap: Option<f32>,
+    /// Output `[rows, heads, v_dim]`.
+    pub out: TensorView,
+    /// Log-sum-exp of each row and head `[rows, heads]`, f32.
+    pub lse: Option<TensorView>,
+}
+
+impl Attend {
+    /// Checks shapes, segments and positions, and grows the table.
+    pub fn check(&self) -> Result<()> {
+        self.arena.check_layer(self.layer)?;
+        self.check_views()?;
+        for entry in self.batch.iter() {
+            if entry.rows.start > entry.rows.end || entry.rows.end > self.rows.len() {
+                return Err(Error::range("end of the rows", entry.rows.end, self.rows.len() + 1));
+            }
+            for segment in entry.segments.iter() {
+                self.check_segment(segment)?;
+            }
+        }
+        let mut claimed: Vec<_> = self.batch.iter().map(|e| e.rows.clone()).filter(|r| !r.is_empty()).collect();
+        claimed.sort_by_key(|r| r.start);
+        if let Some(w) = claimed.windows(2).find(|w| w[0].end > w[1].start) {
+            return Err(Error::InvalidStrides { what: "batch", reason: format!("row {} is in two entries", w[1].start) });
+        }
+        self.check_positions()
+    }
+
+    fn check_views(&self) -> Result<()> {
+        let s = self.arena.layout().shape();
+        let (rows, heads) = (self.rows.len(), self.q.shape().get(1).copied().unwrap_or(0));
+        for (view, dim) in [(&self.q, s.k_dim), (&self.out, s.v_dim)] {
+            same("rank of queries and output [rows, heads, dim]", 3, view.shape().len())?;
+            same("rows of queries and output", rows, view.shape()[0])?;
+            same("heads of queries and output", heads, view.shape()[1])?;
+            same("dim of queries and output", dim, view.shape()[2])?;
+            innermost_dense("queries and output", view)?;
+        }
+        if heads == 0 || !heads.is_multiple_of(s.kv_heads) {
+            return Err(Error::Mismatch { what: "query heads as a multiple of kv_heads", expected: s.kv_heads, got: heads });
+        }
+        if let Some(lse) = &self.lse {
+            same("rank of lse [rows, heads]", 2, lse.shape().len())?;
+            same("rows of lse", rows, lse.shape()[0])?;
+            same("heads of lse", heads, lse.shape()[1])?;
+            if lse.dtype() != DType::F32 {
+                return Err(Error::DTypeMismatch { what: "lse", expected: DType::F32, got: lse.dtype() });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_segment(&self, segment: &Segment) -> Result<()> {
+        let capacity = segment.blocks.len() * self.arena.layout().shape().block_size;
+        if segment.len > capacity {
+            return Err(Error::range("length of a segment", segment.len, capacity + 1));
+        }
+        if segment.merge_group >= self.groups.len() {
+            return Err(Error::range("merge group", segment.merge_group, self.groups.len()));
+        }
+        if self.rope.is_none() && segment.position_offset != 0 {
+            return Err(Error::InvalidRope(format!(
+                "a segment at offset {} needs queries that attend can rotate",
+                segment.position_offset
+            )));
+        }
+        segment.blocks.iter().try_for_each(|&block| self.arena.check_block(block))
+    }
+
+    fn check_positions(&self) -> Result<()> {
+        let Some(rope) = &self.rope else { return Ok(()) };
+        let (rotary, dim) = (rope.config().rotary_dim, self.arena.layout().shape().k_dim);
+        if rotary > dim {
+            return Err(Error::range("rotary_dim", rotary, dim + 1));
+        }
+        for entry in self.batch.iter() {
+            let positions = self.rows[entry.rows.clone()].iter().map(|row| row.position);
+            let (Some(low), Some(high)) = (positions.clone().min(), positions.max()) else { continue };
+            rope.table([low, high])?;
+            for segment in entry.segments.iter() {
+                rope.table([low - segment.position_offset, high - segment.position_offset])?;
+            }
+        }
+        Ok(())
+    }
+}

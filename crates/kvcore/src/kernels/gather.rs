@@ -1,0 +1,75 @@
+//! Gather: cache slots into contiguous rows.
+
+use std::sync::Arc;
+
+use super::{KvArena, check_rows};
+use crate::error::{Error, Result};
+use crate::rope::Rope;
+use crate::tensor::TensorView;
+
+/// A move of keys by a distance, always from the stored original.
+#[derive(Debug, Clone)]
+pub struct Rotation {
+    /// The layer's rotary embedding.
+    pub rope: Arc<Rope>,
+    /// Positions to move by: used minus stored.
+    pub delta: i64,
+}
+
+impl Rotation {
+    /// Checks the distance against the table and the keys' dimension.
+    pub(super) fn check(&self, k_dim: usize) -> Result<()> {
+        if self.rope.config().rotary_dim > k_dim {
+            return Err(Error::range("rotary_dim", self.rope.config().rotary_dim, k_dim + 1));
+        }
+        self.rope.table([self.delta]).map(drop)
+    }
+}
+
+/// Reads slot `slots[i]` of one layer into row `i` of `k` and `v`.
+///
+/// A negative slot leaves its row as it is. Outputs have the arena's element type.
+#[derive(Debug, Clone)]
+pub struct Gather {
+    /// Source.
+    pub arena: KvArena,
+    /// Layer read.
+    pub layer: usize,
+    /// One slot per row, or negative.
+    pub slots: Arc<[i64]>,
+    /// Keys `[rows, kv_heads, k_dim]`.
+    pub k: TensorView,
+    /// Values `[rows, kv_heads, v_dim]`.
+    pub v: TensorView,
+    /// Rotates the keys on the way.
+    pub rotation: Option<Rotation>,
+}
+
+impl Gather {
+    /// Checks shapes, types and slots.
+    pub fn check(&self) -> Result<()> {
+        self.arena.check_layer(self.layer)?;
+        check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
+        let s = self.arena.layout().shape();
+        for view in [&self.k, &self.v] {
+            if view.dtype() != s.dtype {
+                return Err(Error::DTypeMismatch { what: "gathered rows", expected: s.dtype, got: view.dtype() });
+            }
+        }
+        if let Some(rotation) = &self.rotation {
+            rotation.check(s.k_dim)?;
+        }
+        let limit = self.arena.layout().num_slots();
+        match self.slots.iter().find(|&&slot| slot >= limit as i64) {
+            Some(&slot) => Err(Error::range("slot", slot, limit)),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes read from the cache.
+    pub fn bytes(&self) -> usize {
+        let s = self.arena.layout().shape();
+        let rows = self.slots.iter().filter(|&&slot| slot >= 0).count();
+        rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+    }
+}

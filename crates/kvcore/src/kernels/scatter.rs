@@ -1,0 +1,53 @@
+//! Scatter: new K and V rows into the slots that a slot mapping names.
+
+use std::sync::Arc;
+
+use super::{KvArena, check_rows};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::TensorView;
+
+/// Writes row `i` of `k` and `v` to slot `slots[i]` of one layer.
+///
+/// A negative slot is padding: its row is skipped. Rows have the arena's element type, or f32, in
+/// which case they are rounded to nearest even on the way. If a slot occurs twice, one of the rows
+/// wins, unspecified which.
+#[derive(Debug, Clone)]
+pub struct Scatter {
+    /// Destination.
+    pub arena: KvArena,
+    /// Layer written.
+    pub layer: usize,
+    /// New keys `[rows, kv_heads, k_dim]`; any strides with a dense last axis.
+    pub k: TensorView,
+    /// New values `[rows, kv_heads, v_dim]`.
+    pub v: TensorView,
+    /// One slot per row: `block * block_size + offset`, or negative.
+    pub slots: Arc<[i64]>,
+}
+
+impl Scatter {
+    /// Checks shapes, types and slots; backends call it before they launch anything.
+    pub fn check(&self) -> Result<()> {
+        self.arena.check_layer(self.layer)?;
+        check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
+        let expected = self.arena.layout().shape().dtype;
+        for view in [&self.k, &self.v] {
+            if view.dtype() != expected && view.dtype() != DType::F32 {
+                return Err(Error::DTypeMismatch { what: "rows to scatter", expected, got: view.dtype() });
+            }
+        }
+        let limit = self.arena.layout().num_slots();
+        match self.slots.iter().find(|&&slot| slot >= limit as i64) {
+            Some(&slot) => Err(Error::range("slot", slot, limit)),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes that land in the cache.
+    pub fn bytes(&self) -> usize {
+        let s = self.arena.layout().shape();
+        let rows = self.slots.iter().filter(|&&slot| slot >= 0).count();
+        rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+    }
+}

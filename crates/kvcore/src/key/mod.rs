@@ -1,0 +1,127 @@
+//! Content keys: 256-bit chained hashes of what a block's bytes depend on.
+//!
+//! The bytes of a cached block are a function of the model, the rotary specification, the element
+//! type, the tenant, the tokens before it and its own tokens. All of that, and nothing else, goes
+//! into its key. Two contexts that agree on the key therefore agree on the bytes; 256 bits of a
+//! keyed cryptographic hash make an accidental or a crafted collision infeasible.
+
+use std::fmt;
+
+mod scope;
+
+pub use scope::{KeyScope, ScopeEncoder};
+
+/// A 256-bit key of a block or of a chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockKey([u8; 32]);
+
+impl BlockKey {
+    /// The key with these bytes.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// The bytes.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// The low word, for hash tables: the digest is uniform already.
+    pub(crate) fn word(&self) -> u64 {
+        let mut word = [0; 8];
+        word.copy_from_slice(&self.0[..8]);
+        u64::from_le_bytes(word)
+    }
+
+    /// The key of `tokens` that follow this key's tokens: BLAKE3 keyed by the parent.
+    ///
+    /// The number of tokens is implied by the input's length, so a partial block never has the key
+    /// of a full one.
+    ///
+    /// ```
+    /// use kvcore::{BlockKey, KeyScope};
+    /// let root = KeyScope::new("my-model", b"weights digest").root();
+    /// let ab = root.child(&[1, 2]);
+    /// assert_ne!(ab, root.child(&[2, 1]));
+    /// assert_ne!(ab.child(&[3]), root.child(&[1, 2, 3]));
+    /// ```
+    #[must_use]
+    pub fn child(&self, tokens: &[u32]) -> Self {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        let mut bytes = [0u8; 64 * 4];
+        for part in tokens.chunks(64) {
+            for (slot, token) in bytes.chunks_exact_mut(4).zip(part) {
+                slot.copy_from_slice(&token.to_le_bytes());
+            }
+            hasher.update(&bytes[..part.len() * 4]);
+        }
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// A key for another purpose that no chain of tokens from this key can reach.
+    #[must_use]
+    pub fn derive(&self, purpose: &'static str) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(purpose);
+        hasher.update(&self.0);
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// Keys of the consecutive blocks of `tokens`; a last partial block has a key too.
+    pub fn chain(&self, tokens: &[u32], block_size: usize) -> Vec<Self> {
+        tokens
+            .chunks(block_size.max(1))
+            .scan(*self, |parent, block| {
+                *parent = parent.child(block);
+                Some(*parent)
+            })
+            .collect()
+    }
+}
+
+impl fmt::Debug for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BlockKey({self})")
+    }
+}
+
+impl fmt::Display for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_depends_on_everything_before() {
+        let root = KeyScope::new("m", b"w").root();
+        let tokens: Vec<u32> = (0..40).collect();
+        let chain = root.chain(&tokens, 16);
+        assert_eq!(chain.len(), 3);
+        let mut other = tokens.clone();
+        other[0] = 99;
+        let changed = root.chain(&other, 16);
+        assert!(chain.iter().zip(&changed).all(|(a, b)| a != b));
+        assert_eq!(chain[..2], root.chain(&tokens[..32], 16)[..]);
+        assert_ne!(chain[2], root.chain(&tokens[..39], 16)[2], "a partial block is not a longer one");
+    }
+
+    #[test]
+    fn long_parts_are_hashed_whole() {
+        let root = KeyScope::new("m", b"w").root();
+        let tokens: Vec<u32> = (0..200).collect();
+        for at in [0, 63, 64, 199] {
+            let mut other = tokens.clone();
+            other[at] += 1;
+            assert_ne!(root.child(&tokens), root.child(&other));
+        }
+    }
+
+    #[test]
+    fn purposes_are_separate() {
+        let root = KeyScope::new("m", b"w").root();
+        assert_ne!(root.derive("kvchunk chunk v1"), root.derive("kvchunk system v1"));
+    }
+}

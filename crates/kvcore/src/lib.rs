@@ -1,0 +1,54 @@
+//! Device-agnostic structures of a KV cache for LLM inference.
+//!
+//! ```text
+//!   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable ──► SlotMapping ──► Scatter ─┐
+//!                                   │  guards: Mutable → Complete → Shared → Cached    │
+//!                                   ▼                                                  ▼
+//!                                Segment { blocks, logical order, offset } ──► Attend ◄─ KvArena
+//! ```
+//!
+//! This crate knows no device API, no async runtime and no model. A backend implements
+//! [`Backend`], [`Stream`] and [`Kernels`]; an engine keeps sequences in a [`PagedKvCache`] (or a
+//! [`StaticKvCache`]) and hands operations to a stream.
+//!
+//! ```
+//! use kvcore::{BlockPool, BlockTable};
+//!
+//! let pool = BlockPool::new(0..4)?;
+//! let mut table = BlockTable::new(16)?;
+//! let blocks = pool.allocate(table.missing_blocks(20))?;
+//! let slots = table.extend(20, blocks)?;             // 20 tokens over two blocks
+//! assert_eq!(slots.len(), 20);
+//! drop(table);                                       // both blocks are free again
+//! assert_eq!(pool.counts().free, 4);
+//! # Ok::<(), kvcore::Error>(())
+//! ```
+
+pub mod backend;
+pub mod block;
+pub mod cache;
+mod dtype;
+mod error;
+pub mod forward;
+pub mod kernels;
+pub mod key;
+mod layout;
+mod profile;
+pub mod rope;
+pub mod tensor;
+
+pub use backend::{Backend, Capabilities, CounterSnapshot, Event, MemoryKind, Storage, Stream, allocate_tensor};
+pub use block::{
+    BlockId, BlockPool, BlockTable, CompleteBlock, EvictionPolicy, Lru, MutableBlock, PADDING_SLOT, PoolCounts,
+    RetainedRun, SharedBlock, SharedRun,
+};
+pub use cache::{PagedKvCache, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache};
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub use forward::{Logits, SequenceInput};
+pub use kernels::{KvArena, Kernels, Segment};
+pub use key::{BlockKey, KeyScope};
+pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides};
+pub use profile::{Profiler, SpanStats};
+pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
+pub use tensor::TensorView;

@@ -1,0 +1,241 @@
+//! Views: a shape and strides over a [`Storage`], with checked arithmetic.
+
+use std::sync::Arc;
+
+use crate::backend::Storage;
+use crate::dtype::DType;
+use crate::error::{Error, Result, product};
+
+mod shape;
+
+pub use shape::{Dims, MAX_RANK};
+
+/// A typed, strided window into a storage of any backend.
+///
+/// Cloning copies the shape and shares the storage; no element moves. Every view lies inside its
+/// storage, which is checked once, when it is made.
+#[derive(Debug, Clone)]
+pub struct TensorView {
+    storage: Arc<dyn Storage>,
+    dtype: DType,
+    shape: Dims,
+    strides: Dims,
+    offset: usize,
+}
+
+impl TensorView {
+    /// A dense row-major view of `shape` at the start of `storage`.
+    pub fn new(storage: Arc<dyn Storage>, dtype: DType, shape: &[usize]) -> Result<Self> {
+        let shape = Dims::new(shape)?;
+        let strides = shape.dense_strides()?;
+        Self::with_strides(storage, dtype, shape, strides, 0)
+    }
+
+    /// A view with explicit strides and offset, both in elements.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] when the view leaves the storage, [`Error::Misaligned`] when the
+    /// storage's address does not suit `dtype`, [`Error::Overflow`].
+    pub fn with_strides(
+        storage: Arc<dyn Storage>,
+        dtype: DType,
+        shape: Dims,
+        strides: Dims,
+        offset: usize,
+    ) -> Result<Self> {
+        crate::error::same("rank of strides", shape.rank(), strides.rank())?;
+        if storage.address() % dtype.align() as u64 != 0 {
+            return Err(Error::Misaligned { what: "storage", address: storage.address(), align: dtype.align() });
+        }
+        let view = Self { storage, dtype, shape, strides, offset };
+        let end = dtype.bytes_for(view.end()?)?;
+        if end > view.storage.len() {
+            return Err(Error::range("last byte of the view", end, view.storage.len() + 1));
+        }
+        Ok(view)
+    }
+
+    /// One past the last element that the view can touch; its offset if it is empty.
+    fn end(&self) -> Result<usize> {
+        if self.shape.iter().any(|&n| n == 0) {
+            return Ok(self.offset);
+        }
+        let mut last = self.offset;
+        for (&n, &stride) in self.shape.iter().zip(self.strides.iter()) {
+            last = product("extent of a view", &[n - 1, stride])?
+                .checked_add(last)
+                .ok_or(Error::Overflow { what: "extent of a view" })?;
+        }
+        last.checked_add(1).ok_or(Error::Overflow { what: "extent of a view" })
+    }
+
+    /// The storage under the view.
+    pub fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Extents, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// Offset of the first element from the start of the storage, in elements.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether the view has no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether the elements lie densely in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        let mut expected = 1;
+        for (&n, &stride) in self.shape.iter().zip(self.strides.iter()).rev() {
+            if n > 1 && stride != expected {
+                return false;
+            }
+            expected *= n;
+        }
+        true
+    }
+
+    /// Device or host address of the element at `index`, in bytes.
+    pub fn address(&self, index: &[usize]) -> Result<u64> {
+        crate::error::same("rank of an index", self.shape.rank(), index.len())?;
+        let mut at = self.offset;
+        for ((&i, &n), &stride) in index.iter().zip(self.shape.iter()).zip(self.strides.iter()) {
+            if i >= n {
+                return Err(Error::range("index", i, n));
+            }
+            at += i * stride;
+        }
+        Ok(self.storage.address() + self.dtype.bytes_for(at)? as u64)
+    }
+
+    /// The part `start..end` of axis `axis`; nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an unknown axis, a reversed range, or one past the end.
+    pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
+        let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
+        if end > n {
+            return Err(Error::range("end of the slice", end, n + 1));
+        }
+        if start > end {
+            return Err(Error::range("start of the slice", start, end + 1));
+        }
+        let mut view = self.clone();
+        view.shape[axis] = end - start;
+        if start < end {
+            view.offset += start * self.strides[axis];
+        }
+        Ok(view)
+    }
+
+    /// The sub-view at `index` of axis `axis`, which disappears.
+    pub fn select(&self, axis: usize, index: usize) -> Result<Self> {
+        let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
+        if index >= n {
+            return Err(Error::range("index", index, n));
+        }
+        let mut view = self.slice(axis, index, index + 1)?;
+        view.shape = view.shape.without(axis);
+        view.strides = view.strides.without(axis);
+        Ok(view)
+    }
+
+    /// The same elements with axes in the order `axes`.
+    pub fn permute(&self, axes: &[usize]) -> Result<Self> {
+        crate::error::same("rank of a permutation", self.shape.rank(), axes.len())?;
+        let mut seen = [false; MAX_RANK];
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        for (to, &from) in axes.iter().enumerate() {
+            let n = *self.shape.get(from).ok_or(Error::range("axis", from, self.shape.rank()))?;
+            if std::mem::replace(&mut seen[from], true) {
+                return Err(Error::InvalidStrides { what: "permutation", reason: format!("axis {from} twice") });
+            }
+            (shape[to], strides[to]) = (n, self.strides[from]);
+        }
+        Ok(Self { shape, strides, ..self.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::MemoryKind;
+
+    #[derive(Debug)]
+    struct Plain(usize);
+
+    impl Storage for Plain {
+        fn len(&self) -> usize {
+            self.0
+        }
+        fn address(&self) -> u64 {
+            4096
+        }
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::System
+        }
+        fn as_any(&self) -> &dyn std::any::Any {
+            self
+        }
+    }
+
+    fn view() -> TensorView {
+        TensorView::new(Arc::new(Plain(4 * 24)), DType::F32, &[2, 3, 4]).unwrap()
+    }
+
+    #[test]
+    fn slices_and_addresses_follow_the_strides() {
+        let v = view();
+        assert_eq!(v.address(&[1, 2, 3]).unwrap(), 4096 + 4 * 23);
+        let s = v.slice(1, 1, 3).unwrap();
+        assert_eq!((s.shape(), s.address(&[0, 0, 0]).unwrap()), (&[2, 2, 4][..], 4096 + 4 * 4));
+        assert!(!s.is_contiguous() && v.is_contiguous());
+        let p = v.permute(&[2, 0, 1]).unwrap();
+        assert_eq!(p.address(&[3, 1, 2]).unwrap(), v.address(&[1, 2, 3]).unwrap());
+        assert_eq!(v.select(0, 1).unwrap().shape(), &[3, 4]);
+    }
+
+    #[test]
+    fn an_empty_slice_at_the_end_stays_inside() {
+        let v = view().slice(0, 2, 2).unwrap();
+        assert!(v.is_empty());
+        assert_eq!(v.offset(), 0);
+    }
+
+    #[test]
+    fn reversed_and_outside_slices_are_errors() {
+        let v = view();
+        assert!(matches!(v.slice(0, 2, 1), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.slice(0, 0, 3), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.slice(3, 0, 0), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.address(&[0, 3, 0]), Err(Error::OutOfRange { .. })));
+        assert!(v.permute(&[0, 0, 1]).is_err());
+    }
+
+    #[test]
+    fn a_view_larger_than_its_storage_is_an_error() {
+        let storage = Arc::new(Plain(95));
+        assert!(matches!(TensorView::new(storage, DType::F32, &[2, 3, 4]), Err(Error::OutOfRange { .. })));
+    }
+}

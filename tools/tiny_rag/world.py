@@ -1,0 +1,93 @@
+"""The world of tiny-rag: short documents of facts, questions about one of them, and references.
+
+A fact is "alba is red ."; a question is "alba ?" and its answer is "red". A *reference* is a fact
+whose value is "same": it takes the value stated last before it. A reference is *local* when that
+value stands in the same document and *cross* when it stands in an earlier one, which is exactly
+what a document that was computed alone cannot know.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+_ONSETS = ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"]
+_VOWELS = ["a", "e", "i", "o", "u"]
+_CODAS = ["l", "m", "n", "r", "s"]
+
+VALUES = (
+    "red blue green black white gold grey pink brown orange purple silver "
+    "big small fast slow old young warm cold tall short happy sad rich poor strong weak calm loud "
+    "sweet bitter"
+).split()
+
+SYSTEM_WORDS = (
+    "you answer questions from short documents read the facts and reply with one word use only what "
+    "is written here be brief helpful assistant a an of to in on for please give find each every know "
+    "think say look tell all about it are your text notes list value name keep short clear"
+).split()
+
+DEFAULT_SYSTEM = "you answer questions from short documents ."
+
+
+def names() -> list[str]:
+    """240 invented names such as "alba" or "doruna", the same on every machine."""
+    rng = random.Random(20261120)
+    taken = set(VALUES) | set(SYSTEM_WORDS) | {"same", "is"}
+    out: list[str] = ["alba", "bora", "cedo", "dilan"]
+    seen = set(out)
+    while len(out) < 240:
+        word = ""
+        for _ in range(rng.choice([2, 2, 3])):
+            word += rng.choice(_ONSETS) + rng.choice(_VOWELS)
+        if rng.random() < 0.4:
+            word += rng.choice(_CODAS)
+        if word not in seen and word not in taken:
+            seen.add(word)
+            out.append(word)
+    return out
+
+
+NAMES = names()
+
+
+@dataclass
+class Fact:
+    """One fact: its name, what is written ("same" for a reference) and what it means."""
+
+    name: str
+    written: str
+    value: str
+    kind: str  # "stated", "local" or "cross"
+
+
+def documents(rng: random.Random, n_docs: int, facts: tuple[int, int], p_same: float, n_names: int = len(NAMES)) -> list[list[Fact]]:
+    """`n_docs` documents with between `facts[0]` and `facts[1]` facts each; names are distinct
+    and from the first `n_names`."""
+    sizes = [rng.randint(*facts) for _ in range(n_docs)]
+    picked = rng.sample(NAMES[:n_names], sum(sizes))
+    docs, last, at = [], None, 0
+    for size in sizes:
+        doc, stated_here = [], False
+        for _ in range(size):
+            name, at = picked[at], at + 1
+            if last is not None and rng.random() < p_same:
+                doc.append(Fact(name, "same", last, "local" if stated_here else "cross"))
+            else:
+                last = rng.choice(VALUES)
+                stated_here = True
+                doc.append(Fact(name, last, last, "stated"))
+        docs.append(doc)
+    return docs
+
+
+def document_text(doc: list[Fact], stop: str = " .") -> str:
+    """A document as text, e.g. "alba is red . bora is same ."."""
+    return " ".join(f"{f.name} is {f.written}{stop}" for f in doc)
+
+
+def system_text(rng: random.Random) -> str:
+    """The default system prompt, or a random one, so that the model does not lean on its words."""
+    if rng.random() < 0.4:
+        return DEFAULT_SYSTEM
+    return " ".join(rng.choice(SYSTEM_WORDS) for _ in range(rng.randint(1, 14))) + rng.choice([" .", ".", ""])
