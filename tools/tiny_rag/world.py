@@ -61,11 +61,10 @@ class Fact:
     kind: str  # "stated", "local" or "cross"
 
 
-def documents(rng: random.Random, n_docs: int, facts: tuple[int, int], p_same: float, n_names: int = len(NAMES)) -> list[list[Fact]]:
-    """`n_docs` documents with between `facts[0]` and `facts[1]` facts each; names are distinct
-    and from the first `n_names`."""
+def documents(rng: random.Random, n_docs: int, facts: tuple[int, int], p_same: float) -> list[list[Fact]]:
+    """`n_docs` documents with between `facts[0]` and `facts[1]` facts each; names are distinct."""
     sizes = [rng.randint(*facts) for _ in range(n_docs)]
-    picked = rng.sample(NAMES[:n_names], sum(sizes))
+    picked = rng.sample(NAMES, sum(sizes))
     docs, last, at = [], None, 0
     for size in sizes:
         doc, stated_here = [], False

@@ -42,7 +42,7 @@ pub use block::{
     BlockId, BlockPool, BlockTable, CompleteBlock, EvictionPolicy, Lru, MutableBlock, PADDING_SLOT, PoolCounts,
     RetainedRun, SharedBlock, SharedRun,
 };
-pub use cache::{PagedKvCache, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache};
+pub use cache::{PagedKvCache, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use forward::{Logits, SequenceInput};

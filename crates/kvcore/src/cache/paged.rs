@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::{Error, Result, SlotMapping};
 use crate::backend::Stream;
-use crate::block::{BlockId, BlockPool, BlockTable, SharedBlock};
+use crate::block::{BlockId, BlockPool, BlockTable};
 use crate::kernels::{KvArena, Scatter, Segment};
 use crate::key::BlockKey;
 use crate::tensor::TensorView;
@@ -42,30 +42,6 @@ struct Sequence {
 struct Chain {
     parent: BlockKey,
     pending: Vec<u32>,
-}
-
-/// Full and partial blocks of a finished prefix, held as long as this value lives.
-#[derive(Debug)]
-pub struct SealedPrefix {
-    table: BlockTable,
-    start: SequenceStart,
-}
-
-impl SealedPrefix {
-    /// The prefix as a segment of any later request.
-    pub fn segment(&self) -> Segment {
-        Segment::new(Arc::clone(self.table.ids()), self.table.len(), self.start.logical, self.start.position)
-    }
-
-    /// Tokens held.
-    pub fn len(&self) -> usize {
-        self.table.len()
-    }
-
-    /// Whether no token is held.
-    pub fn is_empty(&self) -> bool {
-        self.table.is_empty()
-    }
 }
 
 /// Sequences in blocks of one arena and pool.
@@ -119,36 +95,17 @@ impl PagedKvCache {
     /// A new sequence at the start of a prompt that shares full blocks with earlier ones.
     ///
     /// Returns its id and how many of `tokens` are cached already. At least one token is left to
-    /// compute, so that there are logits to continue from, unless `whole` allows all to be cached;
-    /// then a partial last block that an earlier sequence [sealed](Self::seal) is used as well.
-    pub fn create_with_prefix(
-        &mut self,
-        root: BlockKey,
-        tokens: &[u32],
-        whole: bool,
-    ) -> Result<(SequenceId, usize)> {
+    /// compute, so that there are logits to continue from.
+    pub fn create_with_prefix(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize)> {
         let block_size = self.block_size();
-        let usable = if whole { tokens.len() } else { tokens.len().saturating_sub(1) / block_size * block_size };
+        let usable = tokens.len().saturating_sub(1) / block_size * block_size;
         let keys = root.chain(&tokens[..usable], block_size);
-        let mut shared = self.pool.lookup_chain(&keys);
-        let partial = tokens.len() % block_size;
-        if whole && partial > 0 && shared.len() == keys.len() {
-            let id = self.insert_sealed(keys.last().copied().unwrap_or(root), shared, tokens.len())?;
-            return Ok((id, tokens.len()));
-        }
-        shared.truncate(tokens.len() / block_size);
+        let shared = self.pool.lookup_chain(&keys);
         let parent = shared.len().checked_sub(1).map_or(root, |last| keys[last]);
         let table = BlockTable::with_prefix(block_size, shared)?;
         let cached = table.len();
         let chain = Some(Chain { parent, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
-    }
-
-    fn insert_sealed(&mut self, parent: BlockKey, shared: Vec<SharedBlock>, len: usize) -> Result<SequenceId> {
-        let mut table = BlockTable::with_prefix(self.block_size(), shared)?;
-        table.shorten_last(len)?;
-        let chain = Some(Chain { parent, pending: Vec::new() });
-        Ok(self.insert(Sequence { table, start: SequenceStart::default(), chain }))
     }
 
     fn insert(&mut self, sequence: Sequence) -> SequenceId {
@@ -158,7 +115,7 @@ impl PagedKvCache {
         id
     }
 
-    fn block_size(&self) -> usize {
+    pub(super) fn block_size(&self) -> usize {
         self.arena.layout().shape().block_size
     }
 
@@ -212,20 +169,6 @@ impl PagedKvCache {
             chain.pending.drain(..full);
         }
         Ok(())
-    }
-
-    /// Ends a sequence and keeps what it holds, its partial last block included, for others to read.
-    ///
-    /// The sequence must be committed. A partial block is found again only by a request for exactly
-    /// the same tokens ([`create_with_prefix`](Self::create_with_prefix) with `whole`).
-    pub fn seal(&mut self, id: SequenceId) -> Result<SealedPrefix> {
-        let mut sequence = self.sequences.remove(&id).ok_or(Error::UnknownSequence(id.0))?;
-        if let Some(chain) = &sequence.chain
-            && !chain.pending.is_empty()
-        {
-            sequence.table.share_next(chain.parent.child(&chain.pending));
-        }
-        Ok(SealedPrefix { table: std::mem::replace(&mut sequence.table, BlockTable::new(1)?), start: sequence.start })
     }
 
     /// Ends a sequence. Its own blocks are free, its shared ones cached.
@@ -298,8 +241,8 @@ mod tests {
         PagedKvCache::new(arena, BlockPool::new(0..blocks as u32).unwrap()).unwrap()
     }
 
-    fn fill(cache: &mut PagedKvCache, root: BlockKey, tokens: &[u32], whole: bool) -> (SequenceId, usize) {
-        let (id, cached) = cache.create_with_prefix(root, tokens, whole).unwrap();
+    fn fill(cache: &mut PagedKvCache, root: BlockKey, tokens: &[u32]) -> (SequenceId, usize) {
+        let (id, cached) = cache.create_with_prefix(root, tokens).unwrap();
         cache.grow(id, tokens.len() - cached).unwrap();
         cache.commit(id, &tokens[cached..]).unwrap();
         (id, cached)
@@ -310,12 +253,12 @@ mod tests {
         let mut cache = cache(8);
         let root = KeyScope::new("m", b"").root();
         let tokens: Vec<u32> = (0..8).collect();
-        let (a, cached) = fill(&mut cache, root, &tokens, false);
+        let (a, cached) = fill(&mut cache, root, &tokens);
         assert_eq!(cached, 0);
-        let (b, cached) = fill(&mut cache, root, &tokens, false);
+        let (b, cached) = fill(&mut cache, root, &tokens);
         assert_eq!(cached, 4, "the last block is computed again, so that there are logits");
         assert_eq!(cache.blocks(a).unwrap()[..], cache.blocks(b).unwrap()[..], "and found to be the known one");
-        let (c, cached) = fill(&mut cache, root, &[0, 1, 2, 3, 9, 9], false);
+        let (c, cached) = fill(&mut cache, root, &[0, 1, 2, 3, 9, 9]);
         assert_eq!((cached, cache.pool().counts().shared), (4, 2));
         for id in [a, b, c] {
             cache.free(id).unwrap();
@@ -325,25 +268,28 @@ mod tests {
     }
 
     #[test]
-    fn a_sealed_prefix_is_found_to_the_token() {
+    fn a_filled_prefix_is_found_to_the_token() {
         let mut cache = cache(8);
         let root = KeyScope::new("m", b"").root();
         let tokens: Vec<u32> = (0..6).collect();
-        let (id, _) = fill(&mut cache, root, &tokens, true);
-        let sealed = cache.seal(id).unwrap();
-        assert_eq!((sealed.len(), sealed.segment().blocks.len()), (6, 2));
-        let (again, cached) = cache.create_with_prefix(root, &tokens, true).unwrap();
-        assert_eq!((cached, cache.len(again).unwrap()), (6, 6));
-        let (longer, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 6], true).unwrap();
-        assert_eq!(cached, 4, "a partial block is only for exactly its tokens");
-        let (whole, cached) = cache.create_with_prefix(root, &tokens[..4], true).unwrap();
-        assert_eq!(cached, 4);
-        for id in [again, longer, whole] {
-            cache.free(id).unwrap();
-        }
-        drop(sealed);
+        let fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+        assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
+        let first = fill.finish();
+        assert_eq!((first.len(), first.segment().blocks.len()), (6, 2));
+        let again = cache.fill_prefix(Some(root), &tokens).unwrap();
+        assert_eq!((again.cached(), again.slots().len()), (6, 0));
+        let longer = cache.fill_prefix(Some(root), &[0, 1, 2, 3, 4, 5, 6]).unwrap();
+        assert_eq!(longer.cached(), 4, "a partial block is only for exactly its tokens");
+        let whole = cache.fill_prefix(Some(root), &tokens[..4]).unwrap();
+        assert_eq!(whole.cached(), 4);
+        let (sequence, cached) = cache.create_with_prefix(root, &tokens).unwrap();
+        assert_eq!(cached, 4, "ordinary prompts share the full blocks");
+        cache.free(sequence).unwrap();
+        drop((first, again.finish(), longer, whole));
         cache.pool().check_invariants().unwrap();
         assert_eq!(cache.pool().counts().cached, 2);
+        drop(cache.fill_prefix(None, &tokens).unwrap().finish());
+        assert_eq!(cache.pool().counts().cached, 2, "without a root nothing is found or kept");
     }
 
     #[test]

@@ -1,0 +1,272 @@
+//! Assembly: from a chunked prompt to the segments of a request, and what must be computed first.
+//!
+//! [`Assembler::assemble`] looks everything up and reserves room for what is missing. The caller
+//! runs *one* forward pass over [`Assembly::inputs`] (with its question in the same batch if it
+//! likes) and then [commits](Assembly::commit). Dropping the assembly instead gives every block back:
+//! nothing partial can ever be found.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvcore::{
+    BlockId, BlockKey, Logits, MutableBlock, PagedKvCache, PrefixFill, SealedPrefix, Segment, SequenceInput,
+};
+
+use crate::cache::{ChunkCache, ChunkHandle, ChunkReservation, slots};
+use crate::config::{ComputeMode, ReuseCell};
+use crate::error::Result;
+use crate::key::{ChunkKey, ChunkKeys};
+use crate::plan::{ChunkPlace, PositionPlan};
+use crate::prompt::ChunkedPrompt;
+
+/// How prompts are assembled.
+#[derive(Debug, Clone, Copy)]
+pub struct Assembler<'a> {
+    /// The cache of chunks, or `None` to compute everything anew, under the same mask.
+    pub chunks: Option<&'a ChunkCache>,
+    /// The main cache: system prompts, and chunks that find no room.
+    pub main: &'a PagedKvCache,
+    /// Root of all keys.
+    pub root: BlockKey,
+    /// Strategy and mode.
+    pub cell: ReuseCell,
+    /// Positions that the model has.
+    pub max_positions: usize,
+}
+
+/// Where a piece's KV is, or will be.
+#[derive(Debug)]
+enum Piece {
+    Cached(ChunkHandle),
+    /// To be computed into the chunk pool; index into [`Assembly::reservations`].
+    Reserved(usize),
+    /// To be computed for this request only.
+    Private(Private),
+}
+
+/// Blocks of the main pool that one request fills for itself.
+#[derive(Debug)]
+struct Private(#[expect(dead_code, reason = "held so that the blocks live as long as the request")] Vec<MutableBlock>);
+
+/// What happened to one chunk of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct ChunkReport {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Whether all of it was found in the cache.
+    pub hit: bool,
+    /// Position of its first token in this prompt.
+    pub position: i64,
+    /// Positions from where it is stored to where it is used.
+    pub offset: i64,
+}
+
+/// A prompt whose parts are found or reserved.
+#[derive(Debug)]
+#[must_use = "compute its inputs and commit it; dropping it gives the blocks back"]
+pub struct Assembly {
+    system: PrefixFill,
+    pieces: Vec<Piece>,
+    reservations: Vec<ChunkReservation>,
+    inputs: Vec<SequenceInput>,
+    segments: Vec<Segment>,
+    reports: Vec<ChunkReport>,
+    plan: PositionPlan,
+    reused_tokens: usize,
+}
+
+/// A prompt whose system part and chunks are all computed and held.
+#[derive(Debug)]
+pub struct AssembledPrompt {
+    segments: Vec<Segment>,
+    handles: Vec<ChunkHandle>,
+    #[expect(dead_code, reason = "held so that the blocks live as long as the request")]
+    private: Vec<Private>,
+    #[expect(dead_code, reason = "held so that the blocks live as long as the request")]
+    system: SealedPrefix,
+}
+
+impl AssembledPrompt {
+    /// System prompt and chunks as the question sees them.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Cached pieces held, in the prompt's order.
+    pub fn handles(&self) -> &[ChunkHandle] {
+        &self.handles
+    }
+}
+
+impl Assembler<'_> {
+    /// Looks up and reserves everything that `prompt` needs.
+    ///
+    /// # Errors
+    /// [`crate::Error::TooLong`], or [`kvcore::Error::OutOfBlocks`] when the main pool has no room for
+    /// what the chunk pool does not take. Nothing is held then.
+    pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
+        let plan = PositionPlan::new(prompt, self.cell, self.max_positions)?;
+        let system_root = self.chunks.map(|_| self.root.derive("kvchunk system v1"));
+        let system = self.main.fill_prefix(system_root, prompt.system())?;
+        let mut assembly = Assembly {
+            reused_tokens: system.cached(),
+            segments: vec![system.segment()],
+            system,
+            pieces: Vec::new(),
+            reservations: Vec::new(),
+            inputs: Vec::new(),
+            reports: Vec::new(),
+            plan,
+        };
+        assembly.add_system(prompt.system());
+        let mut seen = HashMap::new();
+        for (i, tokens) in prompt.chunks().iter().enumerate() {
+            self.add_chunk(&mut assembly, &mut seen, prompt.system(), tokens, i)?;
+        }
+        Ok(assembly)
+    }
+
+    fn add_chunk(
+        &self,
+        assembly: &mut Assembly,
+        seen: &mut HashMap<ChunkKey, usize>,
+        system: &[u32],
+        tokens: &[u32],
+        chunk: usize,
+    ) -> Result<()> {
+        let place = assembly.plan.chunks[chunk];
+        let piece_len = self.chunks.map_or(tokens.len(), |cache| cache.config().max_chunk_tokens);
+        let keys = ChunkKeys::new(self.root, self.cell.mode, system).pieces(tokens, piece_len);
+        // What the chunk's own rows see, at the places where its keys are stored.
+        let mut context: Vec<Segment> = match self.cell.mode {
+            ComputeMode::WithSystem => vec![assembly.system.segment()],
+            ComputeMode::Alone => Vec::new(),
+        };
+        let mut hit = true;
+        for (i, (key, part)) in keys.into_iter().zip(tokens.chunks(piece_len)).enumerate() {
+            let start = i * piece_len;
+            let (blocks, fresh) = self.find_or_reserve(assembly, seen, key, part)?;
+            let stored = stored_segment(&place, start, part.len(), Arc::clone(&blocks));
+            assembly.segments.push(stored.clone().at_offset(place.offset()));
+            context.push(stored.clone());
+            hit &= !fresh;
+            if fresh {
+                assembly.inputs.push(SequenceInput {
+                    tokens: part.to_vec(),
+                    logical_start: stored.logical_start,
+                    position_start: stored.stored_start,
+                    slots: slots(&blocks, self.main.arena().layout().shape().block_size, part.len()),
+                    segments: context.clone(),
+                    logits: Logits::None,
+                });
+            } else {
+                assembly.reused_tokens += part.len();
+            }
+        }
+        let (position, offset) = (place.used_start, place.offset());
+        assembly.reports.push(ChunkReport { tokens: tokens.len(), hit, position, offset });
+        Ok(())
+    }
+
+    /// The blocks of a piece, and whether they must still be filled.
+    fn find_or_reserve(
+        &self,
+        assembly: &mut Assembly,
+        seen: &mut HashMap<ChunkKey, usize>,
+        key: ChunkKey,
+        tokens: &[u32],
+    ) -> Result<(Arc<[BlockId]>, bool)> {
+        if let Some(cache) = self.chunks {
+            // The same chunk twice in one prompt: two segments over the same blocks.
+            if let Some(&reserved) = seen.get(&key) {
+                assembly.pieces.push(Piece::Reserved(reserved));
+                return Ok((assembly.reservations[reserved].ids(), false));
+            }
+            if let Some(handle) = cache.lookup(&key, tokens) {
+                let blocks = Arc::clone(handle.blocks());
+                assembly.pieces.push(Piece::Cached(handle));
+                return Ok((blocks, false));
+            }
+            if let Some(reservation) = cache.reserve(key, tokens) {
+                let blocks = reservation.ids();
+                seen.insert(key, assembly.reservations.len());
+                assembly.pieces.push(Piece::Reserved(assembly.reservations.len()));
+                assembly.reservations.push(reservation);
+                return Ok((blocks, true));
+            }
+        }
+        let needed = self.main.arena().layout().blocks_for(tokens.len());
+        let private = self.main.pool().allocate(needed)?;
+        let blocks = private.iter().map(MutableBlock::id).collect();
+        assembly.pieces.push(Piece::Private(Private(private)));
+        Ok((blocks, true))
+    }
+}
+
+/// A piece where it is stored: `start` tokens into its chunk.
+fn stored_segment(place: &ChunkPlace, start: usize, len: usize, blocks: Arc<[BlockId]>) -> Segment {
+    Segment::new(blocks, len, place.logical_start + start, place.stored_start + start as i64)
+}
+
+impl Assembly {
+    fn add_system(&mut self, tokens: &[u32]) {
+        let cached = self.system.cached();
+        if cached < tokens.len() {
+            self.inputs.push(SequenceInput {
+                tokens: tokens[cached..].to_vec(),
+                logical_start: cached,
+                position_start: cached as i64,
+                slots: self.system.slots().clone(),
+                segments: vec![self.system.segment()],
+                logits: Logits::None,
+            });
+        }
+    }
+
+    /// What must be computed: the system prompt's rest and every missing piece, in one batch. Pieces
+    /// see blocks that the same batch fills, which is in order: a layer's keys are all written before
+    /// its attention reads.
+    pub fn inputs(&self) -> &[SequenceInput] {
+        &self.inputs
+    }
+
+    /// System prompt and chunks as the question sees them.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Where everything stands.
+    pub fn plan(&self) -> &PositionPlan {
+        &self.plan
+    }
+
+    /// What happened to each chunk, in the prompt's order.
+    pub fn reports(&self) -> &[ChunkReport] {
+        &self.reports
+    }
+
+    /// Tokens of system prompt and chunks that need not be computed.
+    pub fn reused_tokens(&self) -> usize {
+        self.reused_tokens
+    }
+
+    /// Declares all inputs computed: pieces and system prompt can be found from now on.
+    pub fn commit(self, chunks: Option<&ChunkCache>) -> Result<AssembledPrompt> {
+        let Self { system, pieces, reservations, segments, .. } = self;
+        let mut stored = Vec::with_capacity(reservations.len());
+        if let Some(cache) = chunks {
+            for reservation in reservations {
+                stored.push(cache.insert(reservation)?);
+            }
+        }
+        let (mut handles, mut private) = (Vec::new(), Vec::new());
+        for piece in pieces {
+            match piece {
+                Piece::Cached(handle) => handles.push(handle),
+                Piece::Reserved(i) => handles.extend(stored.get(i).cloned()),
+                Piece::Private(blocks) => private.push(blocks),
+            }
+        }
+        Ok(AssembledPrompt { segments, handles, private, system: system.finish() })
+    }
+}

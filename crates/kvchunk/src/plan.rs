@@ -1,0 +1,111 @@
+//! Where everything stands: logical order and positions of a chunked prompt's parts.
+
+use crate::config::{ComputeMode, PositionStrategy, ReuseCell};
+use crate::error::{Error, Result};
+use crate::prompt::ChunkedPrompt;
+
+/// Where one chunk is stored and used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkPlace {
+    /// Logical index of its first token.
+    pub logical_start: usize,
+    /// Position its first key is rotated to when it is stored.
+    pub stored_start: i64,
+    /// Position its first token has in this prompt.
+    pub used_start: i64,
+    /// Tokens.
+    pub len: usize,
+}
+
+impl ChunkPlace {
+    /// Positions from where the chunk was stored to where it is used.
+    pub fn offset(&self) -> i64 {
+        self.used_start - self.stored_start
+    }
+}
+
+/// Positions of all parts. The separator takes none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PositionPlan {
+    /// Chunks in the prompt's order.
+    pub chunks: Vec<ChunkPlace>,
+    /// Logical index of the question's first token.
+    pub question_logical: usize,
+    /// Position of the question's first token.
+    pub question_position: i64,
+}
+
+impl PositionPlan {
+    /// Places the parts of `prompt`.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when the question's last position is not below `max_positions`; it is the
+    /// largest position that counts, not the number of tokens.
+    pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
+        let system = prompt.system().len();
+        let mut chunks = Vec::with_capacity(prompt.chunks().len());
+        let (mut logical, mut longest) = (system, 0);
+        for tokens in prompt.chunks() {
+            let stored_start = match cell.mode {
+                ComputeMode::WithSystem => system as i64,
+                ComputeMode::Alone => 0,
+            };
+            let used_start = match cell.strategy {
+                PositionStrategy::Overlapped => system as i64,
+                PositionStrategy::Sequential => logical as i64,
+            };
+            chunks.push(ChunkPlace { logical_start: logical, stored_start, used_start, len: tokens.len() });
+            logical += tokens.len();
+            longest = longest.max(tokens.len());
+        }
+        let question_position = match cell.strategy {
+            PositionStrategy::Overlapped => (system + longest) as i64,
+            PositionStrategy::Sequential => logical as i64,
+        };
+        let largest = question_position + prompt.question().len() as i64 - 1;
+        if largest >= max_positions as i64 {
+            return Err(Error::TooLong { largest, limit: max_positions });
+        }
+        Ok(Self { chunks, question_logical: logical, question_position })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prompt() -> ChunkedPrompt {
+        ChunkedPrompt::new(vec![0; 3], vec![vec![1; 5], vec![2; 8]], vec![3; 2]).unwrap()
+    }
+
+    #[test]
+    fn overlapped_chunks_start_after_the_system_prompt() {
+        let cell = ReuseCell { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
+        let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
+        assert!(plan.chunks.iter().all(|c| c.used_start == 3 && c.offset() == 3));
+        assert_eq!((plan.question_position, plan.question_logical), (11, 16));
+        let cell = ReuseCell { mode: ComputeMode::WithSystem, ..cell };
+        assert!(PositionPlan::new(&prompt(), cell, 100).unwrap().chunks.iter().all(|c| c.offset() == 0));
+    }
+
+    #[test]
+    fn sequential_chunks_follow_one_another() {
+        let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
+        let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
+        assert_eq!(plan.chunks.iter().map(ChunkPlace::offset).collect::<Vec<_>>(), [0, 5]);
+        assert_eq!((plan.question_position, plan.question_logical), (16, 16));
+    }
+
+    #[test]
+    fn the_limit_applies_to_the_largest_position_not_to_the_number_of_tokens() {
+        let cell = |strategy| ReuseCell { mode: ComputeMode::Alone, strategy };
+        let p = prompt();
+        assert_eq!(p.total_tokens(), 18);
+        assert!(PositionPlan::new(&p, cell(PositionStrategy::Overlapped), 13).is_ok());
+        assert_eq!(
+            PositionPlan::new(&p, cell(PositionStrategy::Overlapped), 12),
+            Err(Error::TooLong { largest: 12, limit: 12 })
+        );
+        assert!(PositionPlan::new(&p, cell(PositionStrategy::Sequential), 17).is_err());
+    }
+}

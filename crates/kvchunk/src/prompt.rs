@@ -1,0 +1,163 @@
+//! Chunked prompts: a system prompt, chunks that do not see each other, and a question.
+
+use crate::error::{Error, Result};
+
+/// The separator between the parts of a prompt, unless configured otherwise.
+pub const DEFAULT_SEPARATOR: &str = "##";
+
+/// Token ids of a prompt in parts.
+///
+/// The separator belongs to no part and takes no position. Each part is tokenised on its own, since
+/// tokenizers merge across borders.
+///
+/// ```
+/// use kvchunk::ChunkedPrompt;
+/// let prompt = ChunkedPrompt::new(vec![1, 2], vec![vec![3, 4], vec![5]], vec![6])?;
+/// assert_eq!(prompt.total_tokens(), 6);
+/// assert!(ChunkedPrompt::new(vec![1], vec![vec![]], vec![6]).is_err());
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChunkedPrompt {
+    system: Vec<u32>,
+    chunks: Vec<Vec<u32>>,
+    question: Vec<u32>,
+}
+
+impl ChunkedPrompt {
+    /// A prompt from token ids.
+    ///
+    /// # Errors
+    /// [`Error::EmptyPart`] for an empty part, or for no chunk at all.
+    pub fn new(system: Vec<u32>, chunks: Vec<Vec<u32>>, question: Vec<u32>) -> Result<Self> {
+        let empty = |part: String| Err(Error::EmptyPart { part });
+        if system.is_empty() {
+            return empty("system prompt".to_owned());
+        }
+        if chunks.is_empty() {
+            return empty("list of chunks".to_owned());
+        }
+        if let Some(i) = chunks.iter().position(Vec::is_empty) {
+            return empty(format!("chunk {}", i + 1));
+        }
+        if question.is_empty() {
+            return empty("question".to_owned());
+        }
+        Ok(Self { system, chunks, question })
+    }
+
+    /// Tokens of the system prompt.
+    pub fn system(&self) -> &[u32] {
+        &self.system
+    }
+
+    /// Tokens of each chunk, in the prompt's order.
+    pub fn chunks(&self) -> &[Vec<u32>] {
+        &self.chunks
+    }
+
+    /// Tokens of the question.
+    pub fn question(&self) -> &[u32] {
+        &self.question
+    }
+
+    /// Tokens of all parts.
+    pub fn total_tokens(&self) -> usize {
+        self.system.len() + self.chunks.iter().map(Vec::len).sum::<usize>() + self.question.len()
+    }
+
+    /// All tokens in the prompt's order, for computing without chunks.
+    pub fn flatten(&self) -> Vec<u32> {
+        let chunks = self.chunks.iter().flatten();
+        self.system.iter().chain(chunks).chain(&self.question).copied().collect()
+    }
+}
+
+/// A text cut at its separators, before tokenising.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SplitPrompt<'a> {
+    /// Fewer than two separators: an ordinary prompt, its text unchanged.
+    Plain(&'a str),
+    /// Two or more separators.
+    Chunked {
+        /// What stands before the first separator.
+        system: &'a str,
+        /// What stands between separators.
+        chunks: Vec<&'a str>,
+        /// What stands after the last one.
+        question: &'a str,
+    },
+}
+
+impl<'a> SplitPrompt<'a> {
+    /// Cuts `text` at every `separator`, byte for byte.
+    ///
+    /// ```
+    /// use kvchunk::SplitPrompt;
+    /// let split = SplitPrompt::new("be brief## a doc ##why?", "##")?;
+    /// assert_eq!(split, SplitPrompt::Chunked { system: "be brief", chunks: vec![" a doc "], question: "why?" });
+    /// assert_eq!(SplitPrompt::new("no ## here", "##")?, SplitPrompt::Plain("no ## here"));
+    /// # Ok::<(), kvchunk::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::EmptySeparator`], or [`Error::EmptyPart`] when there are two separators or more and
+    /// nothing, or only white space, stands in a part.
+    pub fn new(text: &'a str, separator: &str) -> Result<Self> {
+        if separator.is_empty() {
+            return Err(Error::EmptySeparator);
+        }
+        let parts: Vec<&str> = text.split(separator).collect();
+        let [system, chunks @ .., question] = parts.as_slice() else { return Ok(Self::Plain(text)) };
+        if chunks.is_empty() {
+            return Ok(Self::Plain(text));
+        }
+        let last = parts.len() - 1;
+        if let Some(i) = parts.iter().position(|part| part.trim().is_empty()) {
+            let part = match i {
+                0 => "system prompt".to_owned(),
+                i if i == last => "question".to_owned(),
+                i => format!("chunk {i}"),
+            };
+            return Err(Error::EmptyPart { part });
+        }
+        Ok(Self::Chunked { system, chunks: chunks.to_vec(), question })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rule_1_the_separator_delimits_and_belongs_to_no_part() {
+        let split = SplitPrompt::new("sys##one##two##ask", "##").unwrap();
+        assert_eq!(split, SplitPrompt::Chunked { system: "sys", chunks: vec!["one", "two"], question: "ask" });
+        assert_eq!(SplitPrompt::new("a#b", "##").unwrap(), SplitPrompt::Plain("a#b"));
+        assert_eq!(SplitPrompt::new("", "##").unwrap(), SplitPrompt::Plain(""));
+        let odd = SplitPrompt::new("a###b##c", "##").unwrap();
+        assert_eq!(odd, SplitPrompt::Chunked { system: "a", chunks: vec!["#b"], question: "c" });
+    }
+
+    #[test]
+    fn rule_1_empty_parts_are_named() {
+        for (text, part) in [
+            ("##a##b", "system prompt"),
+            ("a####b", "chunk 1"),
+            ("a##b## ##c", "chunk 2"),
+            ("a##b##", "question"),
+        ] {
+            assert_eq!(SplitPrompt::new(text, "##"), Err(Error::EmptyPart { part: part.to_owned() }), "{text}");
+        }
+        assert_eq!(SplitPrompt::new("a", ""), Err(Error::EmptySeparator));
+    }
+
+    #[test]
+    fn parts_from_token_ids_are_checked_too() {
+        for (system, chunks, question) in
+            [(vec![], vec![vec![1]], vec![2]), (vec![1], vec![], vec![2]), (vec![1], vec![vec![1]], vec![])]
+        {
+            assert!(matches!(ChunkedPrompt::new(system, chunks, question), Err(Error::EmptyPart { .. })));
+        }
+    }
+}

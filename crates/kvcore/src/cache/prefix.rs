@@ -1,0 +1,93 @@
+//! Prefixes kept to the token: a system prompt with its partial last block.
+
+use std::sync::Arc;
+
+use super::{PagedKvCache, Result, SlotMapping};
+use crate::block::BlockTable;
+use crate::kernels::Segment;
+use crate::key::BlockKey;
+
+/// A prefix at the start of a prompt, part of it cached, the rest to be computed.
+///
+/// # Drop behaviour
+/// Blocks that were to be filled are free again, cached ones stay cached.
+#[derive(Debug)]
+#[must_use = "dropping it forgets the prefix"]
+pub struct PrefixFill {
+    table: BlockTable,
+    cached: usize,
+    slots: SlotMapping,
+    /// Keys of the blocks that will be filled, in order; empty if the prefix is not to be found again.
+    keys: Vec<BlockKey>,
+}
+
+/// A computed prefix, its partial last block included, held as long as this value lives.
+#[derive(Debug)]
+pub struct SealedPrefix(BlockTable);
+
+impl PagedKvCache {
+    /// Finds or makes room for a prefix of exactly `tokens` at position 0.
+    ///
+    /// Unlike [`create_with_prefix`](Self::create_with_prefix), all tokens may be cached, and a
+    /// partial last block is shared too, with requests for exactly the same tokens. Without a root
+    /// nothing is looked up and nothing is kept.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfBlocks`].
+    pub fn fill_prefix(&self, root: Option<BlockKey>, tokens: &[u32]) -> Result<PrefixFill> {
+        let block_size = self.block_size();
+        let mut keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
+        let known = self.pool().lookup_chain(&keys);
+        keys.drain(..known.len());
+        let mut table = BlockTable::with_prefix(block_size, known)?;
+        let cached = table.len().min(tokens.len());
+        if cached < table.len() {
+            table.shorten_last(cached)?;
+        }
+        let missing = table.missing_blocks(tokens.len() - cached);
+        let slots = table.extend(tokens.len() - cached, self.pool().allocate(missing)?)?.into();
+        Ok(PrefixFill { table, cached, slots, keys })
+    }
+}
+
+impl PrefixFill {
+    /// Tokens that need not be computed.
+    pub fn cached(&self) -> usize {
+        self.cached
+    }
+
+    /// Slots of the tokens from [`cached`](Self::cached) on.
+    pub fn slots(&self) -> &SlotMapping {
+        &self.slots
+    }
+
+    /// The whole prefix as a segment.
+    pub fn segment(&self) -> Segment {
+        Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
+    }
+
+    /// Declares all slots written; the blocks can be found from now on.
+    pub fn finish(mut self) -> SealedPrefix {
+        for key in self.keys {
+            self.table.share_next(key);
+        }
+        SealedPrefix(self.table)
+    }
+}
+
+impl SealedPrefix {
+    /// The prefix as a segment of a request.
+    pub fn segment(&self) -> Segment {
+        Segment::new(Arc::clone(self.0.ids()), self.0.len(), 0, 0)
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
