@@ -1,0 +1,195 @@
+//! One request: prefill, then one token after another.
+
+use std::time::Instant;
+
+use kvchunk::{Assembler, ChunkReport, ChunkedPrompt};
+use kvcore::{Logits, Segment, SequenceId, SequenceInput, SequenceStart};
+
+use super::{Engine, FinishReason, Generation, Request};
+use crate::error::{Error, Result};
+use crate::model::LayerProgress;
+use crate::sample::Sampler;
+use crate::text::PromptTokens;
+
+/// A request after its prefill.
+struct Prefilled {
+    /// What the answer's tokens see besides their own sequence.
+    context: Vec<Segment>,
+    /// Logits of the prompt's last token.
+    logits: Vec<f32>,
+    /// Logical index and position of the next token.
+    next: SequenceStart,
+    cached_tokens: usize,
+    chunks: Vec<ChunkReport>,
+}
+
+impl Engine {
+    /// Answers a request. `progress` is told the layers of the prefill.
+    ///
+    /// # Errors
+    /// A prompt that is empty, too long, or outside the vocabulary; a pool too small for it. No block
+    /// is held then.
+    pub fn generate(&mut self, request: &Request, progress: LayerProgress) -> Result<Generation> {
+        let started = Instant::now();
+        match &request.prompt {
+            PromptTokens::Chunked(prompt) if !request.full_attention => {
+                let assembler = Assembler {
+                    chunks: request.reuse.then_some(&self.chunks),
+                    main: &self.main,
+                    root: self.root,
+                    cell: request.cell,
+                    max_positions: self.model.config().max_positions,
+                };
+                let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
+                let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
+                let own = self.main.create(SequenceStart { logical, position })?;
+                let result = self.chunked(request, started, prompt, assembly, own, progress);
+                self.main.free(own)?;
+                result
+            }
+            prompt => {
+                let tokens = match prompt {
+                    PromptTokens::Plain(tokens) => tokens.clone(),
+                    PromptTokens::Chunked(prompt) => prompt.flatten(),
+                };
+                self.check_length(&tokens)?;
+                let (own, cached) = if request.reuse {
+                    self.main.create_with_prefix(self.root, &tokens)?
+                } else {
+                    (self.main.create(SequenceStart::default())?, 0)
+                };
+                let result = self.plain(request, started, &tokens, own, cached, progress);
+                self.main.free(own)?;
+                result
+            }
+        }
+    }
+
+    fn check_length(&self, tokens: &[u32]) -> Result<()> {
+        let limit = self.model.config().max_positions;
+        match tokens.len() {
+            0 => Err(Error::EmptyPrompt),
+            n if n > limit => Err(kvchunk::Error::TooLong { largest: n as i64 - 1, limit }.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn chunked(
+        &mut self,
+        request: &Request,
+        started: Instant,
+        prompt: &ChunkedPrompt,
+        assembly: kvchunk::Assembly,
+        own: SequenceId,
+        progress: LayerProgress,
+    ) -> Result<Generation> {
+        let question = prompt.question();
+        let mut batch = assembly.inputs().to_vec();
+        batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
+        let logits = self.forward(&batch, progress)?;
+        let (chunks, cached_tokens, next) =
+            (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
+        // Held until the answer is complete.
+        let assembled = assembly.commit(request.reuse.then_some(&self.chunks))?;
+        let prefilled =
+            Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
+        self.decode(request, started, prompt.total_tokens(), own, prefilled)
+    }
+
+    fn plain(
+        &mut self,
+        request: &Request,
+        started: Instant,
+        tokens: &[u32],
+        own: SequenceId,
+        cached: usize,
+        progress: LayerProgress,
+    ) -> Result<Generation> {
+        let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
+        let next = end_of(&input);
+        let logits = self.forward(&[input], progress)?;
+        self.main.commit(own, &tokens[cached..])?;
+        let prefilled = Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
+        self.decode(request, started, tokens.len(), own, prefilled)
+    }
+
+    /// The input for `tokens` at the end of the request's own sequence, which sees `context`.
+    fn next_input(
+        &mut self,
+        own: SequenceId,
+        tokens: &[u32],
+        context: &[Segment],
+        logits: Logits,
+    ) -> Result<SequenceInput> {
+        let before = self.main.len(own)?;
+        let slots = self.main.grow(own, tokens.len())?;
+        let segment = self.main.segment(own)?;
+        Ok(SequenceInput {
+            tokens: tokens.to_vec(),
+            logical_start: segment.logical_start + before,
+            position_start: segment.stored_start + before as i64,
+            slots,
+            segments: context.iter().cloned().chain([segment]).collect(),
+            logits,
+        })
+    }
+
+    /// Logits of the last row of the last sequence.
+    fn forward(&self, batch: &[SequenceInput], progress: LayerProgress) -> Result<Vec<f32>> {
+        let logits = self.model.forward(&self.device(), batch, progress)?;
+        let last = logits.last().ok_or(Error::EmptyPrompt)?;
+        Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
+    }
+
+    fn decode(
+        &mut self,
+        request: &Request,
+        started: Instant,
+        prompt_tokens: usize,
+        own: SequenceId,
+        prefilled: Prefilled,
+    ) -> Result<Generation> {
+        let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
+        let mut sampler = Sampler::new(request.sampling);
+        let mut generation = Generation {
+            tokens: Vec::new(),
+            finish: FinishReason::Length,
+            prompt_tokens,
+            cached_tokens,
+            ttft: started.elapsed(),
+            total: started.elapsed(),
+            chunks,
+            logits: Vec::new(),
+        };
+        while generation.tokens.len() < request.max_new_tokens {
+            let token = sampler.sample(&logits);
+            if generation.tokens.is_empty() {
+                generation.ttft = started.elapsed();
+            }
+            if request.keep_logits {
+                generation.logits.push(logits);
+            }
+            if self.model.config().eos.contains(&token) {
+                generation.finish = FinishReason::Stop;
+                break;
+            }
+            generation.tokens.push(token);
+            let full = next.position >= self.model.config().max_positions as i64;
+            if full || generation.tokens.len() == request.max_new_tokens {
+                break;
+            }
+            let input = self.next_input(own, &[token], &context, Logits::Last)?;
+            next = end_of(&input);
+            logits = self.forward(&[input], &mut |_, _| ())?;
+            self.main.commit(own, &[token])?;
+        }
+        generation.total = started.elapsed();
+        Ok(generation)
+    }
+}
+
+/// Where the token after an input stands.
+fn end_of(input: &SequenceInput) -> SequenceStart {
+    let n = input.tokens.len();
+    SequenceStart { logical: input.logical_start + n, position: input.position_start + n as i64 }
+}

@@ -1,0 +1,74 @@
+//! What a request asks for and what comes back.
+
+use std::time::Duration;
+
+use kvchunk::{ChunkReport, ReuseCell};
+use serde::Serialize;
+
+use crate::sample::Sampling;
+use crate::text::PromptTokens;
+
+/// A prompt and how to answer it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// The prompt.
+    pub prompt: PromptTokens,
+    /// Position strategy and computing mode of chunks.
+    pub cell: ReuseCell,
+    /// Whether cached KV is used and kept. Without it the same mask is computed anew.
+    pub reuse: bool,
+    /// Whether chunks see each other after all: the prompt is computed as an ordinary one.
+    pub full_attention: bool,
+    /// Most tokens of the answer.
+    pub max_new_tokens: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Whether the logits of every answer token are returned.
+    pub keep_logits: bool,
+}
+
+impl Request {
+    /// A greedy request for up to 64 tokens in the default, exact cell.
+    pub fn new(prompt: PromptTokens) -> Self {
+        Self {
+            prompt,
+            cell: ReuseCell::default(),
+            reuse: true,
+            full_attention: false,
+            max_new_tokens: 64,
+            sampling: Sampling::default(),
+            keep_logits: false,
+        }
+    }
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FinishReason {
+    /// The model said so.
+    Stop,
+    /// The token limit, or the model's last position.
+    Length,
+}
+
+/// An answer and what it took.
+#[derive(Debug, Clone)]
+pub struct Generation {
+    /// New tokens, without the one that ended the answer.
+    pub tokens: Vec<u32>,
+    /// Why the answer ended.
+    pub finish: FinishReason,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Those of them whose KV was cached.
+    pub cached_tokens: usize,
+    /// From the start of the request to its first token.
+    pub ttft: Duration,
+    /// From the start of the request to its end.
+    pub total: Duration,
+    /// What happened to each chunk, in the prompt's order; empty for an ordinary prompt.
+    pub chunks: Vec<ChunkReport>,
+    /// Logits that each answer token was chosen from (the ending one included), if asked for.
+    pub logits: Vec<Vec<f32>>,
+}

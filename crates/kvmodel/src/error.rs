@@ -1,0 +1,52 @@
+//! The error type of this crate.
+
+use std::path::PathBuf;
+
+/// What can go wrong between a model directory and an answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file that cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A config.json that is malformed, contradictory or of an unsupported model.
+    #[error("config.json: {0}")]
+    Config(String),
+    /// Weights that are truncated, missing, or not of the shape that the config says.
+    #[error("weights: {0}")]
+    Weights(String),
+    /// A tokenizer.json that cannot be loaded, or a text that it cannot encode.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// A chat template that is missing or fails.
+    #[error("chat template: {0}")]
+    Template(String),
+    /// A token id that the model has no embedding for.
+    #[error("token id {token} is outside the vocabulary of {vocabulary}")]
+    TokenOutOfVocabulary {
+        /// The id.
+        token: u32,
+        /// Number of embeddings.
+        vocabulary: usize,
+    },
+    /// A prompt without any token.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// From dense mathematics.
+    #[error("tensor operation: {0}")]
+    Candle(#[from] candle_core::Error),
+    /// From chunks.
+    #[error(transparent)]
+    Chunk(#[from] kvchunk::Error),
+    /// From the cache.
+    #[error(transparent)]
+    Core(#[from] kvcore::Error),
+}
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

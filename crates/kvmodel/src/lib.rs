@@ -1,0 +1,41 @@
+//! Decoder-only transformers whose attention reads the caches of `kvcore`.
+//!
+//! Dense mathematics is candle's, in f32 or eight-bit blocks on the CPU; keys, values and attention
+//! live on a [`kvcore::Backend`]. A model loads from a Hugging Face directory: `config.json`,
+//! safetensors (one file or shards) and `tokenizer.json` with its chat template.
+//!
+//! ```no_run
+//! use kvbackend_cpu::CpuBackend;
+//! use kvmodel::{Engine, EngineConfig, ModelDirectory, Request};
+//!
+//! let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
+//! let codec = loaded.codec;
+//! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
+//! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
+//! let answer = engine.generate(&Request::new(prompt), &mut |_, _| ())?;
+//! println!("{}", codec.decode(&answer.tokens)?);
+//! # Ok::<(), kvmodel::Error>(())
+//! ```
+
+mod config;
+pub mod engine;
+mod error;
+mod layers;
+mod load;
+mod model;
+mod sample;
+mod text;
+mod weights;
+
+// candle multiplies with this crate; naming it here turns its AVX-512 kernels on.
+use gemm as _;
+
+pub use config::{Family, ModelConfig};
+pub use engine::{CacheReport, Engine, EngineConfig, FinishReason, Generation, Request};
+pub use error::{Error, Result};
+pub use layers::WeightFormat;
+pub use load::ModelDirectory;
+pub use model::{ComputeDevice, LayerProgress, Model};
+pub use sample::{Sampler, Sampling};
+pub use text::{PromptTokens, TextCodec};
+pub use weights::Weights;

@@ -1,0 +1,51 @@
+//! A Hugging Face directory as a model and its text codec.
+
+use std::path::Path;
+
+use crate::config::ModelConfig;
+use crate::error::{Error, Result};
+use crate::layers::WeightFormat;
+use crate::model::Model;
+use crate::text::TextCodec;
+use crate::weights::Weights;
+
+/// A loaded model directory.
+#[derive(Debug)]
+pub struct ModelDirectory {
+    /// The model.
+    pub model: Model,
+    /// Its tokenizer and chat template.
+    pub codec: TextCodec,
+}
+
+impl ModelDirectory {
+    /// Loads `dir`; `progress` is told the bytes of weights read so far and in all.
+    ///
+    /// # Errors
+    /// [`Error::Io`] names the file; [`Error::Config`], [`Error::Weights`] and [`Error::Tokenizer`]
+    /// say what is wrong in it.
+    pub fn load(dir: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        let path = dir.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
+        let mut config = ModelConfig::from_json(&text)?;
+        if let Ok(text) = std::fs::read_to_string(dir.join("generation_config.json")) {
+            config.add_generation_config(&text)?;
+        }
+        let codec = TextCodec::from_directory(dir)?;
+        let weights = Weights::from_directory(dir, progress)?;
+        Ok(Self { model: Model::new(config, weights, format)?, codec })
+    }
+
+    /// The same from the bytes of the four files, for models that are part of a program.
+    pub fn from_bytes(
+        config: &str,
+        weights: &[u8],
+        tokenizer: &[u8],
+        tokenizer_config: Option<&[u8]>,
+        format: WeightFormat,
+    ) -> Result<Self> {
+        let config = ModelConfig::from_json(config)?;
+        let codec = TextCodec::from_bytes(tokenizer, tokenizer_config)?;
+        Ok(Self { model: Model::new(config, Weights::from_bytes(weights)?, format)?, codec })
+    }
+}

@@ -1,0 +1,190 @@
+//! Text to tokens and back, and chat templates.
+
+use std::path::Path;
+
+use kvchunk::{ChunkedPrompt, SplitPrompt};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, context};
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use crate::error::{Error, Result};
+
+/// A tokenizer.json with the chat template beside it.
+#[derive(Debug)]
+pub struct TextCodec {
+    tokenizer: Tokenizer,
+    digest: blake3::Hash,
+    template: Option<String>,
+    bos: String,
+    eos: String,
+}
+
+/// A prompt as tokens: ordinary, or in parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PromptTokens {
+    /// Computed under full attention.
+    Plain(Vec<u32>),
+    /// Chunks do not see each other.
+    Chunked(ChunkedPrompt),
+}
+
+impl PromptTokens {
+    /// Tokens of the prompt.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Plain(tokens) => tokens.len(),
+            Self::Chunked(prompt) => prompt.total_tokens(),
+        }
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl TextCodec {
+    /// Reads `tokenizer.json`, and the template of `tokenizer_config.json` or `chat_template.jinja`.
+    pub fn from_directory(dir: &Path) -> Result<Self> {
+        let read = |name: &str| {
+            let path = dir.join(name);
+            std::fs::read(&path).map_err(|source| Error::Io { path, source })
+        };
+        let config = read("tokenizer_config.json").ok();
+        let mut codec = Self::from_bytes(&read("tokenizer.json")?, config.as_deref())?;
+        if let Ok(template) = read("chat_template.jinja") {
+            codec.template = Some(String::from_utf8_lossy(&template).into_owned());
+        }
+        Ok(codec)
+    }
+
+    /// The same from the bytes of the two files.
+    pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
+        let digest = blake3::hash(tokenizer);
+        let tokenizer = Tokenizer::from_bytes(tokenizer).map_err(|e| Error::Tokenizer(format!("tokenizer.json: {e}")))?;
+        let config: Value = match config {
+            Some(bytes) => serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
+            None => Value::Null,
+        };
+        // A special token is a string, or an object with the string as its content.
+        let special = |name: &str| {
+            let value = config.get(name);
+            let text = value.and_then(Value::as_str).or_else(|| value?.get("content")?.as_str());
+            text.unwrap_or_default().to_owned()
+        };
+        let template = config.get("chat_template").and_then(Value::as_str).map(str::to_owned);
+        Ok(Self { tokenizer, digest, template, bos: special("bos_token"), eos: special("eos_token") })
+    }
+
+    /// Hash of tokenizer.json: the tokenizer's revision in keys.
+    pub fn digest(&self) -> &[u8; 32] {
+        self.digest.as_bytes()
+    }
+
+    /// Tokens of a text. With `special`, tokens that the tokenizer puts *before* a text are kept;
+    /// those that it appends never are, since the prompt goes on.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
+        let mut end = encoding.len();
+        if special {
+            let plain = self.tokenizer.encode(text, false).map_err(|e| Error::Tokenizer(e.to_string()))?.len();
+            let added = encoding.get_special_tokens_mask();
+            while end > plain && added[end - 1] == 1 {
+                end -= 1;
+            }
+        }
+        Ok(encoding.get_ids()[..end].to_vec())
+    }
+
+    /// Text of tokens, special ones left out.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
+    }
+
+    /// A prompt cut at `separator`, each part tokenised on its own; special tokens stand before the
+    /// system part only. Fewer than two separators make an ordinary prompt.
+    pub fn prompt(&self, text: &str, separator: &str, special: bool) -> Result<PromptTokens> {
+        match SplitPrompt::new(text, separator)? {
+            SplitPrompt::Plain(text) => Ok(PromptTokens::Plain(self.encode(text, special)?)),
+            SplitPrompt::Chunked { system, chunks, question } => {
+                let chunks = chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
+                let prompt = ChunkedPrompt::new(self.encode(system, special)?, chunks, self.encode(question, false)?)?;
+                Ok(PromptTokens::Chunked(prompt))
+            }
+        }
+    }
+
+    /// `user` as the single message of a conversation, in the model's chat template. The template
+    /// writes special tokens itself, so its text is encoded without adding any.
+    pub fn chat(&self, user: &str) -> Result<String> {
+        let Some(template) = &self.template else {
+            return Err(Error::Template("this model has none; run without it".to_owned()));
+        };
+        let mut environment = Environment::new();
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        // What transformers sets for chat templates.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|e| Error::Template(e.to_string()))?);
+        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
+            Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))
+        });
+        environment
+            .render_str(
+                template,
+                context! {
+                    messages => [context! { role => "user", content => user }],
+                    add_generation_prompt => true,
+                    bos_token => self.bos.as_str(),
+                    eos_token => self.eos.as_str(),
+                },
+            )
+            .map_err(|e| Error::Template(e.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whole words as tokens; a begin token is put before and an end token after, as `BERT` does.
+    const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,
+        "added_tokens":[{"id":0,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
+                        {"id":1,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
+        "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},
+        "post_processor":{"type":"TemplateProcessing",
+            "single":[{"SpecialToken":{"id":"<s>","type_id":0}},{"Sequence":{"id":"A","type_id":0}},{"SpecialToken":{"id":"</s>","type_id":0}}],
+            "pair":[{"Sequence":{"id":"A","type_id":0}},{"Sequence":{"id":"B","type_id":1}}],
+            "special_tokens":{"<s>":{"id":"<s>","ids":[0],"tokens":["<s>"]},"</s>":{"id":"</s>","ids":[1],"tokens":["</s>"]}}},
+        "decoder":null,
+        "model":{"type":"WordLevel","unk_token":"?","vocab":{"<s>":0,"</s>":1,"?":2,"a":3,"b":4,"c":5}}}"#;
+
+    fn codec(config: Option<&str>) -> TextCodec {
+        TextCodec::from_bytes(TOKENIZER.as_bytes(), config.map(str::as_bytes)).unwrap()
+    }
+
+    #[test]
+    fn specials_stand_before_the_system_part_only() {
+        let prompt = codec(None).prompt("a##b##c", "##", true).unwrap();
+        let expected = ChunkedPrompt::new(vec![0, 3], vec![vec![4]], vec![5]).unwrap();
+        assert_eq!(prompt, PromptTokens::Chunked(expected));
+        assert_eq!(codec(None).prompt("a b", "##", true).unwrap(), PromptTokens::Plain(vec![0, 3, 4]));
+        assert_eq!(codec(None).prompt("a b", "##", false).unwrap(), PromptTokens::Plain(vec![3, 4]));
+    }
+
+    #[test]
+    fn a_template_is_rendered_and_a_missing_one_is_an_error() {
+        let config = r#"{"bos_token":{"content":"<s>"},"chat_template":
+            "{{ bos_token }}{% for m in messages %}{{ m['role'].upper() }}: {{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"}"#;
+        assert_eq!(codec(Some(config)).chat(" hi ").unwrap(), "<s>USER: hi!");
+        assert!(matches!(codec(None).chat("hi"), Err(Error::Template(_))));
+        let raising = r#"{"chat_template":"{{ raise_exception('no system role') }}"}"#;
+        assert!(codec(Some(raising)).chat("hi").unwrap_err().to_string().contains("no system role"));
+    }
+
+    #[test]
+    fn broken_files_are_errors() {
+        assert!(matches!(TextCodec::from_bytes(b"{}", None), Err(Error::Tokenizer(_))));
+        assert!(matches!(TextCodec::from_bytes(TOKENIZER.as_bytes(), Some(b"[")), Err(Error::Tokenizer(_))));
+    }
+}

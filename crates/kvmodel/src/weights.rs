@@ -1,0 +1,144 @@
+//! Weights from safetensors: one file or an index with shards, as f32 on the host.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use safetensors::{Dtype, SafeTensors};
+
+use crate::error::{Error, Result};
+
+/// Tensors by name, checked against the shapes that the model asks for, and what identifies them.
+#[derive(Debug)]
+pub struct Weights {
+    tensors: BTreeMap<String, Tensor>,
+    digest: blake3::Hash,
+}
+
+impl Weights {
+    /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    /// `progress` is told the bytes read so far and in all.
+    ///
+    /// # Errors
+    /// [`Error::Io`] and [`Error::Weights`]; truncated files and lying headers are found here.
+    pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        let single = dir.join("model.safetensors");
+        let files = if single.exists() {
+            vec![single]
+        } else {
+            let index = dir.join("model.safetensors.index.json");
+            let text = std::fs::read_to_string(&index).map_err(|source| Error::Io { path: index, source })?;
+            shards(&text)?.into_iter().map(|name| dir.join(name)).collect()
+        };
+        let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
+        let total = files.iter().map(|file| size(file)).sum();
+        let (mut done, mut hasher) = (0, blake3::Hasher::new());
+        let mut tensors = BTreeMap::new();
+        for path in files {
+            progress(done, total);
+            let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+            done += bytes.len() as u64;
+            hasher.update(&bytes);
+            let named = |e: Error| Error::Weights(format!("{}: {e}", path.display()));
+            tensors.extend(parse(&bytes).map_err(named)?);
+        }
+        progress(done, total);
+        Ok(Self { tensors, digest: hasher.finalize() })
+    }
+
+    /// Reads the bytes of one safetensors file.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        Ok(Self { tensors: parse(bytes)?, digest: blake3::hash(bytes) })
+    }
+
+    /// Hash of all files: part of the model's identity in keys.
+    pub fn digest(&self) -> &[u8; 32] {
+        self.digest.as_bytes()
+    }
+
+    /// Takes the tensor `name`, which must have `shape`.
+    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        let tensor = self.tensors.remove(name).ok_or_else(|| Error::Weights(format!("{name} is missing")))?;
+        if tensor.dims() == shape {
+            Ok(tensor)
+        } else {
+            Err(Error::Weights(format!("{name} has shape {:?}, the config asks for {shape:?}", tensor.dims())))
+        }
+    }
+}
+
+/// Distinct shard names of an index.
+fn shards(text: &str) -> Result<Vec<String>> {
+    let bad = |what: &str| Error::Weights(format!("model.safetensors.index.json: {what}"));
+    let index: serde_json::Value = serde_json::from_str(text).map_err(|e| bad(&e.to_string()))?;
+    let map = index.get("weight_map").and_then(|map| map.as_object()).ok_or_else(|| bad("no weight_map"))?;
+    let mut names = Vec::new();
+    for name in map.values() {
+        let name = name.as_str().ok_or_else(|| bad("a shard's name is no string"))?;
+        if Path::new(name).components().count() != 1 {
+            return Err(bad(&format!("shard {name:?} is not a plain file name")));
+        }
+        names.push(name.to_owned());
+    }
+    names.sort();
+    names.dedup();
+    if names.is_empty() { Err(bad("no shards")) } else { Ok(names) }
+}
+
+fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Tensor>> {
+    let file = SafeTensors::deserialize(bytes).map_err(|e| Error::Weights(format!("not a valid safetensors file: {e}")))?;
+    file.iter()
+        .map(|(name, view)| {
+            let dtype = match view.dtype() {
+                Dtype::F32 => DType::F32,
+                Dtype::F16 => DType::F16,
+                Dtype::BF16 => DType::BF16,
+                other => return Err(Error::Weights(format!("{name} has element type {other:?} (f32, f16, bf16 are read)"))),
+            };
+            let raw = Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?;
+            Ok((name.to_owned(), raw.to_dtype(DType::F32)?))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file() -> Vec<u8> {
+        let values: Vec<u8> = [1.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        let view = safetensors::tensor::TensorView::new(Dtype::F32, vec![2], &values).unwrap();
+        safetensors::serialize([("a", view)], None).unwrap()
+    }
+
+    #[test]
+    fn truncated_and_lying_files_are_errors() {
+        let good = file();
+        assert!(Weights::from_bytes(&good).is_ok());
+        for cut in [0, 4, 8, good.len() / 2, good.len() - 1] {
+            let error = Weights::from_bytes(&good[..cut]).unwrap_err().to_string();
+            assert!(error.contains("safetensors"), "{error}");
+        }
+        let lying = String::from_utf8_lossy(&good[8..]).replace("[2]", "[9]");
+        let lying = [&good[..8], lying.as_bytes()].concat();
+        assert!(Weights::from_bytes(&lying).is_err());
+        let mut huge = good;
+        huge[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(Weights::from_bytes(&huge).is_err());
+    }
+
+    #[test]
+    fn names_and_shapes_are_checked() {
+        let mut weights = Weights::from_bytes(&file()).unwrap();
+        assert!(weights.take("b", &[2]).unwrap_err().to_string().contains("b is missing"));
+        assert!(weights.take("a", &[3]).unwrap_err().to_string().contains("[3]"));
+    }
+
+    #[test]
+    fn an_index_names_plain_files_only() {
+        assert_eq!(shards(r#"{"weight_map":{"a":"x","b":"y","c":"x"}}"#).unwrap(), ["x", "y"]);
+        for bad in [r#"{"weight_map":{"a":"../x"}}"#, r#"{"weight_map":{}}"#, "{}", "["] {
+            assert!(shards(bad).is_err());
+        }
+    }
+}

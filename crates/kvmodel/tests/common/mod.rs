@@ -1,0 +1,217 @@
+//! A small laboratory: a golden model, its caches, and passes whose logits are all kept.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvbackend_cpu::{CpuBackend, Execution};
+use kvchunk::{AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, ReuseCell};
+use kvcore::kernels::Gather;
+use kvcore::{
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache,
+    Profiler, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
+};
+use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
+use safetensors::SafeTensors;
+
+pub const MODELS: [&str; 6] = ["llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3"];
+
+/// Where a golden model lies.
+pub fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
+}
+
+/// What transformers computed, see `tools/model_goldens/make.py`.
+pub struct Golden {
+    bytes: Vec<u8>,
+    pub prompt: ChunkedPrompt,
+}
+
+impl Golden {
+    pub fn load(name: &str) -> Self {
+        let bytes = std::fs::read(folder(name).join("golden.safetensors")).expect("a golden file");
+        let ids = |part: &str| -> Vec<u32> {
+            let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+            let data = file.tensor(part).expect(part).data().to_vec();
+            data.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
+        };
+        let chunks = (0..3).map(|i| ids(&format!("chunk{i}"))).collect();
+        let prompt = ChunkedPrompt::new(ids("system"), chunks, ids("question")).expect("parts");
+        Self { bytes, prompt }
+    }
+
+    /// Logits, row after row.
+    pub fn logits(&self, name: &str) -> Vec<f32> {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let data = file.tensor(name).expect(name).data().to_vec();
+        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
+    }
+}
+
+pub fn load_model(name: &str) -> Model {
+    let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
+    let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
+    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32).expect("a model")
+}
+
+/// How a laboratory is made.
+#[derive(Clone, Copy)]
+pub struct Setup {
+    pub dtype: DType,
+    pub max_chunk_tokens: usize,
+    pub chunk_blocks: u32,
+    pub execution: Execution,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { dtype: DType::F32, max_chunk_tokens: 4096, chunk_blocks: 32, execution: Execution::Immediate }
+    }
+}
+
+pub struct Lab {
+    pub model: Model,
+    pub backend: Arc<dyn Backend>,
+    pub stream: Arc<dyn Stream>,
+    pub main: PagedKvCache,
+    pub chunks: ChunkCache,
+    pub root: BlockKey,
+    pub profiler: Profiler,
+}
+
+/// One answered prompt: its question's logits, and the chunks it still holds.
+pub struct Run {
+    pub logits: Vec<f32>,
+    pub reports: Vec<ChunkReport>,
+    pub held: AssembledPrompt,
+    pub reused: usize,
+}
+
+impl Lab {
+    pub fn new(name: &str, setup: Setup) -> Self {
+        let model = load_model(name);
+        let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
+        // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
+        let layout = Arc::new(KvLayout::new(model.kv_shape(64 + setup.chunk_blocks as usize, 4, setup.dtype)).expect("a layout"));
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).expect("memory");
+        let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
+        let config = ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
+        let pool = BlockPool::new(64..64 + setup.chunk_blocks).expect("a pool");
+        let chunks = ChunkCache::new(config, pool, 4).expect("a cache");
+        let root = KeyScope::new(name, model.weights_digest()).root();
+        let stream = backend.stream().expect("a stream");
+        Self { model, backend, stream, main, chunks, root, profiler: Profiler::disabled() }
+    }
+
+    pub fn forward(&self, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+        let device = ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream: self.stream.as_ref(),
+            arena: self.main.arena(),
+            profiler: &self.profiler,
+        };
+        let logits = self.model.forward(&device, batch, &mut |_, _| ()).expect("a forward pass");
+        logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
+    }
+
+    /// Logits of every token of an ordinary prompt.
+    pub fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
+        let id = self.main.create(SequenceStart::default()).expect("a sequence");
+        let slots = self.main.grow(id, tokens.len()).expect("room");
+        let input = SequenceInput {
+            tokens: tokens.to_vec(),
+            logical_start: 0,
+            position_start: 0,
+            slots,
+            segments: vec![self.main.segment(id).expect("a segment")],
+            logits: Logits::All,
+        };
+        let logits = self.forward(&[input]).remove(0);
+        self.main.free(id).expect("a sequence");
+        logits
+    }
+
+    /// Runs a chunked prompt, and keeps what it holds.
+    pub fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
+        let chunks = reuse.then_some(&self.chunks);
+        let max_positions = self.model.config().max_positions;
+        let assembler = Assembler { chunks, main: &self.main, root: self.root, cell, max_positions };
+        let assembly = assembler.assemble(prompt).expect("an assembly");
+        let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
+        let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
+        let slots = self.main.grow(own, prompt.question().len()).expect("room");
+        let mut batch = assembly.inputs().to_vec();
+        let mut segments = assembly.segments().to_vec();
+        segments.push(self.main.segment(own).expect("a segment"));
+        batch.push(SequenceInput {
+            tokens: prompt.question().to_vec(),
+            logical_start: logical,
+            position_start: position,
+            slots,
+            segments,
+            logits: Logits::All,
+        });
+        let logits = self.forward(&batch).pop().expect("logits");
+        let (reports, reused) = (assembly.reports().to_vec(), assembly.reused_tokens());
+        let held = assembly.commit(reuse.then_some(&self.chunks)).expect("a commit");
+        self.main.free(own).expect("a sequence");
+        Run { logits, reports, held, reused }
+    }
+
+    /// K and V of whole blocks in every layer, as they lie in memory.
+    pub fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
+        let shape = self.main.arena().layout().shape().clone();
+        let slots: Arc<[i64]> =
+            blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
+        let mut all = Vec::new();
+        for layer in 0..shape.num_layers {
+            let rows = |dim| {
+                allocate_tensor(self.backend.as_ref(), MemoryKind::Device, shape.dtype, &[slots.len(), shape.kv_heads, dim])
+                    .expect("memory")
+            };
+            let (k, v) = (rows(shape.k_dim), rows(shape.v_dim));
+            let arena = self.main.arena().clone();
+            let op = Gather { arena, layer, slots: Arc::clone(&slots), k: k.clone(), v: v.clone(), rotation: None };
+            self.stream.gather(&op).expect("a gather");
+            for view in [k, v] {
+                let mut bytes = vec![0; view.dtype().bytes_for(view.len()).expect("a size")];
+                self.stream.read(&view, &mut bytes).expect("a read");
+                all.extend(bytes);
+            }
+        }
+        all
+    }
+
+    /// Everything but cached blocks is free, and the pools are consistent.
+    pub fn assert_nothing_held(&self) {
+        for pool in [self.main.pool(), self.chunks.pool()] {
+            pool.check_invariants().expect("consistent pools");
+            let counts = pool.counts();
+            assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
+        }
+    }
+}
+
+/// The largest difference of two lists of numbers.
+pub fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+}
+
+/// The same parts with chunks in another order and another question.
+pub fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
+    let mut chunks = prompt.chunks().to_vec();
+    chunks.rotate_left(1);
+    ChunkedPrompt::new(prompt.system().to_vec(), chunks, vec![1, 2, 3, 4, 5]).expect("parts")
+}
+
+/// The golden of a cell under one mask and one set of positions.
+pub fn golden_name(cell: ReuseCell) -> &'static str {
+    use kvchunk::{ComputeMode::{Alone, WithSystem}, PositionStrategy::{Overlapped, Sequential}};
+    match (cell.strategy, cell.mode) {
+        (Overlapped, WithSystem) => "overlapped_with_system",
+        (Overlapped, Alone) => "overlapped_alone",
+        (Sequential, Alone) => "sequential_alone",
+        (Sequential, WithSystem) => "sequential_with_system_single",
+    }
+}

@@ -1,0 +1,95 @@
+//! Logits against Hugging Face transformers: ordinary prompts, and every cell of the table "when is
+//! reuse exact?" of `docs/exactness.md`.
+
+mod common;
+
+use common::{Golden, Lab, Setup, distance, golden_name, reordered};
+use kvbackend_cpu::Execution;
+use kvchunk::{Exactness, ReuseCell};
+use kvcore::DType;
+use rstest::rstest;
+
+#[rstest]
+fn logits_equal_transformers(
+    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+) {
+    let golden = Golden::load(name);
+    let mut lab = Lab::new(name, Setup::default());
+    let gap = distance(&lab.plain(&golden.prompt.flatten()), &golden.logits("full"));
+    println!("{name}: largest difference {gap:.1e}");
+    assert!(gap < 1e-4, "{gap}");
+    lab.assert_nothing_held();
+}
+
+#[rstest]
+fn reuse_equals_the_explicit_mask_in_every_exact_cell(
+    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+    #[values(0, 1, 2)] cell: usize,
+) {
+    let cell = ReuseCell::ALL[cell];
+    assert_eq!(cell.exactness(), Exactness::Exact);
+    let golden = Golden::load(name);
+    let expected = golden.logits(golden_name(cell));
+    let mut lab = Lab::new(name, Setup::default());
+
+    let uncached = lab.run(&golden.prompt, cell, false);
+    assert!(uncached.reused == 0 && uncached.reports.iter().all(|r| !r.hit));
+    let warm = lab.run(&reordered(&golden.prompt), cell, true);
+    assert!(warm.reports.iter().all(|r| !r.hit));
+    let hit = lab.run(&golden.prompt, cell, true);
+    assert!(hit.reports.iter().all(|r| r.hit));
+    assert_eq!(hit.reused, golden.prompt.total_tokens() - golden.prompt.question().len());
+    for (what, run) in [("without reuse", &uncached), ("all chunks hit", &hit)] {
+        let gap = distance(&run.logits, &expected);
+        println!("{name}, {cell:?}, {what}: {gap:.1e}");
+        assert!(gap < 1e-4, "{what}: {gap}");
+    }
+    drop((uncached, warm, hit));
+    lab.assert_nothing_held();
+}
+
+#[rstest]
+fn sequential_with_system_equals_two_phases_and_no_single_pass(
+    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+) {
+    let cell = ReuseCell::ALL[3];
+    assert_eq!(cell.exactness(), Exactness::TwoPhase);
+    let golden = Golden::load(name);
+    let mut lab = Lab::new(name, Setup::default());
+    drop(lab.run(&reordered(&golden.prompt), cell, true));
+    let hit = lab.run(&golden.prompt, cell, true);
+    assert!(hit.reports.iter().all(|r| r.hit));
+    let two_phase = distance(&hit.logits, &golden.logits("sequential_with_system_two_phase"));
+    let single = distance(&hit.logits, &golden.logits("sequential_with_system_single"));
+    println!("{name}: two phases {two_phase:.1e}, one pass {single:.1e}");
+    assert!(two_phase < 1e-4, "{two_phase}");
+    assert!(single > 1e-2, "{single}");
+}
+
+/// The error of reuse against f32 is at most twice that of an ordinary pass in the same element type.
+#[rstest]
+fn half_precision_adds_no_error_by_reuse(
+    #[values("llama", "llama3", "llama-yarn", "qwen2", "qwen3")] name: &str,
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(0, 1, 2)] cell: usize,
+) {
+    let cell = ReuseCell::ALL[cell];
+    let golden = Golden::load(name);
+    let mut lab = Lab::new(name, Setup { dtype, ..Setup::default() });
+    let own = distance(&lab.plain(&golden.prompt.flatten()), &golden.logits("full"));
+    drop(lab.run(&reordered(&golden.prompt), cell, true));
+    let reuse = distance(&lab.run(&golden.prompt, cell, true).logits, &golden.logits(golden_name(cell)));
+    println!("{name}, {dtype}, {cell:?}: reuse {reuse:.1e}, an ordinary pass {own:.1e}");
+    assert!(own > 1e-6 && reuse <= 2.0 * own, "{reuse} against {own}");
+}
+
+#[test]
+fn work_that_is_deferred_gives_the_same_logits() {
+    let golden = Golden::load("llama");
+    let run = |execution| {
+        let mut lab = Lab::new("llama", Setup { execution, ..Setup::default() });
+        drop(lab.run(&reordered(&golden.prompt), ReuseCell::ALL[1], true));
+        lab.run(&golden.prompt, ReuseCell::ALL[1], true).logits
+    };
+    assert_eq!(run(Execution::Deferred), run(Execution::Immediate));
+}

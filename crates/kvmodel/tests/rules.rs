@@ -1,0 +1,175 @@
+//! The rules of chunk reuse, one test each, named after the rule.
+
+mod common;
+
+use common::{Golden, Lab, Setup, distance, golden_name, reordered};
+use kvchunk::{ChunkedPrompt, ReuseCell};
+
+const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
+
+fn with_chunks(golden: &Golden, chunks: Vec<Vec<u32>>) -> ChunkedPrompt {
+    ChunkedPrompt::new(golden.prompt.system().to_vec(), chunks, golden.prompt.question().to_vec()).unwrap()
+}
+
+#[test]
+fn rule_1_the_separator_takes_no_position() {
+    let golden = Golden::load("llama");
+    let mut lab = Lab::new("llama", Setup::default());
+    let run = lab.run(&golden.prompt, ReuseCell::ALL[2], true);
+    // system 5, chunks 7, 4 and 9, without a gap
+    assert_eq!(run.reports.iter().map(|r| r.position).collect::<Vec<_>>(), [5, 12, 16]);
+}
+
+#[test]
+fn rule_2_purity_bytes_depend_on_the_key_alone() {
+    for cell in EXACT {
+        let golden = Golden::load("qwen3");
+        let prompt = &golden.prompt;
+        let chunk = prompt.chunks()[1].clone();
+        let stored = |before: &[ChunkedPrompt], with: ChunkedPrompt, at: usize| {
+            let mut lab = Lab::new("qwen3", Setup::default());
+            for earlier in before {
+                drop(lab.run(earlier, cell, true));
+            }
+            let run = lab.run(&with, cell, true);
+            let len = lab.main.arena().layout().shape().dtype.bits() / 8;
+            assert_eq!(len, 4);
+            lab.bytes(run.held.handles()[at].blocks())
+        };
+        let floats = |bytes: &[u8]| -> Vec<f32> {
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        let first = stored(&[], with_chunks(&golden, vec![chunk.clone()]), 0);
+        // After other requests, the system prompt cached: the same batch shape but for that.
+        let others = with_chunks(&golden, vec![prompt.chunks()[0].clone(), prompt.chunks()[2].clone()]);
+        let later = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
+        let again = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
+        assert_eq!(later, again, "bit for bit for one batch shape");
+        let among = stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);
+        for (what, bytes) in [("after others", &later), ("beside others", &among)] {
+            let gap = distance(&floats(&first), &floats(bytes));
+            assert!(gap < 1e-5, "{cell:?}, {what}: {gap}");
+        }
+    }
+}
+
+#[test]
+fn rule_3_immutability_placements_write_nothing() {
+    let golden = Golden::load("llama");
+    let mut lab = Lab::new("llama", Setup::default());
+    let first = lab.run(&golden.prompt, ReuseCell::ALL[1], true);
+    let blocks: Vec<_> = first.held.handles().iter().flat_map(|h| h.blocks().iter().copied()).collect();
+    let before = lab.bytes(&blocks);
+    for i in 0..1000u32 {
+        let mut chunks = golden.prompt.chunks().to_vec();
+        chunks.rotate_left(i as usize % 3);
+        let cell = ReuseCell::ALL[1 + i as usize % 2];
+        let prompt = ChunkedPrompt::new(vec![i % 48; 1 + i as usize % 9], chunks, vec![i % 48]).unwrap();
+        let run = lab.run(&prompt, cell, true);
+        assert!(run.reports.iter().all(|r| r.hit));
+    }
+    assert!(before == lab.bytes(&blocks), "a thousand placements changed a byte");
+}
+
+#[test]
+fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
+    let golden = Golden::load("llama3");
+    let mut lab = Lab::new("llama3", Setup::default());
+    let cell = ReuseCell::ALL[2];
+    let other = reordered(&golden.prompt);
+    let alone = (
+        Lab::new("llama3", Setup::default()).run(&golden.prompt, cell, true).logits,
+        Lab::new("llama3", Setup::default()).run(&other, cell, true).logits,
+    );
+    let a = lab.run(&golden.prompt, cell, true);
+    let b = lab.run(&other, cell, true);
+    // chunk 1 of `a` is chunk 0 of `b`
+    assert_eq!(a.held.handles()[1].blocks(), b.held.handles()[0].blocks());
+    assert_ne!(a.reports[1].offset, b.reports[0].offset);
+    assert!(distance(&a.logits, &alone.0) < 1e-5 && distance(&b.logits, &alone.1) < 1e-5);
+    let again = lab.run(&golden.prompt, cell, true);
+    assert!(distance(&again.logits, &alone.0) < 1e-5, "while the other request lives");
+    drop((a, b, again));
+    lab.assert_nothing_held();
+}
+
+#[test]
+fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
+    for cell in EXACT {
+        let golden = Golden::load("qwen2");
+        let twice = golden.prompt.chunks()[0].clone();
+        let prompt = with_chunks(&golden, vec![twice.clone(), golden.prompt.chunks()[1].clone(), twice]);
+        let mut lab = Lab::new("qwen2", Setup::default());
+        let separate = lab.run(&prompt, cell, false);
+        let cold = lab.run(&prompt, cell, true);
+        let hit = lab.run(&prompt, cell, true);
+        for run in [&cold, &hit] {
+            assert_eq!(run.held.handles()[0].blocks(), run.held.handles()[2].blocks());
+            assert!(distance(&run.logits, &separate.logits) < 1e-5, "{cell:?}");
+        }
+        assert_eq!(lab.chunks.metrics().insertions, 2);
+    }
+}
+
+#[test]
+fn rule_5_rotation_keeps_length_under_yarn() {
+    // Peers' keys grow by the attention factor at each shift; here a shifted chunk gives the logits of
+    // transformers, whose keys carry the factor once.
+    let golden = Golden::load("llama-yarn");
+    let mut lab = Lab::new("llama-yarn", Setup::default());
+    assert!(lab.model.rope().attention_factor() > 1.1);
+    for cell in [ReuseCell::ALL[1], ReuseCell::ALL[2]] {
+        drop(lab.run(&reordered(&golden.prompt), cell, true));
+        let run = lab.run(&golden.prompt, cell, true);
+        assert!(run.reports.iter().all(|r| r.hit && r.offset > 0));
+        assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
+    }
+}
+
+#[test]
+fn rule_7_oversized_chunks_are_split_for_storage_only() {
+    for cell in EXACT {
+        for max_chunk_tokens in [1, 3, 4, 5] {
+            let golden = Golden::load("llama3");
+            let mut lab = Lab::new("llama3", Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
+            let expected = golden.logits(golden_name(cell));
+            let cold = lab.run(&golden.prompt, cell, true);
+            let hit = lab.run(&golden.prompt, cell, true);
+            assert!(hit.reports.iter().all(|r| r.hit) && hit.held.handles().len() > 3);
+            for run in [&cold, &hit] {
+                let gap = distance(&run.logits, &expected);
+                assert!(gap < 1e-4, "{cell:?}, pieces of {max_chunk_tokens}: {gap}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hit_copies_no_kv_byte() {
+    let golden = Golden::load("llama");
+    for cell in ReuseCell::ALL {
+        let mut lab = Lab::new("llama", Setup::default());
+        drop(lab.run(&reordered(&golden.prompt), cell, true));
+        let before = lab.backend.counters();
+        drop(lab.run(&golden.prompt, cell, true));
+        let moved = lab.backend.counters().since(&before);
+        assert_eq!((moved.gather_bytes, moved.block_copy_bytes), (0, 0));
+        let shape = lab.main.arena().layout().shape().clone();
+        let row = shape.kv_heads * (shape.k_dim + shape.v_dim) * 4;
+        let question = golden.prompt.question().len() * row * shape.num_layers;
+        assert_eq!(moved.scatter_bytes, question as u64, "only the question's own rows are written");
+    }
+}
+
+#[test]
+fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
+    let golden = Golden::load("qwen3");
+    let cell = ReuseCell::ALL[0];
+    let mut lab = Lab::new("qwen3", Setup { chunk_blocks: 2, ..Setup::default() });
+    for _ in 0..2 {
+        let run = lab.run(&golden.prompt, cell, true);
+        assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
+    }
+    assert!(lab.chunks.metrics().uncached > 0);
+    lab.assert_nothing_held();
+}
