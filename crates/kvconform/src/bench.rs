@@ -120,7 +120,7 @@ pub(crate) fn unit(dtype: DType) -> f32 {
 }
 
 /// Numbers between −1 and 1 that depend on nothing but the seed.
-pub fn numbers(seed: u32, n: usize) -> Vec<f32> {
+pub(crate) fn numbers(seed: u32, n: usize) -> Vec<f32> {
     let mut state = u64::from(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
         .map(|_| {
@@ -133,12 +133,12 @@ pub fn numbers(seed: u32, n: usize) -> Vec<f32> {
 }
 
 /// Values rounded to an element type and back.
-pub fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
+pub(crate) fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
     decode(dtype, &encode(dtype, values))
 }
 
 /// Values as bytes of an element type.
-pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
+pub(crate) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
         DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
@@ -147,7 +147,7 @@ pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
 }
 
 /// Bytes of an element type as values.
-pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
         DType::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
@@ -156,12 +156,12 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 }
 
 /// `actual` is `expected`, bit for bit (any NaN equals any NaN).
-pub fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
+pub(crate) fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
     close(what, actual, expected, 0.0)
 }
 
 /// `actual` is within `tolerance` of `expected`, relative to values above 1.
-pub fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
+pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
     if actual.len() != expected.len() {
         return Err(Failure(format!("{what}: {} values, expected {}", actual.len(), expected.len())));
     }
@@ -175,6 +175,6 @@ pub fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Ou
 }
 
 /// `condition`, or a failure.
-pub fn ensure(condition: bool, what: impl FnOnce() -> String) -> Outcome {
+pub(crate) fn ensure(condition: bool, what: impl FnOnce() -> String) -> Outcome {
     if condition { Ok(()) } else { Err(Failure(what())) }
 }

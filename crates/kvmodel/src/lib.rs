@@ -12,7 +12,7 @@
 //! let codec = loaded.codec;
 //! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
 //! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! let answer = engine.generate(&Request::new(prompt), &mut |_, _| ())?;
+//! let answer = engine.generate(&Request::new(prompt), &mut ())?;
 //! println!("{}", codec.decode(&answer.tokens)?);
 //! # Ok::<(), kvmodel::Error>(())
 //! ```
@@ -35,7 +35,7 @@ pub use engine::{CacheReport, Engine, EngineConfig, FinishReason, Generation, Re
 pub use error::{Error, Result};
 pub use layers::WeightFormat;
 pub use load::ModelDirectory;
-pub use model::{ComputeDevice, LayerProgress, Model};
+pub use model::{ComputeDevice, Model, Observer};
 pub use sample::{Sampler, Sampling};
 pub use text::{PromptTokens, TextCodec};
 pub use weights::Weights;

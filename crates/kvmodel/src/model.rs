@@ -26,8 +26,21 @@ pub struct Model {
     digest: [u8; 32],
 }
 
-/// Called as a forward pass advances, with layers done and in all.
-pub type LayerProgress<'a> = &'a mut dyn FnMut(usize, usize);
+/// Told how a request advances. Both methods do nothing unless implemented; `()` is the observer
+/// that does not care.
+pub trait Observer {
+    /// `done` of `total` layers of the prefill are computed.
+    fn layer(&mut self, done: usize, total: usize) {
+        let _ = (done, total);
+    }
+
+    /// The answer has one token more.
+    fn token(&mut self, token: u32) {
+        let _ = token;
+    }
+}
+
+impl Observer for () {}
 
 /// Where a forward pass runs.
 #[derive(Debug)]
@@ -102,7 +115,7 @@ impl Model {
         &self,
         device: &ComputeDevice,
         batch: &[SequenceInput],
-        progress: LayerProgress,
+        observer: &mut dyn Observer,
     ) -> Result<Vec<Tensor>> {
         let rows = Rows::new(batch, self.config.vocab_size)?;
         if rows.tokens.is_empty() {
@@ -124,7 +137,7 @@ impl Model {
             };
             if at.is_empty() {
                 device.stream.synchronize()?;
-                progress(index + 1, self.layers.len());
+                observer.layer(index + 1, self.layers.len());
                 return Ok(Vec::new());
             }
             if let Some(n) = &narrowed {
@@ -132,7 +145,7 @@ impl Model {
             }
             let attention = staging.attend(device, &self.rope, index, &qkv.q, at, groups)?;
             x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
-            progress(index + 1, self.layers.len());
+            observer.layer(index + 1, self.layers.len());
         }
         device.profiler.span("head", || {
             let logits = self.head.forward(&self.norm.forward(&x)?)?;

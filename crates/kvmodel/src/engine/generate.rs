@@ -7,7 +7,7 @@ use kvcore::{Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
-use crate::model::LayerProgress;
+use crate::model::Observer;
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
@@ -24,12 +24,12 @@ struct Prefilled {
 }
 
 impl Engine {
-    /// Answers a request. `progress` is told the layers of the prefill.
+    /// Answers a request. `observer` is told the layers of the prefill and each token of the answer.
     ///
     /// # Errors
     /// A prompt that is empty, too long, or outside the vocabulary; a pool too small for it. No block
     /// is held then.
-    pub fn generate(&mut self, request: &Request, progress: LayerProgress) -> Result<Generation> {
+    pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
@@ -43,7 +43,7 @@ impl Engine {
                 let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
                 let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
                 let own = self.main.create(SequenceStart { logical, position })?;
-                let result = self.chunked(request, started, prompt, assembly, own, progress);
+                let result = self.chunked(request, started, prompt, assembly, own, observer);
                 self.main.free(own)?;
                 result
             }
@@ -58,7 +58,7 @@ impl Engine {
                 } else {
                     (self.main.create(SequenceStart::default())?, 0)
                 };
-                let result = self.plain(request, started, &tokens, own, cached, progress);
+                let result = self.plain(request, started, &tokens, own, cached, observer);
                 self.main.free(own)?;
                 result
             }
@@ -81,19 +81,19 @@ impl Engine {
         prompt: &ChunkedPrompt,
         assembly: kvchunk::Assembly,
         own: SequenceId,
-        progress: LayerProgress,
+        observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let question = prompt.question();
         let mut batch = assembly.inputs().to_vec();
         batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
-        let logits = self.forward(&batch, progress)?;
+        let logits = self.forward(&batch, observer)?;
         let (chunks, cached_tokens, next) =
             (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
         // Held until the answer is complete.
         let assembled = assembly.commit(request.reuse.then_some(&self.chunks))?;
         let prefilled =
             Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
-        self.decode(request, started, prompt.total_tokens(), own, prefilled)
+        self.decode(request, started, prompt.total_tokens(), own, prefilled, observer)
     }
 
     fn plain(
@@ -103,14 +103,14 @@ impl Engine {
         tokens: &[u32],
         own: SequenceId,
         cached: usize,
-        progress: LayerProgress,
+        observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
         let next = end_of(&input);
-        let logits = self.forward(&[input], progress)?;
+        let logits = self.forward(&[input], observer)?;
         self.main.commit(own, &tokens[cached..])?;
         let prefilled = Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
-        self.decode(request, started, tokens.len(), own, prefilled)
+        self.decode(request, started, tokens.len(), own, prefilled, observer)
     }
 
     /// The input for `tokens` at the end of the request's own sequence, which sees `context`.
@@ -135,8 +135,8 @@ impl Engine {
     }
 
     /// Logits of the last row of the last sequence.
-    fn forward(&self, batch: &[SequenceInput], progress: LayerProgress) -> Result<Vec<f32>> {
-        let logits = self.model.forward(&self.device(), batch, progress)?;
+    fn forward(&self, batch: &[SequenceInput], observer: &mut dyn Observer) -> Result<Vec<f32>> {
+        let logits = self.model.forward(&self.device(), batch, observer)?;
         let last = logits.last().ok_or(Error::EmptyPrompt)?;
         Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
     }
@@ -148,6 +148,7 @@ impl Engine {
         prompt_tokens: usize,
         own: SequenceId,
         prefilled: Prefilled,
+        observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
         let mut sampler = Sampler::new(request.sampling);
@@ -174,13 +175,14 @@ impl Engine {
                 break;
             }
             generation.tokens.push(token);
+            observer.token(token);
             let full = next.position >= self.model.config().max_positions as i64;
             if full || generation.tokens.len() == request.max_new_tokens {
                 break;
             }
             let input = self.next_input(own, &[token], &context, Logits::Last)?;
             next = end_of(&input);
-            logits = self.forward(&[input], &mut |_, _| ())?;
+            logits = self.forward(&[input], &mut ())?;
             self.main.commit(own, &[token])?;
         }
         generation.total = started.elapsed();

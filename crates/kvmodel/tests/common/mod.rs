@@ -14,21 +14,21 @@ use kvcore::{
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
 
-pub const MODELS: [&str; 6] = ["llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3"];
+pub(crate) const MODELS: [&str; 6] = ["llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3"];
 
 /// Where a golden model lies.
-pub fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
 }
 
 /// What transformers computed, see `tools/model_goldens/make.py`.
-pub struct Golden {
+pub(crate) struct Golden {
     bytes: Vec<u8>,
-    pub prompt: ChunkedPrompt,
+    pub(crate) prompt: ChunkedPrompt,
 }
 
 impl Golden {
-    pub fn load(name: &str) -> Self {
+    pub(crate) fn load(name: &str) -> Self {
         let bytes = std::fs::read(folder(name).join("golden.safetensors")).expect("a golden file");
         let ids = |part: &str| -> Vec<u32> {
             let file = SafeTensors::deserialize(&bytes).expect("safetensors");
@@ -41,14 +41,14 @@ impl Golden {
     }
 
     /// Logits, row after row.
-    pub fn logits(&self, name: &str) -> Vec<f32> {
+    pub(crate) fn logits(&self, name: &str) -> Vec<f32> {
         let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
         let data = file.tensor(name).expect(name).data().to_vec();
         data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
     }
 }
 
-pub fn load_model(name: &str) -> Model {
+pub(crate) fn load_model(name: &str) -> Model {
     let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
     Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32).expect("a model")
@@ -56,11 +56,11 @@ pub fn load_model(name: &str) -> Model {
 
 /// How a laboratory is made.
 #[derive(Clone, Copy)]
-pub struct Setup {
-    pub dtype: DType,
-    pub max_chunk_tokens: usize,
-    pub chunk_blocks: u32,
-    pub execution: Execution,
+pub(crate) struct Setup {
+    pub(crate) dtype: DType,
+    pub(crate) max_chunk_tokens: usize,
+    pub(crate) chunk_blocks: u32,
+    pub(crate) execution: Execution,
 }
 
 impl Default for Setup {
@@ -69,26 +69,26 @@ impl Default for Setup {
     }
 }
 
-pub struct Lab {
-    pub model: Model,
-    pub backend: Arc<dyn Backend>,
-    pub stream: Arc<dyn Stream>,
-    pub main: PagedKvCache,
-    pub chunks: ChunkCache,
-    pub root: BlockKey,
-    pub profiler: Profiler,
+pub(crate) struct Lab {
+    pub(crate) model: Model,
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) stream: Arc<dyn Stream>,
+    pub(crate) main: PagedKvCache,
+    pub(crate) chunks: ChunkCache,
+    pub(crate) root: BlockKey,
+    pub(crate) profiler: Profiler,
 }
 
 /// One answered prompt: its question's logits, and the chunks it still holds.
-pub struct Run {
-    pub logits: Vec<f32>,
-    pub reports: Vec<ChunkReport>,
-    pub held: AssembledPrompt,
-    pub reused: usize,
+pub(crate) struct Run {
+    pub(crate) logits: Vec<f32>,
+    pub(crate) reports: Vec<ChunkReport>,
+    pub(crate) held: AssembledPrompt,
+    pub(crate) reused: usize,
 }
 
 impl Lab {
-    pub fn new(name: &str, setup: Setup) -> Self {
+    pub(crate) fn new(name: &str, setup: Setup) -> Self {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
         // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
@@ -103,19 +103,19 @@ impl Lab {
         Self { model, backend, stream, main, chunks, root, profiler: Profiler::disabled() }
     }
 
-    pub fn forward(&self, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+    pub(crate) fn forward(&self, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
             arena: self.main.arena(),
             profiler: &self.profiler,
         };
-        let logits = self.model.forward(&device, batch, &mut |_, _| ()).expect("a forward pass");
+        let logits = self.model.forward(&device, batch, &mut ()).expect("a forward pass");
         logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
     }
 
     /// Logits of every token of an ordinary prompt.
-    pub fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
+    pub(crate) fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
         let id = self.main.create(SequenceStart::default()).expect("a sequence");
         let slots = self.main.grow(id, tokens.len()).expect("room");
         let input = SequenceInput {
@@ -132,7 +132,7 @@ impl Lab {
     }
 
     /// Runs a chunked prompt, and keeps what it holds.
-    pub fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
+    pub(crate) fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
         let chunks = reuse.then_some(&self.chunks);
         let max_positions = self.model.config().max_positions;
         let assembler = Assembler { chunks, main: &self.main, root: self.root, cell, max_positions };
@@ -159,7 +159,7 @@ impl Lab {
     }
 
     /// K and V of whole blocks in every layer, as they lie in memory.
-    pub fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
+    pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = self.main.arena().layout().shape().clone();
         let slots: Arc<[i64]> =
             blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
@@ -183,7 +183,7 @@ impl Lab {
     }
 
     /// Everything but cached blocks is free, and the pools are consistent.
-    pub fn assert_nothing_held(&self) {
+    pub(crate) fn assert_nothing_held(&self) {
         for pool in [self.main.pool(), self.chunks.pool()] {
             pool.check_invariants().expect("consistent pools");
             let counts = pool.counts();
@@ -193,20 +193,20 @@ impl Lab {
 }
 
 /// The largest difference of two lists of numbers.
-pub fn distance(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
 }
 
 /// The same parts with chunks in another order and another question.
-pub fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
+pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     let mut chunks = prompt.chunks().to_vec();
     chunks.rotate_left(1);
     ChunkedPrompt::new(prompt.system().to_vec(), chunks, vec![1, 2, 3, 4, 5]).expect("parts")
 }
 
 /// The golden of a cell under one mask and one set of positions.
-pub fn golden_name(cell: ReuseCell) -> &'static str {
+pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     use kvchunk::{ComputeMode::{Alone, WithSystem}, PositionStrategy::{Overlapped, Sequential}};
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",

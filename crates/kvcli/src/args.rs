@@ -1,0 +1,204 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, PositionStrategy};
+use kvcore::DType;
+
+/// Runs a language model whose documents' KV is computed once and reused at any position.
+#[derive(Debug, Parser)]
+#[command(name = "kvc", version, propagate_version = true)]
+#[command(after_help = "\
+A prompt in parts is written with a separator, by default ##:
+
+    SYSTEM ## DOCUMENT ## DOCUMENT ## QUESTION
+
+Documents do not see each other; the question sees everything. Each document's keys and values are
+computed once and found again in other prompts, in any order and at any position, without a copy.
+
+Start with:  kvc demo")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Asks the built-in model about a few documents, again and again in other orders.
+    Demo(DemoArgs),
+    /// Answers one prompt.
+    Run(Box<RunArgs>),
+}
+
+/// Options of `kvc demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Where keys, values and attention live.
+    #[arg(long, default_value = "cpu")]
+    pub(crate) backend: BackendName,
+
+    /// One JSON object on standard output instead of tables.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `kvc run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc run --prompt 'answer briefly ## alba is red . ## bora is blue . ## alba ?'
+    kvc run --model ./Qwen3-0.6B --chat --prompt 'Why is the sky blue?'
+    cat prompt.txt | kvc run --model ./model --json -")]
+#[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin"]))]
+pub(crate) struct RunArgs {
+    /// A Hugging Face directory: config.json, safetensors, tokenizer.json. Without it: the built-in model.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// The prompt.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+
+    /// A file with the prompt.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompt_file: Option<PathBuf>,
+
+    /// `-` reads the prompt from standard input.
+    #[arg(value_name = "-", value_parser = ["-"])]
+    pub(crate) stdin: Option<String>,
+
+    /// An earlier prompt, answered silently first, so that its chunks are cached. May be repeated.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) warm: Vec<String>,
+
+    /// Put the prompt into the model's chat template; otherwise it is raw text.
+    #[arg(long)]
+    pub(crate) chat: bool,
+
+    /// What stands between the parts of a prompt.
+    #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR)]
+    pub(crate) separator: String,
+
+    /// Where documents stand: all right after the system prompt, or one after the other.
+    #[arg(long, value_enum, default_value = "overlapped")]
+    pub(crate) positions: Positions,
+
+    /// What documents see while computed: the system prompt and themselves, or themselves only.
+    /// All combinations are exact but sequential with with-system.
+    #[arg(long, value_enum, default_value = "with-system")]
+    pub(crate) chunks: Chunks,
+
+    /// Compute everything anew, under the same mask: same answer, slower.
+    #[arg(long)]
+    pub(crate) no_chunk_cache: bool,
+
+    /// Let documents see each other after all: the parts as one ordinary prompt.
+    #[arg(long)]
+    pub(crate) full_attention: bool,
+
+    /// Most tokens of the answer.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) max_new_tokens: usize,
+
+    /// 0 takes the most likely token; above 0, tokens are drawn.
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    pub(crate) temperature: f32,
+
+    /// Seed of the draw.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Element type of keys and values.
+    #[arg(long, default_value = "f32", value_parser = dtype)]
+    pub(crate) dtype: DType,
+
+    /// How weights are held: f32, or in eight-bit blocks.
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) weights: WeightsFormat,
+
+    /// Tokens per block of the cache.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub(crate) block_size: usize,
+
+    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length.
+    #[arg(long, value_name = "MIB")]
+    pub(crate) kv_memory: Option<usize>,
+
+    /// Where keys, values and attention live.
+    #[arg(long, default_value = "cpu")]
+    pub(crate) backend: BackendName,
+
+    /// Show where time went.
+    #[arg(long)]
+    pub(crate) profile: bool,
+
+    /// One JSON object on standard output, nothing else.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Positions {
+    Overlapped,
+    Sequential,
+}
+
+impl From<Positions> for PositionStrategy {
+    fn from(positions: Positions) -> Self {
+        match positions {
+            Positions::Overlapped => Self::Overlapped,
+            Positions::Sequential => Self::Sequential,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Chunks {
+    WithSystem,
+    Alone,
+}
+
+impl From<Chunks> for ComputeMode {
+    fn from(chunks: Chunks) -> Self {
+        match chunks {
+            Chunks::WithSystem => Self::WithSystem,
+            Chunks::Alone => Self::Alone,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum WeightsFormat {
+    F32,
+    Q8,
+}
+
+/// Backends by name; which of them are built in depends on the program's features.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum BackendName {
+    Cpu,
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    text.parse().map_err(|e: kvcore::Error| e.to_string())
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        _ => Err("a number from 0 up is needed".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

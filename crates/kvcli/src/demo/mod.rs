@@ -1,0 +1,192 @@
+//! `kvc demo`: documents asked about again and again, in other orders.
+
+use std::io::Write;
+
+use kvchunk::{ChunkReport, Exactness};
+use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, TextCodec, WeightFormat};
+use serde::Serialize;
+
+use crate::args::DemoArgs;
+use crate::error::{Error, Result};
+use crate::report::{ms, table};
+use crate::{backend, embedded};
+
+/// A question of the demo with the documents before it.
+struct Trial {
+    /// Indices into [`embedded::DOCUMENTS`].
+    order: Vec<usize>,
+    question: &'static str,
+    expected: &'static str,
+}
+
+/// One request, answered with and without the cache.
+#[derive(Serialize)]
+struct Outcome {
+    question: &'static str,
+    documents: Vec<&'static str>,
+    answer: String,
+    expected: &'static str,
+    prompt_tokens: usize,
+    computed_tokens: usize,
+    reused_tokens: usize,
+    chunks: Vec<ChunkReport>,
+    ttft_ms: f64,
+    ttft_without_reuse_ms: f64,
+    largest_logit_difference: f32,
+    same_answer_without_cache: bool,
+}
+
+pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
+    let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32)?;
+    let backend = backend::open(args.backend)?;
+    let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
+    let trials = trials()?;
+    if !args.json {
+        introduce(&engine);
+    }
+    let mut outcomes = Vec::new();
+    for (i, trial) in trials.iter().enumerate() {
+        let prompt = codec.prompt(&prompt_text(trial), kvchunk::DEFAULT_SEPARATOR, true)?;
+        let (outcome, with_cache) = ask(&mut engine, &codec, trial, &prompt)?;
+        if i == 0 && !args.json {
+            segments(trial, &prompt, &with_cache);
+        }
+        outcomes.push(outcome);
+    }
+    if args.json {
+        let mut out = std::io::stdout().lock();
+        serde_json::to_writer(&mut out, &outcomes).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        requests(&outcomes);
+    }
+    verdict(&outcomes, args.json)
+}
+
+/// The questions, each with the documents in another order.
+fn trials() -> Result<Vec<Trial>> {
+    let lines = embedded::QUESTIONS.lines().filter(|line| !line.trim().is_empty());
+    lines
+        .enumerate()
+        .map(|(i, line)| {
+            let (question, expected) = line
+                .split_once('=')
+                .ok_or_else(|| Error::Demo(format!("examples/questions.txt: {line:?} has no answer")))?;
+            let count = embedded::DOCUMENTS.len();
+            let mut order: Vec<usize> = (0..count).collect();
+            order.rotate_left(i % count);
+            if i % 2 == 1 {
+                order.reverse();
+            }
+            Ok(Trial { order, question: question.trim(), expected: expected.trim() })
+        })
+        .collect()
+}
+
+fn prompt_text(trial: &Trial) -> String {
+    let documents = trial.order.iter().map(|&i| embedded::DOCUMENTS[i].1);
+    let parts: Vec<&str> = [embedded::SYSTEM].into_iter().chain(documents).chain([trial.question]).collect();
+    parts.join(kvchunk::DEFAULT_SEPARATOR)
+}
+
+/// Answers with the cache, then without any reuse under the same mask, and compares.
+fn ask(engine: &mut Engine, codec: &TextCodec, trial: &Trial, prompt: &PromptTokens) -> Result<(Outcome, Generation)> {
+    let request = Request { keep_logits: true, max_new_tokens: 8, ..Request::new(prompt.clone()) };
+    let with = engine.generate(&request, &mut ())?;
+    let without = engine.generate(&Request { reuse: false, ..request }, &mut ())?;
+    let pairs = with.logits.iter().flatten().zip(without.logits.iter().flatten());
+    let outcome = Outcome {
+        question: trial.question,
+        documents: trial.order.iter().map(|&i| embedded::DOCUMENTS[i].0).collect(),
+        answer: codec.decode(&with.tokens)?.trim().to_owned(),
+        expected: trial.expected,
+        prompt_tokens: with.prompt_tokens,
+        computed_tokens: with.prompt_tokens - with.cached_tokens,
+        reused_tokens: with.cached_tokens,
+        chunks: with.chunks.clone(),
+        ttft_ms: ms(with.ttft),
+        ttft_without_reuse_ms: ms(without.ttft),
+        largest_logit_difference: pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max),
+        same_answer_without_cache: with.tokens == without.tokens,
+    };
+    Ok((outcome, with))
+}
+
+fn introduce(engine: &Engine) {
+    let c = engine.model().config();
+    println!(
+        "A model of {} layers, {} query and {} key/value heads of {}, on {}.",
+        c.num_layers,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        engine.backend().name()
+    );
+    println!("Its documents are computed once, then reused in any order without moving a byte.\n");
+}
+
+/// The parts of the first prompt, where they stand.
+fn segments(trial: &Trial, prompt: &PromptTokens, generation: &Generation) {
+    let PromptTokens::Chunked(prompt) = prompt else { return };
+    println!("The first prompt, in parts (documents start at the same position and do not see each other):\n");
+    let mut table = table(&["part", "tokens", "positions", "text"]);
+    let system = prompt.system().len();
+    let mut row = |part: &str, tokens: usize, start: i64, text: &str| {
+        let end = start + tokens as i64;
+        table.add_row([part.to_owned(), tokens.to_string(), format!("{start}..{end}"), shortened(text)]);
+    };
+    row("system", system, 0, embedded::SYSTEM);
+    for (&i, chunk) in trial.order.iter().zip(&generation.chunks) {
+        row(embedded::DOCUMENTS[i].0, chunk.tokens, chunk.position, embedded::DOCUMENTS[i].1);
+    }
+    let longest = generation.chunks.iter().map(|c| c.position + c.tokens as i64).max().unwrap_or(0);
+    row("question", prompt.question().len(), longest, trial.question);
+    println!("{table}\n");
+}
+
+fn shortened(text: &str) -> String {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(56) {
+        Some((end, _)) => format!("{} …", &text[..end]),
+        None => text,
+    }
+}
+
+fn requests(outcomes: &[Outcome]) {
+    println!("Each request has the documents in another order:\n");
+    let mut table =
+        table(&["question", "answer", "chunks", "computed", "reused", "TTFT ms", "without reuse", "same answer"]);
+    for o in outcomes {
+        let hits = o.chunks.iter().filter(|c| c.hit).count();
+        table.add_row([
+            o.question.to_owned(),
+            if o.answer == o.expected { o.answer.clone() } else { format!("{} (not {})", o.answer, o.expected) },
+            format!("{hits} hit, {} missed", o.chunks.len() - hits),
+            o.computed_tokens.to_string(),
+            o.reused_tokens.to_string(),
+            format!("{:.2}", o.ttft_ms),
+            format!("{:.2}", o.ttft_without_reuse_ms),
+            format!("{} (logits differ by {:.0e})", if o.same_answer_without_cache { "yes" } else { "NO" }, o.largest_logit_difference),
+        ]);
+    }
+    println!("{table}");
+}
+
+/// Whether the demo showed what it claims; a failure otherwise.
+fn verdict(outcomes: &[Outcome], quiet: bool) -> Result<()> {
+    let right = outcomes.iter().filter(|o| o.answer == o.expected).count();
+    let same = outcomes.iter().filter(|o| o.same_answer_without_cache && o.largest_logit_difference < 1e-3).count();
+    let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));
+    if !quiet {
+        println!(
+            "{right} of {n} answers are right; {same} of {n} equal the answer computed without the cache under the same mask.",
+            n = outcomes.len()
+        );
+        debug_assert_eq!(kvchunk::ReuseCell::default().exactness(), Exactness::Exact);
+    }
+    if right == outcomes.len() && same == outcomes.len() && hits {
+        Ok(())
+    } else {
+        Err(Error::Demo("an answer was wrong, changed by the cache, or a known document was computed again".to_owned()))
+    }
+}

@@ -1,0 +1,31 @@
+//! The model and the documents that are part of the program.
+
+use kvmodel::{ModelDirectory, WeightFormat};
+
+use crate::error::Result;
+
+const CONFIG: &str = include_str!("../../../models/tiny-rag/config.json");
+const WEIGHTS: &[u8] = include_bytes!("../../../models/tiny-rag/model.safetensors");
+const TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer.json");
+const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer_config.json");
+
+/// Documents of the demo, by name.
+pub(crate) const DOCUMENTS: [(&str, &str); 6] = [
+    ("harbour", include_str!("../../../examples/documents/harbour.txt")),
+    ("market", include_str!("../../../examples/documents/market.txt")),
+    ("school", include_str!("../../../examples/documents/school.txt")),
+    ("forest", include_str!("../../../examples/documents/forest.txt")),
+    ("station", include_str!("../../../examples/documents/station.txt")),
+    ("kitchen", include_str!("../../../examples/documents/kitchen.txt")),
+];
+
+/// Its system prompt.
+pub(crate) const SYSTEM: &str = include_str!("../../../examples/system.txt");
+
+/// Its questions, a line each: `question = answer`.
+pub(crate) const QUESTIONS: &str = include_str!("../../../examples/questions.txt");
+
+/// The built-in model.
+pub(crate) fn load(format: WeightFormat) -> Result<ModelDirectory> {
+    Ok(ModelDirectory::from_bytes(CONFIG, WEIGHTS, TOKENIZER, Some(TOKENIZER_CONFIG), format)?)
+}

@@ -1,0 +1,32 @@
+//! What `kvc` reports when it fails.
+
+use std::path::PathBuf;
+
+/// A failure, as the user reads it.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// From the model and its caches.
+    #[error(transparent)]
+    Model(#[from] kvmodel::Error),
+    /// A prompt file that cannot be read.
+    #[error("cannot read the prompt from {from}: {source}")]
+    Prompt {
+        from: String,
+        source: std::io::Error,
+    },
+    /// A backend that this program was built without.
+    #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
+    #[cfg_attr(feature = "cpu", allow(dead_code, reason = "every backend is built in"))]
+    NoBackend(String),
+    /// A model directory that is none.
+    #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]
+    NotADirectory(PathBuf),
+    /// The demo's own check.
+    #[error("{0}")]
+    Demo(String),
+    /// Output that cannot be written.
+    #[error("cannot write the result: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+pub(crate) type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,32 @@
+//! `kvc`: a language model on the caches of `kvcore`.
+//!
+//! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
+
+mod args;
+mod backend;
+mod demo;
+mod embedded;
+mod error;
+mod progress;
+mod report;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command};
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(args) => demo::demo(&args),
+        Command::Run(args) => run::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

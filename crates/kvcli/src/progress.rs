@@ -1,0 +1,59 @@
+//! Progress on standard error, when that is a terminal; the answer as it grows on standard output.
+
+use std::io::{IsTerminal, Write};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvmodel::{Observer, TextCodec};
+
+/// A bar that shows itself only on a terminal, and only if `show`.
+pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
+    let show = show && std::io::stderr().is_terminal();
+    let target = if show { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let style = ProgressStyle::with_template(&format!("{{msg:>8}} {{bar:30}} {unit} {{elapsed}}"))
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
+}
+
+/// Shows the prefill as a bar and then prints the answer's text token by token.
+pub(crate) struct Live<'a> {
+    codec: &'a TextCodec,
+    prefill: ProgressBar,
+    stream: bool,
+    tokens: Vec<u32>,
+    printed: usize,
+}
+
+impl<'a> Live<'a> {
+    /// `stream` prints text to standard output; without it only the bar is shown.
+    pub(crate) fn new(codec: &'a TextCodec, stream: bool) -> Self {
+        Self { codec, prefill: bar("prefill", "{pos}/{len} layers", true), stream, tokens: Vec::new(), printed: 0 }
+    }
+}
+
+impl Observer for Live<'_> {
+    fn layer(&mut self, done: usize, total: usize) {
+        self.prefill.set_length(total as u64);
+        self.prefill.set_position(done as u64);
+        if done == total {
+            self.prefill.finish_and_clear();
+        }
+    }
+
+    fn token(&mut self, token: u32) {
+        if !self.stream {
+            return;
+        }
+        self.tokens.push(token);
+        // A character may need more than one token: an unfinished one decodes to a replacement.
+        if let Ok(text) = self.codec.decode(&self.tokens)
+            && !text.ends_with('\u{FFFD}')
+            && let Some(fresh) = text.get(self.printed..)
+        {
+            let shown = if self.printed == 0 { fresh.trim_start() } else { fresh };
+            let mut out = std::io::stdout();
+            // A closed pipe ends the program when the answer is complete; nothing is lost before.
+            let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
+            self.printed = text.len();
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! `kvc run`: one prompt, one answer.
+
+use std::io::{Read, Write};
+
+use kvchunk::ReuseCell;
+use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec, WeightFormat};
+
+use crate::args::{RunArgs, WeightsFormat};
+use crate::error::{Error, Result};
+use crate::progress::{Live, bar};
+use crate::report::{answer_json, ms, profile_table};
+use crate::{backend, embedded};
+
+pub(crate) fn run(args: &RunArgs) -> Result<()> {
+    let text = prompt_text(args)?;
+    let ModelDirectory { model, codec } = load(args)?;
+    let backend = backend::open(args.backend)?;
+    let config = EngineConfig {
+        kv_dtype: args.dtype,
+        block_size: args.block_size,
+        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        profile: args.profile,
+        ..EngineConfig::default()
+    };
+    let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
+    for earlier in &args.warm {
+        let request = request(args, &codec, earlier)?;
+        engine.generate(&request, &mut Live::new(&codec, false))?;
+    }
+    engine.profiler().reset();
+    let request = request(args, &codec, &text)?;
+    let generation = engine.generate(&request, &mut Live::new(&codec, !args.json))?;
+    show(args, &engine, &codec, &generation)
+}
+
+fn prompt_text(args: &RunArgs) -> Result<String> {
+    let failed = |from: String| move |source| Error::Prompt { from, source };
+    if let Some(text) = &args.prompt {
+        return Ok(text.clone());
+    }
+    if let Some(path) = &args.prompt_file {
+        return std::fs::read_to_string(path).map_err(failed(path.display().to_string()));
+    }
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text).map_err(failed("standard input".to_owned()))?;
+    Ok(text)
+}
+
+fn load(args: &RunArgs) -> Result<ModelDirectory> {
+    let format = match args.weights {
+        WeightsFormat::F32 => WeightFormat::F32,
+        WeightsFormat::Q8 => WeightFormat::Q8,
+    };
+    let Some(dir) = &args.model else { return embedded::load(format) };
+    if !dir.is_dir() {
+        return Err(Error::NotADirectory(dir.clone()));
+    }
+    let bar = bar("weights", "{bytes}/{total_bytes}", true);
+    let loaded = ModelDirectory::load(dir, format, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    Ok(loaded?)
+}
+
+fn request(args: &RunArgs, codec: &TextCodec, text: &str) -> Result<Request> {
+    let prompt = if args.chat {
+        codec.prompt(&codec.chat(text)?, &args.separator, false)?
+    } else {
+        codec.prompt(text, &args.separator, true)?
+    };
+    Ok(Request {
+        cell: cell(args),
+        reuse: !args.no_chunk_cache,
+        full_attention: args.full_attention,
+        max_new_tokens: args.max_new_tokens,
+        sampling: Sampling { temperature: args.temperature, seed: args.seed },
+        ..Request::new(prompt)
+    })
+}
+
+fn cell(args: &RunArgs) -> ReuseCell {
+    ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() }
+}
+
+fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generation) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        let text = codec.decode(&generation.tokens)?;
+        let json = answer_json(text, generation, cell(args), engine.report(), engine.profiler());
+        serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    writeln!(out)?;
+    out.flush()?;
+    let hits = generation.chunks.iter().filter(|c| c.hit).count();
+    eprintln!(
+        "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} tokens in {:.1} ms",
+        generation.prompt_tokens,
+        generation.cached_tokens,
+        hits,
+        generation.chunks.len(),
+        ms(generation.ttft),
+        generation.tokens.len(),
+        ms(generation.total),
+    );
+    if args.profile {
+        eprintln!("{}", profile_table(engine.profiler()));
+    }
+    Ok(())
+}

@@ -1,0 +1,166 @@
+//! Requests from start to end: reuse changes no token, and bad input holds no block.
+
+mod common;
+
+use common::{Golden, load_model};
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkedPrompt, ReuseCell};
+use kvcore::DType;
+use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
+use rstest::rstest;
+
+fn engine(name: &str, config: &EngineConfig) -> Engine {
+    Engine::new(load_model(name), CpuBackend::new(), b"none", config).expect("an engine")
+}
+
+fn ask(prompt: &ChunkedPrompt, cell: ReuseCell) -> Request {
+    Request { cell, max_new_tokens: 12, ..Request::new(PromptTokens::Chunked(prompt.clone())) }
+}
+
+fn run(engine: &mut Engine, request: &Request) -> kvmodel::Generation {
+    let generation = engine.generate(request, &mut ()).expect("an answer");
+    assert_nothing_held(engine);
+    generation
+}
+
+fn assert_nothing_held(engine: &Engine) {
+    engine.check_invariants().expect("consistent pools");
+    let report = engine.report();
+    for counts in [report.main, report.chunks] {
+        assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
+    }
+}
+
+#[rstest]
+fn chunks_in_another_order_are_hits_and_change_no_token(
+    #[values("llama", "qwen2", "qwen3")] name: &str,
+    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(DType::F32, DType::BF16)] kv_dtype: DType,
+) {
+    let cell = ReuseCell::ALL[cell];
+    let prompt = Golden::load(name).prompt;
+    let config = EngineConfig { kv_dtype, block_size: 4, ..EngineConfig::default() };
+    let cold = run(&mut engine(name, &config), &ask(&prompt, cell));
+    let mut warmed = engine(name, &config);
+    run(&mut warmed, &ask(&common::reordered(&prompt), cell));
+    let warm = run(&mut warmed, &ask(&prompt, cell));
+    let none = run(&mut warmed, &Request { reuse: false, ..ask(&prompt, cell) });
+    assert!(warm.chunks.iter().all(|c| c.hit) && cold.chunks.iter().all(|c| !c.hit));
+    assert_eq!((cold.cached_tokens, none.cached_tokens), (0, 0));
+    assert_eq!(warm.cached_tokens, prompt.total_tokens() - prompt.question().len());
+    assert_eq!(warm.tokens, cold.tokens);
+    assert_eq!(none.tokens, cold.tokens);
+    assert_eq!((cold.tokens.len(), cold.finish), (12, FinishReason::Length));
+}
+
+#[test]
+fn full_attention_is_the_ordinary_prompt() {
+    let prompt = Golden::load("llama").prompt;
+    let mut engine = engine("llama", &EngineConfig::default());
+    let full = run(&mut engine, &Request { full_attention: true, ..ask(&prompt, ReuseCell::default()) });
+    let plain = Request { max_new_tokens: 12, ..Request::new(PromptTokens::Plain(prompt.flatten())) };
+    let plain = run(&mut engine, &plain);
+    assert_eq!(full.tokens, plain.tokens);
+    assert_eq!(plain.cached_tokens, 16, "one block of the same prefix is cached, the rest computed");
+    assert!(plain.chunks.is_empty());
+}
+
+#[test]
+fn a_token_at_a_time_equals_the_whole_prompt() {
+    let mut engine = engine("qwen3", &EngineConfig { block_size: 4, ..EngineConfig::default() });
+    let tokens: Vec<u32> = (0..9).map(|i| i * 5 % 48).collect();
+    let mut request = Request { max_new_tokens: 6, keep_logits: true, ..Request::new(PromptTokens::Plain(tokens.clone())) };
+    let whole = run(&mut engine, &request);
+    for step in 1..6 {
+        request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat());
+        request.max_new_tokens = 1;
+        let next = run(&mut engine, &request);
+        assert!(common::distance(&next.logits[0], &whole.logits[step]) < 1e-5);
+    }
+}
+
+#[test]
+fn sampling_follows_its_seed() {
+    let prompt = Golden::load("llama").prompt;
+    let mut engine = engine("llama", &EngineConfig::default());
+    let mut draw = |seed| {
+        let sampling = Sampling { temperature: 1.5, seed };
+        run(&mut engine, &Request { sampling, ..ask(&prompt, ReuseCell::default()) }).tokens
+    };
+    assert_eq!(draw(1), draw(1));
+    assert_ne!(draw(1), draw(2));
+}
+
+#[test]
+fn the_last_position_ends_an_answer() {
+    let mut engine = engine("llama", &EngineConfig::default());
+    let tokens = vec![1; 250];
+    let request = Request { max_new_tokens: 50, ..Request::new(PromptTokens::Plain(tokens)) };
+    let generation = run(&mut engine, &request);
+    assert_eq!((generation.tokens.len(), generation.finish), (7, FinishReason::Length), "positions 250..256 and one more");
+}
+
+#[test]
+fn bad_prompts_are_errors_and_hold_nothing() {
+    let good = Golden::load("llama").prompt;
+    let mut engine = engine("llama", &EngineConfig { block_size: 4, ..EngineConfig::default() });
+    let chunked = |system: Vec<u32>, chunks: Vec<Vec<u32>>, question: Vec<u32>| {
+        PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question).unwrap())
+    };
+    for (what, prompt, expected) in [
+        ("an empty prompt", PromptTokens::Plain(vec![]), "empty"),
+        ("a prompt past the positions", PromptTokens::Plain(vec![1; 257]), "position 256, the model has 256"),
+        ("a token past the vocabulary", PromptTokens::Plain(vec![48]), "token id 48 is outside the vocabulary of 48"),
+        ("a chunk past the positions", chunked(vec![1], vec![vec![2; 255]], vec![3]), "position 256"),
+        ("a chunk past the vocabulary", chunked(vec![1], vec![vec![2], vec![99]], vec![3]), "token id 99"),
+        ("a question past the vocabulary", chunked(vec![1], vec![vec![2]], vec![1 << 31]), "2147483648"),
+    ] {
+        let error = engine.generate(&Request::new(prompt), &mut ()).expect_err(what).to_string();
+        assert!(error.contains(expected), "{what}: {error}");
+        assert_nothing_held(&engine);
+        assert_eq!(engine.report().chunk_cache.cached_chunks, 0, "{what} left a chunk");
+    }
+    run(&mut engine, &ask(&good, ReuseCell::default()));
+}
+
+#[test]
+fn a_pool_too_small_is_an_error_and_holds_nothing() {
+    let prompt = Golden::load("llama").prompt;
+    let model = load_model("llama");
+    let block = kvcore::KvLayout::new(model.kv_shape(1, 4, DType::F32)).unwrap().block_bytes();
+    for blocks in 2..12 {
+        let config = EngineConfig { block_size: 4, kv_memory: Some(blocks * block), ..EngineConfig::default() };
+        let mut engine = engine("llama", &config);
+        let error = engine.generate(&ask(&prompt, ReuseCell::default()), &mut ()).expect_err("no room");
+        assert!(error.to_string().contains("out of blocks"), "{error}");
+        assert_nothing_held(&engine);
+    }
+    for bytes in [0, block - 1, block] {
+        let config = EngineConfig { block_size: 4, kv_memory: Some(bytes), ..EngineConfig::default() };
+        let error = Engine::new(load_model("llama"), CpuBackend::new(), b"", &config).expect_err("no block");
+        assert!(matches!(error, Error::Core(kvcore::Error::NotEnoughMemory { .. })), "{error}");
+    }
+}
+
+#[test]
+fn quantised_weights_answer_nearly_the_same() {
+    let folder = common::folder("llama");
+    let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let weights = kvmodel::Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
+    let model = kvmodel::Model::new(
+        kvmodel::ModelConfig::from_json(&config).unwrap(),
+        weights,
+        kvmodel::WeightFormat::Q8,
+    )
+    .unwrap();
+    let mut quantised = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default()).unwrap();
+    let request = Request {
+        max_new_tokens: 1,
+        keep_logits: true,
+        ..ask(&Golden::load("llama").prompt, ReuseCell::default())
+    };
+    let exact = run(&mut engine("llama", &EngineConfig::default()), &request);
+    let rounded = run(&mut quantised, &request);
+    let gap = common::distance(&exact.logits[0], &rounded.logits[0]);
+    assert!(gap > 0.0 && gap < 0.1, "{gap}");
+}
