@@ -1,1 +1,184 @@
-fn main(){}
+//! Kernels against `memcpy` of the same bytes, and attention against a streaming read of the KV bytes,
+//! measured in the same run on the same number of threads.
+//!
+//! Prints one JSON object a line: `{"what", "size", "unit", "seconds", "limit", "limit_seconds",
+//! "ratio"}`, where a ratio of 1 means as fast as the limit; rows that differ in `size` only are a
+//! sweep. `--mib N` sets the largest size of each side (default 64).
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvbackend_cpu::CpuBackend;
+use kvcore::kernels::{
+    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation, Scatter,
+};
+use kvcore::{
+    Backend, BlockId, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Rope, RopeConfig, Segment,
+    Stream, TensorView, allocate_tensor,
+};
+
+const HEADS: usize = 8;
+const DIM: usize = 128;
+const BLOCK: usize = 16;
+
+/// Best of three, after one run to warm up.
+fn time(mut work: impl FnMut()) -> f64 {
+    work();
+    (0..3)
+        .map(|_| {
+            let start = Instant::now();
+            work();
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::INFINITY, f64::min)
+}
+
+fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) {
+    let ratio = limit_seconds / seconds;
+    let line = serde_json::json!({
+        "what": what, "size": bytes, "unit": "bytes", "seconds": seconds,
+        "limit": limit, "limit_seconds": limit_seconds, "ratio": ratio,
+    });
+    println!("{line}");
+}
+
+fn memcpy_seconds(bytes: usize) -> f64 {
+    let (src, mut dst) = (vec![1u8; bytes], vec![0u8; bytes]);
+    time(|| black_box(&mut dst).copy_from_slice(black_box(&src)))
+}
+
+/// One thread reading everything: the least that one decode step must do.
+fn read_seconds(bytes: usize) -> f64 {
+    let src = vec![1u64; bytes / 8];
+    time(|| {
+        let sums = black_box(&src).chunks_exact(8).fold([0u64; 8], |mut s, c| {
+            s.iter_mut().zip(c).for_each(|(a, b)| *a = a.wrapping_add(*b));
+            s
+        });
+        black_box(sums);
+    })
+}
+
+struct Setup {
+    backend: Arc<CpuBackend>,
+    stream: Arc<dyn Stream>,
+    arena: KvArena,
+    tokens: usize,
+    /// Blocks in the order in which a pool in use hands them out.
+    order: Vec<u32>,
+}
+
+impl Setup {
+    fn new(dtype: DType, mib: usize) -> kvcore::Result<Self> {
+        let row = HEADS * DIM * dtype.bits() / 8;
+        let tokens = (mib << 20) / (2 * row) / BLOCK * BLOCK;
+        let backend = CpuBackend::new();
+        let layout = KvLayout::new(KvShape {
+            num_layers: 1,
+            // a second half, so that copies have somewhere to go
+            num_blocks: 2 * tokens / BLOCK,
+            block_size: BLOCK,
+            kv_heads: HEADS,
+            k_dim: DIM,
+            v_dim: DIM,
+            dtype,
+            order: BlockOrder::TokenMajor,
+        })?;
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let blocks = (tokens / BLOCK) as u32;
+        let mut order: Vec<u32> = (0..blocks).collect();
+        let mut state = 1u64;
+        for i in (1..order.len()).rev() {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            order.swap(i, (state >> 33) as usize % (i + 1));
+        }
+        let stream = backend.stream()?;
+        Ok(Self { backend, stream, arena, tokens, order })
+    }
+
+    fn rows(&self, heads: usize) -> kvcore::Result<TensorView> {
+        let dtype = self.arena.layout().shape().dtype;
+        allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, &[self.tokens, heads, DIM])
+    }
+
+    fn slots(&self) -> Arc<[i64]> {
+        self.order
+            .iter()
+            .flat_map(|&b| (0..BLOCK as i64).map(move |i| i64::from(b) * BLOCK as i64 + i))
+            .collect()
+    }
+
+    fn pairs(&self) -> Arc<[(BlockId, BlockId)]> {
+        let half = self.order.len() as u32;
+        self.order.iter().enumerate().map(|(i, &from)| (BlockId(from), BlockId(half + i as u32))).collect()
+    }
+}
+
+fn movement(dtype: DType, mib: usize) -> kvcore::Result<()> {
+    let s = Setup::new(dtype, mib)?;
+    let bytes = s.tokens * HEADS * DIM * 2 * dtype.bits() / 8;
+    let memcpy = memcpy_seconds(bytes);
+    let (k, v) = (s.rows(HEADS)?, s.rows(HEADS)?);
+    let report = |what: &str, bytes: usize, seconds: f64| {
+        let limit = memcpy * bytes as f64 / (s.tokens * HEADS * DIM * 2 * dtype.bits() / 8) as f64;
+        row(&format!("{what} {dtype}"), bytes, seconds, "memcpy", limit);
+    };
+    let scatter = Scatter { arena: s.arena.clone(), layer: 0, k: k.clone(), v: v.clone(), slots: s.slots() };
+    report("scatter", bytes, time(|| s.stream.scatter(&scatter).expect("scatter")));
+    let gather =
+        Gather { arena: s.arena.clone(), layer: 0, k: k.clone(), v, slots: s.slots(), rotation: None };
+    report("gather", bytes, time(|| s.stream.gather(&gather).expect("gather")));
+    let copy = CopyBlocks { arena: s.arena.clone(), pairs: s.pairs() };
+    report("copy_blocks", bytes, time(|| s.stream.copy_blocks(&copy).expect("copy")));
+    let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?);
+    let positions = (0..s.tokens as i64).map(|i| i % 8192).collect();
+    let op = ApplyRope { rows: k, positions, rope: Arc::clone(&rope) };
+    report("rope", bytes / 2, time(|| s.stream.rope(&op).expect("rope")));
+    let rotation = Rotation { rope, delta: 777 };
+    let (src, dst) = (s.arena.clone(), s.arena.clone());
+    let op = RotateKeys { src, dst, layer: 0, pairs: s.pairs(), rotation };
+    report("rotate_keys (K rotated, V copied)", bytes, time(|| s.stream.rotate_keys(&op).expect("rotate")));
+    Ok(())
+}
+
+fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
+    let row_bytes = 2 * HEADS * DIM * dtype.bits() / 8;
+    let s = Setup::new(dtype, (context * row_bytes).div_ceil(1 << 20))?;
+    let bytes = context * row_bytes;
+    let tensor = |dtype| allocate_tensor(s.backend.as_ref(), MemoryKind::Device, dtype, &[1, 4 * HEADS, DIM]);
+    let blocks: Arc<[BlockId]> = s.order.iter().map(|&b| BlockId(b)).collect();
+    let segment = Segment::new(blocks, context, 0, 0);
+    let op = Attend {
+        arena: s.arena.clone(),
+        layer: 0,
+        q: tensor(DType::F32)?,
+        rope: Some(Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?)),
+        rows: [QueryRow { logical: context, position: context as i64 }].into(),
+        batch: [AttendRows { rows: 0..1, segments: [segment].into() }].into(),
+        groups: [MergeGroup::default()].into(),
+        scale: 0.088,
+        window: None,
+        softcap: None,
+        out: tensor(DType::F32)?,
+        lse: None,
+    };
+    let seconds = time(|| s.stream.attend(&op).expect("attend"));
+    row(&format!("attend, decode, GQA 4, {dtype}"), bytes, seconds, "streaming read", read_seconds(bytes));
+    Ok(())
+}
+
+fn main() -> kvcore::Result<()> {
+    let args: Vec<String> = std::env::args().collect();
+    let size = args.iter().position(|a| a == "--mib").and_then(|i| args.get(i + 1)?.parse().ok());
+    let mib: usize = size.unwrap_or(64);
+    for dtype in [DType::BF16, DType::F32] {
+        for size in [mib / 4, mib / 2, mib] {
+            movement(dtype, size.max(1))?;
+        }
+        for context in [1024, 4096, 16 * 1024] {
+            decode(dtype, context)?;
+        }
+    }
+    Ok(())
+}

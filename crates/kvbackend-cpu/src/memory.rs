@@ -76,9 +76,11 @@ impl CpuStorage {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
-        let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| refused("larger than the address space"))?;
+        let layout =
+            Layout::from_size_align(bytes, ALIGN).map_err(|_| refused("larger than the address space"))?;
         // SAFETY: the layout's size is not zero.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| refused("the system is out of memory"))?;
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })
+            .ok_or_else(|| refused("the system is out of memory"))?;
         Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
     }
 
@@ -163,8 +165,11 @@ impl<'a> Access<'a> {
             wanted
                 .into_iter()
                 .map(|(storage, write)| {
-                    let lock =
-                        if write { Lock::Write(storage.bytes.write()) } else { Lock::Read(storage.bytes.read()) };
+                    let lock = if write {
+                        Lock::Write(storage.bytes.write())
+                    } else {
+                        Lock::Read(storage.bytes.read())
+                    };
                     (storage.address, lock)
                 })
                 .collect(),

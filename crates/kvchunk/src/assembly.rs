@@ -46,7 +46,9 @@ enum Piece {
 
 /// Blocks of the main pool that one request fills for itself.
 #[derive(Debug)]
-struct Private(#[expect(dead_code, reason = "held so that the blocks live as long as the request")] Vec<MutableBlock>);
+struct Private(
+    #[expect(dead_code, reason = "held so that the blocks live as long as the request")] Vec<MutableBlock>,
+);
 
 /// What happened to one chunk of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]

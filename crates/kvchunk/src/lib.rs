@@ -33,7 +33,7 @@ mod metrics;
 mod plan;
 mod prompt;
 
-pub use assembly::{Assembler, AssembledPrompt, Assembly, ChunkReport};
+pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport};
 pub use cache::{ChunkCache, ChunkHandle, ChunkReservation};
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};

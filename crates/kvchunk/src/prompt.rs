@@ -132,7 +132,10 @@ mod tests {
     #[test]
     fn rule_1_the_separator_delimits_and_belongs_to_no_part() {
         let split = SplitPrompt::new("sys##one##two##ask", "##").unwrap();
-        assert_eq!(split, SplitPrompt::Chunked { system: "sys", chunks: vec!["one", "two"], question: "ask" });
+        assert_eq!(
+            split,
+            SplitPrompt::Chunked { system: "sys", chunks: vec!["one", "two"], question: "ask" }
+        );
         assert_eq!(SplitPrompt::new("a#b", "##").unwrap(), SplitPrompt::Plain("a#b"));
         assert_eq!(SplitPrompt::new("", "##").unwrap(), SplitPrompt::Plain(""));
         let odd = SplitPrompt::new("a###b##c", "##").unwrap();
@@ -147,7 +150,11 @@ mod tests {
             ("a##b## ##c", "chunk 2"),
             ("a##b##", "question"),
         ] {
-            assert_eq!(SplitPrompt::new(text, "##"), Err(Error::EmptyPart { part: part.to_owned() }), "{text}");
+            assert_eq!(
+                SplitPrompt::new(text, "##"),
+                Err(Error::EmptyPart { part: part.to_owned() }),
+                "{text}"
+            );
         }
         assert_eq!(SplitPrompt::new("a", ""), Err(Error::EmptySeparator));
     }

@@ -10,10 +10,7 @@ pub(crate) enum Error {
     Model(#[from] kvmodel::Error),
     /// A prompt file that cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
-    Prompt {
-        from: String,
-        source: std::io::Error,
-    },
+    Prompt { from: String, source: std::io::Error },
     /// A backend that this program was built without.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg_attr(feature = "cpu", allow(dead_code, reason = "every backend is built in"))]

@@ -26,7 +26,13 @@ pub(crate) struct Live<'a> {
 impl<'a> Live<'a> {
     /// `stream` prints text to standard output; without it only the bar is shown.
     pub(crate) fn new(codec: &'a TextCodec, stream: bool) -> Self {
-        Self { codec, prefill: bar("prefill", "{pos}/{len} layers", true), stream, tokens: Vec::new(), printed: 0 }
+        Self {
+            codec,
+            prefill: bar("prefill", "{pos}/{len} layers", true),
+            stream,
+            tokens: Vec::new(),
+            printed: 0,
+        }
     }
 }
 

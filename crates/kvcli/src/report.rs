@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use comfy_table::{ContentArrangement, Table, presets};
+use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell};
 use kvcore::{PoolCounts, Profiler};
 use kvmodel::{CacheReport, FinishReason, Generation};
@@ -62,8 +62,7 @@ pub(crate) fn answer_json<'a>(
         evictable: a.evictable + b.evictable,
     };
     let spans = profiler.summary().into_iter().map(|(name, s)| {
-        let span =
-            SpanJson { count: s.count, total_ms: ms(s.total), min_ms: ms(s.min), max_ms: ms(s.max) };
+        let span = SpanJson { count: s.count, total_ms: ms(s.total), min_ms: ms(s.min), max_ms: ms(s.max) };
         (name, span)
     });
     AnswerJson {
@@ -93,13 +92,13 @@ pub(crate) fn profile_table(profiler: &Profiler) -> Table {
     table
 }
 
+/// A line under the header and none elsewhere.
+const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
+
 /// An empty table with a header, in the style of all of them.
 pub(crate) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table
-        .load_style(presets::UTF8_HORIZONTAL_ONLY)
-        .set_content_arrangement(ContentArrangement::Disabled)
-        .set_header(header);
+    table.load_style(STYLE).set_content_arrangement(ContentArrangement::Disabled).set_header(header);
     table
 }
 

@@ -96,7 +96,9 @@ impl Bench {
     /// Fills K and V with numbers, and returns what was stored.
     pub fn fill(&self, arena: &KvArena, seed: u32) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let layout = arena.layout();
-        for (storage, bytes, seed) in [(arena.k(), layout.k_bytes(), seed), (arena.v(), layout.v_bytes(), !seed)] {
+        for (storage, bytes, seed) in
+            [(arena.k(), layout.k_bytes(), seed), (arena.v(), layout.v_bytes(), !seed)]
+        {
             let n = bytes * 8 / self.dtype.bits();
             let view = TensorView::new(Arc::clone(storage), self.dtype, &[n])?;
             self.stream.write(&view, &encode(self.dtype, &numbers(seed, n)))?;

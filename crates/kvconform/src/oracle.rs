@@ -71,7 +71,8 @@ fn one(
             let position = segment.stored_start + segment.position_offset + j as i64;
             let inside = op.window.is_none_or(|w| row.position - position < w as i64);
             if segment.logical_start + j <= row.logical && inside {
-                let (key, value) = token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);
+                let (key, value) =
+                    token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);
                 let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
                 let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);
                 if let Some(cap) = op.softcap.map(f64::from) {

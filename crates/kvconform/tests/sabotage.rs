@@ -6,11 +6,12 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, Kernels, Rotation, RotateKeys, Scatter, Segment, SwapBlocks,
+    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, Kernels, RotateKeys, Rotation, Scatter, Segment,
+    SwapBlocks,
 };
 use kvcore::{
-    Backend, Capabilities, CounterSnapshot, DType, Event, MemoryKind, Pairing, Result, Rope, RopeConfig, Storage, Stream,
-    TensorView,
+    Backend, Capabilities, CounterSnapshot, DType, Event, MemoryKind, Pairing, Result, Rope, RopeConfig,
+    Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -150,7 +151,10 @@ impl Kernels for WrongStream {
             Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
             _ => segment.clone(),
         };
-        let entry = |e: &AttendRows| AttendRows { rows: e.rows.clone(), segments: e.segments.iter().map(change).collect() };
+        let entry = |e: &AttendRows| AttendRows {
+            rows: e.rows.clone(),
+            segments: e.segments.iter().map(change).collect(),
+        };
         op.batch = op.batch.iter().map(entry).collect();
         if self.fault == Fault::AttendIgnoresWindow {
             op.window = None;
@@ -160,12 +164,11 @@ impl Kernels for WrongStream {
 }
 
 fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
-    let inner: Arc<dyn Backend> =
-        CpuBackend::with_execution(if fault == Fault::EventsDoNotOrder {
-            kvbackend_cpu::Execution::Deferred
-        } else {
-            kvbackend_cpu::Execution::Immediate
-        });
+    let inner: Arc<dyn Backend> = CpuBackend::with_execution(if fault == Fault::EventsDoNotOrder {
+        kvbackend_cpu::Execution::Deferred
+    } else {
+        kvbackend_cpu::Execution::Immediate
+    });
     let backend = Arc::new(Wrong { inner, fault });
     CASES
         .iter()

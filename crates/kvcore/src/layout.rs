@@ -108,9 +108,12 @@ impl KvLayout {
         product("slots", &[shape.num_blocks, shape.block_size])?;
         let k_bytes = shape.dtype.bytes_for(extent("K", &shape, &k, shape.k_dim)?)?;
         let v_bytes = shape.dtype.bytes_for(extent("V", &shape, &v, shape.v_dim)?)?;
-        let per_token = product("bytes of a token", &[shape.kv_heads, shape.k_dim.saturating_add(shape.v_dim)])?;
-        let block_bytes =
-            product("bytes of a block", &[shape.num_layers, shape.block_size, per_token, shape.dtype.bits()])? / 8;
+        let per_token =
+            product("bytes of a token", &[shape.kv_heads, shape.k_dim.saturating_add(shape.v_dim)])?;
+        let block_bytes = product(
+            "bytes of a block",
+            &[shape.num_layers, shape.block_size, per_token, shape.dtype.bits()],
+        )? / 8;
         Ok(Self { shape, k, v, k_bytes, v_bytes, block_bytes })
     }
 
@@ -192,7 +195,9 @@ fn extent(what: &'static str, shape: &KvShape, s: &PlaneStrides, dim: usize) -> 
             if stride < covered {
                 return Err(Error::InvalidStrides {
                     what,
-                    reason: format!("the {axis} stride {stride} lies inside {covered} elements already covered"),
+                    reason: format!(
+                        "the {axis} stride {stride} lies inside {covered} elements already covered"
+                    ),
                 });
             }
             covered = product("extent of a plane", &[stride, count - 1])?
@@ -254,7 +259,10 @@ mod tests {
 
     #[test]
     fn zero_extents_and_overflow_are_errors() {
-        assert_eq!(KvLayout::new(KvShape { block_size: 0, ..shape() }), Err(Error::Zero { what: "block_size" }));
+        assert_eq!(
+            KvLayout::new(KvShape { block_size: 0, ..shape() }),
+            Err(Error::Zero { what: "block_size" })
+        );
         assert!(matches!(
             KvLayout::new(KvShape { num_layers: usize::MAX / 4, ..shape() }),
             Err(Error::Overflow { .. })

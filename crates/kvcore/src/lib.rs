@@ -37,16 +37,20 @@ mod profile;
 pub mod rope;
 pub mod tensor;
 
-pub use backend::{Backend, Capabilities, CounterSnapshot, Event, MemoryKind, Storage, Stream, allocate_tensor};
-pub use block::{
-    BlockId, BlockPool, BlockTable, CompleteBlock, EvictionPolicy, Lru, MutableBlock, PADDING_SLOT, PoolCounts,
-    RetainedRun, SharedBlock, SharedRun,
+pub use backend::{
+    Backend, Capabilities, CounterSnapshot, Event, MemoryKind, Storage, Stream, allocate_tensor,
 };
-pub use cache::{PagedKvCache, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache};
+pub use block::{
+    BlockId, BlockPool, BlockTable, CompleteBlock, EvictionPolicy, Lru, MutableBlock, PADDING_SLOT,
+    PoolCounts, RetainedRun, SharedBlock, SharedRun,
+};
+pub use cache::{
+    PagedKvCache, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache,
+};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use forward::{Logits, SequenceInput};
-pub use kernels::{KvArena, Kernels, Segment};
+pub use kernels::{Kernels, KvArena, Segment};
 pub use key::{BlockKey, KeyScope};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides};
 pub use profile::{Profiler, SpanStats};

@@ -101,7 +101,9 @@ impl ModelConfig {
             "llama" => Family::Llama,
             "qwen2" => Family::Qwen2,
             "qwen3" => Family::Qwen3,
-            other => return bad(format!("model_type {other:?} is not supported (llama, qwen2 and qwen3 are)")),
+            other => {
+                return bad(format!("model_type {other:?} is not supported (llama, qwen2 and qwen3 are)"));
+            }
         };
         let raw: Raw = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
@@ -125,7 +127,10 @@ impl ModelConfig {
             }
         }
         if !raw.num_attention_heads.is_multiple_of(kv_heads) {
-            return bad(format!("{} query heads are not a multiple of {kv_heads} key/value heads", raw.num_attention_heads));
+            return bad(format!(
+                "{} query heads are not a multiple of {kv_heads} key/value heads",
+                raw.num_attention_heads
+            ));
         }
         let head_dim = raw.head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads);
         Ok(Self {
@@ -150,7 +155,8 @@ impl ModelConfig {
 
     /// Adds the end tokens of a generation_config.json.
     pub fn add_generation_config(&mut self, text: &str) -> Result<()> {
-        let value: Value = serde_json::from_str(text).map_err(|e| Error::Config(format!("generation: {e}")))?;
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| Error::Config(format!("generation: {e}")))?;
         for id in token_ids(value.get("eos_token_id").unwrap_or(&Value::Null))? {
             if !self.eos.contains(&id) {
                 self.eos.push(id);
@@ -163,7 +169,9 @@ impl ModelConfig {
 /// `eos_token_id` is absent, null, a number or a list.
 fn token_ids(value: &Value) -> Result<Vec<u32>> {
     let one = |v: &Value| {
-        v.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or(Error::Config(format!("eos_token_id {v} is no token id")))
+        v.as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .ok_or(Error::Config(format!("eos_token_id {v} is no token id")))
     };
     match value {
         Value::Null => Ok(Vec::new()),
@@ -239,8 +247,11 @@ mod tests {
     #[test]
     fn both_generations_of_rope_fields_mean_the_same() {
         let scaling = r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":32"#;
-        let four = config(&format!(r#","rope_theta":500000.0,"rope_scaling":{{"rope_type":"llama3",{scaling}}}"#));
-        let five = config(&format!(r#","rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{scaling}}}"#));
+        let four =
+            config(&format!(r#","rope_theta":500000.0,"rope_scaling":{{"rope_type":"llama3",{scaling}}}"#));
+        let five = config(&format!(
+            r#","rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{scaling}}}"#
+        ));
         assert_eq!(four.unwrap(), five.unwrap());
         assert_eq!(config("").unwrap().rope, RopeConfig::new(4, 10_000.0));
     }

@@ -50,7 +50,14 @@ impl Linear {
         Ok(Self { weight: Matrix::new(weight, format)?, bias })
     }
 
-    fn load(w: &mut Weights, name: &str, out: usize, input: usize, bias: bool, format: WeightFormat) -> Result<Self> {
+    fn load(
+        w: &mut Weights,
+        name: &str,
+        out: usize,
+        input: usize,
+        bias: bool,
+        format: WeightFormat,
+    ) -> Result<Self> {
         let weight = w.take(&format!("{name}.weight"), &[out, input])?;
         let bias = if bias { Some(w.take(&format!("{name}.bias"), &[out])?) } else { None };
         Self::new(weight, bias, format)

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockOrder, DType, KvArena, KvShape, Logits, MemoryKind, Profiler, Rope, SequenceInput, SlotMapping,
-    Stream, TensorView, allocate_tensor,
+    Backend, BlockOrder, DType, KvArena, KvShape, Logits, MemoryKind, Profiler, Rope, SequenceInput,
+    SlotMapping, Stream, TensorView, allocate_tensor,
 };
 
 use crate::config::ModelConfig;
@@ -63,7 +63,8 @@ impl Model {
     pub fn new(config: ModelConfig, mut weights: Weights, format: WeightFormat) -> Result<Self> {
         let w = &mut weights;
         let embedding = w.take("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
-        let layers = (0..config.num_layers).map(|i| Layer::load(w, &config, i, format)).collect::<Result<_>>()?;
+        let layers =
+            (0..config.num_layers).map(|i| Layer::load(w, &config, i, format)).collect::<Result<_>>()?;
         let norm = RmsNorm::load(w, "model.norm", config.hidden_size, config.rms_norm_eps)?;
         let head = if config.tied_head {
             embedding.clone()
@@ -129,7 +130,8 @@ impl Model {
         for (index, layer) in self.layers.iter().enumerate() {
             // In the last layer only rows whose logits are wanted go on; the others leave their KV.
             let narrowed = (index == last).then(|| rows.wanted()).transpose()?;
-            let qkv = device.profiler.span("projections", || layer.qkv(&x, narrowed.as_ref().map(|n| &n.index)))?;
+            let qkv =
+                device.profiler.span("projections", || layer.qkv(&x, narrowed.as_ref().map(|n| &n.index)))?;
             staging.store(device, &self.rope, index, &rows, &qkv.k, &qkv.v)?;
             let (at, groups) = match &narrowed {
                 Some(n) => (&n.rows, &n.batch),
@@ -309,7 +311,9 @@ impl Staging {
             })
         })?;
         self.host.resize(count * heads * dim, 0.0);
-        device.profiler.span("copy to host", || device.stream.read(&out, bytemuck::cast_slice_mut(&mut self.host)))?;
+        device
+            .profiler
+            .span("copy to host", || device.stream.read(&out, bytemuck::cast_slice_mut(&mut self.host)))?;
         Ok(Tensor::from_slice(&self.host, (count, heads * dim), &Device::Cpu)?)
     }
 }

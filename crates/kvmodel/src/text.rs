@@ -62,9 +62,11 @@ impl TextCodec {
     /// The same from the bytes of the two files.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
         let digest = blake3::hash(tokenizer);
-        let tokenizer = Tokenizer::from_bytes(tokenizer).map_err(|e| Error::Tokenizer(format!("tokenizer.json: {e}")))?;
+        let tokenizer =
+            Tokenizer::from_bytes(tokenizer).map_err(|e| Error::Tokenizer(format!("tokenizer.json: {e}")))?;
         let config: Value = match config {
-            Some(bytes) => serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
+            Some(bytes) => serde_json::from_slice(bytes)
+                .map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
             None => Value::Null,
         };
         // A special token is a string, or an object with the string as its content.
@@ -88,7 +90,8 @@ impl TextCodec {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
         let mut end = encoding.len();
         if special {
-            let plain = self.tokenizer.encode(text, false).map_err(|e| Error::Tokenizer(e.to_string()))?.len();
+            let plain =
+                self.tokenizer.encode(text, false).map_err(|e| Error::Tokenizer(e.to_string()))?.len();
             let added = encoding.get_special_tokens_mask();
             while end > plain && added[end - 1] == 1 {
                 end -= 1;
@@ -108,8 +111,10 @@ impl TextCodec {
         match SplitPrompt::new(text, separator)? {
             SplitPrompt::Plain(text) => Ok(PromptTokens::Plain(self.encode(text, special)?)),
             SplitPrompt::Chunked { system, chunks, question } => {
-                let chunks = chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
-                let prompt = ChunkedPrompt::new(self.encode(system, special)?, chunks, self.encode(question, false)?)?;
+                let chunks =
+                    chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
+                let prompt =
+                    ChunkedPrompt::new(self.encode(system, special)?, chunks, self.encode(question, false)?)?;
                 Ok(PromptTokens::Chunked(prompt))
             }
         }

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use safetensors::{Dtype, SafeTensors};
 
 use crate::error::{Error, Result};
@@ -11,8 +13,15 @@ use crate::error::{Error, Result};
 /// Tensors by name, checked against the shapes that the model asks for, and what identifies them.
 #[derive(Debug)]
 pub struct Weights {
-    tensors: BTreeMap<String, Tensor>,
+    source: Source,
     digest: blake3::Hash,
+}
+
+#[derive(Debug)]
+enum Source {
+    Files(BTreeMap<String, Tensor>),
+    /// Whatever is asked for, drawn from this generator.
+    Random(StdRng),
 }
 
 impl Weights {
@@ -43,12 +52,19 @@ impl Weights {
             tensors.extend(parse(&bytes).map_err(named)?);
         }
         progress(done, total);
-        Ok(Self { tensors, digest: hasher.finalize() })
+        Ok(Self { source: Source::Files(tensors), digest: hasher.finalize() })
     }
 
     /// Reads the bytes of one safetensors file.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        Ok(Self { tensors: parse(bytes)?, digest: blake3::hash(bytes) })
+        Ok(Self { source: Source::Files(parse(bytes)?), digest: blake3::hash(bytes) })
+    }
+
+    /// Random weights of every shape, for benchmarks: norms and biases near 1 and 0, projections
+    /// that keep the size of what goes through them.
+    pub fn random(seed: u64) -> Self {
+        let digest = blake3::hash(&seed.to_le_bytes());
+        Self { source: Source::Random(StdRng::seed_from_u64(seed)), digest }
     }
 
     /// Hash of all files: part of the model's identity in keys.
@@ -58,13 +74,28 @@ impl Weights {
 
     /// Takes the tensor `name`, which must have `shape`.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        let tensor = self.tensors.remove(name).ok_or_else(|| Error::Weights(format!("{name} is missing")))?;
+        let tensor = match &mut self.source {
+            Source::Files(tensors) => tensors.remove(name),
+            Source::Random(rng) => Some(random(rng, shape)?),
+        };
+        let tensor = tensor.ok_or_else(|| Error::Weights(format!("{name} is missing")))?;
         if tensor.dims() == shape {
             Ok(tensor)
         } else {
-            Err(Error::Weights(format!("{name} has shape {:?}, the config asks for {shape:?}", tensor.dims())))
+            Err(Error::Weights(format!(
+                "{name} has shape {:?}, the config asks for {shape:?}",
+                tensor.dims()
+            )))
         }
     }
+}
+
+fn random(rng: &mut StdRng, shape: &[usize]) -> Result<Tensor> {
+    let width = shape.last().copied().unwrap_or(1);
+    // Uniform numbers of variance 1 / width; vectors are norms or biases.
+    let (centre, spread) = if shape.len() == 1 { (1.0, 0.1) } else { (0.0, (3.0 / width as f32).sqrt()) };
+    let values = (0..shape.iter().product()).map(|_| centre + spread * (2.0 * rng.random::<f32>() - 1.0));
+    Ok(Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)?)
 }
 
 /// Distinct shard names of an index.
@@ -86,14 +117,19 @@ fn shards(text: &str) -> Result<Vec<String>> {
 }
 
 fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Tensor>> {
-    let file = SafeTensors::deserialize(bytes).map_err(|e| Error::Weights(format!("not a valid safetensors file: {e}")))?;
+    let file = SafeTensors::deserialize(bytes)
+        .map_err(|e| Error::Weights(format!("not a valid safetensors file: {e}")))?;
     file.iter()
         .map(|(name, view)| {
             let dtype = match view.dtype() {
                 Dtype::F32 => DType::F32,
                 Dtype::F16 => DType::F16,
                 Dtype::BF16 => DType::BF16,
-                other => return Err(Error::Weights(format!("{name} has element type {other:?} (f32, f16, bf16 are read)"))),
+                other => {
+                    return Err(Error::Weights(format!(
+                        "{name} has element type {other:?} (f32, f16, bf16 are read)"
+                    )));
+                }
             };
             let raw = Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?;
             Ok((name.to_owned(), raw.to_dtype(DType::F32)?))

@@ -69,7 +69,8 @@ fn full_attention_is_the_ordinary_prompt() {
 fn a_token_at_a_time_equals_the_whole_prompt() {
     let mut engine = engine("qwen3", &EngineConfig { block_size: 4, ..EngineConfig::default() });
     let tokens: Vec<u32> = (0..9).map(|i| i * 5 % 48).collect();
-    let mut request = Request { max_new_tokens: 6, keep_logits: true, ..Request::new(PromptTokens::Plain(tokens.clone())) };
+    let mut request =
+        Request { max_new_tokens: 6, keep_logits: true, ..Request::new(PromptTokens::Plain(tokens.clone())) };
     let whole = run(&mut engine, &request);
     for step in 1..6 {
         request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat());
@@ -97,7 +98,11 @@ fn the_last_position_ends_an_answer() {
     let tokens = vec![1; 250];
     let request = Request { max_new_tokens: 50, ..Request::new(PromptTokens::Plain(tokens)) };
     let generation = run(&mut engine, &request);
-    assert_eq!((generation.tokens.len(), generation.finish), (7, FinishReason::Length), "positions 250..256 and one more");
+    assert_eq!(
+        (generation.tokens.len(), generation.finish),
+        (7, FinishReason::Length),
+        "positions 250..256 and one more"
+    );
 }
 
 #[test]
@@ -110,7 +115,11 @@ fn bad_prompts_are_errors_and_hold_nothing() {
     for (what, prompt, expected) in [
         ("an empty prompt", PromptTokens::Plain(vec![]), "empty"),
         ("a prompt past the positions", PromptTokens::Plain(vec![1; 257]), "position 256, the model has 256"),
-        ("a token past the vocabulary", PromptTokens::Plain(vec![48]), "token id 48 is outside the vocabulary of 48"),
+        (
+            "a token past the vocabulary",
+            PromptTokens::Plain(vec![48]),
+            "token id 48 is outside the vocabulary of 48",
+        ),
         ("a chunk past the positions", chunked(vec![1], vec![vec![2; 255]], vec![3]), "position 256"),
         ("a chunk past the vocabulary", chunked(vec![1], vec![vec![2], vec![99]], vec![3]), "token id 99"),
         ("a question past the vocabulary", chunked(vec![1], vec![vec![2]], vec![1 << 31]), "2147483648"),
@@ -129,7 +138,8 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
     let model = load_model("llama");
     let block = kvcore::KvLayout::new(model.kv_shape(1, 4, DType::F32)).unwrap().block_bytes();
     for blocks in 2..12 {
-        let config = EngineConfig { block_size: 4, kv_memory: Some(blocks * block), ..EngineConfig::default() };
+        let config =
+            EngineConfig { block_size: 4, kv_memory: Some(blocks * block), ..EngineConfig::default() };
         let mut engine = engine("llama", &config);
         let error = engine.generate(&ask(&prompt, ReuseCell::default()), &mut ()).expect_err("no room");
         assert!(error.to_string().contains("out of blocks"), "{error}");

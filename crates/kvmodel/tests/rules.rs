@@ -45,7 +45,8 @@ fn rule_2_purity_bytes_depend_on_the_key_alone() {
         let later = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
         let again = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
         assert_eq!(later, again, "bit for bit for one batch shape");
-        let among = stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);
+        let among =
+            stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);
         for (what, bytes) in [("after others", &later), ("beside others", &among)] {
             let gap = distance(&floats(&first), &floats(bytes));
             assert!(gap < 1e-5, "{cell:?}, {what}: {gap}");
@@ -131,7 +132,8 @@ fn rule_7_oversized_chunks_are_split_for_storage_only() {
     for cell in EXACT {
         for max_chunk_tokens in [1, 3, 4, 5] {
             let golden = Golden::load("llama3");
-            let mut lab = Lab::new("llama3", Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
+            let mut lab =
+                Lab::new("llama3", Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
             let expected = golden.logits(golden_name(cell));
             let cold = lab.run(&golden.prompt, cell, true);
             let hit = lab.run(&golden.prompt, cell, true);

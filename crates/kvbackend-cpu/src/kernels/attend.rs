@@ -111,8 +111,10 @@ fn one_head<T: Element>(
         let group = &mut groups[segment.merge_group];
         for j in visible(op, segment, at) {
             let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
-            let key = token_offset(layout, layout.k_strides(), op.layer, slot) + kv_head * layout.k_strides().head;
-            let value = token_offset(layout, layout.v_strides(), op.layer, slot) + kv_head * layout.v_strides().head;
+            let key =
+                token_offset(layout, layout.k_strides(), op.layer, slot) + kv_head * layout.k_strides().head;
+            let value =
+                token_offset(layout, layout.v_strides(), op.layer, slot) + kv_head * layout.v_strides().head;
             let dot: f32 = q.iter().zip(&k[key..key + s.k_dim]).map(|(a, b)| a * b.to_f32()).sum();
             let mut logit = dot * op.scale * segment.logit_scale;
             if let Some(cap) = op.softcap {

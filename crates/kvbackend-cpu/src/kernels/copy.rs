@@ -37,8 +37,14 @@ fn copy(
 ) -> Result<()> {
     let (a, b) = (src.layout(), dst.layout());
     let (k_dim, v_dim) = (a.shape().k_dim, a.shape().v_dim);
-    let k = (Side { storage: src.k(), strides: a.k_strides() }, Side { storage: dst.k(), strides: b.k_strides() });
-    let v = (Side { storage: src.v(), strides: a.v_strides() }, Side { storage: dst.v(), strides: b.v_strides() });
+    let k = (
+        Side { storage: src.k(), strides: a.k_strides() },
+        Side { storage: dst.k(), strides: b.k_strides() },
+    );
+    let v = (
+        Side { storage: src.v(), strides: a.v_strides() },
+        Side { storage: dst.v(), strides: b.v_strides() },
+    );
     dispatch!(a.shape().dtype, T => {
         for layer in layers {
             copy_plane::<T>(a, &k.0, &k.1, layer, k_dim, pairs, rotation)?;

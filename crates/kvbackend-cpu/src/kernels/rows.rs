@@ -38,7 +38,11 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
     Ok(())
 }
 
-fn scatter_plane<S: Element, T: Element>(op: &Scatter, plane: &Plane, convert: impl Fn(S) -> T) -> Result<()> {
+fn scatter_plane<S: Element, T: Element>(
+    op: &Scatter,
+    plane: &Plane,
+    convert: impl Fn(S) -> T,
+) -> Result<()> {
     let mut access = Access::new(&[plane.rows.storage()], &[plane.storage])?;
     let (rows, cache) = access.read_write(plane.rows.storage(), plane.storage)?;
     let (rows, cache) = (elements::<S>(rows)?, elements_mut::<T>(cache)?);

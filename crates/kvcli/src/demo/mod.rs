@@ -3,7 +3,9 @@
 use std::io::Write;
 
 use kvchunk::{ChunkReport, Exactness};
-use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, TextCodec, WeightFormat};
+use kvmodel::{
+    Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, TextCodec, WeightFormat,
+};
 use serde::Serialize;
 
 use crate::args::DemoArgs;
@@ -44,6 +46,9 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     if !args.json {
         introduce(&engine);
     }
+    // Threads and memory warm up on a request that keeps nothing.
+    let first = codec.prompt(&prompt_text(&trials[0]), kvchunk::DEFAULT_SEPARATOR, true)?;
+    engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
     let mut outcomes = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
         let prompt = codec.prompt(&prompt_text(trial), kvchunk::DEFAULT_SEPARATOR, true)?;
@@ -80,7 +85,11 @@ fn trials() -> Result<Vec<Trial>> {
             }
             Ok(Trial { order, question: question.trim(), expected: expected.trim() })
         })
-        .collect()
+        .collect::<Result<Vec<_>>>()
+        .and_then(|trials| match trials.is_empty() {
+            true => Err(Error::Demo("examples/questions.txt has no question".to_owned())),
+            false => Ok(trials),
+        })
 }
 
 fn prompt_text(trial: &Trial) -> String {
@@ -90,7 +99,12 @@ fn prompt_text(trial: &Trial) -> String {
 }
 
 /// Answers with the cache, then without any reuse under the same mask, and compares.
-fn ask(engine: &mut Engine, codec: &TextCodec, trial: &Trial, prompt: &PromptTokens) -> Result<(Outcome, Generation)> {
+fn ask(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    trial: &Trial,
+    prompt: &PromptTokens,
+) -> Result<(Outcome, Generation)> {
     let request = Request { keep_logits: true, max_new_tokens: 8, ..Request::new(prompt.clone()) };
     let with = engine.generate(&request, &mut ())?;
     let without = engine.generate(&Request { reuse: false, ..request }, &mut ())?;
@@ -128,7 +142,9 @@ fn introduce(engine: &Engine) {
 /// The parts of the first prompt, where they stand.
 fn segments(trial: &Trial, prompt: &PromptTokens, generation: &Generation) {
     let PromptTokens::Chunked(prompt) = prompt else { return };
-    println!("The first prompt, in parts (documents start at the same position and do not see each other):\n");
+    println!(
+        "The first prompt, in parts (documents start at the same position and do not see each other):\n"
+    );
     let mut table = table(&["part", "tokens", "positions", "text"]);
     let system = prompt.system().len();
     let mut row = |part: &str, tokens: usize, start: i64, text: &str| {
@@ -154,19 +170,35 @@ fn shortened(text: &str) -> String {
 
 fn requests(outcomes: &[Outcome]) {
     println!("Each request has the documents in another order:\n");
-    let mut table =
-        table(&["question", "answer", "chunks", "computed", "reused", "TTFT ms", "without reuse", "same answer"]);
+    let mut table = table(&[
+        "question",
+        "answer",
+        "chunks",
+        "computed",
+        "reused",
+        "TTFT ms",
+        "without reuse",
+        "same answer",
+    ]);
     for o in outcomes {
         let hits = o.chunks.iter().filter(|c| c.hit).count();
         table.add_row([
             o.question.to_owned(),
-            if o.answer == o.expected { o.answer.clone() } else { format!("{} (not {})", o.answer, o.expected) },
+            if o.answer == o.expected {
+                o.answer.clone()
+            } else {
+                format!("{} (not {})", o.answer, o.expected)
+            },
             format!("{hits} hit, {} missed", o.chunks.len() - hits),
             o.computed_tokens.to_string(),
             o.reused_tokens.to_string(),
             format!("{:.2}", o.ttft_ms),
             format!("{:.2}", o.ttft_without_reuse_ms),
-            format!("{} (logits differ by {:.0e})", if o.same_answer_without_cache { "yes" } else { "NO" }, o.largest_logit_difference),
+            format!(
+                "{} (logits differ by {:.0e})",
+                if o.same_answer_without_cache { "yes" } else { "NO" },
+                o.largest_logit_difference
+            ),
         ]);
     }
     println!("{table}");
@@ -175,7 +207,8 @@ fn requests(outcomes: &[Outcome]) {
 /// Whether the demo showed what it claims; a failure otherwise.
 fn verdict(outcomes: &[Outcome], quiet: bool) -> Result<()> {
     let right = outcomes.iter().filter(|o| o.answer == o.expected).count();
-    let same = outcomes.iter().filter(|o| o.same_answer_without_cache && o.largest_logit_difference < 1e-3).count();
+    let same =
+        outcomes.iter().filter(|o| o.same_answer_without_cache && o.largest_logit_difference < 1e-3).count();
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));
     if !quiet {
         println!(
@@ -187,6 +220,8 @@ fn verdict(outcomes: &[Outcome], quiet: bool) -> Result<()> {
     if right == outcomes.len() && same == outcomes.len() && hits {
         Ok(())
     } else {
-        Err(Error::Demo("an answer was wrong, changed by the cache, or a known document was computed again".to_owned()))
+        Err(Error::Demo(
+            "an answer was wrong, changed by the cache, or a known document was computed again".to_owned(),
+        ))
     }
 }

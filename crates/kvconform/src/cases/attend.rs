@@ -28,11 +28,17 @@ impl Trial {
     fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         let arena = b.arena(order)?;
         let (k, v) = b.fill(&arena, 40)?;
-        let q = rounded(b.dtype, &numbers(41, rows.len() * HEADS * 10).iter().map(|x| 2.0 * x).collect::<Vec<_>>());
+        let q = rounded(
+            b.dtype,
+            &numbers(41, rows.len() * HEADS * 10).iter().map(|x| 2.0 * x).collect::<Vec<_>>(),
+        );
         let op = Attend {
             layer: 1,
             q: b.upload(b.dtype, &[rows.len(), HEADS, 10], &q)?,
-            rope: Some(Arc::new(Rope::new(RopeConfig { rotary_dim: 8, ..RopeConfig::new(10, 300.0) }, 4096)?)),
+            rope: Some(Arc::new(Rope::new(
+                RopeConfig { rotary_dim: 8, ..RopeConfig::new(10, 300.0) },
+                4096,
+            )?)),
             rows: rows.into(),
             batch: batch.into(),
             groups: [MergeGroup::default()].into(),
@@ -81,11 +87,7 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
 
 /// A system prompt, a chunk stored at 0 and used further on, and the question's own tokens.
 fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
-    vec![
-        segment(&[4], 3, 0, 0),
-        segment(chunk, 6, 3, 0).at_offset(offset),
-        segment(&[6], 2, 9, offset + 6),
-    ]
+    vec![segment(&[4], 3, 0, 0), segment(chunk, 6, 3, 0).at_offset(offset), segment(&[6], 2, 9, offset + 6)]
 }
 
 pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
@@ -95,7 +97,8 @@ pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
         trial.check(b, "a chunk used at an offset")?;
         let here = b.download(&trial.op.out)?;
         let mut ignored = trial.op.clone();
-        ignored.batch = vec![entry(0..2, reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect())].into();
+        ignored.batch =
+            vec![entry(0..2, reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect())].into();
         b.stream.attend(&ignored)?;
         let differs = here.iter().zip(&b.download(&ignored.out)?).any(|(x, y)| (x - y).abs() > 1e-3);
         ensure(differs == (offset != 0), || format!("offset {offset} makes a difference: {differs}"))?;
@@ -160,7 +163,8 @@ pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
 
 pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
     let at = rows(&[(5, 5)]);
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
+    let mut trial =
+        Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
     trial.op.rope = None;
     trial.check(b, "queries as they are")?;
     trial.op.batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])].into();
@@ -169,7 +173,8 @@ pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
 
 pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     let at = rows(&[(0, 0), (1, 1)]);
-    let good = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
+    let good =
+        Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
     b.stream.attend(&good)?;
     let with = |batch: Vec<AttendRows>| Attend { batch: batch.into(), ..good.clone() };
     let small: KvArena = b.arena(BlockOrder::TokenMajor)?;
@@ -181,14 +186,20 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
         ("a row in two entries", with(vec![entry(0..2, vec![]), entry(1..2, vec![])])),
         ("an unknown merge group", with(vec![entry(0..2, vec![grouped])])),
         ("a layer past the end", Attend { layer: 2, ..good.clone() }),
-        ("heads that kv_heads do not divide", Attend {
-            q: b.tensor(b.dtype, &[2, 3, 10])?,
-            out: b.tensor(DType::F32, &[2, 3, 6])?,
-            lse: None,
-            ..good.clone()
-        }),
+        (
+            "heads that kv_heads do not divide",
+            Attend {
+                q: b.tensor(b.dtype, &[2, 3, 10])?,
+                out: b.tensor(DType::F32, &[2, 3, 6])?,
+                lse: None,
+                ..good.clone()
+            },
+        ),
         ("an offset past the table", with(vec![entry(0..2, vec![segment(&[0], 2, 0, 0).at_offset(-5000)])])),
-        ("output of another width", Attend { out: b.tensor(DType::F32, &[2, HEADS, 10])?, arena: small, ..good.clone() }),
+        (
+            "output of another width",
+            Attend { out: b.tensor(DType::F32, &[2, HEADS, 10])?, arena: small, ..good.clone() },
+        ),
     ] {
         ensure(b.stream.attend(&op).is_err(), || format!("{what} was accepted"))?;
     }

@@ -13,7 +13,14 @@ fn pairs(list: &[(u32, u32)]) -> Arc<[(BlockId, BlockId)]> {
 }
 
 /// One head's elements of a token.
-fn token(arena: &KvArena, values: &[f32], s: PlaneStrides, layer: usize, slot: usize, head: usize) -> Vec<f32> {
+fn token(
+    arena: &KvArena,
+    values: &[f32],
+    s: PlaneStrides,
+    layer: usize,
+    slot: usize,
+    head: usize,
+) -> Vec<f32> {
     let shape = arena.layout().shape();
     let dim = if s == arena.layout().k_strides() { shape.k_dim } else { shape.v_dim };
     let at = oracle::index(arena.layout(), s, layer, slot, head);
@@ -29,12 +36,12 @@ fn for_tokens(
     mut check: impl FnMut(usize, &[f32], &[f32]) -> Outcome,
 ) -> Outcome {
     let s = src.0.layout().shape();
-    let strides =
-        |a: &KvArena| if keys { a.layout().k_strides() } else { a.layout().v_strides() };
+    let strides = |a: &KvArena| if keys { a.layout().k_strides() } else { a.layout().v_strides() };
     for layer in 0..s.num_layers {
         for offset in 0..s.block_size {
             for head in 0..s.kv_heads {
-                let (from, to) = (block.0 as usize * s.block_size + offset, block.1 as usize * s.block_size + offset);
+                let (from, to) =
+                    (block.0 as usize * s.block_size + offset, block.1 as usize * s.block_size + offset);
                 check(
                     layer,
                     &token(src.0, src.1, strides(src.0), layer, from, head),
@@ -50,7 +57,8 @@ pub(super) fn copy_moves_all_layers_and_nothing_else(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
         let arena = b.arena(order)?;
         let (k0, v0) = b.fill(&arena, 20)?;
-        b.stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: pairs(&[(2, 8), (2, 0), (5, 1)]) })?;
+        b.stream
+            .copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: pairs(&[(2, 8), (2, 0), (5, 1)]) })?;
         let (k1, v1) = b.contents(&arena)?;
         let moved = [(2, 8), (2, 0), (5, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7)];
         for block in moved {
@@ -67,13 +75,19 @@ pub(super) fn swap_goes_between_layouts(b: &Bench) -> Outcome {
     let shape = KvShape { num_blocks: 3, order: BlockOrder::HeadMajor, ..src.layout().shape().clone() };
     let dst = b.arena_of(shape)?;
     let (k0, v0) = b.fill(&src, 21)?;
-    b.stream.swap_blocks(&SwapBlocks { src: src.clone(), dst: dst.clone(), pairs: pairs(&[(8, 0), (1, 2)]) })?;
+    b.stream.swap_blocks(&SwapBlocks {
+        src: src.clone(),
+        dst: dst.clone(),
+        pairs: pairs(&[(8, 0), (1, 2)]),
+    })?;
     let (k1, v1) = b.contents(&dst)?;
     for block in [(8, 0), (1, 2)] {
         for_tokens((&src, &k0), (&dst, &k1), block, true, |_, old, new| equal("K", new, old))?;
         for_tokens((&src, &v0), (&dst, &v1), block, false, |_, old, new| equal("V", new, old))?;
     }
-    for_tokens((&dst, &k1), (&dst, &k1), (1, 1), true, |_, _, new| equal("an untouched block", new, &[0.0; 10]))
+    for_tokens((&dst, &k1), (&dst, &k1), (1, 1), true, |_, _, new| {
+        equal("an untouched block", new, &[0.0; 10])
+    })
 }
 
 pub(super) fn wrong_copies_are_refused(b: &Bench) -> Outcome {
@@ -110,7 +124,8 @@ pub(super) fn rotated_copies_equal_keys_rotated_there(b: &Bench) -> Outcome {
     let rope = yarn()?;
     for delta in [1, 777, -40] {
         let rotation = Rotation { rope: Arc::clone(&rope), delta };
-        let op = RotateKeys { src: src.clone(), dst: src.clone(), layer: 1, pairs: pairs(&[(0, 7)]), rotation };
+        let op =
+            RotateKeys { src: src.clone(), dst: src.clone(), layer: 1, pairs: pairs(&[(0, 7)]), rotation };
         b.stream.rotate_keys(&op)?;
         let (k1, v1) = b.contents(&src)?;
         for_tokens((&src, &k0), (&src, &k1), (0, 7), true, |layer, old, new| {
@@ -134,7 +149,13 @@ pub(super) fn rotation_keeps_length_and_the_original(b: &Bench) -> Outcome {
     let (src, dst) = (b.arena(BlockOrder::TokenMajor)?, b.arena(BlockOrder::TokenMajor)?);
     let (k0, _) = b.fill(&src, 23)?;
     let rotation = Rotation { rope: yarn()?, delta: 5000 };
-    b.stream.rotate_keys(&RotateKeys { src: src.clone(), dst: dst.clone(), layer: 0, pairs: pairs(&[(3, 4)]), rotation })?;
+    b.stream.rotate_keys(&RotateKeys {
+        src: src.clone(),
+        dst: dst.clone(),
+        layer: 0,
+        pairs: pairs(&[(3, 4)]),
+        rotation,
+    })?;
     equal("the stored original", &b.contents(&src)?.0, &k0)?;
     let k1 = b.contents(&dst)?.0;
     let length = |row: &[f32]| row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() as f32;

@@ -17,7 +17,14 @@ fn scatter(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &
 }
 
 /// K storage after rows `[n, 2, 10]` went to `slots` of `layer`.
-fn placed(arena: &KvArena, mut k: Vec<f32>, rows: &[f32], layer: usize, slots: &[i64], dim: usize) -> Vec<f32> {
+fn placed(
+    arena: &KvArena,
+    mut k: Vec<f32>,
+    rows: &[f32],
+    layer: usize,
+    slots: &[i64],
+    dim: usize,
+) -> Vec<f32> {
     let layout = arena.layout();
     let strides = if dim == layout.shape().k_dim { layout.k_strides() } else { layout.v_strides() };
     for (row, &slot) in slots.iter().enumerate().filter(|(_, s)| **s >= 0) {
@@ -56,8 +63,10 @@ pub(super) fn scatter_takes_head_major_rows(b: &Bench) -> Outcome {
         Ok(b.upload(b.dtype, &[2, 3, dim], values)?.permute(&[1, 0, 2])?)
     };
     b.stream.scatter(&scatter(&arena, 0, heads_first(10, &k)?, heads_first(6, &v)?, &[1, 2, 30]))?;
-    let tokens_first: Vec<f32> =
-        (0..3).flat_map(|t| (0..2).flat_map(move |h| (0..10).map(move |i| (h * 3 + t) * 10 + i))).map(|i| k[i]).collect();
+    let tokens_first: Vec<f32> = (0..3)
+        .flat_map(|t| (0..2).flat_map(move |h| (0..10).map(move |i| (h * 3 + t) * 10 + i)))
+        .map(|i| k[i])
+        .collect();
     let empty = vec![0.0; arena.layout().k_bytes() * 8 / b.dtype.bits()];
     let expected = placed(&arena, empty, &rounded(b.dtype, &tokens_first), 0, &[1, 2, 30], 10);
     equal("K from head-major rows", &b.contents(&arena)?.0, &expected)
@@ -66,10 +75,20 @@ pub(super) fn scatter_takes_head_major_rows(b: &Bench) -> Outcome {
 pub(super) fn scatter_rounds_f32_rows(b: &Bench) -> Outcome {
     let arena = b.arena(BlockOrder::TokenMajor)?;
     let (k, v) = (numbers(8, 20), numbers(9, 12));
-    let rows = scatter(&arena, 0, b.upload(DType::F32, &[1, 2, 10], &k)?, b.upload(DType::F32, &[1, 2, 6], &v)?, &[5]);
+    let rows = scatter(
+        &arena,
+        0,
+        b.upload(DType::F32, &[1, 2, 10], &k)?,
+        b.upload(DType::F32, &[1, 2, 6], &v)?,
+        &[5],
+    );
     b.stream.scatter(&rows)?;
     let empty = vec![0.0; arena.layout().k_bytes() * 8 / b.dtype.bits()];
-    equal("K rounded to nearest even", &b.contents(&arena)?.0, &placed(&arena, empty, &rounded(b.dtype, &k), 0, &[5], 10))
+    equal(
+        "K rounded to nearest even",
+        &b.contents(&arena)?.0,
+        &placed(&arena, empty, &rounded(b.dtype, &k), 0, &[5], 10),
+    )
 }
 
 pub(super) fn scatter_keeps_nan_and_infinity(b: &Bench) -> Outcome {
@@ -77,7 +96,13 @@ pub(super) fn scatter_keeps_nan_and_infinity(b: &Bench) -> Outcome {
     let mut k = vec![1.0; 20];
     (k[0], k[7], k[19]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
     let v = vec![f32::NAN; 12];
-    b.stream.scatter(&scatter(&arena, 0, b.upload(b.dtype, &[1, 2, 10], &k)?, b.upload(b.dtype, &[1, 2, 6], &v)?, &[0]))?;
+    b.stream.scatter(&scatter(
+        &arena,
+        0,
+        b.upload(b.dtype, &[1, 2, 10], &k)?,
+        b.upload(b.dtype, &[1, 2, 6], &v)?,
+        &[0],
+    ))?;
     let (stored, values) = b.contents(&arena)?;
     equal("K", &stored[..20], &k)?;
     equal("V", &values[..12], &v)

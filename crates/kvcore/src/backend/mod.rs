@@ -19,7 +19,7 @@ use crate::tensor::TensorView;
 
 mod counters;
 
-pub use counters::{Counters, CounterSnapshot};
+pub use counters::{CounterSnapshot, Counters};
 
 /// Which memory a storage lies in. A disk is a tier below, not a memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -225,7 +225,8 @@ impl State {
 
     /// Recounts everything from the blocks themselves.
     pub(super) fn check(&self, start: u32) -> std::result::Result<(), String> {
-        let mut seen = PoolCounts { total: self.meta.len(), evictable: self.policy.len(), ..PoolCounts::default() };
+        let mut seen =
+            PoolCounts { total: self.meta.len(), evictable: self.policy.len(), ..PoolCounts::default() };
         let (mut keyed, mut evictable) = (0, 0);
         for (i, meta) in self.meta.iter().enumerate() {
             let id = BlockId(start + i as u32);
@@ -260,6 +261,10 @@ impl State {
         if evictable != self.policy.len() {
             return Err(format!("{evictable} blocks are evictable, the policy holds {}", self.policy.len()));
         }
-        if seen == self.counts() { Ok(()) } else { Err(format!("counted {seen:?}, kept {:?}", self.counts())) }
+        if seen == self.counts() {
+            Ok(())
+        } else {
+            Err(format!("counted {seen:?}, kept {:?}", self.counts()))
+        }
     }
 }

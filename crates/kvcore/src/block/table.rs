@@ -102,7 +102,11 @@ impl BlockTable {
     /// # Errors
     /// [`Error::OutOfRange`] past the end.
     pub fn slot(&self, token: usize) -> Result<i64> {
-        if token < self.len { Ok(self.slot_unchecked(token)) } else { Err(Error::range("token", token, self.len)) }
+        if token < self.len {
+            Ok(self.slot_unchecked(token))
+        } else {
+            Err(Error::range("token", token, self.len))
+        }
     }
 
     fn slot_unchecked(&self, token: usize) -> i64 {

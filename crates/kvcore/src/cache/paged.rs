@@ -257,7 +257,11 @@ mod tests {
         assert_eq!(cached, 0);
         let (b, cached) = fill(&mut cache, root, &tokens);
         assert_eq!(cached, 4, "the last block is computed again, so that there are logits");
-        assert_eq!(cache.blocks(a).unwrap()[..], cache.blocks(b).unwrap()[..], "and found to be the known one");
+        assert_eq!(
+            cache.blocks(a).unwrap()[..],
+            cache.blocks(b).unwrap()[..],
+            "and found to be the known one"
+        );
         let (c, cached) = fill(&mut cache, root, &[0, 1, 2, 3, 9, 9]);
         assert_eq!((cached, cache.pool().counts().shared), (4, 2));
         for id in [a, b, c] {

@@ -37,7 +37,15 @@ pub struct Segment {
 impl Segment {
     /// A segment with plain softmax semantics, used where it was stored.
     pub fn new(blocks: Arc<[BlockId]>, len: usize, logical_start: usize, stored_start: i64) -> Self {
-        Self { blocks, len, logical_start, stored_start, position_offset: 0, logit_scale: 1.0, merge_group: 0 }
+        Self {
+            blocks,
+            len,
+            logical_start,
+            stored_start,
+            position_offset: 0,
+            logit_scale: 1.0,
+            merge_group: 0,
+        }
     }
 
     /// The same tokens used `offset` positions further on.
@@ -129,10 +137,14 @@ impl Attend {
                 self.check_segment(segment)?;
             }
         }
-        let mut claimed: Vec<_> = self.batch.iter().map(|e| e.rows.clone()).filter(|r| !r.is_empty()).collect();
+        let mut claimed: Vec<_> =
+            self.batch.iter().map(|e| e.rows.clone()).filter(|r| !r.is_empty()).collect();
         claimed.sort_by_key(|r| r.start);
         if let Some(w) = claimed.windows(2).find(|w| w[0].end > w[1].start) {
-            return Err(Error::InvalidStrides { what: "batch", reason: format!("row {} is in two entries", w[1].start) });
+            return Err(Error::InvalidStrides {
+                what: "batch",
+                reason: format!("row {} is in two entries", w[1].start),
+            });
         }
         self.check_positions()
     }
@@ -148,7 +160,11 @@ impl Attend {
             innermost_dense("queries and output", view)?;
         }
         if heads == 0 || !heads.is_multiple_of(s.kv_heads) {
-            return Err(Error::Mismatch { what: "query heads as a multiple of kv_heads", expected: s.kv_heads, got: heads });
+            return Err(Error::Mismatch {
+                what: "query heads as a multiple of kv_heads",
+                expected: s.kv_heads,
+                got: heads,
+            });
         }
         if let Some(lse) = &self.lse {
             same("rank of lse [rows, heads]", 2, lse.shape().len())?;

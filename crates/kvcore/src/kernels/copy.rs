@@ -26,9 +26,10 @@ impl CopyBlocks {
         let mut written: Vec<BlockId> = self.pairs.iter().map(|&(_, dst)| dst).collect();
         written.sort_unstable();
         match self.pairs.iter().find(|(src, _)| written.binary_search(src).is_ok()) {
-            Some((src, _)) => {
-                Err(Error::InvalidStrides { what: "block copy", reason: format!("block {src} is source and destination") })
-            }
+            Some((src, _)) => Err(Error::InvalidStrides {
+                what: "block copy",
+                reason: format!("block {src} is source and destination"),
+            }),
             None => Ok(()),
         }
     }
@@ -72,7 +73,10 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, Block
     let mut written: Vec<BlockId> = pairs.iter().map(|&(_, to)| to).collect();
     written.sort_unstable();
     match written.windows(2).find(|w| w[0] == w[1]) {
-        Some(w) => Err(Error::InvalidStrides { what: "block copy", reason: format!("block {} is written twice", w[0]) }),
+        Some(w) => Err(Error::InvalidStrides {
+            what: "block copy",
+            reason: format!("block {} is written twice", w[0]),
+        }),
         None => Ok(()),
     }
 }

@@ -53,7 +53,11 @@ impl Gather {
         let s = self.arena.layout().shape();
         for view in [&self.k, &self.v] {
             if view.dtype() != s.dtype {
-                return Err(Error::DTypeMismatch { what: "gathered rows", expected: s.dtype, got: view.dtype() });
+                return Err(Error::DTypeMismatch {
+                    what: "gathered rows",
+                    expected: s.dtype,
+                    got: view.dtype(),
+                });
             }
         }
         if let Some(rotation) = &self.rotation {

@@ -76,7 +76,11 @@ impl KvArena {
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
         for (what, storage, bytes) in [("K", &k, layout.k_bytes()), ("V", &v, layout.v_bytes())] {
             if storage.len() < bytes {
-                return Err(Error::Mismatch { what: "bytes of the arena's storage", expected: bytes, got: storage.len() });
+                return Err(Error::Mismatch {
+                    what: "bytes of the arena's storage",
+                    expected: bytes,
+                    got: storage.len(),
+                });
             }
             let align = layout.shape().dtype.align();
             if storage.address() % align as u64 != 0 {

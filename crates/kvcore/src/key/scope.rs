@@ -126,7 +126,10 @@ mod tests {
     fn fields_do_not_run_into_each_other() {
         let ab = KeyScope::new("ab", b"c").root();
         assert_ne!(ab, KeyScope::new("a", b"bc").root());
-        assert_ne!(KeyScope::new("m", b"").tokenizer(b"x").root(), KeyScope::new("m", b"").tenant_salt(b"x").root());
+        assert_ne!(
+            KeyScope::new("m", b"").tokenizer(b"x").root(),
+            KeyScope::new("m", b"").tenant_salt(b"x").root()
+        );
     }
 
     #[test]

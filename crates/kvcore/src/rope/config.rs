@@ -80,7 +80,10 @@ impl RopeConfig {
     /// [`Error::InvalidRope`] for an odd rotary dimension or parameters out of their domain.
     pub fn frequencies(&self) -> Result<Vec<f32>> {
         if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
-            return Err(Error::InvalidRope(format!("rotary_dim {} is not even and positive", self.rotary_dim)));
+            return Err(Error::InvalidRope(format!(
+                "rotary_dim {} is not even and positive",
+                self.rotary_dim
+            )));
         }
         if !(self.theta.is_finite() && self.theta > 1.0) {
             return Err(Error::InvalidRope(format!("theta {} is not above 1", self.theta)));

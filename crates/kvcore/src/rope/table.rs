@@ -30,7 +30,8 @@ impl RopeTable {
     /// # Panics
     /// If the table was not asked for this position with [`Rope::table`].
     pub fn at(&self, position: i64, sin: &mut [f32]) -> &[f32] {
-        let row = position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
+        let row =
+            position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
         sin.copy_from_slice(&self.sin[row.clone()]);
         if position < 0 {
             sin.iter_mut().for_each(|s| *s = -*s);
@@ -187,7 +188,8 @@ mod tests {
     #[test]
     fn moving_a_key_equals_rotating_it_there() {
         for pairing in [Pairing::HalfSplit, Pairing::Interleaved] {
-            let rope = Rope::new(RopeConfig { rotary_dim: 6, pairing, ..RopeConfig::new(8, 500.0) }, 512).unwrap();
+            let rope =
+                Rope::new(RopeConfig { rotary_dim: 6, pairing, ..RopeConfig::new(8, 500.0) }, 512).unwrap();
             let table = rope.table([511]).unwrap();
             let original: Vec<f32> = (0..8).map(|i| (i as f32 * 1.3).cos()).collect();
             let turn = |row: &mut Vec<f32>, by: i64| {

@@ -45,7 +45,11 @@ impl TensorView {
     ) -> Result<Self> {
         crate::error::same("rank of strides", shape.rank(), strides.rank())?;
         if storage.address() % dtype.align() as u64 != 0 {
-            return Err(Error::Misaligned { what: "storage", address: storage.address(), align: dtype.align() });
+            return Err(Error::Misaligned {
+                what: "storage",
+                address: storage.address(),
+                align: dtype.align(),
+            });
         }
         let view = Self { storage, dtype, shape, strides, offset };
         let end = dtype.bytes_for(view.end()?)?;
@@ -169,7 +173,10 @@ impl TensorView {
         for (to, &from) in axes.iter().enumerate() {
             let n = *self.shape.get(from).ok_or(Error::range("axis", from, self.shape.rank()))?;
             if std::mem::replace(&mut seen[from], true) {
-                return Err(Error::InvalidStrides { what: "permutation", reason: format!("axis {from} twice") });
+                return Err(Error::InvalidStrides {
+                    what: "permutation",
+                    reason: format!("axis {from} twice"),
+                });
             }
             (shape[to], strides[to]) = (n, self.strides[from]);
         }

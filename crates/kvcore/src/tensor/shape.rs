@@ -36,7 +36,9 @@ impl Dims {
         let mut next = 1usize;
         for axis in (0..self.rank).rev() {
             strides.values[axis] = next;
-            next = next.checked_mul(self.values[axis].max(1)).ok_or(Error::Overflow { what: "strides of a view" })?;
+            next = next
+                .checked_mul(self.values[axis].max(1))
+                .ok_or(Error::Overflow { what: "strides of a view" })?;
         }
         Ok(strides)
     }

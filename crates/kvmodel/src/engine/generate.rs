@@ -41,7 +41,8 @@ impl Engine {
                     max_positions: self.model.config().max_positions,
                 };
                 let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
-                let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
+                let (logical, position) =
+                    (assembly.plan().question_logical, assembly.plan().question_position);
                 let own = self.main.create(SequenceStart { logical, position })?;
                 let result = self.chunked(request, started, prompt, assembly, own, observer);
                 self.main.free(own)?;
@@ -109,7 +110,8 @@ impl Engine {
         let next = end_of(&input);
         let logits = self.forward(&[input], observer)?;
         self.main.commit(own, &tokens[cached..])?;
-        let prefilled = Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
+        let prefilled =
+            Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
         self.decode(request, started, tokens.len(), own, prefilled, observer)
     }
 

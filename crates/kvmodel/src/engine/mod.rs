@@ -78,7 +78,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool.
-    pub fn new(model: Model, backend: Arc<dyn Backend>, tokenizer: &[u8], config: &EngineConfig) -> Result<Self> {
+    pub fn new(
+        model: Model,
+        backend: Arc<dyn Backend>,
+        tokenizer: &[u8],
+        config: &EngineConfig,
+    ) -> Result<Self> {
         if !(0.0..1.0).contains(&config.chunk_share) {
             return Err(Error::Config(format!("chunk_share {} is not in 0..1", config.chunk_share)));
         }

@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, Execution};
-use kvchunk::{AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, ReuseCell};
+use kvchunk::{
+    AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, ReuseCell,
+};
 use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache,
-    Profiler, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, Logits, MemoryKind,
+    PagedKvCache, Profiler, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
@@ -51,7 +53,8 @@ impl Golden {
 pub(crate) fn load_model(name: &str) -> Model {
     let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
-    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32).expect("a model")
+    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32)
+        .expect("a model")
 }
 
 /// How a laboratory is made.
@@ -92,10 +95,14 @@ impl Lab {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
         // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
-        let layout = Arc::new(KvLayout::new(model.kv_shape(64 + setup.chunk_blocks as usize, 4, setup.dtype)).expect("a layout"));
+        let layout = Arc::new(
+            KvLayout::new(model.kv_shape(64 + setup.chunk_blocks as usize, 4, setup.dtype))
+                .expect("a layout"),
+        );
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).expect("memory");
         let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
-        let config = ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
+        let config =
+            ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
         let pool = BlockPool::new(64..64 + setup.chunk_blocks).expect("a pool");
         let chunks = ChunkCache::new(config, pool, 4).expect("a cache");
         let root = KeyScope::new(name, model.weights_digest()).root();
@@ -166,12 +173,24 @@ impl Lab {
         let mut all = Vec::new();
         for layer in 0..shape.num_layers {
             let rows = |dim| {
-                allocate_tensor(self.backend.as_ref(), MemoryKind::Device, shape.dtype, &[slots.len(), shape.kv_heads, dim])
-                    .expect("memory")
+                allocate_tensor(
+                    self.backend.as_ref(),
+                    MemoryKind::Device,
+                    shape.dtype,
+                    &[slots.len(), shape.kv_heads, dim],
+                )
+                .expect("memory")
             };
             let (k, v) = (rows(shape.k_dim), rows(shape.v_dim));
             let arena = self.main.arena().clone();
-            let op = Gather { arena, layer, slots: Arc::clone(&slots), k: k.clone(), v: v.clone(), rotation: None };
+            let op = Gather {
+                arena,
+                layer,
+                slots: Arc::clone(&slots),
+                k: k.clone(),
+                v: v.clone(),
+                rotation: None,
+            };
             self.stream.gather(&op).expect("a gather");
             for view in [k, v] {
                 let mut bytes = vec![0; view.dtype().bytes_for(view.len()).expect("a size")];
@@ -207,7 +226,10 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
 
 /// The golden of a cell under one mask and one set of positions.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
-    use kvchunk::{ComputeMode::{Alone, WithSystem}, PositionStrategy::{Overlapped, Sequential}};
+    use kvchunk::{
+        ComputeMode::{Alone, WithSystem},
+        PositionStrategy::{Overlapped, Sequential},
+    };
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",
         (Overlapped, Alone) => "overlapped_alone",

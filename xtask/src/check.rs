@@ -1,0 +1,120 @@
+//! `cargo xtask check`: everything about the code that is not its behaviour.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::run::{Result, cargo, cargo_command, has_tool, root, run};
+
+/// Longest source file.
+const MAX_LINES: usize = 600;
+
+/// Runs every check and reports all that failed.
+pub(crate) fn check() -> Result {
+    let steps: [(&str, fn() -> Result); 7] = [
+        ("formatting", || cargo(&["fmt", "--all", "--check"])),
+        ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
+        ("docs", docs),
+        ("feature combinations", features),
+        ("licences, bans, sources", licences),
+        ("file sizes", file_sizes),
+        ("the README's commands", readme),
+    ];
+    let mut failed = Vec::new();
+    for (name, step) in steps {
+        println!("check: {name}");
+        if let Err(message) = step() {
+            eprintln!("check: {name}: {message}");
+            failed.push(name);
+        }
+    }
+    if failed.is_empty() {
+        println!("check: all {} passed", steps.len());
+        Ok(())
+    } else {
+        Err(format!("failed: {}", failed.join(", ")))
+    }
+}
+
+fn docs() -> Result {
+    let mut command =
+        cargo_command(&["doc", "--workspace", "--no-deps", "--quiet", "--document-private-items"]);
+    command.env("RUSTDOCFLAGS", "-D warnings -A rustdoc::private_intra_doc_links");
+    run(&mut command, "cargo doc")
+}
+
+fn features() -> Result {
+    if !has_tool("hack") {
+        return Err("cargo-hack is missing: cargo install --locked cargo-hack".to_owned());
+    }
+    let args = ["hack", "check", "--quiet", "--workspace", "--feature-powerset", "--no-dev-deps"];
+    let mut command = cargo_command(&args);
+    command.env("RUSTFLAGS", "-D warnings");
+    // Its own folder: other flags would rebuild everything else.
+    command.env("CARGO_TARGET_DIR", root().join("target/hack"));
+    run(&mut command, "cargo hack")
+}
+
+fn licences() -> Result {
+    if !has_tool("deny") {
+        return Err("cargo-deny is missing: cargo install --locked cargo-deny".to_owned());
+    }
+    cargo(&["deny", "--log-level", "error", "check", "bans", "licenses", "sources"])
+}
+
+/// Files that git tracks, so that build output and scratch files do not count.
+fn tracked(endings: &[&str]) -> Result<Vec<String>> {
+    let output = Command::new("git")
+        .args(["ls-files"])
+        .current_dir(root())
+        .output()
+        .map_err(|e| format!("`git ls-files` cannot be run: {e}"))?;
+    let files = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(files.lines().filter(|f| endings.iter().any(|e| f.ends_with(e))).map(str::to_owned).collect())
+}
+
+fn file_sizes() -> Result {
+    let mut long = Vec::new();
+    for file in tracked(&[".rs", ".py"])? {
+        let lines = fs::read_to_string(root().join(&file)).map_or(0, |text| text.lines().count());
+        if lines > MAX_LINES {
+            long.push(format!("{file} has {lines} lines"));
+        }
+    }
+    if long.is_empty() { Ok(()) } else { Err(format!("more than {MAX_LINES} lines: {}", long.join(", "))) }
+}
+
+/// Every command in a `sh` block of the README stands in the script that CI runs.
+fn readme() -> Result {
+    let read = |name: &str| fs::read_to_string(root().join(name)).map_err(|e| format!("{name}: {e}"));
+    let (readme, script) = (read("README.md")?, read(".ci/run")?);
+    let missing: Vec<&str> = commands(&readme).filter(|c| !script.lines().any(|l| l.trim() == *c)).collect();
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("not in {}: {}", Path::new(".ci/run").display(), missing.join("; ")))
+    }
+}
+
+/// Lines of ```sh blocks that are no comments.
+fn commands(markdown: &str) -> impl Iterator<Item = &str> {
+    let mut inside = false;
+    markdown.lines().map(str::trim).filter(move |line| {
+        if line.starts_with("```") {
+            inside = *line == "```sh";
+            return false;
+        }
+        inside && !line.is_empty() && !line.starts_with('#')
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_lines_of_shell_blocks() {
+        let text = "a\n```sh\n# comment\ncargo x\n```\n```rust\nlet a;\n```\n```sh\nkvc y\n```\n";
+        assert_eq!(commands(text).collect::<Vec<_>>(), ["cargo x", "kvc y"]);
+    }
+}

@@ -1,0 +1,59 @@
+//! `cargo xtask`: what CI and developers run. Nothing here installs anything; a tool that is missing
+//! is named with the command that brings it.
+
+mod bench;
+mod check;
+mod run;
+mod sanitize;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Tasks of this workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// All tests, and one line that counts them.
+    Test,
+    /// Formatting, lints, docs, every feature combination, licences, file sizes, the README's commands.
+    Check,
+    /// The conformance suite on one backend, as a table.
+    Conform {
+        /// Which backend.
+        #[arg(long, default_value = "cpu")]
+        backend: String,
+    },
+    /// All benchmarks of this machine, as one table of ratios.
+    Bench(bench::BenchArgs),
+    /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
+    Sanitize,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().task {
+        Task::Test => test::test(),
+        Task::Check => check::check(),
+        Task::Conform { backend } => conform(&backend),
+        Task::Bench(args) => bench::bench(&args),
+        Task::Sanitize => sanitize::sanitize(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("xtask: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn conform(backend: &str) -> run::Result {
+    run::cargo(&["run", "--quiet", "-p", "kvconform", "--example", "conform", "--", "--backend", backend])
+}
