@@ -41,9 +41,10 @@ struct Sweep {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result {
-    let (mib, ttft): (&str, &[&str]) = match args.quick {
-        true => ("16", &["--layers", "2", "--hidden", "128", "--tokens", "64"]),
-        false => ("1024", &["--layers", "8", "--hidden", "1024", "--tokens", "512"]),
+    let (mib, ttft): (&str, &[&str]) = if args.quick {
+        ("16", &["--layers", "2", "--hidden", "128", "--tokens", "64"])
+    } else {
+        ("1024", &["--layers", "8", "--hidden", "1024", "--tokens", "512"])
     };
     let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", &["--mib", mib])?;
     rows.extend(run_bench("kvmodel", "ttft", ttft)?);

@@ -9,9 +9,12 @@ use crate::run::{Result, cargo, cargo_command, has_tool, root, run};
 /// Longest source file.
 const MAX_LINES: usize = 600;
 
+/// One check.
+type Step = fn() -> Result;
+
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, fn() -> Result); 7] = [
+    let steps: [(&str, Step); 7] = [
         ("formatting", || cargo(&["fmt", "--all", "--check"])),
         ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
         ("docs", docs),
@@ -96,7 +99,7 @@ fn readme() -> Result {
     }
 }
 
-/// Lines of ```sh blocks that are no comments.
+/// Lines of the shell blocks of a Markdown text that are no comments.
 fn commands(markdown: &str) -> impl Iterator<Item = &str> {
     let mut inside = false;
     markdown.lines().map(str::trim).filter(move |line| {

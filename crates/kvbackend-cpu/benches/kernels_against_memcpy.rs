@@ -4,6 +4,7 @@
 //! Prints one JSON object a line: `{"what", "size", "unit", "seconds", "limit", "limit_seconds",
 //! "ratio"}`, where a ratio of 1 means as fast as the limit; rows that differ in `size` only are a
 //! sweep. `--mib N` sets the largest size of each side (default 64).
+#![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::hint::black_box;
 use std::sync::Arc;

@@ -44,6 +44,7 @@ pub(crate) struct DemoArgs {
 }
 
 /// Options of `kvc run`.
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -16,7 +16,8 @@ fn main() -> ExitCode {
     };
     let backends: Vec<_> = BACKENDS.iter().filter(|b| b.name == wanted).collect();
     if backends.is_empty() {
-        let known: Vec<_> = BACKENDS.iter().map(|b| b.name).collect();
+        let mut known: Vec<_> = BACKENDS.iter().map(|b| b.name).collect();
+        known.dedup();
         eprintln!("no backend {wanted:?} in this build; it has {}", known.join(", "));
         return ExitCode::from(2);
     }
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
                     Ok(bench) => (case.run)(&bench).map_err(|failure| failure.to_string()),
                     Err(error) => Err(error.to_string()),
                 };
-                line += &format!(" {dtype} {}", if outcome.is_ok() { "ok  " } else { "FAIL" });
+                let verdict = if outcome.is_ok() { "ok  " } else { "FAIL" };
+                line.extend([" ", dtype.name(), " ", verdict]);
                 match outcome {
                     Ok(()) => passed += 1,
                     Err(failure) => failures.push(format!("    {dtype}: {failure}")),
@@ -40,7 +42,9 @@ fn main() -> ExitCode {
             }
             println!("{line}");
             failed += failures.len();
-            failures.iter().for_each(|failure| println!("{failure}"));
+            for failure in &failures {
+                println!("{failure}");
+            }
         }
     }
     println!("{passed} passed, {failed} failed");

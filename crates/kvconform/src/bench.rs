@@ -169,7 +169,8 @@ pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32
     }
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let same = a == e || (a.is_nan() && e.is_nan());
-        if !same && !((a - e).abs() <= tolerance * e.abs().max(1.0)) {
+        let near = (a - e).abs() <= tolerance * e.abs().max(1.0);
+        if !same && !near {
             return Err(Failure(format!("{what}: element {i} is {a}, expected {e} within {tolerance}")));
         }
     }

@@ -121,11 +121,11 @@ impl KvLayout {
     ///
     /// # Errors
     /// [`Error::NotEnoughMemory`] when the budget does not hold one block.
-    pub fn within_budget(shape: KvShape, budget: usize) -> Result<Self> {
+    pub fn within_budget(shape: &KvShape, budget: usize) -> Result<Self> {
         let block_bytes = Self::new(KvShape { num_blocks: 1, ..shape.clone() })?.block_bytes;
         match budget / block_bytes {
             0 => Err(Error::NotEnoughMemory { budget, block_bytes }),
-            num_blocks => Self::new(KvShape { num_blocks, ..shape }),
+            num_blocks => Self::new(KvShape { num_blocks, ..shape.clone() }),
         }
     }
 
@@ -272,11 +272,11 @@ mod tests {
     #[test]
     fn a_budget_is_the_total_over_layers_and_never_exceeded() {
         let one = KvLayout::new(KvShape { num_blocks: 1, ..shape() }).unwrap().block_bytes();
-        let layout = KvLayout::within_budget(shape(), 5 * one + one / 2).unwrap();
+        let layout = KvLayout::within_budget(&shape(), 5 * one + one / 2).unwrap();
         assert_eq!(layout.shape().num_blocks, 5);
         assert!(layout.k_bytes() + layout.v_bytes() <= 5 * one + one / 2);
         assert_eq!(
-            KvLayout::within_budget(shape(), one - 1),
+            KvLayout::within_budget(&shape(), one - 1),
             Err(Error::NotEnoughMemory { budget: one - 1, block_bytes: one })
         );
     }

@@ -18,6 +18,7 @@ pub enum Family {
 }
 
 /// What the forward pass needs to know of a model.
+#[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// The family.
@@ -55,6 +56,7 @@ pub struct ModelConfig {
 }
 
 /// The fields read from the file; everything else in it is ignored.
+#[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Deserialize)]
 struct Raw {
     model_type: String,
@@ -153,7 +155,7 @@ impl ModelConfig {
         })
     }
 
-    /// Adds the end tokens of a generation_config.json.
+    /// Adds the end tokens of a `generation_config.json`.
     pub fn add_generation_config(&mut self, text: &str) -> Result<()> {
         let value: Value =
             serde_json::from_str(text).map_err(|e| Error::Config(format!("generation: {e}")))?;

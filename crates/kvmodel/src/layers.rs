@@ -34,10 +34,10 @@ enum Matrix {
 }
 
 impl Matrix {
-    fn new(weight: Tensor, format: WeightFormat) -> Result<Self> {
+    fn new(weight: &Tensor, format: WeightFormat) -> Result<Self> {
         let width = weight.dim(1)?;
         if format == WeightFormat::Q8 && width.is_multiple_of(GgmlDType::Q8_0.block_size()) {
-            let quantised = QTensor::quantize(&weight, GgmlDType::Q8_0)?;
+            let quantised = QTensor::quantize(weight, GgmlDType::Q8_0)?;
             Ok(Self::Quantised(QMatMul::from_arc(Arc::new(quantised))?))
         } else {
             Ok(Self::Dense(weight.t()?))
@@ -46,7 +46,7 @@ impl Matrix {
 }
 
 impl Linear {
-    pub(crate) fn new(weight: Tensor, bias: Option<Tensor>, format: WeightFormat) -> Result<Self> {
+    pub(crate) fn new(weight: &Tensor, bias: Option<Tensor>, format: WeightFormat) -> Result<Self> {
         Ok(Self { weight: Matrix::new(weight, format)?, bias })
     }
 
@@ -60,7 +60,7 @@ impl Linear {
     ) -> Result<Self> {
         let weight = w.take(&format!("{name}.weight"), &[out, input])?;
         let bias = if bias { Some(w.take(&format!("{name}.bias"), &[out])?) } else { None };
-        Self::new(weight, bias, format)
+        Self::new(&weight, bias, format)
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {

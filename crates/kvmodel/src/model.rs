@@ -73,7 +73,7 @@ impl Model {
         };
         let rope = Arc::new(Rope::new(config.rope, config.max_positions)?);
         let digest = *w.digest();
-        Ok(Self { embedding, layers, norm, head: Linear::new(head, None, format)?, rope, digest, config })
+        Ok(Self { embedding, layers, norm, head: Linear::new(&head, None, format)?, rope, digest, config })
     }
 
     /// The configuration.
@@ -135,7 +135,7 @@ impl Model {
             staging.store(device, &self.rope, index, &rows, &qkv.k, &qkv.v)?;
             let (at, groups) = match &narrowed {
                 Some(n) => (&n.rows, &n.batch),
-                None => (&rows.rows, &rows.batch),
+                None => (&rows.queries, &rows.batch),
             };
             if at.is_empty() {
                 device.stream.synchronize()?;
@@ -159,7 +159,7 @@ impl Model {
 /// The rows of a batch, laid after one another.
 struct Rows {
     tokens: Vec<u32>,
-    rows: Arc<[QueryRow]>,
+    queries: Arc<[QueryRow]>,
     positions: Arc<[i64]>,
     slots: SlotMapping,
     batch: Arc<[AttendRows]>,
@@ -197,7 +197,7 @@ impl Rows {
             slots: SlotMapping::concat(batch.iter().map(|s| &s.slots)),
             batch: entries.into(),
             tokens,
-            rows,
+            queries: rows,
             logits,
         })
     }
@@ -211,7 +211,7 @@ impl Rows {
             batch.push(AttendRows { rows: range, segments: Arc::clone(&entry.segments) });
         }
         Ok(Wanted {
-            rows: index.iter().map(|&row| self.rows[row as usize]).collect(),
+            rows: index.iter().map(|&row| self.queries[row as usize]).collect(),
             batch: batch.into(),
             index: Tensor::from_vec(index.clone(), index.len(), &Device::Cpu)?,
         })

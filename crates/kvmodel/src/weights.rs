@@ -21,7 +21,7 @@ pub struct Weights {
 enum Source {
     Files(BTreeMap<String, Tensor>),
     /// Whatever is asked for, drawn from this generator.
-    Random(StdRng),
+    Random(Box<StdRng>),
 }
 
 impl Weights {
@@ -64,7 +64,7 @@ impl Weights {
     /// that keep the size of what goes through them.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
-        Self { source: Source::Random(StdRng::seed_from_u64(seed)), digest }
+        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
     }
 
     /// Hash of all files: part of the model's identity in keys.

@@ -1,4 +1,5 @@
 //! Requests from start to end: reuse changes no token, and bad input holds no block.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! Logits against Hugging Face transformers: ordinary prompts, and every cell of the table "when is
 //! reuse exact?" of `docs/exactness.md`.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! The rules of chunk reuse, one test each, named after the rule.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
@@ -42,8 +43,8 @@ fn rule_2_purity_bytes_depend_on_the_key_alone() {
         let first = stored(&[], with_chunks(&golden, vec![chunk.clone()]), 0);
         // After other requests, the system prompt cached: the same batch shape but for that.
         let others = with_chunks(&golden, vec![prompt.chunks()[0].clone(), prompt.chunks()[2].clone()]);
-        let later = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
-        let again = stored(&[others.clone()], with_chunks(&golden, vec![chunk.clone()]), 0);
+        let later = stored(std::slice::from_ref(&others), with_chunks(&golden, vec![chunk.clone()]), 0);
+        let again = stored(std::slice::from_ref(&others), with_chunks(&golden, vec![chunk.clone()]), 0);
         assert_eq!(later, again, "bit for bit for one batch shape");
         let among =
             stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);

@@ -29,7 +29,7 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
     for plane in planes(&op.arena, &op.k, &op.v) {
         dispatch!(cache, T => {
             if plane.rows.dtype() == DType::F32 {
-                scatter_plane::<f32, T>(op, &plane, |x| T::from_f32(x))
+                scatter_plane::<f32, T>(op, &plane, T::from_f32)
             } else {
                 scatter_plane::<T, T>(op, &plane, |x| x)
             }

@@ -71,7 +71,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
 /// The questions, each with the documents in another order.
 fn trials() -> Result<Vec<Trial>> {
     let lines = embedded::QUESTIONS.lines().filter(|line| !line.trim().is_empty());
-    lines
+    let trials: Result<Vec<Trial>> = lines
         .enumerate()
         .map(|(i, line)| {
             let (question, expected) = line
@@ -85,11 +85,12 @@ fn trials() -> Result<Vec<Trial>> {
             }
             Ok(Trial { order, question: question.trim(), expected: expected.trim() })
         })
-        .collect::<Result<Vec<_>>>()
-        .and_then(|trials| match trials.is_empty() {
-            true => Err(Error::Demo("examples/questions.txt has no question".to_owned())),
-            false => Ok(trials),
-        })
+        .collect();
+    let trials = trials?;
+    if trials.is_empty() {
+        return Err(Error::Demo("examples/questions.txt has no question".to_owned()));
+    }
+    Ok(trials)
 }
 
 fn prompt_text(trial: &Trial) -> String {

@@ -156,7 +156,7 @@ pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
     trial.check(b, "rows that see nothing")?;
     equal("output", &b.download(&trial.op.out)?, &vec![0.0; 2 * HEADS * 6])?;
     if let Some(lse) = &trial.op.lse {
-        equal("log-sum-exp", &b.download(lse)?, &vec![f32::NEG_INFINITY; 2 * HEADS])?;
+        equal("log-sum-exp", &b.download(lse)?, &[f32::NEG_INFINITY; 2 * HEADS])?;
     }
     Ok(())
 }

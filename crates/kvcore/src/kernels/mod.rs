@@ -83,7 +83,7 @@ impl KvArena {
                 });
             }
             let align = layout.shape().dtype.align();
-            if storage.address() % align as u64 != 0 {
+            if !storage.address().is_multiple_of(align as u64) {
                 return Err(Error::Misaligned { what, address: storage.address(), align });
             }
         }

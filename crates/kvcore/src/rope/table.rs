@@ -34,7 +34,9 @@ impl RopeTable {
             position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
         sin.copy_from_slice(&self.sin[row.clone()]);
         if position < 0 {
-            sin.iter_mut().for_each(|s| *s = -*s);
+            for s in sin.iter_mut() {
+                *s = -*s;
+            }
         }
         &self.cos[row]
     }

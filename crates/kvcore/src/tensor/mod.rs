@@ -44,7 +44,7 @@ impl TensorView {
         offset: usize,
     ) -> Result<Self> {
         crate::error::same("rank of strides", shape.rank(), strides.rank())?;
-        if storage.address() % dtype.align() as u64 != 0 {
+        if !storage.address().is_multiple_of(dtype.align() as u64) {
             return Err(Error::Misaligned {
                 what: "storage",
                 address: storage.address(),
@@ -61,7 +61,7 @@ impl TensorView {
 
     /// One past the last element that the view can touch; its offset if it is empty.
     fn end(&self) -> Result<usize> {
-        if self.shape.iter().any(|&n| n == 0) {
+        if self.shape.contains(&0) {
             return Ok(self.offset);
         }
         let mut last = self.offset;

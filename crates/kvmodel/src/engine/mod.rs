@@ -164,7 +164,7 @@ fn layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
     let blocks = (8 * model.config().max_positions).div_ceil(config.block_size).max(2);
     let shape = model.kv_shape(blocks, config.block_size, config.kv_dtype);
     let Some(budget) = config.kv_memory else { return Ok(KvLayout::new(shape)?) };
-    let layout = KvLayout::within_budget(shape, budget)?;
+    let layout = KvLayout::within_budget(&shape, budget)?;
     if layout.shape().num_blocks < 2 {
         return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes: 2 * layout.block_bytes() }.into());
     }
