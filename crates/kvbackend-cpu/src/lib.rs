@@ -18,6 +18,11 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+/// The README's example compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 mod element;
 mod kernels;
 mod memory;

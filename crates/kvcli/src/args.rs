@@ -104,7 +104,7 @@ pub(crate) struct RunArgs {
     pub(crate) max_new_tokens: usize,
 
     /// 0 takes the most likely token; above 0, tokens are drawn.
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     pub(crate) temperature: f32,
 
     /// Seed of the draw.

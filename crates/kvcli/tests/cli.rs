@@ -1,0 +1,259 @@
+//! The program as a user meets it: output, exit codes, and errors that say what to do.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+const SYSTEM: &str = "you answer questions from short documents .";
+const A: &str = "alba is red . bora is same .";
+const B: &str = "cedo is blue . dilan is small .";
+
+fn kvc(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn prompt(parts: &[&str]) -> String {
+    parts.join("##")
+}
+
+fn json(args: &[&str]) -> Value {
+    let output = kvc(&[&["run", "--json"], args].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
+}
+
+/// The command fails with `code`, says `expected` on standard error, and nothing on standard output.
+fn fails(args: &[&str], code: i32, expected: &str) {
+    let output = kvc(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+    assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+}
+
+fn model_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
+}
+
+/// A copy of the shipped model in which `change` may break something.
+fn broken(change: impl FnOnce(&Path)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(model_dir().join(name), dir.path().join(name)).unwrap();
+    }
+    change(dir.path());
+    dir
+}
+
+fn edit(dir: &Path, name: &str, from: &str, to: &str) {
+    let text = fs::read_to_string(dir.join(name)).unwrap();
+    assert!(text.contains(from), "{name} has no {from}");
+    fs::write(dir.join(name), text.replace(from, to)).unwrap();
+}
+
+#[test]
+fn the_demo_shows_right_answers_and_reuse() {
+    let output = kvc(&["demo"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    for expected in
+        ["6 of 6 answers are right", "6 of 6 equal", "6 hit, 0 missed", "0 hit, 6 missed", "harbour"]
+    {
+        assert!(text.contains(expected), "{expected:?} is not in\n{text}");
+    }
+    let rows: Value = serde_json::from_slice(&kvc(&["demo", "--json"]).stdout).unwrap();
+    for row in &rows.as_array().unwrap()[1..] {
+        assert!(row["chunks"].as_array().unwrap().iter().all(|c| c["hit"] == true));
+        assert_eq!(row["computed_tokens"], 2);
+    }
+}
+
+#[test]
+fn warm_chunks_in_another_order_are_hits_and_give_the_tokens_of_a_cold_run() {
+    let (ask, warm) = (prompt(&[SYSTEM, A, B, "bora ?"]), prompt(&[SYSTEM, B, A, "cedo ?"]));
+    for positions in ["overlapped", "sequential"] {
+        for chunks in ["with-system", "alone"] {
+            for dtype in ["f32", "f16", "bf16"] {
+                let cell = ["--positions", positions, "--chunks", chunks, "--dtype", dtype, "--prompt", &ask];
+                let cold = json(&cell);
+                let warmed = json(&[&cell[..], &["--warm", &warm]].concat());
+                let none = json(&[&cell[..], &["--no-chunk-cache"]].concat());
+                assert_eq!(cold["text"], " red", "{cell:?}");
+                assert_eq!((&warmed["tokens"], &none["tokens"]), (&cold["tokens"], &cold["tokens"]));
+                assert!(warmed["chunks"].as_array().unwrap().iter().all(|c| c["hit"] == true));
+                assert!(cold["chunks"].as_array().unwrap().iter().all(|c| c["hit"] == false));
+                assert_eq!(
+                    (&cold["cached_tokens"], &none["cached_tokens"]),
+                    (&Value::from(0), &Value::from(0))
+                );
+                assert_eq!(
+                    warmed["cached_tokens"].as_u64().unwrap() + 2,
+                    warmed["prompt_tokens"].as_u64().unwrap()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_json_has_every_field_and_blocks_add_up() {
+    let row = json(&["--prompt", &prompt(&[SYSTEM, A, B, "cedo ?"]), "--profile"]);
+    assert_eq!(row["text"], " blue");
+    assert_eq!(row["tokens"].as_array().unwrap().len(), 1, "the stop token is left out");
+    assert_eq!(row["finish"], "stop");
+    assert_eq!(row["chunks"][0]["tokens"], 8);
+    assert!(row["ttft_ms"].as_f64().unwrap() > 0.0);
+    let blocks = &row["blocks"];
+    let sum: u64 =
+        ["free", "mutable", "complete", "shared", "cached"].iter().map(|k| blocks[k].as_u64().unwrap()).sum();
+    assert_eq!(Value::from(sum), blocks["total"]);
+    assert_eq!((&blocks["shared"], &blocks["mutable"]), (&Value::from(0), &Value::from(0)));
+    assert!(row["profile"]["attend"]["count"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn fewer_than_two_separators_are_an_ordinary_prompt() {
+    let plain = json(&["--prompt", &format!("{SYSTEM} {A} ## bora ?"), "--max-new-tokens", "2"]);
+    assert_eq!(plain["chunks"], Value::Array(vec![]));
+    let full = json(&["--prompt", &prompt(&[SYSTEM, A, B, "bora ?"]), "--full-attention"]);
+    assert_eq!((&full["text"], &full["chunks"]), (&Value::from(" red"), &Value::Array(vec![])));
+    let other = json(&["--prompt", &[SYSTEM, A, B, "bora ?"].join("|"), "--separator", "|"]);
+    assert_eq!(other["chunks"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn prompts_come_from_files_and_standard_input_too() {
+    let text = prompt(&[SYSTEM, A, B, "dilan ?"]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompt.txt");
+    fs::write(&file, &text).unwrap();
+    let from_file = json(&["--prompt-file", file.to_str().unwrap()]);
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
+        .args(["run", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(from_file["text"], " small");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "small\n");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("first token after"));
+}
+
+#[test]
+fn model_directories_load_with_shards_chat_and_eight_bit_weights() {
+    let dir = broken(|dir| {
+        let bytes = fs::read(dir.join("model.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let mut map = serde_json::Map::new();
+        for part in 0..2 {
+            let name = format!("model-{part}.safetensors");
+            let tensors: Vec<_> =
+                file.iter().enumerate().filter(|(i, _)| i % 2 == part).map(|(_, t)| t).collect();
+            for (tensor, _) in &tensors {
+                map.insert((*tensor).to_owned(), Value::from(name.clone()));
+            }
+            fs::write(dir.join(&name), safetensors::serialize(tensors, None).unwrap()).unwrap();
+        }
+        let index = serde_json::json!({ "weight_map": map });
+        fs::write(dir.join("model.safetensors.index.json"), index.to_string()).unwrap();
+        fs::remove_file(dir.join("model.safetensors")).unwrap();
+    });
+    let model = dir.path().to_str().unwrap();
+    let text = prompt(&[SYSTEM, A, B, "cedo ?"]);
+    for more in [&[][..], &["--chat"], &["--weights", "q8"], &["--temperature", "0.01", "--seed", "7"]] {
+        let row = json(&[&["--model", model, "--prompt", &text], more].concat());
+        assert_eq!(row["text"], " blue", "{more:?}");
+    }
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    for (args, expected) in [
+        (&["run"][..], "--prompt"),
+        (&["run", "--prompt", "a", "--prompt-file", "b"], "cannot be used with"),
+        (&["run", "--prompt", "a", "--backend", "abacus"], "abacus"),
+        (&["run", "--prompt", "a", "--dtype", "f64"], "f64"),
+        (&["run", "--prompt", "a", "--temperature", "-1"], "temperature"),
+        (&["run", "--prompt", "a", "--positions", "absolute"], "overlapped"),
+        (&["fly"], "fly"),
+    ] {
+        fails(args, 2, expected);
+    }
+}
+
+#[test]
+fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
+    let long = prompt(&[SYSTEM, &"alba is red . ".repeat(600), "alba ?"]);
+    for (text, expected) in [
+        ("", "the prompt is empty"),
+        ("##a##b", "system prompt is empty"),
+        ("a####b", "chunk 1 is empty"),
+        ("a##b##", "question is empty"),
+        (&long, "the prompt needs position 2408, the model has 2048"),
+    ] {
+        fails(&["run", "--json", "--prompt", text], 1, expected);
+    }
+    fails(&["run", "--prompt", "a##b##c", "--separator", ""], 1, "separator is empty");
+    fails(&["run", "--prompt-file", "/no/such/file"], 1, "/no/such/file");
+    fails(&["run", "--prompt", "a", "--block-size", "0"], 1, "block_size must be at least 1");
+    fails(&["run", "--prompt", "a", "--kv-memory", "0"], 1, "not enough memory");
+    let chunks = prompt(&[SYSTEM, &"alba is red . ".repeat(200), "alba ?"]);
+    fails(&["run", "--prompt", &chunks, "--kv-memory", "1"], 1, "out of blocks");
+}
+
+#[test]
+fn bad_model_directories_are_exit_code_1_and_name_the_file() {
+    fails(&["run", "--model", "/no/such/dir", "--prompt", "a"], 1, "/no/such/dir");
+    let run = |dir: &tempfile::TempDir, expected: &str| {
+        fails(&["run", "--json", "--model", dir.path().to_str().unwrap(), "--prompt", "alba ?"], 1, expected);
+    };
+    run(&tempfile::tempdir().unwrap(), "config.json");
+    run(&broken(|d| edit(d, "config.json", "\"llama\"", "\"gpt2\"")), "gpt2");
+    run(&broken(|d| edit(d, "config.json", "\"hidden_size\": 64", "\"hidden_size\": 65")), "shape");
+    run(&broken(|d| edit(d, "config.json", "{", "[")), "config.json");
+    run(&broken(|d| fs::remove_file(d.join("tokenizer.json")).unwrap()), "tokenizer.json");
+    run(&broken(|d| fs::write(d.join("tokenizer.json"), "{}").unwrap()), "tokenizer.json");
+    run(&broken(|d| fs::remove_file(d.join("model.safetensors")).unwrap()), "model.safetensors.index.json");
+    run(
+        &broken(|d| {
+            let bytes = fs::read(d.join("model.safetensors")).unwrap();
+            fs::write(d.join("model.safetensors"), &bytes[..bytes.len() - 100]).unwrap();
+        }),
+        "not a valid safetensors file",
+    );
+    let vocabulary = broken(|d| {
+        let text = fs::read_to_string(d.join("tokenizer.json")).unwrap();
+        let mut tokenizer: Value = serde_json::from_str(&text).unwrap();
+        tokenizer["model"]["vocab"]["Ġalba"] = Value::from(5000);
+        fs::write(d.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    });
+    run(&vocabulary, "token id 5000 is outside the vocabulary");
+}
+
+#[test]
+fn no_end_token_means_that_only_limits_end_an_answer() {
+    let dir = broken(|d| {
+        let text = fs::read_to_string(d.join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config["eos_token_id"] = Value::Null;
+        fs::write(d.join("config.json"), config.to_string()).unwrap();
+    });
+    let text = prompt(&[SYSTEM, A, B, "cedo ?"]);
+    let row = json(&["--model", dir.path().to_str().unwrap(), "--prompt", &text, "--max-new-tokens", "5"]);
+    assert_eq!((row["tokens"].as_array().unwrap().len(), &row["finish"]), (5, &Value::from("length")));
+}
+
+#[test]
+fn the_help_teaches() {
+    for (args, expected) in [(&["--help"][..], "SYSTEM ## DOCUMENT"), (&["run", "--help"], "Examples:")] {
+        let output = kvc(args);
+        assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains(expected));
+    }
+}
