@@ -108,7 +108,8 @@ impl Assembler<'_> {
     /// what the chunk pool does not take. Nothing is held then.
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         let plan = PositionPlan::new(prompt, self.cell, self.max_positions)?;
-        let system_root = self.chunks.map(|_| self.root.derive("kvchunk system v1"));
+        // The same chain as an ordinary prompt that begins with the system prompt.
+        let system_root = self.chunks.map(|_| self.root);
         let system = self.main.fill_prefix(system_root, prompt.system())?;
         let mut assembly = Assembly {
             reused_tokens: system.cached(),

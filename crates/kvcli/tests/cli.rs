@@ -196,6 +196,7 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
         ("##a##b", "system prompt is empty"),
         ("a####b", "chunk 1 is empty"),
         ("a##b##", "question is empty"),
+        ("####", "system prompt is empty"),
         (&long, "the prompt needs position 2408, the model has 2048"),
     ] {
         fails(&["run", "--json", "--prompt", text], 1, expected);

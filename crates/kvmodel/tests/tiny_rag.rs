@@ -59,6 +59,9 @@ impl World {
     }
 }
 
+/// What a cell changes of a request.
+type Change = Box<dyn Fn(&mut Request)>;
+
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
 }
@@ -90,7 +93,7 @@ fn local_questions_are_answered_under_full_attention_and_in_every_exact_cell() {
         ModelDirectory::load(&folder(), WeightFormat::F32, &mut |_, _| ()).unwrap();
     let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &EngineConfig::default()).unwrap();
     let world = World::load();
-    let cells: [(&str, Box<dyn Fn(&mut Request)>); 4] = [
+    let cells: [(&str, Change); 4] = [
         ("full attention", Box::new(|r| r.full_attention = true)),
         ("overlapped, with-system", Box::new(|r| r.cell = ReuseCell::ALL[0])),
         ("overlapped, alone", Box::new(|r| r.cell = ReuseCell::ALL[1])),

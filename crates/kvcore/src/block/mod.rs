@@ -13,6 +13,25 @@
 //! illegal step does not compile. Dropping a guard returns the block; there is no other way to free
 //! one, hence no double free. What keeps a block without holders alive is a *claim*: its key in the
 //! pool's index (evictable by the pool), or a [`RetainedRun`] held by a cache that evicts by itself.
+//!
+//! A block cannot be filled after it was completed:
+//!
+//! ```compile_fail,E0382
+//! let pool = kvcore::BlockPool::new(0..1)?;
+//! let block = pool.allocate(1)?.remove(0);
+//! let complete = block.complete();
+//! block.complete(); // moved
+//! # Ok::<(), kvcore::Error>(())
+//! ```
+//!
+//! and a shared one offers no way back to a mutable one:
+//!
+//! ```compile_fail,E0599
+//! let pool = kvcore::BlockPool::new(0..1)?;
+//! let shared = pool.allocate(1)?.remove(0).complete().share();
+//! shared.complete();
+//! # Ok::<(), kvcore::Error>(())
+//! ```
 
 use std::fmt;
 

@@ -1,0 +1,140 @@
+//! The reference kernels on random shapes against the oracle in f64.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvconform::{Bench, oracle};
+use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter};
+use kvcore::{BlockId, BlockOrder, DType, KvArena, KvShape, Pairing, Rope, RopeConfig, Segment};
+use proptest::prelude::*;
+
+/// Numbers between −1 and 1 that every element type holds exactly.
+fn numbers(n: usize, seed: u64) -> Vec<f32> {
+    let step = |i: usize| (seed.wrapping_add(i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f32;
+    (0..n).map(|i| step(i) / 64.0 - 1.0).collect()
+}
+
+fn shape() -> impl Strategy<Value = KvShape> {
+    (1..3usize, 1..6usize, 1..7usize, 1..4usize, 1..20usize, 1..20usize, any::<bool>(), 0..3usize).prop_map(
+        |(num_layers, num_blocks, block_size, kv_heads, k_dim, v_dim, head_major, dtype)| KvShape {
+            num_layers,
+            num_blocks,
+            block_size,
+            kv_heads,
+            k_dim: 2 * k_dim,
+            v_dim,
+            dtype: DType::ALL[dtype],
+            order: if head_major { BlockOrder::HeadMajor } else { BlockOrder::TokenMajor },
+        },
+    )
+}
+
+/// Fills the arena through `scatter` and returns K and V by plane, as the oracle reads them.
+fn fill(b: &Bench, arena: &KvArena, seed: u64) -> (Vec<f32>, Vec<f32>) {
+    let (layout, s) = (arena.layout(), arena.layout().shape());
+    let slots: Arc<[i64]> = (0..layout.num_slots() as i64).collect();
+    let bits = s.dtype.bits();
+    let (mut k, mut v) = (vec![0.0; layout.k_bytes() * 8 / bits], vec![0.0; layout.v_bytes() * 8 / bits]);
+    for layer in 0..s.num_layers {
+        let rows = |dim: usize, seed| numbers(slots.len() * s.kv_heads * dim, seed);
+        let (rows_k, rows_v) = (rows(s.k_dim, seed + layer as u64), rows(s.v_dim, !seed - layer as u64));
+        for slot in 0..slots.len() {
+            for head in 0..s.kv_heads {
+                let (row, at) =
+                    (slot * s.kv_heads + head, |strides| oracle::index(layout, strides, layer, slot, head));
+                let (to_k, to_v) = (at(layout.k_strides()), at(layout.v_strides()));
+                k[to_k..to_k + s.k_dim].copy_from_slice(&rows_k[row * s.k_dim..][..s.k_dim]);
+                v[to_v..to_v + s.v_dim].copy_from_slice(&rows_v[row * s.v_dim..][..s.v_dim]);
+            }
+        }
+        let op = Scatter {
+            arena: arena.clone(),
+            layer,
+            k: b.upload(s.dtype, &[slots.len(), s.kv_heads, s.k_dim], &rows_k).unwrap(),
+            v: b.upload(s.dtype, &[slots.len(), s.kv_heads, s.v_dim], &rows_v).unwrap(),
+            slots: Arc::clone(&slots),
+        };
+        b.stream.scatter(&op).unwrap();
+    }
+    (k, v)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn gather_after_scatter_is_the_identity(shape in shape(), seed in any::<u32>(), picks in prop::collection::vec(-2i64..40, 1..20)) {
+        let b = Bench::new(CpuBackend::new(), shape.dtype).unwrap();
+        let arena = b.arena_of(shape.clone()).unwrap();
+        let (k, v) = fill(&b, &arena, u64::from(seed));
+        let slots: Arc<[i64]> = picks.iter().map(|&s| s % arena.layout().num_slots() as i64).collect();
+        let layer = seed as usize % shape.num_layers;
+        let rows = |dim| b.tensor(shape.dtype, &[slots.len(), shape.kv_heads, dim]).unwrap();
+        let (out_k, out_v) = (rows(shape.k_dim), rows(shape.v_dim));
+        let op = Gather { arena: arena.clone(), layer, slots: Arc::clone(&slots), k: out_k.clone(), v: out_v.clone(), rotation: None };
+        b.stream.gather(&op).unwrap();
+        for (out, all, strides, dim) in [
+            (b.download(&out_k).unwrap(), &k, arena.layout().k_strides(), shape.k_dim),
+            (b.download(&out_v).unwrap(), &v, arena.layout().v_strides(), shape.v_dim),
+        ] {
+            for (row, &slot) in slots.iter().enumerate() {
+                for head in 0..shape.kv_heads {
+                    let got = &out[(row * shape.kv_heads + head) * dim..][..dim];
+                    if slot < 0 {
+                        prop_assert!(got.iter().all(|&x| x == 0.0), "padding is left alone");
+                    } else {
+                        let at = oracle::index(arena.layout(), strides, layer, slot as usize, head);
+                        prop_assert_eq!(got, &all[at..at + dim]);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn attend_equals_the_oracle(
+        shape in shape(),
+        seed in any::<u32>(),
+        group in 1..4usize,
+        rows in prop::collection::vec((0..30usize, -5i64..60), 1..5),
+        cuts in prop::collection::vec((0..30usize, 0..20usize, -20i64..40, 0..6u8), 1..4),
+        window in prop::option::of(1..40usize),
+        interleaved in any::<bool>(),
+    ) {
+        let b = Bench::new(CpuBackend::new(), shape.dtype).unwrap();
+        let arena = b.arena_of(shape.clone()).unwrap();
+        let (k, v) = fill(&b, &arena, u64::from(seed));
+        let heads = group * shape.kv_heads;
+        let q = numbers(rows.len() * heads * shape.k_dim, u64::from(seed) + 7);
+        let all: Arc<[BlockId]> = (0..shape.num_blocks as u32).rev().map(BlockId).collect();
+        let segments: Arc<[Segment]> = cuts.iter().map(|&(logical, len, offset, scale)| {
+            let len = len.min(shape.num_blocks * shape.block_size);
+            let segment = Segment::new(Arc::clone(&all), len, logical, 3).at_offset(offset);
+            Segment { logit_scale: 0.5 + f32::from(scale) / 4.0, merge_group: usize::from(scale % 2), ..segment }
+        }).collect();
+        let pairing = if interleaved { Pairing::Interleaved } else { Pairing::HalfSplit };
+        let config = RopeConfig { pairing, ..RopeConfig::new(shape.k_dim, 100.0) };
+        let op = Attend {
+            layer: seed as usize % shape.num_layers,
+            q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(),
+            rope: Some(Arc::new(Rope::new(config, 200).unwrap())),
+            rows: rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
+            batch: [AttendRows { rows: 0..rows.len(), segments }].into(),
+            groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
+            scale: 0.3,
+            window,
+            softcap: None,
+            out: b.tensor(DType::F32, &[rows.len(), heads, shape.v_dim]).unwrap(),
+            lse: Some(b.tensor(DType::F32, &[rows.len(), heads]).unwrap()),
+            arena,
+        };
+        b.stream.attend(&op).unwrap();
+        let (out, lse) = oracle::attend(&op, &q, &k, &v, 0.0);
+        for (got, expected) in [(b.download(&op.out).unwrap(), out), (b.download(op.lse.as_ref().unwrap()).unwrap(), lse)] {
+            for (x, y) in got.iter().zip(&expected) {
+                prop_assert!(x == y || (x - y).abs() <= 1e-5 * y.abs().max(1.0), "{} {}", x, y);
+            }
+        }
+    }
+}
