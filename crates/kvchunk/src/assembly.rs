@@ -181,7 +181,9 @@ impl Assembler<'_> {
     ) -> Result<(Arc<[BlockId]>, bool)> {
         if let Some(cache) = self.chunks {
             // The same chunk twice in one prompt: two segments over the same blocks.
-            if let Some(&reserved) = seen.get(&key) {
+            if let Some(&reserved) = seen.get(&key)
+                && assembly.reservations[reserved].tokens() == tokens
+            {
                 assembly.pieces.push(Piece::Reserved(reserved));
                 return Ok((assembly.reservations[reserved].ids(), false));
             }

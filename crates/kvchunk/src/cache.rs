@@ -49,6 +49,11 @@ pub struct ChunkReservation {
 }
 
 impl ChunkReservation {
+    /// The piece's tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
     /// The blocks to fill, in order.
     pub fn ids(&self) -> Arc<[BlockId]> {
         self.blocks.iter().map(MutableBlock::id).collect()
@@ -146,18 +151,21 @@ impl ChunkCache {
     pub fn reserve(&self, key: ChunkKey, tokens: &[u32]) -> Option<ChunkReservation> {
         let needed = tokens.len().div_ceil(self.block_size);
         let mut index = self.index();
-        loop {
+        let counts = self.pool.counts();
+        // A request that finds no room even so must not empty the cache on its way.
+        let hopeful = needed <= counts.free + counts.cached;
+        while hopeful {
             if index.entries.len() < self.config.max_chunks
                 && let Ok(blocks) = self.pool.allocate(needed)
             {
                 return Some(ChunkReservation { key, tokens: tokens.into(), blocks });
             }
-            let hopeless = needed > self.pool.counts().total;
-            if hopeless || !index.evict_oldest() {
-                index.metrics.uncached += 1;
-                return None;
+            if !index.evict_oldest() {
+                break;
             }
         }
+        index.metrics.uncached += 1;
+        None
     }
 
     /// Stores a piece whose blocks have been filled; the handle holds it.
@@ -263,7 +271,8 @@ mod tests {
         assert!(cache.reserve(key(&[3; 9]), &[3; 9]).is_none(), "larger than the pool");
         drop(held);
         assert!(cache.reserve(key(&[3; 9]), &[3; 9]).is_none());
-        assert!(cache.lookup(&key(&[1; 8]), &[1; 8]).is_some(), "a hopeless request evicts nothing");
+        let held = cache.lookup(&key(&[1; 8]), &[1; 8]).expect("a hopeless request evicts nothing");
+        drop(held);
         cache.pool().check_invariants().unwrap();
     }
 

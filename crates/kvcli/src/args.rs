@@ -123,7 +123,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) block_size: usize,
 
-    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length.
+    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
+    /// most 2048.
     #[arg(long, value_name = "MIB")]
     pub(crate) kv_memory: Option<usize>,
 

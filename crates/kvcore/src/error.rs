@@ -85,6 +85,14 @@ pub enum Error {
     /// A sequence id that the cache does not hold (never created, or freed).
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),
+    /// A write into a block that others may read.
+    #[error("block {block} is shared and must not be written (token {token}); copy it first")]
+    SharedBlock {
+        /// The block.
+        block: BlockId,
+        /// The token that would be written.
+        token: usize,
+    },
     /// A block that belongs to another pool.
     #[error("block {block} does not belong to this pool (blocks {start}..{end})")]
     ForeignBlock {

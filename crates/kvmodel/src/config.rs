@@ -135,6 +135,9 @@ impl ModelConfig {
             ));
         }
         let head_dim = raw.head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads);
+        if raw.num_attention_heads.checked_mul(head_dim).is_none() {
+            return bad(format!("{} heads of {head_dim} overflow", raw.num_attention_heads));
+        }
         Ok(Self {
             family,
             vocab_size: raw.vocab_size,
@@ -220,6 +223,9 @@ fn rope(raw: &Raw, head_dim: usize) -> Result<RopeConfig> {
     let theta = number("rope_theta").or(raw.rope_theta).unwrap_or(10_000.0);
     let part = number("partial_rotary_factor").or(raw.partial_rotary_factor).unwrap_or(1.0);
     let rotary_dim = (head_dim as f64 * part) as usize;
+    if rotary_dim > head_dim {
+        return Err(Error::Config(format!("partial_rotary_factor {part} is above 1")));
+    }
     let config = RopeConfig { rotary_dim, theta, pairing: Pairing::HalfSplit, scaling };
     config.frequencies()?;
     Ok(config)

@@ -129,11 +129,11 @@ fn one_head<T: Element>(
 
 /// Indices of a segment's tokens that a row sees: by logical order, then by the window.
 fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> impl Iterator<Item = usize> {
-    let count = (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len);
+    let count = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
     let first_position = segment.stored_start + segment.position_offset;
     let window = op.window;
     (0..count).filter(move |&j| {
-        window.is_none_or(|window| row.position - (first_position + j as i64) < window as i64)
+        window.is_none_or(|window| row.position.saturating_sub(first_position + j as i64) < window as i64)
     })
 }
 

@@ -55,6 +55,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
         let (outcome, with_cache) = ask(&mut engine, &codec, trial, &prompt)?;
         if i == 0 && !args.json {
             segments(trial, &prompt, &with_cache);
+            println!("Question: {}   Answer: {}\n", outcome.question, outcome.answer);
         }
         outcomes.push(outcome);
     }

@@ -58,6 +58,10 @@ impl MutableBlock {
         self.pool.id(self.index)
     }
 
+    pub(super) fn is_of(&self, pool: &BlockPool) -> bool {
+        self.pool.same_pool(pool)
+    }
+
     /// Declares the block filled.
     pub fn complete(self) -> CompleteBlock {
         let (pool, index) = dismantle!(self);

@@ -41,7 +41,7 @@ impl SharedRun {
             return Err(Error::Zero { what: "blocks of a run" });
         }
         let range = pool.range();
-        if let Some(stray) = blocks.iter().find(|b| !range.contains(&b.id().0)) {
+        if let Some(stray) = blocks.iter().find(|b| !b.is_of(pool)) {
             return Err(Error::ForeignBlock { block: stray.id(), start: range.start, end: range.end });
         }
         let complete: Vec<CompleteBlock> = blocks.into_iter().map(MutableBlock::complete).collect();

@@ -79,15 +79,19 @@ impl BlockTable {
 
     /// Blocks that must be added before `tokens` more fit.
     pub fn missing_blocks(&self, tokens: usize) -> usize {
-        (self.len + tokens).div_ceil(self.block_size).saturating_sub(self.ids.len())
+        self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.ids.len())
     }
 
     /// Appends `tokens` tokens, using `blocks` for those that do not fit; returns their slots.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if the number of blocks is not [`missing_blocks`](Self::missing_blocks).
+    /// [`Error::Mismatch`] if the number of blocks is not [`missing_blocks`](Self::missing_blocks),
+    /// [`Error::SharedBlock`] if the tokens would go into a partial block that is shared.
     pub fn extend(&mut self, tokens: usize, blocks: Vec<MutableBlock>) -> Result<Vec<i64>> {
         crate::error::same("blocks added to a table", self.missing_blocks(tokens), blocks.len())?;
+        if tokens > 0 && self.own.is_empty() && !self.len.is_multiple_of(self.block_size) {
+            return Err(self.shared_at(self.len));
+        }
         if !blocks.is_empty() {
             self.own.extend(blocks);
             self.refresh();
@@ -117,19 +121,15 @@ impl BlockTable {
     /// Forgets tokens past `len`; whole blocks that nothing needs any more are freed.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if `len` lies past the end or inside a shared block, which must not be
-    /// written again.
+    /// [`Error::OutOfRange`] if `len` lies past the end, [`Error::SharedBlock`] if it lies inside a
+    /// shared block, which must not be written again.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             return Err(Error::range("length to truncate to", len, self.len + 1));
         }
         let keep = len.div_ceil(self.block_size);
         if keep <= self.shared.len() && !len.is_multiple_of(self.block_size) && len < self.len {
-            return Err(Error::OutOfRange {
-                what: "length inside a shared block, to truncate to",
-                value: len as i128,
-                limit: (len / self.block_size * self.block_size) as i128,
-            });
+            return Err(self.shared_at(len));
         }
         while self.own.len() + self.shared.len() > keep {
             if self.own.pop().is_none() {
@@ -141,18 +141,32 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Shares the first own block under `key`; it must be full, or the last of a table that is not
-    /// extended any more. Returns `false` if there is no own block.
+    /// Shares the first own block under `key`. If the pool knows the key already, the table takes the
+    /// known block and its own is freed.
     ///
-    /// If the pool knows the key already, the table takes the known block and its own is freed.
-    pub fn share_next(&mut self, key: BlockKey) -> bool {
-        if self.own.is_empty() {
-            return false;
+    /// # Errors
+    /// [`Error::OutOfRange`] if that block is not full.
+    pub fn share_next(&mut self, key: BlockKey) -> Result<()> {
+        let end = (self.shared.len() + 1) * self.block_size;
+        if end > self.len {
+            return Err(Error::range("end of the block to share", end, self.len + 1));
         }
-        let block = self.own.remove(0).complete().register(key);
-        self.shared.push(block);
-        self.refresh();
-        true
+        self.seal_next(key);
+        Ok(())
+    }
+
+    /// Shares the first own block, full or not: a table with a partial shared block cannot grow.
+    pub(crate) fn seal_next(&mut self, key: BlockKey) {
+        if !self.own.is_empty() {
+            let block = self.own.remove(0).complete().register(key);
+            self.shared.push(block);
+            self.refresh();
+        }
+    }
+
+    fn shared_at(&self, token: usize) -> Error {
+        let block = self.ids.get(token / self.block_size).copied().unwrap_or(BlockId(0));
+        Error::SharedBlock { block, token }
     }
 
     /// Blocks that are shared already.
@@ -199,8 +213,9 @@ mod tests {
         let pool = BlockPool::new(0..4).unwrap();
         let mut table = BlockTable::new(4).unwrap();
         table.extend(6, pool.allocate(2).unwrap()).unwrap();
-        assert!(table.share_next(KeyScope::new("m", b"").root()));
-        assert!(table.truncate(3).is_err());
+        table.share_next(KeyScope::new("m", b"").root()).unwrap();
+        assert!(table.share_next(KeyScope::new("n", b"").root()).is_err(), "the second block is not full");
+        assert!(matches!(table.truncate(3), Err(Error::SharedBlock { token: 3, .. })));
         assert_eq!(table.len(), 6);
         table.truncate(4).unwrap();
         table.truncate(0).unwrap();

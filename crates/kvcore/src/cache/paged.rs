@@ -156,15 +156,23 @@ impl PagedKvCache {
 
     /// Shares blocks that `tokens`, written since the last commit, made full. Without a prefix root
     /// this does nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more tokens than were grown.
     pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         let block_size = self.block_size();
         let sequence = self.get_mut(id)?;
         if let Some(chain) = &mut sequence.chain {
+            let uncommitted = sequence.table.len() - sequence.table.shared_blocks() * block_size;
+            if chain.pending.len() + tokens.len() > uncommitted {
+                let limit = uncommitted - chain.pending.len() + 1;
+                return Err(Error::range("tokens to commit", tokens.len(), limit));
+            }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;
             for block in chain.pending[..full].chunks(block_size) {
                 chain.parent = chain.parent.child(block);
-                sequence.table.share_next(chain.parent);
+                sequence.table.share_next(chain.parent)?;
             }
             chain.pending.drain(..full);
         }

@@ -182,6 +182,13 @@ impl Attend {
         if segment.len > capacity {
             return Err(Error::range("length of a segment", segment.len, capacity + 1));
         }
+        let last_position = segment
+            .stored_start
+            .checked_add(segment.position_offset)
+            .and_then(|start| start.checked_add(segment.len as i64));
+        if last_position.is_none() || segment.logical_start.checked_add(segment.len).is_none() {
+            return Err(Error::Overflow { what: "positions of a segment" });
+        }
         if segment.merge_group >= self.groups.len() {
             return Err(Error::range("merge group", segment.merge_group, self.groups.len()));
         }
@@ -205,7 +212,8 @@ impl Attend {
             let (Some(low), Some(high)) = (positions.clone().min(), positions.max()) else { continue };
             rope.table([low, high])?;
             for segment in entry.segments.iter() {
-                rope.table([low - segment.position_offset, high - segment.position_offset])?;
+                let moved = |position: i64| position.saturating_sub(segment.position_offset);
+                rope.table([moved(low), moved(high)])?;
             }
         }
         Ok(())

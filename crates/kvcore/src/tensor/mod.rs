@@ -51,6 +51,7 @@ impl TensorView {
                 align: dtype.align(),
             });
         }
+        product("elements of a view", &shape)?;
         let view = Self { storage, dtype, shape, strides, offset };
         let end = dtype.bytes_for(view.end()?)?;
         if end > view.storage.len() {

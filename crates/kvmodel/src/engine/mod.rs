@@ -24,7 +24,8 @@ pub struct EngineConfig {
     pub kv_dtype: DType,
     /// Tokens per block.
     pub block_size: usize,
-    /// Bytes for keys and values, or `None` for eight prompts of the model's longest length.
+    /// Bytes for keys and values, or `None` for eight prompts of the model's longest length, at most
+    /// [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
     /// Share of the blocks that belong to chunks.
     pub chunk_share: f64,
@@ -49,6 +50,9 @@ impl Default for EngineConfig {
         }
     }
 }
+
+/// Most memory that an engine takes for keys and values unless it is told otherwise: 2 GiB.
+pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
 
 /// Blocks of both pools, and what the chunk cache did.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -161,9 +165,15 @@ fn layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
     if config.block_size == 0 {
         return Err(kvcore::Error::Zero { what: "block_size" }.into());
     }
-    let blocks = (8 * model.config().max_positions).div_ceil(config.block_size).max(2);
-    let shape = model.kv_shape(blocks, config.block_size, config.kv_dtype);
-    let Some(budget) = config.kv_memory else { return Ok(KvLayout::new(shape)?) };
+    let shape = model.kv_shape(2, config.block_size, config.kv_dtype);
+    let budget = match config.kv_memory {
+        Some(budget) => budget,
+        None => {
+            let blocks = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
+            let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
+            blocks.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY)
+        }
+    };
     let layout = KvLayout::within_budget(&shape, budget)?;
     if layout.shape().num_blocks < 2 {
         return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes: 2 * layout.block_bytes() }.into());
