@@ -127,7 +127,9 @@ fn static_and_paged_hold_the_same_bytes() {
             let rows = m.tensor(&[1, HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
             dense.update(m.stream.as_ref(), layer, &rows, &rows, &[written]).unwrap();
             let token_major = rows.select(0, 0).unwrap().permute(&[1, 0, 2]).unwrap();
-            paged.write(m.stream.as_ref(), layer, token_major.clone(), token_major, &slots).unwrap();
+            paged
+                .write(sequence, m.stream.as_ref(), layer, token_major.clone(), token_major, &slots)
+                .unwrap();
         }
         written += tokens;
     }

@@ -93,6 +93,20 @@ pub enum Error {
         /// The token that would be written.
         token: usize,
     },
+    /// A slot in a block that a sequence does not fill itself.
+    #[error("slot {slot} is not in a block that sequence {sequence} fills itself")]
+    NotOwned {
+        /// The slot.
+        slot: i64,
+        /// The sequence.
+        sequence: u64,
+    },
+    /// Operands that must be apart share memory.
+    #[error("{what}: operands share memory; copy one of them first")]
+    Aliased {
+        /// Which operands.
+        what: &'static str,
+    },
     /// A block that belongs to another pool.
     #[error("block {block} does not belong to this pool (blocks {start}..{end})")]
     ForeignBlock {

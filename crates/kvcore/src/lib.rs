@@ -24,6 +24,8 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+#![forbid(unsafe_code)]
+
 pub mod backend;
 pub mod block;
 pub mod cache;

@@ -27,7 +27,7 @@ macro_rules! counters {
             /// What happened between `earlier` and `self`.
             #[must_use]
             pub fn since(&self, earlier: &Self) -> Self {
-                Self { $($name: self.$name - earlier.$name,)* }
+                Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
             }
         }
     };

@@ -1,7 +1,5 @@
 //! One block in one state. Moving a guard is the only way from state to state.
 
-use std::mem::ManuallyDrop;
-
 use super::{BlockId, BlockPool};
 use crate::key::BlockKey;
 
@@ -14,6 +12,8 @@ use crate::key::BlockKey;
 pub struct MutableBlock {
     pool: BlockPool,
     index: u32,
+    /// Whether the guard still stands for the block; a step to the next state passes it on.
+    live: bool,
 }
 
 /// A filled block that is not shared yet.
@@ -25,6 +25,7 @@ pub struct MutableBlock {
 pub struct CompleteBlock {
     pool: BlockPool,
     index: u32,
+    live: bool,
 }
 
 /// A filled block that any number of holders read; never written again.
@@ -39,18 +40,9 @@ pub struct SharedBlock {
     index: u32,
 }
 
-/// Takes a guard apart without running its `Drop`.
-macro_rules! dismantle {
-    ($guard:expr) => {{
-        let guard = ManuallyDrop::new($guard);
-        // SAFETY: `guard` is never used or dropped again, so `pool` has one owner: the copy.
-        (unsafe { std::ptr::read(&raw const guard.pool) }, guard.index)
-    }};
-}
-
 impl MutableBlock {
     pub(super) fn new(pool: BlockPool, index: u32) -> Self {
-        Self { pool, index }
+        Self { pool, index, live: true }
     }
 
     /// The physical block.
@@ -62,17 +54,26 @@ impl MutableBlock {
         self.pool.same_pool(pool)
     }
 
+    /// Gives the block up to whoever moves it on.
+    pub(super) fn into_index(mut self) -> u32 {
+        self.live = false;
+        self.index
+    }
+
     /// Declares the block filled.
     pub fn complete(self) -> CompleteBlock {
-        let (pool, index) = dismantle!(self);
+        let pool = self.pool.clone();
+        let index = self.into_index();
         pool.0.state.lock().complete(index);
-        CompleteBlock { pool, index }
+        CompleteBlock { pool, index, live: true }
     }
 }
 
 impl Drop for MutableBlock {
     fn drop(&mut self) {
-        self.pool.0.state.lock().discard(self.index);
+        if self.live {
+            self.pool.0.state.lock().discard(self.index);
+        }
     }
 }
 
@@ -93,26 +94,25 @@ impl CompleteBlock {
         self.hold(None)
     }
 
-    fn hold(self, key: Option<BlockKey>) -> SharedBlock {
-        let (pool, index) = dismantle!(self);
-        let index = pool.0.state.lock().hold_first(index, key);
+    fn hold(mut self, key: Option<BlockKey>) -> SharedBlock {
+        self.live = false;
+        let pool = self.pool.clone();
+        let index = pool.0.state.lock().hold_first(self.index, key);
         SharedBlock { pool, index }
     }
 }
 
 impl Drop for CompleteBlock {
     fn drop(&mut self) {
-        self.pool.0.state.lock().discard(self.index);
+        if self.live {
+            self.pool.0.state.lock().discard(self.index);
+        }
     }
 }
 
 impl SharedBlock {
     pub(super) fn new(pool: BlockPool, index: u32) -> Self {
         Self { pool, index }
-    }
-
-    pub(super) fn into_index(self) -> (BlockPool, u32) {
-        dismantle!(self)
     }
 
     /// The physical block.

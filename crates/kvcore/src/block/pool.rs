@@ -61,15 +61,18 @@ impl BlockPool {
     /// # Errors
     /// [`Error::Zero`] for an empty range.
     pub fn new(range: Range<u32>) -> Result<Self> {
-        let policy = Box::new(Lru::new(range.len()));
-        Self::with_policy(range, policy)
+        Self::with_policy(range, |blocks| Box::new(Lru::new(blocks)))
     }
 
-    /// A pool with another eviction policy, which must be empty and made for `range.len()` blocks.
-    pub fn with_policy(range: Range<u32>, policy: Box<dyn EvictionPolicy>) -> Result<Self> {
+    /// A pool with another eviction policy: `policy` makes an empty one for a number of blocks.
+    pub fn with_policy(
+        range: Range<u32>,
+        policy: impl FnOnce(usize) -> Box<dyn EvictionPolicy>,
+    ) -> Result<Self> {
         if range.is_empty() {
             return Err(Error::Zero { what: "blocks of a pool" });
         }
+        let policy = policy(range.len());
         let state = Mutex::new(State::new(range.len(), policy));
         Ok(Self(Arc::new(Inner { range, state })))
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{BlockId, BlockPool, CompleteBlock, MutableBlock};
+use super::{BlockId, BlockPool, MutableBlock};
 use crate::error::{Error, Result};
 
 /// A hold on every block of a run.
@@ -21,8 +21,7 @@ pub struct SharedRun {
 /// The pool does not evict retained blocks: whoever retains them decides, by dropping the claim.
 ///
 /// # Drop behaviour
-/// Blocks without holders become free (or evictable, if they also have a key); held ones follow
-/// when their last holder goes.
+/// Blocks without holders become free; held ones follow when their last holder goes.
 #[derive(Debug)]
 #[must_use = "dropping the claim frees blocks that nobody holds"]
 pub struct RetainedRun {
@@ -44,12 +43,14 @@ impl SharedRun {
         if let Some(stray) = blocks.iter().find(|b| !b.is_of(pool)) {
             return Err(Error::ForeignBlock { block: stray.id(), start: range.start, end: range.end });
         }
-        let complete: Vec<CompleteBlock> = blocks.into_iter().map(MutableBlock::complete).collect();
-        let ids = complete.iter().map(CompleteBlock::id).collect();
-        for block in complete {
-            // The hold moves from the single guard to the run.
-            let _ = block.share().into_index();
+        let ids = blocks.iter().map(MutableBlock::id).collect();
+        let mut state = pool.0.state.lock();
+        for block in blocks {
+            let index = block.into_index();
+            state.complete(index);
+            state.hold_first(index, None);
         }
+        drop(state);
         Ok(Self { pool: pool.clone(), ids })
     }
 

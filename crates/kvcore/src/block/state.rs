@@ -71,30 +71,23 @@ impl State {
 
     /// Takes `n` blocks, evicting if needed; all or none.
     pub(super) fn allocate(&mut self, n: usize, mut take: impl FnMut(u32)) -> Result<()> {
-        if self.free.len() + self.policy.len() < n {
-            return Err(Error::OutOfBlocks {
-                asked: n,
-                free: self.free.len(),
-                evictable: self.policy.len(),
-                total: self.meta.len(),
-            });
+        let (free, evictable, total) = (self.free.len(), self.policy.len(), self.meta.len());
+        let out_of_blocks = Error::OutOfBlocks { asked: n, free, evictable, total };
+        if free + evictable < n {
+            return Err(out_of_blocks);
         }
-        for _ in 0..n {
-            let block = match self.free.pop() {
-                Some(block) => block,
-                None => match self.policy.evict() {
-                    Some(block) => {
-                        self.forget(block);
-                        self.evicted += 1;
-                        block
-                    }
-                    None => continue,
-                },
-            };
+        while self.free.len() < n {
+            // A policy that holds blocks and gives none up breaks its contract; nothing is lost by it.
+            let Some(block) = self.policy.evict() else { return Err(out_of_blocks) };
+            self.forget(block);
+            self.release(block);
+            self.evicted += 1;
+        }
+        for block in self.free.drain(self.free.len() - n..).rev() {
             self.meta[block as usize].stage = Stage::Mutable;
-            self.mutable += 1;
             take(block);
         }
+        self.mutable += n;
         Ok(())
     }
 
@@ -189,11 +182,8 @@ impl State {
         if meta.key.is_some() { self.policy.insert(block) } else { self.release(block) }
     }
 
+    /// One more claim on a block that somebody holds.
     pub(super) fn retain(&mut self, block: u32) {
-        let idle = self.meta[block as usize].holders == 0;
-        if idle && self.evictable(block) {
-            self.policy.remove(block);
-        }
         self.meta[block as usize].retained += 1;
     }
 

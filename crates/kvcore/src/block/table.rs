@@ -141,27 +141,37 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Shares the first own block under `key`. If the pool knows the key already, the table takes the
-    /// known block and its own is freed.
+    /// Shares the first own blocks, one for each key, in order. Where the pool knows a key already, the
+    /// table takes the known block and its own is freed.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if that block is not full.
-    pub fn share_next(&mut self, key: BlockKey) -> Result<()> {
-        let end = (self.shared.len() + 1) * self.block_size;
+    /// [`Error::OutOfRange`] if not so many blocks are full; nothing is shared then.
+    pub fn share_full(&mut self, keys: &[BlockKey]) -> Result<()> {
+        let end = (self.shared.len() + keys.len()) * self.block_size;
         if end > self.len {
-            return Err(Error::range("end of the block to share", end, self.len + 1));
+            return Err(Error::range("end of the blocks to share", end, self.len + 1));
         }
-        self.seal_next(key);
+        self.seal(keys);
         Ok(())
     }
 
-    /// Shares the first own block, full or not: a table with a partial shared block cannot grow.
-    pub(crate) fn seal_next(&mut self, key: BlockKey) {
-        if !self.own.is_empty() {
-            let block = self.own.remove(0).complete().register(key);
-            self.shared.push(block);
-            self.refresh();
+    /// Shares own blocks, full or not: a table with a partial shared block cannot grow.
+    pub(crate) fn seal(&mut self, keys: &[BlockKey]) {
+        for (&key, block) in keys.iter().zip(self.own.drain(..keys.len().min(self.own.len()))) {
+            self.shared.push(block.complete().register(key));
         }
+        self.refresh();
+    }
+
+    /// Whether `slot` is in a block that this table fills itself, and inside its tokens.
+    pub(crate) fn may_write(&self, slots: &[i64]) -> std::result::Result<(), i64> {
+        let mut own: Vec<u32> = self.own.iter().map(|block| block.id().0).collect();
+        own.sort_unstable();
+        let allowed = |slot: i64| {
+            let block = u32::try_from(slot / self.block_size as i64);
+            slot < 0 || block.is_ok_and(|block| own.binary_search(&block).is_ok())
+        };
+        slots.iter().find(|&&slot| !allowed(slot)).map_or(Ok(()), |&slot| Err(slot))
     }
 
     fn shared_at(&self, token: usize) -> Error {
@@ -213,8 +223,11 @@ mod tests {
         let pool = BlockPool::new(0..4).unwrap();
         let mut table = BlockTable::new(4).unwrap();
         table.extend(6, pool.allocate(2).unwrap()).unwrap();
-        table.share_next(KeyScope::new("m", b"").root()).unwrap();
-        assert!(table.share_next(KeyScope::new("n", b"").root()).is_err(), "the second block is not full");
+        let key = KeyScope::new("m", b"").root();
+        assert!(table.share_full(&[key, key.child(&[1])]).is_err(), "the second block is not full");
+        table.share_full(&[key]).unwrap();
+        assert!(table.may_write(&[4, 7, -1]).is_ok());
+        assert_eq!(table.may_write(&[4, 3]), Err(3), "slot 3 is in the shared block");
         assert!(matches!(table.truncate(3), Err(Error::SharedBlock { token: 3, .. })));
         assert_eq!(table.len(), 6);
         table.truncate(4).unwrap();

@@ -34,13 +34,17 @@ pub struct SequenceStart {
 struct Sequence {
     table: BlockTable,
     start: SequenceStart,
-    /// Key of the last shared block and the tokens after it, for sequences that share.
+    /// For sequences that share their blocks.
     chain: Option<Chain>,
 }
 
+/// What a sequence's blocks are registered under.
 #[derive(Debug)]
 struct Chain {
-    parent: BlockKey,
+    root: BlockKey,
+    /// Keys of the shared blocks, one each.
+    keys: Vec<BlockKey>,
+    /// Committed tokens after the shared blocks.
     pending: Vec<u32>,
 }
 
@@ -99,12 +103,12 @@ impl PagedKvCache {
     pub fn create_with_prefix(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize)> {
         let block_size = self.block_size();
         let usable = tokens.len().saturating_sub(1) / block_size * block_size;
-        let keys = root.chain(&tokens[..usable], block_size);
+        let mut keys = root.chain(&tokens[..usable], block_size);
         let shared = self.pool.lookup_chain(&keys);
-        let parent = shared.len().checked_sub(1).map_or(root, |last| keys[last]);
+        keys.truncate(shared.len());
         let table = BlockTable::with_prefix(block_size, shared)?;
         let cached = table.len();
-        let chain = Some(Chain { parent, pending: Vec::new() });
+        let chain = Some(Chain { root, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
     }
 
@@ -139,18 +143,34 @@ impl PagedKvCache {
 
     /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
-        self.get_mut(id)?.table.truncate(len)
+        let block_size = self.block_size();
+        let Sequence { table, chain, .. } = self.get_mut(id)?;
+        table.truncate(len)?;
+        if let Some(chain) = chain {
+            let shared = table.shared_blocks();
+            chain.keys.truncate(shared);
+            chain.pending.truncate(len - shared * block_size);
+        }
+        Ok(())
     }
 
-    /// Scatters the new rows of one layer: `k` `[rows, kv_heads, k_dim]`, `v` `[rows, kv_heads, v_dim]`.
+    /// Scatters new rows of a sequence in one layer: `k` `[rows, kv_heads, k_dim]`, `v` `[.., v_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::NotOwned`] for a slot outside the blocks that this sequence fills itself: shared
+    /// blocks and other sequences' blocks are not written. The kernel alone makes no such check.
     pub fn write(
         &self,
+        id: SequenceId,
         stream: &dyn Stream,
         layer: usize,
         k: TensorView,
         v: TensorView,
         slots: &SlotMapping,
     ) -> Result<()> {
+        if let Err(slot) = self.get(id)?.table.may_write(slots.slots()) {
+            return Err(Error::NotOwned { slot, sequence: id.0 });
+        }
         stream.scatter(&Scatter { arena: self.arena.clone(), layer, k, v, slots: Arc::clone(slots.slots()) })
     }
 
@@ -163,17 +183,17 @@ impl PagedKvCache {
         let block_size = self.block_size();
         let sequence = self.get_mut(id)?;
         if let Some(chain) = &mut sequence.chain {
-            let uncommitted = sequence.table.len() - sequence.table.shared_blocks() * block_size;
-            if chain.pending.len() + tokens.len() > uncommitted {
-                let limit = uncommitted - chain.pending.len() + 1;
-                return Err(Error::range("tokens to commit", tokens.len(), limit));
+            let held = sequence.table.shared_blocks() * block_size + chain.pending.len();
+            let room = sequence.table.len().saturating_sub(held);
+            if tokens.len() > room {
+                return Err(Error::range("tokens to commit", tokens.len(), room + 1));
             }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;
-            for block in chain.pending[..full].chunks(block_size) {
-                chain.parent = chain.parent.child(block);
-                sequence.table.share_next(chain.parent)?;
-            }
+            let parent = chain.keys.last().copied().unwrap_or(chain.root);
+            let keys = parent.chain(&chain.pending[..full], block_size);
+            sequence.table.share_full(&keys)?;
+            chain.keys.extend(keys);
             chain.pending.drain(..full);
         }
         Ok(())
@@ -215,14 +235,14 @@ mod tests {
     use crate::layout::{BlockOrder, KvLayout, KvShape};
 
     #[derive(Debug)]
-    struct Nothing(usize);
+    struct Nothing(usize, u64);
 
     impl Storage for Nothing {
         fn len(&self) -> usize {
             self.0
         }
         fn address(&self) -> u64 {
-            0
+            self.1
         }
         fn kind(&self) -> MemoryKind {
             MemoryKind::System
@@ -244,7 +264,7 @@ mod tests {
             order: BlockOrder::TokenMajor,
         })
         .unwrap();
-        let (k, v) = (Arc::new(Nothing(layout.k_bytes())), Arc::new(Nothing(layout.v_bytes())));
+        let (k, v) = (Arc::new(Nothing(layout.k_bytes(), 0)), Arc::new(Nothing(layout.v_bytes(), 4096)));
         let arena = KvArena::from_storage(k, v, Arc::new(layout)).unwrap();
         PagedKvCache::new(arena, BlockPool::new(0..blocks as u32).unwrap()).unwrap()
     }
@@ -302,6 +322,31 @@ mod tests {
         assert_eq!(cache.pool().counts().cached, 2);
         drop(cache.fill_prefix(None, &tokens).unwrap().finish());
         assert_eq!(cache.pool().counts().cached, 2, "without a root nothing is found or kept");
+    }
+
+    #[test]
+    fn after_a_rollback_blocks_are_registered_under_what_they_hold() {
+        let root = KeyScope::new("m", b"").root();
+        let mut cache = cache(8);
+        let (id, _) = fill(&mut cache, root, &[0, 1, 2, 3, 4, 5]);
+        assert!(cache.commit(id, &[9]).is_err(), "a token that was never grown");
+        cache.truncate(id, 5).unwrap();
+        cache.grow(id, 3).unwrap();
+        cache.commit(id, &[7, 8, 9]).unwrap();
+        let (other, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 7, 8, 9, 0]).unwrap();
+        assert_eq!(cached, 8);
+        let (stale, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0]).unwrap();
+        assert_eq!(cached, 4, "what was rolled back is in no key");
+        // below a shared block: the chain goes back with the table
+        cache.truncate(id, 4).unwrap();
+        cache.grow(id, 4).unwrap();
+        cache.commit(id, &[6, 6, 6, 6]).unwrap();
+        let (again, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 6, 6, 6, 6, 0]).unwrap();
+        assert_eq!(cached, 8);
+        for id in [id, other, stale, again] {
+            cache.free(id).unwrap();
+        }
+        cache.pool().check_invariants().unwrap();
     }
 
     #[test]

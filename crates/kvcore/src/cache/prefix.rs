@@ -68,9 +68,7 @@ impl PrefixFill {
 
     /// Declares all slots written; the blocks can be found from now on.
     pub fn finish(mut self) -> SealedPrefix {
-        for key in self.keys {
-            self.table.seal_next(key);
-        }
+        self.table.seal(&self.keys);
         SealedPrefix(self.table)
     }
 }

@@ -90,8 +90,9 @@ impl StaticKvCache {
             if start > held {
                 return Err(Error::range("start of the update", start, held + 1));
             }
-            if start + new > self.max_len() {
-                return Err(Error::range("length of a static cache", start + new, self.max_len() + 1));
+            if start.saturating_add(new) > self.max_len() {
+                let end = start.saturating_add(new);
+                return Err(Error::range("length of a static cache", end, self.max_len() + 1));
             }
         }
         let mut ops = Vec::with_capacity(starts.len());

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, innermost_dense};
+use super::{KvArena, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -158,6 +158,11 @@ impl Attend {
             same("heads of queries and output", heads, view.shape()[1])?;
             same("dim of queries and output", dim, view.shape()[2])?;
             innermost_dense("queries and output", view)?;
+            self.arena.check_apart("queries and output", view)?;
+        }
+        writable("output", &self.out)?;
+        if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+            return Err(Error::Zero { what: "softcap" });
         }
         if heads == 0 || !heads.is_multiple_of(s.kv_heads) {
             return Err(Error::Mismatch {

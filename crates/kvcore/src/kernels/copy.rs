@@ -9,8 +9,7 @@ use crate::layout::KvShape;
 
 /// Copies block `src` to block `dst` for each pair, over all layers, K and V.
 ///
-/// The effect is that of reading all sources before writing any destination is *not* promised:
-/// a block may be a source or a destination of one call, not both.
+/// A block may be a source or a destination of one call, not both: no order is promised.
 #[derive(Debug, Clone)]
 pub struct CopyBlocks {
     /// The arena of both.

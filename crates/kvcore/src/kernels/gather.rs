@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{KvArena, check_rows};
+use super::{KvArena, check_rows, writable};
 use crate::error::{Error, Result};
 use crate::rope::Rope;
 use crate::tensor::TensorView;
@@ -60,6 +60,8 @@ impl Gather {
                 });
             }
         }
+        writable("gathered K rows", &self.k)?;
+        writable("gathered V rows", &self.v)?;
         if let Some(rotation) = &self.rotation {
             rotation.check(s.k_dim)?;
         }

@@ -72,7 +72,8 @@ impl KvArena {
     /// An arena over memory that the caller brings.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when a storage is smaller than the layout, [`Error::Misaligned`].
+    /// [`Error::Mismatch`] when a storage is smaller than the layout, [`Error::Misaligned`], and
+    /// [`Error::Aliased`] when K and V are the same storage.
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
         for (what, storage, bytes) in [("K", &k, layout.k_bytes()), ("V", &v, layout.v_bytes())] {
             if storage.len() < bytes {
@@ -86,6 +87,9 @@ impl KvArena {
             if !storage.address().is_multiple_of(align as u64) {
                 return Err(Error::Misaligned { what, address: storage.address(), align });
             }
+        }
+        if k.address() == v.address() {
+            return Err(Error::Aliased { what: "K and V" });
         }
         Ok(Self { k, v, layout })
     }
@@ -110,6 +114,16 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
+    /// Rows that lie in the arena itself would be read while it is written.
+    pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
+        let address = view.storage().address();
+        if address == self.k.address() || address == self.v.address() {
+            Err(Error::Aliased { what })
+        } else {
+            Ok(())
+        }
+    }
+
     pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
         let limit = self.layout.shape().num_blocks;
         if block.index() < limit { Ok(()) } else { Err(Error::range("block", block.index(), limit)) }
@@ -125,8 +139,15 @@ fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> R
         same("kv_heads of rows", s.kv_heads, view.shape()[1])?;
         same("dim of rows", dim, view.shape()[2])?;
         innermost_dense(what, view)?;
+        arena.check_apart(what, view)?;
     }
     Ok(())
+}
+
+/// A view that is written must not have two elements at one address.
+fn writable(what: &'static str, view: &TensorView) -> Result<()> {
+    let repeated = view.shape().iter().zip(view.strides()).any(|(&n, &stride)| n > 1 && stride == 0);
+    if repeated { Err(Error::Aliased { what }) } else { Ok(()) }
 }
 
 /// Kernels read and write whole heads: the last axis must be dense.

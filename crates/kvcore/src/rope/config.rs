@@ -88,9 +88,14 @@ impl RopeConfig {
         if !(self.theta.is_finite() && self.theta > 1.0) {
             return Err(Error::InvalidRope(format!("theta {} is not above 1", self.theta)));
         }
+        if let RopeScaling::Yarn { attention_factor, beta_fast, beta_slow, .. } = self.scaling {
+            positive("attention_factor", attention_factor)?;
+            positive("beta_fast", beta_fast)?;
+            positive("beta_slow", beta_slow)?;
+        }
         let base = (0..self.rotary_dim / 2)
             .map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / self.rotary_dim as f32));
-        Ok(match self.scaling {
+        let frequencies: Vec<f32> = match self.scaling {
             RopeScaling::None => base.collect(),
             RopeScaling::Linear { factor } => {
                 positive("factor", factor)?;
@@ -103,6 +108,7 @@ impl RopeConfig {
                         "high_freq_factor {high_freq_factor} must be above low_freq_factor {low_freq_factor} > 0"
                     )));
                 }
+                positive("original_max_position", original_max_position as f64)?;
                 let original = original_max_position as f32;
                 let (low, high) = (low_freq_factor as f32, high_freq_factor as f32);
                 base.map(|f| {
@@ -123,7 +129,11 @@ impl RopeConfig {
                     })
                     .collect()
             }
-        })
+        };
+        match frequencies.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
+            Some(f) => Err(Error::InvalidRope(format!("a frequency is {f}"))),
+            None => Ok(frequencies),
+        }
     }
 
     /// What cos and sin are multiplied by: 1 but for `YaRN`.
