@@ -124,9 +124,10 @@ impl CpuStream {
 }
 
 impl Drop for CpuStream {
-    /// Enqueued work still runs: a GPU would run it too.
+    /// Enqueued work still runs, past failures too: a GPU would run it.
     fn drop(&mut self) {
-        let _ = self.queue.run(self.queue.enqueued.load(Ordering::Acquire));
+        let enqueued = self.queue.enqueued.load(Ordering::Acquire);
+        while self.queue.run(enqueued).is_err() {}
     }
 }
 
@@ -139,8 +140,8 @@ impl Stream for CpuStream {
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let known = event.as_any().downcast_ref::<CpuEvent>();
         let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
-        if known.stream == self.id {
-            return Ok(());
+        if std::ptr::eq(known.queue.as_ptr(), Arc::as_ptr(&self.queue)) {
+            return Ok(()); // the stream keeps its own order
         }
         let event = Arc::clone(event);
         self.enqueue(move || event.wait())

@@ -23,7 +23,7 @@ use crate::prompt::ChunkedPrompt;
 #[derive(Debug, Clone, Copy)]
 pub struct Assembler<'a> {
     /// The cache of chunks, or `None` to compute everything anew, under the same mask.
-    pub chunks: Option<&'a ChunkCache>,
+    pub chunks: Option<&'a Arc<ChunkCache>>,
     /// The main cache: system prompts, and chunks that find no room.
     pub main: &'a PagedKvCache,
     /// Root of all keys.
@@ -67,6 +67,7 @@ pub struct ChunkReport {
 #[derive(Debug)]
 #[must_use = "compute its inputs and commit it; dropping it gives the blocks back"]
 pub struct Assembly {
+    chunks: Option<Arc<ChunkCache>>,
     system: PrefixFill,
     pieces: Vec<Piece>,
     reservations: Vec<ChunkReservation>,
@@ -112,6 +113,7 @@ impl Assembler<'_> {
         let system_root = self.chunks.map(|_| self.root);
         let system = self.main.fill_prefix(system_root, prompt.system())?;
         let mut assembly = Assembly {
+            chunks: self.chunks.cloned(),
             reused_tokens: system.cached(),
             segments: vec![system.segment()],
             system,
@@ -122,83 +124,95 @@ impl Assembler<'_> {
             plan,
         };
         assembly.add_system(prompt.system());
-        let mut seen = HashMap::new();
-        for (i, tokens) in prompt.chunks().iter().enumerate() {
-            self.add_chunk(&mut assembly, &mut seen, prompt.system(), tokens, i)?;
+        // All hits are held before anything is reserved, so that a prompt never evicts its own chunks.
+        let known: Vec<Vec<Wanted>> =
+            prompt.chunks().iter().map(|c| self.look_up(prompt.system(), c)).collect();
+        let mut reserved = HashMap::new();
+        for (i, pieces) in known.into_iter().enumerate() {
+            self.add_chunk(&mut assembly, &mut reserved, pieces, i)?;
         }
         Ok(assembly)
+    }
+
+    /// The pieces of a chunk, each with its handle if it is cached.
+    fn look_up<'t>(&self, system: &[u32], tokens: &'t [u32]) -> Vec<Wanted<'t>> {
+        let piece_len = self.chunks.map_or(tokens.len(), |cache| cache.config().max_chunk_tokens);
+        let keys = ChunkKeys::new(self.root, self.cell.mode, system).pieces(tokens, piece_len);
+        keys.into_iter()
+            .zip(tokens.chunks(piece_len))
+            .map(|(key, tokens)| Wanted {
+                key,
+                tokens,
+                handle: self.chunks.and_then(|c| c.lookup(&key, tokens)),
+            })
+            .collect()
     }
 
     fn add_chunk(
         &self,
         assembly: &mut Assembly,
-        seen: &mut HashMap<ChunkKey, usize>,
-        system: &[u32],
-        tokens: &[u32],
+        reserved: &mut HashMap<ChunkKey, usize>,
+        pieces: Vec<Wanted>,
         chunk: usize,
     ) -> Result<()> {
         let place = assembly.plan.chunks[chunk];
-        let piece_len = self.chunks.map_or(tokens.len(), |cache| cache.config().max_chunk_tokens);
-        let keys = ChunkKeys::new(self.root, self.cell.mode, system).pieces(tokens, piece_len);
         // What the chunk's own rows see, at the places where its keys are stored.
         let mut context: Vec<Segment> = match self.cell.mode {
             ComputeMode::WithSystem => vec![assembly.system.segment()],
             ComputeMode::Alone => Vec::new(),
         };
-        let mut hit = true;
-        for (i, (key, part)) in keys.into_iter().zip(tokens.chunks(piece_len)).enumerate() {
-            let start = i * piece_len;
-            let (blocks, fresh) = self.find_or_reserve(assembly, seen, key, part)?;
-            let stored = stored_segment(&place, start, part.len(), Arc::clone(&blocks));
+        let (mut hit, mut start) = (true, 0);
+        for piece in pieces {
+            let tokens = piece.tokens;
+            let (blocks, fresh) = self.place(assembly, reserved, piece)?;
+            let stored = stored_segment(&place, start, tokens.len(), Arc::clone(&blocks));
+            start += tokens.len();
             assembly.segments.push(stored.clone().at_offset(place.offset()));
             context.push(stored.clone());
             hit &= !fresh;
             if fresh {
                 assembly.inputs.push(SequenceInput {
-                    tokens: part.to_vec(),
+                    tokens: tokens.to_vec(),
                     logical_start: stored.logical_start,
                     position_start: stored.stored_start,
-                    slots: slots(&blocks, self.main.arena().layout().shape().block_size, part.len()),
+                    slots: slots(&blocks, self.main.arena().layout().shape().block_size, tokens.len()),
                     segments: context.clone(),
                     logits: Logits::None,
                 });
             } else {
-                assembly.reused_tokens += part.len();
+                assembly.reused_tokens += tokens.len();
             }
         }
         let (position, offset) = (place.used_start, place.offset());
-        assembly.reports.push(ChunkReport { tokens: tokens.len(), hit, position, offset });
+        assembly.reports.push(ChunkReport { tokens: place.len, hit, position, offset });
         Ok(())
     }
 
     /// The blocks of a piece, and whether they must still be filled.
-    fn find_or_reserve(
+    fn place(
         &self,
         assembly: &mut Assembly,
-        seen: &mut HashMap<ChunkKey, usize>,
-        key: ChunkKey,
-        tokens: &[u32],
+        reserved: &mut HashMap<ChunkKey, usize>,
+        Wanted { key, tokens, handle }: Wanted,
     ) -> Result<(Arc<[BlockId]>, bool)> {
-        if let Some(cache) = self.chunks {
-            // The same chunk twice in one prompt: two segments over the same blocks.
-            if let Some(&reserved) = seen.get(&key)
-                && assembly.reservations[reserved].tokens() == tokens
-            {
-                assembly.pieces.push(Piece::Reserved(reserved));
-                return Ok((assembly.reservations[reserved].ids(), false));
-            }
-            if let Some(handle) = cache.lookup(&key, tokens) {
-                let blocks = Arc::clone(handle.blocks());
-                assembly.pieces.push(Piece::Cached(handle));
-                return Ok((blocks, false));
-            }
-            if let Some(reservation) = cache.reserve(key, tokens) {
-                let blocks = reservation.ids();
-                seen.insert(key, assembly.reservations.len());
-                assembly.pieces.push(Piece::Reserved(assembly.reservations.len()));
-                assembly.reservations.push(reservation);
-                return Ok((blocks, true));
-            }
+        if let Some(handle) = handle {
+            let blocks = Arc::clone(handle.blocks());
+            assembly.pieces.push(Piece::Cached(handle));
+            return Ok((blocks, false));
+        }
+        // The same chunk twice in one prompt: two segments over the same blocks.
+        if let Some(&i) = reserved.get(&key)
+            && assembly.reservations[i].tokens() == tokens
+        {
+            assembly.pieces.push(Piece::Reserved(i));
+            return Ok((assembly.reservations[i].ids(), false));
+        }
+        if let Some(reservation) = self.chunks.and_then(|cache| cache.reserve(key, tokens)) {
+            let blocks = reservation.ids();
+            reserved.insert(key, assembly.reservations.len());
+            assembly.pieces.push(Piece::Reserved(assembly.reservations.len()));
+            assembly.reservations.push(reservation);
+            return Ok((blocks, true));
         }
         let needed = self.main.arena().layout().blocks_for(tokens.len());
         let private = self.main.pool().allocate(needed)?;
@@ -206,6 +220,13 @@ impl Assembler<'_> {
         assembly.pieces.push(Piece::Private(Private(private)));
         Ok((blocks, true))
     }
+}
+
+/// A piece of a chunk before it has a place.
+struct Wanted<'t> {
+    key: ChunkKey,
+    tokens: &'t [u32],
+    handle: Option<ChunkHandle>,
 }
 
 /// A piece where it is stored: `start` tokens into its chunk.
@@ -256,10 +277,10 @@ impl Assembly {
     }
 
     /// Declares all inputs computed: pieces and system prompt can be found from now on.
-    pub fn commit(self, chunks: Option<&ChunkCache>) -> Result<AssembledPrompt> {
-        let Self { system, pieces, reservations, segments, .. } = self;
+    pub fn commit(self) -> Result<AssembledPrompt> {
+        let Self { chunks, system, pieces, reservations, mut segments, .. } = self;
         let mut stored = Vec::with_capacity(reservations.len());
-        if let Some(cache) = chunks {
+        if let Some(cache) = &chunks {
             for reservation in reservations {
                 stored.push(cache.insert(reservation)?);
             }
@@ -268,10 +289,13 @@ impl Assembly {
         for piece in pieces {
             match piece {
                 Piece::Cached(handle) => handles.push(handle),
-                Piece::Reserved(i) => handles.extend(stored.get(i).cloned()),
+                Piece::Reserved(i) => handles.push(stored[i].clone()),
                 Piece::Private(blocks) => private.push(blocks),
             }
         }
-        Ok(AssembledPrompt { segments, handles, private, system: system.finish() })
+        // Another request may have computed the same system prompt meanwhile: then its blocks stay.
+        let system = system.finish();
+        segments[0] = system.segment();
+        Ok(AssembledPrompt { segments, handles, private, system })
     }
 }

@@ -153,15 +153,14 @@ impl ChunkCache {
         let mut index = self.index();
         let counts = self.pool.counts();
         // A request that finds no room even so must not empty the cache on its way.
-        let hopeful = needed <= counts.free + counts.cached;
-        while hopeful {
-            if index.entries.len() < self.config.max_chunks
-                && let Ok(blocks) = self.pool.allocate(needed)
-            {
-                return Some(ChunkReservation { key, tokens: tokens.into(), blocks });
-            }
-            if !index.evict_oldest() {
-                break;
+        if needed <= counts.free + counts.cached {
+            loop {
+                if let Ok(blocks) = self.pool.allocate(needed) {
+                    return Some(ChunkReservation { key, tokens: tokens.into(), blocks });
+                }
+                if !index.evict_oldest() {
+                    break;
+                }
             }
         }
         index.metrics.uncached += 1;
@@ -170,8 +169,8 @@ impl ChunkCache {
 
     /// Stores a piece whose blocks have been filled; the handle holds it.
     ///
-    /// If another request stored the same piece meanwhile, that one stays and these blocks are freed
-    /// with the handle's last clone.
+    /// If another request stored the same piece meanwhile, that one stays; if the cache is full of
+    /// pieces in use, none goes. In both cases these blocks are freed with the handle's last clone.
     pub fn insert(&self, reservation: ChunkReservation) -> Result<ChunkHandle> {
         let ChunkReservation { key, tokens, blocks } = reservation;
         let run = SharedRun::from_filled(&self.pool, blocks)?;
@@ -180,7 +179,8 @@ impl ChunkCache {
         let index = &mut *guard;
         index.metrics.tokens_computed += len as u64;
         // Under a colliding key with other tokens the older piece stays: never serve one for the other.
-        if !index.entries.contains_key(&key) {
+        let room = index.entries.len() < self.config.max_chunks || index.evict_oldest();
+        if room && !index.entries.contains_key(&key) {
             let tick = index.next_tick;
             index.next_tick += 1;
             index.metrics.insertions += 1;
@@ -283,6 +283,13 @@ mod tests {
             drop(store(&cache, &[i; 3]));
         }
         assert_eq!((cache.metrics().cached_chunks, cache.metrics().evictions), (2, 3));
+        // a prompt of five: all reserved before any is stored
+        let reservations: Vec<_> = (10..15).map(|i| cache.reserve(key(&[i; 3]), &[i; 3]).unwrap()).collect();
+        let held: Vec<_> = reservations.into_iter().map(|r| cache.insert(r).unwrap()).collect();
+        assert_eq!((cache.metrics().cached_chunks, held.len()), (2, 5));
+        drop(held);
+        assert_eq!(cache.pool().counts().cached, 2);
+        cache.pool().check_invariants().unwrap();
     }
 
     #[test]

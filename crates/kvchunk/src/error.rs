@@ -1,8 +1,6 @@
 //! The error type of this crate.
 
 /// What can go wrong between a prompt and its placed chunks.
-///
-/// `E` is the error of whoever computes missing KV.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -17,8 +15,8 @@ pub enum Error {
     EmptySeparator,
     /// A prompt whose largest position the model does not have.
     #[error(
-        "the prompt needs position {largest}, the model has {limit} (0..{limit}); \
-         shorten it or use overlapped positions"
+        "the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it, \
+         or let its chunks overlap in position"
     )]
     TooLong {
         /// Largest position of the prompt.

@@ -24,6 +24,8 @@
 //! # Ok::<(), kvchunk::Error>(())
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod assembly;
 mod cache;
 mod config;

@@ -63,7 +63,7 @@ impl PositionPlan {
             PositionStrategy::Sequential => logical as i64,
         };
         let largest = question_position + prompt.question().len() as i64 - 1;
-        if largest >= max_positions as i64 {
+        if usize::try_from(largest).is_ok_and(|largest| largest >= max_positions) {
             return Err(Error::TooLong { largest, limit: max_positions });
         }
         Ok(Self { chunks, question_logical: logical, question_position })

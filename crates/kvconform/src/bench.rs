@@ -105,20 +105,30 @@ impl Bench {
         }
         self.contents(arena)
     }
+}
 
-    /// Allowed difference of a result that was rounded once to the element type.
-    pub fn rounding(&self) -> f32 {
-        unit(self.dtype)
+/// Relative error of rounding to nearest, half a spacing.
+pub(crate) fn half_spacing(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => 1.0 / 2048.0,
+        DType::BF16 => 1.0 / 256.0,
+        _ => 0.0,
     }
 }
 
-/// Spacing of numbers near 1, with a little room for f32 arithmetic.
-pub(crate) fn unit(dtype: DType) -> f32 {
-    match dtype {
-        DType::F16 => 1e-3,
-        DType::BF16 => 8e-3,
-        _ => 1e-5,
+/// `actual` is `expected` computed in f32 and rounded once, to nearest: half a spacing is allowed, with
+/// a little room for f32 arithmetic. Truncation needs twice that and fails.
+pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &[f32]) -> Outcome {
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        let allowed = half_spacing(dtype) * e.abs() + 1e-5;
+        let near = (a - e).abs() <= allowed;
+        if !near {
+            return Err(Failure(format!("{what}: element {i} is {a}, expected {e} within {allowed}")));
+        }
     }
+    ensure(actual.len() == expected.len(), || {
+        format!("{what}: {} values, expected {}", actual.len(), expected.len())
+    })
 }
 
 /// Numbers between −1 and 1 that depend on nothing but the seed.

@@ -15,6 +15,8 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod bench;
 pub mod cases;
 pub mod oracle;

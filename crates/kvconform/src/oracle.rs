@@ -69,7 +69,8 @@ fn one(
         };
         for j in 0..segment.len {
             let position = segment.stored_start + segment.position_offset + j as i64;
-            let inside = op.window.is_none_or(|w| row.position - position < w as i64);
+            let inside =
+                op.window.is_none_or(|w| i128::from(row.position) - i128::from(position) < w as i128);
             if segment.logical_start + j <= row.logical && inside {
                 let (key, value) =
                     token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);

@@ -86,8 +86,13 @@ impl Open {
         }
     }
 
+    /// Whether nothing was added. NaN is something: it must reach the output.
+    fn is_empty(&self) -> bool {
+        self.sum == 0.0
+    }
+
     fn lse(&self) -> f32 {
-        if self.sum > 0.0 { self.max + self.sum.ln() } else { f32::NEG_INFINITY }
+        if self.is_empty() { f32::NEG_INFINITY } else { self.max + self.sum.ln() }
     }
 }
 
@@ -131,9 +136,9 @@ fn one_head<T: Element>(
 fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> impl Iterator<Item = usize> {
     let count = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
     let first_position = segment.stored_start + segment.position_offset;
-    let window = op.window;
+    let window = op.window.map(|window| i64::try_from(window).unwrap_or(i64::MAX));
     (0..count).filter(move |&j| {
-        window.is_none_or(|window| row.position.saturating_sub(first_position + j as i64) < window as i64)
+        window.is_none_or(|window| row.position.saturating_sub(first_position + j as i64) < window)
     })
 }
 
@@ -160,13 +165,13 @@ impl Turned {
 fn merge(op: &Attend, groups: Vec<Open>) -> (Vec<f32>, f32) {
     let mut all = Open::new(op.arena.layout().shape().v_dim);
     for (mut open, group) in groups.into_iter().zip(op.groups.iter()) {
-        if open.sum > 0.0 {
+        if !open.is_empty() {
             let lse = open.lse() * group.lse_scale;
             open.values.iter_mut().for_each(|x| *x /= open.sum);
             all.add(lse, &open.values);
         }
     }
-    if all.sum > 0.0 {
+    if !all.is_empty() {
         all.values.iter_mut().for_each(|x| *x /= all.sum);
     }
     let lse = all.lse();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
 use kvcore::{BlockId, BlockOrder, DType, KvArena, Rope, RopeConfig};
 
-use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, unit};
+use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
 
 const HEADS: usize = 6;
@@ -161,6 +161,14 @@ pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
     Ok(())
 }
 
+pub(super) fn nan_reaches_the_output(b: &Bench) -> Outcome {
+    let batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])];
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &rows(&[(5, 5)]), batch)?;
+    trial.op.q = b.upload(b.dtype, &[1, HEADS, 10], &[f32::NAN; HEADS * 10])?;
+    b.stream.attend(&trial.op)?;
+    equal("output of NaN queries", &b.download(&trial.op.out)?, &[f32::NAN; HEADS * 6])
+}
+
 pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
     let at = rows(&[(5, 5)]);
     let mut trial =
@@ -213,5 +221,5 @@ pub(super) fn output_in_the_element_type(b: &Bench) -> Outcome {
     trial.op.lse = None;
     b.stream.attend(&trial.op)?;
     let (out, _) = oracle::attend(&trial.op, &trial.q, &trial.k, &trial.v, UNTOUCHED);
-    close("output rounded to the element type", &b.download(&trial.op.out)?, &out, unit(b.dtype))
+    rounded_once("output rounded to the element type", b.dtype, &b.download(&trial.op.out)?, &out)
 }

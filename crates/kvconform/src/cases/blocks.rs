@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::kernels::{CopyBlocks, RotateKeys, Rotation, SwapBlocks};
 use kvcore::{BlockId, BlockOrder, KvArena, KvShape, PlaneStrides, Rope, RopeConfig, RopeScaling};
 
-use crate::bench::{Bench, Failure, Outcome, close, ensure, equal};
+use crate::bench::{Bench, Failure, Outcome, close, ensure, equal, half_spacing, rounded_once};
 use crate::oracle;
 
 fn pairs(list: &[(u32, u32)]) -> Arc<[(BlockId, BlockId)]> {
@@ -133,7 +133,7 @@ pub(super) fn rotated_copies_equal_keys_rotated_there(b: &Bench) -> Outcome {
                 1 => oracle::rotate(old, &rope, delta, 1.0).iter().map(|&x| x as f32).collect(),
                 _ => return Ok(()),
             };
-            close("keys moved by a distance", new, &expected, b.rounding())
+            rounded_once("keys moved by a distance", b.dtype, new, &expected)
         })?;
         for_tokens((&src, &v0), (&src, &v1), (0, 7), false, |layer, old, new| {
             if layer == 1 { equal("values", new, old) } else { Ok(()) }
@@ -163,6 +163,6 @@ pub(super) fn rotation_keeps_length_and_the_original(b: &Bench) -> Outcome {
         if layer > 0 {
             return Ok(());
         }
-        close("length of a moved key", &[length(new)], &[length(old)], 2.0 * b.rounding())
+        close("length of a moved key", &[length(new)], &[length(old)], half_spacing(b.dtype) + 1e-5)
     })
 }

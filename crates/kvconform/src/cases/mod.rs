@@ -56,6 +56,7 @@ cases! {
     attend::windows_go_by_position,
     attend::softcap_temperature_and_groups,
     attend::rows_that_see_nothing_are_zero,
+    attend::nan_reaches_the_output,
     attend::rotated_queries_need_no_table,
     attend::wrong_attends_are_refused,
     attend::output_in_the_element_type,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::kernels::ApplyRope;
 use kvcore::{Error, Pairing, Rope, RopeConfig, RopeScaling};
 
-use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded};
+use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
 
 const POSITIONS: [i64; 4] = [0, 1, 1500, 37];
@@ -23,7 +23,7 @@ fn check(b: &Bench, config: RopeConfig, dim: usize) -> Outcome {
         .map(|x| x as f32)
         .collect();
     let actual = b.download(&rows)?;
-    close("rotated rows", &actual, &expected, b.rounding())?;
+    rounded_once("rotated rows", b.dtype, &actual, &expected)?;
     for (new, old) in actual.chunks(dim).zip(values.chunks(dim)) {
         equal("elements past the rotary dimension", &new[config.rotary_dim..], &old[config.rotary_dim..])?;
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::kernels::{Gather, Rotation, Scatter};
 use kvcore::{BlockOrder, DType, Error, KvArena, Rope, RopeConfig, TensorView};
 
-use crate::bench::{Bench, Failure, Outcome, close, ensure, equal, numbers, rounded};
+use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
 
 const ORDERS: [BlockOrder; 2] = [BlockOrder::HeadMajor, BlockOrder::TokenMajor];
@@ -183,7 +183,7 @@ pub(super) fn gather_rotates_keys_on_the_way(b: &Bench) -> Outcome {
             expected.extend(oracle::rotate(&k0[at..at + 10], &rope, -321, 1.0).iter().map(|&x| x as f32));
         }
     }
-    close("rotated keys", &b.download(&k)?, &expected, b.rounding())?;
+    rounded_once("rotated keys", b.dtype, &b.download(&k)?, &expected)?;
     op.rotation = Some(Rotation { rope, delta: 4096 });
     let far = b.stream.gather(&op);
     ensure(matches!(far, Err(Error::OutOfRange { .. })), || format!("a distance past the table gave {far:?}"))
