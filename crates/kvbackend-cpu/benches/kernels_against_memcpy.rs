@@ -1,5 +1,5 @@
-//! Kernels against `memcpy` of the same bytes, and attention against a streaming read of the KV bytes,
-//! measured in the same run on the same number of threads.
+//! Kernels against `memcpy` of the same bytes, both on one thread, and attention against a streaming
+//! read of the KV bytes, both on all threads; limits are measured in the same run.
 //!
 //! Prints one JSON object a line: `{"what", "size", "unit", "seconds", "limit", "limit_seconds",
 //! "ratio"}`, where a ratio of 1 means as fast as the limit; rows that differ in `size` only are a
@@ -9,6 +9,8 @@
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
+
+use rayon::prelude::*;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::kernels::{
@@ -49,14 +51,17 @@ fn memcpy_seconds(bytes: usize) -> f64 {
     time(|| black_box(&mut dst).copy_from_slice(black_box(&src)))
 }
 
-/// One thread reading everything: the least that one decode step must do.
+/// All threads reading everything: the least that one decode step must do.
 fn read_seconds(bytes: usize) -> f64 {
     let src = vec![1u64; bytes / 8];
     time(|| {
-        let sums = black_box(&src).chunks_exact(8).fold([0u64; 8], |mut s, c| {
-            s.iter_mut().zip(c).for_each(|(a, b)| *a = a.wrapping_add(*b));
-            s
-        });
+        let sum = |part: &[u64]| {
+            part.chunks_exact(8).fold([0u64; 8], |mut s, c| {
+                s.iter_mut().zip(c).for_each(|(a, b)| *a = a.wrapping_add(*b));
+                s
+            })
+        };
+        let sums: Vec<[u64; 8]> = black_box(&src).par_chunks(1 << 16).map(sum).collect();
         black_box(sums);
     })
 }

@@ -38,7 +38,7 @@ pub(crate) struct DemoArgs {
     #[arg(long, default_value = "cpu")]
     pub(crate) backend: BackendName,
 
-    /// One JSON object on standard output instead of tables.
+    /// A JSON array with an object per request on standard output, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -59,7 +59,7 @@ pub(crate) struct RunArgs {
     pub(crate) model: Option<PathBuf>,
 
     /// The prompt.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompt: Option<String>,
 
     /// A file with the prompt.
@@ -71,7 +71,7 @@ pub(crate) struct RunArgs {
     pub(crate) stdin: Option<String>,
 
     /// An earlier prompt, answered silently first, so that its chunks are cached. May be repeated.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
 
     /// Put the prompt into the model's chat template; otherwise it is raw text.
@@ -79,7 +79,7 @@ pub(crate) struct RunArgs {
     pub(crate) chat: bool,
 
     /// What stands between the parts of a prompt.
-    #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR)]
+    #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR, allow_hyphen_values = true, value_parser = separator)]
     pub(crate) separator: String,
 
     /// Where documents stand: all right after the system prompt, or one after the other.
@@ -120,12 +120,12 @@ pub(crate) struct RunArgs {
     pub(crate) weights: WeightsFormat,
 
     /// Tokens per block of the cache.
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
     /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
     /// most 2048.
-    #[arg(long, value_name = "MIB")]
+    #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
     /// Where keys, values and attention live.
@@ -181,6 +181,17 @@ pub(crate) enum WeightsFormat {
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum BackendName {
     Cpu,
+}
+
+fn separator(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("it would separate everywhere".to_owned()) } else { Ok(text.to_owned()) }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("a whole number from 1 up is needed".to_owned()),
+    }
 }
 
 fn dtype(text: &str) -> Result<DType, String> {

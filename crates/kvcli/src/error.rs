@@ -13,7 +13,7 @@ pub(crate) enum Error {
     Prompt { from: String, source: std::io::Error },
     /// A backend that this program was built without.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
-    #[cfg_attr(feature = "cpu", allow(dead_code, reason = "every backend is built in"))]
+    #[cfg(not(feature = "cpu"))]
     NoBackend(String),
     /// A model directory that is none.
     #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]

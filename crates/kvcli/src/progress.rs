@@ -5,6 +5,8 @@ use std::io::{IsTerminal, Write};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvmodel::{Observer, TextCodec};
 
+use crate::error::Result;
+
 /// A bar that shows itself only on a terminal, and only if `show`.
 pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     let show = show && std::io::stderr().is_terminal();
@@ -33,6 +35,17 @@ impl<'a> Live<'a> {
             tokens: Vec::new(),
             printed: 0,
         }
+    }
+}
+
+impl Live<'_> {
+    /// Prints what is still held back: bytes that never became a character.
+    pub(crate) fn finish(self) -> Result<()> {
+        let text = self.codec.decode(&self.tokens)?;
+        if let Some(rest) = text.get(self.printed..) {
+            std::io::stdout().write_all(rest.as_bytes())?;
+        }
+        Ok(())
     }
 }
 

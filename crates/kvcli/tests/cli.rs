@@ -121,8 +121,11 @@ fn fewer_than_two_separators_are_an_ordinary_prompt() {
     assert_eq!(plain["chunks"], Value::Array(vec![]));
     let full = json(&["--prompt", &prompt(&[SYSTEM, A, B, "bora ?"]), "--full-attention"]);
     assert_eq!((&full["text"], &full["chunks"]), (&Value::from(" red"), &Value::Array(vec![])));
-    let other = json(&["--prompt", &[SYSTEM, A, B, "bora ?"].join("|"), "--separator", "|"]);
-    assert_eq!(other["chunks"].as_array().unwrap().len(), 2);
+    for separator in ["|", "---"] {
+        let other = json(&["--prompt", &[SYSTEM, A, B, "bora ?"].join(separator), "--separator", separator]);
+        assert_eq!(other["chunks"].as_array().unwrap().len(), 2);
+    }
+    assert_eq!(json(&["--prompt", "- alba ?"])["finish"], "stop");
 }
 
 #[test]
@@ -182,6 +185,9 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--dtype", "f64"], "f64"),
         (&["run", "--prompt", "a", "--temperature", "-1"], "temperature"),
         (&["run", "--prompt", "a", "--positions", "absolute"], "overlapped"),
+        (&["run", "--prompt", "a##b##c", "--separator", ""], "separate everywhere"),
+        (&["run", "--prompt", "a", "--block-size", "0"], "from 1 up"),
+        (&["run", "--prompt", "a", "--kv-memory", "0"], "from 1 up"),
         (&["fly"], "fly"),
     ] {
         fails(args, 2, expected);
@@ -201,10 +207,7 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
     ] {
         fails(&["run", "--json", "--prompt", text], 1, expected);
     }
-    fails(&["run", "--prompt", "a##b##c", "--separator", ""], 1, "separator is empty");
     fails(&["run", "--prompt-file", "/no/such/file"], 1, "/no/such/file");
-    fails(&["run", "--prompt", "a", "--block-size", "0"], 1, "block_size must be at least 1");
-    fails(&["run", "--prompt", "a", "--kv-memory", "0"], 1, "not enough memory");
     let chunks = prompt(&[SYSTEM, &"alba is red . ".repeat(200), "alba ?"]);
     fails(&["run", "--prompt", &chunks, "--kv-memory", "1"], 1, "out of blocks");
 }

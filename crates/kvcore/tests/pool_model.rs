@@ -75,19 +75,16 @@ impl World {
         match *op {
             Op::Allocate(n) => {
                 let before = pool.counts();
-                match pool.allocate(n) {
-                    Ok(blocks) => {
-                        assert_eq!(blocks.len(), n);
-                        // whatever was evicted has lost its key
-                        for block in &blocks {
-                            self.keys.remove(&block.id().0);
-                        }
-                        self.mutable.extend(blocks);
+                if let Ok(blocks) = pool.allocate(n) {
+                    assert_eq!(blocks.len(), n);
+                    // whatever was evicted has lost its key
+                    for block in &blocks {
+                        self.keys.remove(&block.id().0);
                     }
-                    Err(_) => {
-                        assert!(before.free + before.evictable < n);
-                        assert_eq!(pool.counts(), before, "a failed allocation changes nothing");
-                    }
+                    self.mutable.extend(blocks);
+                } else {
+                    assert!(before.free + before.evictable < n);
+                    assert_eq!(pool.counts(), before, "a failed allocation changes nothing");
                 }
             }
             Op::Complete(i) => self.complete.extend(take(&mut self.mutable, i).map(MutableBlock::complete)),
@@ -109,7 +106,8 @@ impl World {
                 self.shared.extend(found);
             }
             Op::CloneShared(i) => {
-                self.shared.extend(self.shared.get(i).cloned().into_iter().collect::<Vec<_>>())
+                let clone = self.shared.get(i).cloned();
+                self.shared.extend(clone);
             }
             Op::DropMutable(i) => drop(take(&mut self.mutable, i)),
             Op::DropComplete(i) => drop(take(&mut self.complete, i)),

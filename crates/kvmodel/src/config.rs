@@ -1,13 +1,13 @@
 //! config.json of Hugging Face transformers, versions 4 and 5.
 
 use kvcore::{Pairing, RopeConfig, RopeScaling};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
 
 /// Model families that differ in where biases and norms stand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Family {
     /// Llama: no biases unless the config says so.
     Llama,
@@ -19,7 +19,7 @@ pub enum Family {
 
 /// What the forward pass needs to know of a model.
 #[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelConfig {
     /// The family.
     pub family: Family,
@@ -86,6 +86,9 @@ struct Raw {
     eos_token_id: Value,
 }
 
+/// Far above any model; a config beyond it is broken, and its tables would exhaust memory.
+const MAX_HEAD_DIM: usize = 1 << 14;
+
 impl ModelConfig {
     /// Reads a config.json.
     ///
@@ -135,6 +138,9 @@ impl ModelConfig {
             ));
         }
         let head_dim = raw.head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads);
+        if head_dim == 0 || head_dim > MAX_HEAD_DIM {
+            return bad(format!("head_dim {head_dim} is not in 1..={MAX_HEAD_DIM}"));
+        }
         if raw.num_attention_heads.checked_mul(head_dim).is_none() {
             return bad(format!("{} heads of {head_dim} overflow", raw.num_attention_heads));
         }
@@ -281,6 +287,13 @@ mod tests {
             (format!(r#"{BASE},"hidden_act":"gelu"}}"#), "gelu"),
             (format!(r#"{BASE},"rope_scaling":{{"type":"dynamic","factor":2.0}}}}"#), "dynamic"),
             (format!(r#"{BASE},"num_key_value_heads":0}}"#), "num_key_value_heads"),
+            (format!(r#"{BASE},"head_dim":1099511627776}}"#), "head_dim 1099511627776"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"yarn","factor":2.0,"beta_fast":0}}}}"#), "beta_fast"),
+            (
+                format!(r#"{BASE},"rope_scaling":{{"type":"yarn","factor":2.0,"attention_factor":-1}}}}"#),
+                "attention_factor",
+            ),
+            (format!(r#"{BASE},"partial_rotary_factor":2.0}}"#), "partial_rotary_factor"),
             (format!(r#"{BASE},"use_sliding_window":true}}"#), "sliding"),
             ("{".to_owned(), "EOF"),
             (r#"{"model_type":"llama"}"#.to_owned(), "vocab_size"),

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::weights::Weights;
 
 /// How weights of projections are held while computing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
     /// f32.
     #[default]

@@ -17,6 +17,8 @@
 //! # Ok::<(), kvmodel::Error>(())
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod config;
 pub mod engine;
 mod error;

@@ -23,7 +23,7 @@ pub struct Model {
     norm: RmsNorm,
     head: Linear,
     rope: Arc<Rope>,
-    digest: [u8; 32],
+    revision: [u8; 32],
 }
 
 /// Told how a request advances. Both methods do nothing unless implemented; `()` is the observer
@@ -72,8 +72,8 @@ impl Model {
             w.take("lm_head.weight", &[config.vocab_size, config.hidden_size])?
         };
         let rope = Arc::new(Rope::new(config.rope, config.max_positions)?);
-        let digest = *w.digest();
-        Ok(Self { embedding, layers, norm, head: Linear::new(&head, None, format)?, rope, digest, config })
+        let revision = revision(&config, w.digest(), format)?;
+        Ok(Self { embedding, layers, norm, head: Linear::new(&head, None, format)?, rope, revision, config })
     }
 
     /// The configuration.
@@ -86,9 +86,10 @@ impl Model {
         &self.rope
     }
 
-    /// Hash of the weights.
-    pub fn weights_digest(&self) -> &[u8; 32] {
-        &self.digest
+    /// Hash of weights, configuration and weight format: everything that keys and values of the same
+    /// tokens depend on.
+    pub fn revision(&self) -> &[u8; 32] {
+        &self.revision
     }
 
     /// The shape of a cache for this model.
@@ -156,6 +157,15 @@ impl Model {
     }
 }
 
+/// What distinguishes this model's keys and values from those of any other.
+fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat) -> Result<[u8; 32]> {
+    let text = serde_json::to_vec(&(config, format)).map_err(|e| Error::Config(e.to_string()))?;
+    let mut hasher = blake3::Hasher::new_derive_key("kvmodel revision v1");
+    hasher.update(weights);
+    hasher.update(&text);
+    Ok(*hasher.finalize().as_bytes())
+}
+
 /// The rows of a batch, laid after one another.
 struct Rows {
     tokens: Vec<u32>,
@@ -179,6 +189,12 @@ impl Rows {
         let tokens: Vec<u32> = batch.iter().flat_map(|s| s.tokens.iter().copied()).collect();
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(Error::TokenOutOfVocabulary { token, vocabulary });
+        }
+        for sequence in batch {
+            if sequence.slots.len() != sequence.tokens.len() {
+                let (expected, got) = (sequence.tokens.len(), sequence.slots.len());
+                return Err(kvcore::Error::Mismatch { what: "slots of a sequence", expected, got }.into());
+            }
         }
         let rows: Arc<[QueryRow]> = batch.iter().flat_map(SequenceInput::rows).collect();
         let (mut entries, mut logits, mut at) = (Vec::new(), Vec::new(), 0);

@@ -20,6 +20,10 @@ pub struct TextCodec {
     eos: String,
 }
 
+/// Stands for the message where a template is applied to parts: a private-use character that no
+/// template writes and no prompt needs.
+const MESSAGE: &str = "\u{F8FE}";
+
 /// A prompt as tokens: ordinary, or in parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptTokens {
@@ -62,8 +66,11 @@ impl TextCodec {
     /// The same from the bytes of the two files.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
         let digest = blake3::hash(tokenizer);
-        let tokenizer =
-            Tokenizer::from_bytes(tokenizer).map_err(|e| Error::Tokenizer(format!("tokenizer.json: {e}")))?;
+        let bad = |e: tokenizers::Error| Error::Tokenizer(format!("tokenizer.json: {e}"));
+        let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(bad)?;
+        // Some files carry limits that were set for training; a prompt is never cut silently.
+        tokenizer.with_truncation(None).map_err(bad)?;
+        tokenizer.with_padding(None);
         let config: Value = match config {
             Some(bytes) => serde_json::from_slice(bytes)
                 .map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
@@ -120,9 +127,28 @@ impl TextCodec {
         }
     }
 
-    /// `user` as the single message of a conversation, in the model's chat template. The template
-    /// writes special tokens itself, so its text is encoded without adding any.
-    pub fn chat(&self, user: &str) -> Result<String> {
+    /// The same with `text` as the single message of a conversation, in the model's chat template.
+    ///
+    /// The text is cut before the template is applied, so that a separator in the template's own text
+    /// separates nothing. What the template writes before the message belongs to the system part, what
+    /// it writes after it to the question. Special tokens are the template's business: none are added.
+    pub fn chat_prompt(&self, text: &str, separator: &str) -> Result<PromptTokens> {
+        let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
+            return Ok(PromptTokens::Plain(self.encode(&self.chat(text)?, false)?));
+        };
+        let frame = self.chat(MESSAGE)?;
+        let (before, after) = frame
+            .split_once(MESSAGE)
+            .filter(|(_, after)| !after.contains(MESSAGE))
+            .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
+        let chunks = chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
+        let system = self.encode(&format!("{before}{system}"), false)?;
+        let question = self.encode(&format!("{question}{after}"), false)?;
+        Ok(PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question)?))
+    }
+
+    /// `user` as the single message of a conversation, in the model's chat template.
+    fn chat(&self, user: &str) -> Result<String> {
         let Some(template) = &self.template else {
             return Err(Error::Template("this model has none; run without it".to_owned()));
         };
@@ -185,6 +211,26 @@ mod tests {
         assert!(matches!(codec(None).chat("hi"), Err(Error::Template(_))));
         let raising = r#"{"chat_template":"{{ raise_exception('no system role') }}"}"#;
         assert!(codec(Some(raising)).chat("hi").unwrap_err().to_string().contains("no system role"));
+    }
+
+    #[test]
+    fn a_chunked_chat_is_cut_before_the_template_is_applied() {
+        let config = r#"{"chat_template":"a ## b {{ messages[0].content }} c"}"#;
+        let prompt = codec(Some(config)).chat_prompt("a##b##c", "##").unwrap();
+        // The template's own "##" is an unknown word of the system part.
+        let expected = ChunkedPrompt::new(vec![3, 2, 4, 3], vec![vec![4]], vec![5, 5]).unwrap();
+        assert_eq!(prompt, PromptTokens::Chunked(expected));
+        let twice = r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#;
+        assert!(matches!(codec(Some(twice)).chat_prompt("a##b##c", "##"), Err(Error::Template(_))));
+    }
+
+    #[test]
+    fn prompts_are_never_cut_by_the_tokenizer() {
+        let limit =
+            r#""truncation":{"direction":"Right","max_length":2,"strategy":"LongestFirst","stride":0}"#;
+        let text = TOKENIZER.replace(r#""truncation":null"#, limit);
+        let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
+        assert_eq!(codec.encode("a b c a b", false).unwrap(), [3, 4, 5, 3, 4]);
     }
 
     #[test]

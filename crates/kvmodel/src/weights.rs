@@ -1,6 +1,7 @@
 //! Weights from safetensors: one file or an index with shards, as f32 on the host.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -45,7 +46,13 @@ impl Weights {
         let mut tensors = BTreeMap::new();
         for path in files {
             progress(done, total);
-            let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+            let io = |source| Error::Io { path: path.clone(), source };
+            let mut file = std::fs::File::open(&path).map_err(io)?;
+            let mut bytes = Vec::with_capacity(size(&path) as usize);
+            // Piece by piece, so that progress shows within a file too.
+            while Read::take(&mut file, 16 << 20).read_to_end(&mut bytes).map_err(io)? > 0 {
+                progress(done + bytes.len() as u64, total);
+            }
             done += bytes.len() as u64;
             hasher.update(&bytes);
             let named = |e: Error| Error::Weights(format!("{}: {e}", path.display()));

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use kvchunk::{ChunkReport, Exactness};
+use kvchunk::ChunkReport;
 use kvmodel::{
     Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, TextCodec, WeightFormat,
 };
@@ -39,34 +39,34 @@ struct Outcome {
 }
 
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
+    let out = &mut std::io::stdout().lock();
     let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32)?;
     let backend = backend::open(args.backend)?;
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
-    if !args.json {
-        introduce(&engine);
-    }
     // Threads and memory warm up on a request that keeps nothing.
     let first = codec.prompt(&prompt_text(&trials[0]), kvchunk::DEFAULT_SEPARATOR, true)?;
     engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
+    if !args.json {
+        introduce(out, &engine)?;
+    }
     let mut outcomes = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
         let prompt = codec.prompt(&prompt_text(trial), kvchunk::DEFAULT_SEPARATOR, true)?;
         let (outcome, with_cache) = ask(&mut engine, &codec, trial, &prompt)?;
         if i == 0 && !args.json {
-            segments(trial, &prompt, &with_cache);
-            println!("Question: {}   Answer: {}\n", outcome.question, outcome.answer);
+            segments(out, trial, &prompt, &with_cache)?;
+            writeln!(out, "Question: {}   Answer: {}\n", outcome.question, outcome.answer)?;
         }
         outcomes.push(outcome);
     }
     if args.json {
-        let mut out = std::io::stdout().lock();
-        serde_json::to_writer(&mut out, &outcomes).map_err(std::io::Error::from)?;
+        serde_json::to_writer(&mut *out, &outcomes).map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {
-        requests(&outcomes);
+        requests(out, &outcomes)?;
     }
-    verdict(&outcomes, args.json)
+    verdict(&outcomes)
 }
 
 /// The questions, each with the documents in another order.
@@ -128,38 +128,40 @@ fn ask(
     Ok((outcome, with))
 }
 
-fn introduce(engine: &Engine) {
+fn introduce(out: &mut dyn Write, engine: &Engine) -> Result<()> {
     let c = engine.model().config();
-    println!(
-        "A model of {} layers, {} query and {} key/value heads of {}, on {}.",
-        c.num_layers,
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-        engine.backend().name()
-    );
-    println!("Its documents are computed once, then reused in any order without moving a byte.\n");
+    let (layers, heads, kv_heads, dim) = (c.num_layers, c.heads, c.kv_heads, c.head_dim);
+    let backend = engine.backend().name();
+    writeln!(
+        out,
+        "A model of {layers} layers, {heads} query and {kv_heads} key/value heads of {dim}, on {backend}."
+    )?;
+    writeln!(out, "Its documents are computed once, then reused in any order without moving a byte.\n")?;
+    Ok(())
 }
 
 /// The parts of the first prompt, where they stand.
-fn segments(trial: &Trial, prompt: &PromptTokens, generation: &Generation) {
-    let PromptTokens::Chunked(prompt) = prompt else { return };
-    println!(
-        "The first prompt, in parts (documents start at the same position and do not see each other):\n"
-    );
+fn segments(
+    out: &mut dyn Write,
+    trial: &Trial,
+    prompt: &PromptTokens,
+    generation: &Generation,
+) -> Result<()> {
+    let PromptTokens::Chunked(prompt) = prompt else { return Ok(()) };
+    writeln!(out, "The first prompt (documents start at the same position and do not see each other):\n")?;
     let mut table = table(&["part", "tokens", "positions", "text"]);
-    let system = prompt.system().len();
     let mut row = |part: &str, tokens: usize, start: i64, text: &str| {
         let end = start + tokens as i64;
         table.add_row([part.to_owned(), tokens.to_string(), format!("{start}..{end}"), shortened(text)]);
     };
-    row("system", system, 0, embedded::SYSTEM);
+    row("system", prompt.system().len(), 0, embedded::SYSTEM);
     for (&i, chunk) in trial.order.iter().zip(&generation.chunks) {
         row(embedded::DOCUMENTS[i].0, chunk.tokens, chunk.position, embedded::DOCUMENTS[i].1);
     }
     let longest = generation.chunks.iter().map(|c| c.position + c.tokens as i64).max().unwrap_or(0);
     row("question", prompt.question().len(), longest, trial.question);
-    println!("{table}\n");
+    writeln!(out, "{table}\n")?;
+    Ok(())
 }
 
 fn shortened(text: &str) -> String {
@@ -170,8 +172,9 @@ fn shortened(text: &str) -> String {
     }
 }
 
-fn requests(outcomes: &[Outcome]) {
-    println!("Each request has the documents in another order:\n");
+/// A row per request, and what they show together.
+fn requests(out: &mut dyn Write, outcomes: &[Outcome]) -> Result<()> {
+    writeln!(out, "Each request has the documents in another order:\n")?;
     let mut table = table(&[
         "question",
         "answer",
@@ -184,42 +187,45 @@ fn requests(outcomes: &[Outcome]) {
     ]);
     for o in outcomes {
         let hits = o.chunks.iter().filter(|c| c.hit).count();
+        let same = if o.same_answer_without_cache { "yes" } else { "NO" };
         table.add_row([
             o.question.to_owned(),
-            if o.answer == o.expected {
-                o.answer.clone()
-            } else {
-                format!("{} (not {})", o.answer, o.expected)
-            },
+            if o.is_right() { o.answer.clone() } else { format!("{} (not {})", o.answer, o.expected) },
             format!("{hits} hit, {} missed", o.chunks.len() - hits),
             o.computed_tokens.to_string(),
             o.reused_tokens.to_string(),
             format!("{:.2}", o.ttft_ms),
             format!("{:.2}", o.ttft_without_reuse_ms),
-            format!(
-                "{} (logits differ by {:.0e})",
-                if o.same_answer_without_cache { "yes" } else { "NO" },
-                o.largest_logit_difference
-            ),
+            format!("{same} (logits differ by {:.0e})", o.largest_logit_difference),
         ]);
     }
-    println!("{table}");
+    let right = outcomes.iter().filter(|o| o.is_right()).count();
+    let same = outcomes.iter().filter(|o| o.is_unchanged()).count();
+    writeln!(out, "{table}")?;
+    writeln!(
+        out,
+        "{right} of {n} answers are right; {same} of {n} equal the answer computed without the cache under the same mask.",
+        n = outcomes.len()
+    )?;
+    Ok(())
+}
+
+impl Outcome {
+    fn is_right(&self) -> bool {
+        self.answer == self.expected
+    }
+
+    /// Whether the cache changed nothing but rounding.
+    fn is_unchanged(&self) -> bool {
+        self.same_answer_without_cache && self.largest_logit_difference < 1e-3
+    }
 }
 
 /// Whether the demo showed what it claims; a failure otherwise.
-fn verdict(outcomes: &[Outcome], quiet: bool) -> Result<()> {
-    let right = outcomes.iter().filter(|o| o.answer == o.expected).count();
-    let same =
-        outcomes.iter().filter(|o| o.same_answer_without_cache && o.largest_logit_difference < 1e-3).count();
+fn verdict(outcomes: &[Outcome]) -> Result<()> {
+    let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));
-    if !quiet {
-        println!(
-            "{right} of {n} answers are right; {same} of {n} equal the answer computed without the cache under the same mask.",
-            n = outcomes.len()
-        );
-        debug_assert_eq!(kvchunk::ReuseCell::default().exactness(), Exactness::Exact);
-    }
-    if right == outcomes.len() && same == outcomes.len() && hits {
+    if good && hits {
         Ok(())
     } else {
         Err(Error::Demo(

@@ -29,7 +29,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     }
     engine.profiler().reset();
     let request = request(args, &codec, &text)?;
-    let generation = engine.generate(&request, &mut Live::new(&codec, !args.json))?;
+    let mut live = Live::new(&codec, !args.json);
+    let generation = engine.generate(&request, &mut live)?;
+    live.finish()?;
     show(args, &engine, &codec, &generation)
 }
 
@@ -66,7 +68,7 @@ fn load(args: &RunArgs) -> Result<ModelDirectory> {
 
 fn request(args: &RunArgs, codec: &TextCodec, text: &str) -> Result<Request> {
     let prompt = if args.chat {
-        codec.prompt(&codec.chat(text)?, &args.separator, false)?
+        codec.chat_prompt(text, &args.separator)?
     } else {
         codec.prompt(text, &args.separator, true)?
     };

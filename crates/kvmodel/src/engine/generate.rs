@@ -31,6 +31,7 @@ impl Engine {
     /// is held then.
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
+        self.check_vocabulary(&request.prompt)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
                 let assembler = Assembler {
@@ -66,6 +67,17 @@ impl Engine {
         }
     }
 
+    /// A request that cannot be computed must not evict anything on its way.
+    fn check_vocabulary(&self, prompt: &PromptTokens) -> Result<()> {
+        let vocabulary = self.model.config().vocab_size;
+        let known = |token: u32| (token as usize) < vocabulary;
+        let stray = match prompt {
+            PromptTokens::Plain(tokens) => tokens.iter().copied().find(|&token| !known(token)),
+            PromptTokens::Chunked(prompt) => prompt.flatten().into_iter().find(|&token| !known(token)),
+        };
+        stray.map_or(Ok(()), |token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))
+    }
+
     fn check_length(&self, tokens: &[u32]) -> Result<()> {
         let limit = self.model.config().max_positions;
         match tokens.len() {
@@ -91,7 +103,7 @@ impl Engine {
         let (chunks, cached_tokens, next) =
             (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
         // Held until the answer is complete.
-        let assembled = assembly.commit(request.reuse.then_some(&self.chunks))?;
+        let assembled = assembly.commit()?;
         let prefilled =
             Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
         self.decode(request, started, prompt.total_tokens(), own, prefilled, observer)

@@ -72,7 +72,7 @@ pub struct Engine {
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
     main: PagedKvCache,
-    chunks: ChunkCache,
+    chunks: Arc<ChunkCache>,
     root: BlockKey,
     profiler: Profiler,
 }
@@ -97,8 +97,8 @@ impl Engine {
         let for_chunks = ((f64::from(total) * config.chunk_share) as u32).clamp(1, total - 1);
         let main = PagedKvCache::new(arena, BlockPool::new(0..total - for_chunks)?)?;
         let pool = BlockPool::new(total - for_chunks..total)?;
-        let chunks = ChunkCache::new(config.chunks.clone(), pool, config.block_size)?;
-        let mut scope = KeyScope::new("kvmodel", model.weights_digest())
+        let chunks = Arc::new(ChunkCache::new(config.chunks.clone(), pool, config.block_size)?);
+        let mut scope = KeyScope::new("kvmodel", model.revision())
             .tokenizer(tokenizer)
             .layout(layout.shape())
             .tenant_salt(&config.tenant_salt);
@@ -165,15 +165,10 @@ fn layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
     if config.block_size == 0 {
         return Err(kvcore::Error::Zero { what: "block_size" }.into());
     }
-    let shape = model.kv_shape(2, config.block_size, config.kv_dtype);
-    let budget = match config.kv_memory {
-        Some(budget) => budget,
-        None => {
-            let blocks = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
-            let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
-            blocks.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY)
-        }
-    };
+    let shape = model.kv_shape(1, config.block_size, config.kv_dtype);
+    let most = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
+    let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
+    let budget = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));
     let layout = KvLayout::within_budget(&shape, budget)?;
     if layout.shape().num_blocks < 2 {
         return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes: 2 * layout.block_bytes() }.into());

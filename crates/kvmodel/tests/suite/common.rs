@@ -1,5 +1,4 @@
 //! A small laboratory: a golden model, its caches, and passes whose logits are all kept.
-#![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,8 +14,6 @@ use kvcore::{
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
-
-pub(crate) const MODELS: [&str; 6] = ["llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3"];
 
 /// Where a golden model lies.
 pub(crate) fn folder(name: &str) -> PathBuf {
@@ -77,7 +74,7 @@ pub(crate) struct Lab {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) stream: Arc<dyn Stream>,
     pub(crate) main: PagedKvCache,
-    pub(crate) chunks: ChunkCache,
+    pub(crate) chunks: Arc<ChunkCache>,
     pub(crate) root: BlockKey,
     pub(crate) profiler: Profiler,
 }
@@ -104,8 +101,8 @@ impl Lab {
         let config =
             ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
         let pool = BlockPool::new(64..64 + setup.chunk_blocks).expect("a pool");
-        let chunks = ChunkCache::new(config, pool, 4).expect("a cache");
-        let root = KeyScope::new(name, model.weights_digest()).root();
+        let chunks = Arc::new(ChunkCache::new(config, pool, 4).expect("a cache"));
+        let root = KeyScope::new(name, model.revision()).root();
         let stream = backend.stream().expect("a stream");
         Self { model, backend, stream, main, chunks, root, profiler: Profiler::disabled() }
     }
@@ -160,7 +157,7 @@ impl Lab {
         });
         let logits = self.forward(&batch).pop().expect("logits");
         let (reports, reused) = (assembly.reports().to_vec(), assembly.reused_tokens());
-        let held = assembly.commit(reuse.then_some(&self.chunks)).expect("a commit");
+        let held = assembly.commit().expect("a commit");
         self.main.free(own).expect("a sequence");
         Run { logits, reports, held, reused }
     }

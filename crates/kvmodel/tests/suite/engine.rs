@@ -1,9 +1,6 @@
 //! Requests from start to end: reuse changes no token, and bad input holds no block.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::{Golden, load_model};
+use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
 use kvcore::DType;
@@ -43,7 +40,7 @@ fn chunks_in_another_order_are_hits_and_change_no_token(
     let config = EngineConfig { kv_dtype, block_size: 4, ..EngineConfig::default() };
     let cold = run(&mut engine(name, &config), &ask(&prompt, cell));
     let mut warmed = engine(name, &config);
-    run(&mut warmed, &ask(&common::reordered(&prompt), cell));
+    run(&mut warmed, &ask(&crate::common::reordered(&prompt), cell));
     let warm = run(&mut warmed, &ask(&prompt, cell));
     let none = run(&mut warmed, &Request { reuse: false, ..ask(&prompt, cell) });
     assert!(warm.chunks.iter().all(|c| c.hit) && cold.chunks.iter().all(|c| !c.hit));
@@ -77,7 +74,7 @@ fn a_token_at_a_time_equals_the_whole_prompt() {
         request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat());
         request.max_new_tokens = 1;
         let next = run(&mut engine, &request);
-        assert!(common::distance(&next.logits[0], &whole.logits[step]) < 1e-5);
+        assert!(crate::common::distance(&next.logits[0], &whole.logits[step]) < 1e-5);
     }
 }
 
@@ -155,7 +152,7 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
 
 #[test]
 fn quantised_weights_answer_nearly_the_same() {
-    let folder = common::folder("llama");
+    let folder = crate::common::folder("llama");
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let weights = kvmodel::Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
     let model = kvmodel::Model::new(
@@ -164,6 +161,7 @@ fn quantised_weights_answer_nearly_the_same() {
         kvmodel::WeightFormat::Q8,
     )
     .unwrap();
+    assert_ne!(model.revision(), load_model("llama").revision(), "their keys and values must not be shared");
     let mut quantised = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default()).unwrap();
     let request = Request {
         max_new_tokens: 1,
@@ -172,6 +170,6 @@ fn quantised_weights_answer_nearly_the_same() {
     };
     let exact = run(&mut engine("llama", &EngineConfig::default()), &request);
     let rounded = run(&mut quantised, &request);
-    let gap = common::distance(&exact.logits[0], &rounded.logits[0]);
+    let gap = crate::common::distance(&exact.logits[0], &rounded.logits[0]);
     assert!(gap > 0.0 && gap < 0.1, "{gap}");
 }

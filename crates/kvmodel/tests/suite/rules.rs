@@ -1,9 +1,6 @@
 //! The rules of chunk reuse, one test each, named after the rule.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::{Golden, Lab, Setup, distance, golden_name, reordered};
+use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
 use kvchunk::{ChunkedPrompt, ReuseCell};
 
 const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
@@ -41,11 +38,20 @@ fn rule_2_purity_bytes_depend_on_the_key_alone() {
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
         };
         let first = stored(&[], with_chunks(&golden, vec![chunk.clone()]), 0);
-        // After other requests, the system prompt cached: the same batch shape but for that.
+        // Two histories after which the same batch computes the chunk: other chunks, and the same
+        // tokens under full attention, from which nothing may be harvested.
         let others = with_chunks(&golden, vec![prompt.chunks()[0].clone(), prompt.chunks()[2].clone()]);
-        let later = stored(std::slice::from_ref(&others), with_chunks(&golden, vec![chunk.clone()]), 0);
-        let again = stored(std::slice::from_ref(&others), with_chunks(&golden, vec![chunk.clone()]), 0);
-        assert_eq!(later, again, "bit for bit for one batch shape");
+        let more =
+            with_chunks(&golden, vec![prompt.chunks()[2].clone(), vec![5; 11], prompt.chunks()[0].clone()]);
+        let target = with_chunks(&golden, vec![chunk.clone()]);
+        let later = stored(std::slice::from_ref(&others), target.clone(), 0);
+        let mut lab = Lab::new("qwen3", Setup::default());
+        lab.plain(&prompt.flatten());
+        drop(lab.run(&more, cell, true));
+        let run = lab.run(&target, cell, true);
+        assert!(!run.reports[0].hit);
+        let other_history = lab.bytes(run.held.handles()[0].blocks());
+        assert!(later == other_history, "{cell:?}: bit for bit for one batch shape");
         let among =
             stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);
         for (what, bytes) in [("after others", &later), ("beside others", &among)] {
@@ -175,4 +181,68 @@ fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
     }
     assert!(lab.chunks.metrics().uncached > 0);
     lab.assert_nothing_held();
+}
+
+#[test]
+fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read() {
+    let golden = Golden::load("llama");
+    let cell = ReuseCell::ALL[0];
+    let mut lab = Lab::new("llama", Setup::default());
+    let assembler = |lab: &Lab| {
+        let max_positions = lab.model.config().max_positions;
+        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root: lab.root, cell, max_positions }
+            .assemble(&golden.prompt)
+            .unwrap()
+    };
+    let (a, b) = (assembler(&lab), assembler(&lab));
+    lab.forward(&[a.inputs(), b.inputs()].concat());
+    let (a, b) = (a.commit().unwrap(), b.commit().unwrap());
+    assert_eq!(a.segments()[0].blocks, b.segments()[0].blocks, "the first to end is the one that stays");
+    let before = lab.bytes(&b.segments()[0].blocks);
+    // Whatever was freed is overwritten now.
+    for token in 0..8 {
+        lab.plain(&[token; 40]);
+    }
+    assert!(before == lab.bytes(&b.segments()[0].blocks));
+    drop((a, b));
+    let run = lab.run(&golden.prompt, cell, true);
+    assert!(run.reports.iter().all(|r| r.hit));
+    assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
+    drop(run);
+    lab.assert_nothing_held();
+}
+
+#[test]
+fn a_prompt_does_not_evict_its_own_chunks() {
+    let golden = Golden::load("llama");
+    let cell = ReuseCell::ALL[0];
+    // Room for chunks 1 and 2 (one and three blocks), not for chunk 0 (two blocks) beside them.
+    let mut lab = Lab::new("llama", Setup { chunk_blocks: 4, ..Setup::default() });
+    let known = with_chunks(&golden, golden.prompt.chunks()[1..].to_vec());
+    drop(lab.run(&known, cell, true));
+    let run = lab.run(&golden.prompt, cell, true);
+    assert_eq!(run.reports.iter().map(|r| r.hit).collect::<Vec<_>>(), [false, true, true]);
+    assert_eq!(lab.chunks.metrics().evictions, 0);
+    assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
+}
+
+#[test]
+fn a_pass_that_wants_no_logits_fills_the_cache() {
+    let golden = Golden::load("qwen2");
+    let cell = ReuseCell::ALL[2];
+    let mut lab = Lab::new("qwen2", Setup::default());
+    let max_positions = lab.model.config().max_positions;
+    let assembler = kvchunk::Assembler {
+        chunks: Some(&lab.chunks),
+        main: &lab.main,
+        root: lab.root,
+        cell,
+        max_positions,
+    };
+    let assembly = assembler.assemble(&golden.prompt).unwrap();
+    assert!(lab.forward(assembly.inputs()).is_empty());
+    drop(assembly.commit().unwrap());
+    let run = lab.run(&golden.prompt, cell, true);
+    assert!(run.reports.iter().all(|r| r.hit));
+    assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
 }

@@ -1,10 +1,7 @@
 //! Logits against Hugging Face transformers: ordinary prompts, and every cell of the table "when is
 //! reuse exact?" of `docs/exactness.md`.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::{Golden, Lab, Setup, distance, golden_name, reordered};
+use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
 use kvbackend_cpu::Execution;
 use kvchunk::{Exactness, ReuseCell};
 use kvcore::DType;
@@ -70,7 +67,7 @@ fn sequential_with_system_equals_two_phases_and_no_single_pass(
 /// The error of reuse against f32 is at most twice that of an ordinary pass in the same element type.
 #[rstest]
 fn half_precision_adds_no_error_by_reuse(
-    #[values("llama", "llama3", "llama-yarn", "qwen2", "qwen3")] name: &str,
+    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(0, 1, 2)] cell: usize,
 ) {

@@ -1,5 +1,4 @@
 //! The model in the repository: right answers to questions about documents that it never saw.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::path::PathBuf;
 

@@ -1,0 +1,9 @@
+//! Behaviour of the whole: exactness against transformers, the rules of reuse, requests from start to
+//! end, and the model in the repository.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+mod engine;
+mod exactness;
+mod rules;
+mod tiny_rag;
