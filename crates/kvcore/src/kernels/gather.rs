@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{KvArena, check_rows, writable};
+use super::{KvArena, check_rows, check_slots, slot_bytes, writable};
 use crate::error::{Error, Result};
 use crate::rope::Rope;
 use crate::tensor::TensorView;
@@ -65,17 +65,11 @@ impl Gather {
         if let Some(rotation) = &self.rotation {
             rotation.check(s.k_dim)?;
         }
-        let limit = self.arena.layout().num_slots();
-        match self.slots.iter().find(|&&slot| slot >= limit as i64) {
-            Some(&slot) => Err(Error::range("slot", slot, limit)),
-            None => Ok(()),
-        }
+        check_slots(&self.arena, &self.slots)
     }
 
     /// Bytes read from the cache.
     pub fn bytes(&self) -> usize {
-        let s = self.arena.layout().shape();
-        let rows = self.slots.iter().filter(|&&slot| slot >= 0).count();
-        rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+        slot_bytes(&self.arena, &self.slots)
     }
 }

@@ -144,6 +144,22 @@ fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> R
     Ok(())
 }
 
+/// Negative slots are padding; the others must exist.
+fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
+    let limit = arena.layout().num_slots();
+    match slots.iter().find(|&&slot| slot >= limit as i64) {
+        Some(&slot) => Err(Error::range("slot", slot, limit)),
+        None => Ok(()),
+    }
+}
+
+/// Bytes of K and V in one layer at the slots that are no padding.
+fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
+    let s = arena.layout().shape();
+    let rows = slots.iter().filter(|&&slot| slot >= 0).count();
+    rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+}
+
 /// A view that is written must not have two elements at one address.
 fn writable(what: &'static str, view: &TensorView) -> Result<()> {
     let repeated = view.shape().iter().zip(view.strides()).any(|(&n, &stride)| n > 1 && stride == 0);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{KvArena, check_rows};
+use super::{KvArena, check_rows, check_slots, slot_bytes};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorView;
@@ -37,17 +37,11 @@ impl Scatter {
                 return Err(Error::DTypeMismatch { what: "rows to scatter", expected, got: view.dtype() });
             }
         }
-        let limit = self.arena.layout().num_slots();
-        match self.slots.iter().find(|&&slot| slot >= limit as i64) {
-            Some(&slot) => Err(Error::range("slot", slot, limit)),
-            None => Ok(()),
-        }
+        check_slots(&self.arena, &self.slots)
     }
 
     /// Bytes that land in the cache.
     pub fn bytes(&self) -> usize {
-        let s = self.arena.layout().shape();
-        let rows = self.slots.iter().filter(|&&slot| slot >= 0).count();
-        rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+        slot_bytes(&self.arena, &self.slots)
     }
 }
