@@ -72,7 +72,7 @@ fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
             if let Ok(row) = serde_json::from_str::<Row>(&line) {
-                eprintln!("  {}: {:.2} of {}", row.what, row.ratio, row.limit);
+                eprintln!("  {}: {:.2} times as fast as {}", row.what, row.ratio, row.limit);
                 rows.push(row);
             }
         }

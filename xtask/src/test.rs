@@ -55,16 +55,22 @@ fn pass(args: &[&str], sums: &mut Sums) -> Result<bool> {
     let mut command = cargo_command(args);
     command.args(["--", "--show-output"]).stdout(Stdio::piped());
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
+    let mut output = String::new();
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
             sums.add(&line);
-            let quiet = line.is_empty() || line.ends_with("... ok") || line.starts_with("running ");
-            if !quiet {
+            if line.starts_with("test result: ") || line.trim_start().starts_with("SKIPPED") {
                 println!("{line}");
             }
+            output += &line;
+            output.push('\n');
         }
     }
-    Ok(child.wait().map_err(|e| format!("`{name}`: {e}"))?.success())
+    let passed = child.wait().map_err(|e| format!("`{name}`: {e}"))?.success();
+    if !passed {
+        println!("{output}");
+    }
+    Ok(passed)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum Error {
     /// A part of a chunked prompt holds nothing.
-    #[error("the {part} is empty; a chunked prompt is system, chunks and question, none of them empty")]
+    #[error("{part} is empty; a chunked prompt is system, chunks and question, none of them empty")]
     EmptyPart {
         /// `"system prompt"`, `"chunk 2"`, `"question"`.
         part: String,
@@ -14,10 +14,7 @@ pub enum Error {
     #[error("the separator is empty")]
     EmptySeparator,
     /// A prompt whose largest position the model does not have.
-    #[error(
-        "the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it, \
-         or let its chunks overlap in position"
-    )]
+    #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
     TooLong {
         /// Largest position of the prompt.
         largest: i64,

@@ -16,6 +16,7 @@ A prompt in parts is written with a separator, by default ##:
 
 Documents do not see each other; the question sees everything. Each document's keys and values are
 computed once and found again in other prompts, in any order and at any position, without a copy.
+With fewer than two separators a prompt is an ordinary one.
 
 Start with:  kvc demo")]
 pub(crate) struct Cli {
@@ -49,7 +50,7 @@ pub(crate) struct DemoArgs {
 #[command(after_help = "\
 Examples:
 
-    kvc run --prompt 'answer briefly ## alba is red . ## bora is blue . ## alba ?'
+    kvc run --prompt 'you answer questions ## alba is red . ## bora is blue . ## alba ?'
     kvc run --model ./Qwen3-0.6B --chat --prompt 'Why is the sky blue?'
     cat prompt.txt | kvc run --model ./model --json -")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin"]))]
@@ -58,7 +59,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
-    /// The prompt.
+    /// The prompt; `-` reads it from standard input.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompt: Option<String>,
 
@@ -87,7 +88,7 @@ pub(crate) struct RunArgs {
     pub(crate) positions: Positions,
 
     /// What documents see while computed: the system prompt and themselves, or themselves only.
-    /// All combinations are exact but sequential with with-system.
+    /// Reuse is exact in every combination except `sequential` together with `with-system`.
     #[arg(long, value_enum, default_value = "with-system")]
     pub(crate) chunks: Chunks,
 
@@ -111,7 +112,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Element type of keys and values.
+    /// Element type of keys and values: f32, f16 or bf16.
     #[arg(long, default_value = "f32", value_parser = dtype)]
     pub(crate) dtype: DType,
 
@@ -195,7 +196,7 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 }
 
 fn dtype(text: &str) -> Result<DType, String> {
-    text.parse().map_err(|e: kvcore::Error| e.to_string())
+    text.parse().map_err(|_: kvcore::Error| "f32, f16 and bf16 are supported".to_owned())
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

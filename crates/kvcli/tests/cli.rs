@@ -136,7 +136,7 @@ fn prompts_come_from_files_and_standard_input_too() {
     fs::write(&file, &text).unwrap();
     let from_file = json(&["--prompt-file", file.to_str().unwrap()]);
     let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
-        .args(["run", "-"])
+        .args(["run", "--prompt", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -182,7 +182,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["run"][..], "--prompt"),
         (&["run", "--prompt", "a", "--prompt-file", "b"], "cannot be used with"),
         (&["run", "--prompt", "a", "--backend", "abacus"], "abacus"),
-        (&["run", "--prompt", "a", "--dtype", "f64"], "f64"),
+        (&["run", "--prompt", "a", "--dtype", "f64"], "bf16 are supported"),
         (&["run", "--prompt", "a", "--temperature", "-1"], "temperature"),
         (&["run", "--prompt", "a", "--positions", "absolute"], "overlapped"),
         (&["run", "--prompt", "a##b##c", "--separator", ""], "separate everywhere"),

@@ -37,7 +37,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
 
 fn prompt_text(args: &RunArgs) -> Result<String> {
     let failed = |from: String| move |source| Error::Prompt { from, source };
-    if let Some(text) = &args.prompt {
+    if let Some(text) = args.prompt.as_ref().filter(|text| *text != "-") {
         return Ok(text.clone());
     }
     if let Some(path) = &args.prompt_file {
@@ -98,8 +98,11 @@ fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generat
     writeln!(out)?;
     out.flush()?;
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
+    if generation.tokens.is_empty() {
+        eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
+    }
     eprintln!(
-        "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} tokens in {:.1} ms",
+        "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",
         generation.prompt_tokens,
         generation.cached_tokens,
         hits,
