@@ -5,7 +5,7 @@
 Phase A learns to look facts up under full attention. Phase B mixes in what chunk reuse needs: the
 masks under which a document sees only itself (or the system prompt and itself), sequential and
 overlapped positions, as block-attention fine-tuning does (Sun et al., 2024). Phase C lengthens the
-prompts. The loss is on answers only.
+prompts, and phase D writes all kinds of system prompts before them. The loss is on answers only.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class Encoder:
         return out
 
 
-def sample(rng, encode, end, cell, n_docs, facts, p_same, n_questions, repeat=False):
+def sample(rng, encode, end, cell, n_docs, facts, p_same, n_questions, repeat=False,
+           system=world.system_text):
     """One training sequence: tokens, segment ids, positions and the answer targets."""
     _, full, overlapped = CELLS[cell]
     docs = world.documents(rng, n_docs, facts, p_same)
     stop, mark = rng.choice([" .", " .", "."]), rng.choice([" ?", " ?", "?"])
-    parts = [encode(world.system_text(rng))] + [encode(world.document_text(d, stop)) for d in docs]
+    parts = [encode(system(rng))] + [encode(world.document_text(d, stop)) for d in docs]
     askable = [f for d in docs for f in d if full or f.kind != "cross"]
     rng.shuffle(askable)
     # references are rarer than stated facts: ask them first half of the time
@@ -176,7 +177,8 @@ def plan(step, args, rng, level):
     else:
         n_docs, facts = rng.choice([(rng.randint(8, 12), (3, 6)), (rng.randint(2, 5), (8, 14)), (rng.randint(12, 20), (3, 5))])
     size = max(12, min(96, 10_000 // (n_docs * sum(facts) * 2 + 40)))
-    return cell, size, dict(n_docs=n_docs, facts=facts, p_same=0.18, n_questions=10)
+    system = world.any_system_text if step >= args.phase_c else world.system_text
+    return cell, size, dict(n_docs=n_docs, facts=facts, p_same=0.18, n_questions=10, system=system)
 
 
 def export(model, tokenizer, out, end):
@@ -213,7 +215,8 @@ def main():
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--phase-a", type=int, default=1500)
     p.add_argument("--phase-b", type=int, default=2700)
-    p.add_argument("--steps", type=int, default=4500)
+    p.add_argument("--phase-c", type=int, default=4500)
+    p.add_argument("--steps", type=int, default=5000)
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--resume", type=pathlib.Path, help="checkpoint written by an earlier run")
     p.add_argument("--checkpoint", type=pathlib.Path, default=pathlib.Path("/tmp/tiny-rag.pt"))
@@ -241,7 +244,9 @@ def main():
     began, seen, hit, running, recent = time.time(), 0, 0, [], 0.0
     for step in range(first, args.steps):
         warm = min(1.0, (step + 1) / 200)
-        cool = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        cool = 0.5 * (1 + math.cos(math.pi * step / args.phase_c)) if step < args.phase_c else 0.1
+        if step == args.phase_c:
+            rng.seed(args.seed * 1_000_003 + step)  # a run resumed here goes on as one that never stopped
         for group in opt.param_groups:
             group["lr"] = args.lr * warm * (0.02 + 0.98 * cool)
         cell, size, shape = plan(step, args, rng, level)

@@ -27,6 +27,14 @@ SYSTEM_WORDS = (
     "think say look tell all about it are your text notes list value name keep short clear"
 ).split()
 
+# Words that are no single tokens: what people write before documents.
+OTHER_WORDS = (
+    "briefly system question using documents below above context following passages provided information "
+    "respond concise accurate expert today language model task instructions based must should will can from "
+    "with that this these those when where which who what why how please carefully best possible sources "
+    "knowledge retrieve summarise explain user input output data search result page article says"
+).split()
+
 DEFAULT_SYSTEM = "you answer questions from short documents ."
 
 
@@ -90,3 +98,20 @@ def system_text(rng: random.Random) -> str:
     if rng.random() < 0.4:
         return DEFAULT_SYSTEM
     return " ".join(rng.choice(SYSTEM_WORDS) for _ in range(rng.randint(1, 14))) + rng.choice([" .", ".", ""])
+
+
+def any_system_text(rng: random.Random) -> str:
+    """A system prompt as anybody might write it: known and unknown words, letters, digits, signs."""
+    if rng.random() < 0.25:
+        return system_text(rng)
+    words = []
+    for _ in range(rng.randint(1, 14)):
+        kind = rng.random()
+        if kind < 0.35:
+            words.append(rng.choice(SYSTEM_WORDS))
+        elif kind < 0.8:
+            words.append(rng.choice(OTHER_WORDS))
+        else:
+            letters = "abcdefghijklmnopqrstuvwxyz0123456789-_'"
+            words.append("".join(rng.choice(letters) for _ in range(rng.randint(1, 9))))
+    return " ".join(words) + rng.choice([" .", ".", "", ":", " :", "!", ",", "\n", ' "'])

@@ -58,6 +58,14 @@ impl World {
     }
 }
 
+/// System prompts, most of them of words that are no single tokens.
+const SYSTEMS: [&str; 4] = [
+    "you answer questions from short documents .",
+    "answer briefly",
+    "Answer the question using the documents below.",
+    "You are a helpful assistant. Context:",
+];
+
 /// What a cell changes of a request.
 type Change = Box<dyn Fn(&mut Request)>;
 
@@ -75,8 +83,8 @@ fn right(
     let mut documents = trial.documents.clone();
     let ask = |(question, answer): &(String, String)| {
         documents.shuffle(rng);
-        let text =
-            format!("you answer questions from short documents .##{}##{question}", documents.join("##"));
+        let system = SYSTEMS.choose(rng).unwrap();
+        let text = format!("{system}##{}##{question}", documents.join("##"));
         let mut request =
             Request { max_new_tokens: 4, ..Request::new(codec.prompt(&text, "##", true).unwrap()) };
         change(&mut request);
