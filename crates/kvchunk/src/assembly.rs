@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvcore::{
-    BlockId, BlockKey, Logits, MutableBlock, PagedKvCache, PrefixFill, SealedPrefix, Segment, SequenceInput,
+    BlockId, BlockKey, Logits, MutableBlocks, PagedKvCache, PrefixFill, SealedPrefix, Segment, SequenceInput,
 };
 
 use crate::cache::{ChunkCache, ChunkHandle, ChunkReservation, slots};
@@ -47,7 +47,7 @@ enum Piece {
 /// Blocks of the main pool that one request fills for itself.
 #[derive(Debug)]
 struct Private(
-    #[expect(dead_code, reason = "held so that the blocks live as long as the request")] Vec<MutableBlock>,
+    #[expect(dead_code, reason = "held so that the blocks live as long as the request")] MutableBlocks,
 );
 
 /// What happened to one chunk of a prompt.
@@ -216,7 +216,7 @@ impl Assembler<'_> {
         }
         let needed = self.main.arena().layout().blocks_for(tokens.len());
         let private = self.main.pool().allocate(needed)?;
-        let blocks = private.iter().map(MutableBlock::id).collect();
+        let blocks = private.ids().into();
         assembly.pieces.push(Piece::Private(Private(private)));
         Ok((blocks, true))
     }
@@ -282,7 +282,7 @@ impl Assembly {
         let mut stored = Vec::with_capacity(reservations.len());
         if let Some(cache) = &chunks {
             for reservation in reservations {
-                stored.push(cache.insert(reservation)?);
+                stored.push(cache.insert(reservation));
             }
         }
         let (mut handles, mut private) = (Vec::new(), Vec::new());
@@ -294,7 +294,7 @@ impl Assembly {
             }
         }
         // Another request may have computed the same system prompt meanwhile: then its blocks stay.
-        let system = system.finish();
+        let system = system.finish()?;
         segments[0] = system.segment();
         Ok(AssembledPrompt { segments, handles, private, system })
     }

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvcore::{BlockId, BlockPool, MutableBlock, RetainedRun, SharedRun, SlotMapping};
+use kvcore::{BlockId, BlockPool, MutableBlocks, PinnedBlocks, SharedBlocks, SlotMapping};
 
 use crate::config::ChunkCacheConfig;
 use crate::error::Result;
@@ -20,14 +20,20 @@ pub struct ChunkHandle(Arc<Held>);
 
 #[derive(Debug)]
 struct Held {
-    run: SharedRun,
+    ids: Arc<[BlockId]>,
+    #[expect(dead_code, reason = "held so that the blocks live as long as the handle")]
+    blocks: SharedBlocks,
     tokens: usize,
 }
 
 impl ChunkHandle {
+    fn new(blocks: SharedBlocks, tokens: usize) -> Self {
+        Self(Arc::new(Held { ids: blocks.ids().into(), blocks, tokens }))
+    }
+
     /// The physical blocks, in order.
     pub fn blocks(&self) -> &Arc<[BlockId]> {
-        self.0.run.ids()
+        &self.0.ids
     }
 
     /// Tokens stored.
@@ -45,7 +51,7 @@ impl ChunkHandle {
 pub struct ChunkReservation {
     key: ChunkKey,
     tokens: Arc<[u32]>,
-    blocks: Vec<MutableBlock>,
+    blocks: MutableBlocks,
 }
 
 impl ChunkReservation {
@@ -56,7 +62,7 @@ impl ChunkReservation {
 
     /// The blocks to fill, in order.
     pub fn ids(&self) -> Arc<[BlockId]> {
-        self.blocks.iter().map(MutableBlock::id).collect()
+        self.blocks.ids().into()
     }
 }
 
@@ -71,7 +77,7 @@ pub(crate) fn slots(blocks: &[BlockId], block_size: usize, tokens: usize) -> Slo
 #[derive(Debug)]
 struct Entry {
     tokens: Arc<[u32]>,
-    retained: RetainedRun,
+    pinned: PinnedBlocks,
     /// When it was used last; also its place in the order.
     tick: u64,
 }
@@ -143,7 +149,7 @@ impl ChunkCache {
         index.order.remove(&entry.tick);
         index.order.insert(tick, *key);
         entry.tick = tick;
-        Some(ChunkHandle(Arc::new(Held { run: entry.retained.share(), tokens: tokens.len() })))
+        Some(ChunkHandle::new(entry.pinned.share(), tokens.len()))
     }
 
     /// Blocks for a piece, evicting pieces that nobody holds as needed. `None` when even that does
@@ -171,9 +177,9 @@ impl ChunkCache {
     ///
     /// If another request stored the same piece meanwhile, that one stays; if the cache is full of
     /// pieces in use, none goes. In both cases these blocks are freed with the handle's last clone.
-    pub fn insert(&self, reservation: ChunkReservation) -> Result<ChunkHandle> {
+    pub fn insert(&self, reservation: ChunkReservation) -> ChunkHandle {
         let ChunkReservation { key, tokens, blocks } = reservation;
-        let run = SharedRun::from_filled(&self.pool, blocks)?;
+        let blocks = blocks.share();
         let len = tokens.len();
         let mut guard = self.index();
         let index = &mut *guard;
@@ -185,9 +191,9 @@ impl ChunkCache {
             index.next_tick += 1;
             index.metrics.insertions += 1;
             index.order.insert(tick, key);
-            index.entries.insert(key, Entry { tokens, retained: run.retain(), tick });
+            index.entries.insert(key, Entry { tokens, pinned: blocks.pin(), tick });
         }
-        Ok(ChunkHandle(Arc::new(Held { run, tokens: len })))
+        ChunkHandle::new(blocks, len)
     }
 
     /// Evicts the least recently used piece that nobody holds; `false` if there is none.
@@ -217,7 +223,7 @@ impl ChunkCache {
 
 impl Index {
     fn evict_oldest(&mut self) -> bool {
-        let idle = |key: &ChunkKey| self.entries.get(key).is_some_and(|entry| !entry.retained.is_held());
+        let idle = |key: &ChunkKey| self.entries.get(key).is_some_and(|entry| !entry.pinned.is_held());
         let Some((&tick, &key)) = self.order.iter().find(|(_, key)| idle(key)) else { return false };
         self.order.remove(&tick);
         self.entries.remove(&key);
@@ -242,7 +248,7 @@ mod tests {
 
     fn store(cache: &ChunkCache, tokens: &[u32]) -> ChunkHandle {
         let reservation = cache.reserve(key(tokens), tokens).expect("room");
-        cache.insert(reservation).unwrap()
+        cache.insert(reservation)
     }
 
     #[test]
@@ -285,7 +291,7 @@ mod tests {
         assert_eq!((cache.metrics().cached_chunks, cache.metrics().evictions), (2, 3));
         // a prompt of five: all reserved before any is stored
         let reservations: Vec<_> = (10..15).map(|i| cache.reserve(key(&[i; 3]), &[i; 3]).unwrap()).collect();
-        let held: Vec<_> = reservations.into_iter().map(|r| cache.insert(r).unwrap()).collect();
+        let held: Vec<_> = reservations.into_iter().map(|r| cache.insert(r)).collect();
         assert_eq!((cache.metrics().cached_chunks, held.len()), (2, 5));
         drop(held);
         assert_eq!(cache.pool().counts().cached, 2);
@@ -304,9 +310,9 @@ mod tests {
     fn a_collision_is_a_miss_and_the_stored_chunk_stays() {
         let cache = cache(8, 10);
         let same_key = key(&[1, 2]);
-        let first = cache.insert(cache.reserve(same_key, &[1, 2]).unwrap()).unwrap();
+        let first = cache.insert(cache.reserve(same_key, &[1, 2]).unwrap());
         assert!(cache.lookup(&same_key, &[3, 4]).is_none(), "another chunk's KV must not be served");
-        let other = cache.insert(cache.reserve(same_key, &[3, 4]).unwrap()).unwrap();
+        let other = cache.insert(cache.reserve(same_key, &[3, 4]).unwrap());
         assert_ne!(first.blocks(), other.blocks());
         drop(other);
         assert!(cache.lookup(&same_key, &[1, 2]).is_some() && cache.lookup(&same_key, &[3, 4]).is_none());

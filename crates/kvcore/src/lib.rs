@@ -15,9 +15,8 @@
 //! use kvcore::{BlockPool, BlockTable};
 //!
 //! let pool = BlockPool::new(0..4)?;
-//! let mut table = BlockTable::new(16)?;
-//! let blocks = pool.allocate(table.missing_blocks(20))?;
-//! let slots = table.extend(20, blocks)?;             // 20 tokens over two blocks
+//! let mut table = BlockTable::new(&pool, 16)?;
+//! let slots = table.grow(20)?;                       // 20 tokens over two blocks
 //! assert_eq!(slots.len(), 20);
 //! drop(table);                                       // both blocks are free again
 //! assert_eq!(pool.counts().free, 4);
@@ -37,14 +36,16 @@ pub mod key;
 mod layout;
 mod profile;
 pub mod rope;
+mod sync;
 pub mod tensor;
 
 pub use backend::{
     Backend, Capabilities, CounterSnapshot, Event, MemoryKind, Storage, Stream, allocate_tensor,
 };
 pub use block::{
-    BlockId, BlockPool, BlockTable, CompleteBlock, EvictionPolicy, Lru, MutableBlock, PADDING_SLOT,
-    PoolCounts, RetainedRun, SharedBlock, SharedRun,
+    BlockId, BlockPool, BlockTable, Clock, CompleteBlocks, Duplicates, EventQueue, EventSink, EvictionPolicy,
+    FreeOrder, KvEvent, Lru, ManualClock, MutableBlocks, PADDING_SLOT, PinnedBlocks, PolicyKind, PoolConfig,
+    PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::{
     PagedKvCache, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache,

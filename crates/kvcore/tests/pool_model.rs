@@ -1,181 +1,497 @@
 //! Random operations on a pool against a plain model of what it should do.
+//!
+//! `KVCORE_MODEL_OPS` sets how many operations each configuration gets; all together are at least a
+//! million by default.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
 
 use kvcore::{
-    BlockKey, BlockPool, CompleteBlock, KeyScope, MutableBlock, RetainedRun, SharedBlock, SharedRun,
+    BlockId, BlockKey, BlockPool, CompleteBlocks, Duplicates, Error, EventQueue, FreeOrder, KeyScope, KvEvent,
+    ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
 };
 use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
 
-const BLOCKS: usize = 6;
+const BLOCKS: u32 = 13;
+const FIRST: u32 = 10;
+const KEYS: u32 = 9;
+const TTL: u64 = 50;
 
 #[derive(Debug, Clone)]
 enum Op {
     Allocate(usize),
+    Admit(usize),
+    AllocateMore(usize, usize),
+    Split(usize, usize),
     Complete(usize),
     Register(usize, u32),
+    RegisterComplete(usize, u32),
+    RegisterWrong(usize),
     Share(usize),
-    Lookup(u32),
-    CloneShared(usize),
+    RegisterShared(usize, u32),
+    Lookup(u32, usize),
+    Clone(usize),
+    Truncate(usize, usize),
+    Pin(usize),
+    SharePinned(usize),
+    Retain(usize, u8),
     DropMutable(usize),
     DropComplete(usize),
     DropShared(usize),
-    MakeRun(usize),
-    Retain(usize),
-    ShareRetained(usize),
-    DropRun(usize),
-    DropRetained(usize),
+    DropPinned(usize),
     ClearCached,
+    Wait(u64),
+    Expire,
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let i = 0..4usize;
+    let i = 0..5usize;
+    let n = 0..5usize;
     prop_oneof![
-        (0..4usize).prop_map(Op::Allocate),
-        i.clone().prop_map(Op::Complete),
-        (i.clone(), 0..5u32).prop_map(|(a, b)| Op::Register(a, b)),
-        i.clone().prop_map(Op::Share),
-        (0..5u32).prop_map(Op::Lookup),
-        i.clone().prop_map(Op::CloneShared),
-        i.clone().prop_map(Op::DropMutable),
-        i.clone().prop_map(Op::DropComplete),
-        i.clone().prop_map(Op::DropShared),
-        (1..4usize).prop_map(Op::MakeRun),
-        i.clone().prop_map(Op::Retain),
-        i.clone().prop_map(Op::ShareRetained),
-        i.clone().prop_map(Op::DropRun),
-        i.prop_map(Op::DropRetained),
-        Just(Op::ClearCached),
+        4 => n.clone().prop_map(Op::Allocate),
+        1 => n.clone().prop_map(Op::Admit),
+        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::AllocateMore(i, n)),
+        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::Split(i, n)),
+        2 => i.clone().prop_map(Op::Complete),
+        4 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::Register(i, k)),
+        2 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterComplete(i, k)),
+        1 => i.clone().prop_map(Op::RegisterWrong),
+        1 => i.clone().prop_map(Op::Share),
+        1 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterShared(i, k)),
+        4 => (0..KEYS, n.clone()).prop_map(|(k, n)| Op::Lookup(k, n)),
+        2 => i.clone().prop_map(Op::Clone),
+        1 => (i.clone(), n).prop_map(|(i, n)| Op::Truncate(i, n)),
+        1 => i.clone().prop_map(Op::Pin),
+        1 => i.clone().prop_map(Op::SharePinned),
+        1 => (i.clone(), 0..110u8).prop_map(|(i, p)| Op::Retain(i, p)),
+        1 => i.clone().prop_map(Op::DropMutable),
+        1 => i.clone().prop_map(Op::DropComplete),
+        5 => i.clone().prop_map(Op::DropShared),
+        1 => i.prop_map(Op::DropPinned),
+        1 => Just(Op::ClearCached),
+        1 => (0..TTL).prop_map(Op::Wait),
+        1 => Just(Op::Expire),
     ]
 }
 
-/// What is held, and for each block id how many holders and claims there should be.
-#[derive(Default)]
+/// A way to set a pool up.
+#[derive(Debug, Clone, Copy)]
+struct Setup {
+    policy: PolicyKind,
+    shards: usize,
+    order: FreeOrder,
+    duplicates: Duplicates,
+    ttl: bool,
+}
+
+/// What is held, and what the model knows of each block.
 struct World {
-    mutable: Vec<MutableBlock>,
-    complete: Vec<CompleteBlock>,
-    shared: Vec<SharedBlock>,
-    runs: Vec<SharedRun>,
-    retained: Vec<RetainedRun>,
-    /// Under which key a block was registered, until it is seen to be gone.
-    keys: HashMap<u32, u32>,
+    pool: BlockPool,
+    setup: Setup,
+    clock: ManualClock,
+    events: Arc<EventQueue>,
+    /// Keys that a router believes to be stored.
+    router: HashSet<BlockKey>,
+    mutable: Vec<MutableBlocks>,
+    complete: Vec<CompleteBlocks>,
+    shared: Vec<SharedBlocks>,
+    pinned: Vec<PinnedBlocks>,
+    /// Keys by block, in the order of registration.
+    keys: BTreeMap<u64, (u32, BlockKey)>,
+    stamp: u64,
+    /// When the last holder of a cached block let go.
+    released: HashMap<u32, u64>,
+    now: u64,
+    /// Cached blocks, the one released longest ago first: what LRU with one shard must evict.
+    lru: Vec<u32>,
+    /// Blocks that the last operation let go, in order.
+    releasing: Vec<u32>,
 }
 
 fn key(n: u32) -> BlockKey {
     KeyScope::new("m", b"").root().child(&[n])
 }
 
+fn keys(first: u32, n: usize) -> Vec<BlockKey> {
+    (0..n as u32).map(|i| key((first + i) % KEYS)).collect()
+}
+
 fn take<T>(list: &mut Vec<T>, i: usize) -> Option<T> {
     (i < list.len()).then(|| list.remove(i))
 }
 
+fn ids(blocks: &[BlockId]) -> Vec<u32> {
+    blocks.iter().map(|id| id.0).collect()
+}
+
 impl World {
-    fn apply(&mut self, pool: &BlockPool, op: &Op) {
-        match *op {
-            Op::Allocate(n) => {
-                let before = pool.counts();
-                if let Ok(blocks) = pool.allocate(n) {
-                    assert_eq!(blocks.len(), n);
-                    // whatever was evicted has lost its key
-                    for block in &blocks {
-                        self.keys.remove(&block.id().0);
+    fn new(setup: Setup) -> Self {
+        let (clock, events) = (ManualClock::default(), Arc::new(EventQueue::new(10_000)));
+        let mut config = PoolConfig::default()
+            .policy(setup.policy)
+            .shards(setup.shards)
+            .free_order(setup.order)
+            .duplicates(setup.duplicates)
+            .watermark(2)
+            .events(events.clone())
+            .clock(Arc::new(clock.clone()));
+        if setup.ttl {
+            config = config.ttl(Duration::from_millis(TTL));
+        }
+        let pool = BlockPool::with_config(FIRST..FIRST + BLOCKS, config).unwrap();
+        Self {
+            pool,
+            setup,
+            clock,
+            events,
+            router: HashSet::new(),
+            mutable: Vec::new(),
+            complete: Vec::new(),
+            shared: Vec::new(),
+            pinned: Vec::new(),
+            keys: BTreeMap::new(),
+            stamp: 0,
+            released: HashMap::new(),
+            now: 0,
+            lru: Vec::new(),
+            releasing: Vec::new(),
+        }
+    }
+
+    fn holders(&self) -> HashMap<u32, usize> {
+        let mut holders = HashMap::new();
+        for id in self.shared.iter().flat_map(|s| ids(s.ids())) {
+            *holders.entry(id).or_default() += 1;
+        }
+        holders
+    }
+
+    fn pins(&self) -> HashSet<u32> {
+        self.pinned.iter().flat_map(|p| ids(p.ids())).collect()
+    }
+
+    fn key_of(&self, block: u32) -> Option<BlockKey> {
+        self.keys.values().find(|(b, _)| *b == block).map(|(_, key)| *key)
+    }
+
+    fn forget(&mut self, block: u32) {
+        self.keys.retain(|_, (b, _)| *b != block);
+        self.released.remove(&block);
+    }
+
+    /// The block that a lookup of a key finds: the one registered first.
+    fn find(&self, key: &BlockKey) -> Option<u32> {
+        self.keys.values().find(|(_, k)| k == key).map(|(b, _)| *b)
+    }
+
+    fn expired(&self, block: u32) -> bool {
+        self.setup.ttl
+            && !self.holders().contains_key(&block)
+            && !self.pins().contains(&block)
+            && self.released.get(&block).is_some_and(|at| self.now - at >= TTL)
+    }
+
+    /// Checks blocks that an allocation gave, and forgets what was evicted for them.
+    fn taken(&mut self, before: &[u32], blocks: &[BlockId]) {
+        let exact = self.setup.policy == PolicyKind::Lru && self.setup.shards == 1;
+        let mut evicted = Vec::new();
+        for id in ids(blocks) {
+            assert!((FIRST..FIRST + BLOCKS).contains(&id) && !before.contains(&id), "block {id} was in use");
+            if self.key_of(id).is_some() {
+                evicted.push(id);
+                self.forget(id);
+            }
+        }
+        if exact {
+            assert_eq!(evicted, self.lru[..evicted.len()], "least recently released first");
+        }
+    }
+
+    fn in_use(&self) -> Vec<u32> {
+        let owned = self.mutable.iter().flat_map(|b| ids(b.ids()));
+        let owned = owned.chain(self.complete.iter().flat_map(|b| ids(b.ids())));
+        owned.chain(self.holders().into_keys()).chain(self.pins()).collect()
+    }
+
+    fn registered(&mut self, own: &[u32], got: &[u32], keys: &[BlockKey]) {
+        for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
+            let known = self.find(key).filter(|&b| !self.expired(b));
+            match known {
+                Some(known) if self.setup.duplicates == Duplicates::Merge => {
+                    assert_eq!(got, known, "a known key gives the known block");
+                }
+                _ => {
+                    assert_eq!(got, own, "an unknown key stays with its block");
+                    if let Some(old) = self.find(key).filter(|_| self.setup.duplicates == Duplicates::Merge) {
+                        self.forget(old);
                     }
-                    self.mutable.extend(blocks);
-                } else {
-                    assert!(before.free + before.evictable < n);
-                    assert_eq!(pool.counts(), before, "a failed allocation changes nothing");
+                    self.keys.insert(self.stamp, (own, *key));
+                    self.stamp += 1;
                 }
-            }
-            Op::Complete(i) => self.complete.extend(take(&mut self.mutable, i).map(MutableBlock::complete)),
-            Op::Register(i, k) => {
-                if let Some(block) = take(&mut self.complete, i) {
-                    let (id, known) =
-                        (block.id().0, self.keys.iter().find(|(_, v)| **v == k).map(|(id, _)| *id));
-                    let shared = block.register(key(k));
-                    assert_eq!(shared.id().0, known.unwrap_or(id), "a known key gives the known block");
-                    self.keys.insert(shared.id().0, k);
-                    self.shared.push(shared);
-                }
-            }
-            Op::Share(i) => self.shared.extend(take(&mut self.complete, i).map(CompleteBlock::share)),
-            Op::Lookup(k) => {
-                let known = self.keys.iter().find(|(_, v)| **v == k).map(|(id, _)| *id);
-                let found = pool.lookup(&key(k));
-                assert_eq!(found.as_ref().map(|b| b.id().0), known);
-                self.shared.extend(found);
-            }
-            Op::CloneShared(i) => {
-                let clone = self.shared.get(i).cloned();
-                self.shared.extend(clone);
-            }
-            Op::DropMutable(i) => drop(take(&mut self.mutable, i)),
-            Op::DropComplete(i) => drop(take(&mut self.complete, i)),
-            Op::DropShared(i) => drop(take(&mut self.shared, i)),
-            Op::MakeRun(n) => {
-                let n = n.min(self.mutable.len());
-                if n > 0 {
-                    let blocks = self.mutable.drain(..n).collect();
-                    self.runs.push(SharedRun::from_filled(pool, blocks).unwrap());
-                }
-            }
-            Op::Retain(i) => self.retained.extend(self.runs.get(i).map(SharedRun::retain)),
-            Op::ShareRetained(i) => self.runs.extend(self.retained.get(i).map(RetainedRun::share)),
-            Op::DropRun(i) => drop(take(&mut self.runs, i)),
-            Op::DropRetained(i) => drop(take(&mut self.retained, i)),
-            Op::ClearCached => {
-                let held: Vec<u32> = self.shared.iter().map(|b| b.id().0).collect();
-                self.keys.retain(|id, _| held.contains(id));
-                pool.clear_cached();
             }
         }
     }
 
-    fn check(&self, pool: &BlockPool) {
-        pool.check_invariants().unwrap();
-        let mut holders: HashMap<u32, usize> = HashMap::new();
-        for id in self
-            .shared
-            .iter()
-            .map(|b| b.id().0)
-            .chain(self.runs.iter().flat_map(|r| r.ids().iter().map(|b| b.0)))
-        {
-            *holders.entry(id).or_default() += 1;
+    #[expect(clippy::too_many_lines, reason = "one arm an operation")]
+    fn apply(&mut self, op: &Op) {
+        let counts = self.pool.counts();
+        match *op {
+            Op::Allocate(n) => self.allocate(n, 0, BlockPool::allocate),
+            Op::Admit(n) => self.allocate(n, 2, BlockPool::admit),
+            Op::AllocateMore(i, n) => {
+                let before = self.in_use();
+                if let Some(mut guard) = take(&mut self.mutable, i) {
+                    let len = guard.len();
+                    let result = guard.allocate(n);
+                    assert_eq!(result.is_ok(), counts.available() >= n);
+                    assert_eq!(guard.len(), if result.is_ok() { len + n } else { len });
+                    self.taken(&before, &guard.ids()[len..]);
+                    self.mutable.push(guard);
+                }
+            }
+            Op::Split(i, n) => {
+                if let Some(guard) = self.mutable.get_mut(i) {
+                    match guard.split_off(n) {
+                        Ok(rest) => self.mutable.push(rest),
+                        Err(error) => {
+                            assert!(n > guard.len() && matches!(error, Error::OutOfRange { .. }));
+                        }
+                    }
+                }
+            }
+            Op::Complete(i) => {
+                self.complete.extend(take(&mut self.mutable, i).map(MutableBlocks::complete));
+            }
+            Op::Register(i, k) => {
+                if let Some(guard) = take(&mut self.mutable, i) {
+                    let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
+                    let shared = guard.register(None, &keys).unwrap();
+                    self.registered(&own, &ids(shared.ids()), &keys);
+                    self.shared.push(shared);
+                }
+            }
+            Op::RegisterComplete(i, k) => {
+                if let Some(guard) = take(&mut self.complete, i) {
+                    let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
+                    let shared = guard.register(Some(key(k)), &keys).unwrap();
+                    self.registered(&own, &ids(shared.ids()), &keys);
+                    self.shared.push(shared);
+                }
+            }
+            Op::RegisterWrong(i) => {
+                if let Some(guard) = take(&mut self.complete, i) {
+                    let own = ids(guard.ids());
+                    let rejected = guard.register(None, &keys(0, own.len() + 1)).unwrap_err();
+                    assert_eq!(ids(rejected.blocks.ids()), own, "the blocks come back");
+                    self.complete.push(rejected.blocks);
+                    assert_eq!(self.pool.counts(), counts);
+                }
+            }
+            Op::Share(i) => self.shared.extend(take(&mut self.complete, i).map(CompleteBlocks::share)),
+            Op::RegisterShared(i, k) => {
+                if let Some(mut guard) = take(&mut self.shared, i) {
+                    // Blocks that have a key keep it.
+                    let own = ids(guard.ids());
+                    let unkeyed = own.iter().position(|&b| self.key_of(b).is_none()).unwrap_or(own.len());
+                    let end = own[unkeyed..].iter().position(|&b| self.key_of(b).is_some());
+                    let n = end.unwrap_or(own.len() - unkeyed);
+                    let keys = keys(k, n);
+                    guard.register(unkeyed, None, &keys).unwrap();
+                    let got = ids(guard.ids());
+                    self.registered(&own[unkeyed..unkeyed + n], &got[unkeyed..unkeyed + n], &keys);
+                    self.shared.push(guard);
+                }
+            }
+            Op::Lookup(k, n) => {
+                let keys = keys(k, n);
+                let mut expected = Vec::new();
+                for key in &keys {
+                    let Some(block) = self.find(key) else { break };
+                    if self.expired(block) {
+                        self.forget(block);
+                        break;
+                    }
+                    expected.push(block);
+                }
+                let found = self.pool.lookup_chain(&keys);
+                assert_eq!(ids(found.ids()), expected);
+                self.shared.push(found);
+            }
+            Op::Clone(i) => self.shared.extend(self.shared.get(i).cloned()),
+            Op::Truncate(i, n) => {
+                if let Some(guard) = self.shared.get_mut(i) {
+                    self.releasing = ids(&guard.ids()[n.min(guard.len())..]).into_iter().rev().collect();
+                    guard.truncate(n);
+                }
+            }
+            Op::Pin(i) => self.pinned.extend(self.shared.get(i).map(SharedBlocks::pin)),
+            Op::SharePinned(i) => self.shared.extend(self.pinned.get(i).map(PinnedBlocks::share)),
+            Op::Retain(i, priority) => {
+                if let Some(guard) = self.shared.get(i) {
+                    guard.retain(Retention { priority, lasts: Some(Duration::from_millis(20)) });
+                }
+            }
+            Op::DropMutable(i) => drop(take(&mut self.mutable, i)),
+            Op::DropComplete(i) => drop(take(&mut self.complete, i)),
+            Op::DropShared(i) => {
+                if let Some(guard) = take(&mut self.shared, i) {
+                    self.releasing = ids(guard.ids()).into_iter().rev().collect();
+                }
+            }
+            Op::DropPinned(i) => {
+                if let Some(guard) = take(&mut self.pinned, i) {
+                    self.releasing = ids(guard.ids()).into_iter().rev().collect();
+                }
+            }
+            Op::ClearCached => {
+                let (holders, pins) = (self.holders(), self.pins());
+                let gone: Vec<u32> = self.keys.values().map(|(block, _)| *block).collect();
+                let gone: Vec<u32> =
+                    gone.into_iter().filter(|b| !holders.contains_key(b) && !pins.contains(b)).collect();
+                for &block in &gone {
+                    self.forget(block);
+                }
+                assert_eq!(self.pool.clear_cached(), gone.len());
+            }
+            Op::Wait(ms) => {
+                self.now += ms;
+                self.clock.advance(Duration::from_millis(ms));
+            }
+            Op::Expire => {
+                let gone: Vec<u32> = self.keys.values().map(|(block, _)| *block).collect();
+                let gone: Vec<u32> = gone.into_iter().filter(|&block| self.expired(block)).collect();
+                for &block in &gone {
+                    self.forget(block);
+                }
+                assert_eq!(self.pool.expire(), gone.len());
+            }
         }
-        let claimed =
-            self.retained.iter().flat_map(|r| r.ids().iter().map(|b| b.0)).chain(self.keys.keys().copied());
-        let mut cached: Vec<u32> = claimed.filter(|id| !holders.contains_key(id)).collect();
-        cached.sort_unstable();
-        cached.dedup();
-        let counts = pool.counts();
-        assert_eq!(counts.mutable, self.mutable.len());
-        assert_eq!(counts.complete, self.complete.len());
-        assert_eq!(counts.shared, holders.len());
-        assert_eq!(counts.cached, cached.len());
-        assert_eq!(
-            counts.free + counts.mutable + counts.complete + counts.shared + counts.cached,
-            counts.total
-        );
-        for block in &self.shared {
-            assert_eq!(block.holders(), holders[&block.id().0]);
+    }
+
+    fn allocate(&mut self, n: usize, spare: usize, take: fn(&BlockPool, usize) -> kvcore::Result<MutableBlocks>) {
+        let (counts, before) = (self.pool.counts(), self.in_use());
+        match take(&self.pool, n) {
+            Ok(blocks) => {
+                assert_eq!(blocks.len(), n);
+                assert!(n == 0 || counts.available() >= n + spare);
+                if self.setup.order == FreeOrder::FreeFirst {
+                    let evicted = counts.evictable - self.pool.counts().evictable;
+                    assert_eq!(evicted, n.saturating_sub(counts.free), "no more is evicted than needed");
+                }
+                self.taken(&before, blocks.ids());
+                self.mutable.push(blocks);
+            }
+            Err(error) => {
+                assert!(matches!(error, Error::OutOfBlocks { asked, .. } if asked == n));
+                assert!(counts.available() < n + spare);
+                assert_eq!(self.pool.counts(), counts, "a failed allocation changes nothing");
+            }
+        }
+    }
+
+    /// Compares all that can be seen with the model.
+    fn check(&mut self) {
+        self.pool.check_invariants().unwrap();
+        let (holders, pins) = (self.holders(), self.pins());
+        let keyed: HashSet<u32> = self.keys.values().map(|(block, _)| *block).collect();
+        let cached: HashSet<u32> =
+            keyed.iter().chain(&pins).copied().filter(|b| !holders.contains_key(b)).collect();
+        let evictable: Vec<u32> =
+            keyed.iter().copied().filter(|b| !holders.contains_key(b) && !pins.contains(b)).collect();
+        let counts = self.pool.counts();
+        assert_eq!(counts.mutable, self.mutable.iter().map(MutableBlocks::len).sum::<usize>());
+        assert_eq!(counts.complete, self.complete.iter().map(CompleteBlocks::len).sum::<usize>());
+        assert_eq!((counts.shared, counts.cached), (holders.len(), cached.len()));
+        assert_eq!(counts.evictable, evictable.len());
+        let sum = counts.free + counts.mutable + counts.complete + counts.shared + counts.cached;
+        assert_eq!(sum, counts.total);
+        for guard in &self.shared {
+            for (place, id) in guard.ids().iter().enumerate() {
+                assert_eq!(guard.holders(place).unwrap(), holders[&id.0]);
+            }
+        }
+        self.lru.retain(|block| evictable.contains(block));
+        for block in std::mem::take(&mut self.releasing) {
+            if evictable.contains(&block) && !self.lru.contains(&block) {
+                self.lru.push(block);
+                self.released.insert(block, self.now);
+            }
+        }
+        assert_eq!(self.lru.len(), evictable.len());
+        self.check_router();
+    }
+
+    fn check_router(&mut self) {
+        let (events, lost) = self.events.drain();
+        assert_eq!(lost, 0);
+        let held: HashSet<BlockKey> = self.keys.values().map(|(_, key)| *key).collect();
+        for event in events {
+            match event {
+                KvEvent::Stored { keys, .. } => self.router.extend(keys.iter()),
+                KvEvent::Removed { key, .. } => {
+                    assert!(self.router.contains(&key));
+                    if self.setup.duplicates == Duplicates::Merge {
+                        self.router.remove(&key);
+                    }
+                }
+                KvEvent::Cleared => self.router.retain(|key| held.contains(key)),
+            }
+        }
+        if self.setup.duplicates == Duplicates::Merge {
+            assert_eq!(self.router, held, "a router knows what is stored");
         }
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+const SETUP: Setup = Setup {
+    policy: PolicyKind::Lru,
+    shards: 1,
+    order: FreeOrder::FreeFirst,
+    duplicates: Duplicates::Merge,
+    ttl: false,
+};
 
-    #[test]
-    fn a_pool_does_what_its_model_does(ops in prop::collection::vec(op(), 1..120)) {
-        let pool = BlockPool::new(10..10 + BLOCKS as u32).unwrap();
-        let mut world = World::default();
-        for op in &ops {
-            world.apply(&pool, op);
-            world.check(&pool);
+fn setups() -> Vec<Setup> {
+    let mut setups = Vec::new();
+    for policy in PolicyKind::ALL {
+        setups.push(Setup { policy, ..SETUP });
+        setups.push(Setup { policy, shards: 3, ttl: true, ..SETUP });
+    }
+    setups.push(Setup { order: FreeOrder::OneQueue, duplicates: Duplicates::Keep, ..SETUP });
+    setups.push(Setup { order: FreeOrder::OneQueue, ttl: true, ..SETUP });
+    setups.push(Setup { duplicates: Duplicates::Keep, shards: 3, ttl: true, ..SETUP });
+    setups.push(Setup { policy: PolicyKind::S3Fifo, order: FreeOrder::OneQueue, shards: 2, ..SETUP });
+    setups
+}
+
+#[test]
+fn a_pool_does_what_its_model_does() {
+    const LENGTH: usize = 250;
+    let setups = setups();
+    let ops = std::env::var("KVCORE_MODEL_OPS").ok().and_then(|ops| ops.parse().ok());
+    let ops: usize = ops.unwrap_or(1_000_000 / setups.len() + LENGTH);
+    for setup in setups {
+        let cases = ops.div_ceil(LENGTH) as u32;
+        let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
+        let sequences = prop::collection::vec(op(), LENGTH..=LENGTH);
+        let outcome = runner.run(&sequences, |ops| {
+            let mut world = World::new(setup);
+            for op in &ops {
+                world.apply(op);
+                world.check();
+            }
+            let pool = world.pool.clone();
+            drop(world);
+            pool.check_invariants().unwrap();
+            pool.clear_cached();
+            prop_assert_eq!(pool.counts().free, BLOCKS as usize);
+            Ok(())
+        });
+        if let Err(error) = outcome {
+            panic!("{setup:?}: {error}");
         }
-        drop(world);
-        pool.check_invariants().unwrap();
-        pool.clear_cached();
-        prop_assert_eq!(pool.counts().free, BLOCKS);
     }
 }

@@ -1,141 +1,387 @@
-//! One block in one state. Moving a guard is the only way from state to state.
+//! Blocks in one state, held together. Moving a guard is the only way from state to state.
+//!
+//! A guard holds any number of blocks of one pool, so that a step costs one lock for all of them and
+//! no allocation for a few.
 
-use super::{BlockId, BlockPool};
+use smallvec::SmallVec;
+
+use super::event::KvEvent;
+use super::pin::PinnedBlocks;
+use super::{BlockId, BlockPool, Retention};
+use crate::error::{Error, Result, same};
 use crate::key::BlockKey;
 
-/// A block being filled; nobody else sees it.
+pub(super) type Ids = SmallVec<[BlockId; 4]>;
+
+/// A step that was refused, with the blocks it was asked of, unchanged.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Rejected<T> {
+    /// Why.
+    pub error: Error,
+    /// What was to make the step.
+    pub blocks: T,
+}
+
+impl<T> From<Rejected<T>> for Error {
+    /// Drops the blocks, as their guard says.
+    fn from(rejected: Rejected<T>) -> Self {
+        rejected.error
+    }
+}
+
+/// Blocks being filled; nobody else sees them.
 ///
 /// # Drop behaviour
-/// The block returns to the free list; what was written to it is forgotten.
+/// The blocks return to the free list; what was written to them is forgotten.
 #[derive(Debug)]
-#[must_use = "dropping the guard frees the block"]
-pub struct MutableBlock {
-    pool: BlockPool,
-    index: u32,
-    /// Whether the guard still stands for the block; a step to the next state passes it on.
-    live: bool,
+#[must_use = "dropping the guard frees the blocks"]
+pub struct MutableBlocks {
+    pub(super) pool: BlockPool,
+    pub(super) ids: Ids,
 }
 
-/// A filled block that is not shared yet.
+/// Filled blocks that are not shared yet.
 ///
 /// # Drop behaviour
-/// The block returns to the free list.
+/// The blocks return to the free list.
 #[derive(Debug)]
-#[must_use = "dropping the guard frees the block"]
-pub struct CompleteBlock {
+#[must_use = "dropping the guard frees the blocks"]
+pub struct CompleteBlocks {
     pool: BlockPool,
-    index: u32,
-    live: bool,
+    ids: Ids,
 }
 
-/// A filled block that any number of holders read; never written again.
+/// Filled blocks that any number of holders read; never written again.
 ///
 /// # Drop behaviour
-/// One holder fewer. With the last one gone the block is cached if a key or a
-/// [`super::RetainedRun`] claims it, else free.
+/// One holder fewer on each block, the last block first, so that a pool evicts the end of a prefix
+/// before its beginning. A block that loses its last holder is cached if a key or a pin
+/// ([`PinnedBlocks`]) claims it, else free.
 #[derive(Debug)]
-#[must_use = "dropping the guard lets the block go"]
-pub struct SharedBlock {
-    pool: BlockPool,
-    index: u32,
+#[must_use = "dropping the guard lets the blocks go"]
+pub struct SharedBlocks {
+    pub(super) pool: BlockPool,
+    pub(super) ids: Ids,
 }
 
-impl MutableBlock {
-    pub(super) fn new(pool: BlockPool, index: u32) -> Self {
-        Self { pool, index, live: true }
-    }
+/// What all guards can do.
+macro_rules! guard {
+    ($guard:ident) => {
+        impl $guard {
+            /// The physical blocks, in order.
+            pub fn ids(&self) -> &[BlockId] {
+                &self.ids
+            }
 
-    /// The physical block.
-    pub fn id(&self) -> BlockId {
-        self.pool.id(self.index)
-    }
+            /// Number of blocks.
+            pub fn len(&self) -> usize {
+                self.ids.len()
+            }
 
-    pub(super) fn is_of(&self, pool: &BlockPool) -> bool {
-        self.pool.same_pool(pool)
-    }
+            /// Whether no block is held.
+            pub fn is_empty(&self) -> bool {
+                self.ids.is_empty()
+            }
 
-    /// Gives the block up to whoever moves it on.
-    pub(super) fn into_index(mut self) -> u32 {
-        self.live = false;
-        self.index
-    }
+            /// The pool of the blocks.
+            pub fn pool(&self) -> &BlockPool {
+                &self.pool
+            }
 
-    /// Declares the block filled.
-    pub fn complete(self) -> CompleteBlock {
-        let pool = self.pool.clone();
-        let index = self.into_index();
-        pool.0.state.lock().complete(index);
-        CompleteBlock { pool, index, live: true }
-    }
+            /// A guard of no blocks, to append to.
+            pub fn none(pool: &BlockPool) -> Self {
+                Self { pool: pool.clone(), ids: Ids::new() }
+            }
+
+            /// Keeps the first `at` blocks and gives the others.
+            ///
+            /// # Errors
+            /// [`Error::OutOfRange`] for more blocks than there are.
+            pub fn split_off(&mut self, at: usize) -> Result<Self> {
+                if at > self.ids.len() {
+                    return Err(Error::range("blocks to keep", at, self.ids.len() + 1));
+                }
+                Ok(Self { pool: self.pool.clone(), ids: self.ids.drain(at..).collect() })
+            }
+
+            /// Adds blocks at the end.
+            ///
+            /// # Errors
+            /// [`Error::ForeignBlock`] for blocks of another pool, which are given back.
+            pub fn append(&mut self, mut other: Self) -> Result<(), Rejected<Self>> {
+                match other.ids.first() {
+                    Some(&block) if !self.pool.same_pool(&other.pool) => {
+                        let range = self.pool.range();
+                        let error = Error::ForeignBlock { block, start: range.start, end: range.end };
+                        Err(Rejected { error, blocks: other })
+                    }
+                    _ => {
+                        self.ids.append(&mut other.ids);
+                        Ok(())
+                    }
+                }
+            }
+        }
+    };
 }
 
-impl Drop for MutableBlock {
-    fn drop(&mut self) {
-        if self.live {
-            self.pool.0.state.lock().discard(self.index);
+guard!(MutableBlocks);
+guard!(CompleteBlocks);
+guard!(SharedBlocks);
+
+/// Gives the blocks of a guard up to whoever moves them on.
+fn give_up(pool: &BlockPool, ids: &mut Ids) -> (BlockPool, Ids) {
+    (pool.clone(), std::mem::take(ids))
+}
+
+/// Frees blocks that were not shared. The last one is the next to be taken again.
+fn discard(pool: &BlockPool, ids: &[BlockId]) {
+    if !ids.is_empty() {
+        let (now, mut walk) = (pool.0.now(), pool.0.walk());
+        for &id in ids {
+            let (shard, block) = walk.shard(id);
+            shard.discard(block, now, &pool.0.rules);
         }
     }
 }
 
-impl CompleteBlock {
-    /// The physical block.
-    pub fn id(&self) -> BlockId {
-        self.pool.id(self.index)
+impl MutableBlocks {
+    /// Takes `n` more blocks; all or none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    pub fn allocate(&mut self, n: usize) -> Result<()> {
+        self.pool.take(&mut self.ids, n, 0)
     }
 
-    /// Shares the block under `key`. If the pool knows that key already, the guard returned is of
-    /// the known block, and this one is freed: compare ids to learn which.
-    pub fn register(self, key: BlockKey) -> SharedBlock {
-        self.hold(Some(key))
+    /// Declares the blocks filled.
+    pub fn complete(mut self) -> CompleteBlocks {
+        let (pool, ids) = give_up(&self.pool, &mut self.ids);
+        let mut walk = pool.0.walk();
+        for &id in &ids {
+            let (shard, block) = walk.shard(id);
+            shard.complete(block);
+        }
+        drop(walk);
+        CompleteBlocks { pool, ids }
     }
 
-    /// Shares the block without a key: it is freed with its last holder, unless something retains it.
-    pub fn share(self) -> SharedBlock {
-        self.hold(None)
-    }
-
-    fn hold(mut self, key: Option<BlockKey>) -> SharedBlock {
-        self.live = false;
-        let pool = self.pool.clone();
-        let index = pool.0.state.lock().hold_first(self.index, key);
-        SharedBlock { pool, index }
-    }
-}
-
-impl Drop for CompleteBlock {
-    fn drop(&mut self) {
-        if self.live {
-            self.pool.0.state.lock().discard(self.index);
+    /// Declares the blocks filled and shares them under `keys`, as [`CompleteBlocks::register`].
+    pub fn register(
+        mut self,
+        parent: Option<BlockKey>,
+        keys: &[BlockKey],
+    ) -> Result<SharedBlocks, Rejected<Self>> {
+        match same("keys of the blocks", self.ids.len(), keys.len()) {
+            Ok(()) => {
+                let (pool, ids) = give_up(&self.pool, &mut self.ids);
+                Ok(share(pool, ids).with_keys(parent, keys))
+            }
+            Err(error) => Err(Rejected { error, blocks: self }),
         }
     }
-}
 
-impl SharedBlock {
-    pub(super) fn new(pool: BlockPool, index: u32) -> Self {
-        Self { pool, index }
-    }
-
-    /// The physical block.
-    pub fn id(&self) -> BlockId {
-        self.pool.id(self.index)
-    }
-
-    /// Holders now, this one included.
-    pub fn holders(&self) -> usize {
-        self.pool.0.state.lock().meta[self.index as usize].holders as usize
+    /// Declares the blocks filled and shares them without keys, as [`CompleteBlocks::share`].
+    pub fn share(mut self) -> SharedBlocks {
+        let (pool, ids) = give_up(&self.pool, &mut self.ids);
+        share(pool, ids)
     }
 }
 
-impl Clone for SharedBlock {
-    /// One more holder.
+impl Drop for MutableBlocks {
+    fn drop(&mut self) {
+        discard(&self.pool, &self.ids);
+    }
+}
+
+impl CompleteBlocks {
+    /// Shares the blocks under `keys`, one each, of which each is the child of the one before and the
+    /// first is the child of `parent`. Where the pool knows a key already, the guard returned holds the
+    /// known block, and this one is freed (see [`super::Duplicates`]): compare ids to learn which.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for another number of keys; the blocks are given back.
+    pub fn register(
+        mut self,
+        parent: Option<BlockKey>,
+        keys: &[BlockKey],
+    ) -> Result<SharedBlocks, Rejected<Self>> {
+        match same("keys of the blocks", self.ids.len(), keys.len()) {
+            Ok(()) => {
+                let (pool, ids) = give_up(&self.pool, &mut self.ids);
+                Ok(share(pool, ids).with_keys(parent, keys))
+            }
+            Err(error) => Err(Rejected { error, blocks: self }),
+        }
+    }
+
+    /// Shares the blocks without keys: they are freed with their last holder, unless they are pinned.
+    pub fn share(mut self) -> SharedBlocks {
+        let (pool, ids) = give_up(&self.pool, &mut self.ids);
+        share(pool, ids)
+    }
+}
+
+impl Drop for CompleteBlocks {
+    fn drop(&mut self) {
+        discard(&self.pool, &self.ids);
+    }
+}
+
+/// Gives filled blocks their first holder.
+fn share(pool: BlockPool, ids: Ids) -> SharedBlocks {
+    let mut walk = pool.0.walk();
+    for &id in &ids {
+        let (shard, block) = walk.shard(id);
+        shard.share(block);
+    }
+    drop(walk);
+    SharedBlocks { pool, ids }
+}
+
+impl SharedBlocks {
+    /// Gives the blocks from `start` on, which have no keys yet, their keys; see
+    /// [`CompleteBlocks::register`]. Blocks that have a key keep it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more keys than blocks.
+    pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
+        let end = start.saturating_add(keys.len());
+        if end > self.ids.len() {
+            return Err(Error::range("end of the blocks to register", end, self.ids.len() + 1));
+        }
+        self.enter_keys(start, parent, keys);
+        Ok(())
+    }
+
+    fn with_keys(mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Self {
+        self.enter_keys(0, parent, keys);
+        self
+    }
+
+    fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
+        let handle = self.pool.clone();
+        let pool = &*handle.0;
+        // Places whose key another block has.
+        let mut known: SmallVec<[usize; 4]> = SmallVec::new();
+        {
+            let (mut walk, mut index) = (pool.walk(), pool.index.cursor());
+            for (i, key) in keys.iter().enumerate() {
+                let id = self.ids[start + i];
+                let (shard, block) = walk.get(id, &mut index);
+                if shard.has_key(block) {
+                    known.push(i);
+                } else if index.enter(key, id.0 - pool.rules.first).is_none() {
+                    shard.set_key(block, *key);
+                } else {
+                    known.push(i);
+                }
+            }
+        }
+        known.retain(|i| !self.merge(start + *i, &keys[*i]));
+        if let Some(events) = &pool.rules.events {
+            let mut from = 0;
+            for &to in known.iter().chain([&keys.len()]) {
+                if from < to {
+                    let parent = if from == 0 { parent } else { Some(keys[from - 1]) };
+                    events.record(KvEvent::Stored { parent, keys: keys[from..to].into() });
+                }
+                from = to + 1;
+            }
+        }
+    }
+
+    /// Exchanges the block at `place` for the one that is known under `key`, or enters it after all if
+    /// that one has gone meanwhile; `true` in the latter case.
+    fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
+        let (handle, own) = (self.pool.clone(), self.ids[place]);
+        let (pool, now) = (&*handle.0, handle.0.now());
+        let mut tried = None;
+        loop {
+            let (mut walk, mut index) = (pool.walk(), pool.index.cursor());
+            let (shard, block) = walk.get(own, &mut index);
+            if shard.has_key(block) {
+                return false;
+            }
+            let Some(other) = index.enter(key, own.0 - pool.rules.first) else {
+                shard.set_key(block, *key);
+                return true;
+            };
+            // A block that was refused once and is still there has another key with the same first word.
+            if tried == Some(other) {
+                return false;
+            }
+            tried = Some(other);
+            let other = BlockId(other + pool.rules.first);
+            let (shard, block) = walk.get(other, &mut index);
+            if shard.hold_keyed(block, key, now, &pool.rules, &mut index) {
+                let (shard, block) = walk.get(own, &mut index);
+                shard.let_go(block, now, &pool.rules);
+                self.ids[place] = other;
+                return false;
+            }
+        }
+    }
+
+    /// A claim on the same blocks that outlives their holders.
+    pub fn pin(&self) -> PinnedBlocks {
+        PinnedBlocks::new(self)
+    }
+
+    /// Says how much these blocks are wanted once nobody holds them; for pools whose eviction policy
+    /// looks at it ([`super::PriorityLru`]), others ignore it.
+    pub fn retain(&self, retention: Retention) {
+        let (now, mut walk) = (self.pool.0.now(), self.pool.0.walk());
+        for &id in &self.ids {
+            let (shard, block) = walk.shard(id);
+            shard.retain(block, retention, now);
+        }
+    }
+
+    /// Lets the blocks from `len` on go, the last one first.
+    pub fn truncate(&mut self, len: usize) {
+        let from = len.min(self.ids.len());
+        let_go(&self.pool, &self.ids[from..]);
+        self.ids.truncate(len);
+    }
+
+    /// Holders of one block now, this one included.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a place past the end.
+    pub fn holders(&self, place: usize) -> Result<usize> {
+        let id = *self.ids.get(place).ok_or(Error::range("block of the guard", place, self.ids.len()))?;
+        let mut walk = self.pool.0.walk();
+        let (shard, block) = walk.shard(id);
+        Ok(shard.meta[block as usize].holders as usize)
+    }
+}
+
+impl Clone for SharedBlocks {
+    /// One more holder of each block.
     fn clone(&self) -> Self {
-        self.pool.0.state.lock().hold(self.index);
-        Self { pool: self.pool.clone(), index: self.index }
+        let mut walk = self.pool.0.walk();
+        for &id in &self.ids {
+            let (shard, block) = walk.shard(id);
+            shard.hold(block);
+        }
+        Self { pool: self.pool.clone(), ids: self.ids.clone() }
     }
 }
 
-impl Drop for SharedBlock {
+fn let_go(pool: &BlockPool, ids: &[BlockId]) {
+    if !ids.is_empty() {
+        let (now, mut walk) = (pool.0.now(), pool.0.walk());
+        for &id in ids.iter().rev() {
+            let (shard, block) = walk.shard(id);
+            shard.let_go(block, now, &pool.0.rules);
+        }
+    }
+}
+
+impl Drop for SharedBlocks {
     fn drop(&mut self) {
-        self.pool.0.state.lock().let_go(self.index);
+        let_go(&self.pool, &self.ids);
     }
 }

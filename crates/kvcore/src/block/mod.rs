@@ -9,44 +9,52 @@
 //!    │◄──────────────────────── evicted, or nothing retains it ───────────── Cached ──────┘
 //! ```
 //!
-//! Each state has its own guard type and each step consumes the guard of the state before, so an
-//! illegal step does not compile. Dropping a guard returns the block; there is no other way to free
-//! one, hence no double free. What keeps a block without holders alive is a *claim*: its key in the
-//! pool's index (evictable by the pool), or a [`RetainedRun`] held by a cache that evicts by itself.
+//! Each state has its own guard type, which holds any number of blocks, and each step consumes the
+//! guard of the state before, so an illegal step does not compile. Dropping a guard returns the blocks;
+//! there is no other way to free one, hence no double free. What keeps a block without holders alive is
+//! a *claim*: its key in the pool's index (evictable by the pool), or a pin ([`PinnedBlocks`]).
 //!
-//! A block cannot be filled after it was completed:
+//! Blocks cannot be filled after they were completed:
 //!
 //! ```compile_fail,E0382
 //! let pool = kvcore::BlockPool::new(0..1)?;
-//! let block = pool.allocate(1)?.remove(0);
-//! let complete = block.complete();
-//! block.complete(); // moved
+//! let blocks = pool.allocate(1)?;
+//! let complete = blocks.complete();
+//! blocks.complete(); // moved
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 //!
-//! and a shared one offers no way back to a mutable one:
+//! and shared ones offer no way back to mutable ones:
 //!
 //! ```compile_fail,E0599
 //! let pool = kvcore::BlockPool::new(0..1)?;
-//! let shared = pool.allocate(1)?.remove(0).complete().share();
+//! let shared = pool.allocate(1)?.complete().share();
 //! shared.complete();
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
 use std::fmt;
 
+mod check;
+mod clock;
+mod config;
+mod event;
 mod evict;
 mod guard;
+mod index;
+mod pin;
 mod pool;
-mod run;
-mod state;
+mod shard;
 mod table;
 
-pub use evict::{EvictionPolicy, Lru};
-pub use guard::{CompleteBlock, MutableBlock, SharedBlock};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use config::{Duplicates, FreeOrder, PoolConfig};
+pub use event::{EventQueue, EventSink, KvEvent};
+pub use evict::{Entry, EvictionPolicy, Lru, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
+pub use guard::{CompleteBlocks, MutableBlocks, Rejected, SharedBlocks};
+pub use pin::PinnedBlocks;
 pub use pool::{BlockPool, PoolCounts};
-pub use run::{RetainedRun, SharedRun};
-pub use table::{BlockTable, PADDING_SLOT};
+pub use table::{BlockTable, PADDING_SLOT, TailCopy};
 
 /// A physical block of an arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,14 +1,21 @@
-//! The pool: a quota of an arena's blocks with one lock around its bookkeeping.
+//! The pool: a quota of an arena's blocks and the locks around its bookkeeping.
+//!
+//! A pool has one shard or several, each a run of its blocks with a lock, a free list and an eviction
+//! order; and an index from keys to blocks, which has locks of its own. The order of locks is: shards
+//! by number (only slow paths take more than one), then one table of the index, then the event sink.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
-
-use super::state::State;
-use super::{BlockId, EvictionPolicy, Lru, MutableBlock, SharedBlock};
+use super::clock::Clock;
+use super::event::{EventSink, KvEvent};
+use super::guard::{Ids, MutableBlocks, SharedBlocks};
+use super::index::Index;
+use super::shard::Shard;
+use super::{BlockId, Duplicates, FreeOrder, PoolConfig, check};
 use crate::error::{Error, Result};
 use crate::key::BlockKey;
+use crate::sync::{Arc, Mutex, MutexGuard, turn};
 
 /// A handle to a pool of blocks; clones share the pool.
 ///
@@ -20,7 +27,7 @@ use crate::key::BlockKey;
 /// use kvcore::{BlockPool, KeyScope};
 /// let pool = BlockPool::new(0..8)?;
 /// let key = KeyScope::new("m", b"w").root().child(&[1, 2, 3, 4]);
-/// let block = pool.allocate(1)?.remove(0).complete().register(key);
+/// let block = pool.allocate(1)?.complete().register(None, &[key])?;
 /// drop(block);                                  // no holder: cached
 /// assert_eq!(pool.counts().cached, 1);
 /// assert!(pool.lookup(&key).is_some());         // found again
@@ -32,8 +39,61 @@ pub struct BlockPool(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
-    pub(super) range: Range<u32>,
-    pub(super) state: Mutex<State>,
+    range: Range<u32>,
+    /// A block's shard is its index shifted by this.
+    shift: u32,
+    shards: Box<[Cell]>,
+    pub(super) index: Index,
+    pub(super) rules: Rules,
+    watermark: usize,
+}
+
+/// What shards need to know of the whole pool.
+#[derive(Debug)]
+pub(super) struct Rules {
+    /// First block id of the pool.
+    pub(super) first: u32,
+    pub(super) free_order: FreeOrder,
+    /// In milliseconds.
+    pub(super) ttl: Option<u64>,
+    pub(super) events: Option<std::sync::Arc<dyn EventSink>>,
+    /// Only if something needs the time.
+    pub(super) clock: Option<std::sync::Arc<dyn Clock>>,
+}
+
+/// A shard on cache lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Cell {
+    shard: Mutex<Shard>,
+    /// The shard's free blocks when its lock was last let go: a hint where to look.
+    free: AtomicUsize,
+}
+
+/// A locked shard.
+pub(super) struct Locked<'a> {
+    shard: MutexGuard<'a, Shard>,
+    hint: &'a AtomicUsize,
+}
+
+impl std::ops::Deref for Locked<'_> {
+    type Target = Shard;
+
+    fn deref(&self) -> &Shard {
+        &self.shard
+    }
+}
+
+impl std::ops::DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Shard {
+        &mut self.shard
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.hint.store(self.shard.free_blocks(), Ordering::Relaxed);
+    }
 }
 
 /// How many blocks are in which state. `free + mutable + complete + shared + cached = total`.
@@ -55,64 +115,233 @@ pub struct PoolCounts {
     pub evictable: usize,
 }
 
+impl PoolCounts {
+    /// Blocks that an allocation can have: free ones and those that may be evicted.
+    pub fn available(&self) -> usize {
+        self.free + self.evictable
+    }
+
+    /// Share of the blocks that are not free; 0 for an empty pool.
+    pub fn utilization(&self) -> f64 {
+        if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.total += other.total;
+        self.free += other.free;
+        self.mutable += other.mutable;
+        self.complete += other.complete;
+        self.shared += other.shared;
+        self.cached += other.cached;
+        self.evictable += other.evictable;
+    }
+}
+
 impl BlockPool {
-    /// A pool over the blocks `range`, evicting the least recently used.
+    /// A pool over the blocks `range` with the default settings.
     ///
     /// # Errors
     /// [`Error::Zero`] for an empty range.
     pub fn new(range: Range<u32>) -> Result<Self> {
-        Self::with_policy(range, |blocks| Box::new(Lru::new(blocks)))
+        Self::with_config(range, PoolConfig::default())
     }
 
-    /// A pool with another eviction policy: `policy` makes an empty one for a number of blocks.
-    pub fn with_policy(
-        range: Range<u32>,
-        policy: impl FnOnce(usize) -> Box<dyn EvictionPolicy>,
-    ) -> Result<Self> {
-        if range.is_empty() {
+    /// A pool with other settings.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for an empty range, [`Error::OutOfRange`] for a watermark above the pool's size.
+    pub fn with_config(range: Range<u32>, config: PoolConfig) -> Result<Self> {
+        let blocks = range.len();
+        if blocks == 0 {
             return Err(Error::Zero { what: "blocks of a pool" });
         }
-        let policy = policy(range.len());
-        let state = Mutex::new(State::new(range.len(), policy));
-        Ok(Self(Arc::new(Inner { range, state })))
+        if config.watermark > blocks {
+            return Err(Error::range("watermark", config.watermark, blocks + 1));
+        }
+        let size = blocks.div_ceil(config.shards_for(blocks)).next_power_of_two();
+        let timed = config.ttl.is_some() || (config.policy)(1).wants_time();
+        let rules = Rules {
+            first: range.start,
+            free_order: config.free_order,
+            ttl: config.ttl.map(|ttl| ttl.as_millis() as u64),
+            clock: timed.then(|| config.clock_or_system()),
+            events: config.events,
+        };
+        let cell = |start: usize| {
+            let blocks = size.min(blocks - start);
+            let shard = Shard::new(range.start + start as u32, blocks, (config.policy)(blocks), &rules);
+            Cell { shard: Mutex::new(shard), free: AtomicUsize::new(blocks) }
+        };
+        let shards: Box<[Cell]> = (0..blocks).step_by(size).map(cell).collect();
+        let tables = if shards.len() == 1 { 1 } else { 4 * shards.len() };
+        Ok(Self(Arc::new(Inner {
+            shift: size.trailing_zeros(),
+            index: Index::new(tables, blocks, config.duplicates == Duplicates::Keep),
+            watermark: config.watermark,
+            range,
+            shards,
+            rules,
+        })))
     }
 
     /// Takes `n` blocks to fill, evicting cached ones if needed; all or none.
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`]; nothing is taken or evicted then.
-    pub fn allocate(&self, n: usize) -> Result<Vec<MutableBlock>> {
-        let mut blocks = Vec::new();
-        let mut state = self.0.state.lock();
-        state.allocate(n, |index| blocks.push(MutableBlock::new(self.clone(), index)))?;
+    pub fn allocate(&self, n: usize) -> Result<MutableBlocks> {
+        let mut blocks = MutableBlocks::none(self);
+        self.take(&mut blocks.ids, n, 0)?;
         Ok(blocks)
     }
 
-    /// The block with this key, if it is held or cached; the guard is one more holder.
-    pub fn lookup(&self, key: &BlockKey) -> Option<SharedBlock> {
-        let index = self.0.state.lock().lookup(key)?;
-        Some(SharedBlock::new(self.clone(), index))
+    /// As [`allocate`](Self::allocate), for a new sequence: leaves the watermark's blocks to those that
+    /// run already, so that admitting one does not soon preempt another.
+    pub fn admit(&self, n: usize) -> Result<MutableBlocks> {
+        let mut blocks = MutableBlocks::none(self);
+        self.take(&mut blocks.ids, n, self.0.watermark)?;
+        Ok(blocks)
     }
 
-    /// The blocks of the longest known prefix of a chain of keys, under one lock.
-    pub fn lookup_chain(&self, keys: &[BlockKey]) -> Vec<SharedBlock> {
-        let mut state = self.0.state.lock();
-        keys.iter().map_while(|key| state.lookup(key)).map(|i| SharedBlock::new(self.clone(), i)).collect()
+    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys` and takes what
+    /// is missing to `blocks`. The watermark's blocks are left.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]. Nothing has changed then: not even the order of eviction, which a lookup
+    /// given up again would have.
+    pub fn admit_prefix(&self, keys: &[BlockKey], blocks: usize) -> Result<(SharedBlocks, MutableBlocks)> {
+        let inner = &*self.0;
+        let (now, rules) = (inner.now(), &inner.rules);
+        let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
+        let mut shards = inner.lock_all();
+        let mut index = inner.index.cursor();
+        let mut idle = 0;
+        for key in keys {
+            let Some(id) = index.find(key).map(|i| BlockId(rules.first + i)) else { break };
+            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, now, rules) else {
+                break;
+            };
+            idle += usize::from(is_idle);
+            found.ids.push(id);
+        }
+        let missing = blocks.saturating_sub(found.ids.len());
+        let available = shards.iter().map(|shard| shard.available()).sum::<usize>() - idle;
+        if missing.checked_add(self.0.watermark).is_none_or(|wanted| missing > 0 && wanted > available) {
+            found.ids.clear();
+            return Err(out_of_blocks(&shards, missing));
+        }
+        for (id, key) in found.ids.iter().zip(keys) {
+            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &mut index);
+        }
+        index.release();
+        let home = turn() % shards.len();
+        let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
+        // The guards lock shards when they are dropped.
+        drop(shards);
+        taken.map(|()| (found, fresh))
+    }
+
+    pub(super) fn take(&self, out: &mut Ids, n: usize, spare: usize) -> Result<()> {
+        if n == 0 {
+            return Ok(());
+        }
+        let inner = &*self.0;
+        let (now, home) = (inner.now(), turn() % inner.shards.len());
+        if spare == 0 {
+            let mut shard = inner.lock(home);
+            let elsewhere = || {
+                let free = |(i, cell): (usize, &Cell)| i != home && cell.free.load(Ordering::Relaxed) > 0;
+                inner.shards.iter().enumerate().any(free)
+            };
+            if inner.rules.free_order == FreeOrder::FreeFirst && shard.free.len() >= n {
+                shard.take_free(n, out);
+                return Ok(());
+            }
+            // Contents elsewhere must not go while blocks are free: that is for the slow path to see.
+            if shard.available() >= n && !elsewhere() {
+                return inner.take_from(&mut [shard], 0, out, n, now);
+            }
+        }
+        let mut shards = inner.lock_all();
+        let available: usize = shards.iter().map(|shard| shard.available()).sum();
+        // With a spare too large for the sum there is nothing to give.
+        if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
+            return Err(out_of_blocks(&shards, n));
+        }
+        inner.take_from(&mut shards, home, out, n, now)
+    }
+
+    /// The block with this key, if it is held or cached; the guard is one more holder.
+    pub fn lookup(&self, key: &BlockKey) -> Option<SharedBlocks> {
+        let found = self.lookup_chain(std::slice::from_ref(key));
+        (!found.is_empty()).then_some(found)
+    }
+
+    /// Holds the blocks of the longest known prefix of a chain of keys.
+    pub fn lookup_chain(&self, keys: &[BlockKey]) -> SharedBlocks {
+        let mut found = SharedBlocks::none(self);
+        let inner = &*self.0;
+        let (now, first) = (inner.now(), inner.rules.first);
+        {
+            let mut index = inner.index.cursor();
+            found.ids.extend(keys.iter().map_while(|key| index.find(key)).map(|i| BlockId(first + i)));
+        }
+        // What the index said may have changed since: each block is asked for its key under its lock.
+        let mut shards = inner.walk();
+        let mut index = inner.index.cursor();
+        let held = found.ids.iter().zip(keys).take_while(|(id, key)| {
+            let (shard, block) = shards.get(**id, &mut index);
+            shard.hold_keyed(block, key, now, &inner.rules, &mut index)
+        });
+        let held = held.count();
+        found.ids.truncate(held);
+        found
+    }
+
+    /// How many blocks of a chain are known, without holding any: for schedulers that weigh requests.
+    pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
+        let mut index = self.0.index.cursor();
+        keys.iter().take_while(|key| index.find(key).is_some()).count()
     }
 
     /// How many blocks are in which state.
     pub fn counts(&self) -> PoolCounts {
-        self.0.state.lock().counts()
+        let mut sum = PoolCounts::default();
+        self.0.lock_all().iter().for_each(|shard| sum.add(&shard.counts()));
+        sum
     }
 
     /// Blocks evicted since the pool was made.
     pub fn evictions(&self) -> u64 {
-        self.0.state.lock().evicted
+        self.0.lock_all().iter().map(|shard| shard.evicted).sum()
     }
 
     /// Frees every cached block that this pool may evict; returns how many.
     pub fn clear_cached(&self) -> usize {
-        self.0.state.lock().clear_cached()
+        let inner = &*self.0;
+        let now = inner.now();
+        let mut shards = inner.lock_all();
+        let mut index = inner.index.cursor();
+        let cleared =
+            shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &mut index)).sum();
+        if let Some(events) = &inner.rules.events {
+            events.record(KvEvent::Cleared);
+        }
+        cleared
+    }
+
+    /// Frees cached blocks that nobody used for the configured time to live; returns how many.
+    /// Lookups and this call see the time, nothing runs in the background.
+    pub fn expire(&self) -> usize {
+        let inner = &*self.0;
+        let now = inner.now();
+        let mut index = inner.index.cursor();
+        let each = |i| {
+            let mut shard = inner.lock(i);
+            let gone = shard.expire_all(now, &inner.rules, &mut index);
+            index.release();
+            gone
+        };
+        (0..inner.shards.len()).map(each).sum()
     }
 
     /// Block ids of this pool.
@@ -122,15 +351,119 @@ impl BlockPool {
 
     /// Recounts all states and looks every key up; `Err` says what is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.0.state.lock().check(self.0.range.start)
+        let shards = self.0.lock_all();
+        let mut keyed = 0;
+        for shard in &shards {
+            keyed += check::shard(shard, &self.0.rules, &self.0.index)?;
+        }
+        match self.0.index.len() {
+            known if known == keyed => Ok(()),
+            known => Err(format!("{keyed} blocks have keys, the index holds {known}")),
+        }
     }
 
     /// Whether both handles are of the same pool.
     pub fn same_pool(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
+}
 
-    pub(super) fn id(&self, index: u32) -> BlockId {
-        BlockId(self.0.range.start + index)
+fn out_of_blocks(shards: &[Locked<'_>], asked: usize) -> Error {
+    let sum = |of: fn(&Shard) -> usize| shards.iter().map(|shard| of(shard)).sum();
+    Error::OutOfBlocks {
+        asked,
+        free: sum(Shard::free_blocks),
+        evictable: sum(Shard::evictable),
+        total: sum(|shard| shard.stage.len()),
+    }
+}
+
+impl Inner {
+    pub(super) fn now(&self) -> u64 {
+        self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
+    }
+
+    fn lock(&self, shard: usize) -> Locked<'_> {
+        let cell = &self.shards[shard];
+        Locked { shard: cell.shard.lock(), hint: &cell.free }
+    }
+
+    fn lock_all(&self) -> Vec<Locked<'_>> {
+        (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
+    }
+
+    /// Takes `n` blocks that are known to be there: free ones of all shards first, then evicted ones.
+    fn take_from(
+        &self,
+        shards: &mut [Locked<'_>],
+        home: usize,
+        out: &mut Ids,
+        n: usize,
+        now: u64,
+    ) -> Result<()> {
+        let count = shards.len();
+        let (start, mut left) = (out.len(), n);
+        for i in 0..count {
+            left -= shards[(home + i) % count].take_free(left, out);
+        }
+        let mut index = self.index.cursor();
+        while left > 0 {
+            let (before, share) = (left, left.div_ceil(count));
+            for i in 0..count {
+                let shard = &mut shards[(home + i) % count];
+                left -= shard.take_next(share.min(left), now, &self.rules, &mut index, out);
+            }
+            if left == before {
+                // A policy that holds blocks and gives none up breaks its contract; nothing is lost by it.
+                for id in out.drain(start..).rev() {
+                    let at = if count == 1 { 0 } else { self.shard_of(id) };
+                    shards[at].discard(self.local(id), now, &self.rules);
+                }
+                return Err(out_of_blocks(shards, n));
+            }
+        }
+        Ok(())
+    }
+
+    fn shard_of(&self, id: BlockId) -> usize {
+        ((id.0 - self.range.start) >> self.shift) as usize
+    }
+
+    /// A block's index in its shard.
+    fn local(&self, id: BlockId) -> u32 {
+        (id.0 - self.range.start) & ((1 << self.shift) - 1)
+    }
+
+    /// Access to one block after another; the lock is kept while blocks are of one shard.
+    pub(super) fn walk(&self) -> Walk<'_> {
+        Walk { pool: self, at: usize::MAX, shard: None }
+    }
+}
+
+/// See [`Inner::walk`].
+pub(super) struct Walk<'a> {
+    pool: &'a Inner,
+    at: usize,
+    shard: Option<Locked<'a>>,
+}
+
+impl Walk<'_> {
+    /// The shard of a block and its index there, both locked. A table that `index` holds is let go
+    /// before another shard is locked, as the order of locks demands.
+    pub(super) fn get(&mut self, id: BlockId, index: &mut super::index::Cursor<'_>) -> (&mut Shard, u32) {
+        if self.at != self.pool.shard_of(id) {
+            index.release();
+        }
+        self.shard(id)
+    }
+
+    /// As `get`, for steps that do not touch the index.
+    pub(super) fn shard(&mut self, id: BlockId) -> (&mut Shard, u32) {
+        let at = self.pool.shard_of(id);
+        if self.at != at {
+            self.shard = None;
+            self.at = at;
+        }
+        (&mut *self.shard.get_or_insert_with(|| self.pool.lock(at)), self.pool.local(id))
     }
 }

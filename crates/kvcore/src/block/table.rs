@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{BlockId, MutableBlock, SharedBlock};
+use super::{BlockId, BlockPool, MutableBlocks, SharedBlocks};
 use crate::error::{Error, Result};
 use crate::key::BlockKey;
 
@@ -16,31 +16,42 @@ pub const PADDING_SLOT: i64 = -1;
 #[derive(Debug)]
 pub struct BlockTable {
     block_size: usize,
-    shared: Vec<SharedBlock>,
-    own: Vec<MutableBlock>,
+    // The order of fields is that of dropping.
+    own: MutableBlocks,
+    shared: SharedBlocks,
+    /// How many of the shared blocks have keys; always the first ones.
+    keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
 }
 
+/// A block to be copied before a table may write to its copy; see [`BlockTable::unshare_tail`].
+#[derive(Debug)]
+#[must_use = "the copy must be made before the sequence grows"]
+pub struct TailCopy {
+    /// The shared block, held until the copy is enqueued.
+    pub source: SharedBlocks,
+    /// The sequence's own block.
+    pub target: BlockId,
+}
+
 impl BlockTable {
-    /// An empty table.
+    /// An empty table over the blocks of `pool`.
     ///
     /// # Errors
     /// [`Error::Zero`] for a block size of 0.
-    pub fn new(block_size: usize) -> Result<Self> {
+    pub fn new(pool: &BlockPool, block_size: usize) -> Result<Self> {
+        Self::with_prefix(SharedBlocks::none(pool), block_size)
+    }
+
+    /// A table that begins with full shared blocks, found by their keys.
+    pub fn with_prefix(shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
         }
-        Ok(Self { block_size, shared: Vec::new(), own: Vec::new(), ids: Arc::default(), len: 0 })
-    }
-
-    /// A table that begins with full shared blocks.
-    pub fn with_prefix(block_size: usize, shared: Vec<SharedBlock>) -> Result<Self> {
-        let mut table = Self::new(block_size)?;
-        table.len = shared.len() * block_size;
-        table.shared = shared;
-        table.refresh();
-        Ok(table)
+        let own = MutableBlocks::none(shared.pool());
+        let (keyed, ids) = (shared.len(), shared.ids().into());
+        Ok(Self { block_size, own, keyed, ids, len: keyed * block_size, shared })
     }
 
     /// Declares that the last block, which is shared, holds tokens up to `len` only.
@@ -53,8 +64,7 @@ impl BlockTable {
     }
 
     fn refresh(&mut self) {
-        let shared = self.shared.iter().map(SharedBlock::id);
-        self.ids = shared.chain(self.own.iter().map(MutableBlock::id)).collect();
+        self.ids = self.shared.ids().iter().chain(self.own.ids()).copied().collect();
     }
 
     /// Tokens stored.
@@ -82,23 +92,77 @@ impl BlockTable {
         self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.ids.len())
     }
 
-    /// Appends `tokens` tokens, using `blocks` for those that do not fit; returns their slots.
+    /// Appends `tokens` tokens, taking blocks from the pool as needed; returns their slots.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if the number of blocks is not [`missing_blocks`](Self::missing_blocks),
-    /// [`Error::SharedBlock`] if the tokens would go into a partial block that is shared.
-    pub fn extend(&mut self, tokens: usize, blocks: Vec<MutableBlock>) -> Result<Vec<i64>> {
-        crate::error::same("blocks added to a table", self.missing_blocks(tokens), blocks.len())?;
-        if tokens > 0 && self.own.is_empty() && !self.len.is_multiple_of(self.block_size) {
+    /// [`Error::OutOfBlocks`], [`Error::SharedBlock`] if the tokens would go into a partial block that
+    /// is shared ([`unshare_tail`](Self::unshare_tail) makes a copy of it), [`Error::Overflow`]. The
+    /// table is as before then.
+    pub fn grow(&mut self, tokens: usize) -> Result<Vec<i64>> {
+        let end = self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
+        if tokens > 0 && self.tail_is_shared() {
             return Err(self.shared_at(self.len));
         }
-        if !blocks.is_empty() {
-            self.own.extend(blocks);
+        let missing = self.missing_blocks(tokens);
+        if missing > 0 {
+            self.own.allocate(missing)?;
             self.refresh();
         }
-        let start = self.len;
-        self.len += tokens;
-        Ok((start..self.len).map(|token| self.slot_unchecked(token)).collect())
+        let start = std::mem::replace(&mut self.len, end);
+        Ok((start..end).map(|token| self.slot_unchecked(token)).collect())
+    }
+
+    /// As [`grow`](Self::grow) for a new sequence, with blocks that [`BlockPool::admit`] gave.
+    ///
+    /// # Errors
+    /// [`Error::ForeignBlock`] for blocks of another pool.
+    pub fn supply(&mut self, blocks: MutableBlocks) -> Result<()> {
+        self.own.append(blocks)?;
+        self.refresh();
+        Ok(())
+    }
+
+    /// Whether the last block is partial and may not be written.
+    fn tail_is_shared(&self) -> bool {
+        !self.len.is_multiple_of(self.block_size) && self.len.div_ceil(self.block_size) <= self.shared.len()
+    }
+
+    /// Copy on write: exchanges a partial shared last block for one of the table's own, of which the
+    /// caller makes a copy. `None` if the next token may be written as it is.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    pub fn unshare_tail(&mut self) -> Result<Option<TailCopy>> {
+        if !self.tail_is_shared() {
+            return Ok(None);
+        }
+        let mut own = self.own.pool().allocate(1)?;
+        let target = own.ids()[0];
+        let tail = self.len / self.block_size;
+        let source = self.shared.split_off(tail)?;
+        own.append(std::mem::replace(&mut self.own, MutableBlocks::none(source.pool())))?;
+        self.own = own;
+        self.keyed = self.keyed.min(tail);
+        self.refresh();
+        Ok(Some(TailCopy { source, target }))
+    }
+
+    /// A second table over the same tokens. Both share all blocks from now on; whoever writes first
+    /// copies the last one ([`unshare_tail`](Self::unshare_tail)).
+    #[must_use]
+    pub fn fork(&mut self) -> Self {
+        let own = std::mem::replace(&mut self.own, MutableBlocks::none(self.shared.pool()));
+        // Both guards are of one pool, hence nothing is rejected.
+        let appended = self.shared.append(own.share());
+        debug_assert!(appended.is_ok());
+        Self {
+            block_size: self.block_size,
+            own: MutableBlocks::none(self.shared.pool()),
+            shared: self.shared.clone(),
+            keyed: self.keyed,
+            ids: Arc::clone(&self.ids),
+            len: self.len,
+        }
     }
 
     /// The slot of a token: `block * block_size + offset`.
@@ -118,58 +182,62 @@ impl BlockTable {
             + (token % self.block_size) as i64
     }
 
-    /// Forgets tokens past `len`; whole blocks that nothing needs any more are freed.
+    /// Forgets tokens past `len`; whole blocks that nothing needs any more are let go.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] if `len` lies past the end, [`Error::SharedBlock`] if it lies inside a
-    /// shared block, which must not be written again.
+    /// block that others find by its key.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             return Err(Error::range("length to truncate to", len, self.len + 1));
         }
         let keep = len.div_ceil(self.block_size);
-        if keep <= self.shared.len() && !len.is_multiple_of(self.block_size) && len < self.len {
+        if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
             return Err(self.shared_at(len));
         }
-        while self.own.len() + self.shared.len() > keep {
-            if self.own.pop().is_none() {
-                self.shared.pop();
-            }
-        }
+        drop(self.own.split_off(keep.saturating_sub(self.shared.len()).min(self.own.len()))?);
+        self.shared.truncate(keep);
+        self.keyed = self.keyed.min(keep);
         self.len = len;
         self.refresh();
         Ok(())
     }
 
-    /// Shares the first own blocks, one for each key, in order. Where the pool knows a key already, the
-    /// table takes the known block and its own is freed.
+    /// Shares the next full blocks under `keys`, in order. Where the pool knows a key already, the table
+    /// takes the known block and its own is freed.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] if not so many blocks are full; nothing is shared then.
-    pub fn share_full(&mut self, keys: &[BlockKey]) -> Result<()> {
-        let end = (self.shared.len() + keys.len()) * self.block_size;
+    pub fn share_full(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
+        let end = (self.keyed + keys.len()) * self.block_size;
         if end > self.len {
             return Err(Error::range("end of the blocks to share", end, self.len + 1));
         }
-        self.seal(keys);
+        self.seal(parent, keys)
+    }
+
+    /// Shares blocks, full or not: a table with a partial shared block cannot grow.
+    pub(crate) fn seal(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let unshared = (self.keyed + keys.len()).saturating_sub(self.shared.len());
+        let rest = self.own.split_off(unshared)?;
+        let own = std::mem::replace(&mut self.own, rest);
+        self.shared.append(own.share())?;
+        self.shared.register(self.keyed, parent, keys)?;
+        self.keyed += keys.len();
+        self.refresh();
         Ok(())
     }
 
-    /// Shares own blocks, full or not: a table with a partial shared block cannot grow.
-    pub(crate) fn seal(&mut self, keys: &[BlockKey]) {
-        for (&key, block) in keys.iter().zip(self.own.drain(..keys.len().min(self.own.len()))) {
-            self.shared.push(block.complete().register(key));
-        }
-        self.refresh();
-    }
-
-    /// Whether `slot` is in a block that this table fills itself, and inside its tokens.
+    /// Whether every slot is in a block that this table fills itself, and inside its tokens.
     pub(crate) fn may_write(&self, slots: &[i64]) -> std::result::Result<(), i64> {
-        let mut own: Vec<u32> = self.own.iter().map(|block| block.id().0).collect();
+        let mut own = self.own.ids().to_vec();
         own.sort_unstable();
         let allowed = |slot: i64| {
             let block = u32::try_from(slot / self.block_size as i64);
-            slot < 0 || block.is_ok_and(|block| own.binary_search(&block).is_ok())
+            slot < 0 || block.is_ok_and(|block| own.binary_search(&BlockId(block)).is_ok())
         };
         slots.iter().find(|&&slot| !allowed(slot)).map_or(Ok(()), |&slot| Err(slot))
     }
@@ -179,9 +247,14 @@ impl BlockTable {
         Error::SharedBlock { block, token }
     }
 
-    /// Blocks that are shared already.
-    pub fn shared_blocks(&self) -> usize {
-        self.shared.len()
+    /// The shared blocks: those found by key, and those shared by a fork.
+    pub fn shared(&self) -> &SharedBlocks {
+        &self.shared
+    }
+
+    /// Blocks that others find by key.
+    pub fn keyed_blocks(&self) -> usize {
+        self.keyed
     }
 
     /// Tokens per block.
@@ -190,42 +263,35 @@ impl BlockTable {
     }
 }
 
-impl Drop for BlockTable {
-    fn drop(&mut self) {
-        while self.own.pop().is_some() {}
-        while self.shared.pop().is_some() {}
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::BlockPool;
     use crate::key::KeyScope;
 
     #[test]
     fn slots_follow_blocks_that_are_not_neighbours() {
         let pool = BlockPool::new(10..20).unwrap();
-        let mut table = BlockTable::new(4).unwrap();
-        let first = pool.allocate(1).unwrap();
+        let mut table = BlockTable::new(&pool, 4).unwrap();
+        assert_eq!(table.grow(3).unwrap(), [40, 41, 42]);
         let _gap = pool.allocate(1).unwrap();
-        let second = pool.allocate(1).unwrap();
-        assert_eq!(table.extend(3, first).unwrap(), [40, 41, 42]);
-        assert_eq!(table.extend(3, second).unwrap(), [43, 48, 49]);
+        assert_eq!(table.grow(3).unwrap(), [43, 48, 49]);
         assert_eq!(table.slot(5), Ok(49));
         assert!(matches!(table.slot(6), Err(Error::OutOfRange { .. })));
         table.truncate(4).unwrap();
         assert_eq!((table.ids().len(), pool.counts().free), (1, 8));
+        assert!(matches!(table.grow(usize::MAX), Err(Error::Overflow { .. })));
+        assert!(matches!(table.grow(1000), Err(Error::OutOfBlocks { .. })));
+        assert_eq!((table.len(), table.ids().len(), pool.counts().free), (4, 1, 8));
     }
 
     #[test]
     fn a_shared_block_is_never_opened_again() {
         let pool = BlockPool::new(0..4).unwrap();
-        let mut table = BlockTable::new(4).unwrap();
-        table.extend(6, pool.allocate(2).unwrap()).unwrap();
+        let mut table = BlockTable::new(&pool, 4).unwrap();
+        table.grow(6).unwrap();
         let key = KeyScope::new("m", b"").root();
-        assert!(table.share_full(&[key, key.child(&[1])]).is_err(), "the second block is not full");
-        table.share_full(&[key]).unwrap();
+        assert!(table.share_full(None, &[key, key.child(&[1])]).is_err(), "the second block is not full");
+        table.share_full(None, &[key]).unwrap();
         assert!(table.may_write(&[4, 7, -1]).is_ok());
         assert_eq!(table.may_write(&[4, 3]), Err(3), "slot 3 is in the shared block");
         assert!(matches!(table.truncate(3), Err(Error::SharedBlock { token: 3, .. })));
@@ -234,5 +300,42 @@ mod tests {
         table.truncate(0).unwrap();
         assert_eq!(pool.counts().cached, 1);
         pool.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn forks_share_all_and_copy_the_last_block_before_they_write() {
+        let pool = BlockPool::new(0..6).unwrap();
+        let mut a = BlockTable::new(&pool, 4).unwrap();
+        a.grow(6).unwrap();
+        let mut b = a.fork();
+        assert_eq!((b.len(), b.ids(), pool.counts().shared), (6, a.ids(), 2));
+        assert!(matches!(b.grow(1), Err(Error::SharedBlock { token: 6, .. })));
+        assert!(a.may_write(&[5]).is_err(), "the parent shares it as well");
+        let copy = b.unshare_tail().unwrap().unwrap();
+        assert_eq!((copy.source.ids()[0], copy.target), (a.ids()[1], b.ids()[1]));
+        drop(copy);
+        assert_ne!(a.ids()[1], b.ids()[1]);
+        let slot = b.grow(1).unwrap()[0];
+        assert!(b.may_write(&[slot]).is_ok() && b.unshare_tail().unwrap().is_none());
+        // the full block that both share gets its key from whoever commits first
+        let key = KeyScope::new("m", b"").root();
+        a.share_full(None, &[key]).unwrap();
+        b.share_full(None, &[key]).unwrap();
+        assert_eq!((a.ids()[0], a.keyed_blocks()), (b.ids()[0], 1));
+        a.truncate(5).unwrap();
+        assert!(a.truncate(3).is_err());
+        drop((a, b));
+        assert_eq!((pool.counts().cached, pool.counts().free), (1, 5));
+        pool.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_copy_that_finds_no_block_changes_nothing() {
+        let pool = BlockPool::new(0..2).unwrap();
+        let mut a = BlockTable::new(&pool, 4).unwrap();
+        a.grow(6).unwrap();
+        let mut b = a.fork();
+        assert!(matches!(b.unshare_tail(), Err(Error::OutOfBlocks { asked: 1, .. })));
+        assert_eq!((b.len(), b.ids(), pool.counts().shared), (6, a.ids(), 2));
     }
 }

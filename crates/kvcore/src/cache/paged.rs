@@ -92,7 +92,7 @@ impl PagedKvCache {
 
     /// A new sequence that shares nothing.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
-        let table = BlockTable::new(self.block_size())?;
+        let table = BlockTable::new(&self.pool, self.block_size())?;
         Ok(self.insert(Sequence { table, start, chain: None }))
     }
 
@@ -106,7 +106,7 @@ impl PagedKvCache {
         let mut keys = root.chain(&tokens[..usable], block_size);
         let shared = self.pool.lookup_chain(&keys);
         keys.truncate(shared.len());
-        let table = BlockTable::with_prefix(block_size, shared)?;
+        let table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
         let chain = Some(Chain { root, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
@@ -136,9 +136,7 @@ impl PagedKvCache {
     /// # Errors
     /// [`Error::OutOfBlocks`]; the sequence is as before then.
     pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
-        let missing = self.get(id)?.table.missing_blocks(tokens);
-        let blocks = self.pool.allocate(missing)?;
-        Ok(self.get_mut(id)?.table.extend(tokens, blocks)?.into())
+        Ok(self.get_mut(id)?.table.grow(tokens)?.into())
     }
 
     /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
@@ -147,9 +145,9 @@ impl PagedKvCache {
         let Sequence { table, chain, .. } = self.get_mut(id)?;
         table.truncate(len)?;
         if let Some(chain) = chain {
-            let shared = table.shared_blocks();
-            chain.keys.truncate(shared);
-            chain.pending.truncate(len - shared * block_size);
+            let keyed = table.keyed_blocks();
+            chain.keys.truncate(keyed);
+            chain.pending.truncate(len - keyed * block_size);
         }
         Ok(())
     }
@@ -183,7 +181,7 @@ impl PagedKvCache {
         let block_size = self.block_size();
         let sequence = self.get_mut(id)?;
         if let Some(chain) = &mut sequence.chain {
-            let held = sequence.table.shared_blocks() * block_size + chain.pending.len();
+            let held = sequence.table.keyed_blocks() * block_size + chain.pending.len();
             let room = sequence.table.len().saturating_sub(held);
             if tokens.len() > room {
                 return Err(Error::range("tokens to commit", tokens.len(), room + 1));
@@ -192,7 +190,7 @@ impl PagedKvCache {
             let full = chain.pending.len() / block_size * block_size;
             let parent = chain.keys.last().copied().unwrap_or(chain.root);
             let keys = parent.chain(&chain.pending[..full], block_size);
-            sequence.table.share_full(&keys)?;
+            sequence.table.share_full(Some(parent), &keys)?;
             chain.keys.extend(keys);
             chain.pending.drain(..full);
         }
@@ -306,7 +304,7 @@ mod tests {
         let tokens: Vec<u32> = (0..6).collect();
         let fill = cache.fill_prefix(Some(root), &tokens).unwrap();
         assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
-        let first = fill.finish();
+        let first = fill.finish().unwrap();
         assert_eq!((first.len(), first.segment().blocks.len()), (6, 2));
         let again = cache.fill_prefix(Some(root), &tokens).unwrap();
         assert_eq!((again.cached(), again.slots().len()), (6, 0));
@@ -317,10 +315,10 @@ mod tests {
         let (sequence, cached) = cache.create_with_prefix(root, &tokens).unwrap();
         assert_eq!(cached, 4, "ordinary prompts share the full blocks");
         cache.free(sequence).unwrap();
-        drop((first, again.finish(), longer, whole));
+        drop((first, again.finish().unwrap(), longer, whole));
         cache.pool().check_invariants().unwrap();
         assert_eq!(cache.pool().counts().cached, 2);
-        drop(cache.fill_prefix(None, &tokens).unwrap().finish());
+        drop(cache.fill_prefix(None, &tokens).unwrap().finish().unwrap());
         assert_eq!(cache.pool().counts().cached, 2, "without a root nothing is found or kept");
     }
 

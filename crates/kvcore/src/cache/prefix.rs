@@ -17,6 +17,8 @@ pub struct PrefixFill {
     table: BlockTable,
     cached: usize,
     slots: SlotMapping,
+    /// Key of the block before those that will be filled.
+    parent: Option<BlockKey>,
     /// Keys of the blocks that will be filled, in order; empty if the prefix is not to be found again.
     keys: Vec<BlockKey>,
 }
@@ -38,15 +40,15 @@ impl PagedKvCache {
         let block_size = self.block_size();
         let mut keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
         let known = self.pool().lookup_chain(&keys);
+        let parent = known.len().checked_sub(1).map_or(root, |last| keys.get(last).copied());
         keys.drain(..known.len());
-        let mut table = BlockTable::with_prefix(block_size, known)?;
+        let mut table = BlockTable::with_prefix(known, block_size)?;
         let cached = table.len().min(tokens.len());
         if cached < table.len() {
             table.shorten_last(cached)?;
         }
-        let missing = table.missing_blocks(tokens.len() - cached);
-        let slots = table.extend(tokens.len() - cached, self.pool().allocate(missing)?)?.into();
-        Ok(PrefixFill { table, cached, slots, keys })
+        let slots = table.grow(tokens.len() - cached)?.into();
+        Ok(PrefixFill { table, cached, slots, parent, keys })
     }
 }
 
@@ -67,9 +69,9 @@ impl PrefixFill {
     }
 
     /// Declares all slots written; the blocks can be found from now on.
-    pub fn finish(mut self) -> SealedPrefix {
-        self.table.seal(&self.keys);
-        SealedPrefix(self.table)
+    pub fn finish(mut self) -> Result<SealedPrefix> {
+        self.table.seal(self.parent, &self.keys)?;
+        Ok(SealedPrefix(self.table))
     }
 }
 

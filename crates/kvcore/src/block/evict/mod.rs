@@ -1,24 +1,99 @@
 //! Which cached block goes first.
+//!
+//! | policy | order | for |
+//! |---|---|---|
+//! | [`Lru`] | released longest ago | the default; recency is what chat traffic has |
+//! | [`TinyLfu`] | asked for least often, by a sketch that ages | scans and one-off prompts beside popular prefixes |
+//! | [`S3Fifo`] | a small queue on probation, a main queue, a memory of ghosts | the same, without moving a block on a hit |
+//! | [`PriorityLru`] | lowest [`Retention`] priority, then released longest ago | prefixes that the caller ranks, for a time |
 
 use std::fmt;
+use std::time::Duration;
 
+use crate::key::BlockKey;
+
+mod lists;
 mod lru;
+mod priority;
+mod s3fifo;
+mod sketch;
+mod tinylfu;
 
 pub use lru::Lru;
+pub use priority::PriorityLru;
+pub use s3fifo::S3Fifo;
+pub use tinylfu::TinyLfu;
 
-/// An order over cached blocks, identified by their index in the pool.
+/// How much the caller wants a cached block to stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retention {
+    /// Blocks of a lower priority go first; see [`Retention::DEFAULT`]. 0 is evicted first.
+    pub priority: u8,
+    /// How long the priority holds from the moment it is set; afterwards the default does.
+    pub lasts: Option<Duration>,
+}
+
+impl Retention {
+    /// The priority of blocks of which nothing was said (as in TensorRT-LLM's retention policy).
+    pub const DEFAULT_PRIORITY: u8 = 35;
+
+    /// What holds for blocks of which nothing was said.
+    pub const DEFAULT: Self = Self { priority: Self::DEFAULT_PRIORITY, lasts: None };
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// What a policy is told of a block that has lost its last holder.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry<'a> {
+    /// The block's key; `None` only under [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue), for a
+    /// block without contents.
+    pub key: Option<&'a BlockKey>,
+    /// The block's priority.
+    pub priority: u8,
+    /// Until when the priority holds, in milliseconds of the pool's clock.
+    pub until: u64,
+    /// Now, in milliseconds of the pool's clock; 0 if the pool needs no clock.
+    pub now: u64,
+}
+
+impl Default for Entry<'_> {
+    fn default() -> Self {
+        Self { key: None, priority: Retention::DEFAULT_PRIORITY, until: u64::MAX, now: 0 }
+    }
+}
+
+/// An order over cached blocks, identified by their index in a shard of the pool.
 ///
 /// The pool calls it under its lock: keep every method short. The caller guarantees that `insert`
-/// and `remove` alternate for an index, and that every index is below the pool's size.
+/// and `remove` alternate for an index (an eviction counts as a removal), and that every index is
+/// below the number of blocks the policy was made for.
 pub trait EvictionPolicy: Send + fmt::Debug {
     /// The last holder of the block has gone.
-    fn insert(&mut self, block: u32);
+    fn insert(&mut self, block: u32, entry: &Entry<'_>);
 
-    /// The block has a holder again.
+    /// The block has a holder again, or was freed.
     fn remove(&mut self, block: u32);
 
     /// Takes the block that is to go next.
-    fn evict(&mut self) -> Option<u32>;
+    fn evict(&mut self, now: u64) -> Option<u32>;
+
+    /// A lookup found the block, held or not. Only called if [`wants_hits`](Self::wants_hits).
+    fn hit(&mut self, _block: u32, _key: &BlockKey) {}
+
+    /// Whether the policy counts hits.
+    fn wants_hits(&self) -> bool {
+        false
+    }
+
+    /// Whether the policy looks at the clock and at priorities.
+    fn wants_time(&self) -> bool {
+        false
+    }
 
     /// Blocks in the order.
     fn len(&self) -> usize;
@@ -26,5 +101,63 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// Whether no block is in the order.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+/// A policy by name, as configurations give it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PolicyKind {
+    /// [`Lru`].
+    #[default]
+    Lru,
+    /// [`TinyLfu`].
+    TinyLfu,
+    /// [`S3Fifo`].
+    S3Fifo,
+    /// [`PriorityLru`].
+    Priority,
+}
+
+impl PolicyKind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Lru, Self::TinyLfu, Self::S3Fifo, Self::Priority];
+
+    /// An empty policy for `blocks` blocks.
+    pub fn build(self, blocks: usize) -> Box<dyn EvictionPolicy> {
+        match self {
+            Self::Lru => Box::new(Lru::new(blocks)),
+            Self::TinyLfu => Box::new(TinyLfu::new(blocks)),
+            Self::S3Fifo => Box::new(S3Fifo::new(blocks)),
+            Self::Priority => Box::new(PriorityLru::new(blocks)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::KeyScope;
+
+    #[test]
+    fn every_policy_gives_back_each_block_once() {
+        let key = KeyScope::new("m", b"").root();
+        for kind in PolicyKind::ALL {
+            let mut policy = kind.build(50);
+            for round in 0..3u32 {
+                for block in 0..50 {
+                    let key = key.child(&[round, block]);
+                    policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
+                }
+                for block in (0..50).step_by(3) {
+                    policy.remove(block);
+                }
+                assert_eq!(policy.len(), 33, "{kind:?}");
+                let mut gone: Vec<u32> = std::iter::from_fn(|| policy.evict(0)).collect();
+                gone.sort_unstable();
+                assert_eq!(gone, (0..50).filter(|b| b % 3 != 0).collect::<Vec<_>>(), "{kind:?}");
+                assert!(policy.is_empty());
+            }
+        }
     }
 }

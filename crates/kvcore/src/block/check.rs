@@ -1,0 +1,54 @@
+//! The pool recounted from its blocks: what must hold at every observable moment.
+
+use super::index::Index;
+use super::pool::Rules;
+use super::shard::{Shard, Stage};
+use super::{FreeOrder, PoolCounts};
+
+/// What is wrong with a shard, if anything is; else how many of its blocks have keys.
+pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize, String> {
+    let mut seen = PoolCounts { total: shard.stage.len(), ..PoolCounts::default() };
+    let mut keyed = 0;
+    let mut index = index.cursor();
+    for (i, (&stage, meta)) in shard.stage.iter().zip(&shard.meta).enumerate() {
+        let id = shard.id(i as u32);
+        let claimed = meta.holders > 0 || meta.pins > 0;
+        match stage {
+            Stage::Free => seen.free += 1,
+            Stage::Mutable => seen.mutable += 1,
+            Stage::Complete => seen.complete += 1,
+            Stage::Held | Stage::Keyed if meta.holders > 0 => seen.shared += 1,
+            Stage::Held | Stage::Keyed => seen.cached += 1,
+        }
+        match stage {
+            Stage::Free | Stage::Mutable | Stage::Complete if claimed => {
+                return Err(format!("block {id} is {stage:?} and has holders or pins"));
+            }
+            Stage::Held if !claimed => return Err(format!("nothing keeps block {id}, yet it is not free")),
+            Stage::Keyed => {
+                keyed += 1;
+                if !index.holds(&meta.key, id.0 - rules.first) {
+                    return Err(format!("the index does not find block {id} under its key"));
+                }
+                seen.evictable += usize::from(!claimed);
+            }
+            _ => {}
+        }
+    }
+    let mut free = shard.free.clone();
+    free.sort_unstable();
+    free.dedup();
+    if free.len() != shard.free.len() || free.iter().any(|&i| shard.stage[i as usize] != Stage::Free) {
+        return Err("the free list holds a block twice or one in use".to_owned());
+    }
+    let queued = if rules.free_order == FreeOrder::OneQueue { seen.free } else { 0 };
+    if shard.policy_len() != seen.evictable + queued {
+        return Err(format!(
+            "{} blocks are evictable and {queued} wait with them, the policy holds {}",
+            seen.evictable,
+            shard.policy_len()
+        ));
+    }
+    let kept = shard.counts();
+    if seen == kept { Ok(keyed) } else { Err(format!("counted {seen:?}, kept {kept:?}")) }
+}

@@ -1,0 +1,45 @@
+//! Where a pool takes the time from: the system, or a test.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Milliseconds since some fixed moment.
+pub trait Clock: Send + Sync + fmt::Debug {
+    /// Now. Never goes back.
+    fn millis(&self) -> u64;
+}
+
+/// The system's monotonic clock.
+#[derive(Debug)]
+pub struct SystemClock(Instant);
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Clock for SystemClock {
+    fn millis(&self) -> u64 {
+        self.0.elapsed().as_millis() as u64
+    }
+}
+
+/// A clock that stands until it is told to move: for tests and simulations.
+#[derive(Debug, Clone, Default)]
+pub struct ManualClock(Arc<AtomicU64>);
+
+impl ManualClock {
+    /// Moves time on.
+    pub fn advance(&self, by: Duration) {
+        self.0.fetch_add(by.as_millis() as u64, Ordering::Relaxed);
+    }
+}
+
+impl Clock for ManualClock {
+    fn millis(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

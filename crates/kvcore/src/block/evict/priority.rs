@@ -1,0 +1,120 @@
+//! Lowest priority first, least recently released among equals; priorities may expire.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::lists::Lists;
+use super::{Entry, EvictionPolicy, Retention};
+
+/// Priorities 0 to 100; larger ones count as 100.
+const LEVELS: u8 = 101;
+
+/// Evicts the lowest [`Retention`] priority first, and the least recently released among equals.
+///
+/// A priority that has expired counts as [`Retention::DEFAULT_PRIORITY`] from then on. The idea and
+/// the scale are `TensorRT-LLM`'s (priority-based eviction with durations).
+#[derive(Debug)]
+pub struct PriorityLru {
+    lists: Lists,
+    /// `(expiry, block)` of blocks whose priority ends, soonest first; may hold entries that no
+    /// longer apply.
+    expiries: BinaryHeap<Reverse<(u64, u32)>>,
+    until: Vec<u64>,
+    len: usize,
+}
+
+impl PriorityLru {
+    /// An empty order for `blocks` blocks.
+    pub fn new(blocks: usize) -> Self {
+        Self {
+            lists: Lists::new(blocks, LEVELS),
+            expiries: BinaryHeap::new(),
+            until: vec![u64::MAX; blocks],
+            len: 0,
+        }
+    }
+
+    /// Moves blocks whose priority has ended to the default level.
+    fn expire(&mut self, now: u64) {
+        while let Some(&Reverse((until, block))) = self.expiries.peek()
+            && until <= now
+        {
+            self.expiries.pop();
+            if self.until[block as usize] == until && self.lists.unlink(block) {
+                self.until[block as usize] = u64::MAX;
+                self.lists.push(Retention::DEFAULT_PRIORITY, block);
+            }
+        }
+    }
+}
+
+impl EvictionPolicy for PriorityLru {
+    fn insert(&mut self, block: u32, entry: &Entry<'_>) {
+        let over = entry.until <= entry.now;
+        let level = if over { Retention::DEFAULT_PRIORITY } else { entry.priority.min(LEVELS - 1) };
+        self.until[block as usize] = if over { u64::MAX } else { entry.until };
+        if !over && entry.until != u64::MAX {
+            if self.expiries.len() >= 2 * self.until.len() {
+                let until = &self.until;
+                self.expiries.retain(|Reverse((end, block))| until[*block as usize] == *end);
+            }
+            self.expiries.push(Reverse((entry.until, block)));
+        }
+        self.lists.push(level, block);
+        self.len += 1;
+    }
+
+    fn remove(&mut self, block: u32) {
+        if self.lists.unlink(block) {
+            self.until[block as usize] = u64::MAX;
+            self.len -= 1;
+        }
+    }
+
+    fn evict(&mut self, now: u64) -> Option<u32> {
+        self.expire(now);
+        let block = (0..LEVELS).find_map(|level| self.lists.pop(level))?;
+        self.until[block as usize] = u64::MAX;
+        self.len -= 1;
+        Some(block)
+    }
+
+    fn wants_time(&self) -> bool {
+        true
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn low_priorities_go_first_and_ended_ones_count_as_the_default() {
+        let mut policy = PriorityLru::new(8);
+        let at = |priority, until| Entry { priority, until, ..Entry::default() };
+        policy.insert(0, &at(90, 1000));
+        policy.insert(1, &at(35, u64::MAX));
+        policy.insert(2, &at(10, u64::MAX));
+        policy.insert(3, &at(90, u64::MAX));
+        policy.insert(4, &at(0, 500));
+        assert_eq!(policy.evict(0), Some(4));
+        assert_eq!(policy.evict(0), Some(2));
+        assert_eq!(policy.evict(2000), Some(1), "block 0 has joined the default after block 1");
+        assert_eq!(policy.evict(2000), Some(0));
+        assert_eq!((policy.evict(2000), policy.evict(2000), policy.len()), (Some(3), None, 0));
+    }
+
+    #[test]
+    fn an_old_expiry_does_not_touch_a_block_inserted_anew() {
+        let mut policy = PriorityLru::new(2);
+        policy.insert(0, &Entry { priority: 90, until: 10, ..Entry::default() });
+        policy.remove(0);
+        policy.insert(0, &Entry { priority: 90, until: 50, ..Entry::default() });
+        policy.insert(1, &Entry::default());
+        assert_eq!(policy.evict(20), Some(1));
+    }
+}

@@ -1,0 +1,355 @@
+//! One shard's bookkeeping behind its lock: the states of a run of blocks, their free list, their
+//! eviction order. All methods take indices into the shard.
+
+use super::event::KvEvent;
+use super::evict::{Entry, EvictionPolicy, Retention};
+use super::index::Cursor;
+use super::pool::Rules;
+use super::{BlockId, FreeOrder, PoolCounts};
+use crate::key::BlockKey;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Stage {
+    Free,
+    Mutable,
+    Complete,
+    /// Shared while it has holders, cached while only pins keep it.
+    Held,
+    /// As `Held`, and the index finds it under its key.
+    Keyed,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Meta {
+    /// Meaningful in stage `Keyed` only.
+    pub(super) key: BlockKey,
+    pub(super) holders: u32,
+    pub(super) pins: u32,
+}
+
+const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
+
+/// Kept only by pools that need the time.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    released: u64,
+    priority: u8,
+    until: u64,
+}
+
+const NO_TIMES: Times = Times { released: 0, priority: Retention::DEFAULT_PRIORITY, until: u64::MAX };
+
+#[derive(Debug)]
+pub(super) struct Shard {
+    /// First block id.
+    first: u32,
+    pub(super) stage: Box<[Stage]>,
+    pub(super) meta: Box<[Meta]>,
+    times: Box<[Times]>,
+    /// Free blocks, unless they wait in the policy's order.
+    pub(super) free: Vec<u32>,
+    /// Free blocks that wait in the policy's order.
+    queued_free: usize,
+    policy: Box<dyn EvictionPolicy>,
+    wants_hits: bool,
+    mutable: usize,
+    complete: usize,
+    shared: usize,
+    pub(super) evicted: u64,
+}
+
+impl Shard {
+    pub(super) fn new(first: u32, blocks: usize, policy: Box<dyn EvictionPolicy>, rules: &Rules) -> Self {
+        let wants_hits = policy.wants_hits();
+        let timed = if rules.clock.is_some() { blocks } else { 0 };
+        let mut shard = Self {
+            first,
+            stage: vec![Stage::Free; blocks].into(),
+            meta: vec![FRESH; blocks].into(),
+            times: vec![NO_TIMES; timed].into(),
+            free: Vec::new(),
+            queued_free: 0,
+            policy,
+            wants_hits,
+            mutable: 0,
+            complete: 0,
+            shared: 0,
+            evicted: 0,
+        };
+        match rules.free_order {
+            FreeOrder::FreeFirst => shard.free = (0..blocks as u32).rev().collect(),
+            FreeOrder::OneQueue => (0..blocks as u32).for_each(|block| shard.enqueue_free(block, 0)),
+        }
+        shard
+    }
+
+    pub(super) fn id(&self, block: u32) -> BlockId {
+        BlockId(self.first + block)
+    }
+
+    pub(super) fn free_blocks(&self) -> usize {
+        self.free.len() + self.queued_free
+    }
+
+    pub(super) fn evictable(&self) -> usize {
+        self.policy.len() - self.queued_free
+    }
+
+    /// Blocks that an allocation can have.
+    pub(super) fn available(&self) -> usize {
+        self.free.len() + self.policy.len()
+    }
+
+    pub(super) fn counts(&self) -> PoolCounts {
+        let (free, total) = (self.free_blocks(), self.stage.len());
+        PoolCounts {
+            total,
+            free,
+            mutable: self.mutable,
+            complete: self.complete,
+            shared: self.shared,
+            cached: total - free - self.mutable - self.complete - self.shared,
+            evictable: self.evictable(),
+        }
+    }
+
+    /// Takes up to `n` blocks from the free list.
+    pub(super) fn take_free(&mut self, n: usize, out: &mut impl Extend<BlockId>) -> usize {
+        let n = n.min(self.free.len());
+        let (first, stage) = (self.first, &mut self.stage);
+        out.extend(self.free.drain(self.free.len() - n..).rev().map(|block| {
+            stage[block as usize] = Stage::Mutable;
+            BlockId(first + block)
+        }));
+        self.mutable += n;
+        n
+    }
+
+    /// Takes up to `n` blocks in the policy's order.
+    pub(super) fn take_next(
+        &mut self,
+        n: usize,
+        now: u64,
+        rules: &Rules,
+        index: &mut Cursor<'_>,
+        out: &mut impl Extend<BlockId>,
+    ) -> usize {
+        for taken in 0..n {
+            let Some(block) = self.policy.evict(now) else { return taken };
+            if self.stage[block as usize] == Stage::Free {
+                self.queued_free -= 1;
+            } else {
+                self.evicted += 1;
+                self.forget(block, rules, index);
+            }
+            self.meta[block as usize] = FRESH;
+            self.stage[block as usize] = Stage::Mutable;
+            self.mutable += 1;
+            out.extend([self.id(block)]);
+        }
+        n
+    }
+
+    /// Takes a cached block's key out of the index. Routers hear of it before the key can be stored
+    /// anew.
+    fn forget(&mut self, block: u32, rules: &Rules, index: &mut Cursor<'_>) {
+        let key = self.meta[block as usize].key;
+        if let Some(events) = &rules.events {
+            events.record(KvEvent::Removed { key, block: self.id(block) });
+        }
+        index.remove(&key, block + self.first - rules.first);
+    }
+
+    pub(super) fn complete(&mut self, block: u32) {
+        self.stage[block as usize] = Stage::Complete;
+        self.mutable -= 1;
+        self.complete += 1;
+    }
+
+    /// A mutable or complete block goes back unused.
+    pub(super) fn discard(&mut self, block: u32, now: u64, rules: &Rules) {
+        match self.stage[block as usize] {
+            Stage::Mutable => self.mutable -= 1,
+            Stage::Complete => self.complete -= 1,
+            Stage::Free | Stage::Held | Stage::Keyed => return,
+        }
+        self.release(block, now, rules);
+    }
+
+    fn release(&mut self, block: u32, now: u64, rules: &Rules) {
+        self.stage[block as usize] = Stage::Free;
+        self.meta[block as usize] = FRESH;
+        match rules.free_order {
+            FreeOrder::FreeFirst => self.free.push(block),
+            FreeOrder::OneQueue => self.enqueue_free(block, now),
+        }
+    }
+
+    fn enqueue_free(&mut self, block: u32, now: u64) {
+        self.policy.insert(block, &Entry { now, ..Entry::default() });
+        self.queued_free += 1;
+    }
+
+    /// A mutable or complete block gets its first holder.
+    pub(super) fn share(&mut self, block: u32) {
+        match self.stage[block as usize] {
+            Stage::Mutable => self.mutable -= 1,
+            _ => self.complete -= 1,
+        }
+        self.shared += 1;
+        self.stage[block as usize] = Stage::Held;
+        self.meta[block as usize].holders = 1;
+        if let Some(times) = self.times.get_mut(block as usize) {
+            *times = NO_TIMES;
+        }
+    }
+
+    pub(super) fn has_key(&self, block: u32) -> bool {
+        self.stage[block as usize] == Stage::Keyed
+    }
+
+    /// Gives a held block without a key its key.
+    pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
+        self.stage[block as usize] = Stage::Keyed;
+        self.meta[block as usize].key = key;
+    }
+
+    /// One more holder of a held or cached block.
+    pub(super) fn hold(&mut self, block: u32) {
+        let meta = &mut self.meta[block as usize];
+        meta.holders += 1;
+        if meta.holders == 1 {
+            self.shared += 1;
+            if meta.pins == 0 {
+                self.policy.remove(block);
+            }
+        }
+    }
+
+    /// Holds a block if it still has this key and has not expired.
+    pub(super) fn hold_keyed(
+        &mut self,
+        block: u32,
+        key: &BlockKey,
+        now: u64,
+        rules: &Rules,
+        index: &mut Cursor<'_>,
+    ) -> bool {
+        if self.stage[block as usize] != Stage::Keyed || self.meta[block as usize].key != *key {
+            return false;
+        }
+        if self.has_expired(block, now, rules) {
+            self.expire(block, now, rules, index);
+            return false;
+        }
+        if self.wants_hits {
+            self.policy.hit(block, key);
+        }
+        self.hold(block);
+        true
+    }
+
+    /// Whether a lookup would find a block, and if so, whether nobody holds or pins it.
+    pub(super) fn findable(&self, block: u32, key: &BlockKey, now: u64, rules: &Rules) -> Option<bool> {
+        let meta = &self.meta[block as usize];
+        let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, now, rules);
+        found.then_some(meta.holders == 0 && meta.pins == 0)
+    }
+
+    fn has_expired(&self, block: u32, now: u64, rules: &Rules) -> bool {
+        let (Some(ttl), meta) = (rules.ttl, &self.meta[block as usize]) else { return false };
+        meta.holders == 0 && meta.pins == 0 && now - self.times[block as usize].released >= ttl
+    }
+
+    fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &mut Cursor<'_>) {
+        self.policy.remove(block);
+        self.forget(block, rules, index);
+        self.release(block, now, rules);
+    }
+
+    /// Frees cached blocks whose time is over; returns how many.
+    pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &mut Cursor<'_>) -> usize {
+        let over = |shard: &Self, block: u32| {
+            shard.stage[block as usize] == Stage::Keyed && shard.has_expired(block, now, rules)
+        };
+        let gone: Vec<u32> = (0..self.stage.len() as u32).filter(|&block| over(self, block)).collect();
+        for &block in &gone {
+            self.expire(block, now, rules, index);
+        }
+        gone.len()
+    }
+
+    /// One holder fewer.
+    pub(super) fn let_go(&mut self, block: u32, now: u64, rules: &Rules) {
+        let meta = &mut self.meta[block as usize];
+        meta.holders -= 1;
+        if meta.holders == 0 {
+            self.shared -= 1;
+            if meta.pins == 0 {
+                self.settle(block, now, rules);
+            }
+        }
+    }
+
+    /// A block without holders and pins is cached if it has a key, else free.
+    fn settle(&mut self, block: u32, now: u64, rules: &Rules) {
+        if self.stage[block as usize] != Stage::Keyed {
+            return self.release(block, now, rules);
+        }
+        let key = Some(&self.meta[block as usize].key);
+        let entry = match self.times.get_mut(block as usize) {
+            Some(times) => {
+                times.released = now;
+                Entry { key, priority: times.priority, until: times.until, now }
+            }
+            None => Entry { key, now, ..Entry::default() },
+        };
+        self.policy.insert(block, &entry);
+    }
+
+    pub(super) fn pin(&mut self, block: u32) {
+        self.meta[block as usize].pins += 1;
+    }
+
+    pub(super) fn unpin(&mut self, block: u32, now: u64, rules: &Rules) {
+        let meta = &mut self.meta[block as usize];
+        meta.pins -= 1;
+        if meta.pins == 0 && meta.holders == 0 {
+            self.settle(block, now, rules);
+        }
+    }
+
+    /// Says how much a held block is wanted, once it is cached.
+    pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
+        if let Some(times) = self.times.get_mut(block as usize) {
+            times.priority = retention.priority;
+            times.until =
+                retention.lasts.map_or(u64::MAX, |lasts| now.saturating_add(lasts.as_millis() as u64));
+        }
+    }
+
+    /// Frees all cached blocks that the pool may evict; no single events. They are taken again after the
+    /// blocks that are free already, in the order in which they would have been evicted.
+    pub(super) fn clear_cached(&mut self, now: u64, rules: &Rules, index: &mut Cursor<'_>) -> usize {
+        let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
+        self.queued_free = 0;
+        let mut cleared = 0;
+        for &block in &order {
+            if std::mem::replace(&mut self.stage[block as usize], Stage::Free) == Stage::Keyed {
+                index.remove(&self.meta[block as usize].key, block + self.first - rules.first);
+                self.meta[block as usize] = FRESH;
+                cleared += 1;
+            }
+        }
+        match rules.free_order {
+            FreeOrder::FreeFirst => drop(self.free.splice(0..0, order.into_iter().rev())),
+            FreeOrder::OneQueue => order.into_iter().for_each(|block| self.enqueue_free(block, now)),
+        }
+        cleared
+    }
+
+    pub(super) fn policy_len(&self) -> usize {
+        self.policy.len()
+    }
+}

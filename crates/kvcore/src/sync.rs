@@ -1,0 +1,47 @@
+//! The locks of this crate: `parking_lot`'s, or `loom`'s when its models are checked
+//! (`RUSTFLAGS="--cfg loom"`).
+
+#[cfg(not(loom))]
+mod imp {
+    use std::cell::Cell;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    pub(crate) use parking_lot::{Mutex, MutexGuard};
+    pub(crate) use std::sync::Arc;
+
+    static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+    thread_local! {
+        static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1, Ordering::Relaxed));
+    }
+
+    /// A number that differs between threads at first and moves on by one with each call.
+    pub(crate) fn turn() -> usize {
+        TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)))
+    }
+}
+
+#[cfg(loom)]
+mod imp {
+    pub(crate) use loom::sync::{Arc, MutexGuard};
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        }
+    }
+
+    /// Models must be deterministic: every thread begins at the first shard.
+    pub(crate) fn turn() -> usize {
+        0
+    }
+}
+
+pub(crate) use imp::{Arc, Mutex, MutexGuard, turn};
