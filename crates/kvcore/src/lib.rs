@@ -54,7 +54,7 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use forward::{Logits, SequenceInput};
 pub use kernels::{Kernels, KvArena, Segment};
-pub use key::{BlockKey, KeyScope};
+pub use key::{BlockKey, KeyScope, VllmChain, VllmExtras};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides};
 pub use profile::{Profiler, SpanStats};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};

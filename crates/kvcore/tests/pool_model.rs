@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{
-    BlockId, BlockKey, BlockPool, CompleteBlocks, Duplicates, Error, EventQueue, FreeOrder, KeyScope, KvEvent,
-    ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
+    BlockId, BlockKey, BlockPool, CompleteBlocks, Duplicates, Error, EventQueue, FreeOrder, KeyScope,
+    KvEvent, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -371,7 +371,12 @@ impl World {
         }
     }
 
-    fn allocate(&mut self, n: usize, spare: usize, take: fn(&BlockPool, usize) -> kvcore::Result<MutableBlocks>) {
+    fn allocate(
+        &mut self,
+        n: usize,
+        spare: usize,
+        take: fn(&BlockPool, usize) -> kvcore::Result<MutableBlocks>,
+    ) {
         let (counts, before) = (self.pool.counts(), self.in_use());
         match take(&self.pool, n) {
             Ok(blocks) => {

@@ -125,9 +125,7 @@ impl Cursor<'_> {
     /// Removes a block's entry.
     pub(super) fn remove(&mut self, key: &BlockKey, block: u32) {
         let word = key.word();
-        if let Ok(slot) =
-            self.table(key).entries.find_entry(word, |e| e.word == word && e.block == block)
-        {
+        if let Ok(slot) = self.table(key).entries.find_entry(word, |e| e.word == word && e.block == block) {
             slot.remove();
         }
     }

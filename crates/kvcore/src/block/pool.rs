@@ -203,12 +203,18 @@ impl BlockPool {
     }
 
     /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys` and takes what
-    /// is missing to `blocks`. The watermark's blocks are left.
+    /// is missing to `blocks`. The watermark's blocks are left; and there must be room for `room` blocks
+    /// in all, which is what the whole prompt needs when only its first part is computed now.
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`]. Nothing has changed then: not even the order of eviction, which a lookup
     /// given up again would have.
-    pub fn admit_prefix(&self, keys: &[BlockKey], blocks: usize) -> Result<(SharedBlocks, MutableBlocks)> {
+    pub fn admit_prefix(
+        &self,
+        keys: &[BlockKey],
+        blocks: usize,
+        room: usize,
+    ) -> Result<(SharedBlocks, MutableBlocks)> {
         let inner = &*self.0;
         let (now, rules) = (inner.now(), &inner.rules);
         let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
@@ -224,10 +230,11 @@ impl BlockPool {
             found.ids.push(id);
         }
         let missing = blocks.saturating_sub(found.ids.len());
+        let needed = blocks.max(room).saturating_sub(found.ids.len());
         let available = shards.iter().map(|shard| shard.available()).sum::<usize>() - idle;
-        if missing.checked_add(self.0.watermark).is_none_or(|wanted| missing > 0 && wanted > available) {
+        if needed.checked_add(self.0.watermark).is_none_or(|wanted| needed > 0 && wanted > available) {
             found.ids.clear();
-            return Err(out_of_blocks(&shards, missing));
+            return Err(out_of_blocks(&shards, needed));
         }
         for (id, key) in found.ids.iter().zip(keys) {
             shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &mut index);
@@ -321,8 +328,7 @@ impl BlockPool {
         let now = inner.now();
         let mut shards = inner.lock_all();
         let mut index = inner.index.cursor();
-        let cleared =
-            shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &mut index)).sum();
+        let cleared = shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &mut index)).sum();
         if let Some(events) = &inner.rules.events {
             events.record(KvEvent::Cleared);
         }

@@ -8,8 +8,10 @@
 use std::fmt;
 
 mod scope;
+mod vllm;
 
 pub use scope::{KeyScope, ScopeEncoder};
+pub use vllm::{VllmChain, VllmExtras};
 
 /// A 256-bit key of a block or of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,0 +1,151 @@
+//! Block keys as vLLM makes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can ask
+//! both engines for the same prefix.
+//!
+//! A key is SHA-256 over canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. Checked against
+//! digests that vLLM 0.33 made itself (`tools/vllm_traces`).
+
+use sha2::{Digest, Sha256};
+
+use super::BlockKey;
+
+/// What a request adds to its keys beside tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct VllmExtras {
+    /// The tenant's salt, in the first block only. Empty is none. Note what that means: two tenants'
+    /// later blocks differ because their parents do.
+    pub cache_salt: Option<String>,
+    /// Name and path of a `LoRA` adapter, in every block.
+    pub lora: Option<(String, String)>,
+    /// Images and the like: identifier, first token and number of tokens of each, in order.
+    pub inputs: Vec<(String, usize, usize)>,
+}
+
+/// The start of vLLM's chains: what its seed gives.
+///
+/// ```
+/// use kvcore::{VllmChain, VllmExtras};
+/// let chain = VllmChain::default();
+/// let tokens: Vec<u32> = (0..40).collect();
+/// let keys = chain.keys(&tokens, 16, &VllmExtras::default());
+/// assert_eq!(keys.len(), 2); // only full blocks have keys
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VllmChain {
+    none_hash: BlockKey,
+}
+
+impl Default for VllmChain {
+    /// The start of an engine to which no `PYTHONHASHSEED` was given.
+    fn default() -> Self {
+        Self::with_seed("vllm-none-hash")
+    }
+}
+
+impl VllmChain {
+    /// The start of an engine that runs under `PYTHONHASHSEED=seed`.
+    pub fn with_seed(seed: &str) -> Self {
+        let mut cbor = Cbor::default();
+        cbor.text(seed);
+        Self { none_hash: cbor.digest() }
+    }
+
+    /// The parent of first blocks.
+    pub fn none_hash(&self) -> BlockKey {
+        self.none_hash
+    }
+
+    /// Keys of the full blocks of a prompt.
+    pub fn keys(&self, tokens: &[u32], block_size: usize, extras: &VllmExtras) -> Vec<BlockKey> {
+        let blocks = tokens.chunks_exact(block_size.max(1)).enumerate();
+        let next = |parent: &mut BlockKey, (i, block): (usize, &[u32])| {
+            *parent = Self::child(parent, block, i * block_size, extras);
+            Some(*parent)
+        };
+        blocks.scan(self.none_hash, next).collect()
+    }
+
+    /// The key of the block `tokens` that begins at token `start` of its prompt.
+    pub fn child(parent: &BlockKey, tokens: &[u32], start: usize, extras: &VllmExtras) -> BlockKey {
+        let end = start + tokens.len();
+        let salt = extras.cache_salt.as_deref().filter(|salt| start == 0 && !salt.is_empty());
+        let touching = || extras.inputs.iter().filter(|(_, first, len)| *first < end && first + len > start);
+        let count = usize::from(extras.lora.is_some()) + touching().count() + usize::from(salt.is_some());
+
+        let mut cbor = Cbor::default();
+        cbor.head(ARRAY, 3);
+        cbor.bytes(parent.as_bytes());
+        cbor.head(ARRAY, tokens.len() as u64);
+        tokens.iter().for_each(|&token| cbor.head(UNSIGNED, token.into()));
+        if count == 0 {
+            cbor.0.push(NULL);
+            return cbor.digest();
+        }
+        cbor.head(ARRAY, count as u64);
+        if let Some((name, path)) = &extras.lora {
+            cbor.head(ARRAY, 3);
+            ["lora", name, path].into_iter().for_each(|text| cbor.text(text));
+        }
+        for (identifier, first, _) in touching() {
+            cbor.head(ARRAY, 3);
+            cbor.text("mm");
+            cbor.text(identifier);
+            match first.checked_sub(start) {
+                Some(after) => cbor.head(UNSIGNED, after as u64),
+                None => cbor.head(NEGATIVE, (start - first - 1) as u64),
+            }
+        }
+        if let Some(salt) = salt {
+            cbor.head(ARRAY, 2);
+            cbor.text("cache_salt");
+            cbor.text(salt);
+        }
+        cbor.digest()
+    }
+}
+
+const UNSIGNED: u8 = 0 << 5;
+const NEGATIVE: u8 = 1 << 5;
+const BYTES: u8 = 2 << 5;
+const TEXT: u8 = 3 << 5;
+const ARRAY: u8 = 4 << 5;
+const NULL: u8 = 0xf6;
+
+/// The part of canonical CBOR that keys need: shortest heads, definite lengths.
+#[derive(Default)]
+struct Cbor(Vec<u8>);
+
+impl Cbor {
+    fn head(&mut self, major: u8, value: u64) {
+        let bytes = value.to_be_bytes();
+        match value {
+            0..24 => self.0.push(major | bytes[7]),
+            24..0x100 => self.0.extend([major | 24, bytes[7]]),
+            0x100..0x1_0000 => {
+                self.0.push(major | 25);
+                self.0.extend(&bytes[6..]);
+            }
+            0x1_0000..0x1_0000_0000 => {
+                self.0.push(major | 26);
+                self.0.extend(&bytes[4..]);
+            }
+            _ => {
+                self.0.push(major | 27);
+                self.0.extend(bytes);
+            }
+        }
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.head(BYTES, bytes.len() as u64);
+        self.0.extend(bytes);
+    }
+
+    fn text(&mut self, text: &str) {
+        self.head(TEXT, text.len() as u64);
+        self.0.extend(text.as_bytes());
+    }
+
+    fn digest(&self) -> BlockKey {
+        BlockKey::from_bytes(Sha256::digest(&self.0).into())
+    }
+}
