@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use clap::Args;
 use serde::Deserialize;
@@ -48,6 +48,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
     };
     let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", &["--mib", mib])?;
     rows.extend(run_bench("kvmodel", "ttft", ttft)?);
+    rows.extend(block_pool(args.quick)?);
     let table = table(sweeps(rows));
     println!("{table}");
     if args.write {
@@ -61,13 +62,26 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
 }
 
 fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
-    eprintln!("bench: {name}");
     let mut command = cargo_command(&["bench", "--quiet", "-p", package, "--bench", name, "--"]);
-    let mut child = command
-        .args(args)
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(|e| format!("`cargo bench` cannot be run: {e}"))?;
+    command.args(args);
+    rows_of(command, name)
+}
+
+/// The block pool against its peer, which has a workspace of its own.
+fn block_pool(quick: bool) -> Result<Vec<Row>> {
+    let manifest = root().join("benches/block-pool/Cargo.toml");
+    let mut command = cargo_command(&["run", "--quiet", "--release", "--locked", "--manifest-path"]);
+    command.arg(manifest).env("CARGO_TARGET_DIR", root().join("target/bench-peers")).arg("--");
+    if quick {
+        command.arg("--quick");
+    }
+    rows_of(command, "block-pool")
+}
+
+fn rows_of(mut command: Command, name: &str) -> Result<Vec<Row>> {
+    eprintln!("bench: {name}");
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().map_err(|e| format!("`cargo bench` cannot be run: {e}"))?;
     let mut rows = Vec::new();
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
@@ -137,6 +151,7 @@ fn size(size: f64, unit: &str) -> String {
 
 fn duration(seconds: f64) -> String {
     match seconds {
+        s if s < 1e-6 => format!("{:.1} ns", s * 1e9),
         s if s < 1e-3 => format!("{:.1} µs", s * 1e6),
         s if s < 1.0 => format!("{:.2} ms", s * 1e3),
         s => format!("{s:.2} s"),

@@ -3,6 +3,7 @@
 
 mod bench;
 mod check;
+mod loom;
 mod run;
 mod sanitize;
 mod test;
@@ -33,6 +34,8 @@ enum Task {
     },
     /// All benchmarks of this machine, as one table of ratios.
     Bench(bench::BenchArgs),
+    /// The block pool's concurrent paths under every interleaving of two threads.
+    Loom,
     /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
     Sanitize,
 }
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Task::Check => check::check(),
         Task::Conform { backend } => conform(&backend),
         Task::Bench(args) => bench::bench(&args),
+        Task::Loom => loom::loom(),
         Task::Sanitize => sanitize::sanitize(),
     };
     match result {

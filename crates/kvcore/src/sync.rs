@@ -12,12 +12,12 @@ mod imp {
     static THREADS: AtomicUsize = AtomicUsize::new(0);
 
     thread_local! {
-        static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1, Ordering::Relaxed));
+        static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1 << 20, Ordering::Relaxed));
     }
 
-    /// A number that differs between threads at first and moves on by one with each call.
-    pub(crate) fn turn() -> usize {
-        TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)))
+    /// A number that is far apart between threads at first and moves on by `step`.
+    pub(crate) fn turn(step: usize) -> usize {
+        TURN.with(|turn| turn.replace(turn.get().wrapping_add(step)))
     }
 }
 
@@ -36,10 +36,14 @@ mod imp {
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
             self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
         }
+
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            self.0.try_lock().ok()
+        }
     }
 
     /// Models must be deterministic: every thread begins at the first shard.
-    pub(crate) fn turn() -> usize {
+    pub(crate) fn turn(_: usize) -> usize {
         0
     }
 }

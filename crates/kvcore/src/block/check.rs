@@ -9,7 +9,6 @@ use super::{FreeOrder, PoolCounts};
 pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize, String> {
     let mut seen = PoolCounts { total: shard.stage.len(), ..PoolCounts::default() };
     let mut keyed = 0;
-    let mut index = index.cursor();
     for (i, (&stage, meta)) in shard.stage.iter().zip(&shard.meta).enumerate() {
         let id = shard.id(i as u32);
         let claimed = meta.holders > 0 || meta.pins > 0;

@@ -104,7 +104,7 @@ impl PoolConfig {
     }
 
     /// Parts with a lock and an eviction order each. More let more threads work at once; one makes
-    /// eviction exact over the whole pool. By default pools below 16,384 blocks have one, larger ones
+    /// eviction exact over the whole pool. By default pools below 4,096 blocks have one, larger ones
     /// up to two per processor core.
     #[must_use]
     pub fn shards(mut self, shards: usize) -> Self {
@@ -156,7 +156,7 @@ impl PoolConfig {
 
     /// The shards of a pool of `blocks` blocks.
     pub(super) fn shards_for(&self, blocks: usize) -> usize {
-        const SMALLEST: usize = 8192;
+        const SMALLEST: usize = 2048;
         let wanted = self.shards.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
             (blocks / SMALLEST).min(2 * cores)

@@ -263,22 +263,32 @@ impl SharedBlocks {
     fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
         let handle = self.pool.clone();
         let pool = &*handle.0;
-        // Places whose key another block has.
+        // Numbers of keys that another block has.
         let mut known: SmallVec<[usize; 4]> = SmallVec::new();
-        {
-            let (mut walk, mut index) = (pool.walk(), pool.index.cursor());
-            for (i, key) in keys.iter().enumerate() {
-                let id = self.ids[start + i];
-                let (shard, block) = walk.get(id, &mut index);
-                if shard.has_key(block) {
-                    known.push(i);
-                } else if index.enter(key, id.0 - pool.rules.first).is_none() {
-                    shard.set_key(block, *key);
-                } else {
-                    known.push(i);
-                }
+        let ids = &self.ids[start..][..keys.len()];
+        let mut walk = pool.walk();
+        let mut from = 0;
+        while from < ids.len() {
+            let (shard, block) = walk.shard(ids[from]);
+            if shard.has_key(block) {
+                known.push(from);
+                from += 1;
+                continue;
             }
+            // As many blocks as are in this shard and have no key.
+            let more = ids[from + 1..].iter().take_while(|&&id| {
+                pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
+            });
+            let run = from..from + 1 + more.count();
+            let mut entered: SmallVec<[bool; 64]> = SmallVec::from_elem(true, run.len());
+            let index = |i: usize| ids[run.start + i].0 - pool.rules.first;
+            pool.index.enter(&keys[run.clone()], index, |i, _| entered[i] = false);
+            for (i, entered) in run.clone().zip(entered) {
+                if entered { shard.set_key(pool.local(ids[i]), keys[i]) } else { known.push(i) }
+            }
+            from = run.end;
         }
+        drop(walk);
         known.retain(|i| !self.merge(start + *i, &keys[*i]));
         if let Some(events) = &pool.rules.events {
             let mut from = 0;
@@ -299,12 +309,15 @@ impl SharedBlocks {
         let (pool, now) = (&*handle.0, handle.0.now());
         let mut tried = None;
         loop {
-            let (mut walk, mut index) = (pool.walk(), pool.index.cursor());
-            let (shard, block) = walk.get(own, &mut index);
+            let mut walk = pool.walk();
+            let (shard, block) = walk.shard(own);
             if shard.has_key(block) {
                 return false;
             }
-            let Some(other) = index.enter(key, own.0 - pool.rules.first) else {
+            let mut other = None;
+            let index = |_| own.0 - pool.rules.first;
+            pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
+            let Some(other) = other else {
                 shard.set_key(block, *key);
                 return true;
             };
@@ -314,9 +327,9 @@ impl SharedBlocks {
             }
             tried = Some(other);
             let other = BlockId(other + pool.rules.first);
-            let (shard, block) = walk.get(other, &mut index);
-            if shard.hold_keyed(block, key, now, &pool.rules, &mut index) {
-                let (shard, block) = walk.get(own, &mut index);
+            let (shard, block) = walk.shard(other);
+            if shard.hold_keyed(block, key, now, &pool.rules, &pool.index) {
+                let (shard, block) = walk.shard(own);
                 shard.let_go(block, now, &pool.rules);
                 self.ids[place] = other;
                 return false;

@@ -219,10 +219,9 @@ impl BlockPool {
         let (now, rules) = (inner.now(), &inner.rules);
         let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
         let mut shards = inner.lock_all();
-        let mut index = inner.index.cursor();
         let mut idle = 0;
-        for key in keys {
-            let Some(id) = index.find(key).map(|i| BlockId(rules.first + i)) else { break };
+        for (key, block) in keys.iter().zip(inner.index.find_prefix(keys)) {
+            let id = BlockId(rules.first + block);
             let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, now, rules) else {
                 break;
             };
@@ -237,10 +236,9 @@ impl BlockPool {
             return Err(out_of_blocks(&shards, needed));
         }
         for (id, key) in found.ids.iter().zip(keys) {
-            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &mut index);
+            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &inner.index);
         }
-        index.release();
-        let home = turn() % shards.len();
+        let home = inner.home(missing);
         let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
         // The guards lock shards when they are dropped.
         drop(shards);
@@ -252,9 +250,10 @@ impl BlockPool {
             return Ok(());
         }
         let inner = &*self.0;
-        let (now, home) = (inner.now(), turn() % inner.shards.len());
+        let now = inner.now();
+        let mut home = inner.home(n);
         if spare == 0 {
-            let mut shard = inner.lock(home);
+            let mut shard = inner.lock_near(&mut home);
             let elsewhere = || {
                 let free = |(i, cell): (usize, &Cell)| i != home && cell.free.load(Ordering::Relaxed) > 0;
                 inner.shards.iter().enumerate().any(free)
@@ -288,16 +287,12 @@ impl BlockPool {
         let mut found = SharedBlocks::none(self);
         let inner = &*self.0;
         let (now, first) = (inner.now(), inner.rules.first);
-        {
-            let mut index = inner.index.cursor();
-            found.ids.extend(keys.iter().map_while(|key| index.find(key)).map(|i| BlockId(first + i)));
-        }
+        found.ids.extend(inner.index.find_prefix(keys).into_iter().map(|i| BlockId(first + i)));
         // What the index said may have changed since: each block is asked for its key under its lock.
-        let mut shards = inner.walk();
-        let mut index = inner.index.cursor();
+        let mut walk = inner.walk();
         let held = found.ids.iter().zip(keys).take_while(|(id, key)| {
-            let (shard, block) = shards.get(**id, &mut index);
-            shard.hold_keyed(block, key, now, &inner.rules, &mut index)
+            let (shard, block) = walk.shard(**id);
+            shard.hold_keyed(block, key, now, &inner.rules, &inner.index)
         });
         let held = held.count();
         found.ids.truncate(held);
@@ -306,8 +301,7 @@ impl BlockPool {
 
     /// How many blocks of a chain are known, without holding any: for schedulers that weigh requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
-        let mut index = self.0.index.cursor();
-        keys.iter().take_while(|key| index.find(key).is_some()).count()
+        self.0.index.find_prefix(keys).len()
     }
 
     /// How many blocks are in which state.
@@ -327,8 +321,8 @@ impl BlockPool {
         let inner = &*self.0;
         let now = inner.now();
         let mut shards = inner.lock_all();
-        let mut index = inner.index.cursor();
-        let cleared = shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &mut index)).sum();
+        let cleared =
+            shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &inner.index)).sum();
         if let Some(events) = &inner.rules.events {
             events.record(KvEvent::Cleared);
         }
@@ -340,13 +334,7 @@ impl BlockPool {
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
         let now = inner.now();
-        let mut index = inner.index.cursor();
-        let each = |i| {
-            let mut shard = inner.lock(i);
-            let gone = shard.expire_all(now, &inner.rules, &mut index);
-            index.release();
-            gone
-        };
+        let each = |i| inner.lock(i).expire_all(now, &inner.rules, &inner.index);
         (0..inner.shards.len()).map(each).sum()
     }
 
@@ -394,6 +382,30 @@ impl Inner {
         Locked { shard: cell.shard.lock(), hint: &cell.free }
     }
 
+    /// The shard at which a thread begins that takes `n` blocks. A thread stays with a shard, whose
+    /// bookkeeping is then in its core's cache, for a sixteenth of the shard's blocks: contents are evicted
+    /// evenly from all shards.
+    fn home(&self, n: usize) -> usize {
+        if self.shards.len() == 1 {
+            return 0;
+        }
+        let stay = (1usize << self.shift) / 16;
+        turn(n) / stay.max(1) % self.shards.len()
+    }
+
+    /// Locks this shard or, if other threads are in it, the next one that is not locked.
+    fn lock_near(&self, home: &mut usize) -> Locked<'_> {
+        let count = self.shards.len();
+        for i in (0..count).map(|i| (*home + i) % count) {
+            let cell = &self.shards[i];
+            if let Some(shard) = cell.shard.try_lock() {
+                *home = i;
+                return Locked { shard, hint: &cell.free };
+            }
+        }
+        self.lock(*home)
+    }
+
     fn lock_all(&self) -> Vec<Locked<'_>> {
         (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
     }
@@ -412,12 +424,11 @@ impl Inner {
         for i in 0..count {
             left -= shards[(home + i) % count].take_free(left, out);
         }
-        let mut index = self.index.cursor();
         while left > 0 {
             let (before, share) = (left, left.div_ceil(count));
             for i in 0..count {
                 let shard = &mut shards[(home + i) % count];
-                left -= shard.take_next(share.min(left), now, &self.rules, &mut index, out);
+                left -= shard.take_next(share.min(left), now, &self.rules, &self.index, out);
             }
             if left == before {
                 // A policy that holds blocks and gives none up breaks its contract; nothing is lost by it.
@@ -431,12 +442,12 @@ impl Inner {
         Ok(())
     }
 
-    fn shard_of(&self, id: BlockId) -> usize {
+    pub(super) fn shard_of(&self, id: BlockId) -> usize {
         ((id.0 - self.range.start) >> self.shift) as usize
     }
 
     /// A block's index in its shard.
-    fn local(&self, id: BlockId) -> u32 {
+    pub(super) fn local(&self, id: BlockId) -> u32 {
         (id.0 - self.range.start) & ((1 << self.shift) - 1)
     }
 
@@ -454,22 +465,13 @@ pub(super) struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// The shard of a block and its index there, both locked. A table that `index` holds is let go
-    /// before another shard is locked, as the order of locks demands.
-    pub(super) fn get(&mut self, id: BlockId, index: &mut super::index::Cursor<'_>) -> (&mut Shard, u32) {
-        if self.at != self.pool.shard_of(id) {
-            index.release();
-        }
-        self.shard(id)
-    }
-
-    /// As `get`, for steps that do not touch the index.
+    /// The shard of a block, locked, and the block's index there.
     pub(super) fn shard(&mut self, id: BlockId) -> (&mut Shard, u32) {
         let at = self.pool.shard_of(id);
         if self.at != at {
             self.shard = None;
             self.at = at;
         }
-        (&mut *self.shard.get_or_insert_with(|| self.pool.lock(at)), self.pool.local(id))
+        (self.shard.get_or_insert_with(|| self.pool.lock(at)), self.pool.local(id))
     }
 }

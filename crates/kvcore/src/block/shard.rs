@@ -1,9 +1,11 @@
 //! One shard's bookkeeping behind its lock: the states of a run of blocks, their free list, their
 //! eviction order. All methods take indices into the shard.
 
+use smallvec::SmallVec;
+
 use super::event::KvEvent;
 use super::evict::{Entry, EvictionPolicy, Retention};
-use super::index::Cursor;
+use super::index::Index;
 use super::pool::Rules;
 use super::{BlockId, FreeOrder, PoolCounts};
 use crate::key::BlockKey;
@@ -22,7 +24,7 @@ pub(super) enum Stage {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
-    /// Meaningful in stage `Keyed` only.
+    /// Meaningful in stage `Keyed` only; the counts are 0 in all stages before `Held`.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
@@ -132,33 +134,37 @@ impl Shard {
         n: usize,
         now: u64,
         rules: &Rules,
-        index: &mut Cursor<'_>,
+        index: &Index,
         out: &mut impl Extend<BlockId>,
     ) -> usize {
-        for taken in 0..n {
-            let Some(block) = self.policy.evict(now) else { return taken };
+        let mut taken = 0;
+        let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
+        while taken < n
+            && let Some(block) = self.policy.evict(now)
+        {
             if self.stage[block as usize] == Stage::Free {
                 self.queued_free -= 1;
             } else {
-                self.evicted += 1;
-                self.forget(block, rules, index);
+                evicted.push(self.forgotten(block, rules));
             }
-            self.meta[block as usize] = FRESH;
             self.stage[block as usize] = Stage::Mutable;
-            self.mutable += 1;
             out.extend([self.id(block)]);
+            taken += 1;
         }
-        n
+        index.remove(&evicted);
+        self.mutable += taken;
+        self.evicted += evicted.len() as u64;
+        taken
     }
 
-    /// Takes a cached block's key out of the index. Routers hear of it before the key can be stored
-    /// anew.
-    fn forget(&mut self, block: u32, rules: &Rules, index: &mut Cursor<'_>) {
+    /// The index entry that is to go with a cached block. Routers hear of it before it goes, hence before
+    /// the key can be stored anew.
+    fn forgotten(&self, block: u32, rules: &Rules) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = &rules.events {
             events.record(KvEvent::Removed { key, block: self.id(block) });
         }
-        index.remove(&key, block + self.first - rules.first);
+        (key, block + self.first - rules.first)
     }
 
     pub(super) fn complete(&mut self, block: u32) {
@@ -179,7 +185,6 @@ impl Shard {
 
     fn release(&mut self, block: u32, now: u64, rules: &Rules) {
         self.stage[block as usize] = Stage::Free;
-        self.meta[block as usize] = FRESH;
         match rules.free_order {
             FreeOrder::FreeFirst => self.free.push(block),
             FreeOrder::OneQueue => self.enqueue_free(block, now),
@@ -234,7 +239,7 @@ impl Shard {
         key: &BlockKey,
         now: u64,
         rules: &Rules,
-        index: &mut Cursor<'_>,
+        index: &Index,
     ) -> bool {
         if self.stage[block as usize] != Stage::Keyed || self.meta[block as usize].key != *key {
             return false;
@@ -262,14 +267,14 @@ impl Shard {
         meta.holders == 0 && meta.pins == 0 && now - self.times[block as usize].released >= ttl
     }
 
-    fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &mut Cursor<'_>) {
+    fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &Index) {
         self.policy.remove(block);
-        self.forget(block, rules, index);
+        index.remove(&[self.forgotten(block, rules)]);
         self.release(block, now, rules);
     }
 
     /// Frees cached blocks whose time is over; returns how many.
-    pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &mut Cursor<'_>) -> usize {
+    pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
         let over = |shard: &Self, block: u32| {
             shard.stage[block as usize] == Stage::Keyed && shard.has_expired(block, now, rules)
         };
@@ -331,22 +336,21 @@ impl Shard {
 
     /// Frees all cached blocks that the pool may evict; no single events. They are taken again after the
     /// blocks that are free already, in the order in which they would have been evicted.
-    pub(super) fn clear_cached(&mut self, now: u64, rules: &Rules, index: &mut Cursor<'_>) -> usize {
+    pub(super) fn clear_cached(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
         self.queued_free = 0;
-        let mut cleared = 0;
+        let mut cleared = Vec::new();
         for &block in &order {
             if std::mem::replace(&mut self.stage[block as usize], Stage::Free) == Stage::Keyed {
-                index.remove(&self.meta[block as usize].key, block + self.first - rules.first);
-                self.meta[block as usize] = FRESH;
-                cleared += 1;
+                cleared.push((self.meta[block as usize].key, block + self.first - rules.first));
             }
         }
+        index.remove(&cleared);
         match rules.free_order {
             FreeOrder::FreeFirst => drop(self.free.splice(0..0, order.into_iter().rev())),
             FreeOrder::OneQueue => order.into_iter().for_each(|block| self.enqueue_free(block, now)),
         }
-        cleared
+        cleared.len()
     }
 
     pub(super) fn policy_len(&self) -> usize {

@@ -7,6 +7,7 @@
 
 use std::fmt;
 
+mod compress;
 mod scope;
 mod vllm;
 
@@ -49,6 +50,9 @@ impl BlockKey {
     /// ```
     #[must_use]
     pub fn child(&self, tokens: &[u32]) -> Self {
+        if tokens.len() == compress::TOKENS {
+            return Self(compress::Chain::new(&self.0).next(tokens));
+        }
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         let mut bytes = [0u8; 64 * 4];
         for part in tokens.chunks(64) {
@@ -70,13 +74,19 @@ impl BlockKey {
 
     /// Keys of the consecutive blocks of `tokens`; a last partial block has a key too.
     pub fn chain(&self, tokens: &[u32], block_size: usize) -> Vec<Self> {
-        tokens
-            .chunks(block_size.max(1))
-            .scan(*self, |parent, block| {
-                *parent = parent.child(block);
-                Some(*parent)
-            })
-            .collect()
+        let block_size = block_size.max(1);
+        let mut keys = Vec::with_capacity(tokens.len().div_ceil(block_size));
+        let mut rest = tokens;
+        if block_size == compress::TOKENS {
+            let mut chain = compress::Chain::new(&self.0);
+            let full = tokens.chunks_exact(block_size);
+            rest = full.remainder();
+            keys.extend(full.map(|block| Self(chain.next(block))));
+        }
+        for block in rest.chunks(block_size) {
+            keys.push(keys.last().unwrap_or(self).child(block));
+        }
+        keys
     }
 }
 
@@ -119,6 +129,22 @@ mod tests {
             other[at] += 1;
             assert_ne!(root.child(&tokens), root.child(&other));
         }
+    }
+
+    #[test]
+    fn a_block_of_sixteen_tokens_is_hashed_as_any_other() {
+        let root = KeyScope::new("m", b"w").root();
+        let tokens: Vec<u32> = (0..16).map(|i| i * 0x0101_4321).collect();
+        let bytes: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
+        let expected = blake3::keyed_hash(root.as_bytes(), &bytes);
+        assert_eq!(root.child(&tokens).0, *expected.as_bytes());
+        let long: Vec<u32> = (0..70).collect();
+        let chain = root.chain(&long, 16);
+        let one_by_one = long.chunks(16).scan(root, |key, block| {
+            *key = key.child(block);
+            Some(*key)
+        });
+        assert_eq!(chain, one_by_one.collect::<Vec<_>>());
     }
 
     #[test]

@@ -1,0 +1,173 @@
+//! Bookkeeping of blocks against kvbm-logical 1.6.1 (Dynamo's block manager), and block keys against a
+//! SHA-256 chain, all in one run.
+//!
+//! Prints one JSON object a line, as the other benchmarks do; `cargo xtask bench` runs it. Sizes and
+//! times are of 16-token blocks; keys are made before the clock starts, on both sides. `--quick` measures
+//! one pool size.
+
+mod ours;
+mod theirs;
+
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::Instant;
+
+use kvcore::KeyScope;
+use sha2::{Digest, Sha256};
+
+/// Blocks of one call: a prompt of 2,048 tokens.
+const BATCH: usize = 128;
+
+/// Prompts with keys, in units of those that fit in the pool.
+const PROMPTS_PER_POOL: usize = 3;
+
+/// What both pools do. Each call works on `BATCH` blocks.
+trait Pool: Sync {
+    /// A pool of `blocks` blocks.
+    fn new(blocks: usize) -> Self;
+    /// Takes blocks and gives them back.
+    fn alloc_free(&self);
+    /// Fills the pool: prompt `i` of `blocks / BATCH` stays cached.
+    fn fill(&self, prompt: usize);
+    /// Holds all blocks of a cached prompt and lets them go.
+    fn hit(&self, prompt: usize);
+    /// Takes blocks of a full pool, registers them as a new prompt, and lets them go.
+    fn churn(&self, prompt: usize);
+}
+
+#[derive(Clone, Copy)]
+enum Work {
+    AllocFree,
+    Hit,
+    Churn,
+}
+
+impl Work {
+    const ALL: [Self; 3] = [Self::AllocFree, Self::Hit, Self::Churn];
+
+    fn blocks_a_round(self) -> usize {
+        match self {
+            Self::AllocFree => 1 << 24,
+            Self::Hit => 1 << 22,
+            Self::Churn => 1 << 20,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::AllocFree => "alloc + free",
+            Self::Hit => "prefix hit + release",
+            Self::Churn => "churn in a full pool",
+        }
+    }
+}
+
+/// Seconds a block with `threads` threads working at once; best of three.
+fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize) -> f64 {
+    let pool = P::new(blocks);
+    let prompts = blocks / BATCH;
+    if !matches!(work, Work::AllocFree) {
+        (0..prompts).for_each(|prompt| pool.fill(prompt));
+    }
+    // Long enough that waking a thread does not count.
+    let calls = work.blocks_a_round() / BATCH / threads;
+    let round = |thread: usize, round: usize| {
+        for call in 0..calls {
+            let n = (round * threads + thread) * calls + call;
+            match work {
+                Work::AllocFree => pool.alloc_free(),
+                // In an order that is not that of filling.
+                Work::Hit => pool.hit(n * 7919 % prompts),
+                // A cycle of three times the pool: what comes again has been evicted.
+                Work::Churn => pool.churn((prompts + n) % (PROMPTS_PER_POOL * prompts)),
+            }
+        }
+    };
+    let mut best = f64::INFINITY;
+    for r in 0..4 {
+        let start = Barrier::new(threads);
+        let (round, start) = (&round, &start);
+        let spans: Vec<(Instant, Instant)> = std::thread::scope(|scope| {
+            let work = |thread| {
+                move || {
+                    start.wait();
+                    let began = Instant::now();
+                    round(thread, r);
+                    (began, Instant::now())
+                }
+            };
+            let handles: Vec<_> = (0..threads).map(|thread| scope.spawn(work(thread))).collect();
+            handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
+        });
+        assert_eq!(spans.len(), threads, "a worker failed");
+        let (first, last) = (spans.iter().map(|s| s.0).min(), spans.iter().map(|s| s.1).max());
+        let took = last.zip(first).map_or(f64::INFINITY, |(last, first)| (last - first).as_secs_f64());
+        // The first round warms up.
+        if r > 0 {
+            best = best.min(took / (calls * threads * BATCH) as f64);
+        }
+    }
+    best
+}
+
+fn row(what: &str, size: usize, unit: &str, seconds: f64, limit: &str, limit_seconds: f64) {
+    let ratio = limit_seconds / seconds;
+    let line = serde_json::json!({
+        "what": what, "size": size, "unit": unit, "seconds": seconds,
+        "limit": limit, "limit_seconds": limit_seconds, "ratio": ratio,
+    });
+    println!("{line}");
+}
+
+fn main() {
+    let quick = std::env::args().any(|arg| arg == "--quick");
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let sizes: &[usize] = if quick { &[65_536] } else { &[8192, 65_536, 1_048_576] };
+    for work in Work::ALL {
+        for &blocks in sizes {
+            let ours = seconds::<ours::Ours>(work, blocks, 1);
+            // Above the size that the target names the peer takes minutes to fill.
+            let peer = seconds::<theirs::Theirs>(work, blocks.min(65_536), 1);
+            let what = format!("block pool: {}, {blocks} blocks, per block", work.name());
+            let limit = if blocks > 65_536 { "kvbm-logical 1.6.1 with 65,536" } else { "kvbm-logical 1.6.1" };
+            row(&what, blocks, "blocks", ours, limit, peer);
+            if cores > 1 {
+                let both = seconds::<ours::Ours>(work, blocks, 2);
+                let what = format!("block pool: {}, {blocks} blocks, two threads, per block", work.name());
+                row(&what, blocks, "blocks", both, "one thread", ours);
+            }
+        }
+    }
+    keys();
+}
+
+/// Keys of an 8k-token prompt.
+fn keys() {
+    let tokens: Vec<u32> = (0..8192).map(|i| i * 2_654_435 % 128_000).collect();
+    let root = KeyScope::new("model", b"weights").root();
+    let time = |work: &dyn Fn()| {
+        work();
+        (0..200)
+            .map(|_| {
+                let start = Instant::now();
+                work();
+                start.elapsed().as_secs_f64()
+            })
+            .fold(f64::INFINITY, f64::min)
+    };
+    let ours = time(&|| drop(black_box(root.chain(black_box(&tokens), 16))));
+    let sha = time(&|| {
+        let mut keys = Vec::with_capacity(tokens.len() / 16);
+        let mut parent = [0u8; 32];
+        let mut bytes = [0u8; 64];
+        for block in black_box(&tokens).chunks_exact(16) {
+            for (to, token) in bytes.chunks_exact_mut(4).zip(block) {
+                to.copy_from_slice(&token.to_le_bytes());
+            }
+            parent = Sha256::new().chain_update(parent).chain_update(bytes).finalize().into();
+            keys.push(parent);
+        }
+        drop(black_box(keys));
+    });
+    row("256-bit chained keys, 16-token blocks", tokens.len(), "tokens", ours, "SHA-256 chain", sha);
+}
