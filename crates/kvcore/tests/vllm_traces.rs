@@ -35,6 +35,8 @@ fn key(hex: &Value) -> BlockKey {
     BlockKey::from_bytes(bytes(hex.as_str().unwrap()).try_into().unwrap())
 }
 
+type Pairs = Vec<(u32, BlockKey)>;
+
 fn ids(blocks: &[BlockId]) -> Vec<u32> {
     blocks.iter().map(|id| id.0).collect()
 }
@@ -197,7 +199,7 @@ impl Replay {
         }
         let expected =
             |what| pairs(what).iter().map(|p| (number(&p[0]) as u32, self.keys[number(&p[1])])).collect();
-        let (evicted, added): (Vec<(u32, BlockKey)>, Vec<(u32, BlockKey)>) =
+        let (evicted, added): (Pairs, Pairs) =
             (expected("evicted"), expected("stored"));
         assert_eq!(removed, evicted, "evictions in order");
         assert_eq!(stored, added.into_iter().map(|(_, key)| key).collect::<Vec<_>>());

@@ -75,7 +75,9 @@ impl VllmChain {
         cbor.head(ARRAY, 3);
         cbor.bytes(parent.as_bytes());
         cbor.head(ARRAY, tokens.len() as u64);
-        tokens.iter().for_each(|&token| cbor.head(UNSIGNED, token.into()));
+        for &token in tokens {
+            cbor.head(UNSIGNED, token.into());
+        }
         if count == 0 {
             cbor.0.push(NULL);
             return cbor.digest();
@@ -83,7 +85,9 @@ impl VllmChain {
         cbor.head(ARRAY, count as u64);
         if let Some((name, path)) = &extras.lora {
             cbor.head(ARRAY, 3);
-            ["lora", name, path].into_iter().for_each(|text| cbor.text(text));
+            for text in ["lora", name, path] {
+                cbor.text(text);
+            }
         }
         for (identifier, first, _) in touching() {
             cbor.head(ARRAY, 3);
@@ -119,17 +123,17 @@ impl Cbor {
         let bytes = value.to_be_bytes();
         match value {
             0..24 => self.0.push(major | bytes[7]),
-            24..0x100 => self.0.extend([major | 24, bytes[7]]),
+            24..0x100 => self.0.extend([major | 0x18, bytes[7]]),
             0x100..0x1_0000 => {
-                self.0.push(major | 25);
+                self.0.push(major | 0x19);
                 self.0.extend(&bytes[6..]);
             }
             0x1_0000..0x1_0000_0000 => {
-                self.0.push(major | 26);
+                self.0.push(major | 0x1a);
                 self.0.extend(&bytes[4..]);
             }
             _ => {
-                self.0.push(major | 27);
+                self.0.push(major | 0x1b);
                 self.0.extend(bytes);
             }
         }
