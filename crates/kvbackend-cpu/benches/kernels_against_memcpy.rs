@@ -85,10 +85,11 @@ impl Setup {
             // a second half, so that copies have somewhere to go
             num_blocks: 2 * tokens / BLOCK,
             block_size: BLOCK,
-            kv_heads: HEADS,
+            k_heads: HEADS,
+            v_heads: HEADS,
             k_dim: DIM,
             v_dim: DIM,
-            dtype,
+            format: dtype.into(),
             order: BlockOrder::TokenMajor,
         })?;
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
@@ -104,7 +105,7 @@ impl Setup {
     }
 
     fn rows(&self, heads: usize) -> kvcore::Result<TensorView> {
-        let dtype = self.arena.layout().shape().dtype;
+        let dtype = self.arena.layout().shape().format.storage_dtype();
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, &[self.tokens, heads, DIM])
     }
 

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, Kernels, RotateKeys, Rotation, Scatter, Segment,
-    SwapBlocks,
+    ApplyRope, Attend, AttendRows, CopyBlocks, Dequantize, Gather, Kernels, Quantize, RotateKeys, Rotation,
+    Scatter, Segment, SwapBlocks,
 };
 use kvcore::{
-    Backend, Capabilities, CounterSnapshot, DType, Event, MemoryKind, Pairing, Result, Rope, RopeConfig,
-    Storage, Stream, TensorView,
+    Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
+    Result, Rope, RopeConfig, Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -37,10 +37,22 @@ enum Fault {
     AttendForgetsLse,
     AttendOtherKvHead,
     EventsDoNotOrder,
+    ScalesTooLarge,
+    HidesNan,
+    CopyWithoutScales,
+    QuantizeNextBlock,
+    DequantizeNothing,
+    QuantizeChecksNothing,
+    ListsARequiredKernelAsMissing,
+    ListsWhatItHasAsMissing,
+    HidesAFormat,
+    RefusesWithAnotherError,
+    /// Not a fault: what is missing is listed and refused as it should be.
+    LacksQuantize,
 }
 
 /// Each fault with the case that is there to catch it.
-const FAULTS: [(Fault, &str); 17] = [
+const FAULTS: &[(Fault, &str)] = &[
     (Fault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
@@ -58,6 +70,23 @@ const FAULTS: [(Fault, &str); 17] = [
     (Fault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
     (Fault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
     (Fault::EventsDoNotOrder, "order::events_order_streams"),
+    (Fault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
+    (Fault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
+    (Fault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (Fault::ScalesTooLarge, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (Fault::HidesNan, "quant::what_is_not_finite_never_becomes_finite"),
+    (Fault::GatherWithoutRotation, "quant::gathered_keys_are_rotated_in_f32"),
+    (Fault::CopyWithoutScales, "quant::copies_move_codes_and_scales"),
+    (Fault::RotateTooFar, "quant::rotated_keys_are_quantised_again"),
+    (Fault::AttendIgnoresOffsets, "quant::attend_reads_quantised_blocks"),
+    (Fault::ScalesTooLarge, "quant::blocks_are_quantised_and_back"),
+    (Fault::QuantizeNextBlock, "quant::blocks_are_quantised_and_back"),
+    (Fault::DequantizeNothing, "quant::blocks_are_quantised_and_back"),
+    (Fault::QuantizeChecksNothing, "quant::wrong_conversions_are_refused"),
+    (Fault::ListsARequiredKernelAsMissing, "capabilities::no_required_kernel_or_type_is_missing"),
+    (Fault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
+    (Fault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
+    (Fault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
 ];
 
 #[derive(Debug)]
@@ -92,7 +121,16 @@ impl Backend for Wrong {
         "wrong"
     }
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        match self.fault {
+            Fault::ListsARequiredKernelAsMissing => capabilities.missing.push("gather"),
+            Fault::ListsWhatItHasAsMissing | Fault::RefusesWithAnotherError | Fault::LacksQuantize => {
+                capabilities.missing.push("quantize");
+            }
+            Fault::HidesAFormat => capabilities.formats.retain(|&f| f != "int4"),
+            _ => {}
+        }
+        capabilities
     }
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
         self.inner.allocate(kind, bytes)
@@ -102,6 +140,39 @@ impl Backend for Wrong {
     }
     fn counters(&self) -> CounterSnapshot {
         self.inner.counters()
+    }
+}
+
+impl WrongStream {
+    /// Changes all bytes of the scales of an arena, if it has any.
+    fn change_scales(&self, arena: &KvArena, change: impl Fn(&mut [u8], DType)) -> Result<()> {
+        for (storage, scales) in [arena.k_plane(), arena.v_plane()].into_iter().filter_map(|p| p.scales) {
+            let view = TensorView::new(Arc::clone(storage), DType::U8, &[scales.bytes])?;
+            let mut bytes = vec![0; scales.bytes];
+            self.inner.read(&view, &mut bytes)?;
+            change(&mut bytes, scales.dtype);
+            self.inner.write(&view, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// What a fault does to scales after rows or blocks have been stored.
+    fn spoil_scales(&self, arena: &KvArena) -> Result<()> {
+        match self.fault {
+            // A sixteenth larger: one up in the fourth bit of the mantissa.
+            Fault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
+                let (at, step) = if dtype == DType::F16 { (0, 0x40) } else { (2, 0x08) };
+                for scale in bytes.chunks_exact_mut(dtype.bits() / 8) {
+                    scale[at] = scale[at].wrapping_add(step);
+                }
+            }),
+            Fault::HidesNan => self.change_scales(arena, |bytes, dtype| {
+                if dtype == DType::F16 {
+                    bytes.chunks_exact_mut(2).filter(|s| s[1] & 0x7f > 0x7b).for_each(|s| s[1] = 0x3c);
+                }
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -136,7 +207,8 @@ impl Kernels for WrongStream {
             Fault::ScatterWritesPadding => slot.max(0),
             _ => slot,
         });
-        self.inner.scatter(&Scatter { slots: slots.collect(), ..op.clone() })
+        self.inner.scatter(&Scatter { slots: slots.collect(), ..op.clone() })?;
+        self.spoil_scales(&op.arena)
     }
     fn gather(&self, op: &Gather) -> Result<()> {
         op.check()?;
@@ -145,6 +217,14 @@ impl Kernels for WrongStream {
     }
     fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
         op.check()?;
+        if self.fault == Fault::CopyWithoutScales {
+            let kept = std::cell::RefCell::new(std::collections::VecDeque::new());
+            self.change_scales(&op.arena, |bytes, _| kept.borrow_mut().push_back(bytes.to_vec()))?;
+            self.inner.copy_blocks(op)?;
+            return self.change_scales(&op.arena, |bytes, _| {
+                bytes.copy_from_slice(&kept.borrow_mut().pop_front().expect("one for each plane"));
+            });
+        }
         if self.fault != Fault::CopyOneLayer {
             return self.inner.copy_blocks(op);
         }
@@ -205,6 +285,27 @@ impl Kernels for WrongStream {
         }
         self.inner.attend(&op)
     }
+    fn quantize(&self, op: &Quantize) -> Result<()> {
+        let next = |&(from, to): &(BlockId, BlockId)| {
+            (from, BlockId((to.0 + 1) % op.dst.layout().shape().num_blocks as u32))
+        };
+        match self.fault {
+            Fault::QuantizeChecksNothing if op.check().is_err() => Ok(()),
+            Fault::RefusesWithAnotherError => Err(Error::Zero { what: "quantize" }),
+            Fault::LacksQuantize => Err(Error::Unsupported { backend: "wrong", what: "quantize".to_owned() }),
+            Fault::QuantizeNextBlock => {
+                self.inner.quantize(&Quantize { pairs: op.pairs.iter().map(next).collect(), ..op.clone() })
+            }
+            _ => {
+                self.inner.quantize(op)?;
+                self.spoil_scales(&op.dst)
+            }
+        }
+    }
+    fn dequantize(&self, op: &Dequantize) -> Result<()> {
+        op.check()?;
+        if self.fault == Fault::DequantizeNothing { Ok(()) } else { self.inner.dequantize(op) }
+    }
 }
 
 fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
@@ -218,7 +319,7 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
         .iter()
         .filter(|case| {
             let bench = Bench::new(backend.clone(), dtype).expect("a stream");
-            (case.run)(&bench).is_err()
+            case.run(&bench).is_err()
         })
         .map(|case| case.name)
         .collect()
@@ -228,14 +329,21 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
 fn a_wrong_kernel_fails_the_case_that_is_there_for_it(
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
 ) {
-    for (fault, case) in FAULTS {
-        let failed = failures(fault, dtype);
-        println!("{fault:?} in {dtype} is caught by {failed:?}");
-        assert!(failed.contains(&case), "{fault:?} in {dtype} passes {case}");
+    let mut known: Vec<(Fault, Vec<&str>)> = Vec::new();
+    for &(fault, case) in FAULTS {
+        if known.iter().all(|(f, _)| *f != fault) {
+            let failed = failures(fault, dtype);
+            println!("{fault:?} in {dtype} is caught by {failed:?}");
+            known.push((fault, failed));
+        }
+        let caught = known.iter().any(|(f, failed)| *f == fault && failed.contains(&case));
+        assert!(caught, "{fault:?} in {dtype} passes {case}");
     }
 }
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    assert_eq!(failures(Fault::None, DType::F32), [] as [&str; 0]);
+    for fault in [Fault::None, Fault::LacksQuantize] {
+        assert_eq!(failures(fault, DType::F32), [] as [&str; 0], "{fault:?}");
+    }
 }

@@ -36,6 +36,7 @@ pub mod kernels;
 pub mod key;
 mod layout;
 mod profile;
+pub mod quant;
 pub mod rope;
 pub mod tensor;
 
@@ -52,9 +53,10 @@ pub use cache::{
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use forward::{Logits, SequenceInput};
-pub use kernels::{Kernels, KvArena, Segment};
+pub use kernels::{Kernels, KvArena, KvPlane, Segment};
 pub use key::{BlockKey, KeyScope};
-pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides};
+pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
 pub use profile::{Profiler, SpanStats};
+pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
 pub use tensor::TensorView;

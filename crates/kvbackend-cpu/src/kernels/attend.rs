@@ -4,12 +4,13 @@ use kvcore::Result;
 use kvcore::kernels::{Attend, AttendRows, QueryRow, Segment};
 use rayon::prelude::*;
 
-use super::{Rotator, token_offset};
+use super::Rotator;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
+use crate::plane::{RowAt, Rows};
 
 pub(crate) fn attend(op: &Attend) -> Result<()> {
-    let results = dispatch!(op.arena.layout().shape().dtype, T => attend_rows::<T>(op))?;
+    let results = attend_rows(op)?;
     store(op, &results)
 }
 
@@ -21,23 +22,31 @@ struct Partial {
     lse: f32,
 }
 
-fn attend_rows<T: Element>(op: &Attend) -> Result<Vec<Partial>> {
-    let access = Access::new(&[op.q.storage(), op.arena.k(), op.arena.v()], &[])?;
-    let (k, v) = (elements::<T>(access.read(op.arena.k())?)?, elements::<T>(access.read(op.arena.v())?)?);
+fn attend_rows(op: &Attend) -> Result<Vec<Partial>> {
+    let reads: Vec<_> = op.arena.storages().chain([op.q.storage()]).collect();
+    let mut access = Access::new(&reads, &[])?;
     let queries = queries(op, &access)?;
-    let heads = op.q.shape()[1];
+    let mut parts = access.parts();
+    let cache = Cache {
+        keys: Rows::new(&op.arena.k_plane(), &mut parts)?,
+        values: Rows::new(&op.arena.v_plane(), &mut parts)?,
+    };
+    let (heads, dim) = (op.q.shape()[1], op.q.shape()[2]);
     let rows: Vec<(usize, &AttendRows)> =
         op.batch.iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
     let one = |&(row, entry): &(usize, &AttendRows)| -> Result<Vec<Partial>> {
         (0..heads)
-            .map(|head| {
-                let q = &queries[(row * heads + head) * op.q.shape()[2]..][..op.q.shape()[2]];
-                one_head(op, k, v, entry, row, head, q)
-            })
+            .map(|head| one_head(op, &cache, entry, row, head, &queries[(row * heads + head) * dim..][..dim]))
             .collect()
     };
     let nested: Vec<Vec<Partial>> = rows.par_iter().map(one).collect::<Result<_>>()?;
     Ok(nested.into_iter().flatten().collect())
+}
+
+/// What rows attend to.
+struct Cache<'a> {
+    keys: Rows<'a>,
+    values: Rows<'a>,
 }
 
 /// All queries as dense f32 `[rows, heads, k_dim]`.
@@ -69,7 +78,7 @@ impl Open {
         Self { max: f32::NEG_INFINITY, sum: 0.0, values: vec![0.0; dim] }
     }
 
-    fn add<T: Element>(&mut self, logit: f32, value: &[T]) {
+    fn add(&mut self, logit: f32, value: &[f32]) {
         if logit == f32::NEG_INFINITY {
             return;
         }
@@ -82,7 +91,7 @@ impl Open {
         let weight = (logit - self.max).exp();
         self.sum += weight;
         for (x, y) in self.values.iter_mut().zip(value) {
-            *x += weight * y.to_f32();
+            *x += weight * y;
         }
     }
 
@@ -96,36 +105,33 @@ impl Open {
     }
 }
 
-fn one_head<T: Element>(
+fn one_head(
     op: &Attend,
-    k: &[T],
-    v: &[T],
+    cache: &Cache,
     entry: &AttendRows,
     row: usize,
     head: usize,
     q: &[f32],
 ) -> Result<Partial> {
-    let layout = op.arena.layout();
-    let s = layout.shape();
-    let kv_head = head / (op.q.shape()[1] / s.kv_heads);
+    let (s, heads) = (op.arena.layout().shape(), op.q.shape()[1]);
+    let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
     let at = op.rows[row];
     let mut groups = vec![Open::new(s.v_dim); op.groups.len()];
-    let mut turned = Turned { offset: None, q: Vec::new() };
+    let mut turned = Turned { position: None, q: Vec::new() };
+    let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
     for segment in entry.segments.iter() {
         let q = turned.by(op, q, at.position - segment.position_offset)?;
         let group = &mut groups[segment.merge_group];
         for j in visible(op, segment, at) {
-            let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
-            let key =
-                token_offset(layout, layout.k_strides(), op.layer, slot) + kv_head * layout.k_strides().head;
-            let value =
-                token_offset(layout, layout.v_strides(), op.layer, slot) + kv_head * layout.v_strides().head;
-            let dot: f32 = q.iter().zip(&k[key..key + s.k_dim]).map(|(a, b)| a * b.to_f32()).sum();
+            let block = segment.blocks[j / s.block_size].index();
+            let at = RowAt { layer: op.layer, block, token: j % s.block_size, head: k_head };
+            let key = cache.keys.read(at, &mut key)?;
+            let dot: f32 = q.iter().zip(key).map(|(a, b)| a * b).sum();
             let mut logit = dot * op.scale * segment.logit_scale;
             if let Some(cap) = op.softcap {
                 logit = cap * (logit / cap).tanh();
             }
-            group.add(logit, &v[value..value + s.v_dim]);
+            group.add(logit, cache.values.read(at.head(v_head), &mut value)?);
         }
     }
     let (out, lse) = merge(op, groups);
@@ -144,18 +150,18 @@ fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> impl Iterator<Item 
 
 /// The query rotated for one offset, kept while segments share it.
 struct Turned {
-    offset: Option<i64>,
+    position: Option<i64>,
     q: Vec<f32>,
 }
 
 impl Turned {
     fn by<'a>(&'a mut self, op: &Attend, q: &'a [f32], position: i64) -> Result<&'a [f32]> {
         let Some(rope) = &op.rope else { return Ok(q) };
-        if self.offset != Some(position) {
+        if self.position != Some(position) {
             self.q.clear();
             self.q.extend_from_slice(q);
             Rotator::new(rope, [position])?.rotate(&mut self.q, position, rope.attention_factor());
-            self.offset = Some(position);
+            self.position = Some(position);
         }
         Ok(&self.q)
     }

@@ -40,6 +40,10 @@ counters! {
     gather_bytes,
     /// Bytes of cached K and V duplicated by `copy_blocks`, `swap_blocks` and `rotate_keys`.
     block_copy_bytes,
+    /// Bytes of quantised blocks written by `quantize`.
+    quantize_bytes,
+    /// Bytes of dense blocks written by `dequantize`.
+    dequantize_bytes,
     /// Bytes that came from the host by `write`.
     host_write_bytes,
     /// Bytes that went to the host by `read`.

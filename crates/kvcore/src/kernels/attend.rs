@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, innermost_dense, writable};
+use super::{KvArena, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -93,8 +93,9 @@ pub struct AttendRows {
 /// Attention of any mix of prefill and decode rows in one call.
 ///
 /// For each row and head: `softmax(scale * logit_scale * q·k) v` over the tokens of its segments
-/// whose logical index is at most the row's and whose position lies inside the window. A row that
-/// sees nothing gives zeros and a log-sum-exp of −∞.
+/// whose logical index is at most the row's and whose position lies inside the window. Query head `h`
+/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row that sees
+/// nothing gives zeros and a log-sum-exp of −∞.
 #[derive(Debug, Clone)]
 pub struct Attend {
     /// Keys and values.
@@ -157,6 +158,7 @@ impl Attend {
             same("rows of queries and output", rows, view.shape()[0])?;
             same("heads of queries and output", heads, view.shape()[1])?;
             same("dim of queries and output", dim, view.shape()[2])?;
+            computable("queries and output", view)?;
             innermost_dense("queries and output", view)?;
             self.arena.check_apart("queries and output", view)?;
         }
@@ -164,12 +166,13 @@ impl Attend {
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
             return Err(Error::Zero { what: "softcap" });
         }
-        if heads == 0 || !heads.is_multiple_of(s.kv_heads) {
-            return Err(Error::Mismatch {
-                what: "query heads as a multiple of kv_heads",
-                expected: s.kv_heads,
-                got: heads,
-            });
+        for (what, kv_heads) in [
+            ("query heads as a multiple of k_heads", s.k_heads),
+            ("query heads as a multiple of v_heads", s.v_heads),
+        ] {
+            if heads == 0 || !heads.is_multiple_of(kv_heads) {
+                return Err(Error::Mismatch { what, expected: kv_heads, got: heads });
+            }
         }
         if let Some(lse) = &self.lse {
             same("rank of lse [rows, heads]", 2, lse.shape().len())?;

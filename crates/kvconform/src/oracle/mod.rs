@@ -2,7 +2,11 @@
 
 use kvcore::kernels::{Attend, QueryRow, Segment};
 use kvcore::rope::Rope;
-use kvcore::{KvArena, KvLayout, Pairing, PlaneStrides};
+use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides};
+
+mod quant;
+
+pub use quant::{dequantized, error_bound, fp8};
 
 /// Where an element of K or V lies.
 pub fn index(layout: &KvLayout, s: PlaneStrides, layer: usize, slot: usize, head: usize) -> usize {
@@ -47,18 +51,18 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
     (out, lse)
 }
 
-fn one(
+fn one<'a>(
     op: &Attend,
     q: &[f32],
     head: usize,
     row: QueryRow,
     segments: &[Segment],
-    k: &[f32],
-    v: &[f32],
+    k: &'a [f32],
+    v: &'a [f32],
 ) -> (Vec<f64>, f64) {
-    let s = op.arena.layout().shape();
+    let layout = op.arena.layout();
     // (logit, group, value) of every visible token
-    let mut seen: Vec<(f64, usize, &[f32])> = Vec::new();
+    let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
     for segment in segments {
         let turned = match &op.rope {
             Some(rope) => {
@@ -72,8 +76,10 @@ fn one(
             let inside =
                 op.window.is_none_or(|w| i128::from(row.position) - i128::from(position) < w as i128);
             if segment.logical_start + j <= row.logical && inside {
-                let (key, value) =
-                    token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);
+                let row = |plane: &KvPlane, values: &'a [f32]| {
+                    token(layout, plane, segment, j, op.layer, head * plane.heads / op.q.shape()[1], values)
+                };
+                let (key, value) = (row(&op.arena.k_plane(), k), row(&op.arena.v_plane(), v));
                 let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
                 let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);
                 if let Some(cap) = op.softcap.map(f64::from) {
@@ -89,7 +95,7 @@ fn one(
     let scaled = |g: usize| group_lse[g] * f64::from(op.groups[g].lse_scale);
     let weights: Vec<f64> = seen.iter().map(|&(logit, g, _)| logit - group_lse[g] + scaled(g)).collect();
     let total = lse(weights.iter().copied());
-    let mut out = vec![0.0; s.v_dim];
+    let mut out = vec![0.0; layout.shape().v_dim];
     for (weight, (_, _, value)) in weights.iter().zip(&seen) {
         for (o, &x) in out.iter_mut().zip(*value) {
             *o += (weight - total).exp() * f64::from(x);
@@ -103,18 +109,17 @@ fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {
     if max == f64::NEG_INFINITY { max } else { max + logits.map(|x| (x - max).exp()).sum::<f64>().ln() }
 }
 
+/// One head's row of a segment's token.
 fn token<'a>(
-    arena: &KvArena,
+    layout: &KvLayout,
+    plane: &KvPlane,
     segment: &Segment,
     j: usize,
     layer: usize,
-    kv_head: usize,
-    k: &'a [f32],
-    v: &'a [f32],
-) -> (&'a [f32], &'a [f32]) {
-    let (layout, s) = (arena.layout(), arena.layout().shape());
-    let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
-    let key = index(layout, layout.k_strides(), layer, slot, kv_head);
-    let value = index(layout, layout.v_strides(), layer, slot, kv_head);
-    (&k[key..key + s.k_dim], &v[value..value + s.v_dim])
+    head: usize,
+    values: &'a [f32],
+) -> &'a [f32] {
+    let block_size = layout.shape().block_size;
+    let slot = segment.blocks[j / block_size].index() * block_size + j % block_size;
+    &values[index(layout, plane.strides, layer, slot, head)..][..plane.dim]
 }
