@@ -162,7 +162,7 @@ fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
         q: tensor(DType::F32)?,
         rope: Some(Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?)),
         rows: [QueryRow { logical: context, position: context as i64 }].into(),
-        batch: [AttendRows { rows: 0..1, segments: [segment].into() }].into(),
+        batch: [AttendRows::new(0..1, [segment])].into(),
         groups: [MergeGroup::default()].into(),
         scale: 0.088,
         window: None,

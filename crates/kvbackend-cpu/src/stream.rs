@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 
 use kvcore::backend::{Counters, Event, Stream};
 use kvcore::kernels::{
-    ApplyRope, Attend, CopyBlocks, Dequantize, Gather, Kernels, KvArena, Quantize, RotateKeys, Scatter,
-    SwapBlocks,
+    ApplyRope, Attend, AttendMla, CopyBlocks, Dequantize, Gather, Kernels, KvArena, Quantize, RotateKeys,
+    Scatter, SwapBlocks,
 };
 use kvcore::{Error, Result, Storage, TensorView};
 use parking_lot::Mutex;
@@ -186,6 +186,11 @@ fn ours(arenas: &[&KvArena], views: &[&TensorView]) -> Result<()> {
     views.iter().try_for_each(|view| check(view.storage()))
 }
 
+fn ours_in_attend(op: &Attend) -> Result<()> {
+    ours(&[&op.arena], &[&op.q, &op.out])?;
+    op.lse.as_ref().map_or(Ok(()), |lse| ours(&[], &[lse]))
+}
+
 impl Kernels for CpuStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;
@@ -236,13 +241,19 @@ impl Kernels for CpuStream {
 
     fn attend(&self, op: &Attend) -> Result<()> {
         op.check()?;
-        ours(&[&op.arena], &[&op.q, &op.out])?;
-        if let Some(lse) = &op.lse {
-            ours(&[], &[lse])?;
-        }
+        ours_in_attend(op)?;
         Counters::add(&self.counters.attend_calls, 1);
         let op = op.clone();
         self.enqueue(move || kernels::attend(&op))
+    }
+
+    fn attend_mla(&self, op: &AttendMla) -> Result<()> {
+        op.check()?;
+        ours_in_attend(&op.attend)?;
+        ours(&[], &[&op.q_latent])?;
+        Counters::add(&self.counters.attend_calls, 1);
+        let op = op.clone();
+        self.enqueue(move || kernels::attend_mla(&op))
     }
 
     fn quantize(&self, op: &Quantize) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
-use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter};
+use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit};
 use kvcore::{BlockId, BlockOrder, DType, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment};
 use proptest::prelude::*;
 
@@ -98,6 +98,7 @@ proptest! {
         cuts in prop::collection::vec((0..30usize, 0..20usize, -20i64..40, 0..6u8), 1..4),
         window in prop::option::of(1..40usize),
         interleaved in any::<bool>(),
+        picked in prop::option::of((any::<bool>(), any::<u64>())),
     ) {
         let b = Bench::new(CpuBackend::new(), shape.format.storage_dtype()).unwrap();
         let arena = b.arena_of(shape.clone()).unwrap();
@@ -110,6 +111,15 @@ proptest! {
             let segment = Segment::new(Arc::clone(&all), len, logical, 3).at_offset(offset);
             Segment { logit_scale: 0.5 + f32::from(scale) / 4.0, merge_group: usize::from(scale % 2), ..segment }
         }).collect();
+        let selection = picked.map(|(blocks, mask)| {
+            let unit = if blocks { SelectionUnit::Blocks } else { SelectionUnit::Tokens };
+            let per_unit = if blocks { shape.block_size } else { 1 };
+            let units: usize = segments.iter().map(|s| s.len.div_ceil(per_unit)).sum();
+            let row = |i: usize| (0..units).filter(move |u| mask.rotate_right((u + 7 * i) as u32) & 1 == 1);
+            let chosen: Vec<Vec<u32>> = (0..rows.len()).map(|i| row(i).map(|u| u as u32).collect()).collect();
+            let offsets = (0..=rows.len()).map(|i| chosen[..i].concat().len() as u32).collect();
+            Selection { unit, offsets, indices: chosen.concat().into() }
+        });
         let pairing = if interleaved { Pairing::Interleaved } else { Pairing::HalfSplit };
         let config = RopeConfig { pairing, ..RopeConfig::new(shape.k_dim, 100.0) };
         let op = Attend {
@@ -117,7 +127,7 @@ proptest! {
             q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(),
             rope: Some(Arc::new(Rope::new(config, 200).unwrap())),
             rows: rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
-            batch: [AttendRows { rows: 0..rows.len(), segments }].into(),
+            batch: [AttendRows { selection, ..AttendRows::new(0..rows.len(), segments) }].into(),
             groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
             scale: 0.3,
             window,

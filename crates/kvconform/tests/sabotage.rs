@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Dequantize, Gather, Kernels, Quantize, RotateKeys, Rotation,
-    Scatter, Segment, SwapBlocks,
+    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, Dequantize, Gather, Kernels, Quantize, RotateKeys,
+    Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
 };
 use kvcore::{
     Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
@@ -37,6 +37,11 @@ enum Fault {
     AttendForgetsLse,
     AttendOtherKvHead,
     EventsDoNotOrder,
+    SelectionIgnored,
+    SelectionOfOtherUnits,
+    AcceptsAnyAttend,
+    MlaIgnoresLatents,
+    MlaIgnoresRope,
     ScalesTooLarge,
     HidesNan,
     CopyWithoutScales,
@@ -87,6 +92,20 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
     (Fault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
     (Fault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
+    (Fault::SelectionIgnored, "sparse::rows_see_selected_tokens_only"),
+    (Fault::SelectionIgnored, "sparse::rows_see_selected_blocks_only"),
+    (Fault::SelectionIgnored, "sparse::an_empty_selection_sees_nothing"),
+    (Fault::SelectionIgnored, "sparse::selections_of_quantised_blocks"),
+    (Fault::SelectionOfOtherUnits, "sparse::rows_see_selected_blocks_only"),
+    (Fault::AttendIgnoresCausality, "sparse::what_is_selected_must_be_visible_too"),
+    (Fault::AcceptsAnyAttend, "sparse::wrong_selections_are_refused"),
+    (Fault::AcceptsAnyAttend, "mla::wrong_latent_attends_are_refused"),
+    (Fault::MlaIgnoresLatents, "mla::the_latent_is_key_and_value"),
+    (Fault::MlaIgnoresLatents, "mla::queries_may_come_rotated"),
+    (Fault::MlaIgnoresLatents, "mla::latents_may_be_quantised"),
+    (Fault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
+    (Fault::SelectionIgnored, "mla::latents_may_be_selected"),
+    (Fault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
 ];
 
 #[derive(Debug)]
@@ -154,6 +173,45 @@ impl WrongStream {
             self.inner.write(&view, &bytes)?;
         }
         Ok(())
+    }
+
+    /// An attend with what the fault makes of it.
+    fn spoilt(&self, op: &Attend) -> Result<Attend> {
+        let mut op = op.clone();
+        let change = |segment: &Segment| match self.fault {
+            Fault::AttendIgnoresOffsets | Fault::MlaIgnoresRope => segment.clone().at_offset(0),
+            Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
+            Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
+            _ => segment.clone(),
+        };
+        let reselect = |selection: &Selection| match self.fault {
+            Fault::SelectionIgnored => None,
+            Fault::SelectionOfOtherUnits => {
+                Some(Selection { unit: SelectionUnit::Tokens, ..selection.clone() })
+            }
+            _ => Some(selection.clone()),
+        };
+        let entry = |e: &AttendRows| AttendRows {
+            rows: e.rows.clone(),
+            segments: e.segments.iter().map(change).collect(),
+            selection: e.selection.as_ref().and_then(reselect),
+        };
+        op.batch = op.batch.iter().map(entry).collect();
+        match self.fault {
+            Fault::AttendIgnoresWindow => op.window = None,
+            Fault::AttendIgnoresSoftcap => op.softcap = None,
+            Fault::AttendScalesTwice => op.scale *= op.scale,
+            Fault::AttendForgetsLse => op.lse = None,
+            // Heads in groups of three share a KV head; from the second on, the wrong one.
+            Fault::AttendOtherKvHead => {
+                let heads = op.q.shape()[1];
+                let part = |view: &TensorView| view.slice(1, heads / 2, heads);
+                (op.q, op.out, op.lse) =
+                    (part(&op.q)?, part(&op.out)?, op.lse.as_ref().map(part).transpose()?);
+            }
+            _ => {}
+        }
+        Ok(op)
     }
 
     /// What a fault does to scales after rows or blocks have been stored.
@@ -256,34 +314,23 @@ impl Kernels for WrongStream {
         self.inner.rotate_keys(&op)
     }
     fn attend(&self, op: &Attend) -> Result<()> {
+        match op.check() {
+            Err(_) if self.fault == Fault::AcceptsAnyAttend => Ok(()),
+            checked => checked.and_then(|()| self.inner.attend(&self.spoilt(op)?)),
+        }
+    }
+    fn attend_mla(&self, op: &AttendMla) -> Result<()> {
+        if self.fault == Fault::AcceptsAnyAttend && op.check().is_err() {
+            return Ok(());
+        }
         op.check()?;
-        let mut op = op.clone();
-        let change = |segment: &Segment| match self.fault {
-            Fault::AttendIgnoresOffsets => segment.clone().at_offset(0),
-            Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
-            Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
-            _ => segment.clone(),
-        };
-        let entry = |e: &AttendRows| AttendRows {
-            rows: e.rows.clone(),
-            segments: e.segments.iter().map(change).collect(),
-        };
-        op.batch = op.batch.iter().map(entry).collect();
+        let mut op = AttendMla { attend: self.spoilt(&op.attend)?, ..op.clone() };
         match self.fault {
-            Fault::AttendIgnoresWindow => op.window = None,
-            Fault::AttendIgnoresSoftcap => op.softcap = None,
-            Fault::AttendScalesTwice => op.scale *= op.scale,
-            Fault::AttendForgetsLse => op.lse = None,
-            // Heads in groups of three share a KV head; from the second on, the wrong one.
-            Fault::AttendOtherKvHead => {
-                let heads = op.q.shape()[1];
-                let part = |view: &TensorView| view.slice(1, heads / 2, heads);
-                (op.q, op.out, op.lse) =
-                    (part(&op.q)?, part(&op.out)?, op.lse.as_ref().map(part).transpose()?);
-            }
+            Fault::MlaIgnoresLatents => return self.inner.attend(&op.attend),
+            Fault::MlaIgnoresRope => op.attend.rope = None,
             _ => {}
         }
-        self.inner.attend(&op)
+        self.inner.attend_mla(&op)
     }
     fn quantize(&self, op: &Quantize) -> Result<()> {
         let next = |&(from, to): &(BlockId, BlockId)| {

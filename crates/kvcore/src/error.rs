@@ -172,6 +172,14 @@ pub enum Error {
         /// The alignment required.
         align: usize,
     },
+    /// Offsets or indices of a sparse selection that are not in order.
+    #[error("selection of row {row}: {reason}")]
+    InvalidSelection {
+        /// Row of the batch entry.
+        row: usize,
+        /// What is out of order.
+        reason: String,
+    },
     /// A RoPE specification that is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),

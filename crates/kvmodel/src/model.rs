@@ -202,7 +202,7 @@ impl Rows {
         for sequence in batch {
             let range = at..at + sequence.tokens.len();
             at = range.end;
-            entries.push(AttendRows { rows: range.clone(), segments: sequence.segments.clone().into() });
+            entries.push(AttendRows::new(range.clone(), sequence.segments.clone()));
             logits.push(match sequence.logits {
                 Logits::None => range.end..range.end,
                 Logits::Last => range.end.saturating_sub(1).max(range.start)..range.end,
@@ -225,7 +225,7 @@ impl Rows {
         for (entry, wanted) in self.batch.iter().zip(&self.logits) {
             let range = at..at + wanted.len();
             at = range.end;
-            batch.push(AttendRows { rows: range, segments: Arc::clone(&entry.segments) });
+            batch.push(AttendRows::new(range, Arc::clone(&entry.segments)));
         }
         Ok(Wanted {
             rows: index.iter().map(|&row| self.queries[row as usize]).collect(),

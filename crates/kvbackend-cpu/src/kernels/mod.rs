@@ -9,7 +9,7 @@ mod copy;
 mod rope;
 mod rows;
 
-pub(crate) use attend::attend;
+pub(crate) use attend::{attend, attend_mla};
 pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;

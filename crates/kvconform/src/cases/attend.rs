@@ -10,7 +10,7 @@ use crate::oracle;
 
 pub(super) const HEADS: usize = 6;
 /// Marks output rows that nothing should write.
-const UNTOUCHED: f32 = 0.25;
+pub(super) const UNTOUCHED: f32 = 0.25;
 
 pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
     Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
@@ -19,9 +19,9 @@ pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_s
 /// An attend over filled memory, with the values its oracle needs.
 pub(super) struct Trial {
     pub(super) op: Attend,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    pub(super) q: Vec<f32>,
+    pub(super) k: Vec<f32>,
+    pub(super) v: Vec<f32>,
 }
 
 impl Trial {
@@ -64,10 +64,14 @@ impl Trial {
 
     pub(super) fn check(&self, b: &Bench, what: &str) -> Outcome {
         b.stream.attend(&self.op)?;
-        let (out, lse) = oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED);
-        close(what, &b.download(&self.op.out)?, &out, 1e-5)?;
+        self.compare(b, what, &oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED))
+    }
+
+    /// Compares output and log-sum-exp with what they should be.
+    pub(super) fn compare(&self, b: &Bench, what: &str, (out, lse): &(Vec<f32>, Vec<f32>)) -> Outcome {
+        close(what, &b.download(&self.op.out)?, out, 1e-5)?;
         match &self.op.lse {
-            Some(view) => close(what, &b.download(view)?, &lse, 1e-5),
+            Some(view) => close(what, &b.download(view)?, lse, 1e-5),
             None => Ok(()),
         }
     }
@@ -78,7 +82,7 @@ pub(super) fn rows(list: &[(usize, i64)]) -> Vec<QueryRow> {
 }
 
 pub(super) fn entry(rows: std::ops::Range<usize>, segments: Vec<Segment>) -> AttendRows {
-    AttendRows { rows, segments: segments.into() }
+    AttendRows::new(rows, segments)
 }
 
 pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {

@@ -8,10 +8,12 @@ mod attend;
 mod blocks;
 mod capabilities;
 mod memory;
+mod mla;
 mod order;
 mod quant;
 mod rope;
 mod rows;
+mod sparse;
 
 /// One case of the suite.
 #[derive(Clone, Copy)]
@@ -106,4 +108,16 @@ cases! {
     quant::attend_reads_quantised_blocks,
     quant::blocks_are_quantised_and_back needs ["quantize", "dequantize"],
     quant::wrong_conversions_are_refused needs ["quantize", "dequantize"],
+    sparse::rows_see_selected_tokens_only needs ["selection"],
+    sparse::rows_see_selected_blocks_only needs ["selection"],
+    sparse::what_is_selected_must_be_visible_too needs ["selection"],
+    sparse::an_empty_selection_sees_nothing needs ["selection"],
+    sparse::selections_of_quantised_blocks needs ["selection"],
+    sparse::wrong_selections_are_refused needs ["selection"],
+    mla::the_latent_is_key_and_value needs ["attend_mla"],
+    mla::queries_may_come_rotated needs ["attend_mla"],
+    mla::latents_may_be_selected needs ["attend_mla", "selection"],
+    mla::latents_may_be_quantised needs ["attend_mla"],
+    mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
+    mla::wrong_latent_attends_are_refused needs ["attend_mla"],
 }

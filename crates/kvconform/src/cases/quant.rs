@@ -30,7 +30,7 @@ const SLOTS: [i64; 4] = [35, 0, -1, 7];
 const TOKENS: [usize; 3] = [0, 1, 3];
 
 /// Runs a claim for every format; one that the backend does not list must be refused.
-fn each(b: &Bench, claim: impl Fn(KvFormat) -> Outcome) -> Outcome {
+pub(super) fn each(b: &Bench, claim: impl Fn(KvFormat) -> Outcome) -> Outcome {
     let capabilities = b.backend.capabilities();
     FORMATS.into_iter().try_for_each(|format| {
         let outcome = claim(format);

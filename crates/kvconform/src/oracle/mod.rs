@@ -1,6 +1,6 @@
 //! The contract written out in f64, independent of every backend and of `kvcore`'s own arithmetic.
 
-use kvcore::kernels::{Attend, QueryRow, Segment};
+use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment, SelectionUnit};
 use kvcore::rope::Rope;
 use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides};
 
@@ -31,6 +31,29 @@ pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> 
 /// Output rows `[rows, heads, v_dim]` and log-sum-exps `[rows, heads]` of an attend, from the values
 /// of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
 pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
+    rows(op, q, None, k, v, untouched)
+}
+
+/// The same of an `attend_mla`; `q_latent` are the values of its latent queries.
+pub fn attend_mla(
+    op: &AttendMla,
+    q: &[f32],
+    q_latent: &[f32],
+    k: &[f32],
+    v: &[f32],
+    untouched: f32,
+) -> (Vec<f32>, Vec<f32>) {
+    rows(&op.attend, q, Some(q_latent), k, v, untouched)
+}
+
+fn rows(
+    op: &Attend,
+    q: &[f32],
+    q_latent: Option<&[f32]>,
+    k: &[f32],
+    v: &[f32],
+    untouched: f32,
+) -> (Vec<f32>, Vec<f32>) {
     let s = op.arena.layout().shape();
     let heads = op.q.shape()[1];
     let mut out = vec![untouched; op.rows.len() * heads * s.v_dim];
@@ -39,8 +62,13 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;
-                let q = &q[at * s.k_dim..][..s.k_dim];
-                let (values, total) = one(op, q, head, op.rows[row], &entry.segments, k, v);
+                let query = Query {
+                    q: &q[at * s.k_dim..][..s.k_dim],
+                    latent: q_latent.map(|latent| &latent[at * s.v_dim..][..s.v_dim]),
+                    row,
+                    head,
+                };
+                let (values, total) = one(op, &query, entry, k, v);
                 lse[at] = total as f32;
                 for (o, x) in out[at * s.v_dim..][..s.v_dim].iter_mut().zip(values) {
                     *o = x as f32;
@@ -51,19 +79,33 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
     (out, lse)
 }
 
-fn one<'a>(
-    op: &Attend,
-    q: &[f32],
+/// One row and head of a call.
+struct Query<'a> {
+    q: &'a [f32],
+    latent: Option<&'a [f32]>,
+    row: usize,
     head: usize,
-    row: QueryRow,
-    segments: &[Segment],
-    k: &'a [f32],
-    v: &'a [f32],
-) -> (Vec<f64>, f64) {
+}
+
+/// Whether a row of an entry may see a token, counted with its block over all segments.
+fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
+    let Some(selection) = &entry.selection else { return true };
+    let i = row - entry.rows.start;
+    let range = selection.offsets[i] as usize..selection.offsets[i + 1] as usize;
+    let wanted = match selection.unit {
+        SelectionUnit::Tokens => token,
+        SelectionUnit::Blocks => block,
+    };
+    selection.indices[range].iter().any(|&index| index as usize == wanted)
+}
+
+fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a [f32]) -> (Vec<f64>, f64) {
     let layout = op.arena.layout();
+    let (q, row, block_size) = (query.q, op.rows[query.row], layout.shape().block_size);
+    let (mut tokens_before, mut blocks_before) = (0, 0);
     // (logit, group, value) of every visible token
     let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
-    for segment in segments {
+    for segment in entry.segments.iter() {
         let turned = match &op.rope {
             Some(rope) => {
                 let factor = f64::from(rope.attention_factor());
@@ -75,12 +117,23 @@ fn one<'a>(
             let position = segment.stored_start + segment.position_offset + j as i64;
             let inside =
                 op.window.is_none_or(|w| i128::from(row.position) - i128::from(position) < w as i128);
-            if segment.logical_start + j <= row.logical && inside {
+            let chosen = selected(entry, query.row, tokens_before + j, blocks_before + j / block_size);
+            if segment.logical_start + j <= row.logical && inside && chosen {
                 let row = |plane: &KvPlane, values: &'a [f32]| {
-                    token(layout, plane, segment, j, op.layer, head * plane.heads / op.q.shape()[1], values)
+                    token(
+                        layout,
+                        plane,
+                        segment,
+                        j,
+                        op.layer,
+                        query.head * plane.heads / op.q.shape()[1],
+                        values,
+                    )
                 };
                 let (key, value) = (row(&op.arena.k_plane(), k), row(&op.arena.v_plane(), v));
                 let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
+                let latent = query.latent.unwrap_or_default().iter().zip(value);
+                let dot = dot + latent.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
                 let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);
                 if let Some(cap) = op.softcap.map(f64::from) {
                     logit = cap * (logit / cap).tanh();
@@ -88,6 +141,8 @@ fn one<'a>(
                 seen.push((logit, segment.merge_group, value));
             }
         }
+        tokens_before += segment.len;
+        blocks_before += segment.len.div_ceil(block_size);
     }
     // A token's weight is exp(logit − group lse) · exp(scaled group lse), normalised over all tokens.
     let group_lse: Vec<f64> =

@@ -48,7 +48,7 @@ counters! {
     host_write_bytes,
     /// Bytes that went to the host by `read`.
     host_read_bytes,
-    /// Calls of `attend`.
+    /// Calls of `attend` and `attend_mla`.
     attend_calls,
 }
 

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, computable, innermost_dense, writable};
+use super::{KvArena, Selection, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -88,12 +88,29 @@ pub struct AttendRows {
     pub rows: Range<usize>,
     /// What they see. The tokens of the rows themselves are in it, scattered before.
     pub segments: Arc<[Segment]>,
+    /// Which of these tokens each row may see; all of them without it.
+    pub selection: Option<Selection>,
+}
+
+impl AttendRows {
+    /// Rows that see all tokens of `segments`, as far as causality and window allow.
+    pub fn new(rows: Range<usize>, segments: impl Into<Arc<[Segment]>>) -> Self {
+        Self { rows, segments: segments.into(), selection: None }
+    }
+
+    /// The same rows limited to a selection.
+    #[must_use]
+    pub fn selecting(mut self, selection: Selection) -> Self {
+        self.selection = Some(selection);
+        self
+    }
 }
 
 /// Attention of any mix of prefill and decode rows in one call.
 ///
 /// For each row and head: `softmax(scale * logit_scale * q·k) v` over the tokens of its segments
-/// whose logical index is at most the row's and whose position lies inside the window. Query head `h`
+/// whose logical index is at most the row's, whose position lies inside the window, and that are
+/// selected if the entry has a [`Selection`]. Query head `h`
 /// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row that sees
 /// nothing gives zeros and a log-sum-exp of −∞.
 #[derive(Debug, Clone)]
@@ -136,6 +153,10 @@ impl Attend {
             }
             for segment in entry.segments.iter() {
                 self.check_segment(segment)?;
+            }
+            if let Some(selection) = &entry.selection {
+                let block_size = self.arena.layout().shape().block_size;
+                selection.check(entry.rows.len(), &entry.segments, block_size)?;
             }
         }
         let mut claimed: Vec<_> =

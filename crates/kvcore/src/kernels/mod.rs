@@ -13,19 +13,23 @@ mod arena;
 mod attend;
 mod copy;
 mod gather;
+mod mla;
 mod quantize;
 mod rope;
 mod rotate;
 mod scatter;
+mod selection;
 
 pub use arena::{KvArena, KvPlane};
 pub use attend::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
 pub use copy::{CopyBlocks, SwapBlocks};
 pub use gather::{Gather, Rotation};
+pub use mla::AttendMla;
 pub use quantize::{Dequantize, Quantize};
 pub use rope::ApplyRope;
 pub use rotate::RotateKeys;
 pub use scatter::Scatter;
+pub use selection::{Selection, SelectionUnit};
 
 /// The kernels of the contract.
 ///
@@ -54,6 +58,9 @@ pub trait Kernels {
     /// Grouped-query attention over segments.
     fn attend(&self, op: &Attend) -> Result<()>;
 
+    /// Attention over cached latents.
+    fn attend_mla(&self, op: &AttendMla) -> Result<()>;
+
     /// Blocks of a dense arena into a quantised one.
     fn quantize(&self, op: &Quantize) -> Result<()>;
 
@@ -65,8 +72,8 @@ pub trait Kernels {
 pub const REQUIRED: [&str; 7] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "rope", "rotate_keys", "attend"];
 
-/// Names of the kernels that a backend may list as missing.
-pub const OPTIONAL: [&str; 2] = ["quantize", "dequantize"];
+/// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`].
+pub const OPTIONAL: [&str; 4] = ["attend_mla", "selection", "quantize", "dequantize"];
 
 /// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
 fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> Result<()> {

@@ -159,6 +159,9 @@ mod tests {
                     let step = scales[i / group].to_f32();
                     prop_assert!((x - y).abs() <= 0.50001 * step, "{:?} {} {} {}", kind, x, y, step);
                 }
+                if scales.iter().all(|scale| *scale == f16::ZERO || *scale >= f16::MIN_POSITIVE) {
+                    prop_assert_eq!(&round_trip(kind, &back, group).0, &back, "a second time nothing is lost");
+                }
                 for (part, scale) in row.chunks(group).zip(&scales) {
                     let exact = part.iter().fold(0f32, |m, x| m.max(x.abs())) / f32::from(kind.max());
                     prop_assert!(scale.to_f32() <= exact * (1.0 + 1.0 / 1024.0) + 2f32.powi(-24), "no larger than it must be");
