@@ -85,10 +85,11 @@ impl Setup {
             // a second half, so that copies have somewhere to go
             num_blocks: 2 * tokens / BLOCK,
             block_size: BLOCK,
-            kv_heads: HEADS,
+            k_heads: HEADS,
+            v_heads: HEADS,
             k_dim: DIM,
             v_dim: DIM,
-            dtype,
+            format: dtype.into(),
             order: BlockOrder::TokenMajor,
         })?;
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
@@ -104,7 +105,7 @@ impl Setup {
     }
 
     fn rows(&self, heads: usize) -> kvcore::Result<TensorView> {
-        let dtype = self.arena.layout().shape().dtype;
+        let dtype = self.arena.layout().shape().format.storage_dtype();
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, &[self.tokens, heads, DIM])
     }
 
@@ -161,7 +162,7 @@ fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
         q: tensor(DType::F32)?,
         rope: Some(Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?)),
         rows: [QueryRow { logical: context, position: context as i64 }].into(),
-        batch: [AttendRows { rows: 0..1, segments: [segment].into() }].into(),
+        batch: [AttendRows::new(0..1, [segment])].into(),
         groups: [MergeGroup::default()].into(),
         scale: 0.088,
         window: None,

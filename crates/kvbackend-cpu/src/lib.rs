@@ -26,13 +26,14 @@ struct Readme;
 mod element;
 mod kernels;
 mod memory;
+mod plane;
 mod stream;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvcore::backend::{Backend, Capabilities, CounterSnapshot, Counters, MemoryKind, Storage, Stream};
-use kvcore::{DType, Result};
+use kvcore::{DType, KvFormat, Result};
 
 pub use memory::CpuStorage;
 pub use stream::{CpuEvent, CpuStream};
@@ -78,7 +79,8 @@ impl Backend for CpuBackend {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            dtypes: DType::ALL.to_vec(),
+            dtypes: DType::COMPUTE.to_vec(),
+            formats: KvFormat::QUANTIZED.to_vec(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned, MemoryKind::System],
             missing: Vec::new(),
         }

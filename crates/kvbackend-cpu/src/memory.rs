@@ -193,23 +193,49 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// Bytes of one storage to read and of another to write.
-    pub(crate) fn read_write(
-        &mut self,
-        read: &Arc<dyn Storage>,
-        write: &Arc<dyn Storage>,
-    ) -> Result<(&[u8], &mut [u8])> {
-        let missing = || Error::ForeignHandle { what: "a storage that was not locked", backend: NAME };
-        let find = |s: &Arc<dyn Storage>| self.0.iter().position(|(address, _)| *address == s.address());
-        let (r, w) = (find(read).ok_or_else(missing)?, find(write).ok_or_else(missing)?);
-        let [(_, from), (_, to)] = self.0.get_disjoint_mut([r, w]).map_err(|_| missing())?;
-        let from = match from {
-            Lock::Read(guard) => guard.as_slice(),
-            Lock::Write(guard) => guard.as_slice(),
-        };
-        match to {
-            Lock::Write(guard) => Ok((from, guard.as_mut_slice())),
-            Lock::Read(_) => Err(missing()),
+    /// The bytes of all locked storages, to be taken out one by one.
+    pub(crate) fn parts(&mut self) -> Parts<'_> {
+        let parts = self.0.iter_mut().map(|(address, lock)| {
+            let part = match lock {
+                Lock::Read(guard) => Part::Read(guard.as_slice()),
+                Lock::Write(guard) => Part::Write(guard.as_mut_slice()),
+            };
+            (*address, part)
+        });
+        Parts(parts.collect())
+    }
+}
+
+/// Bytes of several storages at the same time; each storage can be taken once.
+pub(crate) struct Parts<'a>(Vec<(u64, Part<'a>)>);
+
+enum Part<'a> {
+    Read(&'a [u8]),
+    Write(&'a mut [u8]),
+}
+
+impl<'a> Parts<'a> {
+    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<Part<'a>> {
+        let at = self.0.iter().position(|(address, _)| *address == storage.address());
+        let at = at.ok_or(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME })?;
+        Ok(self.0.swap_remove(at).1)
+    }
+
+    /// Bytes of a storage, to read.
+    pub(crate) fn read(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a [u8]> {
+        self.take(storage).map(|part| match part {
+            Part::Read(bytes) => bytes,
+            Part::Write(bytes) => bytes,
+        })
+    }
+
+    /// Bytes of a storage locked for writing.
+    pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
+        match self.take(storage)? {
+            Part::Write(bytes) => Ok(bytes),
+            Part::Read(_) => {
+                Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME })
+            }
         }
     }
 }
@@ -250,6 +276,8 @@ mod tests {
         let mut access = Access::new(&[&storage], &[&storage]).unwrap();
         access.write(&storage).unwrap()[3] = 1;
         assert_eq!(access.read(&storage).unwrap()[3], 1);
-        assert!(access.read_write(&storage, &storage).is_err());
+        let mut parts = access.parts();
+        assert_eq!(parts.write(&storage).unwrap()[3], 1);
+        assert!(parts.read(&storage).is_err(), "taken already");
     }
 }

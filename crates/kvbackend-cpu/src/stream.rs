@@ -8,7 +8,8 @@ use std::sync::{Arc, Weak};
 
 use kvcore::backend::{Counters, Event, Stream};
 use kvcore::kernels::{
-    ApplyRope, Attend, CopyBlocks, Gather, Kernels, KvArena, RotateKeys, Scatter, SwapBlocks,
+    ApplyRope, Attend, AttendMla, CopyBlocks, Dequantize, Gather, Kernels, KvArena, Quantize, RotateKeys,
+    Scatter, SwapBlocks,
 };
 use kvcore::{Error, Result, Storage, TensorView};
 use parking_lot::Mutex;
@@ -181,11 +182,13 @@ impl Stream for CpuStream {
 /// Refuses storages of other backends before anything is enqueued.
 fn ours(arenas: &[&KvArena], views: &[&TensorView]) -> Result<()> {
     let check = |storage: &Arc<dyn Storage>| cpu(storage).map(drop);
-    for arena in arenas {
-        check(arena.k())?;
-        check(arena.v())?;
-    }
+    arenas.iter().flat_map(|arena| arena.storages()).try_for_each(check)?;
     views.iter().try_for_each(|view| check(view.storage()))
+}
+
+fn ours_in_attend(op: &Attend) -> Result<()> {
+    ours(&[&op.arena], &[&op.q, &op.out])?;
+    op.lse.as_ref().map_or(Ok(()), |lse| ours(&[], &[lse]))
 }
 
 impl Kernels for CpuStream {
@@ -238,12 +241,34 @@ impl Kernels for CpuStream {
 
     fn attend(&self, op: &Attend) -> Result<()> {
         op.check()?;
-        ours(&[&op.arena], &[&op.q, &op.out])?;
-        if let Some(lse) = &op.lse {
-            ours(&[], &[lse])?;
-        }
+        ours_in_attend(op)?;
         Counters::add(&self.counters.attend_calls, 1);
         let op = op.clone();
         self.enqueue(move || kernels::attend(&op))
+    }
+
+    fn attend_mla(&self, op: &AttendMla) -> Result<()> {
+        op.check()?;
+        ours_in_attend(&op.attend)?;
+        ours(&[], &[&op.q_latent])?;
+        Counters::add(&self.counters.attend_calls, 1);
+        let op = op.clone();
+        self.enqueue(move || kernels::attend_mla(&op))
+    }
+
+    fn quantize(&self, op: &Quantize) -> Result<()> {
+        op.check()?;
+        ours(&[&op.src, &op.dst], &[])?;
+        Counters::add(&self.counters.quantize_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::quantize(&op))
+    }
+
+    fn dequantize(&self, op: &Dequantize) -> Result<()> {
+        op.check()?;
+        ours(&[&op.src, &op.dst], &[])?;
+        Counters::add(&self.counters.dequantize_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::dequantize(&op))
     }
 }

@@ -30,10 +30,11 @@ impl Memory {
             num_layers: 2,
             num_blocks,
             block_size,
-            kv_heads: HEADS,
+            k_heads: HEADS,
+            v_heads: HEADS,
             k_dim: DIM,
             v_dim: DIM,
-            dtype: DType::F32,
+            format: DType::F32.into(),
             order: BlockOrder::HeadMajor,
         };
         KvArena::allocate(self.backend.as_ref(), MemoryKind::System, Arc::new(KvLayout::new(shape).unwrap()))

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, PositionStrategy};
-use kvcore::DType;
+use kvcore::KvFormat;
 
 /// Runs a language model whose documents' KV is computed once and reused at any position.
 #[derive(Debug, Parser)]
@@ -112,9 +112,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Element type of keys and values: f32, f16 or bf16.
-    #[arg(long, default_value = "f32", value_parser = dtype)]
-    pub(crate) dtype: DType,
+    /// How keys and values are stored: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:64` has a scale
+    /// for every 64 elements of a head instead of 32.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
 
     /// How weights are held: f32, or in eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
@@ -195,8 +196,8 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
-fn dtype(text: &str) -> Result<DType, String> {
-    text.parse().map_err(|_: kvcore::Error| "f32, f16 and bf16 are supported".to_owned())
+fn kv_format(text: &str) -> Result<KvFormat, String> {
+    text.parse().map_err(|error: kvcore::Error| error.to_string())
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

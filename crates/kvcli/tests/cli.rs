@@ -77,7 +77,7 @@ fn warm_chunks_in_another_order_are_hits_and_give_the_tokens_of_a_cold_run() {
     let (ask, warm) = (prompt(&[SYSTEM, A, B, "bora ?"]), prompt(&[SYSTEM, B, A, "cedo ?"]));
     for positions in ["overlapped", "sequential"] {
         for chunks in ["with-system", "alone"] {
-            for dtype in ["f32", "f16", "bf16"] {
+            for dtype in ["f32", "f16", "bf16", "int8", "fp8-e4m3:head"] {
                 let cell = ["--positions", positions, "--chunks", chunks, "--dtype", dtype, "--prompt", &ask];
                 let cold = json(&cell);
                 let warmed = json(&[&cell[..], &["--warm", &warm]].concat());
@@ -182,7 +182,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["run"][..], "--prompt"),
         (&["run", "--prompt", "a", "--prompt-file", "b"], "cannot be used with"),
         (&["run", "--prompt", "a", "--backend", "abacus"], "abacus"),
-        (&["run", "--prompt", "a", "--dtype", "f64"], "bf16 are supported"),
+        (&["run", "--prompt", "a", "--dtype", "f64"], "bf16, int8[:GROUP]"),
         (&["run", "--prompt", "a", "--temperature", "-1"], "temperature"),
         (&["run", "--prompt", "a", "--positions", "absolute"], "overlapped"),
         (&["run", "--prompt", "a##b##c", "--separator", ""], "separate everywhere"),

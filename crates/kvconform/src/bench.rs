@@ -5,22 +5,37 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use kvcore::{
-    Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Stream, TensorView, allocate_tensor,
+    Backend, BlockOrder, DType, Fp8Kind, KvArena, KvFormat, KvLayout, KvPlane, KvShape, MemoryKind, Storage,
+    Stream, TensorView, allocate_tensor,
 };
+
+use crate::oracle;
 
 /// Why a case failed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Failure(pub String);
+pub struct Failure {
+    /// What was expected, and what happened.
+    pub message: String,
+    /// The error of the backend that ended the case, if one did.
+    pub error: Option<kvcore::Error>,
+}
+
+impl Failure {
+    /// A failure that no error of the backend caused.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), error: None }
+    }
+}
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.message)
     }
 }
 
 impl From<kvcore::Error> for Failure {
     fn from(error: kvcore::Error) -> Self {
-        Self(format!("unexpected error: {error}"))
+        Self { message: format!("unexpected error: {error}"), error: Some(error) }
     }
 }
 
@@ -70,10 +85,11 @@ impl Bench {
             num_layers: 2,
             num_blocks: 9,
             block_size: 4,
-            kv_heads: 2,
+            k_heads: 2,
+            v_heads: 2,
             k_dim: 10,
             v_dim: 6,
-            dtype: self.dtype,
+            format: self.dtype.into(),
             order,
         })
     }
@@ -84,27 +100,71 @@ impl Bench {
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
     }
 
-    /// All of K or V storage as values, for cases that look at every byte.
+    /// All of K and all of V as values, each element where it (or its code) lies, for cases that look at
+    /// every byte.
     pub fn contents(&self, arena: &KvArena) -> Outcome<(Vec<f32>, Vec<f32>)> {
-        let all = |storage: &Arc<dyn kvcore::Storage>, bytes: usize| {
-            let elements = bytes * 8 / self.dtype.bits();
-            self.download(&TensorView::new(Arc::clone(storage), self.dtype, &[elements])?)
+        let values = |plane: KvPlane, bytes: usize| {
+            let codes = self.raw(plane.storage, bytes)?;
+            match (plane.format, plane.scales) {
+                (KvFormat::Dense(dtype), _) => Ok(decode(dtype, &codes)),
+                (_, Some((storage, scales))) => {
+                    let scales = self.raw(storage, scales.bytes)?;
+                    Ok(oracle::dequantized(arena.layout(), &plane, &codes, &scales))
+                }
+                (format, None) => Err(Failure::new(format!("an arena of {format} without scales"))),
+            }
         };
-        Ok((all(arena.k(), arena.layout().k_bytes())?, all(arena.v(), arena.layout().v_bytes())?))
+        let layout = arena.layout();
+        Ok((values(arena.k_plane(), layout.k_bytes())?, values(arena.v_plane(), layout.v_bytes())?))
     }
 
-    /// Fills K and V with numbers, and returns what was stored.
+    /// The first bytes of a storage.
+    fn raw(&self, storage: &Arc<dyn Storage>, len: usize) -> Outcome<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        self.stream.read(&TensorView::new(Arc::clone(storage), DType::U8, &[len])?, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Fills K and V with numbers, codes and scales that are finite, and returns what was stored.
     pub fn fill(&self, arena: &KvArena, seed: u32) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let layout = arena.layout();
-        for (storage, bytes, seed) in
-            [(arena.k(), layout.k_bytes(), seed), (arena.v(), layout.v_bytes(), !seed)]
+        for (plane, bytes, seed) in
+            [(arena.k_plane(), layout.k_bytes(), seed), (arena.v_plane(), layout.v_bytes(), !seed)]
         {
-            let n = bytes * 8 / self.dtype.bits();
-            let view = TensorView::new(Arc::clone(storage), self.dtype, &[n])?;
-            self.stream.write(&view, &encode(self.dtype, &numbers(seed, n)))?;
+            let write = |storage: &Arc<dyn Storage>, bytes: &[u8]| {
+                let view = TensorView::new(Arc::clone(storage), DType::U8, &[bytes.len()])?;
+                self.stream.write(&view, bytes)
+            };
+            match plane.format {
+                KvFormat::Dense(dtype) => {
+                    write(plane.storage, &encode(dtype, &numbers(seed, bytes * 8 / dtype.bits())))?;
+                }
+                format => write(plane.storage, &codes(format, seed, bytes))?,
+            }
+            if let Some((storage, scales)) = plane.scales {
+                let n = scales.bytes * 8 / scales.dtype.bits();
+                let values: Vec<f32> = numbers(seed ^ 1, n).iter().map(|x| 0.004 * (1.5 + x)).collect();
+                write(storage, &encode(scales.dtype, &values))?;
+            }
         }
         self.contents(arena)
     }
+}
+
+/// Codes of a quantised format whose values are finite and of moderate size.
+fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
+    let finite = |byte: u8| match format {
+        KvFormat::Int8 { .. } if byte == 0x80 => 1,
+        KvFormat::Int4 { .. } => [byte & 0xf, byte >> 4]
+            .map(|nibble| if nibble == 8 { 1 } else { nibble })
+            .iter()
+            .rev()
+            .fold(0, |byte, nibble| byte << 4 | nibble),
+        KvFormat::Fp8 { kind: Fp8Kind::E4M3, .. } => byte & 0xdf,
+        KvFormat::Fp8 { kind: Fp8Kind::E5M2, .. } => byte & 0xcf,
+        _ => byte,
+    };
+    numbers(seed, bytes).iter().map(|x| finite((127.5 + 127.5 * x) as u8)).collect()
 }
 
 /// Relative error of rounding to nearest, half a spacing.
@@ -123,7 +183,7 @@ pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &
         let allowed = half_spacing(dtype) * e.abs() + 1e-5;
         let near = (a - e).abs() <= allowed;
         if !near {
-            return Err(Failure(format!("{what}: element {i} is {a}, expected {e} within {allowed}")));
+            return Err(Failure::new(format!("{what}: element {i} is {a}, expected {e} within {allowed}")));
         }
     }
     ensure(actual.len() == expected.len(), || {
@@ -175,13 +235,13 @@ pub(crate) fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
 /// `actual` is within `tolerance` of `expected`, relative to values above 1.
 pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
     if actual.len() != expected.len() {
-        return Err(Failure(format!("{what}: {} values, expected {}", actual.len(), expected.len())));
+        return Err(Failure::new(format!("{what}: {} values, expected {}", actual.len(), expected.len())));
     }
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let same = a == e || (a.is_nan() && e.is_nan());
         let near = (a - e).abs() <= tolerance * e.abs().max(1.0);
         if !same && !near {
-            return Err(Failure(format!("{what}: element {i} is {a}, expected {e} within {tolerance}")));
+            return Err(Failure::new(format!("{what}: element {i} is {a}, expected {e} within {tolerance}")));
         }
     }
     Ok(())
@@ -189,5 +249,5 @@ pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32
 
 /// `condition`, or a failure.
 pub(crate) fn ensure(condition: bool, what: impl FnOnce() -> String) -> Outcome {
-    if condition { Ok(()) } else { Err(Failure(what())) }
+    if condition { Ok(()) } else { Err(Failure::new(what())) }
 }

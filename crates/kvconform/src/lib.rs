@@ -10,7 +10,7 @@
 //!
 //! let bench = Bench::new(kvbackend_cpu::CpuBackend::new(), DType::BF16)?;
 //! for case in CASES {
-//!     (case.run)(&bench).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+//!     case.run(&bench).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
 //! }
 //! # Ok::<(), kvcore::Error>(())
 //! ```

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use kvconform::{BACKENDS, Bench, CASES};
-use kvcore::DType;
+use kvcore::{DType, KvFormat};
 use rstest::rstest;
 
 #[rstest]
@@ -16,7 +16,7 @@ fn conforms(
         .iter()
         .filter_map(|case| {
             let bench = Bench::new((named.make)(), dtype).expect("a stream");
-            (case.run)(&bench).err().map(|failure| format!("{}: {failure}", case.name))
+            case.run(&bench).err().map(|failure| format!("{}: {failure}", case.name))
         })
         .collect();
     println!("{} cases on {backend} ({variant}), {dtype}", CASES.len());
@@ -24,10 +24,11 @@ fn conforms(
 }
 
 #[test]
-fn capabilities_list_every_element_type() {
+fn capabilities_list_every_element_type_and_format() {
     for backend in BACKENDS {
         let capabilities = (backend.make)().capabilities();
-        assert_eq!(capabilities.dtypes, DType::ALL);
+        assert_eq!(capabilities.dtypes, DType::COMPUTE);
+        assert_eq!(capabilities.formats, KvFormat::QUANTIZED);
         assert!(capabilities.missing.is_empty());
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
-use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter};
-use kvcore::{BlockId, BlockOrder, DType, KvArena, KvShape, Pairing, Rope, RopeConfig, Segment};
+use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit};
+use kvcore::{BlockId, BlockOrder, DType, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment};
 use proptest::prelude::*;
 
 /// Numbers between −1 and 1 that every element type holds exactly.
@@ -16,15 +16,17 @@ fn numbers(n: usize, seed: u64) -> Vec<f32> {
 }
 
 fn shape() -> impl Strategy<Value = KvShape> {
-    (1..3usize, 1..6usize, 1..7usize, 1..4usize, 1..20usize, 1..20usize, any::<bool>(), 0..3usize).prop_map(
-        |(num_layers, num_blocks, block_size, kv_heads, k_dim, v_dim, head_major, dtype)| KvShape {
+    let heads = prop::sample::select(vec![(1, 1), (2, 2), (3, 3), (1, 2), (4, 2), (2, 6)]);
+    (1..3usize, 1..6usize, 1..7usize, heads, 1..20usize, 1..20usize, any::<bool>(), 0..3usize).prop_map(
+        |(num_layers, num_blocks, block_size, (k_heads, v_heads), k_dim, v_dim, head_major, dtype)| KvShape {
             num_layers,
             num_blocks,
             block_size,
-            kv_heads,
+            k_heads,
+            v_heads,
             k_dim: 2 * k_dim,
             v_dim,
-            dtype: DType::ALL[dtype],
+            format: DType::COMPUTE[dtype].into(),
             order: if head_major { BlockOrder::HeadMajor } else { BlockOrder::TokenMajor },
         },
     )
@@ -32,27 +34,24 @@ fn shape() -> impl Strategy<Value = KvShape> {
 
 /// Fills the arena through `scatter` and returns K and V by plane, as the oracle reads them.
 fn fill(b: &Bench, arena: &KvArena, seed: u64) -> (Vec<f32>, Vec<f32>) {
-    let (layout, s) = (arena.layout(), arena.layout().shape());
+    let (layout, s, dtype) = (arena.layout(), arena.layout().shape(), b.dtype);
     let slots: Arc<[i64]> = (0..layout.num_slots() as i64).collect();
-    let bits = s.dtype.bits();
-    let (mut k, mut v) = (vec![0.0; layout.k_bytes() * 8 / bits], vec![0.0; layout.v_bytes() * 8 / bits]);
+    let values = |bytes: usize| vec![0.0; bytes * 8 / dtype.bits()];
+    let (mut k, mut v) = (values(layout.k_bytes()), values(layout.v_bytes()));
     for layer in 0..s.num_layers {
-        let rows = |dim: usize, seed| numbers(slots.len() * s.kv_heads * dim, seed);
-        let (rows_k, rows_v) = (rows(s.k_dim, seed + layer as u64), rows(s.v_dim, !seed - layer as u64));
-        for slot in 0..slots.len() {
-            for head in 0..s.kv_heads {
-                let (row, at) =
-                    (slot * s.kv_heads + head, |strides| oracle::index(layout, strides, layer, slot, head));
-                let (to_k, to_v) = (at(layout.k_strides()), at(layout.v_strides()));
-                k[to_k..to_k + s.k_dim].copy_from_slice(&rows_k[row * s.k_dim..][..s.k_dim]);
-                v[to_v..to_v + s.v_dim].copy_from_slice(&rows_v[row * s.v_dim..][..s.v_dim]);
+        let rows = |plane: KvPlane, all: &mut [f32], seed| {
+            let rows = numbers(slots.len() * plane.heads * plane.dim, seed);
+            for (i, row) in rows.chunks(plane.dim).enumerate() {
+                let at = oracle::index(layout, plane.strides, layer, i / plane.heads, i % plane.heads);
+                all[at..at + plane.dim].copy_from_slice(row);
             }
-        }
+            b.upload(dtype, &[slots.len(), plane.heads, plane.dim], &rows).unwrap()
+        };
         let op = Scatter {
             arena: arena.clone(),
             layer,
-            k: b.upload(s.dtype, &[slots.len(), s.kv_heads, s.k_dim], &rows_k).unwrap(),
-            v: b.upload(s.dtype, &[slots.len(), s.kv_heads, s.v_dim], &rows_v).unwrap(),
+            k: rows(arena.k_plane(), &mut k, seed + layer as u64),
+            v: rows(arena.v_plane(), &mut v, !seed - layer as u64),
             slots: Arc::clone(&slots),
         };
         b.stream.scatter(&op).unwrap();
@@ -65,28 +64,26 @@ proptest! {
 
     #[test]
     fn gather_after_scatter_is_the_identity(shape in shape(), seed in any::<u32>(), picks in prop::collection::vec(-2i64..40, 1..20)) {
-        let b = Bench::new(CpuBackend::new(), shape.dtype).unwrap();
+        let b = Bench::new(CpuBackend::new(), shape.format.storage_dtype()).unwrap();
         let arena = b.arena_of(shape.clone()).unwrap();
         let (k, v) = fill(&b, &arena, u64::from(seed));
         let slots: Arc<[i64]> = picks.iter().map(|&s| s % arena.layout().num_slots() as i64).collect();
         let layer = seed as usize % shape.num_layers;
-        let rows = |dim| b.tensor(shape.dtype, &[slots.len(), shape.kv_heads, dim]).unwrap();
-        let (out_k, out_v) = (rows(shape.k_dim), rows(shape.v_dim));
+        let rows = |plane: KvPlane| b.tensor(b.dtype, &[slots.len(), plane.heads, plane.dim]).unwrap();
+        let (out_k, out_v) = (rows(arena.k_plane()), rows(arena.v_plane()));
         let op = Gather { arena: arena.clone(), layer, slots: Arc::clone(&slots), k: out_k.clone(), v: out_v.clone(), rotation: None };
         b.stream.gather(&op).unwrap();
-        for (out, all, strides, dim) in [
-            (b.download(&out_k).unwrap(), &k, arena.layout().k_strides(), shape.k_dim),
-            (b.download(&out_v).unwrap(), &v, arena.layout().v_strides(), shape.v_dim),
+        for (out, all, plane) in [
+            (b.download(&out_k).unwrap(), &k, arena.k_plane()),
+            (b.download(&out_v).unwrap(), &v, arena.v_plane()),
         ] {
-            for (row, &slot) in slots.iter().enumerate() {
-                for head in 0..shape.kv_heads {
-                    let got = &out[(row * shape.kv_heads + head) * dim..][..dim];
-                    if slot < 0 {
-                        prop_assert!(got.iter().all(|&x| x == 0.0), "padding is left alone");
-                    } else {
-                        let at = oracle::index(arena.layout(), strides, layer, slot as usize, head);
-                        prop_assert_eq!(got, &all[at..at + dim]);
-                    }
+            for (i, got) in out.chunks(plane.dim).enumerate() {
+                let (slot, head) = (slots[i / plane.heads], i % plane.heads);
+                if slot < 0 {
+                    prop_assert!(got.iter().all(|&x| x == 0.0), "padding is left alone");
+                } else {
+                    let at = oracle::index(arena.layout(), plane.strides, layer, slot as usize, head);
+                    prop_assert_eq!(got, &all[at..at + plane.dim]);
                 }
             }
         }
@@ -101,11 +98,12 @@ proptest! {
         cuts in prop::collection::vec((0..30usize, 0..20usize, -20i64..40, 0..6u8), 1..4),
         window in prop::option::of(1..40usize),
         interleaved in any::<bool>(),
+        picked in prop::option::of((any::<bool>(), any::<u64>())),
     ) {
-        let b = Bench::new(CpuBackend::new(), shape.dtype).unwrap();
+        let b = Bench::new(CpuBackend::new(), shape.format.storage_dtype()).unwrap();
         let arena = b.arena_of(shape.clone()).unwrap();
         let (k, v) = fill(&b, &arena, u64::from(seed));
-        let heads = group * shape.kv_heads;
+        let heads = group * shape.k_heads.max(shape.v_heads);
         let q = numbers(rows.len() * heads * shape.k_dim, u64::from(seed) + 7);
         let all: Arc<[BlockId]> = (0..shape.num_blocks as u32).rev().map(BlockId).collect();
         let segments: Arc<[Segment]> = cuts.iter().map(|&(logical, len, offset, scale)| {
@@ -113,6 +111,15 @@ proptest! {
             let segment = Segment::new(Arc::clone(&all), len, logical, 3).at_offset(offset);
             Segment { logit_scale: 0.5 + f32::from(scale) / 4.0, merge_group: usize::from(scale % 2), ..segment }
         }).collect();
+        let selection = picked.map(|(blocks, mask)| {
+            let unit = if blocks { SelectionUnit::Blocks } else { SelectionUnit::Tokens };
+            let per_unit = if blocks { shape.block_size } else { 1 };
+            let units: usize = segments.iter().map(|s| s.len.div_ceil(per_unit)).sum();
+            let row = |i: usize| (0..units).filter(move |u| mask.rotate_right((u + 7 * i) as u32) & 1 == 1);
+            let chosen: Vec<Vec<u32>> = (0..rows.len()).map(|i| row(i).map(|u| u as u32).collect()).collect();
+            let offsets = (0..=rows.len()).map(|i| chosen[..i].concat().len() as u32).collect();
+            Selection { unit, offsets, indices: chosen.concat().into() }
+        });
         let pairing = if interleaved { Pairing::Interleaved } else { Pairing::HalfSplit };
         let config = RopeConfig { pairing, ..RopeConfig::new(shape.k_dim, 100.0) };
         let op = Attend {
@@ -120,7 +127,7 @@ proptest! {
             q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(),
             rope: Some(Arc::new(Rope::new(config, 200).unwrap())),
             rows: rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
-            batch: [AttendRows { rows: 0..rows.len(), segments }].into(),
+            batch: [AttendRows { selection, ..AttendRows::new(0..rows.len(), segments) }].into(),
             groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
             scale: 0.3,
             window,

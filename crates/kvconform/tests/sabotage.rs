@@ -7,12 +7,12 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, Kernels, RotateKeys, Rotation, Scatter, Segment,
-    SwapBlocks,
+    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, Dequantize, Gather, Kernels, Quantize, RotateKeys,
+    Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
 };
 use kvcore::{
-    Backend, Capabilities, CounterSnapshot, DType, Event, MemoryKind, Pairing, Result, Rope, RopeConfig,
-    Storage, Stream, TensorView,
+    Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
+    Result, Rope, RopeConfig, Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -37,10 +37,27 @@ enum Fault {
     AttendForgetsLse,
     AttendOtherKvHead,
     EventsDoNotOrder,
+    SelectionIgnored,
+    SelectionOfOtherUnits,
+    AcceptsAnyAttend,
+    MlaIgnoresLatents,
+    MlaIgnoresRope,
+    ScalesTooLarge,
+    HidesNan,
+    CopyWithoutScales,
+    QuantizeNextBlock,
+    DequantizeNothing,
+    QuantizeChecksNothing,
+    ListsARequiredKernelAsMissing,
+    ListsWhatItHasAsMissing,
+    HidesAFormat,
+    RefusesWithAnotherError,
+    /// Not a fault: what is missing is listed and refused as it should be.
+    LacksQuantize,
 }
 
 /// Each fault with the case that is there to catch it.
-const FAULTS: [(Fault, &str); 17] = [
+const FAULTS: &[(Fault, &str)] = &[
     (Fault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
@@ -58,6 +75,37 @@ const FAULTS: [(Fault, &str); 17] = [
     (Fault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
     (Fault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
     (Fault::EventsDoNotOrder, "order::events_order_streams"),
+    (Fault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
+    (Fault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
+    (Fault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (Fault::ScalesTooLarge, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (Fault::HidesNan, "quant::what_is_not_finite_never_becomes_finite"),
+    (Fault::GatherWithoutRotation, "quant::gathered_keys_are_rotated_in_f32"),
+    (Fault::CopyWithoutScales, "quant::copies_move_codes_and_scales"),
+    (Fault::RotateTooFar, "quant::rotated_keys_are_quantised_again"),
+    (Fault::AttendIgnoresOffsets, "quant::attend_reads_quantised_blocks"),
+    (Fault::ScalesTooLarge, "quant::blocks_are_quantised_and_back"),
+    (Fault::QuantizeNextBlock, "quant::blocks_are_quantised_and_back"),
+    (Fault::DequantizeNothing, "quant::blocks_are_quantised_and_back"),
+    (Fault::QuantizeChecksNothing, "quant::wrong_conversions_are_refused"),
+    (Fault::ListsARequiredKernelAsMissing, "capabilities::no_required_kernel_or_type_is_missing"),
+    (Fault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
+    (Fault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
+    (Fault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
+    (Fault::SelectionIgnored, "sparse::rows_see_selected_tokens_only"),
+    (Fault::SelectionIgnored, "sparse::rows_see_selected_blocks_only"),
+    (Fault::SelectionIgnored, "sparse::an_empty_selection_sees_nothing"),
+    (Fault::SelectionIgnored, "sparse::selections_of_quantised_blocks"),
+    (Fault::SelectionOfOtherUnits, "sparse::rows_see_selected_blocks_only"),
+    (Fault::AttendIgnoresCausality, "sparse::what_is_selected_must_be_visible_too"),
+    (Fault::AcceptsAnyAttend, "sparse::wrong_selections_are_refused"),
+    (Fault::AcceptsAnyAttend, "mla::wrong_latent_attends_are_refused"),
+    (Fault::MlaIgnoresLatents, "mla::the_latent_is_key_and_value"),
+    (Fault::MlaIgnoresLatents, "mla::queries_may_come_rotated"),
+    (Fault::MlaIgnoresLatents, "mla::latents_may_be_quantised"),
+    (Fault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
+    (Fault::SelectionIgnored, "mla::latents_may_be_selected"),
+    (Fault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
 ];
 
 #[derive(Debug)]
@@ -92,7 +140,16 @@ impl Backend for Wrong {
         "wrong"
     }
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        match self.fault {
+            Fault::ListsARequiredKernelAsMissing => capabilities.missing.push("gather"),
+            Fault::ListsWhatItHasAsMissing | Fault::RefusesWithAnotherError | Fault::LacksQuantize => {
+                capabilities.missing.push("quantize");
+            }
+            Fault::HidesAFormat => capabilities.formats.retain(|&f| f != "int4"),
+            _ => {}
+        }
+        capabilities
     }
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
         self.inner.allocate(kind, bytes)
@@ -102,6 +159,78 @@ impl Backend for Wrong {
     }
     fn counters(&self) -> CounterSnapshot {
         self.inner.counters()
+    }
+}
+
+impl WrongStream {
+    /// Changes all bytes of the scales of an arena, if it has any.
+    fn change_scales(&self, arena: &KvArena, change: impl Fn(&mut [u8], DType)) -> Result<()> {
+        for (storage, scales) in [arena.k_plane(), arena.v_plane()].into_iter().filter_map(|p| p.scales) {
+            let view = TensorView::new(Arc::clone(storage), DType::U8, &[scales.bytes])?;
+            let mut bytes = vec![0; scales.bytes];
+            self.inner.read(&view, &mut bytes)?;
+            change(&mut bytes, scales.dtype);
+            self.inner.write(&view, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// An attend with what the fault makes of it.
+    fn spoilt(&self, op: &Attend) -> Result<Attend> {
+        let mut op = op.clone();
+        let change = |segment: &Segment| match self.fault {
+            Fault::AttendIgnoresOffsets | Fault::MlaIgnoresRope => segment.clone().at_offset(0),
+            Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
+            Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
+            _ => segment.clone(),
+        };
+        let reselect = |selection: &Selection| match self.fault {
+            Fault::SelectionIgnored => None,
+            Fault::SelectionOfOtherUnits => {
+                Some(Selection { unit: SelectionUnit::Tokens, ..selection.clone() })
+            }
+            _ => Some(selection.clone()),
+        };
+        let entry = |e: &AttendRows| AttendRows {
+            rows: e.rows.clone(),
+            segments: e.segments.iter().map(change).collect(),
+            selection: e.selection.as_ref().and_then(reselect),
+        };
+        op.batch = op.batch.iter().map(entry).collect();
+        match self.fault {
+            Fault::AttendIgnoresWindow => op.window = None,
+            Fault::AttendIgnoresSoftcap => op.softcap = None,
+            Fault::AttendScalesTwice => op.scale *= op.scale,
+            Fault::AttendForgetsLse => op.lse = None,
+            // Heads in groups of three share a KV head; from the second on, the wrong one.
+            Fault::AttendOtherKvHead => {
+                let heads = op.q.shape()[1];
+                let part = |view: &TensorView| view.slice(1, heads / 2, heads);
+                (op.q, op.out, op.lse) =
+                    (part(&op.q)?, part(&op.out)?, op.lse.as_ref().map(part).transpose()?);
+            }
+            _ => {}
+        }
+        Ok(op)
+    }
+
+    /// What a fault does to scales after rows or blocks have been stored.
+    fn spoil_scales(&self, arena: &KvArena) -> Result<()> {
+        match self.fault {
+            // A sixteenth larger: one up in the fourth bit of the mantissa.
+            Fault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
+                let (at, step) = if dtype == DType::F16 { (0, 0x40) } else { (2, 0x08) };
+                for scale in bytes.chunks_exact_mut(dtype.bits() / 8) {
+                    scale[at] = scale[at].wrapping_add(step);
+                }
+            }),
+            Fault::HidesNan => self.change_scales(arena, |bytes, dtype| {
+                if dtype == DType::F16 {
+                    bytes.chunks_exact_mut(2).filter(|s| s[1] & 0x7f > 0x7b).for_each(|s| s[1] = 0x3c);
+                }
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -136,7 +265,8 @@ impl Kernels for WrongStream {
             Fault::ScatterWritesPadding => slot.max(0),
             _ => slot,
         });
-        self.inner.scatter(&Scatter { slots: slots.collect(), ..op.clone() })
+        self.inner.scatter(&Scatter { slots: slots.collect(), ..op.clone() })?;
+        self.spoil_scales(&op.arena)
     }
     fn gather(&self, op: &Gather) -> Result<()> {
         op.check()?;
@@ -145,6 +275,14 @@ impl Kernels for WrongStream {
     }
     fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
         op.check()?;
+        if self.fault == Fault::CopyWithoutScales {
+            let kept = std::cell::RefCell::new(std::collections::VecDeque::new());
+            self.change_scales(&op.arena, |bytes, _| kept.borrow_mut().push_back(bytes.to_vec()))?;
+            self.inner.copy_blocks(op)?;
+            return self.change_scales(&op.arena, |bytes, _| {
+                bytes.copy_from_slice(&kept.borrow_mut().pop_front().expect("one for each plane"));
+            });
+        }
         if self.fault != Fault::CopyOneLayer {
             return self.inner.copy_blocks(op);
         }
@@ -176,34 +314,44 @@ impl Kernels for WrongStream {
         self.inner.rotate_keys(&op)
     }
     fn attend(&self, op: &Attend) -> Result<()> {
+        match op.check() {
+            Err(_) if self.fault == Fault::AcceptsAnyAttend => Ok(()),
+            checked => checked.and_then(|()| self.inner.attend(&self.spoilt(op)?)),
+        }
+    }
+    fn attend_mla(&self, op: &AttendMla) -> Result<()> {
+        if self.fault == Fault::AcceptsAnyAttend && op.check().is_err() {
+            return Ok(());
+        }
         op.check()?;
-        let mut op = op.clone();
-        let change = |segment: &Segment| match self.fault {
-            Fault::AttendIgnoresOffsets => segment.clone().at_offset(0),
-            Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
-            Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
-            _ => segment.clone(),
-        };
-        let entry = |e: &AttendRows| AttendRows {
-            rows: e.rows.clone(),
-            segments: e.segments.iter().map(change).collect(),
-        };
-        op.batch = op.batch.iter().map(entry).collect();
+        let mut op = AttendMla { attend: self.spoilt(&op.attend)?, ..op.clone() };
         match self.fault {
-            Fault::AttendIgnoresWindow => op.window = None,
-            Fault::AttendIgnoresSoftcap => op.softcap = None,
-            Fault::AttendScalesTwice => op.scale *= op.scale,
-            Fault::AttendForgetsLse => op.lse = None,
-            // Heads in groups of three share a KV head; from the second on, the wrong one.
-            Fault::AttendOtherKvHead => {
-                let heads = op.q.shape()[1];
-                let part = |view: &TensorView| view.slice(1, heads / 2, heads);
-                (op.q, op.out, op.lse) =
-                    (part(&op.q)?, part(&op.out)?, op.lse.as_ref().map(part).transpose()?);
-            }
+            Fault::MlaIgnoresLatents => return self.inner.attend(&op.attend),
+            Fault::MlaIgnoresRope => op.attend.rope = None,
             _ => {}
         }
-        self.inner.attend(&op)
+        self.inner.attend_mla(&op)
+    }
+    fn quantize(&self, op: &Quantize) -> Result<()> {
+        let next = |&(from, to): &(BlockId, BlockId)| {
+            (from, BlockId((to.0 + 1) % op.dst.layout().shape().num_blocks as u32))
+        };
+        match self.fault {
+            Fault::QuantizeChecksNothing if op.check().is_err() => Ok(()),
+            Fault::RefusesWithAnotherError => Err(Error::Zero { what: "quantize" }),
+            Fault::LacksQuantize => Err(Error::Unsupported { backend: "wrong", what: "quantize".to_owned() }),
+            Fault::QuantizeNextBlock => {
+                self.inner.quantize(&Quantize { pairs: op.pairs.iter().map(next).collect(), ..op.clone() })
+            }
+            _ => {
+                self.inner.quantize(op)?;
+                self.spoil_scales(&op.dst)
+            }
+        }
+    }
+    fn dequantize(&self, op: &Dequantize) -> Result<()> {
+        op.check()?;
+        if self.fault == Fault::DequantizeNothing { Ok(()) } else { self.inner.dequantize(op) }
     }
 }
 
@@ -218,7 +366,7 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
         .iter()
         .filter(|case| {
             let bench = Bench::new(backend.clone(), dtype).expect("a stream");
-            (case.run)(&bench).is_err()
+            case.run(&bench).is_err()
         })
         .map(|case| case.name)
         .collect()
@@ -228,14 +376,21 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
 fn a_wrong_kernel_fails_the_case_that_is_there_for_it(
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
 ) {
-    for (fault, case) in FAULTS {
-        let failed = failures(fault, dtype);
-        println!("{fault:?} in {dtype} is caught by {failed:?}");
-        assert!(failed.contains(&case), "{fault:?} in {dtype} passes {case}");
+    let mut known: Vec<(Fault, Vec<&str>)> = Vec::new();
+    for &(fault, case) in FAULTS {
+        if known.iter().all(|(f, _)| *f != fault) {
+            let failed = failures(fault, dtype);
+            println!("{fault:?} in {dtype} is caught by {failed:?}");
+            known.push((fault, failed));
+        }
+        let caught = known.iter().any(|(f, failed)| *f == fault && failed.contains(&case));
+        assert!(caught, "{fault:?} in {dtype} passes {case}");
     }
 }
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    assert_eq!(failures(Fault::None, DType::F32), [] as [&str; 0]);
+    for fault in [Fault::None, Fault::LacksQuantize] {
+        assert_eq!(failures(fault, DType::F32), [] as [&str; 0], "{fault:?}");
+    }
 }

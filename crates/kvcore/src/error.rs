@@ -2,6 +2,7 @@
 
 use crate::block::BlockId;
 use crate::dtype::DType;
+use crate::quant::KvFormat;
 
 /// What can go wrong in `kvcore` and in a backend that implements its contract.
 ///
@@ -40,6 +41,24 @@ pub enum Error {
         expected: DType,
         /// The element type given.
         got: DType,
+    },
+    /// Two KV formats that must agree do not.
+    #[error("{what}: expected {expected}, got {got}")]
+    FormatMismatch {
+        /// What was compared.
+        what: &'static str,
+        /// The format required.
+        expected: KvFormat,
+        /// The format given.
+        got: KvFormat,
+    },
+    /// A KV format that cannot be used in this way.
+    #[error("KV format {format}: {reason}")]
+    InvalidFormat {
+        /// The format.
+        format: KvFormat,
+        /// Why it is refused.
+        reason: String,
     },
     /// An index, length or id beyond its limit.
     #[error("{what} {value} is out of range, the limit is {limit}")]
@@ -152,6 +171,14 @@ pub enum Error {
         address: u64,
         /// The alignment required.
         align: usize,
+    },
+    /// Offsets or indices of a sparse selection that are not in order.
+    #[error("selection of row {row}: {reason}")]
+    InvalidSelection {
+        /// Row of the batch entry.
+        row: usize,
+        /// What is out of order.
+        reason: String,
     },
     /// A RoPE specification that is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockOrder, DType, KvArena, KvShape, Logits, MemoryKind, Profiler, Rope, SequenceInput,
-    SlotMapping, Stream, TensorView, allocate_tensor,
+    Backend, BlockOrder, DType, KvArena, KvFormat, KvShape, Logits, MemoryKind, Profiler, Rope,
+    SequenceInput, SlotMapping, Stream, TensorView, allocate_tensor,
 };
 
 use crate::config::ModelConfig;
@@ -93,15 +93,16 @@ impl Model {
     }
 
     /// The shape of a cache for this model.
-    pub fn kv_shape(&self, num_blocks: usize, block_size: usize, dtype: DType) -> KvShape {
+    pub fn kv_shape(&self, num_blocks: usize, block_size: usize, format: impl Into<KvFormat>) -> KvShape {
         KvShape {
             num_layers: self.config.num_layers,
             num_blocks,
             block_size,
-            kv_heads: self.config.kv_heads,
+            k_heads: self.config.kv_heads,
+            v_heads: self.config.kv_heads,
             k_dim: self.config.head_dim,
             v_dim: self.config.head_dim,
-            dtype,
+            format: format.into(),
             order: BlockOrder::TokenMajor,
         }
     }
@@ -201,7 +202,7 @@ impl Rows {
         for sequence in batch {
             let range = at..at + sequence.tokens.len();
             at = range.end;
-            entries.push(AttendRows { rows: range.clone(), segments: sequence.segments.clone().into() });
+            entries.push(AttendRows::new(range.clone(), sequence.segments.clone()));
             logits.push(match sequence.logits {
                 Logits::None => range.end..range.end,
                 Logits::Last => range.end.saturating_sub(1).max(range.start)..range.end,
@@ -224,7 +225,7 @@ impl Rows {
         for (entry, wanted) in self.batch.iter().zip(&self.logits) {
             let range = at..at + wanted.len();
             at = range.end;
-            batch.push(AttendRows { rows: range, segments: Arc::clone(&entry.segments) });
+            batch.push(AttendRows::new(range, Arc::clone(&entry.segments)));
         }
         Ok(Wanted {
             rows: index.iter().map(|&row| self.queries[row as usize]).collect(),

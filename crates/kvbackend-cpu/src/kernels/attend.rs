@@ -1,16 +1,24 @@
 //! Attention over segments, one row and head after another.
 
-use kvcore::Result;
-use kvcore::kernels::{Attend, AttendRows, QueryRow, Segment};
+use std::ops::Range;
+
+use kvcore::kernels::{Attend, AttendMla, AttendRows, QueryRow, Segment};
+use kvcore::{Result, TensorView};
 use rayon::prelude::*;
 
-use super::{Rotator, token_offset};
+use super::Rotator;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
+use crate::plane::{RowAt, Rows};
 
 pub(crate) fn attend(op: &Attend) -> Result<()> {
-    let results = dispatch!(op.arena.layout().shape().dtype, T => attend_rows::<T>(op))?;
+    let results = attend_rows(op, None)?;
     store(op, &results)
+}
+
+pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
+    let results = attend_rows(&op.attend, Some(&op.q_latent))?;
+    store(&op.attend, &results)
 }
 
 /// Output and log-sum-exp of one row and head.
@@ -21,39 +29,61 @@ struct Partial {
     lse: f32,
 }
 
-fn attend_rows<T: Element>(op: &Attend) -> Result<Vec<Partial>> {
-    let access = Access::new(&[op.q.storage(), op.arena.k(), op.arena.v()], &[])?;
-    let (k, v) = (elements::<T>(access.read(op.arena.k())?)?, elements::<T>(access.read(op.arena.v())?)?);
-    let queries = queries(op, &access)?;
-    let heads = op.q.shape()[1];
+fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<Partial>> {
+    let views = [Some(&op.q), q_latent].into_iter().flatten();
+    let reads: Vec<_> = op.arena.storages().chain(views.map(TensorView::storage)).collect();
+    let mut access = Access::new(&reads, &[])?;
+    let (queries, latents) = (Queries::new(&op.q, &access)?, q_latent.map(|q| Queries::new(q, &access)));
+    let mut parts = access.parts();
+    let inputs = Inputs {
+        op,
+        queries,
+        latents: latents.transpose()?,
+        keys: Rows::new(&op.arena.k_plane(), &mut parts)?,
+        values: Rows::new(&op.arena.v_plane(), &mut parts)?,
+    };
     let rows: Vec<(usize, &AttendRows)> =
         op.batch.iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
-    let one = |&(row, entry): &(usize, &AttendRows)| -> Result<Vec<Partial>> {
-        (0..heads)
-            .map(|head| {
-                let q = &queries[(row * heads + head) * op.q.shape()[2]..][..op.q.shape()[2]];
-                one_head(op, k, v, entry, row, head, q)
-            })
-            .collect()
-    };
-    let nested: Vec<Vec<Partial>> = rows.par_iter().map(one).collect::<Result<_>>()?;
+    let nested: Vec<Vec<Partial>> =
+        rows.par_iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect::<Result<_>>()?;
     Ok(nested.into_iter().flatten().collect())
 }
 
-/// All queries as dense f32 `[rows, heads, k_dim]`.
-fn queries(op: &Attend, access: &Access) -> Result<Vec<f32>> {
-    let (shape, strides) = (op.q.shape(), op.q.strides());
-    let mut out = Vec::with_capacity(op.q.len());
-    dispatch!(op.q.dtype(), T => {
-        let q = elements::<T>(access.read(op.q.storage())?)?;
-        for row in 0..shape[0] {
-            for head in 0..shape[1] {
-                let at = op.q.offset() + row * strides[0] + head * strides[1];
-                out.extend(q[at..at + shape[2]].iter().map(|x| x.to_f32()));
+/// All of `[rows, heads, dim]` as dense f32.
+struct Queries {
+    heads: usize,
+    dim: usize,
+    values: Vec<f32>,
+}
+
+impl Queries {
+    fn new(view: &TensorView, access: &Access) -> Result<Self> {
+        let (shape, strides) = (view.shape(), view.strides());
+        let mut values = Vec::with_capacity(view.len());
+        dispatch!(view.dtype(), T => {
+            let q = elements::<T>(access.read(view.storage())?)?;
+            for row in 0..shape[0] {
+                for head in 0..shape[1] {
+                    let at = view.offset() + row * strides[0] + head * strides[1];
+                    values.extend(q[at..at + shape[2]].iter().map(|x| x.to_f32()));
+                }
             }
-        }
-        Ok(out)
-    })
+            Ok(Self { heads: shape[1], dim: shape[2], values })
+        })
+    }
+
+    fn of(&self, row: usize, head: usize) -> &[f32] {
+        &self.values[(row * self.heads + head) * self.dim..][..self.dim]
+    }
+}
+
+/// What a call reads.
+struct Inputs<'a> {
+    op: &'a Attend,
+    queries: Queries,
+    latents: Option<Queries>,
+    keys: Rows<'a>,
+    values: Rows<'a>,
 }
 
 /// A softmax that is still open: running maximum, sum of exponentials, weighted sum of values.
@@ -69,7 +99,7 @@ impl Open {
         Self { max: f32::NEG_INFINITY, sum: 0.0, values: vec![0.0; dim] }
     }
 
-    fn add<T: Element>(&mut self, logit: f32, value: &[T]) {
+    fn add(&mut self, logit: f32, value: &[f32]) {
         if logit == f32::NEG_INFINITY {
             return;
         }
@@ -82,7 +112,7 @@ impl Open {
         let weight = (logit - self.max).exp();
         self.sum += weight;
         for (x, y) in self.values.iter_mut().zip(value) {
-            *x += weight * y.to_f32();
+            *x += weight * y;
         }
     }
 
@@ -96,66 +126,90 @@ impl Open {
     }
 }
 
-fn one_head<T: Element>(
-    op: &Attend,
-    k: &[T],
-    v: &[T],
-    entry: &AttendRows,
-    row: usize,
-    head: usize,
-    q: &[f32],
-) -> Result<Partial> {
-    let layout = op.arena.layout();
-    let s = layout.shape();
-    let kv_head = head / (op.q.shape()[1] / s.kv_heads);
-    let at = op.rows[row];
-    let mut groups = vec![Open::new(s.v_dim); op.groups.len()];
-    let mut turned = Turned { offset: None, q: Vec::new() };
-    for segment in entry.segments.iter() {
-        let q = turned.by(op, q, at.position - segment.position_offset)?;
-        let group = &mut groups[segment.merge_group];
-        for j in visible(op, segment, at) {
-            let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
-            let key =
-                token_offset(layout, layout.k_strides(), op.layer, slot) + kv_head * layout.k_strides().head;
-            let value =
-                token_offset(layout, layout.v_strides(), op.layer, slot) + kv_head * layout.v_strides().head;
-            let dot: f32 = q.iter().zip(&k[key..key + s.k_dim]).map(|(a, b)| a * b.to_f32()).sum();
-            let mut logit = dot * op.scale * segment.logit_scale;
-            if let Some(cap) = op.softcap {
-                logit = cap * (logit / cap).tanh();
-            }
-            group.add(logit, &v[value..value + s.v_dim]);
-        }
-    }
-    let (out, lse) = merge(op, groups);
-    Ok(Partial { row, head, out, lse })
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// Indices of a segment's tokens that a row sees: by logical order, then by the window.
-fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> impl Iterator<Item = usize> {
-    let count = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
-    let first_position = segment.stored_start + segment.position_offset;
-    let window = op.window.map(|window| i64::try_from(window).unwrap_or(i64::MAX));
-    (0..count).filter(move |&j| {
-        window.is_none_or(|window| row.position.saturating_sub(first_position + j as i64) < window)
-    })
+impl Inputs<'_> {
+    fn one_row(&self, row: usize, entry: &AttendRows) -> Result<Vec<Partial>> {
+        let seen = seen(self.op, entry, row);
+        (0..self.queries.heads).map(|head| self.one_head(row, head, &seen)).collect()
+    }
+
+    fn one_head(&self, row: usize, head: usize, seen: &[(&Segment, Range<usize>)]) -> Result<Partial> {
+        let (op, s, heads) = (self.op, self.op.arena.layout().shape(), self.queries.heads);
+        let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
+        let latent = self.latents.as_ref().map(|latents| latents.of(row, head));
+        let mut groups = vec![Open::new(s.v_dim); op.groups.len()];
+        let mut turned = Turned { position: None, q: Vec::new() };
+        let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
+        for (segment, tokens) in seen {
+            let position = op.rows[row].position - segment.position_offset;
+            let q = turned.by(op, self.queries.of(row, head), position)?;
+            let group = &mut groups[segment.merge_group];
+            for j in tokens.clone() {
+                let block = segment.blocks[j / s.block_size].index();
+                let at = RowAt { layer: op.layer, block, token: j % s.block_size, head: k_head };
+                let key = self.keys.read(at, &mut key)?;
+                let value = self.values.read(at.head(v_head), &mut value)?;
+                let product = dot(q, key) + latent.map_or(0.0, |latent| dot(latent, value));
+                let mut logit = product * op.scale * segment.logit_scale;
+                if let Some(cap) = op.softcap {
+                    logit = cap * (logit / cap).tanh();
+                }
+                group.add(logit, value);
+            }
+        }
+        let (out, lse) = merge(op, groups);
+        Ok(Partial { row, head, out, lse })
+    }
+}
+
+/// Runs of tokens that a row sees, in order.
+fn seen<'a>(op: &Attend, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
+    let Some(selection) = &entry.selection else {
+        return entry.segments.iter().map(|segment| (segment, visible(op, segment, op.rows[row]))).collect();
+    };
+    let per_unit = selection.tokens_per_unit(op.arena.layout().shape().block_size);
+    let (mut runs, mut first, mut left) = (Vec::new(), 0, selection.row(row - entry.rows.start));
+    for segment in entry.segments.iter() {
+        let visible = visible(op, segment, op.rows[row]);
+        let next = first + segment.len.div_ceil(per_unit);
+        let (here, rest) = left.split_at(left.partition_point(|&index| (index as usize) < next));
+        for &index in here {
+            let token = (index as usize - first) * per_unit;
+            runs.push((segment, token.max(visible.start)..(token + per_unit).min(visible.end)));
+        }
+        (first, left) = (next, rest);
+    }
+    runs
+}
+
+/// Tokens of a segment that a row could see: up to its own place in logical order, and from the first
+/// that is inside the window.
+fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> Range<usize> {
+    let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
+    let Some(window) = op.window else { return 0..end };
+    let distance =
+        i128::from(row.position) - i128::from(segment.stored_start) - i128::from(segment.position_offset);
+    let start = (distance - window as i128 + 1).clamp(0, end as i128);
+    start as usize..end
 }
 
 /// The query rotated for one offset, kept while segments share it.
 struct Turned {
-    offset: Option<i64>,
+    position: Option<i64>,
     q: Vec<f32>,
 }
 
 impl Turned {
     fn by<'a>(&'a mut self, op: &Attend, q: &'a [f32], position: i64) -> Result<&'a [f32]> {
         let Some(rope) = &op.rope else { return Ok(q) };
-        if self.offset != Some(position) {
+        if self.position != Some(position) {
             self.q.clear();
             self.q.extend_from_slice(q);
             Rotator::new(rope, [position])?.rotate(&mut self.q, position, rope.attention_factor());
-            self.offset = Some(position);
+            self.position = Some(position);
         }
         Ok(&self.q)
     }

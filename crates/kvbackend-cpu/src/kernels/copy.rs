@@ -2,85 +2,122 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{CopyBlocks, RotateKeys, Rotation, SwapBlocks};
-use kvcore::{BlockId, KvArena, KvLayout, PlaneStrides, Result, Storage};
+use kvcore::kernels::{CopyBlocks, RotateKeys, SwapBlocks};
+use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, Storage};
 
-use super::Rotator;
-use crate::element::{Element, dispatch, elements, elements_mut};
+use super::{Rotator, locks, rows_of_block};
+use crate::element::{dispatch, elements_mut};
 use crate::memory::Access;
+use crate::plane::{RowsMut, Span};
 
 pub(crate) fn copy_blocks(op: &CopyBlocks) -> Result<()> {
-    let layers = 0..op.arena.layout().shape().num_layers;
-    copy(&op.arena, &op.arena, layers, &op.pairs, None)
+    copy_layers(&op.arena, &op.arena, &op.pairs)
 }
 
 pub(crate) fn swap_blocks(op: &SwapBlocks) -> Result<()> {
-    copy(&op.src, &op.dst, 0..op.src.layout().shape().num_layers, &op.pairs, None)
+    copy_layers(&op.src, &op.dst, &op.pairs)
 }
 
+/// Elements of dense keys past the rotary dimension are copied bit for bit.
 pub(crate) fn rotate_keys(op: &RotateKeys) -> Result<()> {
-    copy(&op.src, &op.dst, op.layer..op.layer + 1, &op.pairs, Some(&op.rotation))
+    let copy =
+        BlockCopy { layer: op.layer, block_size: op.src.layout().shape().block_size, pairs: &op.pairs };
+    let (src, dst, rotation) = (op.src.k_plane(), op.dst.k_plane(), &op.rotation);
+    let mut rotator = Rotator::by(rotation)?;
+    if let KvFormat::Dense(dtype) = dst.format {
+        dispatch!(dtype, T => copy.codes(&src, &dst, |row| {
+            rotator.rotate_elements(elements_mut::<T>(row)?, rotation.delta, 1.0);
+            Ok(())
+        }))?;
+    } else {
+        copy.plane(&src, &dst)?;
+        rotate_quantized(&copy, &dst, |row| rotator.rotate(row, rotation.delta, 1.0))?;
+    }
+    copy.plane(&op.src.v_plane(), &op.dst.v_plane())
 }
 
-/// One plane of one arena.
-struct Side<'a> {
-    storage: &'a Arc<dyn Storage>,
-    strides: PlaneStrides,
-}
-
-fn copy(
-    src: &KvArena,
-    dst: &KvArena,
-    layers: std::ops::Range<usize>,
-    pairs: &[(BlockId, BlockId)],
-    rotation: Option<&Rotation>,
-) -> Result<()> {
-    let (a, b) = (src.layout(), dst.layout());
-    let (k_dim, v_dim) = (a.shape().k_dim, a.shape().v_dim);
-    let k = (
-        Side { storage: src.k(), strides: a.k_strides() },
-        Side { storage: dst.k(), strides: b.k_strides() },
-    );
-    let v = (
-        Side { storage: src.v(), strides: a.v_strides() },
-        Side { storage: dst.v(), strides: b.v_strides() },
-    );
-    dispatch!(a.shape().dtype, T => {
-        for layer in layers {
-            copy_plane::<T>(a, &k.0, &k.1, layer, k_dim, pairs, rotation)?;
-            copy_plane::<T>(a, &v.0, &v.1, layer, v_dim, pairs, None)?;
-        }
-        Ok(())
-    })
-}
-
-fn copy_plane<T: Element>(
-    layout: &KvLayout,
-    src: &Side,
-    dst: &Side,
-    layer: usize,
-    dim: usize,
-    pairs: &[(BlockId, BlockId)],
-    rotation: Option<&Rotation>,
-) -> Result<()> {
-    let s = layout.shape();
-    let mut access = Access::new(&[src.storage], &[dst.storage])?;
-    let mut rotator = rotation.map(|r| Rotator::new(&r.rope, [r.delta])).transpose()?;
-    let mut row = vec![T::zeroed(); dim];
-    for &(from, to) in pairs {
-        for token in 0..s.block_size {
-            for head in 0..s.kv_heads {
-                let at = |block: BlockId, p: &PlaneStrides| {
-                    layer * p.layer + block.index() * p.block + token * p.token + head * p.head
-                };
-                let (from, to) = (at(from, &src.strides), at(to, &dst.strides));
-                row.copy_from_slice(&elements::<T>(access.read(src.storage)?)?[from..from + dim]);
-                if let (Some(rotator), Some(rotation)) = (&mut rotator, rotation) {
-                    rotator.rotate_elements(&mut row, rotation.delta, 1.0);
-                }
-                elements_mut::<T>(access.write(dst.storage)?)?[to..to + dim].copy_from_slice(&row);
-            }
-        }
+fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
+    let s = src.layout().shape();
+    for layer in 0..s.num_layers {
+        let copy = BlockCopy { layer, block_size: s.block_size, pairs };
+        copy.plane(&src.k_plane(), &dst.k_plane())?;
+        copy.plane(&src.v_plane(), &dst.v_plane())?;
     }
     Ok(())
+}
+
+/// Blocks of one layer that are copied bit for bit.
+struct BlockCopy<'a> {
+    layer: usize,
+    block_size: usize,
+    pairs: &'a [(BlockId, BlockId)],
+}
+
+impl BlockCopy<'_> {
+    /// Copies codes, and the scales that go with blocks.
+    fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
+        self.codes(src, dst, |_| Ok(()))?;
+        if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
+            && let (Some(a), Some(b)) = (Span::scales(src), Span::scales(dst))
+            && !scales.is_static()
+        {
+            self.bytes(src.heads, (from, a), (to, b), |_| Ok(()))?;
+        }
+        Ok(())
+    }
+
+    /// Copies codes, each row changed on the way.
+    fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.bytes(src.heads, (src.storage, Span::codes(src)), (dst.storage, Span::codes(dst)), change)
+    }
+
+    fn bytes(
+        &self,
+        heads: usize,
+        src: (&Arc<dyn Storage>, Span),
+        dst: (&Arc<dyn Storage>, Span),
+        mut change: impl FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut access = Access::new(&[src.0], &[dst.0])?;
+        let mut rows = self.pairs.iter().flat_map(|&(from, to)| {
+            rows_of_block(self.layer, from, self.block_size, heads)
+                .map(move |at| (src.1.bytes(at), dst.1.bytes(at.block(to))))
+        });
+        let len = src.1.row_bytes();
+        let mut buffer = vec![0f32; len.div_ceil(size_of::<f32>())]; // aligned for every element type
+        let row = &mut bytemuck::cast_slice_mut(&mut buffer)[..len];
+        if src.0.address() == dst.0.address() {
+            let bytes = access.write(dst.0)?;
+            rows.try_for_each(|(from, to)| {
+                row.copy_from_slice(&bytes[from]);
+                change(row)?;
+                bytes[to].copy_from_slice(row);
+                Ok(())
+            })
+        } else {
+            let mut parts = access.parts();
+            let (source, target) = (parts.read(src.0)?, parts.write(dst.0)?);
+            rows.try_for_each(|(from, to)| {
+                row.copy_from_slice(&source[from]);
+                change(row)?;
+                target[to].copy_from_slice(row);
+                Ok(())
+            })
+        }
+    }
+}
+
+/// Rotates quantised keys that have just been copied: in f32, and quantised again.
+fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
+    let mut access = Access::new(&[], &locks(plane))?;
+    let mut keys = RowsMut::new(plane, &mut access.parts())?;
+    let mut wide = vec![0.0; plane.dim];
+    copy.pairs
+        .iter()
+        .flat_map(|pair| rows_of_block(copy.layer, pair.1, copy.block_size, plane.heads))
+        .try_for_each(|at| {
+            keys.read(at, &mut wide)?;
+            rotate(&mut wide);
+            keys.write(at, &wide)
+        })
 }

@@ -4,30 +4,46 @@
 //! operation. Arithmetic is f32; elements are rounded once, when they are stored.
 
 mod attend;
+mod convert;
 mod copy;
 mod rope;
 mod rows;
 
-pub(crate) use attend::attend;
+pub(crate) use attend::{attend, attend_mla};
+pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;
 pub(crate) use rows::{gather, scatter};
 
+use std::sync::Arc;
+
+use kvcore::kernels::Rotation;
 use kvcore::rope::{Rope, RopeTable, rotate_row};
-use kvcore::{KvLayout, PlaneStrides, Result};
+use kvcore::{BlockId, KvPlane, Result, Storage};
 
 use crate::element::Element;
+use crate::plane::RowAt;
 
-/// Where token `slot` of `layer` begins in a plane, head 0.
-fn token_offset(layout: &KvLayout, strides: PlaneStrides, layer: usize, slot: usize) -> usize {
-    let block_size = layout.shape().block_size;
-    layer * strides.layer + slot / block_size * strides.block + slot % block_size * strides.token
+/// The storages of a plane.
+fn locks<'a>(plane: &KvPlane<'a>) -> Vec<&'a Arc<dyn Storage>> {
+    std::iter::once(plane.storage).chain(plane.scales.map(|(storage, _)| storage)).collect()
+}
+
+/// The rows of one block in one layer.
+fn rows_of_block(
+    layer: usize,
+    block: BlockId,
+    block_size: usize,
+    heads: usize,
+) -> impl Iterator<Item = RowAt> {
+    let block = block.index();
+    (0..block_size).flat_map(move |token| (0..heads).map(move |head| RowAt { layer, block, token, head }))
 }
 
 /// Rotations by one position after another, with the buffers they need.
 struct Rotator<'a> {
     rope: &'a Rope,
-    table: std::sync::Arc<RopeTable>,
+    table: Arc<RopeTable>,
     sin: Vec<f32>,
     row: Vec<f32>,
 }
@@ -36,6 +52,11 @@ impl<'a> Rotator<'a> {
     fn new(rope: &'a Rope, positions: impl IntoIterator<Item = i64>) -> Result<Self> {
         let table = rope.table(positions)?;
         Ok(Self { rope, table, sin: vec![0.0; rope.frequencies().len()], row: Vec::new() })
+    }
+
+    /// For a move of keys.
+    fn by(rotation: &'a Rotation) -> Result<Self> {
+        Self::new(&rotation.rope, [rotation.delta])
     }
 
     /// Rotates an f32 row to `position`, scaled by `factor`.

@@ -1,100 +1,141 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
-use std::sync::Arc;
+use kvcore::kernels::{Gather, Rotation, Scatter};
+use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
 
-use kvcore::kernels::{Gather, Scatter};
-use kvcore::{DType, KvArena, PlaneStrides, Result, Storage, TensorView};
-
-use super::{Rotator, token_offset};
+use super::{Rotator, locks};
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
+use crate::plane::{RowAt, Rows, RowsMut};
 
-/// K or V of an arena with the rows that go there or come from there.
-struct Plane<'a> {
-    storage: &'a Arc<dyn Storage>,
-    strides: PlaneStrides,
+/// Slots of one layer of an arena, and one plane with the rows that go there or come from there.
+struct Movement<'a> {
+    plane: KvPlane<'a>,
     rows: &'a TensorView,
+    layer: usize,
+    block_size: usize,
+    slots: &'a [i64],
 }
 
-fn planes<'a>(arena: &'a KvArena, k: &'a TensorView, v: &'a TensorView) -> [Plane<'a>; 2] {
-    let layout = arena.layout();
-    [
-        Plane { storage: arena.k(), strides: layout.k_strides(), rows: k },
-        Plane { storage: arena.v(), strides: layout.v_strides(), rows: v },
-    ]
+impl<'a> Movement<'a> {
+    fn new(
+        arena: &KvArena,
+        plane: KvPlane<'a>,
+        rows: &'a TensorView,
+        layer: usize,
+        slots: &'a [i64],
+    ) -> Self {
+        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
+    }
+
+    /// Calls `work` with the first element of each head's row and with its place in the plane. Slots
+    /// that are padding are skipped.
+    fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
+        let strides = self.rows.strides();
+        for (row, &slot) in self.slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+            let at = RowAt::slot(self.layer, slot as usize, self.block_size);
+            for head in 0..self.plane.heads {
+                work(self.rows.offset() + row * strides[0] + head * strides[1], at.head(head))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 pub(crate) fn scatter(op: &Scatter) -> Result<()> {
-    let cache = op.arena.layout().shape().dtype;
-    for plane in planes(&op.arena, &op.k, &op.v) {
-        dispatch!(cache, T => {
-            if plane.rows.dtype() == DType::F32 {
-                scatter_plane::<f32, T>(op, &plane, T::from_f32)
-            } else {
-                scatter_plane::<T, T>(op, &plane, |x| x)
-            }
+    for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+        let movement = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+        match plane.format {
+            KvFormat::Dense(dtype) => dispatch!(dtype, T => {
+                if rows.dtype() == DType::F32 {
+                    scatter_dense::<f32, T>(&movement, T::from_f32)
+                } else {
+                    scatter_dense::<T, T>(&movement, |x| x)
+                }
+            })?,
+            _ => dispatch!(rows.dtype(), S => scatter_quantized::<S>(&movement))?,
+        }
+    }
+    Ok(())
+}
+
+/// Elements of the same type are copied bit for bit.
+fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T) -> Result<()> {
+    let mut access = Access::new(&[m.rows.storage()], &[m.plane.storage])?;
+    let mut parts = access.parts();
+    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
+    let cache = elements_mut::<T>(parts.write(m.plane.storage)?)?;
+    let dim = m.plane.dim;
+    m.each(|from, at| {
+        let to = m.plane.strides.at(at.layer, at.block, at.token, at.head);
+        for (x, &y) in cache[to..to + dim].iter_mut().zip(&rows[from..from + dim]) {
+            *x = convert(y);
+        }
+        Ok(())
+    })
+}
+
+fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
+    let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
+    let mut parts = access.parts();
+    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
+    let mut cache = RowsMut::new(&m.plane, &mut parts)?;
+    let mut wide = vec![0.0; m.plane.dim];
+    m.each(|from, at| {
+        for (x, y) in wide.iter_mut().zip(&rows[from..]) {
+            *x = y.to_f32();
+        }
+        cache.write(at, &wide)
+    })
+}
+
+pub(crate) fn gather(op: &Gather) -> Result<()> {
+    for (plane, rows, rotation) in
+        [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+    {
+        let movement = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+        dispatch!(rows.dtype(), T => match plane.format {
+            KvFormat::Dense(_) => gather_dense::<T>(&movement, rotation),
+            _ => gather_quantized::<T>(&movement, rotation),
         })?;
     }
     Ok(())
 }
 
-fn scatter_plane<S: Element, T: Element>(
-    op: &Scatter,
-    plane: &Plane,
-    convert: impl Fn(S) -> T,
-) -> Result<()> {
-    let mut access = Access::new(&[plane.rows.storage()], &[plane.storage])?;
-    let (rows, cache) = access.read_write(plane.rows.storage(), plane.storage)?;
-    let (rows, cache) = (elements::<S>(rows)?, elements_mut::<T>(cache)?);
-    let ([_, heads, dim], [row_stride, head_stride, _]) = (dims(plane.rows), strides(plane.rows));
-    for (row, &slot) in op.slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
-        let token = token_offset(op.arena.layout(), plane.strides, op.layer, slot as usize);
-        for head in 0..heads {
-            let from = plane.rows.offset() + row * row_stride + head * head_stride;
-            let to = token + head * plane.strides.head;
-            for (x, &y) in cache[to..to + dim].iter_mut().zip(&rows[from..from + dim]) {
-                *x = convert(y);
-            }
+/// Elements that are not rotated are copied bit for bit.
+fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
+    let mut access = Access::new(&[m.plane.storage], &[m.rows.storage()])?;
+    let mut parts = access.parts();
+    let cache = elements::<T>(parts.read(m.plane.storage)?)?;
+    let rows = elements_mut::<T>(parts.write(m.rows.storage())?)?;
+    let mut rotator = rotation.map(Rotator::by).transpose()?;
+    let dim = m.plane.dim;
+    m.each(|to, at| {
+        let from = m.plane.strides.at(at.layer, at.block, at.token, at.head);
+        let out = &mut rows[to..to + dim];
+        out.copy_from_slice(&cache[from..from + dim]);
+        if let (Some(rotator), Some(rotation)) = (&mut rotator, rotation) {
+            rotator.rotate_elements(out, rotation.delta, 1.0);
         }
-    }
-    Ok(())
-}
-
-pub(crate) fn gather(op: &Gather) -> Result<()> {
-    let [k, v] = planes(&op.arena, &op.k, &op.v);
-    dispatch!(op.arena.layout().shape().dtype, T => {
-        gather_plane::<T>(op, &k, true)?;
-        gather_plane::<T>(op, &v, false)
+        Ok(())
     })
 }
 
-fn gather_plane<T: Element>(op: &Gather, plane: &Plane, keys: bool) -> Result<()> {
-    let mut access = Access::new(&[plane.storage], &[plane.rows.storage()])?;
-    let (cache, rows) = access.read_write(plane.storage, plane.rows.storage())?;
-    let (cache, rows) = (elements::<T>(cache)?, elements_mut::<T>(rows)?);
-    let ([_, heads, dim], [row_stride, head_stride, _]) = (dims(plane.rows), strides(plane.rows));
-    let rotation = op.rotation.as_ref().filter(|_| keys);
-    let mut rotator = rotation.map(|r| Rotator::new(&r.rope, [r.delta])).transpose()?;
-    for (row, &slot) in op.slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
-        let token = token_offset(op.arena.layout(), plane.strides, op.layer, slot as usize);
-        for head in 0..heads {
-            let from = token + head * plane.strides.head;
-            let to = plane.rows.offset() + row * row_stride + head * head_stride;
-            let out = &mut rows[to..to + dim];
-            out.copy_from_slice(&cache[from..from + dim]);
-            if let (Some(rotator), Some(rotation)) = (&mut rotator, rotation) {
-                rotator.rotate_elements(out, rotation.delta, 1.0);
-            }
+fn gather_quantized<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
+    let mut access = Access::new(&locks(&m.plane), &[m.rows.storage()])?;
+    let mut parts = access.parts();
+    let cache = Rows::new(&m.plane, &mut parts)?;
+    let rows = elements_mut::<T>(parts.write(m.rows.storage())?)?;
+    let mut rotator = rotation.map(Rotator::by).transpose()?;
+    let mut wide = vec![0.0; m.plane.dim];
+    m.each(|to, at| {
+        cache.read(at, &mut wide)?;
+        if let (Some(rotator), Some(rotation)) = (&mut rotator, rotation) {
+            rotator.rotate(&mut wide, rotation.delta, 1.0);
         }
-    }
-    Ok(())
-}
-
-/// Extents of rows `[rows, heads, dim]`, whose rank has been checked.
-fn dims(view: &TensorView) -> [usize; 3] {
-    std::array::from_fn(|axis| view.shape()[axis])
-}
-
-fn strides(view: &TensorView) -> [usize; 3] {
-    std::array::from_fn(|axis| view.strides()[axis])
+        for (x, &y) in rows[to..].iter_mut().zip(&wide) {
+            *x = T::from_f32(y);
+        }
+        Ok(())
+    })
 }

@@ -16,7 +16,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let ModelDirectory { model, codec } = load(args)?;
     let backend = backend::open(args.backend)?;
     let config = EngineConfig {
-        kv_dtype: args.dtype,
+        kv_format: args.dtype,
         block_size: args.block_size,
         kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
         profile: args.profile,

@@ -3,40 +3,50 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
-use kvcore::{BlockId, BlockOrder, DType, KvArena, Rope, RopeConfig};
+use kvcore::{BlockId, BlockOrder, DType, KvArena, KvShape, Rope, RopeConfig};
 
 use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
 
-const HEADS: usize = 6;
+pub(super) const HEADS: usize = 6;
 /// Marks output rows that nothing should write.
-const UNTOUCHED: f32 = 0.25;
+pub(super) const UNTOUCHED: f32 = 0.25;
 
-fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
+pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
     Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
 }
 
 /// An attend over filled memory, with the values its oracle needs.
-struct Trial {
-    op: Attend,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+pub(super) struct Trial {
+    pub(super) op: Attend,
+    pub(super) q: Vec<f32>,
+    pub(super) k: Vec<f32>,
+    pub(super) v: Vec<f32>,
 }
 
 impl Trial {
     fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
-        let arena = b.arena(order)?;
+        Self::over(b, b.arena(order)?, rows, batch)
+    }
+
+    /// An attend over an arena of any shape and format.
+    pub(super) fn over(
+        b: &Bench,
+        arena: KvArena,
+        rows: &[QueryRow],
+        batch: Vec<AttendRows>,
+    ) -> Outcome<Self> {
         let (k, v) = b.fill(&arena, 40)?;
-        let q = rounded(
-            b.dtype,
-            &numbers(41, rows.len() * HEADS * 10).iter().map(|x| 2.0 * x).collect::<Vec<_>>(),
-        );
+        let (k_dim, v_dim) = (arena.layout().shape().k_dim, arena.layout().shape().v_dim);
+        let q = numbers(41, rows.len() * HEADS * k_dim).iter().map(|x| 2.0 * x).collect::<Vec<_>>();
+        let q = rounded(b.dtype, &q);
+        let untouched =
+            |shape: &[usize]| b.upload(DType::F32, shape, &vec![UNTOUCHED; shape.iter().product()]);
         let op = Attend {
             layer: 1,
-            q: b.upload(b.dtype, &[rows.len(), HEADS, 10], &q)?,
+            q: b.upload(b.dtype, &[rows.len(), HEADS, k_dim], &q)?,
             rope: Some(Arc::new(Rope::new(
-                RopeConfig { rotary_dim: 8, ..RopeConfig::new(10, 300.0) },
+                RopeConfig { rotary_dim: 8, ..RopeConfig::new(k_dim, 300.0) },
                 4096,
             )?)),
             rows: rows.into(),
@@ -45,30 +55,34 @@ impl Trial {
             scale: 0.4,
             window: None,
             softcap: None,
-            out: b.upload(DType::F32, &[rows.len(), HEADS, 6], &vec![UNTOUCHED; rows.len() * HEADS * 6])?,
-            lse: Some(b.upload(DType::F32, &[rows.len(), HEADS], &vec![UNTOUCHED; rows.len() * HEADS])?),
+            out: untouched(&[rows.len(), HEADS, v_dim])?,
+            lse: Some(untouched(&[rows.len(), HEADS])?),
             arena,
         };
         Ok(Self { op, q, k, v })
     }
 
-    fn check(&self, b: &Bench, what: &str) -> Outcome {
+    pub(super) fn check(&self, b: &Bench, what: &str) -> Outcome {
         b.stream.attend(&self.op)?;
-        let (out, lse) = oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED);
-        close(what, &b.download(&self.op.out)?, &out, 1e-5)?;
+        self.compare(b, what, &oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED))
+    }
+
+    /// Compares output and log-sum-exp with what they should be.
+    pub(super) fn compare(&self, b: &Bench, what: &str, (out, lse): &(Vec<f32>, Vec<f32>)) -> Outcome {
+        close(what, &b.download(&self.op.out)?, out, 1e-5)?;
         match &self.op.lse {
-            Some(view) => close(what, &b.download(view)?, &lse, 1e-5),
+            Some(view) => close(what, &b.download(view)?, lse, 1e-5),
             None => Ok(()),
         }
     }
 }
 
-fn rows(list: &[(usize, i64)]) -> Vec<QueryRow> {
+pub(super) fn rows(list: &[(usize, i64)]) -> Vec<QueryRow> {
     list.iter().map(|&(logical, position)| QueryRow { logical, position }).collect()
 }
 
-fn entry(rows: std::ops::Range<usize>, segments: Vec<Segment>) -> AttendRows {
-    AttendRows { rows, segments: segments.into() }
+pub(super) fn entry(rows: std::ops::Range<usize>, segments: Vec<Segment>) -> AttendRows {
+    AttendRows::new(rows, segments)
 }
 
 pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
@@ -85,8 +99,19 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
+pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
+    for (order, k_heads, v_heads) in [(BlockOrder::HeadMajor, 2, 6), (BlockOrder::TokenMajor, 3, 1)] {
+        let shape = b.arena(order)?.layout().shape().clone();
+        let arena = b.arena_of(KvShape { k_heads, v_heads, ..shape })?;
+        let batch = vec![entry(0..2, reused(40, &[0, 2])), entry(2..3, vec![segment(&[1, 8], 7, 0, 0)])];
+        Trial::over(b, arena, &rows(&[(9, 46), (10, 47), (6, 6)]), batch)?
+            .check(b, "heads of K and V that differ")?;
+    }
+    Ok(())
+}
+
 /// A system prompt, a chunk stored at 0 and used further on, and the question's own tokens.
-fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
+pub(super) fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
     vec![segment(&[4], 3, 0, 0), segment(chunk, 6, 3, 0).at_offset(offset), segment(&[6], 2, 9, offset + 6)]
 }
 
@@ -195,7 +220,7 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
         ("an unknown merge group", with(vec![entry(0..2, vec![grouped])])),
         ("a layer past the end", Attend { layer: 2, ..good.clone() }),
         (
-            "heads that kv_heads do not divide",
+            "heads that k_heads and v_heads do not divide",
             Attend {
                 q: b.tensor(b.dtype, &[2, 3, 10])?,
                 out: b.tensor(DType::F32, &[2, 3, 6])?,

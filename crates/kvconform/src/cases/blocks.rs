@@ -3,32 +3,17 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{CopyBlocks, RotateKeys, Rotation, SwapBlocks};
-use kvcore::{BlockId, BlockOrder, KvArena, KvShape, PlaneStrides, Rope, RopeConfig, RopeScaling};
+use kvcore::{BlockId, BlockOrder, KvArena, KvShape, Rope, RopeConfig, RopeScaling};
 
 use crate::bench::{Bench, Failure, Outcome, close, ensure, equal, half_spacing, rounded_once};
 use crate::oracle;
 
-fn pairs(list: &[(u32, u32)]) -> Arc<[(BlockId, BlockId)]> {
+pub(super) fn pairs(list: &[(u32, u32)]) -> Arc<[(BlockId, BlockId)]> {
     list.iter().map(|&(from, to)| (BlockId(from), BlockId(to))).collect()
 }
 
-/// One head's elements of a token.
-fn token(
-    arena: &KvArena,
-    values: &[f32],
-    s: PlaneStrides,
-    layer: usize,
-    slot: usize,
-    head: usize,
-) -> Vec<f32> {
-    let shape = arena.layout().shape();
-    let dim = if s == arena.layout().k_strides() { shape.k_dim } else { shape.v_dim };
-    let at = oracle::index(arena.layout(), s, layer, slot, head);
-    values[at..at + dim].to_vec()
-}
-
 /// Each token of block `from` of `src` with the token it should have become in block `to` of `dst`.
-fn for_tokens(
+pub(super) fn for_tokens(
     src: (&KvArena, &[f32]),
     dst: (&KvArena, &[f32]),
     block: (u32, u32),
@@ -36,17 +21,16 @@ fn for_tokens(
     mut check: impl FnMut(usize, &[f32], &[f32]) -> Outcome,
 ) -> Outcome {
     let s = src.0.layout().shape();
-    let strides = |a: &KvArena| if keys { a.layout().k_strides() } else { a.layout().v_strides() };
     for layer in 0..s.num_layers {
         for offset in 0..s.block_size {
-            for head in 0..s.kv_heads {
-                let (from, to) =
-                    (block.0 as usize * s.block_size + offset, block.1 as usize * s.block_size + offset);
-                check(
-                    layer,
-                    &token(src.0, src.1, strides(src.0), layer, from, head),
-                    &token(dst.0, dst.1, strides(dst.0), layer, to, head),
-                )?;
+            let row = |(arena, values): (&KvArena, &'_ [f32]), block: u32, head| {
+                let plane = if keys { arena.k_plane() } else { arena.v_plane() };
+                let slot = block as usize * s.block_size + offset;
+                let at = oracle::index(arena.layout(), plane.strides, layer, slot, head);
+                values[at..at + plane.dim].to_vec()
+            };
+            for head in 0..if keys { s.k_heads } else { s.v_heads } {
+                check(layer, &row(src, block.0, head), &row(dst, block.1, head))?;
             }
         }
     }
@@ -106,7 +90,7 @@ pub(super) fn wrong_copies_are_refused(b: &Bench) -> Outcome {
     ensure(result.is_err(), || "blocks of another size were accepted".to_owned())
 }
 
-fn yarn() -> Result<Arc<Rope>, Failure> {
+pub(super) fn yarn() -> Result<Arc<Rope>, Failure> {
     let scaling = RopeScaling::Yarn {
         factor: 4.0,
         attention_factor: 1.138_629_4,

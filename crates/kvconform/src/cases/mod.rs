@@ -1,32 +1,70 @@
 //! The cases, by kernel. A case runs for every backend and element type.
 
-use crate::bench::{Bench, Outcome};
+use kvcore::Error;
+
+use crate::bench::{Bench, Failure, Outcome};
 
 mod attend;
 mod blocks;
+mod capabilities;
 mod memory;
+mod mla;
 mod order;
+mod quant;
 mod rope;
 mod rows;
+mod sparse;
 
 /// One case of the suite.
 #[derive(Clone, Copy)]
 pub struct Case {
     /// `kernel::what_is_claimed`.
     pub name: &'static str,
+    /// Kernels that the case uses and that a backend may lack.
+    pub needs: &'static [&'static str],
+    body: fn(&Bench) -> Outcome,
+}
+
+impl Case {
     /// Checks the claim.
-    pub run: fn(&Bench) -> Outcome,
+    ///
+    /// If the backend lists a kernel that the case needs as missing, the claim is another: the case
+    /// ends with that backend's [`Error::Unsupported`].
+    pub fn run(&self, bench: &Bench) -> Outcome {
+        let missing = bench.backend.capabilities().missing;
+        match self.needs.iter().find(|kernel| missing.contains(kernel)) {
+            Some(kernel) => refused(bench, kernel, (self.body)(bench)),
+            None => (self.body)(bench),
+        }
+    }
+}
+
+/// Whether something that a backend says it lacks was refused with the typed error.
+fn refused(b: &Bench, what: &str, outcome: Outcome) -> Outcome {
+    match outcome {
+        Err(Failure { error: Some(Error::Unsupported { backend, .. }), .. })
+            if backend == b.backend.name() =>
+        {
+            Ok(())
+        }
+        Err(failure) => Err(Failure::new(format!("{what} is missing, but the error is another: {failure}"))),
+        Ok(()) => Err(Failure::new(format!("{what} is listed as missing, but works"))),
+    }
 }
 
 macro_rules! cases {
-    ($($module:ident::$name:ident),* $(,)?) => {
+    ($($module:ident::$name:ident $(needs [$($kernel:literal),*])?),* $(,)?) => {
         /// Every case of the suite.
-        pub const CASES: &[Case] =
-            &[$(Case { name: concat!(stringify!($module), "::", stringify!($name)), run: $module::$name },)*];
+        pub const CASES: &[Case] = &[$(Case {
+            name: concat!(stringify!($module), "::", stringify!($name)),
+            needs: &[$($($kernel),*)?],
+            body: $module::$name,
+        },)*];
     };
 }
 
 cases! {
+    capabilities::no_required_kernel_or_type_is_missing,
     memory::is_zeroed_and_refuses_nothing,
     memory::host_copies_round_trip,
     memory::host_copies_check_length_and_density,
@@ -34,6 +72,7 @@ cases! {
     order::events_order_streams,
     order::dropping_handles_loses_no_work,
     rows::scatter_puts_rows_where_slots_say,
+    rows::k_and_v_may_differ_in_heads,
     rows::scatter_takes_head_major_rows,
     rows::scatter_rounds_f32_rows,
     rows::scatter_keeps_nan_and_infinity,
@@ -50,6 +89,7 @@ cases! {
     rope::the_attention_factor_enters_once,
     rope::positions_past_the_limit_are_refused,
     attend::prefill_and_decode_in_one_call,
+    attend::k_and_v_may_differ_in_heads,
     attend::segments_at_offsets,
     attend::the_same_blocks_at_two_offsets_at_once,
     attend::causality_goes_by_logical_order,
@@ -60,4 +100,24 @@ cases! {
     attend::rotated_queries_need_no_table,
     attend::wrong_attends_are_refused,
     attend::output_in_the_element_type,
+    quant::rows_read_back_within_the_bound_of_their_format,
+    quant::what_is_not_finite_never_becomes_finite,
+    quant::gathered_keys_are_rotated_in_f32,
+    quant::copies_move_codes_and_scales,
+    quant::rotated_keys_are_quantised_again,
+    quant::attend_reads_quantised_blocks,
+    quant::blocks_are_quantised_and_back needs ["quantize", "dequantize"],
+    quant::wrong_conversions_are_refused needs ["quantize", "dequantize"],
+    sparse::rows_see_selected_tokens_only needs ["selection"],
+    sparse::rows_see_selected_blocks_only needs ["selection"],
+    sparse::what_is_selected_must_be_visible_too needs ["selection"],
+    sparse::an_empty_selection_sees_nothing needs ["selection"],
+    sparse::selections_of_quantised_blocks needs ["selection"],
+    sparse::wrong_selections_are_refused needs ["selection"],
+    mla::the_latent_is_key_and_value needs ["attend_mla"],
+    mla::queries_may_come_rotated needs ["attend_mla"],
+    mla::latents_may_be_selected needs ["attend_mla", "selection"],
+    mla::latents_may_be_quantised needs ["attend_mla"],
+    mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
+    mla::wrong_latent_attends_are_refused needs ["attend_mla"],
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{Gather, Rotation, Scatter};
-use kvcore::{BlockOrder, DType, Error, KvArena, Rope, RopeConfig, TensorView};
+use kvcore::{BlockOrder, DType, Error, KvArena, KvPlane, KvShape, Rope, RopeConfig, TensorView};
 
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
@@ -16,24 +16,21 @@ fn scatter(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &
     Scatter { arena: arena.clone(), layer, k, v, slots: slots.into() }
 }
 
-/// K storage after rows `[n, 2, 10]` went to `slots` of `layer`.
+/// A plane's values after rows `[n, heads, dim]` went to `slots` of `layer`.
 fn placed(
     arena: &KvArena,
-    mut k: Vec<f32>,
+    plane: KvPlane,
+    mut values: Vec<f32>,
     rows: &[f32],
     layer: usize,
     slots: &[i64],
-    dim: usize,
 ) -> Vec<f32> {
-    let layout = arena.layout();
-    let strides = if dim == layout.shape().k_dim { layout.k_strides() } else { layout.v_strides() };
-    for (row, &slot) in slots.iter().enumerate().filter(|(_, s)| **s >= 0) {
-        for head in 0..2 {
-            let at = oracle::index(layout, strides, layer, slot as usize, head);
-            k[at..at + dim].copy_from_slice(&rows[(row * 2 + head) * dim..][..dim]);
-        }
+    for (i, row) in rows.chunks(plane.dim).enumerate().filter(|(i, _)| slots[i / plane.heads] >= 0) {
+        let slot = slots[i / plane.heads] as usize;
+        let at = oracle::index(arena.layout(), plane.strides, layer, slot, i % plane.heads);
+        values[at..at + plane.dim].copy_from_slice(row);
     }
-    k
+    values
 }
 
 pub(super) fn scatter_puts_rows_where_slots_say(b: &Bench) -> Outcome {
@@ -50,8 +47,48 @@ pub(super) fn scatter_puts_rows_where_slots_say(b: &Bench) -> Outcome {
         );
         b.stream.scatter(&op)?;
         let (k1, v1) = b.contents(&arena)?;
-        equal("K", &k1, &placed(&arena, k0, &rounded(b.dtype, &k), 1, &SLOTS, 10))?;
-        equal("V", &v1, &placed(&arena, v0, &rounded(b.dtype, &v), 1, &SLOTS, 6))?;
+        equal("K", &k1, &placed(&arena, arena.k_plane(), k0, &rounded(b.dtype, &k), 1, &SLOTS))?;
+        equal("V", &v1, &placed(&arena, arena.v_plane(), v0, &rounded(b.dtype, &v), 1, &SLOTS))?;
+    }
+    Ok(())
+}
+
+pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
+    for (order, k_heads, v_heads) in [(ORDERS[0], 2, 6), (ORDERS[1], 4, 1)] {
+        let shape = b.arena(order)?.layout().shape().clone();
+        let arena = b.arena_of(KvShape { k_heads, v_heads, ..shape })?;
+        let (k0, v0) = b.fill(&arena, 13)?;
+        let (k, v) = (numbers(14, 6 * k_heads * 10), numbers(15, 6 * v_heads * 6));
+        let (k, v) = (rounded(b.dtype, &k), rounded(b.dtype, &v));
+        let rows_k = b.upload(b.dtype, &[6, k_heads, 10], &k)?;
+        let rows_v = b.upload(b.dtype, &[6, v_heads, 6], &v)?;
+        b.stream.scatter(&scatter(&arena, 1, rows_k.clone(), rows_v.clone(), &SLOTS))?;
+        let (k1, v1) = b.contents(&arena)?;
+        equal("K", &k1, &placed(&arena, arena.k_plane(), k0, &k, 1, &SLOTS))?;
+        equal("V", &v1, &placed(&arena, arena.v_plane(), v0, &v, 1, &SLOTS))?;
+        let (out_k, out_v) = (b.tensor(b.dtype, &[6, k_heads, 10])?, b.tensor(b.dtype, &[6, v_heads, 6])?);
+        b.stream.gather(&Gather {
+            arena: arena.clone(),
+            layer: 1,
+            slots: SLOTS.into(),
+            k: out_k.clone(),
+            v: out_v.clone(),
+            rotation: None,
+        })?;
+        for (what, out, rows) in [("K rows", out_k, k), ("V rows", out_v, v)] {
+            let (got, width) = (b.download(&out)?, rows.len() / 6);
+            for row in [0, 1, 3, 4] {
+                equal(what, &got[row * width..][..width], &rows[row * width..][..width])?;
+            }
+        }
+        let swapped = b.stream.scatter(&scatter(
+            &arena,
+            0,
+            b.tensor(b.dtype, &[6, v_heads, 10])?,
+            b.tensor(b.dtype, &[6, k_heads, 6])?,
+            &SLOTS,
+        ));
+        ensure(matches!(swapped, Err(Error::Mismatch { .. })), || format!("swapped heads gave {swapped:?}"))?;
     }
     Ok(())
 }
@@ -68,7 +105,7 @@ pub(super) fn scatter_takes_head_major_rows(b: &Bench) -> Outcome {
         .map(|i| k[i])
         .collect();
     let empty = vec![0.0; arena.layout().k_bytes() * 8 / b.dtype.bits()];
-    let expected = placed(&arena, empty, &rounded(b.dtype, &tokens_first), 0, &[1, 2, 30], 10);
+    let expected = placed(&arena, arena.k_plane(), empty, &rounded(b.dtype, &tokens_first), 0, &[1, 2, 30]);
     equal("K from head-major rows", &b.contents(&arena)?.0, &expected)
 }
 
@@ -87,7 +124,7 @@ pub(super) fn scatter_rounds_f32_rows(b: &Bench) -> Outcome {
     equal(
         "K rounded to nearest even",
         &b.contents(&arena)?.0,
-        &placed(&arena, empty, &rounded(b.dtype, &k), 0, &[5], 10),
+        &placed(&arena, arena.k_plane(), empty, &rounded(b.dtype, &k), 0, &[5]),
     )
 }
 
@@ -125,7 +162,7 @@ pub(super) fn wrong_scatters_are_refused_and_write_nothing(b: &Bench) -> Outcome
     }
     for (what, op) in wrong {
         if b.stream.scatter(&op).is_ok() {
-            return Err(Failure(format!("{what} was accepted")));
+            return Err(Failure::new(format!("{what} was accepted")));
         }
     }
     let (k1, v1) = b.contents(&arena)?;

@@ -40,11 +40,15 @@ counters! {
     gather_bytes,
     /// Bytes of cached K and V duplicated by `copy_blocks`, `swap_blocks` and `rotate_keys`.
     block_copy_bytes,
+    /// Bytes of quantised blocks written by `quantize`.
+    quantize_bytes,
+    /// Bytes of dense blocks written by `dequantize`.
+    dequantize_bytes,
     /// Bytes that came from the host by `write`.
     host_write_bytes,
     /// Bytes that went to the host by `read`.
     host_read_bytes,
-    /// Calls of `attend`.
+    /// Calls of `attend` and `attend_mla`.
     attend_calls,
 }
 

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Kernels;
+use crate::quant::KvFormat;
 use crate::tensor::TensorView;
 
 mod counters;
@@ -105,10 +106,22 @@ pub trait Stream: Kernels + Send + Sync + fmt::Debug {
 pub struct Capabilities {
     /// Element types that every kernel accepts.
     pub dtypes: Vec<DType>,
+    /// Quantised formats that every kernel accepts, by [`KvFormat::name`].
+    pub formats: Vec<&'static str>,
     /// Memory that can be allocated.
     pub memory: Vec<MemoryKind>,
     /// Names of kernels that are missing, e.g. `"attend_mla"`.
     pub missing: Vec<&'static str>,
+}
+
+impl Capabilities {
+    /// Whether kernels accept caches of a format.
+    pub fn accepts(&self, format: KvFormat) -> bool {
+        match format {
+            KvFormat::Dense(dtype) => self.dtypes.contains(&dtype),
+            _ => self.formats.contains(&format.name()),
+        }
+    }
 }
 
 /// A device: its memory and its streams.

@@ -152,7 +152,7 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Scatters new rows of a sequence in one layer: `k` `[rows, kv_heads, k_dim]`, `v` `[.., v_dim]`.
+    /// Scatters new rows of a sequence in one layer: `k` `[rows, k_heads, k_dim]`, `v` `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
     /// [`Error::NotOwned`] for a slot outside the blocks that this sequence fills itself: shared
@@ -255,10 +255,11 @@ mod tests {
             num_layers: 1,
             num_blocks: blocks,
             block_size: 4,
-            kv_heads: 1,
+            k_heads: 1,
+            v_heads: 1,
             k_dim: 2,
             v_dim: 2,
-            dtype: DType::F32,
+            format: DType::F32.into(),
             order: BlockOrder::TokenMajor,
         })
         .unwrap();

@@ -10,7 +10,7 @@ use crate::kernels::{KvArena, Scatter, Segment};
 use crate::layout::PlaneStrides;
 use crate::tensor::{Dims, TensorView};
 
-/// K and V of a fixed batch, `[num_layers, max_batch, kv_heads, max_len, dim]`.
+/// K and V of a fixed batch, `[num_layers, max_batch, heads, max_len, dim]`.
 ///
 /// It is a paged cache with one block per batch entry: `num_blocks` of the arena's layout is the
 /// batch and `block_size` the longest length. The same kernels therefore serve both, and a
@@ -62,9 +62,9 @@ impl StaticKvCache {
     }
 
     /// Writes new tokens of one layer at `starts[b]` of each entry, and returns views of everything
-    /// up to the longest entry's new end: `([batch, kv_heads, len, k_dim], [.., v_dim])`.
+    /// up to the longest entry's new end: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`.
     ///
-    /// `k` and `v` are head-major: `[batch, kv_heads, new, dim]`. Nothing is copied but the new rows.
+    /// `k` and `v` are head-major: `[batch, heads, new, dim]`. Nothing is copied but the new rows.
     ///
     /// # Errors
     /// A layer out of range, a batch that is not the cache's, a start past the entry's end (it would
@@ -79,7 +79,7 @@ impl StaticKvCache {
     ) -> Result<(TensorView, TensorView)> {
         self.index(layer, 0)?;
         for view in [k, v] {
-            same("rank of [batch, kv_heads, new, dim]", 4, view.shape().len())?;
+            same("rank of [batch, heads, new, dim]", 4, view.shape().len())?;
             same("batch", self.max_batch(), view.shape()[0])?;
         }
         same("new tokens of V", k.shape()[2], v.shape()[2])?;
@@ -112,23 +112,24 @@ impl StaticKvCache {
         self.views(layer)
     }
 
-    /// Views of one layer up to the longest entry: `([batch, kv_heads, len, k_dim], [.., v_dim])`.
+    /// Views of one layer up to the longest entry: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`.
+    /// Of a quantised cache these are the codes.
     pub fn views(&self, layer: usize) -> Result<(TensorView, TensorView)> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
         let (layout, s) = (self.arena.layout(), self.arena.layout().shape());
-        let view = |storage, strides: PlaneStrides, dim| {
+        let view = |storage, strides: PlaneStrides, heads, dim| {
             TensorView::with_strides(
                 storage,
-                s.dtype,
-                Dims::new(&[s.num_blocks, s.kv_heads, len, dim])?,
+                s.format.storage_dtype(),
+                Dims::new(&[s.num_blocks, heads, len, dim])?,
                 Dims::new(&[strides.block, strides.head, strides.token, 1])?,
                 layer * strides.layer,
             )
         };
         Ok((
-            view(Arc::clone(self.arena.k()), layout.k_strides(), s.k_dim)?,
-            view(Arc::clone(self.arena.v()), layout.v_strides(), s.v_dim)?,
+            view(Arc::clone(self.arena.k()), layout.k_strides(), s.k_heads, s.k_dim)?,
+            view(Arc::clone(self.arena.v()), layout.v_strides(), s.v_heads, s.v_dim)?,
         ))
     }
 

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, innermost_dense, writable};
+use super::{KvArena, Selection, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -88,13 +88,31 @@ pub struct AttendRows {
     pub rows: Range<usize>,
     /// What they see. The tokens of the rows themselves are in it, scattered before.
     pub segments: Arc<[Segment]>,
+    /// Which of these tokens each row may see; all of them without it.
+    pub selection: Option<Selection>,
+}
+
+impl AttendRows {
+    /// Rows that see all tokens of `segments`, as far as causality and window allow.
+    pub fn new(rows: Range<usize>, segments: impl Into<Arc<[Segment]>>) -> Self {
+        Self { rows, segments: segments.into(), selection: None }
+    }
+
+    /// The same rows limited to a selection.
+    #[must_use]
+    pub fn selecting(mut self, selection: Selection) -> Self {
+        self.selection = Some(selection);
+        self
+    }
 }
 
 /// Attention of any mix of prefill and decode rows in one call.
 ///
 /// For each row and head: `softmax(scale * logit_scale * q·k) v` over the tokens of its segments
-/// whose logical index is at most the row's and whose position lies inside the window. A row that
-/// sees nothing gives zeros and a log-sum-exp of −∞.
+/// whose logical index is at most the row's, whose position lies inside the window, and that are
+/// selected if the entry has a [`Selection`]. Query head `h`
+/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row that sees
+/// nothing gives zeros and a log-sum-exp of −∞.
 #[derive(Debug, Clone)]
 pub struct Attend {
     /// Keys and values.
@@ -136,6 +154,10 @@ impl Attend {
             for segment in entry.segments.iter() {
                 self.check_segment(segment)?;
             }
+            if let Some(selection) = &entry.selection {
+                let block_size = self.arena.layout().shape().block_size;
+                selection.check(entry.rows.len(), &entry.segments, block_size)?;
+            }
         }
         let mut claimed: Vec<_> =
             self.batch.iter().map(|e| e.rows.clone()).filter(|r| !r.is_empty()).collect();
@@ -157,6 +179,7 @@ impl Attend {
             same("rows of queries and output", rows, view.shape()[0])?;
             same("heads of queries and output", heads, view.shape()[1])?;
             same("dim of queries and output", dim, view.shape()[2])?;
+            computable("queries and output", view)?;
             innermost_dense("queries and output", view)?;
             self.arena.check_apart("queries and output", view)?;
         }
@@ -164,12 +187,13 @@ impl Attend {
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
             return Err(Error::Zero { what: "softcap" });
         }
-        if heads == 0 || !heads.is_multiple_of(s.kv_heads) {
-            return Err(Error::Mismatch {
-                what: "query heads as a multiple of kv_heads",
-                expected: s.kv_heads,
-                got: heads,
-            });
+        for (what, kv_heads) in [
+            ("query heads as a multiple of k_heads", s.k_heads),
+            ("query heads as a multiple of v_heads", s.v_heads),
+        ] {
+            if heads == 0 || !heads.is_multiple_of(kv_heads) {
+                return Err(Error::Mismatch { what, expected: kv_heads, got: heads });
+            }
         }
         if let Some(lse) = &self.lse {
             same("rank of lse [rows, heads]", 2, lse.shape().len())?;

@@ -7,7 +7,8 @@ use crate::block::BlockId;
 use crate::error::{Error, Result, same};
 use crate::layout::KvShape;
 
-/// Copies block `src` to block `dst` for each pair, over all layers, K and V.
+/// Copies block `src` to block `dst` for each pair, over all layers, K and V, bit for bit, with the
+/// scales of quantised blocks.
 ///
 /// A block may be a source or a destination of one call, not both: no order is promised.
 #[derive(Debug, Clone)]
@@ -40,6 +41,9 @@ impl CopyBlocks {
 }
 
 /// Copies blocks from one arena to another of the same block shape: between memories or pools.
+///
+/// Codes and the scales of blocks move bit for bit. Static scales belong to an arena and stay: codes
+/// of fp8 mean the same in both only if both were given the same scales.
 #[derive(Debug, Clone)]
 pub struct SwapBlocks {
     /// Where blocks are read.
@@ -80,17 +84,25 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, Block
     }
 }
 
-/// Whether blocks of both arenas hold the same elements, whatever their order or number.
+/// Whether blocks of both arenas hold the same elements in the same format, whatever their order or
+/// number.
 pub(super) fn same_blocks(src: &KvArena, dst: &KvArena) -> Result<()> {
+    same_extents(src, dst)?;
+    let (expected, got) = (src.layout().shape().format, dst.layout().shape().format);
+    if expected == got {
+        Ok(())
+    } else {
+        Err(Error::FormatMismatch { what: "KV format of the arenas", expected, got })
+    }
+}
+
+/// Whether blocks of both arenas have the same extents, whatever their format.
+pub(super) fn same_extents(src: &KvArena, dst: &KvArena) -> Result<()> {
     let (a, b): (&KvShape, &KvShape) = (src.layout().shape(), dst.layout().shape());
     same("num_layers of the arenas", a.num_layers, b.num_layers)?;
     same("block_size of the arenas", a.block_size, b.block_size)?;
-    same("kv_heads of the arenas", a.kv_heads, b.kv_heads)?;
+    same("k_heads of the arenas", a.k_heads, b.k_heads)?;
+    same("v_heads of the arenas", a.v_heads, b.v_heads)?;
     same("k_dim of the arenas", a.k_dim, b.k_dim)?;
-    same("v_dim of the arenas", a.v_dim, b.v_dim)?;
-    if a.dtype == b.dtype {
-        Ok(())
-    } else {
-        Err(Error::DTypeMismatch { what: "element type of the arenas", expected: a.dtype, got: b.dtype })
-    }
+    same("v_dim of the arenas", a.v_dim, b.v_dim)
 }

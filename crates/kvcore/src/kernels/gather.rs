@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{KvArena, check_rows, check_slots, slot_bytes, writable};
 use crate::error::{Error, Result};
+use crate::quant::KvFormat;
 use crate::rope::Rope;
 use crate::tensor::TensorView;
 
@@ -28,7 +29,9 @@ impl Rotation {
 
 /// Reads slot `slots[i]` of one layer into row `i` of `k` and `v`.
 ///
-/// A negative slot leaves its row as it is. Outputs have the arena's element type.
+/// A negative slot leaves its row as it is. Outputs of a dense arena have its element type; outputs of
+/// a quantised one have any of [`DType::COMPUTE`](crate::DType::COMPUTE) and are dequantised, rotated
+/// in f32 and rounded once.
 #[derive(Debug, Clone)]
 pub struct Gather {
     /// Source.
@@ -37,9 +40,9 @@ pub struct Gather {
     pub layer: usize,
     /// One slot per row, or negative.
     pub slots: Arc<[i64]>,
-    /// Keys `[rows, kv_heads, k_dim]`.
+    /// Keys `[rows, k_heads, k_dim]`.
     pub k: TensorView,
-    /// Values `[rows, kv_heads, v_dim]`.
+    /// Values `[rows, v_heads, v_dim]`.
     pub v: TensorView,
     /// Rotates the keys on the way.
     pub rotation: Option<Rotation>,
@@ -51,13 +54,11 @@ impl Gather {
         self.arena.check_layer(self.layer)?;
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
         let s = self.arena.layout().shape();
-        for view in [&self.k, &self.v] {
-            if view.dtype() != s.dtype {
-                return Err(Error::DTypeMismatch {
-                    what: "gathered rows",
-                    expected: s.dtype,
-                    got: view.dtype(),
-                });
+        if let KvFormat::Dense(expected) = s.format {
+            for view in [&self.k, &self.v] {
+                if view.dtype() != expected {
+                    return Err(Error::DTypeMismatch { what: "gathered rows", expected, got: view.dtype() });
+                }
             }
         }
         writable("gathered K rows", &self.k)?;

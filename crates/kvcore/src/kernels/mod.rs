@@ -5,29 +5,37 @@
 //! calls `check()` first, so that a wrong slot, block or shape is an error before anything runs,
 //! the same on every device.
 
-use std::sync::Arc;
-
-use crate::backend::{Backend, MemoryKind, Storage};
-use crate::block::BlockId;
+use crate::dtype::DType;
 use crate::error::{Error, Result, same};
-use crate::layout::KvLayout;
 use crate::tensor::TensorView;
 
+mod arena;
 mod attend;
 mod copy;
 mod gather;
+mod mla;
+mod quantize;
 mod rope;
 mod rotate;
 mod scatter;
+mod selection;
 
+pub use arena::{KvArena, KvPlane};
 pub use attend::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
 pub use copy::{CopyBlocks, SwapBlocks};
 pub use gather::{Gather, Rotation};
+pub use mla::AttendMla;
+pub use quantize::{Dequantize, Quantize};
 pub use rope::ApplyRope;
 pub use rotate::RotateKeys;
 pub use scatter::Scatter;
+pub use selection::{Selection, SelectionUnit};
 
-/// Kernels that every backend implements for f32, f16 and bf16.
+/// The kernels of the contract.
+///
+/// [`REQUIRED`] ones work for f32, f16 and bf16 on every backend. A backend that lacks another kernel,
+/// or a quantised format in any of them, says so in its
+/// [`Capabilities`](crate::backend::Capabilities) and returns [`Error::Unsupported`].
 pub trait Kernels {
     /// New K and V rows into cache slots.
     fn scatter(&self, op: &Scatter) -> Result<()>;
@@ -49,95 +57,32 @@ pub trait Kernels {
 
     /// Grouped-query attention over segments.
     fn attend(&self, op: &Attend) -> Result<()>;
+
+    /// Attention over cached latents.
+    fn attend_mla(&self, op: &AttendMla) -> Result<()>;
+
+    /// Blocks of a dense arena into a quantised one.
+    fn quantize(&self, op: &Quantize) -> Result<()>;
+
+    /// Blocks of a quantised arena into a dense one.
+    fn dequantize(&self, op: &Dequantize) -> Result<()>;
 }
 
-/// The K and V memory of one device and one layout: what block ids and slots refer to.
-///
-/// The main pool and the chunk pool are quotas over one arena, so that one `attend` reads both.
-#[derive(Debug, Clone)]
-pub struct KvArena {
-    k: Arc<dyn Storage>,
-    v: Arc<dyn Storage>,
-    layout: Arc<KvLayout>,
-}
+/// Names of the kernels that no backend may lack.
+pub const REQUIRED: [&str; 7] =
+    ["scatter", "gather", "copy_blocks", "swap_blocks", "rope", "rotate_keys", "attend"];
 
-impl KvArena {
-    /// Allocates K and V for `layout`.
-    pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
-        let k = backend.allocate(kind, layout.k_bytes())?;
-        let v = backend.allocate(kind, layout.v_bytes())?;
-        Self::from_storage(k, v, layout)
-    }
+/// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`].
+pub const OPTIONAL: [&str; 4] = ["attend_mla", "selection", "quantize", "dequantize"];
 
-    /// An arena over memory that the caller brings.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] when a storage is smaller than the layout, [`Error::Misaligned`], and
-    /// [`Error::Aliased`] when K and V are the same storage.
-    pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
-        for (what, storage, bytes) in [("K", &k, layout.k_bytes()), ("V", &v, layout.v_bytes())] {
-            if storage.len() < bytes {
-                return Err(Error::Mismatch {
-                    what: "bytes of the arena's storage",
-                    expected: bytes,
-                    got: storage.len(),
-                });
-            }
-            let align = layout.shape().dtype.align();
-            if !storage.address().is_multiple_of(align as u64) {
-                return Err(Error::Misaligned { what, address: storage.address(), align });
-            }
-        }
-        if k.address() == v.address() {
-            return Err(Error::Aliased { what: "K and V" });
-        }
-        Ok(Self { k, v, layout })
-    }
-
-    /// The K storage.
-    pub fn k(&self) -> &Arc<dyn Storage> {
-        &self.k
-    }
-
-    /// The V storage.
-    pub fn v(&self) -> &Arc<dyn Storage> {
-        &self.v
-    }
-
-    /// The layout of both.
-    pub fn layout(&self) -> &Arc<KvLayout> {
-        &self.layout
-    }
-
-    pub(crate) fn check_layer(&self, layer: usize) -> Result<()> {
-        let limit = self.layout.shape().num_layers;
-        if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
-    }
-
-    /// Rows that lie in the arena itself would be read while it is written.
-    pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
-        let address = view.storage().address();
-        if address == self.k.address() || address == self.v.address() {
-            Err(Error::Aliased { what })
-        } else {
-            Ok(())
-        }
-    }
-
-    pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
-        let limit = self.layout.shape().num_blocks;
-        if block.index() < limit { Ok(()) } else { Err(Error::range("block", block.index(), limit)) }
-    }
-}
-
-/// Checks K and V rows `[rows, kv_heads, dim]` against an arena.
+/// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
 fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> Result<()> {
-    let s = arena.layout().shape();
-    for (view, dim, what) in [(k, s.k_dim, "K rows"), (v, s.v_dim, "V rows")] {
-        same("rank of rows [rows, kv_heads, dim]", 3, view.shape().len())?;
+    for (view, plane, what) in [(k, arena.k_plane(), "K rows"), (v, arena.v_plane(), "V rows")] {
+        same("rank of rows [rows, heads, dim]", 3, view.shape().len())?;
         same("number of rows", rows, view.shape()[0])?;
-        same("kv_heads of rows", s.kv_heads, view.shape()[1])?;
-        same("dim of rows", dim, view.shape()[2])?;
+        same("heads of rows", plane.heads, view.shape()[1])?;
+        same("dim of rows", plane.dim, view.shape()[2])?;
+        computable(what, view)?;
         innermost_dense(what, view)?;
         arena.check_apart(what, view)?;
     }
@@ -153,11 +98,18 @@ fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     }
 }
 
-/// Bytes of K and V in one layer at the slots that are no padding.
+/// Bytes of K, V and their scales in one layer at the slots that are no padding.
 fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
-    let s = arena.layout().shape();
-    let rows = slots.iter().filter(|&&slot| slot >= 0).count();
-    rows * s.kv_heads * (s.k_dim + s.v_dim) * s.dtype.bits() / 8
+    slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
+}
+
+/// Kernels compute with rows of [`DType::COMPUTE`] only.
+fn computable(what: &'static str, view: &TensorView) -> Result<()> {
+    if view.dtype().is_compute() {
+        Ok(())
+    } else {
+        Err(Error::DTypeMismatch { what, expected: DType::F32, got: view.dtype() })
+    }
 }
 
 /// A view that is written must not have two elements at one address.

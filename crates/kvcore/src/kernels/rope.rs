@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{innermost_dense, writable};
+use super::{computable, innermost_dense, writable};
 use crate::error::{Error, Result, same};
 use crate::rope::Rope;
 use crate::tensor::TensorView;
@@ -25,6 +25,7 @@ impl ApplyRope {
     pub fn check(&self) -> Result<()> {
         same("rank of rows [rows, heads, dim]", 3, self.rows.shape().len())?;
         same("number of positions", self.rows.shape()[0], self.positions.len())?;
+        computable("rows to rotate", &self.rows)?;
         innermost_dense("rows to rotate", &self.rows)?;
         writable("rows to rotate", &self.rows)?;
         let (rotary, dim) = (self.rope.config().rotary_dim, self.rows.shape()[2]);

@@ -10,7 +10,8 @@ use crate::error::Result;
 /// Copies blocks of one layer, their keys moved by a distance, their values as they are.
 ///
 /// Out of place only, and always from the stored original: chained moves would round again and
-/// again. The rotation has magnitude 1, so that the attention factor of `YaRN` enters once.
+/// again. The rotation has magnitude 1, so that the attention factor of `YaRN` enters once. Quantised
+/// keys are rotated in f32 and quantised anew; static scales must be the same in both arenas.
 #[derive(Debug, Clone)]
 pub struct RotateKeys {
     /// Where the originals lie.

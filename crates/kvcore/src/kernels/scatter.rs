@@ -5,22 +5,24 @@ use std::sync::Arc;
 use super::{KvArena, check_rows, check_slots, slot_bytes};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::quant::KvFormat;
 use crate::tensor::TensorView;
 
 /// Writes row `i` of `k` and `v` to slot `slots[i]` of one layer.
 ///
-/// A negative slot is padding: its row is skipped. Rows have the arena's element type, or f32, in
-/// which case they are rounded to nearest even on the way. If a slot occurs twice, one of the rows
-/// wins, unspecified which.
+/// A negative slot is padding: its row is skipped. Rows of a dense arena have its element type, or
+/// f32, in which case they are rounded to nearest even on the way; rows of a quantised arena have any
+/// of [`DType::COMPUTE`] and are quantised. If a slot occurs twice, one of the rows wins, unspecified
+/// which.
 #[derive(Debug, Clone)]
 pub struct Scatter {
     /// Destination.
     pub arena: KvArena,
     /// Layer written.
     pub layer: usize,
-    /// New keys `[rows, kv_heads, k_dim]`; any strides with a dense last axis.
+    /// New keys `[rows, k_heads, k_dim]`; any strides with a dense last axis.
     pub k: TensorView,
-    /// New values `[rows, kv_heads, v_dim]`.
+    /// New values `[rows, v_heads, v_dim]`.
     pub v: TensorView,
     /// One slot per row: `block * block_size + offset`, or negative.
     pub slots: Arc<[i64]>,
@@ -31,10 +33,15 @@ impl Scatter {
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
-        let expected = self.arena.layout().shape().dtype;
-        for view in [&self.k, &self.v] {
-            if view.dtype() != expected && view.dtype() != DType::F32 {
-                return Err(Error::DTypeMismatch { what: "rows to scatter", expected, got: view.dtype() });
+        if let KvFormat::Dense(expected) = self.arena.layout().shape().format {
+            for view in [&self.k, &self.v] {
+                if view.dtype() != expected && view.dtype() != DType::F32 {
+                    return Err(Error::DTypeMismatch {
+                        what: "rows to scatter",
+                        expected,
+                        got: view.dtype(),
+                    });
+                }
             }
         }
         check_slots(&self.arena, &self.slots)

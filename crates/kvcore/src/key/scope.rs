@@ -1,12 +1,11 @@
 //! Everything but the tokens that cached bytes depend on, encoded once into a root key.
 
-use crate::dtype::DType;
 use crate::key::BlockKey;
 use crate::layout::{BlockOrder, KvShape};
 use crate::rope::{Pairing, Rope};
 
 /// Version of the encoding below; a change of it separates old keys from new ones.
-const VERSION: &str = "kvcore key scope v1";
+const VERSION: &str = "kvcore key scope v2";
 
 /// What a root key is made of. Every field is length-prefixed and tagged, so that no two scopes
 /// encode alike.
@@ -51,23 +50,30 @@ impl KeyScope {
         self
     }
 
-    /// The stored form: element type, extents and order of a block.
+    /// The stored form: format, extents and order of a block.
     #[must_use]
     pub fn layout(mut self, shape: &KvShape) -> Self {
-        let dtype = match shape.dtype {
-            DType::F32 => 0u8,
-            DType::F16 => 1,
-            DType::BF16 => 2,
-        };
-        let order = match shape.order {
+        self.0.field("format", shape.format.to_string().as_bytes());
+        let mut bytes = vec![match shape.order {
             BlockOrder::HeadMajor => 0u8,
             BlockOrder::TokenMajor => 1,
-        };
-        let mut bytes = vec![dtype, order];
-        for extent in [shape.num_layers, shape.block_size, shape.kv_heads, shape.k_dim, shape.v_dim] {
+        }];
+        let KvShape { num_layers, block_size, k_heads, v_heads, k_dim, v_dim, .. } = *shape;
+        for extent in [num_layers, block_size, k_heads, v_heads, k_dim, v_dim] {
             bytes.extend((extent as u64).to_le_bytes());
         }
         self.0.field("layout", &bytes);
+        self
+    }
+
+    /// The static scales of an fp8 cache, if [`set_scales`](crate::KvArena::set_scales) changed them:
+    /// the same codes mean other values under others.
+    #[must_use]
+    pub fn static_scales(mut self, k: &[f32], v: &[f32]) -> Self {
+        for (tag, scales) in [("K scales", k), ("V scales", v)] {
+            let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_bits().to_le_bytes()).collect();
+            self.0.field(tag, &bytes);
+        }
         self
     }
 
@@ -120,6 +126,7 @@ impl ScopeEncoder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::rope::RopeConfig;
 
     #[test]
@@ -137,5 +144,46 @@ mod tests {
         let rope = |theta| Rope::new(RopeConfig::new(8, theta), 16).unwrap();
         let scope = |theta| KeyScope::new("m", b"w").rope(0, &rope(theta)).root();
         assert_ne!(scope(10_000.0), scope(10_000.1 * 5.0));
+    }
+
+    #[test]
+    fn every_format_and_every_extent_is_another_key() {
+        let shape = KvShape {
+            num_layers: 2,
+            num_blocks: 8,
+            block_size: 4,
+            k_heads: 2,
+            v_heads: 4,
+            k_dim: 32,
+            v_dim: 64,
+            format: DType::F16.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let mut shapes = vec![
+            shape.clone(),
+            KvShape { num_layers: 3, ..shape.clone() },
+            KvShape { block_size: 8, ..shape.clone() },
+            KvShape { k_heads: 4, v_heads: 2, ..shape.clone() },
+            KvShape { v_heads: 2, ..shape.clone() },
+            KvShape { k_dim: 64, v_dim: 32, ..shape.clone() },
+            KvShape { order: BlockOrder::HeadMajor, ..shape.clone() },
+        ];
+        for format in
+            ["f32", "bf16", "int8:32", "int8:16", "int4:32", "fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2"]
+        {
+            shapes.push(KvShape { format: format.parse().unwrap(), ..shape.clone() });
+        }
+        let root = |shape: &KvShape| KeyScope::new("m", b"w").layout(shape).root();
+        let mut keys: Vec<_> = shapes.iter().map(root).collect();
+        assert_eq!(
+            root(&KvShape { num_blocks: 9, ..shape.clone() }),
+            keys[0],
+            "the pool's size is in no key"
+        );
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), shapes.len());
+        let scaled = |k: &[f32], v: &[f32]| KeyScope::new("m", b"w").static_scales(k, v).root();
+        assert_ne!(scaled(&[1.0, 2.0], &[1.0]), scaled(&[1.0], &[2.0, 1.0]));
     }
 }

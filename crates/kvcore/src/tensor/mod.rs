@@ -35,7 +35,7 @@ impl TensorView {
     ///
     /// # Errors
     /// [`Error::OutOfRange`] when the view leaves the storage, [`Error::Misaligned`] when the
-    /// storage's address does not suit `dtype`, [`Error::Overflow`].
+    /// storage's address does not suit `dtype` or the offset ends inside a byte, [`Error::Overflow`].
     pub fn with_strides(
         storage: Arc<dyn Storage>,
         dtype: DType,
@@ -52,6 +52,7 @@ impl TensorView {
             });
         }
         product("elements of a view", &shape)?;
+        whole_bytes(&storage, dtype, offset)?;
         let view = Self { storage, dtype, shape, strides, offset };
         let end = dtype.bytes_for(view.end()?)?;
         if end > view.storage.len() {
@@ -122,6 +123,9 @@ impl TensorView {
     }
 
     /// Device or host address of the element at `index`, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], and [`Error::Misaligned`] for an element that starts inside a byte.
     pub fn address(&self, index: &[usize]) -> Result<u64> {
         crate::error::same("rank of an index", self.shape.rank(), index.len())?;
         let mut at = self.offset;
@@ -131,13 +135,14 @@ impl TensorView {
             }
             at += i * stride;
         }
-        Ok(self.storage.address() + self.dtype.bytes_for(at)? as u64)
+        whole_bytes(&self.storage, self.dtype, at)
     }
 
     /// The part `start..end` of axis `axis`; nothing is copied.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for an unknown axis, a reversed range, or one past the end.
+    /// [`Error::OutOfRange`] for an unknown axis, a reversed range, or one past the end;
+    /// [`Error::Misaligned`] for a start inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {
@@ -150,6 +155,7 @@ impl TensorView {
         view.shape[axis] = end - start;
         if start < end {
             view.offset += start * self.strides[axis];
+            whole_bytes(&view.storage, view.dtype, view.offset)?;
         }
         Ok(view)
     }
@@ -182,6 +188,17 @@ impl TensorView {
             (shape[to], strides[to]) = (n, self.strides[from]);
         }
         Ok(Self { shape, strides, ..self.clone() })
+    }
+}
+
+/// The address of element `at` of a storage, which must not lie inside a byte.
+fn whole_bytes(storage: &Arc<dyn Storage>, dtype: DType, at: usize) -> Result<u64> {
+    let bits = product("bits of a view", &[at, dtype.bits()])?;
+    let address = storage.address() + (bits / 8) as u64;
+    if bits.is_multiple_of(8) {
+        Ok(address)
+    } else {
+        Err(Error::Misaligned { what: "the second element of the byte", address, align: 1 })
     }
 }
 
@@ -245,5 +262,21 @@ mod tests {
     fn a_view_larger_than_its_storage_is_an_error() {
         let storage = Arc::new(Plain(95));
         assert!(matches!(TensorView::new(storage, DType::F32, &[2, 3, 4]), Err(Error::OutOfRange { .. })));
+        assert!(TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).is_ok());
+        let short = TensorView::new(Arc::new(Plain(11)), DType::I4, &[2, 3, 4]);
+        assert!(matches!(short, Err(Error::OutOfRange { value: 12, .. })));
+    }
+
+    #[test]
+    fn four_bit_elements_are_addressed_on_byte_boundaries_only() {
+        let v = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
+        assert_eq!(v.address(&[1, 2, 2]).unwrap(), 4096 + 11);
+        assert!(matches!(v.address(&[0, 0, 1]), Err(Error::Misaligned { address: 4096, .. })));
+        assert_eq!(v.slice(2, 2, 3).unwrap().address(&[1, 0, 0]).unwrap(), 4096 + 7);
+        assert!(matches!(v.slice(2, 1, 4), Err(Error::Misaligned { .. })));
+        assert!(matches!(v.select(2, 3), Err(Error::Misaligned { .. })));
+        let (shape, strides) = (Dims::new(&[2]).unwrap(), Dims::new(&[1]).unwrap());
+        let odd = TensorView::with_strides(Arc::new(Plain(12)), DType::I4, shape, strides, 3);
+        assert!(matches!(odd, Err(Error::Misaligned { .. })));
     }
 }

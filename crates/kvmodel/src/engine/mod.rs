@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCache, ChunkCacheConfig, ChunkCacheMetrics};
 use kvcore::{
-    Backend, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, MemoryKind, PagedKvCache, PoolCounts,
-    Profiler, Stream,
+    Backend, BlockKey, BlockPool, DType, KeyScope, KvArena, KvFormat, KvLayout, MemoryKind, PagedKvCache,
+    PoolCounts, Profiler, Stream,
 };
 use serde::Serialize;
 
@@ -20,8 +20,8 @@ pub use request::{FinishReason, Generation, Request};
 /// How much memory the caches take and how they are cut.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
-    /// Element type of keys and values.
-    pub kv_dtype: DType,
+    /// How keys and values are stored.
+    pub kv_format: KvFormat,
     /// Tokens per block.
     pub block_size: usize,
     /// Bytes for keys and values, or `None` for eight prompts of the model's longest length, at most
@@ -40,7 +40,7 @@ pub struct EngineConfig {
 impl Default for EngineConfig {
     fn default() -> Self {
         Self {
-            kv_dtype: DType::F32,
+            kv_format: KvFormat::Dense(DType::F32),
             block_size: 16,
             kv_memory: None,
             chunk_share: 0.15,
@@ -165,7 +165,7 @@ fn layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
     if config.block_size == 0 {
         return Err(kvcore::Error::Zero { what: "block_size" }.into());
     }
-    let shape = model.kv_shape(1, config.block_size, config.kv_dtype);
+    let shape = model.kv_shape(1, config.block_size, config.kv_format);
     let most = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
     let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
     let budget = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));

@@ -9,7 +9,7 @@ use kvchunk::{
 };
 use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, Logits, MemoryKind,
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPlane, Logits, MemoryKind,
     PagedKvCache, Profiler, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
@@ -169,17 +169,17 @@ impl Lab {
             blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
         let mut all = Vec::new();
         for layer in 0..shape.num_layers {
-            let rows = |dim| {
+            let rows = |plane: KvPlane| {
                 allocate_tensor(
                     self.backend.as_ref(),
                     MemoryKind::Device,
-                    shape.dtype,
-                    &[slots.len(), shape.kv_heads, dim],
+                    shape.format.storage_dtype(),
+                    &[slots.len(), plane.heads, plane.dim],
                 )
                 .expect("memory")
             };
-            let (k, v) = (rows(shape.k_dim), rows(shape.v_dim));
             let arena = self.main.arena().clone();
+            let (k, v) = (rows(arena.k_plane()), rows(arena.v_plane()));
             let op = Gather {
                 arena,
                 layer,

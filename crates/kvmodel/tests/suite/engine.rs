@@ -3,7 +3,6 @@
 use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
-use kvcore::DType;
 use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
 use rstest::rstest;
 
@@ -33,11 +32,12 @@ fn assert_nothing_held(engine: &Engine) {
 fn chunks_in_another_order_are_hits_and_change_no_token(
     #[values("llama", "qwen2", "qwen3")] name: &str,
     #[values(0, 1, 2, 3)] cell: usize,
-    #[values(DType::F32, DType::BF16)] kv_dtype: DType,
+    #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
 ) {
     let cell = ReuseCell::ALL[cell];
     let prompt = Golden::load(name).prompt;
-    let config = EngineConfig { kv_dtype, block_size: 4, ..EngineConfig::default() };
+    let kv_format = format.parse().expect("a format");
+    let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };
     let cold = run(&mut engine(name, &config), &ask(&prompt, cell));
     let mut warmed = engine(name, &config);
     run(&mut warmed, &ask(&crate::common::reordered(&prompt), cell));
@@ -134,7 +134,7 @@ fn bad_prompts_are_errors_and_hold_nothing() {
 fn a_pool_too_small_is_an_error_and_holds_nothing() {
     let prompt = Golden::load("llama").prompt;
     let model = load_model("llama");
-    let block = kvcore::KvLayout::new(model.kv_shape(1, 4, DType::F32)).unwrap().block_bytes();
+    let block = kvcore::KvLayout::new(model.kv_shape(1, 4, kvcore::DType::F32)).unwrap().block_bytes();
     for blocks in 2..12 {
         let config =
             EngineConfig { block_size: 4, kv_memory: Some(blocks * block), ..EngineConfig::default() };

@@ -30,7 +30,7 @@ fn rule_2_purity_bytes_depend_on_the_key_alone() {
                 drop(lab.run(earlier, cell, true));
             }
             let run = lab.run(&with, cell, true);
-            let len = lab.main.arena().layout().shape().dtype.bits() / 8;
+            let len = lab.main.arena().layout().shape().format.storage_dtype().bits() / 8;
             assert_eq!(len, 4);
             lab.bytes(run.held.handles()[at].blocks())
         };
@@ -163,9 +163,9 @@ fn a_hit_copies_no_kv_byte() {
         drop(lab.run(&golden.prompt, cell, true));
         let moved = lab.backend.counters().since(&before);
         assert_eq!((moved.gather_bytes, moved.block_copy_bytes), (0, 0));
-        let shape = lab.main.arena().layout().shape().clone();
-        let row = shape.kv_heads * (shape.k_dim + shape.v_dim) * 4;
-        let question = golden.prompt.question().len() * row * shape.num_layers;
+        let layout = lab.main.arena().layout();
+        let row = layout.token_bytes() * layout.shape().num_layers;
+        let question = golden.prompt.question().len() * row;
         assert_eq!(moved.scatter_bytes, question as u64, "only the question's own rows are written");
     }
 }

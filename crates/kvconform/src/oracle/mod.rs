@@ -1,8 +1,12 @@
 //! The contract written out in f64, independent of every backend and of `kvcore`'s own arithmetic.
 
-use kvcore::kernels::{Attend, QueryRow, Segment};
+use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment, SelectionUnit};
 use kvcore::rope::Rope;
-use kvcore::{KvArena, KvLayout, Pairing, PlaneStrides};
+use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides};
+
+mod quant;
+
+pub use quant::{dequantized, error_bound, fp8};
 
 /// Where an element of K or V lies.
 pub fn index(layout: &KvLayout, s: PlaneStrides, layer: usize, slot: usize, head: usize) -> usize {
@@ -27,6 +31,29 @@ pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> 
 /// Output rows `[rows, heads, v_dim]` and log-sum-exps `[rows, heads]` of an attend, from the values
 /// of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
 pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
+    rows(op, q, None, k, v, untouched)
+}
+
+/// The same of an `attend_mla`; `q_latent` are the values of its latent queries.
+pub fn attend_mla(
+    op: &AttendMla,
+    q: &[f32],
+    q_latent: &[f32],
+    k: &[f32],
+    v: &[f32],
+    untouched: f32,
+) -> (Vec<f32>, Vec<f32>) {
+    rows(&op.attend, q, Some(q_latent), k, v, untouched)
+}
+
+fn rows(
+    op: &Attend,
+    q: &[f32],
+    q_latent: Option<&[f32]>,
+    k: &[f32],
+    v: &[f32],
+    untouched: f32,
+) -> (Vec<f32>, Vec<f32>) {
     let s = op.arena.layout().shape();
     let heads = op.q.shape()[1];
     let mut out = vec![untouched; op.rows.len() * heads * s.v_dim];
@@ -35,8 +62,13 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;
-                let q = &q[at * s.k_dim..][..s.k_dim];
-                let (values, total) = one(op, q, head, op.rows[row], &entry.segments, k, v);
+                let query = Query {
+                    q: &q[at * s.k_dim..][..s.k_dim],
+                    latent: q_latent.map(|latent| &latent[at * s.v_dim..][..s.v_dim]),
+                    row,
+                    head,
+                };
+                let (values, total) = one(op, &query, entry, k, v);
                 lse[at] = total as f32;
                 for (o, x) in out[at * s.v_dim..][..s.v_dim].iter_mut().zip(values) {
                     *o = x as f32;
@@ -47,19 +79,33 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
     (out, lse)
 }
 
-fn one(
-    op: &Attend,
-    q: &[f32],
+/// One row and head of a call.
+struct Query<'a> {
+    q: &'a [f32],
+    latent: Option<&'a [f32]>,
+    row: usize,
     head: usize,
-    row: QueryRow,
-    segments: &[Segment],
-    k: &[f32],
-    v: &[f32],
-) -> (Vec<f64>, f64) {
-    let s = op.arena.layout().shape();
+}
+
+/// Whether a row of an entry may see a token, counted with its block over all segments.
+fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
+    let Some(selection) = &entry.selection else { return true };
+    let i = row - entry.rows.start;
+    let range = selection.offsets[i] as usize..selection.offsets[i + 1] as usize;
+    let wanted = match selection.unit {
+        SelectionUnit::Tokens => token,
+        SelectionUnit::Blocks => block,
+    };
+    selection.indices[range].iter().any(|&index| index as usize == wanted)
+}
+
+fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a [f32]) -> (Vec<f64>, f64) {
+    let layout = op.arena.layout();
+    let (q, row, block_size) = (query.q, op.rows[query.row], layout.shape().block_size);
+    let (mut tokens_before, mut blocks_before) = (0, 0);
     // (logit, group, value) of every visible token
-    let mut seen: Vec<(f64, usize, &[f32])> = Vec::new();
-    for segment in segments {
+    let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
+    for segment in entry.segments.iter() {
         let turned = match &op.rope {
             Some(rope) => {
                 let factor = f64::from(rope.attention_factor());
@@ -71,10 +117,23 @@ fn one(
             let position = segment.stored_start + segment.position_offset + j as i64;
             let inside =
                 op.window.is_none_or(|w| i128::from(row.position) - i128::from(position) < w as i128);
-            if segment.logical_start + j <= row.logical && inside {
-                let (key, value) =
-                    token(&op.arena, segment, j, op.layer, head * s.kv_heads / op.q.shape()[1], k, v);
+            let chosen = selected(entry, query.row, tokens_before + j, blocks_before + j / block_size);
+            if segment.logical_start + j <= row.logical && inside && chosen {
+                let row = |plane: &KvPlane, values: &'a [f32]| {
+                    token(
+                        layout,
+                        plane,
+                        segment,
+                        j,
+                        op.layer,
+                        query.head * plane.heads / op.q.shape()[1],
+                        values,
+                    )
+                };
+                let (key, value) = (row(&op.arena.k_plane(), k), row(&op.arena.v_plane(), v));
                 let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
+                let latent = query.latent.unwrap_or_default().iter().zip(value);
+                let dot = dot + latent.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
                 let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);
                 if let Some(cap) = op.softcap.map(f64::from) {
                     logit = cap * (logit / cap).tanh();
@@ -82,6 +141,8 @@ fn one(
                 seen.push((logit, segment.merge_group, value));
             }
         }
+        tokens_before += segment.len;
+        blocks_before += segment.len.div_ceil(block_size);
     }
     // A token's weight is exp(logit − group lse) · exp(scaled group lse), normalised over all tokens.
     let group_lse: Vec<f64> =
@@ -89,7 +150,7 @@ fn one(
     let scaled = |g: usize| group_lse[g] * f64::from(op.groups[g].lse_scale);
     let weights: Vec<f64> = seen.iter().map(|&(logit, g, _)| logit - group_lse[g] + scaled(g)).collect();
     let total = lse(weights.iter().copied());
-    let mut out = vec![0.0; s.v_dim];
+    let mut out = vec![0.0; layout.shape().v_dim];
     for (weight, (_, _, value)) in weights.iter().zip(&seen) {
         for (o, &x) in out.iter_mut().zip(*value) {
             *o += (weight - total).exp() * f64::from(x);
@@ -103,18 +164,17 @@ fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {
     if max == f64::NEG_INFINITY { max } else { max + logits.map(|x| (x - max).exp()).sum::<f64>().ln() }
 }
 
+/// One head's row of a segment's token.
 fn token<'a>(
-    arena: &KvArena,
+    layout: &KvLayout,
+    plane: &KvPlane,
     segment: &Segment,
     j: usize,
     layer: usize,
-    kv_head: usize,
-    k: &'a [f32],
-    v: &'a [f32],
-) -> (&'a [f32], &'a [f32]) {
-    let (layout, s) = (arena.layout(), arena.layout().shape());
-    let slot = segment.blocks[j / s.block_size].index() * s.block_size + j % s.block_size;
-    let key = index(layout, layout.k_strides(), layer, slot, kv_head);
-    let value = index(layout, layout.v_strides(), layer, slot, kv_head);
-    (&k[key..key + s.k_dim], &v[value..value + s.v_dim])
+    head: usize,
+    values: &'a [f32],
+) -> &'a [f32] {
+    let block_size = layout.shape().block_size;
+    let slot = segment.blocks[j / block_size].index() * block_size + j % block_size;
+    &values[index(layout, plane.strides, layer, slot, head)..][..plane.dim]
 }

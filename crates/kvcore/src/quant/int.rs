@@ -1,0 +1,172 @@
+//! Symmetric integers with one scale for each group of consecutive elements.
+
+use half::f16;
+
+/// Which integer.
+///
+/// A group's scale is its largest magnitude divided by the largest code, rounded *up* to f16, so that
+/// no finite element clips: each reads back within half a scale. A group that holds NaN or infinity, or
+/// whose scale is too large for f16, has a NaN scale and reads back as NaN.
+///
+/// ```
+/// use kvcore::quant::IntKind;
+/// let (mut codes, mut scales, mut back) = ([0; 4], [half::f16::ZERO; 2], [0.0; 4]);
+/// IntKind::Int8.encode_row(&[127.0, -64.2, 0.0, 0.0], 2, &mut codes, &mut scales);
+/// IntKind::Int8.decode_row(&codes, 2, &scales, &mut back);
+/// assert_eq!(back, [127.0, -64.0, 0.0, 0.0]);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum IntKind {
+    /// Codes −127..=127, one in a byte.
+    Int8,
+    /// Codes −7..=7, two in a byte, the first in the low half.
+    Int4,
+}
+
+impl IntKind {
+    /// The largest code.
+    pub const fn max(self) -> i8 {
+        match self {
+            Self::Int8 => 127,
+            Self::Int4 => 7,
+        }
+    }
+
+    /// The scale of a group.
+    pub fn scale_of(self, group: &[f32]) -> f16 {
+        let mut amax = 0.0f32;
+        for &x in group {
+            if !x.is_finite() {
+                return f16::NAN;
+            }
+            amax = amax.max(x.abs());
+        }
+        let limit = f32::from(self.max());
+        let near = f16::from_f32(amax / limit);
+        // Exact: eleven bits times at most seven.
+        let up = near.to_f32() * limit < amax;
+        let scale = if up { f16::from_bits(near.to_bits() + 1) } else { near };
+        if scale.is_finite() { scale } else { f16::NAN }
+    }
+
+    /// Encodes a row: a code per element and a scale per group. `group` is even for 4-bit codes.
+    pub fn encode_row(self, row: &[f32], group: usize, codes: &mut [u8], scales: &mut [f16]) {
+        let group = group.max(1);
+        for ((part, codes), scale) in
+            row.chunks(group).zip(codes.chunks_mut(self.bytes_of(group))).zip(scales)
+        {
+            *scale = self.scale_of(part);
+            let (step, limit) = (scale.to_f32(), f32::from(self.max()));
+            // Of a zero or NaN scale all codes are 0.
+            let code = |x: f32| {
+                if step > 0.0 { (x / step).round_ties_even().clamp(-limit, limit) as i8 } else { 0 }
+            };
+            match self {
+                Self::Int8 => {
+                    for (byte, &x) in codes.iter_mut().zip(part) {
+                        *byte = code(x).cast_unsigned();
+                    }
+                }
+                Self::Int4 => {
+                    for (byte, pair) in codes.iter_mut().zip(part.chunks_exact(2)) {
+                        let [low, high] = [pair[0], pair[1]].map(|x| code(x).cast_unsigned() & 0xf);
+                        *byte = low | high << 4;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Decodes a row: each code times its group's scale.
+    pub fn decode_row(self, codes: &[u8], group: usize, scales: &[f16], row: &mut [f32]) {
+        let group = group.max(1);
+        for ((part, codes), scale) in
+            row.chunks_mut(group).zip(codes.chunks(self.bytes_of(group))).zip(scales)
+        {
+            let step = scale.to_f32();
+            match self {
+                Self::Int8 => {
+                    for (x, byte) in part.iter_mut().zip(codes) {
+                        *x = f32::from(byte.cast_signed()) * step;
+                    }
+                }
+                Self::Int4 => {
+                    for (pair, byte) in part.chunks_exact_mut(2).zip(codes) {
+                        // An arithmetic shift extends the sign of the upper half.
+                        pair[0] = f32::from((byte << 4).cast_signed() >> 4) * step;
+                        pair[1] = f32::from(byte.cast_signed() >> 4) * step;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Bytes of a group's codes.
+    fn bytes_of(self, group: usize) -> usize {
+        match self {
+            Self::Int8 => group,
+            Self::Int4 => group.div_ceil(2),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn round_trip(kind: IntKind, row: &[f32], group: usize) -> (Vec<f32>, Vec<f16>) {
+        let mut codes = vec![0; row.len() / group * kind.bytes_of(group)];
+        let mut scales = vec![f16::ZERO; row.len() / group];
+        let mut back = vec![9.0; row.len()];
+        kind.encode_row(row, group, &mut codes, &mut scales);
+        kind.decode_row(&codes, group, &scales, &mut back);
+        (back, scales)
+    }
+
+    #[test]
+    fn the_first_of_two_is_in_the_low_half() {
+        let (mut codes, mut scales) = ([0], [f16::ZERO]);
+        IntKind::Int4.encode_row(&[7.0, -2.0], 2, &mut codes, &mut scales);
+        assert_eq!((codes, scales), ([0xe7], [f16::ONE]));
+    }
+
+    #[test]
+    fn groups_with_nan_or_infinity_are_nan_and_others_are_not() {
+        const NAN: [bool; 6] = [false, false, true, true, false, false];
+        for kind in [IntKind::Int8, IntKind::Int4] {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e8] {
+                let (back, _) = round_trip(kind, &[1.0, 0.5, bad, 1.0, 0.0, 0.0], 2);
+                assert_eq!(back.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), NAN, "{kind:?} {bad}");
+                assert_eq!(back[4..], [0.0, 0.0]);
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+        #[test]
+        fn elements_read_back_within_half_a_scale(
+            row in prop::collection::vec(-1.0f32..1.0, 24),
+            exponent in -40i32..18,
+            group in prop::sample::select(vec![2usize, 4, 6, 12, 24]),
+        ) {
+            let row: Vec<f32> = row.iter().map(|x| x * 2f32.powi(exponent)).collect();
+            for kind in [IntKind::Int8, IntKind::Int4] {
+                let (back, scales) = round_trip(kind, &row, group);
+                for (i, (x, y)) in row.iter().zip(&back).enumerate() {
+                    let step = scales[i / group].to_f32();
+                    prop_assert!((x - y).abs() <= 0.50001 * step, "{:?} {} {} {}", kind, x, y, step);
+                }
+                if scales.iter().all(|scale| *scale == f16::ZERO || *scale >= f16::MIN_POSITIVE) {
+                    prop_assert_eq!(&round_trip(kind, &back, group).0, &back, "a second time nothing is lost");
+                }
+                for (part, scale) in row.chunks(group).zip(&scales) {
+                    let exact = part.iter().fold(0f32, |m, x| m.max(x.abs())) / f32::from(kind.max());
+                    prop_assert!(scale.to_f32() <= exact * (1.0 + 1.0 / 1024.0) + 2f32.powi(-24), "no larger than it must be");
+                }
+            }
+        }
+    }
+}
