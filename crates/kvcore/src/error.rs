@@ -104,6 +104,24 @@ pub enum Error {
     /// A sequence id that the cache does not hold (never created, or freed).
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),
+    /// Heads, layers or batch entries that do not divide among ranks.
+    #[error("{count} {what} do not divide among {ranks} ranks")]
+    Uneven {
+        /// What is divided.
+        what: &'static str,
+        /// How many there are.
+        count: usize,
+        /// Among how many.
+        ranks: usize,
+    },
+    /// An operation of another kind of cache.
+    #[error("a {cache} cache does not take {given}")]
+    WrongCache {
+        /// The cache that was asked.
+        cache: crate::cache::CacheKind,
+        /// What it was given.
+        given: &'static str,
+    },
     /// A write into a block that others may read.
     #[error("block {block} is shared and must not be written (token {token}); copy it first")]
     SharedBlock {

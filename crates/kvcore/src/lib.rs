@@ -34,6 +34,7 @@ pub mod forward;
 pub mod kernels;
 pub mod key;
 mod layout;
+pub mod parallel;
 mod profile;
 pub mod quant;
 pub mod rope;
@@ -49,7 +50,9 @@ pub use block::{
     PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::{
-    PagedKvCache, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping, StaticKvCache,
+    CacheChoice, CacheConfig, CacheKind, KvCache, KvExtents, LayerViews, MaxLen, PagedCacheConfig,
+    PagedKvCache, Places, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping,
+    StaticCacheConfig, StaticKvCache,
 };
 pub use dtype::DType;
 pub use error::{Error, Result};
@@ -57,6 +60,7 @@ pub use forward::{Logits, SequenceInput};
 pub use kernels::{Kernels, KvArena, KvPlane, Segment};
 pub use key::{BlockKey, KeyScope, VllmChain, VllmExtras};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
+pub use parallel::{HeadShare, RankInfo};
 pub use profile::{Profiler, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};

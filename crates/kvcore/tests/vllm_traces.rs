@@ -199,8 +199,7 @@ impl Replay {
         }
         let expected =
             |what| pairs(what).iter().map(|p| (number(&p[0]) as u32, self.keys[number(&p[1])])).collect();
-        let (evicted, added): (Pairs, Pairs) =
-            (expected("evicted"), expected("stored"));
+        let (evicted, added): (Pairs, Pairs) = (expected("evicted"), expected("stored"));
         assert_eq!(removed, evicted, "evictions in order");
         assert_eq!(stored, added.into_iter().map(|(_, key)| key).collect::<Vec<_>>());
         self.evictions += removed.len();

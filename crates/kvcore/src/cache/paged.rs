@@ -1,34 +1,17 @@
 //! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between them.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::Arc;
 
-use super::{Error, Result, SlotMapping};
+use super::{
+    CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping,
+    layer_views,
+};
 use crate::backend::Stream;
 use crate::block::{BlockId, BlockPool, BlockTable};
-use crate::kernels::{KvArena, Scatter, Segment};
+use crate::kernels::{CopyBlocks, KvArena, Scatter, Segment};
 use crate::key::BlockKey;
 use crate::tensor::TensorView;
-
-/// A sequence of a [`PagedKvCache`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SequenceId(u64);
-
-impl fmt::Display for SequenceId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// Where a sequence's first token stands in its prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SequenceStart {
-    /// Logical index, by which causality goes.
-    pub logical: usize,
-    /// Position of the rotary embedding.
-    pub position: i64,
-}
 
 #[derive(Debug)]
 struct Sequence {
@@ -39,7 +22,7 @@ struct Sequence {
 }
 
 /// What a sequence's blocks are registered under.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Chain {
     root: BlockKey,
     /// Keys of the shared blocks, one each.
@@ -110,6 +93,50 @@ impl PagedKvCache {
         let cached = table.len();
         let chain = Some(Chain { root, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
+    }
+
+    /// As [`create_with_prefix`](Self::create_with_prefix) with room for all of `tokens`, in one step that
+    /// takes all or nothing: returns the id, how many tokens are cached, and the slots of the others. The
+    /// pool's watermark stays free for sequences that run already.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; nothing has changed then, not even which blocks go next.
+    pub fn admit(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize, SlotMapping)> {
+        let block_size = self.block_size();
+        let usable = tokens.len().saturating_sub(1) / block_size * block_size;
+        let mut keys = root.chain(&tokens[..usable], block_size);
+        let blocks = tokens.len().div_ceil(block_size);
+        let (shared, fresh) = self.pool.admit_prefix(&keys, blocks, 0)?;
+        keys.truncate(shared.len());
+        let mut table = BlockTable::with_prefix(shared, block_size)?;
+        let cached = table.len();
+        table.supply(fresh)?;
+        let slots = table.grow(tokens.len() - cached)?.into();
+        let chain = Some(Chain { root, keys, pending: Vec::new() });
+        let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
+        Ok((id, cached, slots))
+    }
+
+    /// A second sequence over the same tokens (beam search, parallel sampling). Both share all blocks;
+    /// before either grows, [`copy_on_write`](Self::copy_on_write) gives it a last block of its own.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        let Sequence { table, start, chain } = self.get_mut(id)?;
+        let twin = Sequence { table: table.fork(), start: *start, chain: chain.clone() };
+        Ok(self.insert(twin))
+    }
+
+    /// Makes the place of the next token writable: if the last block is partial and shared, it is copied
+    /// on `stream` into a block of the sequence's own. Returns whether a copy was made; without a fork
+    /// there is none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    pub fn copy_on_write(&mut self, id: SequenceId, stream: &dyn Stream) -> Result<bool> {
+        let arena = self.arena.clone();
+        let Some(copy) = self.get_mut(id)?.table.unshare_tail()? else { return Ok(false) };
+        let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
+        stream.copy_blocks(&CopyBlocks { arena, pairs })?;
+        Ok(true)
     }
 
     fn insert(&mut self, sequence: Sequence) -> SequenceId {
@@ -221,6 +248,96 @@ impl PagedKvCache {
     pub fn segment(&self, id: SequenceId) -> Result<Segment> {
         let Sequence { table, start, .. } = self.get(id)?;
         Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))
+    }
+}
+
+impl KvCache for PagedKvCache {
+    fn kind(&self) -> CacheKind {
+        CacheKind::Paged
+    }
+
+    fn arena(&self) -> &KvArena {
+        self.arena()
+    }
+
+    fn max_len(&self) -> usize {
+        self.pool.range().len() * self.block_size()
+    }
+
+    fn num_sequences(&self) -> usize {
+        self.num_sequences()
+    }
+
+    fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        self.create(start)
+    }
+
+    fn create_with_prefix(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize)> {
+        self.create_with_prefix(root, tokens)
+    }
+
+    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
+        self.grow(id, tokens)
+    }
+
+    fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
+        self.commit(id, tokens)
+    }
+
+    fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        self.truncate(id, len)
+    }
+
+    fn free(&mut self, id: SequenceId) -> Result<()> {
+        self.free(id)
+    }
+
+    fn len(&self, id: SequenceId) -> Result<usize> {
+        self.len(id)
+    }
+
+    fn segment(&self, id: SequenceId) -> Result<Segment> {
+        self.segment(id)
+    }
+
+    /// The slots may be of any sequence's own blocks: whoever made the mapping answers for it.
+    fn update(
+        &mut self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        places: Places<'_>,
+    ) -> Result<LayerViews> {
+        let Places::Slots(slots) = places else {
+            return Err(Error::WrongCache { cache: CacheKind::Paged, given: "start positions" });
+        };
+        let rows = |view: &TensorView| match view.shape().len() {
+            3 => view.permute(&[1, 0, 2]),
+            rank => Err(Error::Mismatch { what: "rank of [heads, rows, dim]", expected: 3, got: rank }),
+        };
+        let op = Scatter {
+            arena: self.arena.clone(),
+            layer,
+            k: rows(k)?,
+            v: rows(v)?,
+            slots: Arc::clone(slots.slots()),
+        };
+        stream.scatter(&op)?;
+        layer_views(&self.arena, layer, self.block_size())
+    }
+
+    fn reset(&mut self) {
+        self.sequences.clear();
+        self.pool.clear_cached();
+    }
+
+    fn as_paged(&self) -> Option<&PagedKvCache> {
+        Some(self)
+    }
+
+    fn as_paged_mut(&mut self) -> Option<&mut PagedKvCache> {
+        Some(self)
     }
 }
 

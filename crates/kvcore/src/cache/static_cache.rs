@@ -1,25 +1,30 @@
-//! The static cache: every batch entry owns one contiguous stretch of the longest length.
+//! The static cache: one contiguous run of slots per batch entry, allocated once.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 
-use super::{Error, Result};
+use super::{
+    CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping,
+    layer_views,
+};
 use crate::backend::Stream;
 use crate::block::BlockId;
 use crate::error::{product, same};
 use crate::kernels::{KvArena, Scatter, Segment};
-use crate::layout::PlaneStrides;
-use crate::tensor::{Dims, TensorView};
+use crate::tensor::TensorView;
 
-/// K and V of a fixed batch, `[num_layers, max_batch, heads, max_len, dim]`.
+/// K `[num_layers, max_batch, k_heads, max_len, k_dim]` and V alike, with a length per layer and entry.
 ///
-/// It is a paged cache with one block per batch entry: `num_blocks` of the arena's layout is the
-/// batch and `block_size` the longest length. The same kernels therefore serve both, and a
-/// [`segment`](Self::segment) of it goes into the same `attend`.
+/// In terms of an arena it is a paged cache with one block per batch entry: `num_blocks` is the batch and
+/// `block_size` the longest length. The same kernels therefore serve both, and a
+/// [`segment`](Self::entry_segment) of it goes into the same `attend`.
 #[derive(Debug)]
 pub struct StaticKvCache {
     arena: KvArena,
     /// Tokens held, `[num_layers][max_batch]`.
     lengths: Vec<usize>,
+    /// Which entry each sequence has.
+    sequences: HashMap<SequenceId, (usize, SequenceStart)>,
+    next: u64,
 }
 
 impl StaticKvCache {
@@ -27,7 +32,7 @@ impl StaticKvCache {
     pub fn new(arena: KvArena) -> Result<Self> {
         let s = arena.layout().shape();
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];
-        Ok(Self { arena, lengths })
+        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0 })
     }
 
     /// Batch entries.
@@ -52,17 +57,17 @@ impl StaticKvCache {
     }
 
     /// Tokens of one entry in one layer.
-    pub fn len(&self, layer: usize, batch: usize) -> Result<usize> {
+    pub fn entry_len(&self, layer: usize, batch: usize) -> Result<usize> {
         Ok(self.lengths[self.index(layer, batch)?])
     }
 
-    /// Whether an entry holds no token in a layer.
-    pub fn is_empty(&self, layer: usize, batch: usize) -> Result<bool> {
-        Ok(self.len(layer, batch)? == 0)
+    /// The batch entry of a sequence.
+    pub fn entry(&self, id: SequenceId) -> Result<usize> {
+        self.sequences.get(&id).map(|&(batch, _)| batch).ok_or(Error::UnknownSequence(id.0))
     }
 
     /// Writes new tokens of one layer at `starts[b]` of each entry, and returns views of everything
-    /// up to the longest entry's new end: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`.
+    /// up to the longest entry's new end: `([batch, k_heads, len, k_dim], [.., v_dim])`.
     ///
     /// `k` and `v` are head-major: `[batch, heads, new, dim]`. Nothing is copied but the new rows.
     ///
@@ -76,7 +81,7 @@ impl StaticKvCache {
         k: &TensorView,
         v: &TensorView,
         starts: &[usize],
-    ) -> Result<(TensorView, TensorView)> {
+    ) -> Result<LayerViews> {
         self.index(layer, 0)?;
         for view in [k, v] {
             same("rank of [batch, heads, new, dim]", 4, view.shape().len())?;
@@ -86,20 +91,16 @@ impl StaticKvCache {
         same("starts", self.max_batch(), starts.len())?;
         let new = k.shape()[2];
         for (batch, &start) in starts.iter().enumerate() {
-            let held = self.len(layer, batch)?;
+            let held = self.entry_len(layer, batch)?;
             if start > held {
                 return Err(Error::range("start of the update", start, held + 1));
             }
-            if start.saturating_add(new) > self.max_len() {
-                let end = start.saturating_add(new);
-                return Err(Error::range("length of a static cache", end, self.max_len() + 1));
-            }
+            self.check_end(start.saturating_add(new))?;
         }
         let mut ops = Vec::with_capacity(starts.len());
         for (batch, &start) in starts.iter().enumerate() {
             let rows = |view: &TensorView| view.select(0, batch)?.permute(&[1, 0, 2]);
-            let first = (batch * self.max_len() + start) as i64;
-            let slots = (first..first + new as i64).collect();
+            let slots = self.slots(batch, start, new).slots().clone();
             let op = Scatter { arena: self.arena.clone(), layer, k: rows(k)?, v: rows(v)?, slots };
             op.check()?;
             ops.push(op);
@@ -112,30 +113,28 @@ impl StaticKvCache {
         self.views(layer)
     }
 
-    /// Views of one layer up to the longest entry: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`.
-    /// Of a quantised cache these are the codes.
-    pub fn views(&self, layer: usize) -> Result<(TensorView, TensorView)> {
+    fn check_end(&self, end: usize) -> Result<()> {
+        if end > self.max_len() {
+            return Err(Error::range("length of a static cache", end, self.max_len() + 1));
+        }
+        Ok(())
+    }
+
+    fn slots(&self, batch: usize, start: usize, new: usize) -> SlotMapping {
+        let first = (batch * self.max_len() + start) as i64;
+        (first..first + new as i64).collect::<Vec<_>>().into()
+    }
+
+    /// Views of one layer up to the longest entry: `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    pub fn views(&self, layer: usize) -> Result<LayerViews> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
-        let (layout, s) = (self.arena.layout(), self.arena.layout().shape());
-        let view = |storage, strides: PlaneStrides, heads, dim| {
-            TensorView::with_strides(
-                storage,
-                s.format.storage_dtype(),
-                Dims::new(&[s.num_blocks, heads, len, dim])?,
-                Dims::new(&[strides.block, strides.head, strides.token, 1])?,
-                layer * strides.layer,
-            )
-        };
-        Ok((
-            view(Arc::clone(self.arena.k()), layout.k_strides(), s.k_heads, s.k_dim)?,
-            view(Arc::clone(self.arena.v()), layout.v_strides(), s.v_heads, s.v_dim)?,
-        ))
+        layer_views(&self.arena, layer, len)
     }
 
     /// An entry's tokens in one layer as a segment of an attend over [`arena`](Self::arena).
-    pub fn segment(&self, layer: usize, batch: usize) -> Result<Segment> {
-        let len = self.len(layer, batch)?;
+    pub fn entry_segment(&self, layer: usize, batch: usize) -> Result<Segment> {
+        let len = self.entry_len(layer, batch)?;
         Ok(Segment::new([BlockId(batch as u32)].into(), len, 0, 0))
     }
 
@@ -144,8 +143,104 @@ impl StaticKvCache {
         &self.arena
     }
 
-    /// Forgets all tokens.
+    /// Forgets all tokens and ends all sequences.
     pub fn reset(&mut self) {
         self.lengths.fill(0);
+        self.sequences.clear();
+    }
+
+    fn set_len(&mut self, batch: usize, len: usize) {
+        let entries = self.max_batch();
+        for layer in self.lengths.chunks_exact_mut(entries) {
+            layer[batch] = len;
+        }
+    }
+}
+
+impl KvCache for StaticKvCache {
+    fn kind(&self) -> CacheKind {
+        CacheKind::Static
+    }
+
+    fn arena(&self) -> &KvArena {
+        self.arena()
+    }
+
+    fn max_len(&self) -> usize {
+        self.max_len()
+    }
+
+    fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// Takes the first batch entry that no sequence has.
+    fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        let taken = |batch| self.sequences.values().any(|&(other, _)| other == batch);
+        let entries = self.max_batch();
+        let full = Error::range("sequences of a static cache", self.sequences.len() + 1, entries + 1);
+        let batch = (0..entries).find(|&batch| !taken(batch)).ok_or(full)?;
+        let id = SequenceId(self.next);
+        self.next += 1;
+        self.set_len(batch, 0);
+        self.sequences.insert(id, (batch, start));
+        Ok(id)
+    }
+
+    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
+        let (batch, start) = (self.entry(id)?, self.len(id)?);
+        let end = start.saturating_add(tokens);
+        self.check_end(end)?;
+        self.set_len(batch, end);
+        Ok(self.slots(batch, start, tokens))
+    }
+
+    fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        let (batch, held) = (self.entry(id)?, self.len(id)?);
+        if len > held {
+            return Err(Error::range("length to truncate to", len, held + 1));
+        }
+        self.set_len(batch, len);
+        Ok(())
+    }
+
+    fn free(&mut self, id: SequenceId) -> Result<()> {
+        let batch = self.entry(id)?;
+        self.sequences.remove(&id);
+        self.set_len(batch, 0);
+        Ok(())
+    }
+
+    /// Tokens in the first layer; [`grow`](KvCache::grow) counts in all of them at once.
+    fn len(&self, id: SequenceId) -> Result<usize> {
+        self.entry_len(0, self.entry(id)?)
+    }
+
+    fn segment(&self, id: SequenceId) -> Result<Segment> {
+        let &(batch, start) = self.sequences.get(&id).ok_or(Error::UnknownSequence(id.0))?;
+        let len = self.entry_len(0, batch)?;
+        Ok(Segment::new([BlockId(batch as u32)].into(), len, start.logical, start.position))
+    }
+
+    fn update(
+        &mut self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        places: Places<'_>,
+    ) -> Result<LayerViews> {
+        match places {
+            Places::Starts(starts) => self.update(stream, layer, k, v, starts),
+            Places::Slots(_) => Err(Error::WrongCache { cache: CacheKind::Static, given: "slots" }),
+        }
+    }
+
+    fn reset(&mut self) {
+        self.reset();
+    }
+
+    fn as_static(&self) -> Option<&StaticKvCache> {
+        Some(self)
     }
 }
