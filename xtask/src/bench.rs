@@ -41,12 +41,13 @@ struct Sweep {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result {
-    let (mib, ttft): (&str, &[&str]) = if args.quick {
-        ("16", &["--layers", "2", "--hidden", "128", "--tokens", "64"])
+    let (mib, context, ttft): (&str, &str, &[&str]) = if args.quick {
+        ("16", "512", &["--layers", "2", "--hidden", "128", "--tokens", "64"])
     } else {
-        ("1024", &["--layers", "8", "--hidden", "1024", "--tokens", "512"])
+        ("1024", "4096", &["--layers", "8", "--hidden", "1024", "--tokens", "512"])
     };
     let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", &["--mib", mib])?;
+    rows.extend(run_bench("kvbackend-cpu", "quantized_caches", &["--tokens", context])?);
     rows.extend(run_bench("kvmodel", "ttft", ttft)?);
     rows.extend(block_pool(args.quick)?);
     let table = table(sweeps(rows));

@@ -1,14 +1,11 @@
 //! Kernels against `memcpy` of the same bytes, both on one thread, and attention against a streaming
 //! read of the KV bytes, both on all threads; limits are measured in the same run.
 //!
-//! Prints one JSON object a line: `{"what", "size", "unit", "seconds", "limit", "limit_seconds",
-//! "ratio"}`, where a ratio of 1 means as fast as the limit; rows that differ in `size` only are a
-//! sweep. `--mib N` sets the largest size of each side (default 64).
+//! `--mib N` sets the largest size of each side (default 64).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Instant;
 
 use rayon::prelude::*;
 
@@ -21,35 +18,13 @@ use kvcore::{
     Stream, TensorView, allocate_tensor,
 };
 
+mod measure;
+
+use measure::{memcpy_seconds, option, row, shuffled, time};
+
 const HEADS: usize = 8;
 const DIM: usize = 128;
 const BLOCK: usize = 16;
-
-/// Best of three, after one run to warm up.
-fn time(mut work: impl FnMut()) -> f64 {
-    work();
-    (0..3)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed().as_secs_f64()
-        })
-        .fold(f64::INFINITY, f64::min)
-}
-
-fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) {
-    let ratio = limit_seconds / seconds;
-    let line = serde_json::json!({
-        "what": what, "size": bytes, "unit": "bytes", "seconds": seconds,
-        "limit": limit, "limit_seconds": limit_seconds, "ratio": ratio,
-    });
-    println!("{line}");
-}
-
-fn memcpy_seconds(bytes: usize) -> f64 {
-    let (src, mut dst) = (vec![1u8; bytes], vec![0u8; bytes]);
-    time(|| black_box(&mut dst).copy_from_slice(black_box(&src)))
-}
 
 /// All threads reading everything: the least that one decode step must do.
 fn read_seconds(bytes: usize) -> f64 {
@@ -93,13 +68,7 @@ impl Setup {
             order: BlockOrder::TokenMajor,
         })?;
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
-        let blocks = (tokens / BLOCK) as u32;
-        let mut order: Vec<u32> = (0..blocks).collect();
-        let mut state = 1u64;
-        for i in (1..order.len()).rev() {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            order.swap(i, (state >> 33) as usize % (i + 1));
-        }
+        let order = shuffled((tokens / BLOCK) as u32);
         let stream = backend.stream()?;
         Ok(Self { backend, stream, arena, tokens, order })
     }
@@ -176,9 +145,7 @@ fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
 }
 
 fn main() -> kvcore::Result<()> {
-    let args: Vec<String> = std::env::args().collect();
-    let size = args.iter().position(|a| a == "--mib").and_then(|i| args.get(i + 1)?.parse().ok());
-    let mib: usize = size.unwrap_or(64);
+    let mib = option("--mib", 64);
     for dtype in [DType::BF16, DType::F32] {
         for size in [mib / 4, mib / 2, mib] {
             movement(dtype, size.max(1))?;

@@ -58,9 +58,7 @@ impl IntKind {
             *scale = self.scale_of(part);
             let (step, limit) = (scale.to_f32(), f32::from(self.max()));
             // Of a zero or NaN scale all codes are 0.
-            let code = |x: f32| {
-                if step > 0.0 { (x / step).round_ties_even().clamp(-limit, limit) as i8 } else { 0 }
-            };
+            let code = |x: f32| if step > 0.0 { nearest((x / step).clamp(-limit, limit)) } else { 0 };
             match self {
                 Self::Int8 => {
                     for (byte, &x) in codes.iter_mut().zip(part) {
@@ -110,6 +108,13 @@ impl IntKind {
     }
 }
 
+/// The nearest integer, ties to even, for magnitudes below 2²²: the sum has no bit left for a fraction.
+/// A call of the mathematics library for each element would take several times as long.
+fn nearest(x: f32) -> i8 {
+    const SHIFT: f32 = 12_582_912.0; // 1.5 · 2²³
+    (x + SHIFT - SHIFT) as i32 as i8
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,6 +134,14 @@ mod tests {
         let (mut codes, mut scales) = ([0], [f16::ZERO]);
         IntKind::Int4.encode_row(&[7.0, -2.0], 2, &mut codes, &mut scales);
         assert_eq!((codes, scales), ([0xe7], [f16::ONE]));
+    }
+
+    #[test]
+    fn codes_are_the_nearest_and_ties_are_even() {
+        for (x, code) in [(0.5, 0), (1.5, 2), (-2.5, -2), (-3.5, -4), (126.5, 126), (126.51, 127), (-0.49, 0)]
+        {
+            assert_eq!(nearest(x), code, "{x}");
+        }
     }
 
     #[test]

@@ -1,0 +1,246 @@
+//! Quantised caches: what each format costs in memory, in the accuracy of attention and in time.
+//!
+//! `--tokens N` sets the context (default 4096); `--markdown` prints the table of
+//! `docs/quantization.md` after the JSON lines.
+//!
+//! The data: K and V of one layer, 8 heads of 128, standard normal; in K four channels of each head
+//! are ten times as large, in V two channels five times, as activations of language models have them.
+//! Queries of 32 heads are standard normal, un-rotated; the softmax scale is `1 / sqrt(128)`. Errors are
+//! those of the output of `attend` for 16 queries against the same over f32: root mean square against
+//! root mean square, largest difference against largest magnitude.
+#![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvcore::kernels::{Attend, AttendRows, Dequantize, MergeGroup, Quantize, QueryRow, Scatter};
+use kvcore::{
+    Backend, BlockId, BlockOrder, DType, KvArena, KvFormat, KvLayout, KvPlane, KvShape, MemoryKind, Result,
+    Segment, Stream, TensorView, allocate_tensor,
+};
+
+mod measure;
+
+use measure::{memcpy_seconds, option, row, shuffled, time};
+
+const HEADS: usize = 8;
+const QUERY_HEADS: usize = 32;
+const DIM: usize = 128;
+const BLOCK: usize = 16;
+/// Queries over which errors are taken.
+const QUERIES: usize = 16;
+const FORMATS: [&str; 9] =
+    ["f32", "bf16", "int8:32", "int8:128", "int4:32", "int4:128", "fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2"];
+
+/// Standard normal numbers (Box and Muller).
+fn normal(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut uniform = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        ((state >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+    };
+    let draw = || ((-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()) as f32;
+    std::iter::repeat_with(draw).take(n).collect()
+}
+
+/// Rows of one plane, `channels` of each head `times` as large.
+fn outliers(seed: u64, tokens: usize, channels: &[usize], times: f32) -> Vec<f32> {
+    let mut values = normal(seed, tokens * HEADS * DIM);
+    for head in values.chunks_mut(DIM) {
+        for &channel in channels {
+            head[channel] *= times;
+        }
+    }
+    values
+}
+
+struct Lab {
+    backend: Arc<CpuBackend>,
+    stream: Arc<dyn Stream>,
+    tokens: usize,
+    blocks: Vec<BlockId>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q: Vec<f32>,
+}
+
+/// What was measured of one format.
+struct Measured {
+    format: KvFormat,
+    bytes_per_element: f64,
+    out: Vec<f32>,
+    decode: f64,
+    /// Against `memcpy` of the source bytes; none for dense formats.
+    conversions: Option<[f64; 2]>,
+}
+
+impl Lab {
+    fn new(tokens: usize) -> Result<Self> {
+        let backend = CpuBackend::new();
+        Ok(Self {
+            stream: backend.stream()?,
+            backend,
+            tokens,
+            blocks: shuffled((tokens / BLOCK) as u32).into_iter().map(BlockId).collect(),
+            k: outliers(1, tokens, &[7, 23, 64, 101], 10.0),
+            v: outliers(2, tokens, &[11, 90], 5.0),
+            q: normal(3, QUERIES * QUERY_HEADS * DIM),
+        })
+    }
+
+    fn upload(&self, shape: &[usize], values: &[f32]) -> Result<TensorView> {
+        let view = allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, shape)?;
+        self.stream.write(&view, bytemuck::cast_slice(values))?;
+        Ok(view)
+    }
+
+    /// An arena that holds the data.
+    fn filled(&self, format: KvFormat) -> Result<KvArena> {
+        let layout = KvLayout::new(KvShape {
+            num_layers: 1,
+            num_blocks: self.blocks.len(),
+            block_size: BLOCK,
+            k_heads: HEADS,
+            v_heads: HEADS,
+            k_dim: DIM,
+            v_dim: DIM,
+            format,
+            order: BlockOrder::TokenMajor,
+        })?;
+        let arena = KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        if let KvFormat::Fp8 { .. } = format {
+            let [k, v] = [(arena.k_plane(), &self.k), (arena.v_plane(), &self.v)]
+                .map(|(plane, values)| static_scales(&plane, values));
+            arena.set_scales(self.stream.as_ref(), &k, &v)?;
+        }
+        let slot = |i: usize| i64::from(self.blocks[i / BLOCK].0) * BLOCK as i64 + (i % BLOCK) as i64;
+        self.stream.scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k: self.upload(&[self.tokens, HEADS, DIM], &self.k)?,
+            v: self.upload(&[self.tokens, HEADS, DIM], &self.v)?,
+            slots: (0..self.tokens).map(slot).collect(),
+        })?;
+        Ok(arena)
+    }
+
+    /// A decode of the first `rows` queries.
+    fn attend(&self, arena: &KvArena, rows: usize) -> Result<Attend> {
+        let shape = [rows, QUERY_HEADS, DIM];
+        let segment = Segment::new(self.blocks.as_slice().into(), self.tokens, 0, 0);
+        Ok(Attend {
+            arena: arena.clone(),
+            layer: 0,
+            q: self.upload(&shape, &self.q[..shape.iter().product()])?,
+            rope: None,
+            rows: vec![QueryRow { logical: self.tokens, position: self.tokens as i64 }; rows].into(),
+            batch: [AttendRows::new(0..rows, [segment])].into(),
+            groups: [MergeGroup::default()].into(),
+            scale: 1.0 / (DIM as f32).sqrt(),
+            window: None,
+            softcap: None,
+            out: allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, &shape)?,
+            lse: None,
+        })
+    }
+
+    fn measure(&self, format: KvFormat) -> Result<Measured> {
+        let arena = self.filled(format)?;
+        let op = self.attend(&arena, QUERIES)?;
+        self.stream.attend(&op)?;
+        let mut out = vec![0f32; op.out.len()];
+        self.stream.read(&op.out, bytemuck::cast_slice_mut(&mut out))?;
+        let one = self.attend(&arena, 1)?;
+        let decode = time(|| self.stream.attend(&one).expect("attend"));
+        let conversions = format.is_quantized().then(|| self.conversions(&arena)).transpose()?;
+        let bytes_per_element = arena.layout().token_bytes() as f64 / (2 * HEADS * DIM) as f64;
+        Ok(Measured { format, bytes_per_element, out, decode, conversions })
+    }
+
+    /// `quantize` from bf16 and `dequantize` to bf16.
+    fn conversions(&self, quantised: &KvArena) -> Result<[f64; 2]> {
+        let (dense, format) = (self.filled(DType::BF16.into())?, quantised.layout().shape().format);
+        let pairs: Arc<[_]> = self.blocks.iter().map(|&block| (block, block)).collect();
+        let bytes = |arena: &KvArena| arena.layout().block_bytes() * self.blocks.len();
+        let op = Quantize { src: dense.clone(), dst: quantised.clone(), pairs: Arc::clone(&pairs) };
+        let quantize = time(|| self.stream.quantize(&op).expect("quantize"));
+        let op = Dequantize { src: quantised.clone(), dst: dense.clone(), pairs };
+        let dequantize = time(|| self.stream.dequantize(&op).expect("dequantize"));
+        Ok([("quantize", &dense, quantize), ("dequantize", quantised, dequantize)].map(
+            |(what, src, seconds)| {
+                let limit = memcpy_seconds(bytes(src));
+                row(&format!("{what}, bf16 and {format}"), bytes(src), seconds, "memcpy of its source", limit)
+            },
+        ))
+    }
+}
+
+/// Scales under which the largest element of a tensor or head just fits.
+fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
+    let (KvFormat::Fp8 { kind, .. }, Some((_, scales))) = (plane.format, plane.scales) else {
+        return Vec::new();
+    };
+    let n = scales.bytes / size_of::<f32>();
+    (0..n)
+        .map(|i| {
+            let heads = values.chunks(DIM).enumerate().filter(|(row, _)| n == 1 || row % HEADS == i);
+            let amax = heads.flat_map(|(_, head)| head).fold(0f32, |amax, x| amax.max(x.abs()));
+            kind.scale_for(amax)
+        })
+        .collect()
+}
+
+/// Root mean square of the difference relative to that of `exact`, and largest difference relative to
+/// the largest magnitude in `exact`.
+fn errors(out: &[f32], exact: &[f32]) -> (f64, f64) {
+    let measure = |values: &mut dyn Iterator<Item = f64>| {
+        values.fold((0.0, 0f64), |(sum, largest), x| (sum + x * x, largest.max(x.abs())))
+    };
+    let size = measure(&mut exact.iter().map(|&x| f64::from(x)));
+    let off = measure(&mut out.iter().zip(exact).map(|(&x, &y)| f64::from(x) - f64::from(y)));
+    ((off.0 / size.0).sqrt(), off.1 / size.1)
+}
+
+fn markdown(all: &[Measured]) {
+    let (f32, bf16) = (&all[0], &all[1]);
+    println!(
+        "| format | bytes an element | saved against bf16 | against f32 | error, RMS | error, largest | \
+         decode against f32 | against bf16 | quantize against memcpy | dequantize |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    for m in all {
+        let (rms, largest) = errors(&m.out, &f32.out);
+        let saved = |than: &Measured| 100.0 * (1.0 - m.bytes_per_element / than.bytes_per_element);
+        let [quantize, dequantize] = m
+            .conversions
+            .map_or(["–", "–"].map(str::to_owned), |ratios| ratios.map(|ratio| format!("{ratio:.3}")));
+        println!(
+            "| {} | {:.4} | {:.1} % | {:.1} % | {rms:.1e} | {largest:.1e} | {:.2} | {:.2} | {quantize} | {dequantize} |",
+            m.format,
+            m.bytes_per_element,
+            saved(bf16),
+            saved(f32),
+            f32.decode / m.decode,
+            bf16.decode / m.decode,
+        );
+    }
+}
+
+fn main() -> Result<()> {
+    let lab = Lab::new(option("--tokens", 4096).next_multiple_of(BLOCK))?;
+    let all = FORMATS.iter().map(|format| lab.measure(format.parse()?)).collect::<Result<Vec<_>>>()?;
+    for m in &all[2..] {
+        let bytes = (m.bytes_per_element * (lab.tokens * 2 * HEADS * DIM) as f64) as usize;
+        for dense in &all[..2] {
+            let (what, limit) =
+                (format!("attend, decode, GQA 4, {}", m.format), format!("the same in {}", dense.format));
+            row(&what, bytes, m.decode, &limit, dense.decode);
+        }
+    }
+    if std::env::args().any(|arg| arg == "--markdown") {
+        markdown(&all);
+    }
+    Ok(())
+}
