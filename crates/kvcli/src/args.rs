@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, PositionStrategy};
-use kvcore::KvFormat;
+use kvcore::{CacheKind, KvFormat, MaxLen};
 
 /// Runs a language model whose documents' KV is computed once and reused at any position.
 #[derive(Debug, Parser)]
@@ -125,6 +125,15 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
+    /// Blocks as they are needed, with chunks and shared prefixes; or one run of slots for the prompt and
+    /// its answer. A static cache keeps no chunks: prompts in parts need `--full-attention` then.
+    #[arg(long, value_enum, default_value = "paged")]
+    pub(crate) cache: Cache,
+
+    /// Longest sequence of a static cache; `max` or 0 is the model's.
+    #[arg(long, value_name = "TOKENS", default_value = "max", value_parser = max_len)]
+    pub(crate) max_len: MaxLen,
+
     /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
     /// most 2048.
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
@@ -154,6 +163,21 @@ impl From<Positions> for PositionStrategy {
         match positions {
             Positions::Overlapped => Self::Overlapped,
             Positions::Sequential => Self::Sequential,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Cache {
+    Paged,
+    Static,
+}
+
+impl From<Cache> for CacheKind {
+    fn from(cache: Cache) -> Self {
+        match cache {
+            Cache::Paged => Self::Paged,
+            Cache::Static => Self::Static,
         }
     }
 }
@@ -198,6 +222,14 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {
     text.parse().map_err(|error: kvcore::Error| error.to_string())
+}
+
+fn max_len(text: &str) -> Result<MaxLen, String> {
+    match text.parse::<usize>() {
+        Ok(tokens) => Ok(tokens.into()),
+        Err(_) if text == "max" => Ok(MaxLen::Model),
+        Err(_) => Err("a number of tokens or max is needed".to_owned()),
+    }
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

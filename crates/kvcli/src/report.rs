@@ -51,16 +51,7 @@ pub(crate) fn answer_json<'a>(
     caches: CacheReport,
     profiler: &Profiler,
 ) -> AnswerJson<'a> {
-    let (a, b) = (caches.main, caches.chunks);
-    let all = PoolCounts {
-        total: a.total + b.total,
-        free: a.free + b.free,
-        mutable: a.mutable + b.mutable,
-        complete: a.complete + b.complete,
-        shared: a.shared + b.shared,
-        cached: a.cached + b.cached,
-        evictable: a.evictable + b.evictable,
-    };
+    let all = [caches.main, caches.chunks].into_iter().flatten().sum();
     let spans = profiler.summary().into_iter().map(|(name, s)| {
         let span = SpanJson { count: s.count, total_ms: ms(s.total), min_ms: ms(s.min), max_ms: ms(s.max) };
         (name, span)

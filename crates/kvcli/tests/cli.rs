@@ -116,6 +116,23 @@ fn the_json_has_every_field_and_blocks_add_up() {
 }
 
 #[test]
+fn a_static_cache_gives_the_tokens_of_a_paged_one() {
+    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
+    let args = ["--full-attention", "--prompt", &ask];
+    let (paged, fixed) =
+        (json(&args), json(&[&args[..], &["--cache", "static", "--max-len", "64"]].concat()));
+    assert_eq!((&paged["tokens"], &paged["blocks"]["cache"]), (&fixed["tokens"], &Value::from("paged")));
+    assert_eq!((&fixed["blocks"]["cache"], &fixed["blocks"]["main"]), (&Value::from("static"), &Value::Null));
+    fails(&["run", "--cache", "static", "--prompt", &ask], 1, "full attention");
+    fails(
+        &["run", "--cache", "static", "--max-len", "5", "--full-attention", "--prompt", &ask],
+        1,
+        "static cache",
+    );
+    fails(&["run", "--cache", "ring", "--prompt", &ask], 2, "static");
+}
+
+#[test]
 fn fewer_than_two_separators_are_an_ordinary_prompt() {
     let plain = json(&["--prompt", &format!("{SYSTEM} {A} ## bora ?"), "--max-new-tokens", "2"]);
     assert_eq!(plain["chunks"], Value::Array(vec![]));

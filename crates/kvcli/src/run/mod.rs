@@ -18,6 +18,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let config = EngineConfig {
         kv_format: args.dtype,
         block_size: args.block_size,
+        cache: args.cache.into(),
+        max_len: args.max_len,
         kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
         profile: args.profile,
         ..EngineConfig::default()

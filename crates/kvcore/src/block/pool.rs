@@ -125,15 +125,20 @@ impl PoolCounts {
     pub fn utilization(&self) -> f64 {
         if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
     }
+}
 
-    fn add(&mut self, other: &Self) {
-        self.total += other.total;
-        self.free += other.free;
-        self.mutable += other.mutable;
-        self.complete += other.complete;
-        self.shared += other.shared;
-        self.cached += other.cached;
-        self.evictable += other.evictable;
+impl std::iter::Sum for PoolCounts {
+    /// Counts of several pools together.
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), |a, b| Self {
+            total: a.total + b.total,
+            free: a.free + b.free,
+            mutable: a.mutable + b.mutable,
+            complete: a.complete + b.complete,
+            shared: a.shared + b.shared,
+            cached: a.cached + b.cached,
+            evictable: a.evictable + b.evictable,
+        })
     }
 }
 
@@ -306,9 +311,7 @@ impl BlockPool {
 
     /// How many blocks are in which state.
     pub fn counts(&self) -> PoolCounts {
-        let mut sum = PoolCounts::default();
-        self.0.lock_all().iter().for_each(|shard| sum.add(&shard.counts()));
-        sum
+        self.0.lock_all().iter().map(|shard| shard.counts()).sum()
     }
 
     /// Blocks evicted since the pool was made.

@@ -5,6 +5,7 @@ use std::time::Instant;
 use kvchunk::{Assembler, ChunkReport, ChunkedPrompt};
 use kvcore::{Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
+use super::caches::Caches;
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
 use crate::model::Observer;
@@ -34,9 +35,15 @@ impl Engine {
         self.check_vocabulary(&request.prompt)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
+                let Caches::Paged { main, chunks } = &self.caches else {
+                    return Err(Error::Config(
+                        "a static cache keeps no chunks: ask for full attention, or take a paged cache"
+                            .to_owned(),
+                    ));
+                };
                 let assembler = Assembler {
-                    chunks: request.reuse.then_some(&self.chunks),
-                    main: &self.main,
+                    chunks: request.reuse.then_some(chunks),
+                    main,
                     root: self.root,
                     cell: request.cell,
                     max_positions: self.model.config().max_positions,
@@ -44,9 +51,9 @@ impl Engine {
                 let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
                 let (logical, position) =
                     (assembly.plan().question_logical, assembly.plan().question_position);
-                let own = self.main.create(SequenceStart { logical, position })?;
+                let own = self.caches.sequences_mut().create(SequenceStart { logical, position })?;
                 let result = self.chunked(request, started, prompt, assembly, own, observer);
-                self.main.free(own)?;
+                self.caches.sequences_mut().free(own)?;
                 result
             }
             prompt => {
@@ -56,12 +63,12 @@ impl Engine {
                 };
                 self.check_length(&tokens)?;
                 let (own, cached) = if request.reuse {
-                    self.main.create_with_prefix(self.root, &tokens)?
+                    self.caches.sequences_mut().create_with_prefix(self.root, &tokens)?
                 } else {
-                    (self.main.create(SequenceStart::default())?, 0)
+                    (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };
                 let result = self.plain(request, started, &tokens, own, cached, observer);
-                self.main.free(own)?;
+                self.caches.sequences_mut().free(own)?;
                 result
             }
         }
@@ -121,7 +128,7 @@ impl Engine {
         let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
         let next = end_of(&input);
         let logits = self.forward(&[input], observer)?;
-        self.main.commit(own, &tokens[cached..])?;
+        self.caches.sequences_mut().commit(own, &tokens[cached..])?;
         let prefilled =
             Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
         self.decode(request, started, tokens.len(), own, prefilled, observer)
@@ -135,9 +142,10 @@ impl Engine {
         context: &[Segment],
         logits: Logits,
     ) -> Result<SequenceInput> {
-        let before = self.main.len(own)?;
-        let slots = self.main.grow(own, tokens.len())?;
-        let segment = self.main.segment(own)?;
+        let cache = self.caches.sequences_mut();
+        let before = cache.len(own)?;
+        let slots = cache.grow(own, tokens.len())?;
+        let segment = cache.segment(own)?;
         Ok(SequenceInput {
             tokens: tokens.to_vec(),
             logical_start: segment.logical_start + before,
@@ -197,7 +205,7 @@ impl Engine {
             let input = self.next_input(own, &[token], &context, Logits::Last)?;
             next = end_of(&input);
             logits = self.forward(&[input], &mut ())?;
-            self.main.commit(own, &[token])?;
+            self.caches.sequences_mut().commit(own, &[token])?;
         }
         generation.total = started.elapsed();
         Ok(generation)

@@ -2,19 +2,18 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCache, ChunkCacheConfig, ChunkCacheMetrics};
-use kvcore::{
-    Backend, BlockKey, BlockPool, DType, KeyScope, KvArena, KvFormat, KvLayout, MemoryKind, PagedKvCache,
-    PoolCounts, Profiler, Stream,
-};
-use serde::Serialize;
+use kvchunk::{ChunkCache, ChunkCacheConfig};
+use kvcore::{Backend, BlockKey, CacheKind, DType, KeyScope, KvCache, KvFormat, MaxLen, Profiler, Stream};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
 
+mod caches;
 mod generate;
 mod request;
 
+pub use caches::CacheReport;
+use caches::Caches;
 pub use request::{FinishReason, Generation, Request};
 
 /// How much memory the caches take and how they are cut.
@@ -24,6 +23,11 @@ pub struct EngineConfig {
     pub kv_format: KvFormat,
     /// Tokens per block.
     pub block_size: usize,
+    /// Which cache holds sequences. A static one keeps no chunks: a prompt in parts must ask for full
+    /// attention then.
+    pub cache: CacheKind,
+    /// Longest sequence of a static cache.
+    pub max_len: MaxLen,
     /// Bytes for keys and values, or `None` for eight prompts of the model's longest length, at most
     /// [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
@@ -42,6 +46,8 @@ impl Default for EngineConfig {
         Self {
             kv_format: KvFormat::Dense(DType::F32),
             block_size: 16,
+            cache: CacheKind::Paged,
+            max_len: MaxLen::Model,
             kv_memory: None,
             chunk_share: 0.15,
             chunks: ChunkCacheConfig::default(),
@@ -54,25 +60,13 @@ impl Default for EngineConfig {
 /// Most memory that an engine takes for keys and values unless it is told otherwise: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
 
-/// Blocks of both pools, and what the chunk cache did.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct CacheReport {
-    /// Blocks of sequences and system prompts.
-    pub main: PoolCounts,
-    /// Blocks of chunks.
-    pub chunks: PoolCounts,
-    /// Counts of the chunk cache.
-    pub chunk_cache: ChunkCacheMetrics,
-}
-
 /// Runs requests on one backend.
 #[derive(Debug)]
 pub struct Engine {
     model: Model,
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
-    main: PagedKvCache,
-    chunks: Arc<ChunkCache>,
+    caches: Caches,
     root: BlockKey,
     profiler: Profiler,
 }
@@ -88,26 +82,17 @@ impl Engine {
         tokenizer: &[u8],
         config: &EngineConfig,
     ) -> Result<Self> {
-        if !(0.0..1.0).contains(&config.chunk_share) {
-            return Err(Error::Config(format!("chunk_share {} is not in 0..1", config.chunk_share)));
-        }
-        let layout = Arc::new(layout(&model, config)?);
-        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::clone(&layout))?;
-        let total = layout.shape().num_blocks as u32;
-        let for_chunks = ((f64::from(total) * config.chunk_share) as u32).clamp(1, total - 1);
-        let main = PagedKvCache::new(arena, BlockPool::new(0..total - for_chunks)?)?;
-        let pool = BlockPool::new(total - for_chunks..total)?;
-        let chunks = Arc::new(ChunkCache::new(config.chunks.clone(), pool, config.block_size)?);
+        let caches = Caches::new(&model, backend.as_ref(), config)?;
         let mut scope = KeyScope::new("kvmodel", model.revision())
             .tokenizer(tokenizer)
-            .layout(layout.shape())
+            .layout(caches.sequences().arena().layout().shape())
             .tenant_salt(&config.tenant_salt);
         for layer in 0..model.config().num_layers {
             scope = scope.rope(layer, model.rope());
         }
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let stream = backend.stream()?;
-        Ok(Self { root: scope.root(), model, backend, stream, main, chunks, profiler })
+        Ok(Self { root: scope.root(), model, backend, stream, caches, profiler })
     }
 
     /// The model.
@@ -125,53 +110,32 @@ impl Engine {
         &self.profiler
     }
 
-    /// The chunk cache.
-    pub fn chunks(&self) -> &ChunkCache {
-        &self.chunks
-    }
-
     /// The cache of sequences and system prompts.
-    pub fn main(&self) -> &PagedKvCache {
-        &self.main
+    pub fn cache(&self) -> &dyn KvCache {
+        self.caches.sequences()
     }
 
-    /// Blocks of both pools, and what the chunk cache did.
+    /// The chunk cache; a static cache has none.
+    pub fn chunks(&self) -> Option<&ChunkCache> {
+        self.caches.chunks().map(Arc::as_ref)
+    }
+
+    /// What the caches hold.
     pub fn report(&self) -> CacheReport {
-        CacheReport {
-            main: self.main.pool().counts(),
-            chunks: self.chunks.pool().counts(),
-            chunk_cache: self.chunks.metrics(),
-        }
+        self.caches.report()
     }
 
-    /// Checks both pools; `Err` says what is inconsistent.
+    /// Checks the pools; `Err` says what is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.main.pool().check_invariants()?;
-        self.chunks.pool().check_invariants()
+        self.caches.check_invariants()
     }
 
     fn device(&self) -> ComputeDevice<'_> {
         ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
-            arena: self.main.arena(),
+            arena: self.caches.sequences().arena(),
             profiler: &self.profiler,
         }
     }
-}
-
-/// A layout within the budget; two blocks at least, one for each pool.
-fn layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
-    if config.block_size == 0 {
-        return Err(kvcore::Error::Zero { what: "block_size" }.into());
-    }
-    let shape = model.kv_shape(1, config.block_size, config.kv_format);
-    let most = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
-    let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
-    let budget = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));
-    let layout = KvLayout::within_budget(&shape, budget)?;
-    if layout.shape().num_blocks < 2 {
-        return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes: 2 * layout.block_bytes() }.into());
-    }
-    Ok(layout)
 }

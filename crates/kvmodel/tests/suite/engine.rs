@@ -3,6 +3,7 @@
 use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
+use kvcore::{CacheKind, MaxLen};
 use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
 use rstest::rstest;
 
@@ -23,7 +24,8 @@ fn run(engine: &mut Engine, request: &Request) -> kvmodel::Generation {
 fn assert_nothing_held(engine: &Engine) {
     engine.check_invariants().expect("consistent pools");
     let report = engine.report();
-    for counts in [report.main, report.chunks] {
+    assert_eq!(engine.cache().num_sequences(), 0);
+    for counts in [report.main, report.chunks].into_iter().flatten() {
         assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
     }
 }
@@ -61,6 +63,46 @@ fn full_attention_is_the_ordinary_prompt() {
     assert_eq!(full.tokens, plain.tokens);
     assert_eq!(plain.cached_tokens, 16, "one block of the same prefix is cached, the rest computed");
     assert!(plain.chunks.is_empty());
+}
+
+#[rstest]
+fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str) {
+    let prompt = Golden::load(name).prompt.flatten();
+    let tokens = prompt.len();
+    let plain = Request { max_new_tokens: 9, keep_logits: true, ..Request::new(PromptTokens::Plain(prompt)) };
+    let paged = run(&mut engine(name, &EngineConfig::default()), &plain);
+    let fits = EngineConfig {
+        cache: CacheKind::Static,
+        max_len: MaxLen::Tokens(tokens + 9),
+        ..EngineConfig::default()
+    };
+    let mut in_place = engine(name, &fits);
+    for _ in 0..2 {
+        let answer = run(&mut in_place, &plain);
+        assert_eq!((answer.tokens, answer.logits), (paged.tokens.clone(), paged.logits.clone()));
+        assert_eq!(answer.cached_tokens, 0, "a static cache shares nothing");
+    }
+    // too short by two: the answer cannot be finished, and nothing is held
+    let short = EngineConfig { max_len: MaxLen::Tokens(tokens + 6), ..fits };
+    let mut short = engine(name, &short);
+    let error = short.generate(&plain, &mut ()).expect_err("no room");
+    assert!(error.to_string().contains("length of a static cache"), "{error}");
+    assert_nothing_held(&short);
+}
+
+#[test]
+fn a_static_cache_takes_prompts_in_parts_under_full_attention_only() {
+    let prompt = Golden::load("llama").prompt;
+    let config = EngineConfig { cache: CacheKind::Static, ..EngineConfig::default() };
+    let mut engine = engine("llama", &config);
+    let parts = ask(&prompt, ReuseCell::default());
+    let error = engine.generate(&parts, &mut ()).expect_err("no chunks");
+    assert!(error.to_string().contains("full attention"), "{error}");
+    assert_nothing_held(&engine);
+    run(&mut engine, &Request { full_attention: true, ..parts });
+    let small = EngineConfig { kv_memory: Some(1000), ..config };
+    let refused = Engine::new(load_model("llama"), CpuBackend::new(), b"none", &small);
+    assert!(matches!(refused, Err(Error::Core(kvcore::Error::NotEnoughMemory { budget: 1000, .. }))));
 }
 
 #[test]
@@ -125,7 +167,8 @@ fn bad_prompts_are_errors_and_hold_nothing() {
         let error = engine.generate(&Request::new(prompt), &mut ()).expect_err(what).to_string();
         assert!(error.contains(expected), "{what}: {error}");
         assert_nothing_held(&engine);
-        assert_eq!(engine.report().chunk_cache.cached_chunks, 0, "{what} left a chunk");
+        let chunks = engine.report().chunk_cache.expect("a paged cache");
+        assert_eq!(chunks.cached_chunks, 0, "{what} left a chunk");
     }
     run(&mut engine, &ask(&good, ReuseCell::default()));
 }
