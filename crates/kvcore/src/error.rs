@@ -101,6 +101,25 @@ pub enum Error {
         /// Bytes of one block over all layers, K and V.
         block_bytes: usize,
     },
+    /// A block that is free: freed twice, given twice, or never allocated.
+    #[error("block {block} is not allocated")]
+    NotAllocated {
+        /// The block.
+        block: BlockId,
+    },
+    /// A number that a sequence has already.
+    #[error("sequence {0} exists already")]
+    SequenceExists(u64),
+    /// A sequence that would have more blocks than it may.
+    #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
+    SequenceTooLong {
+        /// The sequence.
+        sequence: u64,
+        /// Blocks it would have.
+        blocks: usize,
+        /// Most blocks of a sequence.
+        limit: usize,
+    },
     /// A sequence id that the cache does not hold (never created, or freed).
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),

@@ -50,9 +50,11 @@ pub use block::{
     PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::{
-    CacheChoice, CacheConfig, CacheKind, KvCache, KvExtents, LayerViews, MaxLen, PagedCacheConfig,
-    PagedKvCache, Places, PrefixFill, SealedPrefix, SequenceId, SequenceStart, SlotMapping,
-    StaticCacheConfig, StaticKvCache,
+    BlockManager, BlockManagerConfig, CacheChoice, CacheConfig, CacheKind, DEFAULT_MAX_BLOCKS, DenseKv,
+    DenseSequence, GroupBlocks, GroupKind, GroupedPrefix, KvCache, KvExtents, LayerViews, MaxLen,
+    PagedCacheConfig, PagedKvCache, PagedSequences, Placement, Places, PrefixFill, PrefixGroups,
+    SealedPrefix, SequenceId, SequenceStart, SingleSequence, SlotMapping, SpannedArena, SpannedPart,
+    StaticCacheConfig, StaticKvCache, SwappedSequence,
 };
 pub use dtype::DType;
 pub use error::{Error, Result};

@@ -30,6 +30,13 @@ impl<T> From<Rejected<T>> for Error {
     }
 }
 
+impl<T> From<Box<Rejected<T>>> for Error {
+    /// Drops the blocks, as their guard says.
+    fn from(rejected: Box<Rejected<T>>) -> Self {
+        rejected.error
+    }
+}
+
 /// Blocks being filled; nobody else sees them.
 ///
 /// # Drop behaviour

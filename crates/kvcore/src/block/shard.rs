@@ -36,11 +36,32 @@ const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins:
 #[derive(Debug, Clone, Copy)]
 struct Times {
     released: u64,
-    priority: u8,
-    until: u64,
+    /// The priority in the upper byte; below it until when, in milliseconds.
+    retention: u64,
 }
 
-const NO_TIMES: Times = Times { released: 0, priority: Retention::DEFAULT_PRIORITY, until: u64::MAX };
+const PRIORITY_SHIFT: u32 = 56;
+const FOREVER: u64 = (1 << PRIORITY_SHIFT) - 1;
+
+impl Times {
+    const NONE: Self = Self::new(Retention::DEFAULT_PRIORITY, FOREVER);
+
+    const fn new(priority: u8, until: u64) -> Self {
+        let until = if until < FOREVER { until } else { FOREVER };
+        Self { released: 0, retention: (priority as u64) << PRIORITY_SHIFT | until }
+    }
+
+    fn priority(&self) -> u8 {
+        (self.retention >> PRIORITY_SHIFT) as u8
+    }
+
+    fn until(&self) -> u64 {
+        match self.retention & FOREVER {
+            FOREVER => u64::MAX,
+            until => until,
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct Shard {
@@ -69,7 +90,7 @@ impl Shard {
             first,
             stage: vec![Stage::Free; blocks].into(),
             meta: vec![FRESH; blocks].into(),
-            times: vec![NO_TIMES; timed].into(),
+            times: vec![Times::NONE; timed].into(),
             free: Vec::new(),
             queued_free: 0,
             policy,
@@ -206,7 +227,7 @@ impl Shard {
         self.stage[block as usize] = Stage::Held;
         self.meta[block as usize].holders = 1;
         if let Some(times) = self.times.get_mut(block as usize) {
-            *times = NO_TIMES;
+            *times = Times::NONE;
         }
     }
 
@@ -306,7 +327,7 @@ impl Shard {
         let entry = match self.times.get_mut(block as usize) {
             Some(times) => {
                 times.released = now;
-                Entry { key, priority: times.priority, until: times.until, now }
+                Entry { key, priority: times.priority(), until: times.until(), now }
             }
             None => Entry { key, now, ..Entry::default() },
         };
@@ -328,9 +349,8 @@ impl Shard {
     /// Says how much a held block is wanted, once it is cached.
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
-            times.priority = retention.priority;
-            times.until =
-                retention.lasts.map_or(u64::MAX, |lasts| now.saturating_add(lasts.as_millis() as u64));
+            let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(lasts.as_millis() as u64));
+            times.retention = Times::new(retention.priority, until).retention;
         }
     }
 

@@ -147,6 +147,14 @@ impl BlockTable {
         Ok(Some(TailCopy { source, target }))
     }
 
+    /// Takes [`unshare_tail`](Self::unshare_tail) back, for a copy that could not be made.
+    pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
+        drop(self.own.split_off(0)?);
+        self.shared.append(copy.source)?;
+        self.refresh();
+        Ok(())
+    }
+
     /// A second table over the same tokens. Both share all blocks from now on; whoever writes first
     /// copies the last one ([`unshare_tail`](Self::unshare_tail)).
     #[must_use]

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::device::token_major;
+use super::partial::Continuations;
 use super::{
     CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping,
     layer_views,
@@ -14,21 +16,21 @@ use crate::key::BlockKey;
 use crate::tensor::TensorView;
 
 #[derive(Debug)]
-struct Sequence {
-    table: BlockTable,
-    start: SequenceStart,
+pub(super) struct Sequence {
+    pub(super) table: BlockTable,
+    pub(super) start: SequenceStart,
     /// For sequences that share their blocks.
-    chain: Option<Chain>,
+    pub(super) chain: Option<Chain>,
 }
 
 /// What a sequence's blocks are registered under.
 #[derive(Debug, Clone)]
-struct Chain {
-    root: BlockKey,
+pub(super) struct Chain {
+    pub(super) root: BlockKey,
     /// Keys of the shared blocks, one each.
-    keys: Vec<BlockKey>,
+    pub(super) keys: Vec<BlockKey>,
     /// Committed tokens after the shared blocks.
-    pending: Vec<u32>,
+    pub(super) pending: Vec<u32>,
 }
 
 /// Sequences in blocks of one arena and pool.
@@ -43,6 +45,8 @@ pub struct PagedKvCache {
     pool: BlockPool,
     sequences: HashMap<SequenceId, Sequence>,
     next: u64,
+    /// For caches that copy the common part of blocks.
+    pub(super) continuations: Option<Continuations>,
 }
 
 impl PagedKvCache {
@@ -55,7 +59,7 @@ impl PagedKvCache {
         if end > limit {
             return Err(Error::range("last block of the pool", end, limit + 1));
         }
-        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0 })
+        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0, continuations: None })
     }
 
     /// Keys and values.
@@ -71,6 +75,13 @@ impl PagedKvCache {
     /// Live sequences.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
+    }
+
+    /// Live sequences, the oldest first.
+    pub fn sequence_ids(&self) -> impl DoubleEndedIterator<Item = SequenceId> + use<> {
+        let mut ids: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        ids.sort_unstable();
+        ids.into_iter()
     }
 
     /// A new sequence that shares nothing.
@@ -135,11 +146,14 @@ impl PagedKvCache {
         let arena = self.arena.clone();
         let Some(copy) = self.get_mut(id)?.table.unshare_tail()? else { return Ok(false) };
         let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
-        stream.copy_blocks(&CopyBlocks { arena, pairs })?;
+        if let Err(error) = stream.copy_blocks(&CopyBlocks { arena, pairs }) {
+            self.get_mut(id)?.table.reshare_tail(copy)?;
+            return Err(error);
+        }
         Ok(true)
     }
 
-    fn insert(&mut self, sequence: Sequence) -> SequenceId {
+    pub(super) fn insert(&mut self, sequence: Sequence) -> SequenceId {
         let id = SequenceId(self.next);
         self.next += 1;
         self.sequences.insert(id, sequence);
@@ -150,11 +164,11 @@ impl PagedKvCache {
         self.arena.layout().shape().block_size
     }
 
-    fn get(&self, id: SequenceId) -> Result<&Sequence> {
+    pub(super) fn get(&self, id: SequenceId) -> Result<&Sequence> {
         self.sequences.get(&id).ok_or(Error::UnknownSequence(id.0))
     }
 
-    fn get_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
+    pub(super) fn get_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
         self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))
     }
 
@@ -206,7 +220,7 @@ impl PagedKvCache {
     /// [`Error::OutOfRange`] for more tokens than were grown.
     pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         let block_size = self.block_size();
-        let sequence = self.get_mut(id)?;
+        let sequence = self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))?;
         if let Some(chain) = &mut sequence.chain {
             let held = sequence.table.keyed_blocks() * block_size + chain.pending.len();
             let room = sequence.table.len().saturating_sub(held);
@@ -218,6 +232,12 @@ impl PagedKvCache {
             let parent = chain.keys.last().copied().unwrap_or(chain.root);
             let keys = parent.chain(&chain.pending[..full], block_size);
             sequence.table.share_full(Some(parent), &keys)?;
+            if let Some(known) = &mut self.continuations {
+                let parents = std::iter::once(&parent).chain(&keys);
+                for ((parent, key), tokens) in parents.zip(&keys).zip(chain.pending.chunks(block_size)) {
+                    known.add(*parent, *key, tokens, &self.pool);
+                }
+            }
             chain.keys.extend(keys);
             chain.pending.drain(..full);
         }
@@ -242,6 +262,15 @@ impl PagedKvCache {
     /// Blocks of a sequence in order.
     pub fn blocks(&self, id: SequenceId) -> Result<&Arc<[BlockId]>> {
         Ok(self.get(id)?.table.ids())
+    }
+
+    /// Slots of some tokens of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] past the end.
+    pub fn slots(&self, id: SequenceId, tokens: std::ops::Range<usize>) -> Result<SlotMapping> {
+        let table = &self.get(id)?.table;
+        tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
     /// All tokens of a sequence as one segment.
@@ -312,15 +341,11 @@ impl KvCache for PagedKvCache {
         let Places::Slots(slots) = places else {
             return Err(Error::WrongCache { cache: CacheKind::Paged, given: "start positions" });
         };
-        let rows = |view: &TensorView| match view.shape().len() {
-            3 => view.permute(&[1, 0, 2]),
-            rank => Err(Error::Mismatch { what: "rank of [heads, rows, dim]", expected: 3, got: rank }),
-        };
         let op = Scatter {
             arena: self.arena.clone(),
             layer,
-            k: rows(k)?,
-            v: rows(v)?,
+            k: token_major(k)?,
+            v: token_major(v)?,
             slots: Arc::clone(slots.slots()),
         };
         stream.scatter(&op)?;

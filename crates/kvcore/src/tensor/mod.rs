@@ -172,6 +172,12 @@ impl TensorView {
         Ok(view)
     }
 
+    /// The same elements with one more axis of extent 1 before axis `axis`.
+    pub fn unsqueeze(&self, axis: usize) -> Result<Self> {
+        let (shape, strides) = (self.shape.with(axis, 1)?, self.strides.with(axis, 0)?);
+        Ok(Self { shape, strides, ..self.clone() })
+    }
+
     /// The same elements with axes in the order `axes`.
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         crate::error::same("rank of a permutation", self.shape.rank(), axes.len())?;

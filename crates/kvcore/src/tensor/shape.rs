@@ -43,6 +43,16 @@ impl Dims {
         Ok(strides)
     }
 
+    pub(super) fn with(mut self, axis: usize, value: usize) -> Result<Self> {
+        if axis > self.rank || self.rank == MAX_RANK {
+            return Err(Error::range("axis", axis.max(self.rank), self.rank.min(MAX_RANK - 1) + 1));
+        }
+        self.values.copy_within(axis..self.rank, axis + 1);
+        self.values[axis] = value;
+        self.rank += 1;
+        Ok(self)
+    }
+
     pub(super) fn without(mut self, axis: usize) -> Self {
         self.values.copy_within(axis + 1..self.rank, axis);
         self.rank -= 1;

@@ -104,6 +104,13 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     }
 }
 
+/// What policies that remember keys keep of them, and the word of no key.
+const NO_KEY: u64 = 0;
+
+fn word(key: &BlockKey) -> u64 {
+    key.word().max(1)
+}
+
 /// A policy by name, as configurations give it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -1,9 +1,7 @@
 //! S3-FIFO: three queues, no move on a hit.
 
-use std::collections::{HashSet, VecDeque};
-
 use super::lists::Lists;
-use super::{Entry, EvictionPolicy};
+use super::{Entry, EvictionPolicy, NO_KEY, word};
 use crate::key::BlockKey;
 
 const SMALL: u8 = 0;
@@ -27,30 +25,51 @@ pub struct S3Fifo {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
-    key: Option<BlockKey>,
+    /// Word of the key under which the block was last cached.
+    key: u64,
     hits: u8,
     /// Whether it may be evicted; else it is held and only keeps its place.
     present: bool,
 }
 
-/// Keys evicted from the small queue, the oldest forgotten first.
+/// Keys evicted from the small queue, as the paper keeps them: fingerprints in buckets, each with the
+/// number of its eviction, which says when it is forgotten.
 #[derive(Debug)]
 struct Ghosts {
-    order: VecDeque<u64>,
-    known: HashSet<u64>,
-    most: usize,
+    buckets: Vec<[(u32, u32); WAYS]>,
+    evictions: u32,
+    most: u32,
 }
 
+const WAYS: usize = 4;
+
 impl Ghosts {
-    fn add(&mut self, key: &BlockKey) {
-        if self.known.insert(key.word()) {
-            self.order.push_back(key.word());
-        }
-        while self.order.len() > self.most
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.known.remove(&oldest);
-        }
+    fn new(most: usize) -> Self {
+        let buckets = (most / WAYS).max(1).next_power_of_two();
+        Self { buckets: vec![[(0, 0); WAYS]; buckets], evictions: 0, most: most as u32 }
+    }
+
+    fn place(&self, key: u64) -> (usize, u32) {
+        // No fingerprint is 0, which stands for an empty place.
+        ((key as usize) & (self.buckets.len() - 1), (key >> 32) as u32 | 1)
+    }
+
+    fn age(&self, stamp: u32) -> u32 {
+        self.evictions.wrapping_sub(stamp)
+    }
+
+    fn contains(&self, key: u64) -> bool {
+        let (bucket, print) = self.place(key);
+        self.buckets[bucket].iter().any(|&(other, stamp)| other == print && self.age(stamp) < self.most)
+    }
+
+    fn add(&mut self, key: u64) {
+        self.evictions = self.evictions.wrapping_add(1);
+        let (bucket, print) = self.place(key);
+        let age = |&(other, stamp): &(u32, u32)| if other == 0 { u32::MAX } else { self.age(stamp) };
+        let ages = self.buckets[bucket].each_ref().map(age);
+        let oldest = (0..WAYS).max_by_key(|&way| ages[way]).unwrap_or(0);
+        self.buckets[bucket][oldest] = (print, self.evictions);
     }
 }
 
@@ -60,7 +79,7 @@ impl S3Fifo {
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
-        let ghosts = Ghosts { order: VecDeque::new(), known: HashSet::new(), most };
+        let ghosts = Ghosts::new(most);
         Self { lists: Lists::new(blocks, 2), blocks: vec![State::default(); blocks], ghosts, small, len: 0 }
     }
 
@@ -69,8 +88,9 @@ impl S3Fifo {
         while let Some(block) = self.lists.pop(SMALL) {
             let state = &mut self.blocks[block as usize];
             if state.present && state.hits == 0 {
-                if let Some(key) = state.key.take() {
-                    self.ghosts.add(&key);
+                let key = std::mem::replace(&mut state.key, NO_KEY);
+                if key != NO_KEY {
+                    self.ghosts.add(key);
                 }
                 return Some(block);
             }
@@ -87,7 +107,7 @@ impl S3Fifo {
             let block = self.lists.pop(MAIN)?;
             let state = &mut self.blocks[block as usize];
             if state.present && state.hits == 0 {
-                state.key = None;
+                state.key = NO_KEY;
                 return Some(block);
             }
             state.hits = state.hits.saturating_sub(1);
@@ -101,11 +121,12 @@ impl EvictionPolicy for S3Fifo {
     fn insert(&mut self, block: u32, entry: &Entry<'_>) {
         let state = &mut self.blocks[block as usize];
         self.len += 1;
-        let known = state.key.is_some() && state.key.as_ref() == entry.key;
-        *state = State { key: entry.key.copied(), hits: if known { state.hits } else { 0 }, present: true };
+        let key = entry.key.map_or(NO_KEY, word);
+        let known = key != NO_KEY && state.key == key;
+        *state = State { key, hits: if known { state.hits } else { 0 }, present: true };
         if !known || self.lists.list_of(block).is_none() {
             self.lists.unlink(block);
-            let ghost = entry.key.is_some_and(|key| self.ghosts.known.contains(&key.word()));
+            let ghost = self.ghosts.contains(key);
             self.lists.push(if ghost { MAIN } else { SMALL }, block);
         }
     }

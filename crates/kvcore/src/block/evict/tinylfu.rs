@@ -2,7 +2,7 @@
 
 use super::lists::Lists;
 use super::sketch::Sketch;
-use super::{Entry, EvictionPolicy};
+use super::{Entry, EvictionPolicy, NO_KEY, word};
 use crate::key::BlockKey;
 
 const WINDOW: u8 = 0;
@@ -18,8 +18,8 @@ const PROTECTED: u8 = 2;
 pub struct TinyLfu {
     lists: Lists,
     sketch: Sketch,
-    /// Key under which each block was last cached; a block with another one is a newcomer.
-    keys: Vec<Option<BlockKey>>,
+    /// Word of the key under which each block was last cached; a block with another one is a newcomer.
+    keys: Vec<u64>,
     /// Where a block was when it was last held.
     left: Vec<u8>,
     window: usize,
@@ -33,7 +33,7 @@ impl TinyLfu {
         Self {
             lists: Lists::new(blocks, 3),
             sketch: Sketch::new(blocks),
-            keys: vec![None; blocks],
+            keys: vec![NO_KEY; blocks],
             left: vec![WINDOW; blocks],
             window,
             protected: (blocks - window.min(blocks)) * 4 / 5,
@@ -41,7 +41,10 @@ impl TinyLfu {
     }
 
     fn seen(&self, block: u32) -> u8 {
-        self.keys[block as usize].as_ref().map_or(0, |key| self.sketch.estimate(key))
+        match self.keys[block as usize] {
+            NO_KEY => 0,
+            key => self.sketch.estimate(key),
+        }
     }
 
     /// Moves the oldest blocks of a list on probation while it has more than its share.
@@ -57,7 +60,8 @@ impl TinyLfu {
 impl EvictionPolicy for TinyLfu {
     fn insert(&mut self, block: u32, entry: &Entry<'_>) {
         let i = block as usize;
-        let known = self.keys[i].is_some() && self.keys[i].as_ref() == entry.key;
+        let key = entry.key.map_or(NO_KEY, word);
+        let known = key != NO_KEY && self.keys[i] == key;
         if known && self.left[i] != WINDOW {
             // Hit since it was cached: a step up from where it stood.
             self.lists.push(PROTECTED, block);
@@ -65,8 +69,8 @@ impl EvictionPolicy for TinyLfu {
             return;
         }
         if !known {
-            self.keys[i] = entry.key.copied();
-            if let Some(key) = entry.key {
+            self.keys[i] = key;
+            if key != NO_KEY {
                 self.sketch.observe(key);
             }
         }
@@ -88,12 +92,12 @@ impl EvictionPolicy for TinyLfu {
             _ => self.lists.oldest(PROTECTED).or_else(|| self.lists.oldest(WINDOW))?,
         };
         self.lists.unlink(next);
-        self.keys[next as usize] = None;
+        self.keys[next as usize] = NO_KEY;
         Some(next)
     }
 
     fn hit(&mut self, _: u32, key: &BlockKey) {
-        self.sketch.observe(key);
+        self.sketch.observe(word(key));
     }
 
     fn wants_hits(&self) -> bool {
@@ -130,7 +134,7 @@ mod tests {
             let key = root.child(&[1000 + i]);
             policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
         }
-        let left = (0..50).filter(|&b| policy.keys[b].as_ref() == Some(&popular[b])).count();
+        let left = (0..50).filter(|&b| policy.keys[b] == word(&popular[b])).count();
         assert!(left >= 45, "{left} of 50 popular blocks left");
     }
 }

@@ -1,0 +1,8 @@
+//! The caches of `kvcore` on real memory.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+mod manager;
+mod sharing;
+mod spanned;
+mod statics;

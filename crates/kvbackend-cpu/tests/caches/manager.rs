@@ -1,0 +1,182 @@
+//! Blocks and sequences by number (seed 001), and the same bytes from dense and paged caches.
+
+use kvcore::{
+    BlockId, BlockManager, BlockManagerConfig, BlockPool, DType, DenseKv, DenseSequence, Error, KvExtents,
+    LayerViews, PagedKvCache, PagedSequences, RankInfo, StaticKvCache, TensorView,
+};
+
+use crate::common::{DIM, HEADS, Memory};
+
+fn manager(m: &Memory, config: &BlockManagerConfig) -> BlockManager {
+    let extents = KvExtents {
+        num_layers: 2,
+        k_heads: HEADS,
+        v_heads: HEADS,
+        k_dim: DIM,
+        v_dim: DIM,
+        max_positions: 100,
+        format: DType::F32.into(),
+    };
+    BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), config).unwrap()
+}
+
+/// The values of a strided view, copied row by row.
+fn dense(m: &Memory, view: &TensorView) -> Vec<f32> {
+    let (heads, len) = (view.shape()[0], view.shape()[1]);
+    let row = |head, token| m.values(&view.select(0, head).unwrap().select(0, token).unwrap());
+    (0..heads).flat_map(|head| (0..len).flat_map(move |token| row(head, token))).collect()
+}
+
+#[test]
+fn blocks_are_allocated_written_read_and_freed_by_number() {
+    let m = Memory::new();
+    let mut blocks = manager(&m, &BlockManagerConfig::default());
+    assert_eq!((blocks.counts().total, blocks.max_tokens_supported()), (256, 256 * 16));
+    assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
+    let ids = blocks.allocate(3).unwrap();
+    // 14 and then 5 tokens, over a block's border
+    let first = m.tensor(&[HEADS, 14, DIM], 0.0);
+    blocks.write(1, ids[2], 0, &first, &first).unwrap();
+    let second = m.tensor(&[HEADS, 5, DIM], 1000.0);
+    let part = |from, to| second.slice(1, from, to).unwrap();
+    blocks.write(1, ids[2], 14, &part(0, 2), &part(0, 2)).unwrap();
+    blocks.write(1, ids[0], 0, &part(2, 5), &part(2, 5)).unwrap();
+    let (k, v) = blocks.read(1, &[ids[2], ids[0]], 19).unwrap();
+    assert_eq!(k.shape(), [HEADS, 19, DIM]);
+    for view in [&k, &v] {
+        let got = dense(&m, view);
+        for head in 0..HEADS {
+            let expected = dense(&m, &first)[head * 14 * DIM..][..14 * DIM].to_vec();
+            assert_eq!(got[head * 19 * DIM..][..14 * DIM], expected);
+            let expected = dense(&m, &second)[head * 5 * DIM..][..5 * DIM].to_vec();
+            assert_eq!(got[(head * 19 + 14) * DIM..][..5 * DIM], expected);
+        }
+    }
+    assert_eq!(dense(&m, &blocks.read(0, &ids, 3).unwrap().0), vec![0.0; HEADS * 3 * DIM], "another layer");
+    blocks.reset();
+    assert_eq!(blocks.counts().free, 256);
+}
+
+#[test]
+fn wrong_numbers_are_errors_and_change_nothing() {
+    let m = Memory::new();
+    let mut blocks = manager(&m, &BlockManagerConfig { block_size: 6, num_blocks: 4 });
+    let ids = blocks.allocate(3).unwrap();
+    let before = blocks.counts();
+    assert!(matches!(blocks.allocate(2), Err(Error::OutOfBlocks { asked: 2, free: 1, .. })));
+    let free = (0..4).map(BlockId).find(|id| !ids.contains(id)).unwrap();
+    let stray = BlockId(4);
+    assert_eq!(blocks.free(&[ids[0], free]), Err(Error::NotAllocated { block: free }));
+    assert_eq!(blocks.free(&[ids[0], ids[1], ids[0]]), Err(Error::NotAllocated { block: ids[0] }));
+    assert!(
+        matches!(blocks.free(&[stray]), Err(Error::ForeignBlock { block, end: 4, .. }) if block == stray)
+    );
+    let rows = m.tensor(&[HEADS, 3, DIM], 5.0);
+    assert!(blocks.write(0, free, 0, &rows, &rows).is_err());
+    assert!(blocks.write(0, ids[0], 4, &rows, &rows).is_err(), "past the block's end");
+    assert!(blocks.write(2, ids[0], 0, &rows, &rows).is_err(), "no such layer");
+    assert!(blocks.write(0, ids[0], 0, &rows, &m.tensor(&[HEADS, 2, DIM], 0.0)).is_err());
+    assert!(blocks.read(0, &[free], 1).is_err() && blocks.read(0, &ids, 19).is_err());
+    assert_eq!(blocks.counts(), before);
+    assert!(dense(&m, &blocks.read(0, &ids, 18).unwrap().0).iter().all(|x| *x == 0.0), "nothing was written");
+    blocks.free(&ids).unwrap();
+    assert_eq!(blocks.free(&ids[..1]), Err(Error::NotAllocated { block: ids[0] }), "freed twice");
+    assert_eq!(blocks.counts().free, 4);
+    let zero = BlockManagerConfig { block_size: 0, num_blocks: 4 };
+    let extents = KvExtents {
+        num_layers: 1,
+        k_heads: 1,
+        v_heads: 1,
+        k_dim: 1,
+        v_dim: 1,
+        max_positions: 1,
+        format: DType::F32.into(),
+    };
+    let refused = BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), &zero);
+    assert_eq!(refused.unwrap_err(), Error::Zero { what: "block_size" });
+}
+
+fn sequences(m: &Memory, blocks: u32, block_size: usize) -> PagedSequences {
+    let cache = PagedKvCache::new(m.arena(blocks as usize, block_size), BlockPool::new(0..blocks).unwrap());
+    PagedSequences::new(m.backend.clone(), cache.unwrap()).unwrap()
+}
+
+#[test]
+fn the_length_advances_once_a_token_whichever_layer_comes_first() {
+    let m = Memory::new();
+    let mut all = sequences(&m, 8, 4);
+    let id = all.create(Some(7)).unwrap();
+    assert_eq!(all.create(Some(7)), Err(Error::SequenceExists(7)));
+    assert_eq!(all.create(None), Ok(8));
+    let rows = m.tensor(&[HEADS, 5, DIM], 0.0);
+    all.append(id, 1, &rows, &rows).unwrap();
+    assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 0));
+    all.append(id, 0, &rows, &rows).unwrap();
+    assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 5));
+    assert_eq!(all.cache().pool().counts().mutable, 2, "layers share blocks");
+    assert_eq!(dense(&m, &all.read(id, 0).unwrap().1), dense(&m, &rows));
+    all.delete(id).unwrap();
+    assert_eq!(all.cache().pool().counts().free, 8);
+    assert_eq!(all.delete(id), Err(Error::UnknownSequence(7)));
+    assert!(all.read(id, 0).is_err() && all.append(id, 0, &rows, &rows).is_err());
+}
+
+#[test]
+fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing() {
+    let m = Memory::new();
+    let mut all = sequences(&m, 8, 4).max_blocks(2);
+    let id = all.create(None).unwrap();
+    let rows = m.tensor(&[HEADS, 6, DIM], 0.0);
+    all.append(id, 0, &rows, &rows).unwrap();
+    assert_eq!(
+        all.append(id, 0, &rows, &rows),
+        Err(Error::SequenceTooLong { sequence: id, blocks: 3, limit: 2 })
+    );
+    let wrong = m.tensor(&[HEADS + 1, 1, DIM], 0.0);
+    assert!(all.append(id, 0, &wrong, &wrong).is_err());
+    assert!(all.append(id, 2, &rows, &rows).is_err());
+    let one = m.tensor(&[HEADS, 1, DIM], 0.0);
+    assert!(all.update(id, 0, &one, &one, 7).is_err(), "a hole");
+    assert_eq!((all.len(id).unwrap(), all.cache().pool().counts().free), (6, 6));
+    // 65 blocks are one too many unless it is configured
+    let mut many = sequences(&m, 70, 1);
+    let long = many.create(None).unwrap();
+    let rows = m.tensor(&[HEADS, 65, DIM], 0.0);
+    let limit = Err(Error::SequenceTooLong { sequence: long, blocks: 65, limit: 64 });
+    assert_eq!(many.append(long, 0, &rows, &rows), limit);
+}
+
+#[test]
+fn dense_and_paged_sequences_give_identical_bytes() {
+    let m = Memory::new();
+    let mut paged = sequences(&m, 9, 4);
+    let other = paged.create(None).unwrap();
+    let id = paged.create(None).unwrap();
+    let stray = m.tensor(&[HEADS, 3, DIM], -50.0);
+    let mut fixed =
+        DenseSequence::new(m.backend.clone(), StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
+    let mut at = 0;
+    // appended in pieces, with another sequence in between, and once rolled back and overwritten
+    for (step, (back, tokens)) in [(0, 5), (0, 1), (2, 4), (0, 3)].into_iter().enumerate() {
+        at -= back;
+        for layer in [1, 0] {
+            let rows = m.tensor(&[HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
+            let values = m.tensor(&[HEADS, tokens, DIM], -((step * 100 + layer * 1000) as f32));
+            let write = |cache: &mut dyn DenseKv| cache.update(layer, &rows, &values, at).unwrap();
+            let (a, b) = (write(&mut fixed), write(&mut paged.single(id).unwrap()));
+            compare(&m, &a, &b);
+        }
+        paged.append(other, 0, &stray, &stray).unwrap();
+        at += tokens;
+    }
+    for len in [0, 1, 7, at] {
+        let single = paged.single(id).unwrap();
+        compare(&m, &fixed.layer_kv(1, len).unwrap(), &single.layer_kv(1, len).unwrap());
+    }
+    assert!(paged.single(id).unwrap().layer_kv(0, at + 1).is_err() && fixed.layer_kv(0, at + 1).is_err());
+}
+
+fn compare(m: &Memory, a: &LayerViews, b: &LayerViews) {
+    assert_eq!((a.0.shape(), a.1.shape()), (b.0.shape(), b.1.shape()));
+    assert_eq!((dense(m, &a.0), dense(m, &a.1)), (dense(m, &b.0), dense(m, &b.1)));
+}

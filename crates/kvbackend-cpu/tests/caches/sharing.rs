@@ -1,0 +1,236 @@
+//! Forks, swaps, prefixes: blocks that several sequences share, and their bytes.
+
+use std::sync::Arc;
+
+use kvcore::kernels::Gather;
+use kvcore::{
+    BlockKey, BlockPool, Error, KeyScope, KvArena, PagedKvCache, PoolConfig, SequenceId, SequenceStart,
+};
+
+use crate::common::{DIM, HEADS, Memory};
+
+fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
+    PagedKvCache::new(m.arena(blocks as usize, 4), BlockPool::new(0..blocks).unwrap()).unwrap()
+}
+
+fn root() -> BlockKey {
+    KeyScope::new("m", b"w").root()
+}
+
+/// Grows a sequence by `tokens` and writes rows that count from `first` in both layers.
+fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
+    let slots = cache.grow(id, tokens).unwrap();
+    for layer in 0..2 {
+        let rows = m.tensor(&[tokens, HEADS, DIM], first + 0.5 * layer as f32);
+        cache.write(id, m.stream.as_ref(), layer, rows.clone(), rows, &slots).unwrap();
+    }
+}
+
+/// K and V of all tokens of a sequence, in both layers.
+fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
+    (0..2)
+        .flat_map(|layer| {
+            let (k, v) =
+                (m.tensor(&[slots.len(), HEADS, DIM], 0.0), m.tensor(&[slots.len(), HEADS, DIM], 0.0));
+            let op = Gather {
+                arena: arena.clone(),
+                layer,
+                slots: Arc::clone(slots),
+                k: k.clone(),
+                v: v.clone(),
+                rotation: None,
+            };
+            kvcore::Kernels::gather(m.stream.as_ref(), &op).unwrap();
+            [m.values(&k), m.values(&v)].concat()
+        })
+        .collect()
+}
+
+fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
+    let slots = cache.slots(id, 0..cache.len(id).unwrap()).unwrap();
+    bytes(m, cache.arena(), slots.slots())
+}
+
+#[test]
+fn forks_share_until_they_write_and_keep_their_own_tokens() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 12);
+    let a = cache.create(SequenceStart::default()).unwrap();
+    write(&m, &mut cache, a, 6, 10.0);
+    let before = contents(&m, &cache, a);
+    let twins = [cache.fork(a).unwrap(), cache.fork(a).unwrap()];
+    assert_eq!((cache.pool().counts().shared, cache.pool().counts().mutable), (2, 0));
+    for (i, id) in [a, twins[0], twins[1]].into_iter().enumerate() {
+        assert!(matches!(cache.grow(id, 1), Err(Error::SharedBlock { token: 6, .. })));
+        assert!(cache.copy_on_write(id, m.stream.as_ref()).unwrap(), "the last block is copied");
+        assert!(!cache.copy_on_write(id, m.stream.as_ref()).unwrap(), "once");
+        write(&m, &mut cache, id, 1, 100.0 * (i + 1) as f32);
+    }
+    // six tokens alike, the seventh its own
+    let all: Vec<Vec<f32>> = [a, twins[0], twins[1]].map(|id| contents(&m, &cache, id)).into();
+    let row = HEADS * DIM;
+    for (i, contents) in all.iter().enumerate() {
+        for (part, old) in contents.chunks(7 * row).zip(before.chunks(6 * row)) {
+            assert_eq!(part[..6 * row], *old);
+            assert_eq!(part[6 * row].floor(), 100.0 * (i + 1) as f32);
+        }
+    }
+    assert_eq!(cache.pool().counts().shared, 1, "the full block is still shared");
+    for id in [twins[1], a, twins[0]] {
+        cache.free(id).unwrap();
+    }
+    assert_eq!(cache.pool().counts().free, 12);
+    cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn a_fork_that_finds_no_block_leaves_both_as_they_were() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 2);
+    let a = cache.create(SequenceStart::default()).unwrap();
+    write(&m, &mut cache, a, 6, 1.0);
+    let b = cache.fork(a).unwrap();
+    let before = contents(&m, &cache, a);
+    assert!(matches!(cache.copy_on_write(b, m.stream.as_ref()), Err(Error::OutOfBlocks { .. })));
+    assert_eq!((contents(&m, &cache, a), contents(&m, &cache, b)), (before.clone(), before));
+    assert_eq!(cache.pool().counts().shared, 2);
+}
+
+#[test]
+fn forks_of_a_prompt_commit_under_the_same_keys() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 12);
+    let tokens = [1, 2, 3, 4, 5, 6];
+    let (a, cached, slots) = cache.admit(root(), &tokens).unwrap();
+    assert_eq!((cached, slots.len()), (0, 6));
+    cache.commit(a, &tokens).unwrap();
+    let b = cache.fork(a).unwrap();
+    cache.copy_on_write(b, m.stream.as_ref()).unwrap();
+    cache.grow(b, 2).unwrap();
+    cache.commit(b, &[7, 8]).unwrap();
+    let (c, cached, _) = cache.admit(root(), &[1, 2, 3, 4, 5, 6, 7, 8, 9]).unwrap();
+    assert_eq!(cached, 8, "the fork's second block is found");
+    assert_eq!(cache.blocks(c).unwrap()[..2], cache.blocks(b).unwrap()[..2]);
+    for id in [a, b, c] {
+        cache.free(id).unwrap();
+    }
+    cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 8);
+    let (host, host_pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
+    let tokens: Vec<u32> = (0..10).collect();
+    let (id, _) = cache.create_with_prefix(root(), &tokens).unwrap();
+    write(&m, &mut cache, id, 10, 3.0);
+    cache.commit(id, &tokens).unwrap();
+    let before = contents(&m, &cache, id);
+    for known in [8, 4, 0] {
+        let id = if known == 8 { id } else { last(&cache) };
+        let out = cache.swap_out(id, m.stream.as_ref(), &host, &host_pool).unwrap();
+        assert_eq!((out.len(), host_pool.counts().mutable, cache.num_sequences()), (10, 3, 0));
+        // others take blocks of the prefix meanwhile: all but `known` tokens of it are lost
+        let taken = cache.pool().allocate(8 - known / 4).unwrap();
+        assert_eq!(cache.pool().counts().cached, known / 4);
+        drop(taken);
+        let id = cache.swap_in(out, m.stream.as_ref()).unwrap();
+        assert_eq!(contents(&m, &cache, id), before, "{known} tokens known");
+        assert_eq!((host_pool.counts().free, cache.len(id).unwrap()), (5, 10));
+        cache.grow(id, 1).unwrap();
+        cache.truncate(id, 10).unwrap();
+        cache.pool().check_invariants().unwrap();
+    }
+}
+
+/// The only sequence of a cache, whose id is the number of sequences made before it.
+fn last(cache: &PagedKvCache) -> SequenceId {
+    cache.sequence_ids().next_back().unwrap()
+}
+
+#[test]
+fn a_swap_without_room_changes_nothing() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 4);
+    let (host, small) = (m.arena(5, 4), BlockPool::new(0..2).unwrap());
+    let id = cache.create(SequenceStart::default()).unwrap();
+    write(&m, &mut cache, id, 10, 3.0);
+    let before = contents(&m, &cache, id);
+    assert!(matches!(
+        cache.swap_out(id, m.stream.as_ref(), &host, &small),
+        Err(Error::OutOfBlocks { asked: 3, free: 2, .. })
+    ));
+    let other = m.arena(5, 2);
+    assert!(cache.swap_out(id, m.stream.as_ref(), &other, &BlockPool::new(0..5).unwrap()).is_err());
+    assert_eq!((contents(&m, &cache, id), small.counts().free), (before.clone(), 2));
+    let pool = BlockPool::new(0..5).unwrap();
+    let out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
+    let hog = cache.pool().allocate(3).unwrap();
+    let rejected = cache.swap_in(out, m.stream.as_ref()).unwrap_err();
+    assert!(matches!(rejected.error, Error::OutOfBlocks { asked: 3, .. }));
+    drop(hog);
+    let id = cache.swap_in(rejected.blocks, m.stream.as_ref()).unwrap();
+    assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
+}
+
+#[test]
+fn the_common_part_of_a_block_is_copied_not_computed() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 10).with_partial_reuse();
+    let stream = m.stream.as_ref();
+    let first = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let (a, _) = cache.create_with_prefix(root(), &first).unwrap();
+    write(&m, &mut cache, a, 9, 20.0);
+    cache.commit(a, &first).unwrap();
+    let row = HEADS * DIM;
+    let known = contents(&m, &cache, a);
+    // four tokens by key, two by copy, then another token
+    let second = [1, 2, 3, 4, 5, 6, 70, 80];
+    let (b, cached) = cache.create_with_prefix(root(), &second).unwrap();
+    assert_eq!(cached, 4);
+    assert_eq!(cache.reuse_partial(b, &second[4..], stream), Ok(2));
+    assert_eq!(cache.reuse_partial(b, &second[6..], stream), Ok(0), "only once");
+    for (copy, known) in contents(&m, &cache, b).chunks(6 * row).zip(known.chunks(9 * row)) {
+        assert_eq!(copy[..], known[..6 * row]);
+    }
+    write(&m, &mut cache, b, 2, 500.0);
+    cache.commit(b, &second[6..]).unwrap();
+    assert_eq!(contents(&m, &cache, a), known, "the source is untouched");
+    // the copied block is found under its own tokens, and continues as its own
+    let (c, cached) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 70, 80, 0]).unwrap();
+    assert_eq!(cached, 8);
+    // one token is always left to compute
+    let (d, _) = cache.create_with_prefix(root(), &[1, 2, 3]).unwrap();
+    assert_eq!(cache.reuse_partial(d, &[1, 2, 3], stream), Ok(2));
+    let (e, _) = cache.create_with_prefix(root(), &[9, 9, 9]).unwrap();
+    assert_eq!(cache.reuse_partial(e, &[9, 9, 9], stream), Ok(0), "nothing in common");
+    for id in [a, b, c, d, e] {
+        cache.free(id).unwrap();
+    }
+    // what was evicted is not copied
+    drop(cache.pool().allocate(10).unwrap());
+    let (f, _) = cache.create_with_prefix(root(), &[1, 2, 3]).unwrap();
+    assert_eq!(cache.reuse_partial(f, &[1, 2, 3], stream), Ok(0));
+    cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
+    let m = Memory::new();
+    let pool = BlockPool::with_config(0..6, PoolConfig::default().watermark(2)).unwrap();
+    let mut cache = PagedKvCache::new(m.arena(6, 4), pool).unwrap();
+    let tokens: Vec<u32> = (0..14).collect();
+    let (a, _, _) = cache.admit(root(), &tokens).unwrap();
+    cache.commit(a, &tokens).unwrap();
+    assert!(matches!(cache.admit(root(), &[9; 3]), Err(Error::OutOfBlocks { asked: 1, .. })));
+    assert!(cache.grow(a, 5).is_ok(), "a running sequence may use the watermark");
+    cache.free(a).unwrap();
+    // a refused prompt changes neither what is held nor what goes next
+    let counts = cache.pool().counts();
+    let long: Vec<u32> = (0..30).collect();
+    assert!(cache.admit(root(), &long).is_err());
+    assert_eq!((cache.pool().counts(), cache.num_sequences()), (counts, 0));
+    let (_, cached, slots) = cache.admit(root(), &tokens).unwrap();
+    assert_eq!((cached, slots.len()), (12, 2));
+}

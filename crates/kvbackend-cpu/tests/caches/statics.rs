@@ -1,0 +1,221 @@
+//! The static cache: views of everything so far, wrong updates, and the same bytes as a paged cache.
+
+use std::sync::Arc;
+
+use kvcore::kernels::Gather;
+use kvcore::{
+    BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents, MaxLen,
+    MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
+    StaticCacheConfig, StaticKvCache, TensorView,
+};
+
+use crate::common::{DIM, HEADS, Memory};
+
+/// Element `[batch, head, token, 0]` of a head-major view, read one by one.
+fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
+    let row = view.select(0, index[0]).unwrap().select(0, index[1]).unwrap().select(0, index[2]).unwrap();
+    m.values(&row)[0]
+}
+
+#[test]
+fn updates_return_views_of_everything_so_far() {
+    let m = Memory::new();
+    let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
+    let first = m.tensor(&[2, HEADS, 3, DIM], 0.0);
+    let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
+    assert_eq!(k.shape(), [2, HEADS, 3, DIM]);
+    let second = m.tensor(&[2, HEADS, 2, DIM], 100.0);
+    // entry 1 goes back one token, entry 0 goes on
+    let (k, v) = cache.update(m.stream.as_ref(), 1, &second, &second, &[3, 2]).unwrap();
+    assert_eq!((k.shape(), v.shape()), (&[2, HEADS, 5, DIM][..], &[2, HEADS, 5, DIM][..]));
+    assert_eq!(
+        (cache.entry_len(1, 0).unwrap(), cache.entry_len(1, 1).unwrap(), cache.entry_len(0, 0).unwrap()),
+        (5, 4, 0)
+    );
+    for (view, batch, head, token, expected) in [
+        (&k, 0, 1, 2, (HEADS - 1) as f32 * 9.0 + 6.0),
+        (&k, 0, 0, 3, 100.0),
+        (&v, 1, 0, 1, 21.0),
+        (&v, 1, 0, 2, 100.0 + 12.0),
+        (&v, 1, 1, 3, 100.0 + 12.0 + 6.0 + 3.0),
+    ] {
+        assert_eq!(at(&m, view, [batch, head, token]), expected, "{batch} {head} {token}");
+    }
+    assert!(k.storage().address() == cache.arena().k().address(), "a view, not a copy");
+}
+
+#[test]
+fn wrong_updates_change_nothing() {
+    let m = Memory::new();
+    let mut cache = StaticKvCache::new(m.arena(2, 4)).unwrap();
+    let good = m.tensor(&[2, HEADS, 3, DIM], 1.0);
+    cache.update(m.stream.as_ref(), 0, &good, &good, &[0, 0]).unwrap();
+    let before = m.values(
+        &TensorView::new(Arc::clone(cache.arena().k()), DType::F32, &[2 * 2 * HEADS * 4 * DIM]).unwrap(),
+    );
+    let long = m.tensor(&[2, HEADS, 2, DIM], 9.0);
+    let narrow = m.tensor(&[1, HEADS, 1, DIM], 9.0);
+    for (layer, rows, starts) in [
+        (2, &good, vec![0, 0]),
+        (0, &long, vec![3, 3]),
+        (0, &long, vec![0, 4]),
+        (0, &narrow, vec![3, 3]),
+        (0, &long, vec![0]),
+    ] {
+        assert!(cache.update(m.stream.as_ref(), layer, rows, rows, &starts).is_err(), "{layer} {starts:?}");
+    }
+    let hole = cache.update(m.stream.as_ref(), 1, &good, &good, &[0, 1]);
+    assert!(matches!(hole, Err(Error::OutOfRange { what: "start of the update", .. })));
+    let after = m.values(
+        &TensorView::new(Arc::clone(cache.arena().k()), DType::F32, &[2 * 2 * HEADS * 4 * DIM]).unwrap(),
+    );
+    assert_eq!((before, cache.entry_len(0, 0).unwrap()), (after, 3));
+    cache.reset();
+    assert!(cache.entry_len(0, 1).unwrap() == 0);
+}
+
+#[test]
+fn static_and_paged_hold_the_same_bytes() {
+    let m = Memory::new();
+    let mut dense = StaticKvCache::new(m.arena(1, 10)).unwrap();
+    let mut paged = PagedKvCache::new(m.arena(8, 4), BlockPool::new(2..8).unwrap()).unwrap();
+    let sequence = paged.create(SequenceStart::default()).unwrap();
+    let mut written = 0;
+    for (step, tokens) in [5, 1, 1, 3].into_iter().enumerate() {
+        let slots = paged.grow(sequence, tokens).unwrap();
+        for layer in 0..2 {
+            let rows = m.tensor(&[1, HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
+            dense.update(m.stream.as_ref(), layer, &rows, &rows, &[written]).unwrap();
+            let token_major = rows.select(0, 0).unwrap().permute(&[1, 0, 2]).unwrap();
+            paged
+                .write(sequence, m.stream.as_ref(), layer, token_major.clone(), token_major, &slots)
+                .unwrap();
+        }
+        written += tokens;
+    }
+    for layer in 0..2 {
+        let read = |arena: &KvArena, slots: Arc<[i64]>| {
+            let (k, v) = (m.tensor(&[10, HEADS, DIM], 0.0), m.tensor(&[10, HEADS, DIM], 0.0));
+            let op =
+                Gather { arena: arena.clone(), layer, slots, k: k.clone(), v: v.clone(), rotation: None };
+            kvcore::Kernels::gather(m.stream.as_ref(), &op).unwrap();
+            (m.values(&k), m.values(&v))
+        };
+        let blocks = paged.blocks(sequence).unwrap();
+        let slots = (0..10).map(|i| i64::from(blocks[i / 4].0) * 4 + (i % 4) as i64).collect();
+        assert_eq!(read(dense.arena(), (0..10).collect()), read(paged.arena(), slots), "layer {layer}");
+    }
+    let (k, _) = dense.views(1).unwrap();
+    assert_eq!(k.shape(), [1, HEADS, 10, DIM]);
+}
+
+fn extents(k_heads: usize, v_heads: usize) -> KvExtents {
+    KvExtents {
+        num_layers: 2,
+        k_heads,
+        v_heads,
+        k_dim: DIM,
+        v_dim: DIM,
+        max_positions: 32,
+        format: DType::F32.into(),
+    }
+}
+
+fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankInfo) -> Box<dyn KvCache> {
+    config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap()
+}
+
+#[test]
+fn configs_build_the_rank_they_are_asked_for() {
+    let m = Memory::new();
+    let fixed = StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(1000) };
+    let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
+    let cache = build(&m, &fixed, &extents(8, 2), &rank);
+    let s = cache.arena().layout().shape().clone();
+    assert_eq!((cache.kind(), cache.max_len()), (CacheKind::Static, 32), "the model's length is shorter");
+    assert_eq!((s.num_blocks, s.k_heads, s.v_heads), (2, 2, 1), "heads divided or replicated, batch sliced");
+
+    let paged = CacheChoice::Paged(PagedCacheConfig { max_memory: 100_000, block_size: 5 });
+    let cache = build(&m, &paged, &extents(2, 2), &RankInfo::default());
+    let layout = cache.arena().layout();
+    assert!(layout.k_bytes() + layout.v_bytes() <= 100_000);
+    assert!(layout.k_bytes() + layout.v_bytes() + layout.block_bytes() > 100_000, "as many as fit");
+    assert_eq!(cache.max_len(), layout.shape().num_blocks * 5);
+
+    let uneven = RankInfo::tensor_parallel(0, 3).unwrap();
+    let refused = |config: &dyn CacheConfig, extents: &KvExtents, rank: &RankInfo| {
+        config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap_err()
+    };
+    assert_eq!(
+        refused(&fixed, &extents(8, 8), &uneven),
+        Error::Uneven { what: "KV heads", count: 8, ranks: 3 }
+    );
+    let poor = PagedCacheConfig { max_memory: 10, block_size: 16 };
+    assert!(matches!(
+        refused(&poor, &extents(2, 2), &RankInfo::default()),
+        Error::NotEnoughMemory { budget: 10, .. }
+    ));
+    let none = PagedCacheConfig { max_memory: 1000, block_size: 0 };
+    assert_eq!(refused(&none, &extents(2, 2), &RankInfo::default()), Error::Zero { what: "block_size" });
+}
+
+/// Seed 000's example: five tokens to slots of blocks 5, 12 and 7, given head-major.
+#[test]
+fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
+    let m = Memory::new();
+    let mut cache = PagedKvCache::new(m.arena(16, 16), BlockPool::new(0..16).unwrap()).unwrap();
+    let rows = m.tensor(&[HEADS, 5, DIM], 1.0);
+    let targets = [5 * 16, 5 * 16 + 1, 12 * 16 + 3, 12 * 16 + 4, 7 * 16 + 15];
+    let slots: SlotMapping = targets.to_vec().into();
+    let cache: &mut dyn KvCache = &mut cache;
+    let (k, v) = cache.update(m.stream.as_ref(), 1, &rows, &rows, Places::Slots(&slots)).unwrap();
+    assert_eq!((k.shape(), v.shape()), (&[16, HEADS, 16, DIM][..], &[16, HEADS, 16, DIM][..]));
+    for (token, slot) in targets.into_iter().enumerate() {
+        for head in 0..HEADS {
+            let expected = 1.0 + ((head * 5 + token) * DIM) as f32;
+            for view in [&k, &v] {
+                assert_eq!(at(&m, view, [slot as usize / 16, head, slot as usize % 16]), expected);
+            }
+        }
+    }
+    let written = m
+        .values(&TensorView::new(Arc::clone(k.storage()), DType::F32, &[2 * 16 * HEADS * 16 * DIM]).unwrap());
+    assert_eq!(written.iter().filter(|x| **x != 0.0).count(), 5 * HEADS * DIM, "nothing else");
+
+    let stray: SlotMapping = vec![0, 1, 2, 3, 16 * 16].into();
+    for (layer, places) in [(2, Places::Slots(&slots)), (0, Places::Slots(&stray)), (0, Places::Starts(&[0]))]
+    {
+        assert!(cache.update(m.stream.as_ref(), layer, &rows, &rows, places).is_err());
+    }
+    let two = m.tensor(&[5, DIM], 0.0);
+    assert!(cache.update(m.stream.as_ref(), 0, &two, &two, Places::Slots(&slots)).is_err());
+}
+
+#[test]
+fn sequences_of_a_static_cache_take_entries_and_give_them_back() {
+    let m = Memory::new();
+    let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
+    let cache: &mut dyn KvCache = &mut cache;
+    let start = SequenceStart { logical: 3, position: 7 };
+    let a = cache.create(SequenceStart::default()).unwrap();
+    let b = cache.create(start).unwrap();
+    assert!(matches!(cache.create(start), Err(Error::OutOfRange { value: 3, limit: 3, .. })));
+    assert_eq!(cache.grow(a, 3).unwrap().slots()[..], [0, 1, 2]);
+    assert_eq!(cache.grow(b, 2).unwrap().slots()[..], [8, 9]);
+    assert!(cache.grow(b, 7).is_err(), "past the cache");
+    let segment = cache.segment(b).unwrap();
+    assert_eq!((segment.len, segment.logical_start, segment.stored_start), (2, 3, 7));
+    cache.truncate(a, 1).unwrap();
+    assert!(cache.truncate(a, 2).is_err());
+    cache.free(a).unwrap();
+    assert_eq!(cache.free(a), Err(Error::UnknownSequence(0)));
+    assert!(cache.grow(a, 1).is_err(), "slots of a freed sequence");
+    let c = cache.create(SequenceStart::default()).unwrap();
+    assert_eq!((cache.len(c).unwrap(), cache.num_sequences()), (0, 2));
+    let slots: SlotMapping = vec![0].into();
+    let row = m.tensor(&[HEADS, 1, DIM], 0.0);
+    let wrong = cache.update(m.stream.as_ref(), 0, &row, &row, Places::Slots(&slots));
+    assert_eq!(wrong.unwrap_err(), Error::WrongCache { cache: CacheKind::Static, given: "slots" });
+    cache.reset();
+    assert_eq!(cache.num_sequences(), 0);
+}
