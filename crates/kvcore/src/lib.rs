@@ -60,7 +60,7 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use forward::{Logits, SequenceInput};
 pub use kernels::{Kernels, KvArena, KvPlane, Segment};
-pub use key::{BlockKey, KeyScope, VllmChain, VllmExtras};
+pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
 pub use parallel::{HeadShare, RankInfo};
 pub use profile::{Profiler, SpanStats};

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockKey, BlockPool, Error, KeyScope, KvArena, PagedKvCache, PoolConfig, SequenceId, SequenceStart,
+    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache, PoolConfig,
+    SequenceId, SequenceStart, VllmChain, VllmExtras,
 };
 
 use crate::common::{DIM, HEADS, Memory};
@@ -233,4 +234,49 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
     assert_eq!((cache.pool().counts(), cache.num_sequences()), (counts, 0));
     let (_, cached, slots) = cache.admit(root(), &tokens).unwrap();
     assert_eq!((cached, slots.len()), (12, 2));
+}
+
+#[test]
+fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
+    let m = Memory::new();
+    let events = Arc::new(EventQueue::new(100));
+    let pool = BlockPool::with_config(0..20, PoolConfig::default().events(events.clone())).unwrap();
+    let mut cache = PagedKvCache::new(m.arena(20, 4), pool).unwrap();
+    let tokens: Vec<u32> = (100..113).collect();
+    let extras = |salt: &str| VllmExtras { cache_salt: Some(salt.to_owned()), ..VllmExtras::default() };
+    let scheme = |salt| KeyScheme::vllm(VllmChain::default(), extras(salt));
+    let (a, cached, _) = cache.admit(scheme("alice"), &tokens[..6]).unwrap();
+    assert_eq!(cached, 0);
+    cache.commit(a, &tokens[..6]).unwrap();
+    // decoded in two steps: the salt is in the first block only, wherever a commit begins
+    cache.grow(a, 7).unwrap();
+    cache.commit(a, &tokens[6..9]).unwrap();
+    cache.commit(a, &tokens[9..]).unwrap();
+    let stored: Vec<BlockKey> = events
+        .drain()
+        .0
+        .into_iter()
+        .flat_map(|event| match event {
+            KvEvent::Stored { keys, .. } => keys.to_vec(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(stored, VllmChain::default().keys(&tokens, 4, &extras("alice")));
+    let (b, cached) = cache.create_with_prefix(scheme("alice"), &tokens).unwrap();
+    assert_eq!(cached, 12);
+    let (c, cached) = cache.create_with_prefix(scheme("bob"), &tokens).unwrap();
+    assert_eq!(cached, 0, "another tenant");
+    // our own keys: a salt separates tenants as well
+    let salted = |salt: &[u8]| KeyScope::new("m", b"w").tenant_salt(salt).root();
+    let (d, _, _) = cache.admit(salted(b"alice"), &tokens[..6]).unwrap();
+    cache.commit(d, &tokens[..6]).unwrap();
+    for (salt, expected) in [(b"alice".as_slice(), 4), (b"bob", 0), (b"", 0)] {
+        let (e, cached) = cache.create_with_prefix(salted(salt), &tokens).unwrap();
+        assert_eq!(cached, expected, "{salt:?}");
+        cache.free(e).unwrap();
+    }
+    for id in [a, b, c, d] {
+        cache.free(id).unwrap();
+    }
+    cache.pool().check_invariants().unwrap();
 }

@@ -6,7 +6,7 @@ use super::{PagedKvCache, SequenceId, SequenceStart, SlotMapping, StaticKvCache}
 use crate::backend::Stream;
 use crate::error::Result;
 use crate::kernels::{KvArena, Segment};
-use crate::key::BlockKey;
+use crate::key::KeyScheme;
 use crate::tensor::TensorView;
 
 /// Which cache it is.
@@ -89,7 +89,7 @@ pub trait KvCache: Send + fmt::Debug {
 
     /// A new sequence at the start of a prompt, and how many of its tokens are cached already. A cache
     /// that shares nothing has none.
-    fn create_with_prefix(&mut self, _root: BlockKey, _tokens: &[u32]) -> Result<(SequenceId, usize)> {
+    fn create_with_prefix(&mut self, _scheme: KeyScheme, _tokens: &[u32]) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
 

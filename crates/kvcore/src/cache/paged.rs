@@ -12,7 +12,7 @@ use super::{
 use crate::backend::Stream;
 use crate::block::{BlockId, BlockPool, BlockTable};
 use crate::kernels::{CopyBlocks, KvArena, Scatter, Segment};
-use crate::key::BlockKey;
+use crate::key::{BlockKey, KeyScheme};
 use crate::tensor::TensorView;
 
 #[derive(Debug)]
@@ -26,11 +26,18 @@ pub(super) struct Sequence {
 /// What a sequence's blocks are registered under.
 #[derive(Debug, Clone)]
 pub(super) struct Chain {
-    pub(super) root: BlockKey,
+    pub(super) scheme: KeyScheme,
     /// Keys of the shared blocks, one each.
     pub(super) keys: Vec<BlockKey>,
     /// Committed tokens after the shared blocks.
     pub(super) pending: Vec<u32>,
+}
+
+impl Chain {
+    /// The key of the last shared block, or the root.
+    pub(super) fn last_key(&self) -> BlockKey {
+        self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
+    }
 }
 
 /// Sequences in blocks of one arena and pool.
@@ -39,6 +46,55 @@ pub(super) struct Chain {
 /// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
 /// [`commit`](Self::commit), which shares blocks that became full. When a step fails half-way,
 /// [`truncate`](Self::truncate) takes the new tokens back.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{
+///     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// let shape = KvShape {
+///     num_layers: 2, num_blocks: 32, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
+///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
+/// };
+/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+/// let mut cache = PagedKvCache::new(arena, BlockPool::new(0..32)?)?.with_partial_reuse();
+/// let root = KeyScope::new("model", b"weights").tenant_salt(b"alice").root();
+///
+/// // A prompt of ten tokens; two full blocks of it can be found from now on.
+/// let (first, cached, slots) = cache.admit(root, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])?;
+/// assert_eq!((cached, slots.len()), (0, 10));
+/// cache.commit(first, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])?;
+///
+/// // Another one with the same beginning: a block by its key, two tokens by a copy.
+/// let prompt = [1, 2, 3, 4, 5, 6, 77, 78];
+/// let (second, cached) = cache.create_with_prefix(root, &prompt)?;
+/// let copied = cache.reuse_partial(second, &prompt[cached..], stream.as_ref())?;
+/// assert_eq!((cached, copied), (4, 2));
+/// let slots = cache.grow(second, 2)?;
+/// cache.commit(second, &prompt[6..])?;
+///
+/// // Two answers to it (parallel sampling), one of them rolled back by a token (speculative decoding).
+/// cache.grow(second, 1)?;
+/// let twin = cache.fork(second)?;
+/// for id in [second, twin] {
+///     cache.copy_on_write(id, stream.as_ref())?;
+///     cache.grow(id, 2)?;
+/// }
+/// cache.truncate(twin, 10)?;
+/// assert_eq!((cache.len(second)?, cache.len(twin)?), (11, 10));
+///
+/// // Make room: the first sequence waits in host memory and comes back.
+/// let layout = KvLayout::new(KvShape { num_blocks: 8, ..cache.arena().layout().shape().clone() })?;
+/// let host = KvArena::allocate(backend.as_ref(), MemoryKind::Pinned, Arc::new(layout))?;
+/// let waiting = cache.swap_out(first, stream.as_ref(), &host, &BlockPool::new(0..8)?)?;
+/// let first = cache.swap_in(waiting, stream.as_ref())?;
+/// assert_eq!(cache.len(first)?, 10);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PagedKvCache {
     arena: KvArena,
@@ -94,15 +150,18 @@ impl PagedKvCache {
     ///
     /// Returns its id and how many of `tokens` are cached already. At least one token is left to
     /// compute, so that there are logits to continue from.
-    pub fn create_with_prefix(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize)> {
-        let block_size = self.block_size();
-        let usable = tokens.len().saturating_sub(1) / block_size * block_size;
-        let mut keys = root.chain(&tokens[..usable], block_size);
+    pub fn create_with_prefix(
+        &mut self,
+        scheme: impl Into<KeyScheme>,
+        tokens: &[u32],
+    ) -> Result<(SequenceId, usize)> {
+        let (scheme, block_size) = (scheme.into(), self.block_size());
+        let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
         let shared = self.pool.lookup_chain(&keys);
         keys.truncate(shared.len());
         let table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
-        let chain = Some(Chain { root, keys, pending: Vec::new() });
+        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
     }
 
@@ -112,10 +171,13 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`]; nothing has changed then, not even which blocks go next.
-    pub fn admit(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize, SlotMapping)> {
-        let block_size = self.block_size();
-        let usable = tokens.len().saturating_sub(1) / block_size * block_size;
-        let mut keys = root.chain(&tokens[..usable], block_size);
+    pub fn admit(
+        &mut self,
+        scheme: impl Into<KeyScheme>,
+        tokens: &[u32],
+    ) -> Result<(SequenceId, usize, SlotMapping)> {
+        let (scheme, block_size) = (scheme.into(), self.block_size());
+        let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
         let blocks = tokens.len().div_ceil(block_size);
         let (shared, fresh) = self.pool.admit_prefix(&keys, blocks, 0)?;
         keys.truncate(shared.len());
@@ -123,7 +185,7 @@ impl PagedKvCache {
         let cached = table.len();
         table.supply(fresh)?;
         let slots = table.grow(tokens.len() - cached)?.into();
-        let chain = Some(Chain { root, keys, pending: Vec::new() });
+        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
         let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
         Ok((id, cached, slots))
     }
@@ -229,8 +291,9 @@ impl PagedKvCache {
             }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;
-            let parent = chain.keys.last().copied().unwrap_or(chain.root);
-            let keys = parent.chain(&chain.pending[..full], block_size);
+            let parent = chain.last_key();
+            let start = chain.keys.len() * block_size;
+            let keys = chain.scheme.extend(&parent, start, &chain.pending[..full], block_size);
             sequence.table.share_full(Some(parent), &keys)?;
             if let Some(known) = &mut self.continuations {
                 let parents = std::iter::once(&parent).chain(&keys);
@@ -301,8 +364,8 @@ impl KvCache for PagedKvCache {
         self.create(start)
     }
 
-    fn create_with_prefix(&mut self, root: BlockKey, tokens: &[u32]) -> Result<(SequenceId, usize)> {
-        self.create_with_prefix(root, tokens)
+    fn create_with_prefix(&mut self, scheme: KeyScheme, tokens: &[u32]) -> Result<(SequenceId, usize)> {
+        self.create_with_prefix(scheme, tokens)
     }
 
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {

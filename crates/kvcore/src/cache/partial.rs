@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::paged::Chain;
 use super::{PagedKvCache, Result, SequenceId};
 use crate::backend::Stream;
 use crate::block::BlockPool;
@@ -87,8 +86,8 @@ impl PagedKvCache {
         let block_size = self.block_size();
         let sequence = self.get(id)?;
         let aligned = sequence.table.len() == sequence.table.keyed_blocks() * block_size;
-        let (Some(Chain { root, keys, .. }), true) = (&sequence.chain, aligned) else { return Ok(0) };
-        let parent = *keys.last().unwrap_or(root);
+        let (Some(chain), true) = (&sequence.chain, aligned) else { return Ok(0) };
+        let parent = chain.last_key();
         let usable = &rest[..rest.len().saturating_sub(1).min(block_size - 1)];
         while let Some((key, tokens)) =
             self.continuations.as_ref().and_then(|known| known.best(&parent, usable))

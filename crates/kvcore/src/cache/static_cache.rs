@@ -17,6 +17,28 @@ use crate::tensor::TensorView;
 /// In terms of an arena it is a paged cache with one block per batch entry: `num_blocks` is the batch and
 /// `block_size` the longest length. The same kernels therefore serve both, and a
 /// [`segment`](Self::entry_segment) of it goes into the same `attend`.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{
+///     Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, StaticKvCache, allocate_tensor,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// let shape = KvShape {
+///     num_layers: 2, num_blocks: 3, block_size: 100, k_heads: 4, v_heads: 4, k_dim: 8, v_dim: 8,
+///     format: DType::F16.into(), order: BlockOrder::HeadMajor,
+/// };
+/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+/// let mut cache = StaticKvCache::new(arena)?;                       // a batch of 3, 100 tokens each
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[3, 4, 20, 8])?;
+/// let (k, _) = cache.update(stream.as_ref(), 0, &rows, &rows, &[0, 0, 0])?;
+/// assert_eq!(k.shape(), [3, 4, 20, 8]);
+/// assert_eq!(k.storage().address(), cache.arena().k().address());    // a view, not a copy
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct StaticKvCache {
     arena: KvArena,

@@ -105,7 +105,7 @@ impl PagedKvCache {
         table.supply(fresh)?;
         table.grow(swapped.len - table.len())?;
         if let Some(chain) = &swapped.chain {
-            let parent = known.checked_sub(1).map_or(chain.root, |last| chain.keys[last]);
+            let parent = known.checked_sub(1).map_or_else(|| chain.scheme.root(), |last| chain.keys[last]);
             table.share_full(Some(parent), &keys[known..])?;
         }
         Ok(Sequence { table, start: swapped.start, chain: swapped.chain.clone() })

@@ -8,9 +8,11 @@
 use std::fmt;
 
 mod compress;
+mod scheme;
 mod scope;
 mod vllm;
 
+pub use scheme::KeyScheme;
 pub use scope::{KeyScope, ScopeEncoder};
 pub use vllm::{VllmChain, VllmExtras};
 

@@ -56,12 +56,11 @@ impl VllmChain {
 
     /// Keys of the full blocks of a prompt.
     pub fn keys(&self, tokens: &[u32], block_size: usize, extras: &VllmExtras) -> Vec<BlockKey> {
-        let blocks = tokens.chunks_exact(block_size.max(1)).enumerate();
         let next = |parent: &mut BlockKey, (i, block): (usize, &[u32])| {
             *parent = Self::child(parent, block, i * block_size, extras);
             Some(*parent)
         };
-        blocks.scan(self.none_hash, next).collect()
+        tokens.chunks_exact(block_size.max(1)).enumerate().scan(self.none_hash, next).collect()
     }
 
     /// The key of the block `tokens` that begins at token `start` of its prompt.

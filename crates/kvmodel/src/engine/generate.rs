@@ -63,7 +63,7 @@ impl Engine {
                 };
                 self.check_length(&tokens)?;
                 let (own, cached) = if request.reuse {
-                    self.caches.sequences_mut().create_with_prefix(self.root, &tokens)?
+                    self.caches.sequences_mut().create_with_prefix(self.root.into(), &tokens)?
                 } else {
                     (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };

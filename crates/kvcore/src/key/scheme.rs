@@ -1,0 +1,71 @@
+//! How the blocks of a sequence are keyed: by our chain, or by another engine's.
+
+use std::sync::Arc;
+
+use super::{BlockKey, VllmChain, VllmExtras};
+
+/// Where a sequence's chain of keys starts and how it goes on.
+///
+/// ```
+/// use kvcore::{KeyScheme, KeyScope, VllmChain, VllmExtras};
+/// let tokens: Vec<u32> = (0..32).collect();
+/// let ours = KeyScheme::from(KeyScope::new("model", b"weights").root());
+/// let theirs = KeyScheme::vllm(VllmChain::default(), VllmExtras::default());
+/// assert_eq!(ours.keys(&tokens, 16).len(), 2);
+/// assert_eq!(theirs.keys(&tokens, 16), VllmChain::default().keys(&tokens, 16, &VllmExtras::default()));
+/// ```
+#[derive(Debug, Clone)]
+pub enum KeyScheme {
+    /// BLAKE3 chained from a root that covers all but the tokens; see [`crate::KeyScope`].
+    Chained(BlockKey),
+    /// vLLM's `sha256_cbor` chain, for routers that ask both engines. Its keys cover tokens, salt, adapter
+    /// and inputs only: whoever shares a pool among models or layouts keeps them apart by salts.
+    Vllm(VllmChain, Arc<VllmExtras>),
+}
+
+impl From<BlockKey> for KeyScheme {
+    fn from(root: BlockKey) -> Self {
+        Self::Chained(root)
+    }
+}
+
+impl KeyScheme {
+    /// vLLM's chain for a request.
+    pub fn vllm(chain: VllmChain, extras: VllmExtras) -> Self {
+        Self::Vllm(chain, Arc::new(extras))
+    }
+
+    /// The parent of first blocks.
+    pub fn root(&self) -> BlockKey {
+        match self {
+            Self::Chained(root) => *root,
+            Self::Vllm(chain, _) => chain.none_hash(),
+        }
+    }
+
+    /// Keys of the full blocks of a prompt.
+    pub fn keys(&self, tokens: &[u32], block_size: usize) -> Vec<BlockKey> {
+        self.extend(&self.root(), 0, tokens, block_size)
+    }
+
+    /// Keys of the full blocks of `tokens`, which begin at token `start` after the block of `parent`.
+    pub(crate) fn extend(
+        &self,
+        parent: &BlockKey,
+        start: usize,
+        tokens: &[u32],
+        block_size: usize,
+    ) -> Vec<BlockKey> {
+        let full = &tokens[..tokens.len() / block_size * block_size];
+        match self {
+            Self::Chained(_) => parent.chain(full, block_size),
+            Self::Vllm(_, extras) => {
+                let next = |parent: &mut BlockKey, (i, block): (usize, &[u32])| {
+                    *parent = VllmChain::child(parent, block, start + i * block_size, extras);
+                    Some(*parent)
+                };
+                full.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
+            }
+        }
+    }
+}
