@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::kernels::Gather;
 use kvcore::{
     BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache, PoolConfig,
-    SequenceId, SequenceStart, VllmChain, VllmExtras,
+    SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
 };
 
 use crate::common::{DIM, HEADS, Memory};
@@ -279,4 +279,39 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
         cache.free(id).unwrap();
     }
     cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn slots_of_others_and_of_freed_sequences_are_not_written() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 8);
+    let tokens = [1, 2, 3, 4, 5];
+    let (a, _, old) = cache.admit(root(), &tokens).unwrap();
+    write_at(&m, &cache, a, &old, 7.0).unwrap();
+    cache.commit(a, &tokens).unwrap();
+    let before = contents(&m, &cache, a);
+    let refused = write_at(&m, &cache, a, &old, 9.0).unwrap_err();
+    assert!(matches!(refused, Error::NotOwned { .. }), "the first block is shared now: {refused}");
+    let b = cache.create(SequenceStart::default()).unwrap();
+    let own = cache.grow(b, 5).unwrap();
+    assert!(matches!(write_at(&m, &cache, a, &own, 9.0), Err(Error::NotOwned { .. })));
+    assert_eq!(contents(&m, &cache, a), before);
+    cache.free(b).unwrap();
+    assert_eq!(write_at(&m, &cache, b, &own, 9.0), Err(Error::UnknownSequence(1)));
+    assert!(cache.slots(b, 0..1).is_err() && cache.segment(b).is_err() && cache.fork(b).is_err());
+    let c = cache.create(SequenceStart::default()).unwrap();
+    cache.grow(c, 3).unwrap();
+    let stale = write_at(&m, &cache, c, &own, 9.0);
+    assert!(matches!(stale, Err(Error::NotOwned { .. })), "not all of these slots are its own");
+}
+
+fn write_at(
+    m: &Memory,
+    cache: &PagedKvCache,
+    id: SequenceId,
+    slots: &SlotMapping,
+    first: f32,
+) -> kvcore::Result<()> {
+    let rows = m.tensor(&[slots.len(), HEADS, DIM], first);
+    cache.write(id, m.stream.as_ref(), 0, rows.clone(), rows, slots)
 }

@@ -283,6 +283,12 @@ mod tests {
     }
 
     #[test]
+    fn defaults_are_one_sequence_and_blocks_of_sixteen() {
+        let (fixed, paged) = (StaticCacheConfig::default(), PagedCacheConfig::default());
+        assert_eq!((fixed.max_batch, fixed.max_len, paged.block_size), (1, MaxLen::Model, 16));
+    }
+
+    #[test]
     fn configs_are_cloned_and_read_back() {
         let choices = [
             CacheChoice::Static(StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(2048) }),
