@@ -144,6 +144,16 @@ pub enum Error {
         /// Which operands.
         what: &'static str,
     },
+    /// A view in another kind of memory than an operation needs.
+    #[error("{what}: expected {expected} memory, got {got} memory")]
+    WrongMemory {
+        /// Which operand.
+        what: &'static str,
+        /// The memory required: `"host"` or `"device"`.
+        expected: &'static str,
+        /// The memory it lies in.
+        got: crate::backend::MemoryKind,
+    },
     /// A block that belongs to another pool.
     #[error("block {block} does not belong to this pool (blocks {start}..{end})")]
     ForeignBlock {
