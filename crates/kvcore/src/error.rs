@@ -114,6 +114,22 @@ pub enum Error {
         /// Among how many.
         ranks: usize,
     },
+    /// A piece of a merge that has arrived before.
+    #[error("stage {stage} of chunk {chunk} has arrived already")]
+    DuplicatePiece {
+        /// The chunk of tokens.
+        chunk: usize,
+        /// The stage of the pipeline.
+        stage: usize,
+    },
+    /// A piece of a chunk that is complete, so that readers may use it.
+    #[error("stage {stage} of chunk {chunk} is late: the chunk is complete and sealed")]
+    LatePiece {
+        /// The chunk of tokens.
+        chunk: usize,
+        /// The stage of the pipeline.
+        stage: usize,
+    },
     /// An operation of another kind of cache.
     #[error("a {cache} cache does not take {given}")]
     WrongCache {
