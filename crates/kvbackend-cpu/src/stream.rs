@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 
 use kvcore::backend::{Counters, Event, Stream};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, Dequantize, Gather, Kernels, KvArena, Quantize, RotateKeys,
-    Scatter, SwapBlocks,
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, KvArena, Quantize,
+    RotateKeys, Scatter, SwapBlocks,
 };
 use kvcore::{Error, Result, Storage, TensorView};
 use parking_lot::Mutex;
@@ -222,6 +222,14 @@ impl Kernels for CpuStream {
         Counters::add(&self.counters.block_copy_bytes, op.bytes());
         let op = op.clone();
         self.enqueue(move || kernels::swap_blocks(&op))
+    }
+
+    fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
+        op.check()?;
+        ours(&[], &[&op.src, &op.dst])?;
+        Counters::add(&self.counters.tensor_copy_bytes, op.bytes());
+        let op = op.clone();
+        self.enqueue(move || kernels::copy_tensor(&op))
     }
 
     fn rope(&self, op: &ApplyRope) -> Result<()> {

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
-use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit};
+use kvcore::kernels::{
+    Attend, AttendRows, CopyTensor, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit,
+};
 use kvcore::{BlockId, BlockOrder, DType, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment};
 use proptest::prelude::*;
 
@@ -87,6 +89,40 @@ proptest! {
                 }
             }
         }
+    }
+
+    #[test]
+    fn tensor_copies_equal_indexing(
+        extents in prop::collection::vec(1..5usize, 1..5),
+        cuts in prop::collection::vec((0..5usize, 0..5usize), 4),
+        turn in 0..4usize,
+        dtype in prop::sample::select(DType::COMPUTE.to_vec()),
+    ) {
+        let b = Bench::new(CpuBackend::new(), dtype).unwrap();
+        let n: usize = extents.iter().product();
+        let part = |seed: u64| {
+            let values = numbers(n, seed);
+            let whole = b.upload(dtype, &extents, &values).unwrap();
+            let mut axes: Vec<usize> = (0..extents.len()).collect();
+            let mut view = whole.clone();
+            for (axis, &(start, end)) in axes.iter().zip(&cuts) {
+                let end = end.min(extents[*axis]);
+                view = view.slice(*axis, start.min(end), end).unwrap();
+            }
+            // source and destination with their axes in the same other order, the memory behind them not
+            axes.rotate_left(turn % extents.len());
+            (whole, view.permute(&axes).unwrap(), values)
+        };
+        let ((_, src, from), (whole, dst, mut expected)) = (part(1), part(2));
+        let dense = b.tensor(dtype, if dst.is_empty() { &[1] } else { dst.shape() }).unwrap();
+        if !dst.is_empty() {
+            b.stream.copy_tensor(&CopyTensor { src: src.clone(), dst: dense.clone() }).unwrap();
+            b.stream.copy_tensor(&CopyTensor { src: dense, dst: dst.clone() }).unwrap();
+        }
+        for (from_at, to_at) in oracle::elements(&src).into_iter().zip(oracle::elements(&dst)) {
+            expected[to_at] = from[from_at];
+        }
+        prop_assert_eq!(b.download(&whole).unwrap(), expected);
     }
 
     #[test]

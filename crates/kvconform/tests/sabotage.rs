@@ -2,14 +2,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, Dequantize, Gather, Kernels, Quantize, RotateKeys,
-    Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
+    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, Quantize,
+    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
 };
+use kvcore::tensor::Dims;
 use kvcore::{
     Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
     Result, Rope, RopeConfig, Storage, Stream, TensorView,
@@ -25,6 +26,10 @@ enum Fault {
     GatherWithoutRotation,
     CopyOneLayer,
     SwapNothing,
+    CopyTensorForgetsStrides,
+    CopyTensorNothing,
+    CopyTensorChecksNothing,
+    ReusedMemoryIsDirty,
     ReadZeros,
     RopeOtherPairing,
     RotateTooFar,
@@ -63,6 +68,12 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
     (Fault::CopyOneLayer, "blocks::copy_moves_all_layers_and_nothing_else"),
     (Fault::SwapNothing, "blocks::swap_goes_between_layouts"),
+    (Fault::ReusedMemoryIsDirty, "memory::reused_memory_is_zeroed"),
+    (Fault::CopyTensorForgetsStrides, "tensor::any_strides_equal_indexing"),
+    (Fault::CopyTensorForgetsStrides, "tensor::elements_of_any_size_are_copied"),
+    (Fault::CopyTensorForgetsStrides, "tensor::tensors_go_to_the_device_and_back"),
+    (Fault::CopyTensorNothing, "tensor::parts_of_one_storage_may_be_copied"),
+    (Fault::CopyTensorChecksNothing, "tensor::wrong_tensor_copies_are_refused_and_write_nothing"),
     (Fault::ReadZeros, "memory::host_copies_round_trip"),
     (Fault::RopeOtherPairing, "rope::rows_are_rotated_in_both_pairings"),
     (Fault::RotateTooFar, "blocks::rotated_copies_equal_keys_rotated_there"),
@@ -112,6 +123,8 @@ const FAULTS: &[(Fault, &str)] = &[
 struct Wrong {
     inner: Arc<dyn Backend>,
     fault: Fault,
+    /// Memory that is given out again as it is.
+    kept: Mutex<Vec<Arc<dyn Storage>>>,
 }
 
 #[derive(Debug)]
@@ -152,7 +165,16 @@ impl Backend for Wrong {
         capabilities
     }
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
-        self.inner.allocate(kind, bytes)
+        if self.fault != Fault::ReusedMemoryIsDirty {
+            return self.inner.allocate(kind, bytes);
+        }
+        let mut kept = self.kept.lock().unwrap();
+        let fits = |s: &&Arc<dyn Storage>| s.kind() == kind && s.len() == bytes && Arc::strong_count(s) == 1;
+        if let Some(used) = kept.iter().find(fits) {
+            return Ok(Arc::clone(used));
+        }
+        kept.push(self.inner.allocate(kind, bytes)?);
+        Ok(Arc::clone(&kept[kept.len() - 1]))
     }
     fn stream(&self) -> Result<Arc<dyn Stream>> {
         Ok(Arc::new(WrongStream { inner: self.inner.stream()?, fault: self.fault }))
@@ -295,6 +317,27 @@ impl Kernels for WrongStream {
         op.check()?;
         if self.fault == Fault::SwapNothing { Ok(()) } else { self.inner.swap_blocks(op) }
     }
+    fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
+        let dense = |view: &TensorView| {
+            let shape = Dims::new(view.shape())?;
+            TensorView::with_strides(
+                Arc::clone(view.storage()),
+                view.dtype(),
+                shape,
+                shape.dense_strides()?,
+                view.offset(),
+            )
+        };
+        match self.fault {
+            Fault::CopyTensorNothing => op.check(),
+            Fault::CopyTensorChecksNothing if op.check().is_err() => Ok(()),
+            Fault::CopyTensorForgetsStrides => {
+                op.check()?;
+                self.inner.copy_tensor(&CopyTensor { src: dense(&op.src)?, ..op.clone() })
+            }
+            _ => self.inner.copy_tensor(op),
+        }
+    }
     fn rope(&self, op: &ApplyRope) -> Result<()> {
         if self.fault != Fault::RopeOtherPairing {
             return self.inner.rope(op);
@@ -361,7 +404,7 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
     } else {
         kvbackend_cpu::Execution::Immediate
     });
-    let backend = Arc::new(Wrong { inner, fault });
+    let backend = Arc::new(Wrong { inner, fault, kept: Mutex::default() });
     CASES
         .iter()
         .filter(|case| {

@@ -133,6 +133,22 @@ pub enum Error {
         /// Among how many.
         ranks: usize,
     },
+    /// A piece of a merge that has arrived before.
+    #[error("stage {stage} of chunk {chunk} has arrived already")]
+    DuplicatePiece {
+        /// The chunk of tokens.
+        chunk: usize,
+        /// The stage of the pipeline.
+        stage: usize,
+    },
+    /// A piece of a chunk that is complete, so that readers may use it.
+    #[error("stage {stage} of chunk {chunk} is late: the chunk is complete and sealed")]
+    LatePiece {
+        /// The chunk of tokens.
+        chunk: usize,
+        /// The stage of the pipeline.
+        stage: usize,
+    },
     /// An operation of another kind of cache.
     #[error("a {cache} cache does not take {given}")]
     WrongCache {
@@ -162,6 +178,16 @@ pub enum Error {
     Aliased {
         /// Which operands.
         what: &'static str,
+    },
+    /// A view in another kind of memory than an operation needs.
+    #[error("{what}: expected {expected} memory, got {got} memory")]
+    WrongMemory {
+        /// Which operand.
+        what: &'static str,
+        /// The memory required: `"host"` or `"device"`.
+        expected: &'static str,
+        /// The memory it lies in.
+        got: crate::backend::MemoryKind,
     },
     /// A block that belongs to another pool.
     #[error("block {block} does not belong to this pool (blocks {start}..{end})")]

@@ -62,7 +62,9 @@ pub use forward::{Logits, SequenceInput};
 pub use kernels::{Kernels, KvArena, KvPlane, Segment};
 pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
-pub use parallel::{HeadShare, RankInfo};
+pub use parallel::{
+    HeadShare, Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, RankInfo, ReceivedMatrix,
+};
 pub use profile::{Profiler, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};

@@ -8,12 +8,14 @@ mod convert;
 mod copy;
 mod rope;
 mod rows;
+mod tensor;
 
 pub(crate) use attend::{attend, attend_mla};
 pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;
 pub(crate) use rows::{gather, scatter};
+pub(crate) use tensor::copy_tensor;
 
 use std::sync::Arc;
 

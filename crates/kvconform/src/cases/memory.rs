@@ -1,6 +1,6 @@
 //! Allocation and host copies.
 
-use kvcore::{DType, Error, MemoryKind};
+use kvcore::{DType, Error, MemoryKind, allocate_tensor};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 
@@ -9,6 +9,25 @@ pub(super) fn is_zeroed_and_refuses_nothing(b: &Bench) -> Outcome {
     equal("fresh memory", &b.download(&view)?, &[0.0; 1000])?;
     let none = b.backend.allocate(MemoryKind::Device, 0);
     ensure(matches!(none, Err(Error::Zero { .. })), || format!("no bytes gave {none:?}"))
+}
+
+/// An allocator that gives freed memory out again must clear it: it may hold another tenant's keys.
+pub(super) fn reused_memory_is_zeroed(b: &Bench) -> Outcome {
+    for kind in b.backend.capabilities().memory {
+        for bytes in [64, 4096, 1 << 16] {
+            for round in 0..3 {
+                let view = allocate_tensor(b.backend.as_ref(), kind, DType::U8, &[bytes])?;
+                let mut seen = vec![1; bytes];
+                b.stream.read(&view, &mut seen)?;
+                ensure(seen.iter().all(|&byte| byte == 0), || {
+                    format!("{bytes} bytes of {kind} memory are not zeroed in round {round}")
+                })?;
+                b.stream.write(&view, &vec![0xa5; bytes])?;
+                b.stream.synchronize()?;
+            }
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn host_copies_round_trip(b: &Bench) -> Outcome {

@@ -14,6 +14,7 @@ mod quant;
 mod rope;
 mod rows;
 mod sparse;
+mod tensor;
 
 /// One case of the suite.
 #[derive(Clone, Copy)]
@@ -66,8 +67,14 @@ macro_rules! cases {
 cases! {
     capabilities::no_required_kernel_or_type_is_missing,
     memory::is_zeroed_and_refuses_nothing,
+    memory::reused_memory_is_zeroed,
     memory::host_copies_round_trip,
     memory::host_copies_check_length_and_density,
+    tensor::any_strides_equal_indexing,
+    tensor::parts_of_one_storage_may_be_copied,
+    tensor::elements_of_any_size_are_copied,
+    tensor::tensors_go_to_the_device_and_back,
+    tensor::wrong_tensor_copies_are_refused_and_write_nothing,
     order::a_stream_keeps_its_order,
     order::events_order_streams,
     order::dropping_handles_loses_no_work,

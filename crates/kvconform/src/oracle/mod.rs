@@ -2,7 +2,7 @@
 
 use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment, SelectionUnit};
 use kvcore::rope::Rope;
-use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides};
+use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides, TensorView};
 
 mod quant;
 
@@ -157,6 +157,13 @@ fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a 
         }
     }
     (out, total)
+}
+
+/// Where each element of a view lies in its storage, in row-major order of the view.
+pub fn elements(view: &TensorView) -> Vec<usize> {
+    view.shape().iter().zip(view.strides()).fold(vec![view.offset()], |places, (&n, &stride)| {
+        places.into_iter().flat_map(|at| (0..n).map(move |i| at + i * stride)).collect()
+    })
 }
 
 fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {

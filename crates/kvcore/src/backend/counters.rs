@@ -40,6 +40,8 @@ counters! {
     gather_bytes,
     /// Bytes of cached K and V duplicated by `copy_blocks`, `swap_blocks` and `rotate_keys`.
     block_copy_bytes,
+    /// Bytes of tensors written by `copy_tensor`.
+    tensor_copy_bytes,
     /// Bytes of quantised blocks written by `quantize`.
     quantize_bytes,
     /// Bytes of dense blocks written by `dequantize`.

@@ -34,6 +34,13 @@ pub enum MemoryKind {
     System,
 }
 
+impl MemoryKind {
+    /// Whether it is memory of the host.
+    pub const fn is_host(self) -> bool {
+        !matches!(self, Self::Device)
+    }
+}
+
 impl fmt::Display for MemoryKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

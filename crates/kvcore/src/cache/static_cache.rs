@@ -171,6 +171,15 @@ impl StaticKvCache {
         self.sequences.clear();
     }
 
+    /// Says that every entry holds `len` tokens in one layer, whose rows were written by a copy.
+    pub(crate) fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
+        let first = self.index(layer, 0)?;
+        self.check_end(len)?;
+        let entries = self.max_batch();
+        self.lengths[first..first + entries].fill(len);
+        Ok(())
+    }
+
     fn set_len(&mut self, batch: usize, len: usize) {
         let entries = self.max_batch();
         for layer in self.lengths.chunks_exact_mut(entries) {

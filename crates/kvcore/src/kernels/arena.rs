@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, same};
 use crate::layout::{KvLayout, PlaneStrides, ScaleLayout};
 use crate::quant::KvFormat;
-use crate::tensor::TensorView;
+use crate::tensor::{Dims, TensorView};
 
 /// The K and V memory of one device and one layout: what block ids and slots refer to.
 ///
@@ -155,6 +155,23 @@ impl KvArena {
             format: s.format,
             scales: self.scales.as_ref().map(|scales| &scales.v).zip(layout.v_scales()),
         }
+    }
+
+    /// All of K and all of V (of a quantised arena: the codes) as strided views
+    /// `[num_layers, num_blocks, heads, block_size, dim]`; nothing is copied.
+    pub fn views(&self) -> Result<(TensorView, TensorView)> {
+        let s = self.layout.shape();
+        let view = |plane: KvPlane<'_>| {
+            let PlaneStrides { layer, block, head, token } = plane.strides;
+            TensorView::with_strides(
+                Arc::clone(plane.storage),
+                s.format.storage_dtype(),
+                Dims::new(&[s.num_layers, s.num_blocks, plane.heads, s.block_size, plane.dim])?,
+                Dims::new(&[layer, block, head, token, 1])?,
+                0,
+            )
+        };
+        Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
     /// K, V, and the scales of both if there are any.

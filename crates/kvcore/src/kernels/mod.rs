@@ -5,9 +5,11 @@
 //! calls `check()` first, so that a wrong slot, block or shape is an error before anything runs,
 //! the same on every device.
 
+use smallvec::SmallVec;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
-use crate::tensor::TensorView;
+use crate::tensor::{MAX_RANK, TensorView};
 
 mod arena;
 mod attend;
@@ -19,6 +21,7 @@ mod rope;
 mod rotate;
 mod scatter;
 mod selection;
+mod tensor;
 
 pub use arena::{KvArena, KvPlane};
 pub use attend::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
@@ -30,6 +33,7 @@ pub use rope::ApplyRope;
 pub use rotate::RotateKeys;
 pub use scatter::Scatter;
 pub use selection::{Selection, SelectionUnit};
+pub use tensor::CopyTensor;
 
 /// The kernels of the contract.
 ///
@@ -48,6 +52,9 @@ pub trait Kernels {
 
     /// Whole blocks from one arena to another, over all layers.
     fn swap_blocks(&self, op: &SwapBlocks) -> Result<()>;
+
+    /// A tensor of any strides into another one of the same shape.
+    fn copy_tensor(&self, op: &CopyTensor) -> Result<()>;
 
     /// Rotary embedding of rows in place.
     fn rope(&self, op: &ApplyRope) -> Result<()>;
@@ -69,8 +76,8 @@ pub trait Kernels {
 }
 
 /// Names of the kernels that no backend may lack.
-pub const REQUIRED: [&str; 7] =
-    ["scatter", "gather", "copy_blocks", "swap_blocks", "rope", "rotate_keys", "attend"];
+pub const REQUIRED: [&str; 8] =
+    ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
 /// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`].
 pub const OPTIONAL: [&str; 4] = ["attend_mla", "selection", "quantize", "dequantize"];
@@ -112,10 +119,23 @@ fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     }
 }
 
-/// A view that is written must not have two elements at one address.
+/// A view that is written must not have two elements at one address: from the smallest stride to the
+/// largest, each axis must step over what the axes before it cover.
 fn writable(what: &'static str, view: &TensorView) -> Result<()> {
-    let repeated = view.shape().iter().zip(view.strides()).any(|(&n, &stride)| n > 1 && stride == 0);
-    if repeated { Err(Error::Aliased { what }) } else { Ok(()) }
+    if view.is_empty() {
+        return Ok(());
+    }
+    let mut axes: SmallVec<[(usize, usize); MAX_RANK]> =
+        view.strides().iter().copied().zip(view.shape().iter().copied()).filter(|axis| axis.1 > 1).collect();
+    axes.sort_unstable();
+    let mut covered = 1;
+    for (stride, n) in axes {
+        if stride < covered {
+            return Err(Error::Aliased { what });
+        }
+        covered += stride * (n - 1); // inside the storage, so that it cannot overflow
+    }
+    Ok(())
 }
 
 /// Kernels read and write whole heads: the last axis must be dense.

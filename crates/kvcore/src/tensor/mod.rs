@@ -1,5 +1,6 @@
 //! Views: a shape and strides over a [`Storage`], with checked arithmetic.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::backend::Storage;
@@ -7,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, product};
 
 mod shape;
+mod transfer;
 
 pub use shape::{Dims, MAX_RANK};
 
@@ -110,8 +112,11 @@ impl TensorView {
         self.len() == 0
     }
 
-    /// Whether the elements lie densely in row-major order.
+    /// Whether the elements lie densely in row-major order; an empty view's do.
     pub fn is_contiguous(&self) -> bool {
+        if self.is_empty() {
+            return true;
+        }
         let mut expected = 1;
         for (&n, &stride) in self.shape.iter().zip(self.strides.iter()).rev() {
             if n > 1 && stride != expected {
@@ -120,6 +125,18 @@ impl TensorView {
             expected *= n;
         }
         true
+    }
+
+    /// Bytes of the storage from the first element to the last, those between them included.
+    fn extent(&self) -> Result<Range<usize>> {
+        Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
+    }
+
+    /// Whether both views lie in one storage and one reaches into the bytes from the first to the last
+    /// element of the other. Interleaved views overlap in this sense without sharing an element.
+    pub fn overlaps(&self, other: &Self) -> Result<bool> {
+        let (a, b) = (self.extent()?, other.extent()?);
+        Ok(self.storage.address() == other.storage.address() && a.start.max(b.start) < a.end.min(b.end))
     }
 
     /// Device or host address of the element at `index`, in bytes.
@@ -252,6 +269,30 @@ mod tests {
         let v = view().slice(0, 2, 2).unwrap();
         assert!(v.is_empty());
         assert_eq!(v.offset(), 0);
+        assert!(v.permute(&[1, 2, 0]).unwrap().is_contiguous() && !v.overlaps(&view()).unwrap());
+    }
+
+    #[test]
+    fn slices_of_empty_and_of_four_bit_views_know_their_ends() {
+        let empty = view().slice(1, 1, 1).unwrap();
+        assert!(empty.slice(1, 0, 0).unwrap().is_empty());
+        assert!(matches!(empty.slice(1, 0, 1), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
+        assert!(matches!(empty.slice(1, 1, 0), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
+        assert!(matches!(empty.select(1, 0), Err(Error::OutOfRange { .. })));
+        let packed = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
+        assert!(matches!(packed.slice(2, 4, 2), Err(Error::OutOfRange { value: 4, limit: 3, .. })));
+        assert!(matches!(packed.slice(2, 2, 5), Err(Error::OutOfRange { value: 5, limit: 5, .. })));
+        assert!(packed.slice(2, 3, 3).unwrap().is_empty(), "no element, no byte to begin inside");
+    }
+
+    #[test]
+    fn views_overlap_by_the_bytes_between_their_ends() {
+        let v = view();
+        let (upper, lower) = (v.select(0, 0).unwrap(), v.select(0, 1).unwrap());
+        assert!(!upper.overlaps(&lower).unwrap() && upper.overlaps(&v).unwrap());
+        let (left, right) = (v.slice(2, 0, 2).unwrap(), v.slice(2, 2, 4).unwrap());
+        assert!(left.overlaps(&right).unwrap(), "interleaved");
+        assert!(!left.slice(2, 0, 0).unwrap().overlaps(&v).unwrap(), "an empty view overlaps nothing");
     }
 
     #[test]

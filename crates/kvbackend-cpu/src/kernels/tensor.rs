@@ -1,0 +1,74 @@
+//! Strided copies of tensors.
+
+use kvcore::Result;
+use kvcore::kernels::CopyTensor;
+
+use crate::memory::Access;
+
+pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
+    let (src, dst) = (op.src.storage(), op.dst.storage());
+    let runs = Runs::new(op);
+    let mut access = Access::new(&[src], &[dst])?;
+    if src.address() == dst.address() {
+        let bytes = access.write(dst)?;
+        runs.each(|from, to| bytes.copy_within(from..from + runs.bytes, to));
+    } else {
+        let mut parts = access.parts();
+        let (source, target) = (parts.read(src)?, parts.write(dst)?);
+        runs.each(|from, to| target[to..to + runs.bytes].copy_from_slice(&source[from..from + runs.bytes]));
+    }
+    Ok(())
+}
+
+/// A copy as runs of bytes that are dense on both sides.
+struct Runs {
+    /// Bytes of a run.
+    bytes: usize,
+    /// Where the first run begins, in bytes.
+    start: (usize, usize),
+    /// Axes over the runs, outermost first.
+    axes: Vec<Axis>,
+}
+
+/// Extent, and strides of source and destination in bytes.
+struct Axis {
+    n: usize,
+    src: usize,
+    dst: usize,
+}
+
+impl Runs {
+    fn new(op: &CopyTensor) -> Self {
+        let bytes = |elements: usize| elements * op.dst.dtype().bits() / 8;
+        let strides = op.src.strides().iter().zip(op.dst.strides());
+        let mut axes: Vec<(usize, (usize, usize))> = (op.dst.shape().iter().copied())
+            .zip(strides.map(|(&src, &dst)| (src, dst)))
+            .filter(|&(n, _)| n != 1)
+            .collect();
+        let mut run = 1;
+        while let Some(&(n, _)) = axes.last().filter(|(_, strides)| *strides == (run, run)) {
+            run *= n;
+            axes.pop();
+        }
+        let in_bytes = |(n, (src, dst))| Axis { n, src: bytes(src), dst: bytes(dst) };
+        Self {
+            bytes: bytes(run),
+            start: (bytes(op.src.offset()), bytes(op.dst.offset())),
+            axes: axes.into_iter().map(in_bytes).collect(),
+        }
+    }
+
+    /// Calls `copy` with where each run begins in the source and in the destination.
+    fn each(&self, mut copy: impl FnMut(usize, usize)) {
+        over(&self.axes, self.start.0, self.start.1, &mut copy);
+    }
+}
+
+fn over(axes: &[Axis], from: usize, to: usize, copy: &mut impl FnMut(usize, usize)) {
+    match axes.split_first() {
+        None => copy(from, to),
+        Some((axis, inner)) => {
+            (0..axis.n).for_each(|i| over(inner, from + i * axis.src, to + i * axis.dst, copy));
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Which pieces of a merge have arrived.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, product, same};
+
+/// `[num_chunks, num_stages]`: 1 for a piece that has arrived, 0 for one that has not.
+///
+/// It prints as a table and serialises as its rows, `[[1,1],[1,0]]`.
+///
+/// ```
+/// use kvcore::ReceivedMatrix;
+/// let mut received = ReceivedMatrix::new(2, 3)?;
+/// for stage in 0..3 {
+///     received.record(0, stage)?;
+/// }
+/// received.record(1, 2)?;
+/// assert_eq!(received.missing().collect::<Vec<_>>(), [(1, 0), (1, 1)]);
+/// assert_eq!(received.to_string(), "\
+/// Chunk    |  PP0  PP1  PP2
+/// -------------------------
+/// Chunk0   |    1    1    1
+/// Chunk1   |    0    0    1
+/// received: 4/6 (66.7 %)");
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<Vec<u8>>", into = "Vec<Vec<u8>>")]
+pub struct ReceivedMatrix {
+    /// By chunk, then by stage.
+    received: Vec<bool>,
+    stages: usize,
+}
+
+impl ReceivedMatrix {
+    /// Nothing has arrived.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no chunks or no stages, [`Error::Overflow`].
+    pub fn new(chunks: usize, stages: usize) -> Result<Self> {
+        for (what, count) in [("chunks", chunks), ("stages", stages)] {
+            if count == 0 {
+                return Err(Error::Zero { what });
+            }
+        }
+        Ok(Self { received: vec![false; product("pieces of a merge", &[chunks, stages])?], stages })
+    }
+
+    /// Chunks.
+    pub fn num_chunks(&self) -> usize {
+        self.received.len() / self.stages
+    }
+
+    /// Stages.
+    pub fn num_stages(&self) -> usize {
+        self.stages
+    }
+
+    fn index(&self, chunk: usize, stage: usize) -> Result<usize> {
+        if chunk >= self.num_chunks() {
+            return Err(Error::range("chunk", chunk, self.num_chunks()));
+        }
+        if stage >= self.stages {
+            return Err(Error::range("stage", stage, self.stages));
+        }
+        Ok(chunk * self.stages + stage)
+    }
+
+    /// Notes that a piece has arrived.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::DuplicatePiece`] for one that had arrived before.
+    pub fn record(&mut self, chunk: usize, stage: usize) -> Result<()> {
+        let at = self.index(chunk, stage)?;
+        if std::mem::replace(&mut self.received[at], true) {
+            return Err(Error::DuplicatePiece { chunk, stage });
+        }
+        Ok(())
+    }
+
+    /// Whether a piece has arrived.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub fn is_received(&self, chunk: usize, stage: usize) -> Result<bool> {
+        Ok(self.received[self.index(chunk, stage)?])
+    }
+
+    /// Whether all stages of a chunk have arrived.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub fn is_chunk_complete(&self, chunk: usize) -> Result<bool> {
+        let start = self.index(chunk, 0)?;
+        Ok(self.received[start..start + self.stages].iter().all(|&received| received))
+    }
+
+    /// Whether all chunks of a stage have arrived.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub fn is_stage_complete(&self, stage: usize) -> Result<bool> {
+        Ok(self.chunks_in_a_row(stage)? == self.num_chunks())
+    }
+
+    /// Chunks of a stage that have arrived, from the first one up to the first that has not.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub fn chunks_in_a_row(&self, stage: usize) -> Result<usize> {
+        let start = self.index(0, stage)?;
+        Ok(self.received[start..].iter().step_by(self.stages).take_while(|&&received| received).count())
+    }
+
+    /// Whether everything has arrived.
+    pub fn is_complete(&self) -> bool {
+        self.received.iter().all(|&received| received)
+    }
+
+    /// Pieces that have arrived.
+    pub fn received(&self) -> usize {
+        self.received.iter().filter(|&&received| received).count()
+    }
+
+    /// All pieces.
+    pub fn total(&self) -> usize {
+        self.received.len()
+    }
+
+    /// Share of the pieces that have arrived, 0 to 1.
+    pub fn completion(&self) -> f64 {
+        self.received() as f64 / self.total() as f64
+    }
+
+    /// Pieces that have not arrived, as `(chunk, stage)` in order.
+    pub fn missing(&self) -> impl Iterator<Item = (usize, usize)> {
+        let places = self.received.iter().enumerate().filter(|(_, received)| !**received);
+        places.map(|(at, _)| (at / self.stages, at % self.stages))
+    }
+}
+
+impl fmt::Display for ReceivedMatrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = |prefix: &str, count: usize| format!("{prefix}{}", count - 1).len();
+        let (name, cell) = (width("Chunk", self.num_chunks()).max(8) + 1, width("  PP", self.stages));
+        write!(f, "{:<name$}|", "Chunk")?;
+        (0..self.stages).try_for_each(|stage| write!(f, "{:>cell$}", format!("PP{stage}")))?;
+        write!(f, "\n{}", "-".repeat(name + 1 + cell * self.stages))?;
+        for (chunk, row) in self.received.chunks_exact(self.stages).enumerate() {
+            write!(f, "\n{:<name$}|", format!("Chunk{chunk}"))?;
+            row.iter().try_for_each(|&received| write!(f, "{:>cell$}", u8::from(received)))?;
+        }
+        write!(f, "\nreceived: {}/{} ({:.1} %)", self.received(), self.total(), 100.0 * self.completion())
+    }
+}
+
+impl From<ReceivedMatrix> for Vec<Vec<u8>> {
+    fn from(matrix: ReceivedMatrix) -> Self {
+        let row = |row: &[bool]| row.iter().map(|&received| u8::from(received)).collect();
+        matrix.received.chunks_exact(matrix.stages).map(row).collect()
+    }
+}
+
+impl TryFrom<Vec<Vec<u8>>> for ReceivedMatrix {
+    type Error = Error;
+
+    /// # Errors
+    /// [`Error::Mismatch`] for rows of different lengths, [`Error::OutOfRange`] for a cell that is not 0
+    /// or 1, [`Error::Zero`].
+    fn try_from(rows: Vec<Vec<u8>>) -> Result<Self> {
+        let mut matrix = Self::new(rows.len(), rows.first().map_or(0, Vec::len))?;
+        for (row, received) in rows.iter().zip(matrix.received.chunks_exact_mut(matrix.stages)) {
+            same("stages of a chunk", received.len(), row.len())?;
+            for (&cell, received) in row.iter().zip(received) {
+                if cell > 1 {
+                    return Err(Error::range("cell of the matrix", cell, 2));
+                }
+                *received = cell == 1;
+            }
+        }
+        Ok(matrix)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix(rows: &[&[u8]]) -> Result<ReceivedMatrix> {
+        rows.iter().map(|row| row.to_vec()).collect::<Vec<_>>().try_into()
+    }
+
+    #[test]
+    fn the_table_is_the_seeds() {
+        let mut full = ReceivedMatrix::new(2, 3).unwrap();
+        for (chunk, stage) in [(1, 2), (0, 0), (0, 2), (1, 0), (0, 1), (1, 1)] {
+            assert!(!full.is_complete());
+            full.record(chunk, stage).unwrap();
+        }
+        let expected = "Chunk    |  PP0  PP1  PP2\n\
+                        -------------------------\n\
+                        Chunk0   |    1    1    1\n\
+                        Chunk1   |    1    1    1\n\
+                        received: 6/6 (100.0 %)";
+        assert_eq!(full.to_string(), expected);
+    }
+
+    #[test]
+    fn long_numbers_keep_the_columns() {
+        let mut wide = ReceivedMatrix::new(1001, 11).unwrap();
+        wide.record(1000, 10).unwrap();
+        let text = wide.to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "Chunk     |   PP0   PP1   PP2   PP3   PP4   PP5   PP6   PP7   PP8   PP9  PP10");
+        assert_eq!(
+            lines[1002],
+            "Chunk1000 |     0     0     0     0     0     0     0     0     0     0     1"
+        );
+        assert_eq!(lines[1003], "received: 1/11011 (0.0 %)");
+    }
+
+    #[test]
+    fn completeness_by_piece_chunk_stage_and_in_all() {
+        let m = matrix(&[&[1, 1, 0], &[1, 0, 1], &[1, 1, 1]]).unwrap();
+        assert_eq!([0, 1, 2].map(|c| m.is_chunk_complete(c).unwrap()), [false, false, true]);
+        assert_eq!([0, 1, 2].map(|s| m.is_stage_complete(s).unwrap()), [true, false, false]);
+        assert_eq!([0, 1, 2].map(|s| m.chunks_in_a_row(s).unwrap()), [3, 1, 0]);
+        assert_eq!((m.received(), m.total(), m.completion()), (7, 9, 7.0 / 9.0));
+        assert_eq!(m.missing().collect::<Vec<_>>(), [(0, 2), (1, 1)]);
+        assert!(m.is_received(0, 1).unwrap() && !m.is_received(1, 1).unwrap() && !m.is_complete());
+    }
+
+    #[test]
+    fn duplicates_and_places_outside_are_errors_that_change_nothing() {
+        let mut m = matrix(&[&[0, 1], &[0, 0]]).unwrap();
+        let before = m.clone();
+        assert_eq!(m.record(0, 1), Err(Error::DuplicatePiece { chunk: 0, stage: 1 }));
+        assert_eq!(m.record(2, 0), Err(Error::OutOfRange { what: "chunk", value: 2, limit: 2 }));
+        assert_eq!(m.record(0, 2), Err(Error::OutOfRange { what: "stage", value: 2, limit: 2 }));
+        assert!(m.is_received(2, 0).is_err() && m.is_chunk_complete(2).is_err());
+        assert!(m.is_stage_complete(2).is_err() && m.chunks_in_a_row(2).is_err());
+        assert_eq!(m, before);
+        assert!(matches!(ReceivedMatrix::new(0, 1), Err(Error::Zero { what: "chunks" })));
+        assert!(matches!(ReceivedMatrix::new(1, 0), Err(Error::Zero { what: "stages" })));
+        assert!(matches!(ReceivedMatrix::new(usize::MAX, 2), Err(Error::Overflow { .. })));
+    }
+
+    #[test]
+    fn its_rows_are_stored_and_read_back() {
+        let m = matrix(&[&[1, 0], &[0, 1], &[1, 1]]).unwrap();
+        let json = serde_json::to_string(&m).unwrap();
+        assert_eq!(json, "[[1,0],[0,1],[1,1]]");
+        assert_eq!(serde_json::from_str::<ReceivedMatrix>(&json).unwrap(), m);
+        for wrong in ["[]", "[[]]", "[[1],[1,0]]", "[[2]]"] {
+            assert!(serde_json::from_str::<ReceivedMatrix>(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! How a prefill is cut: layers into pipeline stages, tokens into chunks.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::RankInfo;
+use crate::error::{Error, Result, same};
+
+/// Where a piece of a cache belongs; it travels with the piece's bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PiecePlace {
+    /// Stage of the pipeline that computed it.
+    pub stage: usize,
+    /// Chunk of the prompt.
+    pub chunk: usize,
+    /// The stage's layers, as numbered in the model.
+    pub layers: Range<usize>,
+    /// The chunk's tokens, as numbered in the prompt.
+    pub tokens: Range<usize>,
+}
+
+/// The grid of a chunked prefill over a pipeline: each stage computes its layers of each chunk.
+///
+/// ```
+/// use kvcore::PrefillPlan;
+/// let plan = PrefillPlan::even(36, 3, 21, 7)?;
+/// let place = plan.place(1, 2)?;                   // stage 1, chunk 2
+/// assert_eq!((place.layers, place.tokens), (12..24, 14..21));
+/// assert_eq!((plan.layers(), plan.num_tokens()), (0..36, 21));
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrefillPlan {
+    stages: Vec<Range<usize>>,
+    chunks: Vec<Range<usize>>,
+}
+
+impl PrefillPlan {
+    /// A plan of any cuts: the layers of each stage, and the tokens of each chunk from 0 on.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] without stages or chunks or for an empty one; [`Error::Mismatch`] for a stage or
+    /// chunk that does not begin where the one before ends: a gap or an overlap.
+    pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
+        let first_layer = stages.first().map_or(0, |stage| stage.start);
+        consecutive(["stages", "layers of a stage", "first layer of a stage"], first_layer, &stages)?;
+        consecutive(["chunks", "tokens of a chunk", "first token of a chunk"], 0, &chunks)?;
+        Ok(Self { stages, chunks })
+    }
+
+    /// Layers cut as [`RankInfo::layers`] does, and chunks of `chunk_len` tokens, the last one shorter
+    /// where it does not divide.
+    ///
+    /// # Errors
+    /// [`Error::Uneven`] for fewer layers than stages, [`Error::Zero`].
+    pub fn even(num_layers: usize, stages: usize, tokens: usize, chunk_len: usize) -> Result<Self> {
+        if chunk_len == 0 {
+            return Err(Error::Zero { what: "tokens of a chunk" });
+        }
+        let stage = |rank| RankInfo::pipeline(rank, stages)?.layers(num_layers);
+        let chunk = |i: usize| i * chunk_len..tokens.min((i + 1).saturating_mul(chunk_len));
+        Self::new(
+            (0..stages).map(stage).collect::<Result<_>>()?,
+            (0..tokens.div_ceil(chunk_len)).map(chunk).collect(),
+        )
+    }
+
+    /// Stages of the pipeline.
+    pub fn num_stages(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// Chunks of the prompt.
+    pub fn num_chunks(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Tokens of the prompt.
+    pub fn num_tokens(&self) -> usize {
+        self.chunks.last().map_or(0, |chunk| chunk.end)
+    }
+
+    /// Layers of all stages.
+    pub fn layers(&self) -> Range<usize> {
+        let start = self.stages.first().map_or(0, |stage| stage.start);
+        start..self.stages.last().map_or(start, |stage| stage.end)
+    }
+
+    /// Tokens of the first `chunks` chunks.
+    pub(super) fn tokens_before(&self, chunks: usize) -> usize {
+        self.chunks.get(chunks).map_or(self.num_tokens(), |chunk| chunk.start)
+    }
+
+    /// Where the piece of a stage and a chunk belongs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a stage or chunk that the plan does not have.
+    pub fn place(&self, stage: usize, chunk: usize) -> Result<PiecePlace> {
+        let layers = self.stages.get(stage).ok_or(Error::range("stage", stage, self.stages.len()))?;
+        let tokens = self.chunks.get(chunk).ok_or(Error::range("chunk", chunk, self.chunks.len()))?;
+        Ok(PiecePlace { stage, chunk, layers: layers.clone(), tokens: tokens.clone() })
+    }
+}
+
+/// Ranges that are not empty and follow one another from `start` on; `what` names all of them, their
+/// extent and their start.
+fn consecutive(what: [&'static str; 3], start: usize, ranges: &[Range<usize>]) -> Result<()> {
+    if ranges.is_empty() {
+        return Err(Error::Zero { what: what[0] });
+    }
+    let mut next = start;
+    for range in ranges {
+        same(what[2], next, range.start)?;
+        if range.is_empty() {
+            return Err(Error::Zero { what: what[1] });
+        }
+        next = range.end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[expect(clippy::single_range_in_vec_init, clippy::reversed_empty_ranges, reason = "ranges are the data")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn even_plans_cover_every_layer_and_token_once() {
+        let plan = PrefillPlan::even(7, 3, 10, 4).unwrap();
+        assert_eq!(plan, PrefillPlan::new(vec![0..3, 3..5, 5..7], vec![0..4, 4..8, 8..10]).unwrap());
+        assert_eq!((plan.num_stages(), plan.num_chunks(), plan.num_tokens()), (3, 3, 10));
+        assert_eq!([0, 1, 3].map(|n| plan.tokens_before(n)), [0, 4, 10]);
+        assert_eq!(PrefillPlan::even(1, 1, 5, usize::MAX).unwrap().num_chunks(), 1);
+    }
+
+    #[test]
+    fn gaps_overlaps_and_empty_cuts_are_refused() {
+        let new = PrefillPlan::new;
+        let mismatch = |what, expected, got| Err(Error::Mismatch { what, expected, got });
+        assert_eq!(new(vec![0..2, 3..4], vec![0..1]), mismatch("first layer of a stage", 2, 3));
+        assert_eq!(new(vec![0..2, 1..4], vec![0..1]), mismatch("first layer of a stage", 2, 1));
+        assert_eq!(new(vec![0..2], vec![0..5, 6..7]), mismatch("first token of a chunk", 5, 6));
+        assert_eq!(new(vec![0..2], vec![0..5, 4..7]), mismatch("first token of a chunk", 5, 4));
+        assert_eq!(new(vec![0..2], vec![1..5]), mismatch("first token of a chunk", 0, 1));
+        for (stages, chunks, what) in [
+            (vec![], vec![0..1], "stages"),
+            (vec![0..1], vec![], "chunks"),
+            (vec![4..4], vec![0..1], "layers of a stage"),
+            (vec![0..1], vec![0..3, 3..2], "tokens of a chunk"),
+        ] {
+            assert_eq!(new(stages, chunks), Err(Error::Zero { what }));
+        }
+        assert!(matches!(PrefillPlan::even(4, 0, 8, 2), Err(Error::Zero { .. })));
+        assert!(matches!(PrefillPlan::even(4, 2, 0, 2), Err(Error::Zero { .. })));
+        assert!(matches!(PrefillPlan::even(4, 2, 8, 0), Err(Error::Zero { .. })));
+        assert!(matches!(PrefillPlan::even(2, 3, 8, 2), Err(Error::Uneven { .. })));
+        assert!(new(vec![24..36], vec![0..1]).is_ok(), "a part of a model has its own layer numbers");
+    }
+
+    #[test]
+    fn places_outside_the_grid_are_errors() {
+        let plan = PrefillPlan::even(4, 2, 8, 4).unwrap();
+        assert_eq!(plan.place(2, 0), Err(Error::OutOfRange { what: "stage", value: 2, limit: 2 }));
+        assert_eq!(plan.place(0, 2), Err(Error::OutOfRange { what: "chunk", value: 2, limit: 2 }));
+    }
+}

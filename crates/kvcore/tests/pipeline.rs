@@ -1,0 +1,396 @@
+//! Caches of pipeline ranks: chunks appended along the sequence, pieces merged by layer.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use kvbackend_cpu::{CpuBackend, Execution};
+use kvcore::{
+    Backend, BlockOrder, DType, Error, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Piece, PieceMerger,
+    PiecePlace, PrefillPlan, RankCache, Stream, TensorView, allocate_tensor,
+};
+use proptest::prelude::*;
+
+const BATCH: usize = 2;
+const HEADS: usize = 3;
+const K_DIM: usize = 4;
+const V_DIM: usize = 2;
+
+/// Memory and a stream of one rank.
+struct Rank {
+    backend: Arc<CpuBackend>,
+    stream: Arc<dyn Stream>,
+    order: BlockOrder,
+}
+
+impl Rank {
+    fn new(execution: Execution, order: BlockOrder) -> Self {
+        let backend = CpuBackend::with_execution(execution);
+        let stream = backend.stream().unwrap();
+        Self { backend, stream, order }
+    }
+
+    fn arena(&self, layers: usize, capacity: usize, format: KvFormat) -> KvArena {
+        let shape = KvShape {
+            num_layers: layers,
+            num_blocks: BATCH,
+            block_size: capacity,
+            k_heads: HEADS,
+            v_heads: HEADS,
+            k_dim: K_DIM,
+            v_dim: V_DIM,
+            format,
+            order: self.order,
+        };
+        let layout = Arc::new(KvLayout::new(shape).unwrap());
+        KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout).unwrap()
+    }
+
+    fn cache(&self, layers: Range<usize>, capacity: usize) -> RankCache {
+        RankCache::new(self.arena(layers.len(), capacity, DType::F32.into()), layers.start).unwrap()
+    }
+
+    /// What a model would compute: K and V of one layer for some tokens, every element another number.
+    fn computed(&self, layer: usize, tokens: &Range<usize>) -> [TensorView; 2] {
+        [K_DIM, V_DIM].map(|dim| {
+            let mut bytes = Vec::new();
+            for row in 0..BATCH * HEADS {
+                for token in tokens.clone() {
+                    for i in 0..dim {
+                        let n = (((layer * 64 + token) * BATCH * HEADS + row) * 8 + dim) * 8 + i;
+                        bytes.extend((n as f32).to_ne_bytes());
+                    }
+                }
+            }
+            let view = self.tensor(DType::F32, &[BATCH, HEADS, tokens.len(), dim]);
+            self.stream.write(&view, &bytes).unwrap();
+            view
+        })
+    }
+
+    fn tensor(&self, dtype: DType, shape: &[usize]) -> TensorView {
+        allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, shape).unwrap()
+    }
+
+    fn append(&self, cache: &mut RankCache, layer: usize, tokens: &Range<usize>) {
+        let [k, v] = self.computed(layer, tokens);
+        cache.append_sequence(self.stream.as_ref(), layer, &k, &v).unwrap();
+    }
+
+    /// The bytes of all layers, K then V, whatever the order in memory.
+    fn bytes(&self, cache: &RankCache) -> Vec<u8> {
+        let mut all = Vec::new();
+        for layer in cache.layers() {
+            let (k, v) = cache.get_data(layer).unwrap();
+            for view in [k, v] {
+                let dense = view.contiguous(self.backend.as_ref(), self.stream.as_ref()).unwrap();
+                let mut bytes = vec![0; dense.len() * 4];
+                self.stream.read(&dense, &mut bytes).unwrap();
+                all.extend(bytes);
+            }
+        }
+        all
+    }
+
+    /// The cache of a rank that has the whole model to itself.
+    fn whole(&self, plan: &PrefillPlan) -> RankCache {
+        let mut cache = self.cache(plan.layers(), plan.num_tokens());
+        for chunk in 0..plan.num_chunks() {
+            let place = plan.place(0, chunk).unwrap();
+            plan.layers().for_each(|layer| self.append(&mut cache, layer, &place.tokens));
+        }
+        cache
+    }
+
+    /// The piece of a stage, out of a cache of its own.
+    fn piece(&self, place: &PiecePlace) -> Piece {
+        let mut own = self.cache(place.layers.clone(), place.tokens.end);
+        for layer in place.layers.clone() {
+            self.append(&mut own, layer, &(0..place.tokens.end));
+        }
+        own.piece(place.clone()).unwrap()
+    }
+
+    fn merger(&self, plan: &PrefillPlan) -> PieceMerger {
+        PieceMerger::new(self.cache(plan.layers(), plan.num_tokens()), plan.clone()).unwrap()
+    }
+}
+
+/// One stage: computes its layers chunk by chunk and sends each piece to everybody; merges all it gets.
+fn stage(
+    rank: &Rank,
+    stage: usize,
+    plan: &PrefillPlan,
+    to: Vec<Sender<Piece>>,
+    from: &Receiver<Piece>,
+) -> PieceMerger {
+    let mut own = rank.cache(plan.place(stage, 0).unwrap().layers, plan.num_tokens());
+    for chunk in 0..plan.num_chunks() {
+        let place = plan.place(stage, chunk).unwrap();
+        place.layers.clone().for_each(|layer| rank.append(&mut own, layer, &place.tokens));
+        assert_eq!(own.len(place.layers.start).unwrap(), place.tokens.end, "appended along the sequence");
+        let piece = own.piece(place).unwrap();
+        for rank in &to {
+            rank.send(piece.clone()).unwrap();
+        }
+    }
+    drop(to);
+    let mut merger = rank.merger(plan);
+    for piece in from {
+        merger.accept(rank.stream.as_ref(), &piece).unwrap();
+    }
+    merger
+}
+
+#[test]
+fn every_rank_ends_with_36_layers_of_21_tokens() {
+    let plan = PrefillPlan::even(36, 3, 21, 7).unwrap();
+    let (senders, receivers): (Vec<_>, Vec<_>) = (0..3).map(|_| channel()).unzip();
+    let plan = &plan;
+    let mergers: Vec<(Rank, PieceMerger)> = thread::scope(|scope| {
+        let ranks: Vec<_> = receivers
+            .into_iter()
+            .enumerate()
+            .map(|(number, from)| {
+                let to = senders.clone();
+                scope.spawn(move || {
+                    let rank = Rank::new(Execution::Immediate, BlockOrder::TokenMajor);
+                    let merger = stage(&rank, number, plan, to, &from);
+                    (rank, merger)
+                })
+            })
+            .collect();
+        drop(senders);
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let single = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let expected = single.bytes(&single.whole(plan));
+    for (rank, merger) in mergers {
+        assert_eq!(
+            merger.received().to_string(),
+            "Chunk    |  PP0  PP1  PP2\n\
+             -------------------------\n\
+             Chunk0   |    1    1    1\n\
+             Chunk1   |    1    1    1\n\
+             Chunk2   |    1    1    1\n\
+             received: 9/9 (100.0 %)"
+        );
+        let cache = merger.finish().unwrap();
+        assert_eq!(cache.layers(), 0..36);
+        assert!(cache.layers().all(|layer| cache.len(layer) == Ok(21)), "21 tokens, not 63");
+        assert!(rank.bytes(cache) == expected, "the bytes of a rank that computed everything itself");
+    }
+}
+
+#[test]
+fn views_grow_in_place_and_reset_keeps_the_memory() {
+    let rank = Rank::new(Execution::Immediate, BlockOrder::TokenMajor);
+    let mut cache = rank.cache(4..6, 10);
+    let address = cache.arena().k().address();
+    for (tokens, len) in [(0..4, 4), (4..5, 5), (5..10, 10)] {
+        let [k, v] = rank.computed(5, &tokens);
+        let (k, v) = cache.append_sequence(rank.stream.as_ref(), 5, &k, &v).unwrap();
+        assert_eq!(k.shape(), [BATCH, HEADS, len, K_DIM]);
+        assert_eq!(v.shape(), [BATCH, HEADS, len, V_DIM]);
+        assert_eq!(k.storage().address(), address, "no other memory");
+        for entry in 0..BATCH {
+            let tokens = k.select(0, entry).unwrap().permute(&[1, 0, 2]).unwrap();
+            assert!(tokens.is_contiguous(), "an entry's tokens are one run of memory");
+            assert_eq!(cache.segment(5, entry).unwrap().len, len);
+        }
+    }
+    assert_eq!((cache.len(4), cache.len(5), cache.is_empty()), (Ok(0), Ok(10), false));
+    let [k, _] = rank.computed(5, &(0..10));
+    let dense = |view: &TensorView| {
+        let view = view.contiguous(rank.backend.as_ref(), rank.stream.as_ref()).unwrap();
+        let mut bytes = vec![0; view.len() * 4];
+        rank.stream.read(&view, &mut bytes).unwrap();
+        bytes
+    };
+    assert_eq!(dense(&cache.get_data(5).unwrap().0), dense(&k));
+    cache.reset();
+    assert!(cache.is_empty() && cache.get_data(5).unwrap().0.is_empty());
+    rank.append(&mut cache, 5, &(0..10));
+    let fixed = cache.into_static();
+    assert_eq!((fixed.entry_len(1, 0), fixed.arena().k().address()), (Ok(10), address));
+}
+
+#[test]
+fn wrong_appends_change_nothing() {
+    let rank = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let mut cache = rank.cache(4..6, 8);
+    rank.append(&mut cache, 4, &(0..6));
+    let before = rank.bytes(&cache);
+    let [k, v] = rank.computed(4, &(6..8));
+    let [long_k, long_v] = rank.computed(4, &(6..9));
+    let f32 = |shape: &[usize]| rank.tensor(DType::F32, shape);
+    let half = |dim| rank.tensor(DType::F16, &[BATCH, HEADS, 2, dim]);
+    for (what, layer, k, v) in [
+        ("a layer before this rank's", 3, k.clone(), v.clone()),
+        ("a layer after this rank's", 6, k.clone(), v.clone()),
+        ("tokens past the capacity", 4, long_k, long_v),
+        ("another batch", 4, f32(&[1, HEADS, 2, K_DIM]), f32(&[1, HEADS, 2, V_DIM])),
+        ("other heads", 4, f32(&[BATCH, 1, 2, K_DIM]), v.clone()),
+        ("another dim", 4, k.clone(), f32(&[BATCH, HEADS, 2, K_DIM])),
+        ("more tokens in V", 4, k.clone(), f32(&[BATCH, HEADS, 1, V_DIM])),
+        ("another rank of tensor", 4, f32(&[HEADS, 2, K_DIM]), f32(&[HEADS, 2, V_DIM])),
+        ("another element type", 4, half(K_DIM), half(V_DIM)),
+    ] {
+        let result = cache.append_sequence(rank.stream.as_ref(), layer, &k, &v);
+        assert!(
+            matches!(
+                result,
+                Err(Error::OutOfRange { .. } | Error::Mismatch { .. } | Error::DTypeMismatch { .. })
+            ),
+            "{what}: {result:?}"
+        );
+        assert_eq!((cache.len(4), cache.len(5)), (Ok(6), Ok(0)), "{what}");
+    }
+    assert!(cache.get_data(6).is_err() && cache.len(3).is_err() && cache.segment(4, BATCH).is_err());
+    for (layers, tokens) in [(4..6, 0..1), (4..5, 3..7), (3..5, 0..1), (4..7, 0..1), (5..5, 0..0)] {
+        let place = PiecePlace { stage: 0, chunk: 0, layers, tokens };
+        let empty = place.layers.is_empty();
+        assert_eq!(cache.piece(place.clone()).is_err(), !empty, "{place:?}");
+    }
+    assert_eq!(rank.bytes(&cache), before);
+    let quantised = RankCache::new(rank.arena(1, 4, KvFormat::Int8 { group: 2 }), 0);
+    assert!(matches!(quantised, Err(Error::InvalidFormat { .. })));
+    let overflow = RankCache::new(rank.arena(1, 4, DType::F32.into()), usize::MAX);
+    assert!(matches!(overflow, Err(Error::Overflow { .. })));
+}
+
+#[test]
+fn wrong_pieces_change_nothing() {
+    let rank = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let plan = PrefillPlan::even(5, 2, 7, 3).unwrap();
+    let mut merger = rank.merger(&plan);
+    let stream = rank.stream.as_ref();
+    let piece = |stage, chunk| rank.piece(&plan.place(stage, chunk).unwrap());
+    for (stage, chunk) in [(0, 0), (1, 0), (0, 2)] {
+        merger.accept(stream, &piece(stage, chunk)).unwrap();
+    }
+    // chunk 0 is sealed, of chunk 2 one stage has come, of chunk 1 none
+    let lens =
+        |merger: &PieceMerger| (0..5).map(|layer| merger.cache().len(layer).unwrap()).collect::<Vec<_>>();
+    assert_eq!(lens(&merger), [3; 5], "tokens behind a gap are not readable");
+    let (before, bytes) = (merger.received().clone(), rank.bytes(merger.cache()));
+    let good = piece(1, 1);
+    let place = |change: fn(&mut PiecePlace)| {
+        let mut piece = good.clone();
+        change(&mut piece.place);
+        piece
+    };
+    let late = |chunk, stage| Error::LatePiece { chunk, stage };
+    let mismatch = |what, expected, got| Error::Mismatch { what, expected, got };
+    let half = |heads| rank.tensor(DType::F16, &[2, BATCH, heads, 3, K_DIM]);
+    let wide = rank.tensor(DType::F32, &[2, BATCH, HEADS, 3, K_DIM]);
+    for (wrong, error) in [
+        (piece(0, 0), late(0, 0)),
+        (piece(1, 0), late(0, 1)),
+        (piece(0, 2), Error::DuplicatePiece { chunk: 2, stage: 0 }),
+        (place(|p| p.stage = 2), Error::OutOfRange { what: "stage", value: 2, limit: 2 }),
+        (place(|p| p.chunk = 3), Error::OutOfRange { what: "chunk", value: 3, limit: 3 }),
+        (place(|p| p.layers.start = 2), mismatch("first layer of the piece", 3, 2)),
+        (place(|p| p.layers.end = 4), mismatch("end of the layers of the piece", 5, 4)),
+        (place(|p| p.tokens.start = 2), mismatch("first token of the piece", 3, 2)),
+        (place(|p| p.tokens.end = 7), mismatch("end of the tokens of the piece", 6, 7)),
+        (Piece { k: good.v.clone(), ..good.clone() }, mismatch("extent of a tensor copy", K_DIM, V_DIM)),
+        (Piece { v: wide, ..good.clone() }, mismatch("extent of a tensor copy", V_DIM, K_DIM)),
+        (Piece { k: half(1), ..good.clone() }, mismatch("extent of a tensor copy", HEADS, 1)),
+        (
+            Piece { k: half(HEADS), ..good.clone() },
+            Error::DTypeMismatch { what: "tensor copy", expected: DType::F32, got: DType::F16 },
+        ),
+        (Piece { k: good.k.select(0, 0).unwrap(), ..good.clone() }, mismatch("rank of a tensor copy", 5, 4)),
+        (
+            merger
+                .cache()
+                .piece(plan.place(1, 0).unwrap())
+                .map(|own| Piece { place: good.place.clone(), ..own })
+                .unwrap(),
+            Error::Aliased { what: "source and destination of a tensor copy" },
+        ),
+    ] {
+        assert_eq!(merger.accept(stream, &wrong), Err(error), "{:?}", wrong.place);
+        assert_eq!((merger.received(), lens(&merger)), (&before, vec![3; 5]));
+        assert_eq!(rank.bytes(merger.cache()), bytes);
+    }
+    assert_eq!(merger.finish().unwrap_err(), mismatch("pieces received", 6, 3));
+    assert_eq!(before.missing().collect::<Vec<_>>(), [(1, 0), (1, 1), (2, 1)]);
+    for (stage, chunk) in [(1, 2), (1, 1), (0, 1)] {
+        merger.accept(stream, &piece(stage, chunk)).unwrap();
+    }
+    assert_eq!(lens(&merger), [7; 5]);
+    assert_eq!(merger.accept(stream, &good), Err(late(1, 1)), "after the merge is finished");
+    assert_eq!(rank.bytes(merger.finish().unwrap()), rank.bytes(&rank.whole(&plan)));
+}
+
+#[test]
+fn a_merge_begins_with_an_empty_cache_of_the_plans_layers_and_room() {
+    let rank = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let plan = PrefillPlan::new(vec![2..4, 4..5], vec![0..3, 3..6]).unwrap();
+    let new = |cache| PieceMerger::new(cache, plan.clone()).map(drop);
+    let mismatch = |what, expected, got| Err(Error::Mismatch { what, expected, got });
+    assert_eq!(new(rank.cache(1..5, 6)), mismatch("first layer of the cache", 2, 1));
+    assert_eq!(new(rank.cache(2..6, 6)), mismatch("end of the layers of the cache", 5, 6));
+    assert_eq!(
+        new(rank.cache(2..5, 5)),
+        Err(Error::OutOfRange { what: "tokens of the plan", value: 6, limit: 6 })
+    );
+    let mut used = rank.cache(2..5, 9);
+    rank.append(&mut used, 4, &(0..1));
+    assert_eq!(new(used), mismatch("tokens in the cache before a merge", 0, 1));
+    let mut merger = PieceMerger::new(rank.cache(2..5, 9), plan.clone()).unwrap();
+    merger.accept(rank.stream.as_ref(), &rank.piece(&plan.place(1, 0).unwrap())).unwrap();
+    let mut again = merger.into_cache();
+    assert_eq!([2, 3, 4].map(|layer| again.len(layer).unwrap()), [0, 0, 3]);
+    again.reset();
+    assert_eq!(new(again), Ok(()), "the memory serves another prompt");
+}
+
+/// Cuts of `0..n` at some of the places.
+fn cuts(n: usize, at: &[usize]) -> Vec<Range<usize>> {
+    let mut at: Vec<usize> = at.iter().map(|cut| cut % n).chain([0, n]).collect();
+    at.sort_unstable();
+    at.dedup();
+    at.windows(2).map(|pair| pair[0]..pair[1]).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn pieces_in_any_order_give_the_bytes_of_one_rank(
+        (layers, tokens) in (1..7usize, 1..12usize),
+        (stages, chunks) in (prop::collection::vec(0..7usize, 0..3), prop::collection::vec(0..12usize, 0..4)),
+        shuffle in any::<prop::sample::Index>(),
+        seed in any::<u64>(),
+        (deferred, token_major) in any::<(bool, bool)>(),
+    ) {
+        let execution = if deferred { Execution::Deferred } else { Execution::Immediate };
+        let order = if token_major { BlockOrder::TokenMajor } else { BlockOrder::HeadMajor };
+        let rank = Rank::new(execution, order);
+        let plan = PrefillPlan::new(cuts(layers, &stages), cuts(tokens, &chunks)).unwrap();
+        let mut places: Vec<(usize, usize)> =
+            (0..plan.num_stages()).flat_map(|s| (0..plan.num_chunks()).map(move |c| (s, c))).collect();
+        places.sort_by_key(|(s, c)| seed.rotate_left((s * 11 + c * 7) as u32).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let start = shuffle.index(places.len());
+        places.rotate_left(start);
+        let mut merger = rank.merger(&plan);
+        for (n, &(stage, chunk)) in places.iter().enumerate() {
+            prop_assert!(merger.finish().is_err());
+            prop_assert_eq!(merger.received().received(), n);
+            merger.accept(rank.stream.as_ref(), &rank.piece(&plan.place(stage, chunk).unwrap())).unwrap();
+            // what is readable is a prefix that has arrived
+            for stage in 0..plan.num_stages() {
+                let run = merger.received().chunks_in_a_row(stage).unwrap();
+                let place = plan.place(stage, run.saturating_sub(1)).unwrap();
+                let expected = if run == 0 { 0 } else { place.tokens.end };
+                prop_assert_eq!(merger.cache().len(place.layers.start), Ok(expected));
+            }
+        }
+        prop_assert!(rank.bytes(merger.finish().unwrap()) == rank.bytes(&rank.whole(&plan)));
+    }
+}
