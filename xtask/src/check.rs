@@ -14,7 +14,7 @@ type Step = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, Step); 7] = [
+    let steps: [(&str, Step); 8] = [
         ("formatting", formatting),
         ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
         ("docs", docs),
@@ -22,6 +22,7 @@ pub(crate) fn check() -> Result {
         ("licences, bans, sources", licences),
         ("file sizes", file_sizes),
         ("the README's commands", readme),
+        ("the features' tests", features_have_tests),
     ];
     let mut failed = Vec::new();
     for (name, step) in steps {
@@ -92,6 +93,36 @@ fn file_sizes() -> Result {
     if long.is_empty() { Ok(()) } else { Err(format!("more than {MAX_LINES} lines: {}", long.join(", "))) }
 }
 
+/// Every row of `docs/features.md` names a test that exists, and none says that something is missing.
+fn features_have_tests() -> Result {
+    const UNBUILT: [&str; 4] = ["planned", "todo", "not yet", "stub"];
+    const ROWS: usize = 40;
+    let name = "docs/features.md";
+    let text = fs::read_to_string(root().join(name)).map_err(|e| format!("{name}: {e}"))?;
+    let lower = text.to_lowercase();
+    if let Some(word) = UNBUILT.into_iter().find(|word| lower.contains(word)) {
+        return Err(format!("{name} says {word:?}"));
+    }
+    let mut rows = 0;
+    for (file, test) in tests_named(&text) {
+        let path = root().join("crates").join(file);
+        let source = fs::read_to_string(&path).map_err(|e| format!("{name}: {file}: {e}"))?;
+        if !source.contains(&format!("fn {test}(")) {
+            return Err(format!("{name}: {file} has no {test}"));
+        }
+        rows += 1;
+    }
+    if rows < ROWS { Err(format!("{name} has {rows} rows with tests, fewer than {ROWS}")) } else { Ok(()) }
+}
+
+/// What stands as `` `file.rs::function` `` in a Markdown text.
+fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
+    let quoted = markdown.split('`').skip(1).step_by(2);
+    quoted.filter_map(|text| {
+        text.split_once(".rs::").map(|(_, test)| (&text[..text.len() - test.len() - 2], test))
+    })
+}
+
 /// Every command in a `sh` block of the README stands in the script that CI runs.
 fn readme() -> Result {
     let read = |name: &str| fs::read_to_string(root().join(name)).map_err(|e| format!("{name}: {e}"));
@@ -119,6 +150,15 @@ fn commands(markdown: &str) -> impl Iterator<Item = &str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tests_are_named_by_file_and_function() {
+        let text = "| a `B::c` | `x/tests/y.rs::works` |\n| b | `z/src/w.rs::fails` |";
+        assert_eq!(
+            tests_named(text).collect::<Vec<_>>(),
+            [("x/tests/y.rs", "works"), ("z/src/w.rs", "fails")]
+        );
+    }
 
     #[test]
     fn commands_are_lines_of_shell_blocks() {

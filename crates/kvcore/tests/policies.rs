@@ -1,0 +1,158 @@
+//! Eviction policies through a pool: a user's own, priorities that end, and what each keeps of a workload.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvcore::block::Entry;
+use kvcore::{
+    BlockKey, BlockPool, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyKind, PoolConfig, Retention,
+};
+
+fn key(n: u32) -> BlockKey {
+    KeyScope::new("m", b"").root().child(&[n])
+}
+
+/// Stores block `n` and lets it go.
+fn store(pool: &BlockPool, n: u32) {
+    drop(pool.allocate(1).unwrap().register(None, &[key(n)]).unwrap());
+}
+
+fn cached(pool: &BlockPool, of: impl IntoIterator<Item = u32>) -> Vec<u32> {
+    of.into_iter().filter(|&n| pool.cached_prefix(&[key(n)]) == 1).collect()
+}
+
+/// Most recently used first.
+#[derive(Debug, Default)]
+struct Mru(Vec<u32>);
+
+impl EvictionPolicy for Mru {
+    fn insert(&mut self, block: u32, _: &Entry<'_>) {
+        self.0.push(block);
+    }
+
+    fn remove(&mut self, block: u32) {
+        self.0.retain(|&other| other != block);
+    }
+
+    fn evict(&mut self, _: u64) -> Option<u32> {
+        self.0.pop()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn a_policy_of_the_users_own_decides() {
+    let config = PoolConfig::default().custom_policy(|_| Box::<Mru>::default());
+    let pool = BlockPool::with_config(0..3, config).unwrap();
+    (0..3).for_each(|n| store(&pool, n));
+    drop(pool.lookup(&key(1)).unwrap());
+    store(&pool, 3);
+    assert_eq!(cached(&pool, 0..4), [0, 2, 3], "block 1 was used last");
+    pool.check_invariants().unwrap();
+}
+
+/// Claims to hold blocks and gives none up.
+#[derive(Debug, Default)]
+struct Broken(usize);
+
+impl EvictionPolicy for Broken {
+    fn insert(&mut self, _: u32, _: &Entry<'_>) {
+        self.0 += 1;
+    }
+
+    fn remove(&mut self, _: u32) {
+        self.0 -= 1;
+    }
+
+    fn evict(&mut self, _: u64) -> Option<u32> {
+        None
+    }
+
+    fn len(&self) -> usize {
+        self.0
+    }
+}
+
+#[test]
+fn a_policy_that_breaks_its_contract_loses_no_block() {
+    let config = PoolConfig::default().custom_policy(|_| Box::<Broken>::default());
+    let pool = BlockPool::with_config(0..3, config).unwrap();
+    (0..2).for_each(|n| store(&pool, n));
+    assert!(pool.allocate(3).is_err());
+    assert!(pool.admit_prefix(&[key(0)], 3, 0).is_err());
+    assert_eq!((pool.counts().free, pool.counts().cached), (1, 2));
+    pool.check_invariants().unwrap();
+}
+
+#[test]
+fn priorities_hold_for_their_time() {
+    let clock = ManualClock::default();
+    let config = PoolConfig::default().policy(PolicyKind::Priority).clock(Arc::new(clock.clone()));
+    let pool = BlockPool::with_config(0..3, config).unwrap();
+    let wanted = pool.allocate(1).unwrap().register(None, &[key(0)]).unwrap();
+    wanted.retain(Retention { priority: 80, lasts: Some(Duration::from_secs(60)) });
+    drop(wanted);
+    (1..5).for_each(|n| store(&pool, n));
+    assert_eq!(cached(&pool, 0..5), [0, 3, 4], "the wanted block outlives newer ones");
+    clock.advance(Duration::from_secs(61));
+    store(&pool, 5);
+    store(&pool, 6);
+    store(&pool, 7);
+    assert_eq!(cached(&pool, 0..8), [5, 6, 7], "its time is over");
+    pool.check_invariants().unwrap();
+}
+
+#[test]
+fn one_queue_takes_what_was_released_first() {
+    let pool = BlockPool::with_config(0..4, PoolConfig::default().free_order(FreeOrder::OneQueue)).unwrap();
+    store(&pool, 0);
+    // blocks 1 and 2 and 3 were never used and wait before block 0; an unused one goes behind it
+    drop(pool.allocate(1).unwrap());
+    let taken = pool.allocate(2).unwrap();
+    assert_eq!(cached(&pool, 0..1), [0]);
+    let next = pool.allocate(1).unwrap();
+    assert_eq!(
+        (cached(&pool, 0..1), pool.counts().free),
+        (vec![], 1),
+        "contents go although a block is free"
+    );
+    drop((taken, next));
+    pool.check_invariants().unwrap();
+}
+
+/// Popular prefixes beside prompts that come once: what part of the lookups of popular ones hit.
+fn hit_rate(kind: PolicyKind) -> f64 {
+    let pool = BlockPool::with_config(0..200, PoolConfig::default().policy(kind)).unwrap();
+    let (mut hits, mut asked, mut once) = (0, 0, 1_000_000);
+    let mut state = 7u64;
+    for _ in 0..20_000 {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let draw = (state >> 33) as u32;
+        if draw % 10 < 3 {
+            // 150 popular blocks
+            let n = (draw >> 8) % 150;
+            asked += 1;
+            match pool.lookup(&key(n)) {
+                Some(_) => hits += 1,
+                None => store(&pool, n),
+            }
+        } else {
+            once += 1;
+            store(&pool, once);
+        }
+    }
+    pool.check_invariants().unwrap();
+    f64::from(hits) / f64::from(asked)
+}
+
+#[test]
+fn frequency_keeps_what_recency_loses_to_a_scan() {
+    let [lru, tiny, s3, priority] = PolicyKind::ALL.map(hit_rate);
+    println!("hit rates: LRU {lru:.2}, TinyLFU {tiny:.2}, S3-FIFO {s3:.2}, priority {priority:.2}");
+    assert!(tiny > lru + 0.2 && s3 > lru + 0.2, "LRU {lru:.2}, TinyLFU {tiny:.2}, S3-FIFO {s3:.2}");
+    assert!((priority - lru).abs() < 0.02, "equal priorities are LRU: {priority:.2} and {lru:.2}");
+}
