@@ -63,7 +63,7 @@ pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
 pub use parallel::{
     HeadShare, Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, RankInfo, ReceivedMatrix,
 };
-pub use profile::{Profiler, SpanStats};
+pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
 pub use tensor::TensorView;
