@@ -243,6 +243,17 @@ pub enum Error {
         /// What is out of order.
         reason: String,
     },
+    /// A request that holds no blocks (never reserved any, or was released).
+    #[error("unknown request {0}")]
+    UnknownRequest(u64),
+    /// A share, threshold or heat that is not between 0 and 1.
+    #[error("{what} is {value}, not between 0 and 1")]
+    NotAFraction {
+        /// Which quantity.
+        what: &'static str,
+        /// The value given.
+        value: f64,
+    },
     /// A RoPE specification that is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),

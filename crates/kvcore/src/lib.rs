@@ -34,10 +34,12 @@ pub mod forward;
 pub mod kernels;
 pub mod key;
 mod layout;
+pub mod metrics;
 pub mod parallel;
 mod profile;
 pub mod quant;
 pub mod rope;
+pub mod storage;
 mod sync;
 pub mod tensor;
 
@@ -62,10 +64,15 @@ pub use forward::{Logits, SequenceInput};
 pub use kernels::{Kernels, KvArena, KvPlane, Segment};
 pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
+pub use metrics::{Exposition, Latencies, LatencyHistogram, MetricKind};
 pub use parallel::{
     HeadShare, Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, RankInfo, ReceivedMatrix,
 };
-pub use profile::{Profiler, SpanStats};
+pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
+pub use storage::{
+    BlockState, Goal, Lookups, OwnedStorage, PoolMetrics, RequestId, StorageManager, Target, Tier,
+    TierAction, TierThresholds,
+};
 pub use tensor::TensorView;

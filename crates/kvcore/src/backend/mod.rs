@@ -16,6 +16,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::quant::KvFormat;
+use crate::storage::OwnedStorage;
 use crate::tensor::TensorView;
 
 mod counters;
@@ -153,13 +154,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn counters(&self) -> CounterSnapshot;
 }
 
-/// Allocates a dense tensor of `shape`, zeroed.
+/// Allocates a dense tensor of `shape`, zeroed, in a storage of its own.
 pub fn allocate_tensor(
     backend: &dyn Backend,
     kind: MemoryKind,
     dtype: DType,
     shape: &[usize],
 ) -> Result<TensorView> {
-    let elements = crate::error::product("elements of a tensor", shape)?;
-    TensorView::new(backend.allocate(kind, dtype.bytes_for(elements)?)?, dtype, shape)
+    let bytes = dtype.bytes_for(crate::error::product("elements of a tensor", shape)?)?;
+    OwnedStorage::create(backend, kind, bytes)?.view(dtype, shape)
 }

@@ -1,0 +1,268 @@
+//! What a manager and its pool look like from outside.
+
+use serde::Serialize;
+
+use super::goals::Goal;
+use super::manager::share;
+use super::{BlockState, Target};
+use crate::block::PoolCounts;
+use crate::metrics::{Exposition, Latencies, MetricKind};
+
+/// Lookups of keys in the pool, by whoever makes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Lookups {
+    /// Blocks that were found.
+    pub hits: u64,
+    /// Blocks that were not.
+    pub misses: u64,
+}
+
+/// A pool and the calls of its [`StorageManager`](super::StorageManager) at one moment.
+///
+/// [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
+///
+/// ```
+/// use kvcore::{BlockPool, PoolMetrics, RequestId, StorageManager};
+/// let manager = StorageManager::new(BlockPool::new(0..10)?);
+/// manager.reserve(RequestId(1), 4)?;
+/// let metrics = manager.metrics();
+/// assert_eq!((metrics.available, metrics.in_flight, metrics.utilization), (6, 4, 0.4));
+/// assert!(metrics.goals().iter().take(2).all(|goal| goal.met == Some(true)));
+/// let text = PoolMetrics::prometheus(&[("main", &metrics)]);
+/// assert!(text.contains("kvcore_pool_in_flight_blocks{pool=\"main\"} 4\n"));
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct PoolMetrics {
+    /// All blocks.
+    pub total: usize,
+    /// Blocks that a reservation can have: free ones and those that may be evicted.
+    pub available: usize,
+    /// Blocks that requests hold.
+    pub in_flight: usize,
+    /// `in_flight / total`.
+    pub utilization: f64,
+    /// Blocks by state.
+    pub counts: PoolCounts,
+    /// Reservations made.
+    pub reservations: u64,
+    /// Reservations refused for want of blocks.
+    pub refused: u64,
+    /// Requests released.
+    pub releases: u64,
+    /// Blocks reserved.
+    pub reserved_blocks: u64,
+    /// Blocks given back by releases.
+    pub released_blocks: u64,
+    /// Blocks handed over to be shared.
+    pub taken_blocks: u64,
+    /// Cached blocks that were evicted.
+    pub evictions: u64,
+    /// Hits and misses, if somebody counts them; see [`with_lookups`](Self::with_lookups).
+    pub lookups: Option<Lookups>,
+    /// How long successful reservations took, waiting for locks included; empty if not measured.
+    pub allocation: Latencies,
+    /// How long successful releases took.
+    pub release: Latencies,
+}
+
+/// A number of the metrics, with its name, kind and meaning.
+type Column = (&'static str, MetricKind, &'static str, fn(&PoolMetrics) -> f64);
+
+const COLUMNS: [Column; 11] = [
+    ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool.", |m| m.total as f64),
+    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can have.", |m| {
+        m.available as f64
+    }),
+    ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks that requests hold.", |m| m.in_flight as f64),
+    ("kvcore_pool_utilization_ratio", MetricKind::Gauge, "Share of the blocks that requests hold.", |m| {
+        m.utilization
+    }),
+    ("kvcore_pool_reservations_total", MetricKind::Counter, "Reservations made.", |m| m.reservations as f64),
+    ("kvcore_pool_refused_total", MetricKind::Counter, "Reservations refused for want of blocks.", |m| {
+        m.refused as f64
+    }),
+    ("kvcore_pool_releases_total", MetricKind::Counter, "Requests released.", |m| m.releases as f64),
+    ("kvcore_pool_reserved_blocks_total", MetricKind::Counter, "Blocks reserved.", |m| {
+        m.reserved_blocks as f64
+    }),
+    ("kvcore_pool_released_blocks_total", MetricKind::Counter, "Blocks given back by releases.", |m| {
+        m.released_blocks as f64
+    }),
+    ("kvcore_pool_taken_blocks_total", MetricKind::Counter, "Blocks handed over to be shared.", |m| {
+        m.taken_blocks as f64
+    }),
+    ("kvcore_pool_evictions_total", MetricKind::Counter, "Cached blocks that were evicted.", |m| {
+        m.evictions as f64
+    }),
+];
+
+/// Latencies of the metrics, with their name and meaning.
+type Histogram = (&'static str, &'static str, fn(&PoolMetrics) -> &Latencies);
+
+const HISTOGRAMS: [Histogram; 2] = [
+    ("kvcore_pool_allocation_seconds", "How long reservations took.", |m| &m.allocation),
+    ("kvcore_pool_release_seconds", "How long releases took.", |m| &m.release),
+];
+
+impl PoolMetrics {
+    /// The same with the hits and misses of whoever looks keys up in this pool.
+    #[must_use]
+    pub fn with_lookups(mut self, lookups: Lookups) -> Self {
+        self.lookups = Some(lookups);
+        self
+    }
+
+    /// Seed 003's goals, and whether they are met: more than 10 % of the blocks available, less than
+    /// 90 % in flight, reservations below 1 ms and releases below 0.5 ms. Of latencies the 99th
+    /// percentile counts, rounded up to the end of its bucket; without any call it is unknown.
+    pub fn goals(&self) -> [Goal; 4] {
+        let p99 = |latencies: &Latencies| latencies.quantile(0.99).map(|p99| p99.as_secs_f64());
+        let available = Some(share(self.available, self.total));
+        [
+            Goal::new("available_blocks", "fraction", Target::Above(0.10), available),
+            Goal::new("inflight_blocks", "fraction", Target::Below(0.90), Some(self.utilization)),
+            Goal::new("allocation_latency_p99", "seconds", Target::Below(1e-3), p99(&self.allocation)),
+            Goal::new("release_latency_p99", "seconds", Target::Below(0.5e-3), p99(&self.release)),
+        ]
+    }
+
+    /// The metrics of several pools, each with its name as the label `pool`, in the text format of
+    /// Prometheus.
+    pub fn prometheus(pools: &[(&str, &Self)]) -> String {
+        let mut text = Exposition::default();
+        for (name, kind, help, value) in COLUMNS {
+            let mut family = text.family(name, kind, help);
+            for (pool, metrics) in pools {
+                family.sample(&[("pool", pool)], value(metrics));
+            }
+        }
+        let mut family = text.family("kvcore_pool_blocks", MetricKind::Gauge, "Blocks by state.");
+        for (pool, metrics) in pools {
+            for state in BlockState::ALL {
+                let labels = [("pool", *pool), ("state", state.name())];
+                family.sample(&labels, state.count(&metrics.counts) as f64);
+            }
+        }
+        if pools.iter().any(|(_, metrics)| metrics.lookups.is_some()) {
+            let help = "Blocks looked up by key.";
+            let mut family = text.family("kvcore_pool_lookups_total", MetricKind::Counter, help);
+            for (pool, lookups) in pools.iter().filter_map(|(pool, m)| Some((*pool, m.lookups?))) {
+                family
+                    .sample(&[("pool", pool), ("result", "hit")], lookups.hits as f64)
+                    .sample(&[("pool", pool), ("result", "miss")], lookups.misses as f64);
+            }
+        }
+        for (name, help, of) in HISTOGRAMS {
+            let mut family = text.family(name, MetricKind::Histogram, help);
+            for (pool, metrics) in pools {
+                family.histogram(&[("pool", pool)], of(metrics));
+            }
+        }
+        text.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::block::BlockPool;
+    use crate::metrics::LatencyHistogram;
+    use crate::storage::{RequestId, StorageManager};
+
+    fn metrics(total: u32, reserved: usize) -> PoolMetrics {
+        let manager = StorageManager::untimed(BlockPool::new(0..total).unwrap());
+        manager.reserve(RequestId(1), reserved).unwrap();
+        manager.metrics()
+    }
+
+    fn latencies(micros: &[u64]) -> Latencies {
+        let histogram = LatencyHistogram::default();
+        for &us in micros {
+            histogram.record(Duration::from_micros(us));
+        }
+        histogram.snapshot()
+    }
+
+    #[test]
+    fn goals_are_compared_with_what_was_measured() {
+        let met = |m: &PoolMetrics| m.goals().map(|goal| goal.met);
+        assert_eq!(met(&metrics(100, 89)), [Some(true), Some(true), None, None], "nothing was timed");
+        assert_eq!(met(&metrics(100, 90)), [Some(false), Some(false), None, None], "more than, less than");
+        let slow = PoolMetrics {
+            allocation: latencies(&[100; 200]),
+            release: latencies(&[600, 600, 100]),
+            ..metrics(10, 0)
+        };
+        assert_eq!(met(&slow), [Some(true), Some(true), Some(true), Some(false)]);
+        let [_, in_flight, allocation, release] = slow.goals();
+        assert_eq!((in_flight.measured, allocation.measured), (Some(0.0), Some(100e-6)));
+        assert_eq!(release.measured, Some(600e-6), "no more than the longest");
+        assert_eq!((release.name, release.target), ("release_latency_p99", Target::Below(0.5e-3)));
+    }
+
+    /// Samples by name and labels, after checking that each follows its family's header.
+    fn samples(text: &str) -> HashMap<String, f64> {
+        let (mut all, mut family, mut seen) = (HashMap::new(), String::new(), Vec::new());
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# HELP ") {
+                family = rest.split(' ').next().unwrap().to_owned();
+                assert!(!seen.contains(&family), "{family} twice");
+                seen.push(family.clone());
+            } else if let Some(rest) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = rest.split_once(' ').unwrap();
+                assert_eq!(name, family);
+                assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
+            } else {
+                let (name, value) = line.rsplit_once(' ').unwrap();
+                let base = name.split('{').next().unwrap();
+                let base =
+                    ["_bucket", "_sum", "_count"].iter().find_map(|s| base.strip_suffix(s)).unwrap_or(base);
+                assert_eq!(base, family);
+                assert!(all.insert(name.to_owned(), value.parse().unwrap()).is_none(), "{name} twice");
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn prometheus_reads_every_number_of_every_pool() {
+        let main = PoolMetrics { allocation: latencies(&[1, 2, 3]), ..metrics(16, 5) };
+        let chunks = metrics(4, 4).with_lookups(Lookups { hits: 7, misses: 2 });
+        let all = samples(&PoolMetrics::prometheus(&[("main", &main), ("chunk \"a\"\\\n", &chunks)]));
+        for (name, value) in [
+            (r#"kvcore_pool_size_blocks{pool="main"}"#, 16.0),
+            (r#"kvcore_pool_available_blocks{pool="main"}"#, 11.0),
+            (r#"kvcore_pool_in_flight_blocks{pool="main"}"#, 5.0),
+            (r#"kvcore_pool_utilization_ratio{pool="main"}"#, 0.3125),
+            (r#"kvcore_pool_reserved_blocks_total{pool="main"}"#, 5.0),
+            (r#"kvcore_pool_blocks{pool="main",state="reserved"}"#, 5.0),
+            (r#"kvcore_pool_blocks{pool="main",state="available"}"#, 11.0),
+            (r#"kvcore_pool_allocation_seconds_count{pool="main"}"#, 3.0),
+            (r#"kvcore_pool_allocation_seconds_bucket{pool="main",le="+Inf"}"#, 3.0),
+            (r#"kvcore_pool_allocation_seconds_bucket{pool="main",le="0.000002048"}"#, 2.0),
+            (r#"kvcore_pool_size_blocks{pool="chunk \"a\"\\\n"}"#, 4.0),
+            (r#"kvcore_pool_lookups_total{pool="chunk \"a\"\\\n",result="hit"}"#, 7.0),
+            (r#"kvcore_pool_lookups_total{pool="chunk \"a\"\\\n",result="miss"}"#, 2.0),
+        ] {
+            assert_eq!(all.get(name), Some(&value), "{name}");
+        }
+        assert!(!all.contains_key(r#"kvcore_pool_lookups_total{pool="main",result="hit"}"#));
+        assert_eq!(all.len(), 2 * (COLUMNS.len() + 5 + 2 * 28) + 2);
+    }
+
+    #[test]
+    fn json_has_the_same_numbers() {
+        let m = PoolMetrics { release: latencies(&[10]), ..metrics(8, 2) };
+        let json = serde_json::to_value(m).unwrap();
+        assert_eq!((&json["available"], &json["counts"]["mutable"]), (&6.into(), &2.into()));
+        assert_eq!(json["release"]["p99_seconds"], serde_json::json!(10e-6));
+        assert_eq!((&json["lookups"], &json["allocation"]["p50_seconds"]), (&().into(), &().into()));
+        let goals = serde_json::to_value(m.goals()).unwrap();
+        assert_eq!(goals[1]["target"], serde_json::json!({ "below": 0.9 }));
+        assert_eq!((&goals[1]["met"], &goals[2]["met"]), (&true.into(), &().into()));
+    }
+}

@@ -1,0 +1,21 @@
+//! Memory as an owner sees it: handles to it, its blocks by request, and when a tier is too full.
+//!
+//! ```text
+//!   Backend ──► OwnedStorage ──► TensorView            bytes of one MemoryKind, typed windows into them
+//!   BlockPool ─► StorageManager ─► PoolMetrics         blocks by request; counts, latencies, goals
+//!                     TierThresholds ─► TierAction     how many blocks to move, and nothing else
+//! ```
+
+mod goals;
+mod manager;
+mod metrics;
+mod owned;
+mod state;
+mod tier;
+
+pub use goals::{Goal, Target};
+pub use manager::{RequestId, StorageManager};
+pub use metrics::{Lookups, PoolMetrics};
+pub use owned::OwnedStorage;
+pub use state::BlockState;
+pub use tier::{Tier, TierAction, TierThresholds};

@@ -1,0 +1,100 @@
+//! The states of blocks under the names that operators know.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::block::PoolCounts;
+
+/// A block's state for display: the lifecycle of NVIDIA Dynamo's KV manager in terms of ours.
+///
+/// | here | in [`crate::block`] | leaves by |
+/// |---|---|---|
+/// | `Available` | Free | being reserved |
+/// | `Reserved` | Mutable: being filled | being completed, or released |
+/// | `InUse` | Complete: filled, its only user holds it | being shared, or released |
+/// | `Shared` | Shared: any number of holders (one is in use, too) | its last holder |
+/// | `Cached` | Cached: no holder, contents kept | being found again, or evicted |
+///
+/// Every block is in one of them.
+///
+/// ```
+/// use kvcore::{BlockPool, BlockState};
+/// let pool = BlockPool::new(0..4)?;
+/// let reserved = pool.allocate(3)?;
+/// let counts = BlockState::ALL.map(|state| (state.name(), state.count(&pool.counts())));
+/// assert_eq!(counts, [("available", 1), ("reserved", 3), ("in_use", 0), ("shared", 0), ("cached", 0)]);
+/// # drop(reserved);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BlockState {
+    /// Nobody uses the block.
+    Available,
+    /// Taken, and being filled.
+    Reserved,
+    /// Filled, not shared.
+    InUse,
+    /// Filled, with at least one holder.
+    Shared,
+    /// Without holders, contents kept.
+    Cached,
+}
+
+impl BlockState {
+    /// All states, in the order of life.
+    pub const ALL: [Self; 5] = [Self::Available, Self::Reserved, Self::InUse, Self::Shared, Self::Cached];
+
+    /// The name in tables and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Available => "available",
+            Self::Reserved => "reserved",
+            Self::InUse => "in_use",
+            Self::Shared => "shared",
+            Self::Cached => "cached",
+        }
+    }
+
+    /// Blocks of a pool in this state.
+    pub const fn count(self, counts: &PoolCounts) -> usize {
+        match self {
+            Self::Available => counts.free,
+            Self::Reserved => counts.mutable,
+            Self::InUse => counts.complete,
+            Self::Shared => counts.shared,
+            Self::Cached => counts.cached,
+        }
+    }
+}
+
+impl fmt::Display for BlockState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::BlockPool;
+    use crate::key::KeyScope;
+
+    #[test]
+    fn every_block_is_in_one_state_through_its_life() {
+        let pool = BlockPool::new(0..4).unwrap();
+        let states = || BlockState::ALL.map(|state| state.count(&pool.counts()));
+        assert_eq!(states(), [4, 0, 0, 0, 0]);
+        let reserved = pool.allocate(2).unwrap();
+        assert_eq!(states(), [2, 2, 0, 0, 0]);
+        let in_use = reserved.complete();
+        assert_eq!(states(), [2, 0, 2, 0, 0]);
+        let root = KeyScope::new("m", b"").root();
+        let shared = in_use.register(None, &[root.child(&[1]), root.child(&[2])]).unwrap();
+        assert_eq!(states(), [2, 0, 0, 2, 0]);
+        drop(shared);
+        assert_eq!(states(), [2, 0, 0, 0, 2]);
+        assert_eq!(format!("{:>9}|", BlockState::InUse), "   in_use|");
+    }
+}

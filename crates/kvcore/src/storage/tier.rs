@@ -1,0 +1,237 @@
+//! When a tier is too full, and when it pays to load ahead: decisions without effects.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// A tier of memory that can push blocks one tier down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// The device's memory, above the host's.
+    Device,
+    /// The host's memory, pinned or not, above disks.
+    Host,
+}
+
+/// What to do with blocks of a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TierAction {
+    /// Nothing.
+    None,
+    /// Move this many blocks one tier down: the fewest after which the threshold holds.
+    Offload {
+        /// Blocks.
+        blocks: usize,
+    },
+    /// Load this many blocks from the tier below, before they are asked for.
+    Prefetch {
+        /// Blocks.
+        blocks: usize,
+    },
+}
+
+/// When blocks move between tiers, as shares between 0 and 1. Whoever moves blocks asks; nothing here
+/// does.
+///
+/// ```
+/// use kvcore::{Tier, TierAction, TierThresholds};
+/// let thresholds = TierThresholds::default();                        // 0.85, 0.90, 0.70
+/// assert_eq!(thresholds.on_pressure(Tier::Device, 85, 100)?, TierAction::None);
+/// assert_eq!(thresholds.on_pressure(Tier::Device, 93, 100)?, TierAction::Offload { blocks: 8 });
+/// // a hot prefix of 20 blocks: only as many as do not make the device offload at once
+/// assert_eq!(thresholds.on_access(0.8, 20, 75, 100)?, TierAction::Prefetch { blocks: 10 });
+/// assert_eq!(thresholds.on_access(0.6, 20, 75, 100)?, TierAction::None);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Fractions", into = "Fractions")]
+pub struct TierThresholds(Fractions);
+
+/// The thresholds as they are stored; what is left out has its default.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Fractions {
+    device_offload: f64,
+    host_offload: f64,
+    prefetch: f64,
+}
+
+impl Default for Fractions {
+    fn default() -> Self {
+        Self { device_offload: 0.85, host_offload: 0.90, prefetch: 0.70 }
+    }
+}
+
+impl Default for TierThresholds {
+    /// The device offloads above 85 % of its blocks in use, the host above 90 %; blocks hotter than 0.7
+    /// are loaded ahead. These are seed 003's numbers.
+    fn default() -> Self {
+        Self(Fractions::default())
+    }
+}
+
+impl TryFrom<Fractions> for TierThresholds {
+    type Error = Error;
+
+    fn try_from(fractions: Fractions) -> Result<Self> {
+        fraction("device_offload", fractions.device_offload)?;
+        fraction("host_offload", fractions.host_offload)?;
+        fraction("prefetch", fractions.prefetch)?;
+        Ok(Self(fractions))
+    }
+}
+
+impl From<TierThresholds> for Fractions {
+    fn from(thresholds: TierThresholds) -> Self {
+        thresholds.0
+    }
+}
+
+impl TierThresholds {
+    /// Thresholds of offloading from the device and from the host, and of loading ahead.
+    ///
+    /// # Errors
+    /// [`Error::NotAFraction`] for anything below 0, above 1, or NaN.
+    pub fn new(device_offload: f64, host_offload: f64, prefetch: f64) -> Result<Self> {
+        Fractions { device_offload, host_offload, prefetch }.try_into()
+    }
+
+    /// Share of a tier's blocks in use above which it offloads.
+    pub fn offload(&self, tier: Tier) -> f64 {
+        match tier {
+            Tier::Device => self.0.device_offload,
+            Tier::Host => self.0.host_offload,
+        }
+    }
+
+    /// Heat above which blocks are loaded ahead.
+    pub fn prefetch(&self) -> f64 {
+        self.0.prefetch
+    }
+
+    /// What a tier with `used` of `total` blocks in use should do.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for more blocks in use than there are.
+    pub fn on_pressure(&self, tier: Tier, used: usize, total: usize) -> Result<TierAction> {
+        Ok(match used.saturating_sub(self.room(tier, used, total)?) {
+            0 => TierAction::None,
+            blocks => TierAction::Offload { blocks },
+        })
+    }
+
+    /// Whether to load `wanted` blocks of the given heat (0 to 1, the caller's measure) to a device with
+    /// `used` of `total` blocks in use: at most as many as do not make it offload.
+    ///
+    /// # Errors
+    /// [`Error::NotAFraction`] for another heat, [`Error::OutOfRange`] for more blocks in use than there
+    /// are.
+    pub fn on_access(&self, heat: f64, wanted: usize, used: usize, total: usize) -> Result<TierAction> {
+        fraction("heat", heat)?;
+        let room = self.room(Tier::Device, used, total)?.saturating_sub(used);
+        Ok(match wanted.min(room) {
+            blocks if blocks > 0 && heat > self.0.prefetch => TierAction::Prefetch { blocks },
+            _ => TierAction::None,
+        })
+    }
+
+    /// The most blocks that a tier may have in use: the largest `n` with `n / total <= threshold`.
+    fn room(&self, tier: Tier, used: usize, total: usize) -> Result<usize> {
+        if used > total {
+            return Err(Error::range("blocks in use", used, total.saturating_add(1)));
+        }
+        let threshold = self.offload(tier);
+        let near = (threshold * total as f64) as usize;
+        // The product is rounded; the quotient, as everybody else computes it, decides.
+        let fits = |n: &usize| *n <= total && *n as f64 / total as f64 <= threshold;
+        Ok([near + 1, near].into_iter().find(fits).unwrap_or(near.saturating_sub(1)))
+    }
+}
+
+/// A number between 0 and 1.
+fn fraction(what: &'static str, value: f64) -> Result<()> {
+    if (0.0..=1.0).contains(&value) { Ok(()) } else { Err(Error::NotAFraction { what, value }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offloads_are_the_fewest_that_help() {
+        for hundredths in 0..=100u32 {
+            let limit = f64::from(hundredths) / 100.0;
+            let thresholds = TierThresholds::new(limit, limit, 0.5).unwrap();
+            for total in [0, 1, 3, 7, 100, 1000] {
+                for used in 0..=total {
+                    let share = |n: usize| if total == 0 { 0.0 } else { n as f64 / total as f64 };
+                    match thresholds.on_pressure(Tier::Host, used, total).unwrap() {
+                        TierAction::None => assert!(share(used) <= limit, "{used} of {total} at {limit}"),
+                        TierAction::Offload { blocks } => {
+                            assert!(share(used - blocks) <= limit, "{used} of {total} at {limit}: too few");
+                            assert!(
+                                share(used - blocks + 1) > limit,
+                                "{used} of {total} at {limit}: too many"
+                            );
+                        }
+                        TierAction::Prefetch { .. } => panic!("pressure loads nothing"),
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn prefetching_never_makes_the_device_offload() {
+        let thresholds = TierThresholds::default();
+        for used in 0..=100 {
+            for wanted in [0, 1, 20, usize::MAX] {
+                match thresholds.on_access(0.71, wanted, used, 100).unwrap() {
+                    TierAction::Prefetch { blocks } => {
+                        assert!(blocks <= wanted);
+                        let after = thresholds.on_pressure(Tier::Device, used + blocks, 100);
+                        assert_eq!(after, Ok(TierAction::None));
+                    }
+                    action => assert!(action == TierAction::None && (wanted == 0 || used >= 85)),
+                }
+            }
+        }
+        assert_eq!(thresholds.on_access(0.7, 5, 0, 100), Ok(TierAction::None), "hot is more than warm");
+    }
+
+    #[test]
+    fn what_is_no_share_is_refused() {
+        for bad in [-0.1, 1.000_001, f64::INFINITY, f64::NAN] {
+            for (what, thresholds) in [
+                ("device_offload", TierThresholds::new(bad, 0.9, 0.7)),
+                ("host_offload", TierThresholds::new(0.9, bad, 0.7)),
+                ("prefetch", TierThresholds::new(0.9, 0.9, bad)),
+                (
+                    "heat",
+                    TierThresholds::default().on_access(bad, 1, 1, 2).map(|_| TierThresholds::default()),
+                ),
+            ] {
+                let error = thresholds.unwrap_err();
+                assert!(matches!(error, Error::NotAFraction { what: got, .. } if got == what), "{error}");
+            }
+        }
+        let thresholds = TierThresholds::default();
+        let more = Err(Error::OutOfRange { what: "blocks in use", value: 3, limit: 3 });
+        assert_eq!(thresholds.on_pressure(Tier::Device, 3, 2), more);
+        assert_eq!(thresholds.on_access(0.9, 1, 3, 2), more);
+    }
+
+    #[test]
+    fn thresholds_are_stored_read_back_and_checked() {
+        let json = r#"{"device_offload":0.5,"host_offload":0.9,"prefetch":0.7}"#;
+        let read: TierThresholds = serde_json::from_str(json).unwrap();
+        assert_eq!((read.offload(Tier::Device), read.offload(Tier::Host), read.prefetch()), (0.5, 0.9, 0.7));
+        assert_eq!(serde_json::to_string(&read).unwrap(), json);
+        assert_eq!(serde_json::from_str::<TierThresholds>("{}").unwrap(), TierThresholds::default());
+        for wrong in [r#"{"prefetch":1.5}"#, r#"{"gpu_offload":0.5}"#] {
+            assert!(serde_json::from_str::<TierThresholds>(wrong).is_err(), "{wrong}");
+        }
+    }
+}
