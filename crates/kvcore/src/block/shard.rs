@@ -285,7 +285,7 @@ impl Shard {
 
     fn has_expired(&self, block: u32, now: u64, rules: &Rules) -> bool {
         let (Some(ttl), meta) = (rules.ttl, &self.meta[block as usize]) else { return false };
-        meta.holders == 0 && meta.pins == 0 && now - self.times[block as usize].released >= ttl
+        meta.holders == 0 && meta.pins == 0 && now.saturating_sub(self.times[block as usize].released) >= ttl
     }
 
     fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &Index) {
