@@ -11,7 +11,8 @@ use rayon::prelude::*;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation, Scatter,
+    ApplyRope, Attend, AttendRows, CopyBlocks, CopyTensor, Gather, MergeGroup, QueryRow, RotateKeys,
+    Rotation, Scatter,
 };
 use kvcore::{
     Backend, BlockId, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Rope, RopeConfig, Segment,
@@ -107,6 +108,13 @@ fn movement(dtype: DType, mib: usize) -> kvcore::Result<()> {
     report("gather", bytes, time(|| s.stream.gather(&gather).expect("gather")));
     let copy = CopyBlocks { arena: s.arena.clone(), pairs: s.pairs() };
     report("copy_blocks", bytes, time(|| s.stream.copy_blocks(&copy).expect("copy")));
+    for (what, axes) in [("heads before tokens", [1, 0, 2]), ("tokens innermost", [1, 2, 0])] {
+        let src = k.permute(&axes)?;
+        let dst = allocate_tensor(s.backend.as_ref(), MemoryKind::Device, dtype, src.shape())?;
+        let copy = CopyTensor { src, dst };
+        let seconds = time(|| s.stream.copy_tensor(&copy).expect("copy"));
+        report(&format!("copy_tensor ({what})"), bytes / 2, seconds);
+    }
     let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?);
     let positions = (0..s.tokens as i64).map(|i| i % 8192).collect();
     let op = ApplyRope { rows: k, positions, rope: Arc::clone(&rope) };

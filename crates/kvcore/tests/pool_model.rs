@@ -19,6 +19,7 @@ const BLOCKS: u32 = 13;
 const FIRST: u32 = 10;
 const KEYS: u32 = 9;
 const TTL: u64 = 50;
+const WATERMARK: usize = 2;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -31,6 +32,10 @@ enum Op {
     RegisterComplete(usize, u32),
     RegisterWrong(usize),
     Share(usize),
+    AdmitPrefix(u32, usize, usize, usize),
+    AppendShared(usize, usize),
+    SplitShared(usize, usize),
+    Reclaim(usize),
     RegisterShared(usize, u32),
     Lookup(u32, usize),
     Clone(usize),
@@ -60,6 +65,10 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterComplete(i, k)),
         1 => i.clone().prop_map(Op::RegisterWrong),
         1 => i.clone().prop_map(Op::Share),
+        3 => (0..KEYS, n.clone(), 0..7usize, 0..9usize).prop_map(|(k, n, b, r)| Op::AdmitPrefix(k, n, b, r)),
+        1 => (i.clone(), i.clone()).prop_map(|(a, b)| Op::AppendShared(a, b)),
+        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::SplitShared(i, n)),
+        1 => i.clone().prop_map(Op::Reclaim),
         1 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterShared(i, k)),
         4 => (0..KEYS, n.clone()).prop_map(|(k, n)| Op::Lookup(k, n)),
         2 => i.clone().prop_map(Op::Clone),
@@ -93,8 +102,8 @@ struct World {
     setup: Setup,
     clock: ManualClock,
     events: Arc<EventQueue>,
-    /// Keys that a router believes to be stored.
-    router: HashSet<BlockKey>,
+    /// What a router believes to be stored.
+    router: HashMap<u32, BlockKey>,
     mutable: Vec<MutableBlocks>,
     complete: Vec<CompleteBlocks>,
     shared: Vec<SharedBlocks>,
@@ -135,7 +144,7 @@ impl World {
             .shards(setup.shards)
             .free_order(setup.order)
             .duplicates(setup.duplicates)
-            .watermark(2)
+            .watermark(WATERMARK)
             .events(events.clone())
             .clock(Arc::new(clock.clone()));
         if setup.ttl {
@@ -147,7 +156,7 @@ impl World {
             setup,
             clock,
             events,
-            router: HashSet::new(),
+            router: HashMap::new(),
             mutable: Vec::new(),
             complete: Vec::new(),
             shared: Vec::new(),
@@ -240,7 +249,7 @@ impl World {
         let counts = self.pool.counts();
         match *op {
             Op::Allocate(n) => self.allocate(n, 0, BlockPool::allocate),
-            Op::Admit(n) => self.allocate(n, 2, BlockPool::admit),
+            Op::Admit(n) => self.allocate(n, WATERMARK, BlockPool::admit),
             Op::AllocateMore(i, n) => {
                 let before = self.in_use();
                 if let Some(mut guard) = take(&mut self.mutable, i) {
@@ -291,6 +300,35 @@ impl World {
                 }
             }
             Op::Share(i) => self.shared.extend(take(&mut self.complete, i).map(CompleteBlocks::share)),
+            Op::AdmitPrefix(k, n, blocks, room) => self.admit_prefix(k, n, blocks, room),
+            Op::AppendShared(a, b) => {
+                if let Some(other) = take(&mut self.shared, a) {
+                    match self.shared.get_mut(b) {
+                        Some(guard) => guard.append(other).unwrap(),
+                        None => self.shared.push(other),
+                    }
+                }
+            }
+            Op::SplitShared(i, n) => {
+                if let Some(Ok(rest)) = self.shared.get_mut(i).map(|guard| guard.split_off(n)) {
+                    self.shared.push(rest);
+                }
+            }
+            Op::Reclaim(i) => {
+                let (holders, pins) = (self.holders(), self.pins());
+                if let Some(guard) = self.shared.get_mut(i) {
+                    let last = guard.ids().last().map(|id| id.0);
+                    let own = guard.reclaim_last();
+                    let alone = last.is_some_and(|block| {
+                        holders[&block] == 1 && !pins.contains(&block) && self.key_of(block).is_none()
+                    });
+                    assert_eq!(
+                        own.as_ref().map(|own| ids(own.ids())),
+                        last.filter(|_| alone).map(|b| vec![b])
+                    );
+                    self.mutable.extend(own);
+                }
+            }
             Op::RegisterShared(i, k) => {
                 if let Some(mut guard) = take(&mut self.shared, i) {
                     // Blocks that have a key keep it.
@@ -371,6 +409,42 @@ impl World {
         }
     }
 
+    /// A chain with a key twice: its block is there once.
+    fn admit_prefix(&mut self, k: u32, n: usize, blocks: usize, room: usize) {
+        let mut keys = keys(k, n);
+        if n == 4 {
+            keys[3] = keys[1];
+        }
+        let mut known: Vec<u32> = Vec::new();
+        for key in &keys {
+            match self.find(key) {
+                Some(block) if !self.expired(block) => known.push(block),
+                _ => break,
+            }
+        }
+        let (holders, pins) = (self.holders(), self.pins());
+        let idle: HashSet<u32> =
+            known.iter().copied().filter(|b| !holders.contains_key(b) && !pins.contains(b)).collect();
+        let missing = blocks.saturating_sub(known.len());
+        let needed = blocks.max(room).saturating_sub(known.len());
+        let (counts, before) = (self.pool.counts(), [self.in_use(), known.clone()].concat());
+        let fits = (idle.is_empty() && needed == 0) || idle.len() + needed + WATERMARK <= counts.available();
+        match self.pool.admit_prefix(&keys, blocks, room) {
+            Ok((shared, fresh)) => {
+                assert!(fits, "the watermark is left");
+                assert_eq!((ids(shared.ids()), fresh.len()), (known, missing));
+                self.lru.retain(|block| !idle.contains(block));
+                self.taken(&before, fresh.ids());
+                self.shared.push(shared);
+                self.mutable.push(fresh);
+            }
+            Err(error) => {
+                assert!(!fits && matches!(error, Error::OutOfBlocks { asked, .. } if asked == needed));
+                assert_eq!(self.pool.counts(), counts, "a refusal changes nothing");
+            }
+        }
+    }
+
     fn allocate(
         &mut self,
         n: usize,
@@ -429,25 +503,24 @@ impl World {
         self.check_router();
     }
 
+    /// A router that knows nothing but events.
     fn check_router(&mut self) {
         let (events, lost) = self.events.drain();
         assert_eq!(lost, 0);
-        let held: HashSet<BlockKey> = self.keys.values().map(|(_, key)| *key).collect();
         for event in events {
             match event {
-                KvEvent::Stored { keys, .. } => self.router.extend(keys.iter()),
-                KvEvent::Removed { key, .. } => {
-                    assert!(self.router.contains(&key));
-                    if self.setup.duplicates == Duplicates::Merge {
-                        self.router.remove(&key);
-                    }
+                KvEvent::Stored { keys, blocks, .. } => {
+                    assert_eq!(keys.len(), blocks.len());
+                    self.router.extend(blocks.iter().map(|block| block.0).zip(keys));
                 }
-                KvEvent::Cleared => self.router.retain(|key| held.contains(key)),
+                KvEvent::Removed { key, block } => {
+                    assert_eq!(self.router.remove(&block.0), Some(key), "removed after it was stored");
+                }
+                KvEvent::Cleared => self.router.clear(),
             }
         }
-        if self.setup.duplicates == Duplicates::Merge {
-            assert_eq!(self.router, held, "a router knows what is stored");
-        }
+        let held: HashMap<u32, BlockKey> = self.keys.values().copied().collect();
+        assert_eq!(self.router, held, "a router knows what is stored where");
     }
 }
 
@@ -463,11 +536,11 @@ fn setups() -> Vec<Setup> {
     let mut setups = Vec::new();
     for policy in PolicyKind::ALL {
         setups.push(Setup { policy, ..SETUP });
-        setups.push(Setup { policy, shards: 3, ttl: true, ..SETUP });
+        setups.push(Setup { policy, shards: 4, ttl: true, ..SETUP });
     }
     setups.push(Setup { order: FreeOrder::OneQueue, duplicates: Duplicates::Keep, ..SETUP });
     setups.push(Setup { order: FreeOrder::OneQueue, ttl: true, ..SETUP });
-    setups.push(Setup { duplicates: Duplicates::Keep, shards: 3, ttl: true, ..SETUP });
+    setups.push(Setup { duplicates: Duplicates::Keep, shards: 4, ttl: true, ..SETUP });
     setups.push(Setup { policy: PolicyKind::S3Fifo, order: FreeOrder::OneQueue, shards: 2, ..SETUP });
     setups
 }

@@ -122,7 +122,7 @@ fn known_to_router(pool: &BlockPool, events: &EventQueue) {
             KvEvent::Removed { key, .. } => {
                 router.remove(&key);
             }
-            KvEvent::Cleared => {}
+            KvEvent::Cleared => router.clear(),
         }
     }
     for key in (0..30).flat_map(chain) {

@@ -193,7 +193,9 @@ impl Replay {
         for event in seen {
             match event {
                 KvEvent::Removed { key, block } => removed.push((block.0, key)),
-                KvEvent::Stored { keys, .. } => stored.extend(keys.iter().copied()),
+                KvEvent::Stored { keys, blocks, .. } => {
+                    stored.extend(blocks.into_iter().map(|block| block.0).zip(keys));
+                }
                 KvEvent::Cleared => {}
             }
         }
@@ -201,7 +203,7 @@ impl Replay {
             |what| pairs(what).iter().map(|p| (number(&p[0]) as u32, self.keys[number(&p[1])])).collect();
         let (evicted, added): (Pairs, Pairs) = (expected("evicted"), expected("stored"));
         assert_eq!(removed, evicted, "evictions in order");
-        assert_eq!(stored, added.into_iter().map(|(_, key)| key).collect::<Vec<_>>());
+        assert_eq!(stored, added, "keys of blocks");
         self.evictions += removed.len();
     }
 

@@ -69,7 +69,7 @@ fn spanned_layers_hold_the_bytes_of_a_single_device() {
         };
         kvcore::Kernels::scatter(m.stream.as_ref(), &op).unwrap();
     }
-    let mut fork = table.fork();
+    let mut fork = table.fork().unwrap();
     let copy = fork.unshare_tail().unwrap().unwrap();
     let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
     spanned.copy_blocks(&(pairs.clone() as Arc<[_]>)).unwrap();

@@ -11,6 +11,11 @@ pub trait Clock: Send + Sync + fmt::Debug {
     fn millis(&self) -> u64;
 }
 
+/// Whole milliseconds, rounded up: a time that is not zero does not become zero.
+pub(super) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
+}
+
 /// The system's monotonic clock.
 #[derive(Debug)]
 pub struct SystemClock(Instant);

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -11,24 +10,30 @@ use crate::key::BlockKey;
 
 /// A change of what can be found in a pool.
 ///
-/// Events of one pool reach a sink in an order in which each key is stored before it is removed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Events of one pool reach a sink in an order in which each key is stored before it is removed. Under
+/// [`super::Duplicates::Keep`] each block of a key is stored and removed by itself: a key is found as long as
+/// it was stored more often than removed.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
     /// Blocks can be found under these keys, each the child of the one before.
     Stored {
         /// Key of the block before the first one; `None` if the caller gave none.
         parent: Option<BlockKey>,
         /// Keys in order.
-        keys: Arc<[BlockKey]>,
+        keys: Vec<BlockKey>,
+        /// The blocks that hold them.
+        blocks: Vec<BlockId>,
     },
-    /// A key is not found any more: its block was evicted, or has expired.
+    /// A key is not found any more: its block was evicted, cleared, or has expired.
     Removed {
         /// The key.
         key: BlockKey,
         /// The block that held it.
         block: BlockId,
     },
-    /// All keys without holders were dropped at once.
+    /// No key is left: the pool was cleared while nobody held a block with a key. If somebody does, each key
+    /// that goes is removed by itself.
     Cleared,
 }
 
@@ -90,6 +95,25 @@ impl EventSink for EventQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn events_are_sent_as_json() {
+        let key = crate::key::KeyScope::new("m", b"").root();
+        let event =
+            KvEvent::Stored { parent: Some(key), keys: vec![key.child(&[1])], blocks: vec![BlockId(7)] };
+        let json = serde_json::to_string(&event).unwrap();
+        assert!(
+            json.starts_with(r#"{"event":"stored","parent":""#) && json.ends_with(r#""blocks":[7]}"#),
+            "{json}"
+        );
+        assert_eq!(serde_json::from_str::<KvEvent>(&json).unwrap(), event);
+        assert!(
+            serde_json::from_str::<KvEvent>(
+                &json.replace("stored\",\"parent\":\"", "stored\",\"parent\":\"x")
+            )
+            .is_err()
+        );
+    }
 
     #[test]
     fn a_full_queue_counts_what_it_lost() {

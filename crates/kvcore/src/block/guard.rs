@@ -282,11 +282,16 @@ impl SharedBlocks {
                 from += 1;
                 continue;
             }
-            // As many blocks as are in this shard and have no key.
-            let more = ids[from + 1..].iter().take_while(|&&id| {
-                pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
-            });
-            let run = from..from + 1 + more.count();
+            // As many blocks as are in this shard and have no key, none of them twice.
+            let mut to = from + 1;
+            while to < ids.len()
+                && pool.shard_of(ids[to]) == pool.shard_of(ids[from])
+                && !shard.has_key(pool.local(ids[to]))
+                && !ids[from..to].contains(&ids[to])
+            {
+                to += 1;
+            }
+            let run = from..to;
             let mut entered: SmallVec<[bool; 64]> = SmallVec::from_elem(true, run.len());
             let index = |i: usize| ids[run.start + i].0 - pool.rules.first;
             pool.index.enter(&keys[run.clone()], index, |i, _| entered[i] = false);
@@ -302,7 +307,8 @@ impl SharedBlocks {
             for &to in known.iter().chain([&keys.len()]) {
                 if from < to {
                     let parent = if from == 0 { parent } else { Some(keys[from - 1]) };
-                    events.record(KvEvent::Stored { parent, keys: keys[from..to].into() });
+                    let blocks = self.ids[start + from..start + to].into();
+                    events.record(KvEvent::Stored { parent, keys: keys[from..to].into(), blocks });
                 }
                 from = to + 1;
             }
@@ -342,6 +348,20 @@ impl SharedBlocks {
                 return false;
             }
         }
+    }
+
+    /// Takes the last block back to fill it further, if nobody else holds it and it has neither a key nor a
+    /// pin: the last of several forks needs no copy.
+    pub fn reclaim_last(&mut self) -> Option<MutableBlocks> {
+        let id = *self.ids.last()?;
+        let mut walk = self.pool.0.walk();
+        let (shard, block) = walk.shard(id);
+        let alone = shard.reclaim(block);
+        drop(walk);
+        alone.then(|| {
+            self.ids.pop();
+            MutableBlocks { pool: self.pool.clone(), ids: [id].into_iter().collect() }
+        })
     }
 
     /// A claim on the same blocks that outlives their holders.

@@ -131,6 +131,7 @@ impl Index {
                 break;
             }
             (rest, step) = (later, WINDOW);
+            found.reserve_exact(rest.len());
         }
         found
     }

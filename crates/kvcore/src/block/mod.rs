@@ -6,8 +6,11 @@
 //!    ▲                       │                │                                │          ▲
 //!    │◄──────── drop ────────┴───── drop ─────┘          last holder drops     │          │ lookup
 //!    │                                                                         ▼          │
-//!    │◄──────────────────────── evicted, or nothing retains it ───────────── Cached ──────┘
+//!    │◄──────────────────────── evicted, or nothing claims it ────────────── Cached ──────┘
 //! ```
+//!
+//! One step leads back: the only holder of a block that has no key and no pin may fill it further
+//! ([`SharedBlocks::reclaim_last`]); nobody else can have read it.
 //!
 //! Each state has its own guard type, which holds any number of blocks, and each step consumes the
 //! guard of the state before, so an illegal step does not compile. Dropping a guard returns the blocks;
@@ -57,7 +60,8 @@ pub use pool::{BlockPool, PoolCounts};
 pub use table::{BlockTable, PADDING_SLOT, TailCopy};
 
 /// A physical block of an arena.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
 pub struct BlockId(pub u32);
 
 impl BlockId {

@@ -58,6 +58,16 @@ impl PinnedBlocks {
         &self.ids
     }
 
+    /// Number of blocks.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether no block is pinned.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
     /// Whether any block has a holder.
     pub fn is_held(&self) -> bool {
         let mut walk = self.pool.0.walk();

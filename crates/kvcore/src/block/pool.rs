@@ -7,7 +7,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::clock::Clock;
+use smallvec::SmallVec;
+
+use super::clock::{Clock, millis};
 use super::event::{EventSink, KvEvent};
 use super::guard::{Ids, MutableBlocks, SharedBlocks};
 use super::index::Index;
@@ -168,7 +170,7 @@ impl BlockPool {
         let rules = Rules {
             first: range.start,
             free_order: config.free_order,
-            ttl: config.ttl.map(|ttl| ttl.as_millis() as u64),
+            ttl: config.ttl.map(millis),
             clock: timed.then(|| config.clock_or_system()),
             events: config.events,
         };
@@ -224,19 +226,27 @@ impl BlockPool {
         let (now, rules) = (inner.now(), &inner.rules);
         let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
         let mut shards = inner.lock_all();
-        let mut idle = 0;
+        let mut idle: SmallVec<[BlockId; 64]> = SmallVec::new();
         for (key, block) in keys.iter().zip(inner.index.find_prefix(keys)) {
-            let id = BlockId(rules.first + block);
+            let id = inner.id(block);
             let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, now, rules) else {
                 break;
             };
-            idle += usize::from(is_idle);
             found.ids.push(id);
+            if is_idle {
+                idle.push(id);
+            }
         }
+        // A key may occur twice, its block is there once.
+        idle.sort_unstable();
+        idle.dedup();
         let missing = blocks.saturating_sub(found.ids.len());
         let needed = blocks.max(room).saturating_sub(found.ids.len());
-        let available = shards.iter().map(|shard| shard.available()).sum::<usize>() - idle;
-        if needed.checked_add(self.0.watermark).is_none_or(|wanted| needed > 0 && wanted > available) {
+        let available: usize = shards.iter().map(|shard| shard.available()).sum();
+        // What is found idle leaves the blocks that others can have, just as what is taken.
+        let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(inner.watermark));
+        let admits_nothing = idle.is_empty() && needed == 0;
+        if !admits_nothing && leaves.is_none_or(|wanted| wanted > available) {
             found.ids.clear();
             return Err(out_of_blocks(&shards, needed));
         }
@@ -291,22 +301,35 @@ impl BlockPool {
     pub fn lookup_chain(&self, keys: &[BlockKey]) -> SharedBlocks {
         let mut found = SharedBlocks::none(self);
         let inner = &*self.0;
-        let (now, first) = (inner.now(), inner.rules.first);
-        found.ids.extend(inner.index.find_prefix(keys).into_iter().map(|i| BlockId(first + i)));
+        let now = inner.now();
+        let known = inner.index.find_prefix(keys);
         // What the index said may have changed since: each block is asked for its key under its lock.
+        found.ids.reserve_exact(known.len());
         let mut walk = inner.walk();
-        let held = found.ids.iter().zip(keys).take_while(|(id, key)| {
-            let (shard, block) = walk.shard(**id);
-            shard.hold_keyed(block, key, now, &inner.rules, &inner.index)
-        });
-        let held = held.count();
-        found.ids.truncate(held);
+        for (block, key) in known.into_iter().zip(keys) {
+            let id = inner.id(block);
+            let (shard, block) = walk.shard(id);
+            if !shard.hold_keyed(block, key, now, &inner.rules, &inner.index) {
+                break;
+            }
+            found.ids.push(id);
+        }
+        drop(walk);
         found
     }
 
-    /// How many blocks of a chain are known, without holding any: for schedulers that weigh requests.
+    /// How many blocks of a chain a lookup would find now, without holding any: for schedulers that weigh
+    /// requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
-        self.0.index.find_prefix(keys).len()
+        let inner = &*self.0;
+        let now = inner.now();
+        let known = inner.index.find_prefix(keys);
+        let mut walk = inner.walk();
+        let found = known.into_iter().zip(keys).take_while(|(block, key)| {
+            let (shard, block) = walk.shard(inner.id(*block));
+            shard.findable(block, key, now, &inner.rules).is_some()
+        });
+        found.count()
     }
 
     /// How many blocks are in which state.
@@ -324,12 +347,14 @@ impl BlockPool {
         let inner = &*self.0;
         let now = inner.now();
         let mut shards = inner.lock_all();
-        let cleared =
-            shards.iter_mut().map(|shard| shard.clear_cached(now, &inner.rules, &inner.index)).sum();
-        if let Some(events) = &inner.rules.events {
+        let all = shards.iter().all(|shard| shard.keyed_are_evictable());
+        if let Some(events) = &inner.rules.events
+            && all
+        {
             events.record(KvEvent::Cleared);
         }
-        cleared
+        let clear = |shard: &mut Locked<'_>| shard.clear_cached(now, !all, &inner.rules, &inner.index);
+        shards.iter_mut().map(clear).sum()
     }
 
     /// Frees cached blocks that nobody used for the configured time to live; returns how many.
@@ -443,6 +468,10 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    fn id(&self, index: u32) -> BlockId {
+        BlockId(self.rules.first + index)
     }
 
     pub(super) fn shard_of(&self, id: BlockId) -> usize {

@@ -3,6 +3,7 @@
 
 use smallvec::SmallVec;
 
+use super::clock::millis;
 use super::event::KvEvent;
 use super::evict::{Entry, EvictionPolicy, Retention};
 use super::index::Index;
@@ -166,7 +167,7 @@ impl Shard {
             if self.stage[block as usize] == Stage::Free {
                 self.queued_free -= 1;
             } else {
-                evicted.push(self.forgotten(block, rules));
+                evicted.push(self.forgotten(block, rules, true));
             }
             self.stage[block as usize] = Stage::Mutable;
             out.extend([self.id(block)]);
@@ -178,11 +179,11 @@ impl Shard {
         taken
     }
 
-    /// The index entry that is to go with a cached block. Routers hear of it before it goes, hence before
-    /// the key can be stored anew.
-    fn forgotten(&self, block: u32, rules: &Rules) -> (BlockKey, u32) {
+    /// The index entry that is to go with a cached block. Routers hear of it, if they are to, before it goes,
+    /// hence before the key can be stored anew.
+    fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
-        if let Some(events) = &rules.events {
+        if let Some(events) = rules.events.as_ref().filter(|_| tell) {
             events.record(KvEvent::Removed { key, block: self.id(block) });
         }
         (key, block + self.first - rules.first)
@@ -229,6 +230,19 @@ impl Shard {
         if let Some(times) = self.times.get_mut(block as usize) {
             *times = Times::NONE;
         }
+    }
+
+    /// A block that one holder has, without key and pin, is to be filled further; `false` for others.
+    pub(super) fn reclaim(&mut self, block: u32) -> bool {
+        let meta = &mut self.meta[block as usize];
+        let alone = self.stage[block as usize] == Stage::Held && meta.holders == 1 && meta.pins == 0;
+        if alone {
+            meta.holders = 0;
+            self.stage[block as usize] = Stage::Mutable;
+            self.shared -= 1;
+            self.mutable += 1;
+        }
+        alone
     }
 
     pub(super) fn has_key(&self, block: u32) -> bool {
@@ -290,7 +304,7 @@ impl Shard {
 
     fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &Index) {
         self.policy.remove(block);
-        index.remove(&[self.forgotten(block, rules)]);
+        index.remove(&[self.forgotten(block, rules, true)]);
         self.release(block, now, rules);
     }
 
@@ -349,20 +363,21 @@ impl Shard {
     /// Says how much a held block is wanted, once it is cached.
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
-            let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(lasts.as_millis() as u64));
+            let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));
             times.retention = Times::new(retention.priority, until).retention;
         }
     }
 
-    /// Frees all cached blocks that the pool may evict; no single events. They are taken again after the
-    /// blocks that are free already, in the order in which they would have been evicted.
-    pub(super) fn clear_cached(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
+    /// Frees all cached blocks that the pool may evict. They are taken again after the blocks that are free
+    /// already, in the order in which they would have been evicted.
+    pub(super) fn clear_cached(&mut self, now: u64, tell_each: bool, rules: &Rules, index: &Index) -> usize {
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
         self.queued_free = 0;
         let mut cleared = Vec::new();
         for &block in &order {
-            if std::mem::replace(&mut self.stage[block as usize], Stage::Free) == Stage::Keyed {
-                cleared.push((self.meta[block as usize].key, block + self.first - rules.first));
+            if self.has_key(block) {
+                cleared.push(self.forgotten(block, rules, tell_each));
+                self.stage[block as usize] = Stage::Free;
             }
         }
         index.remove(&cleared);
@@ -371,6 +386,12 @@ impl Shard {
             FreeOrder::OneQueue => order.into_iter().for_each(|block| self.enqueue_free(block, now)),
         }
         cleared.len()
+    }
+
+    /// Whether nobody holds or pins a block with a key.
+    pub(super) fn keyed_are_evictable(&self) -> bool {
+        let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Keyed).count();
+        keyed == self.evictable()
     }
 
     pub(super) fn policy_len(&self) -> usize {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{BlockId, BlockPool, MutableBlocks, SharedBlocks};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, product};
 use crate::key::BlockKey;
 
 /// The slot of a row that is padding: `scatter` and `gather` skip it.
@@ -39,16 +39,21 @@ impl BlockTable {
     /// An empty table over the blocks of `pool`.
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0.
+    /// [`Error::Zero`] for a block size of 0, [`Error::Overflow`] for one with which slots do not fit.
     pub fn new(pool: &BlockPool, block_size: usize) -> Result<Self> {
         Self::with_prefix(SharedBlocks::none(pool), block_size)
     }
 
     /// A table that begins with full shared blocks, found by their keys.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn with_prefix(shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
         }
+        product("slots of a pool", &[shared.pool().range().end as usize, block_size])?;
+        product("tokens of a prefix", &[shared.len(), block_size])?;
         let own = MutableBlocks::none(shared.pool());
         let (keyed, ids) = (shared.len(), shared.ids().into());
         Ok(Self { block_size, own, keyed, ids, len: keyed * block_size, shared })
@@ -128,12 +133,18 @@ impl BlockTable {
     }
 
     /// Copy on write: exchanges a partial shared last block for one of the table's own, of which the
-    /// caller makes a copy. `None` if the next token may be written as it is.
+    /// caller makes a copy. `None` if the next token may be written as it is; so it is when all others have
+    /// let the block go meanwhile.
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`]; nothing has changed then.
     pub fn unshare_tail(&mut self) -> Result<Option<TailCopy>> {
         if !self.tail_is_shared() {
+            return Ok(None);
+        }
+        if let Some(mut own) = self.shared.reclaim_last() {
+            own.append(std::mem::replace(&mut self.own, MutableBlocks::none(self.shared.pool())))?;
+            self.own = own;
             return Ok(None);
         }
         let mut own = self.own.pool().allocate(1)?;
@@ -155,22 +166,25 @@ impl BlockTable {
         Ok(())
     }
 
-    /// A second table over the same tokens. Both share all blocks from now on; whoever writes first
-    /// copies the last one ([`unshare_tail`](Self::unshare_tail)).
-    #[must_use]
-    pub fn fork(&mut self) -> Self {
-        let own = std::mem::replace(&mut self.own, MutableBlocks::none(self.shared.pool()));
-        // Both guards are of one pool, hence nothing is rejected.
-        let appended = self.shared.append(own.share());
-        debug_assert!(appended.is_ok());
-        Self {
+    /// A second table over the same tokens. Both share all blocks that hold tokens from now on; whoever
+    /// writes first copies the last one ([`unshare_tail`](Self::unshare_tail)).
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn fork(&mut self) -> Result<Self> {
+        let used = self.len.div_ceil(self.block_size).saturating_sub(self.shared.len());
+        let spare = self.own.split_off(used)?;
+        let own = std::mem::replace(&mut self.own, spare);
+        self.shared.append(own.share())?;
+        let shared = self.shared.clone();
+        Ok(Self {
             block_size: self.block_size,
-            own: MutableBlocks::none(self.shared.pool()),
-            shared: self.shared.clone(),
+            own: MutableBlocks::none(shared.pool()),
             keyed: self.keyed,
-            ids: Arc::clone(&self.ids),
+            ids: shared.ids().into(),
             len: self.len,
-        }
+            shared,
+        })
     }
 
     /// The slot of a token: `block * block_size + offset`.
@@ -239,7 +253,7 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Whether every slot is in a block that this table fills itself, and inside its tokens.
+    /// Whether every slot is in a block that this table fills itself.
     pub(crate) fn may_write(&self, slots: &[i64]) -> std::result::Result<(), i64> {
         let mut own = self.own.ids().to_vec();
         own.sort_unstable();
@@ -315,7 +329,7 @@ mod tests {
         let pool = BlockPool::new(0..6).unwrap();
         let mut a = BlockTable::new(&pool, 4).unwrap();
         a.grow(6).unwrap();
-        let mut b = a.fork();
+        let mut b = a.fork().unwrap();
         assert_eq!((b.len(), b.ids(), pool.counts().shared), (6, a.ids(), 2));
         assert!(matches!(b.grow(1), Err(Error::SharedBlock { token: 6, .. })));
         assert!(a.may_write(&[5]).is_err(), "the parent shares it as well");
@@ -338,11 +352,50 @@ mod tests {
     }
 
     #[test]
+    fn the_last_of_several_forks_takes_its_block_back() {
+        let pool = BlockPool::new(0..3).unwrap();
+        let mut a = BlockTable::new(&pool, 4).unwrap();
+        a.grow(6).unwrap();
+        let b = a.fork().unwrap();
+        let ids = Arc::clone(a.ids());
+        drop(b);
+        let _rest = pool.allocate(1).unwrap();
+        assert!(a.unshare_tail().unwrap().is_none(), "nobody else reads it");
+        let slots = a.grow(2).unwrap();
+        assert!(a.may_write(&slots).is_ok());
+        assert_eq!((a.ids(), pool.counts().shared, pool.counts().mutable), (&ids, 1, 2));
+        pool.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn forks_do_not_share_blocks_without_tokens() {
+        let pool = BlockPool::new(0..6).unwrap();
+        let mut a = BlockTable::new(&pool, 4).unwrap();
+        a.supply(pool.allocate(2).unwrap()).unwrap();
+        a.grow(4).unwrap();
+        let mut b = a.fork().unwrap();
+        let (x, y) = (a.grow(1).unwrap(), b.grow(1).unwrap());
+        assert_ne!(x, y, "each has a block of its own");
+        assert!(a.may_write(&x).is_ok() && b.may_write(&y).is_ok());
+        drop((a, b));
+        assert_eq!(pool.counts().free, 6);
+    }
+
+    #[test]
+    fn sizes_with_which_slots_do_not_fit_are_errors() {
+        let pool = BlockPool::new(0..4).unwrap();
+        for size in [usize::MAX, usize::MAX / 4, 1 << 62] {
+            assert!(matches!(BlockTable::new(&pool, size), Err(Error::Overflow { .. })), "{size}");
+        }
+        assert_eq!(BlockTable::new(&pool, 0).unwrap_err(), Error::Zero { what: "block_size" });
+    }
+
+    #[test]
     fn a_copy_that_finds_no_block_changes_nothing() {
         let pool = BlockPool::new(0..2).unwrap();
         let mut a = BlockTable::new(&pool, 4).unwrap();
         a.grow(6).unwrap();
-        let mut b = a.fork();
+        let mut b = a.fork().unwrap();
         assert!(matches!(b.unshare_tail(), Err(Error::OutOfBlocks { asked: 1, .. })));
         assert_eq!((b.len(), b.ids(), pool.counts().shared), (6, a.ids(), 2));
     }

@@ -194,7 +194,7 @@ impl PagedKvCache {
     /// before either grows, [`copy_on_write`](Self::copy_on_write) gives it a last block of its own.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let Sequence { table, start, chain } = self.get_mut(id)?;
-        let twin = Sequence { table: table.fork(), start: *start, chain: chain.clone() };
+        let twin = Sequence { table: table.fork()?, start: *start, chain: chain.clone() };
         Ok(self.insert(twin))
     }
 

@@ -8,6 +8,7 @@
 use std::fmt;
 
 mod compress;
+mod hex;
 mod scheme;
 mod scope;
 mod vllm;

@@ -43,7 +43,7 @@ impl KeyScheme {
         }
     }
 
-    /// Keys of the full blocks of a prompt.
+    /// Keys of the full blocks of a prompt. A block size of 0 counts as 1.
     pub fn keys(&self, tokens: &[u32], block_size: usize) -> Vec<BlockKey> {
         self.extend(&self.root(), 0, tokens, block_size)
     }
@@ -56,6 +56,7 @@ impl KeyScheme {
         tokens: &[u32],
         block_size: usize,
     ) -> Vec<BlockKey> {
+        let block_size = block_size.max(1);
         let full = &tokens[..tokens.len() / block_size * block_size];
         match self {
             Self::Chained(_) => parent.chain(full, block_size),

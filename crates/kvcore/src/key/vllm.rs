@@ -65,9 +65,11 @@ impl VllmChain {
 
     /// The key of the block `tokens` that begins at token `start` of its prompt.
     pub fn child(parent: &BlockKey, tokens: &[u32], start: usize, extras: &VllmExtras) -> BlockKey {
-        let end = start + tokens.len();
+        let end = start.saturating_add(tokens.len());
         let salt = extras.cache_salt.as_deref().filter(|salt| start == 0 && !salt.is_empty());
-        let touching = || extras.inputs.iter().filter(|(_, first, len)| *first < end && first + len > start);
+        let touching = || {
+            extras.inputs.iter().filter(|(_, first, len)| *first < end && first.saturating_add(*len) > start)
+        };
         let count = usize::from(extras.lora.is_some()) + touching().count() + usize::from(salt.is_some());
 
         let mut cbor = Cbor::default();

@@ -56,6 +56,7 @@ impl Profiler {
     }
 
     /// Begins a span that ends when the guard is dropped, however the scope is left.
+    #[inline]
     pub fn record(&self, name: &'static str) -> Span<'_> {
         Span(self.0.as_ref().map(|records| (records.as_ref(), name, Instant::now())))
     }
@@ -67,6 +68,7 @@ impl Profiler {
     }
 
     /// Adds `by` to a counter, which begins at 0 and stops at the largest number.
+    #[inline]
     pub fn increment(&self, name: &'static str, by: u64) {
         if let Some(records) = &self.0 {
             let mut records = records.lock();
@@ -102,6 +104,7 @@ impl Profiler {
 pub struct Span<'a>(Option<(&'a Mutex<ProfileReport>, &'static str, Instant)>);
 
 impl Drop for Span<'_> {
+    #[inline]
     fn drop(&mut self) {
         if let Some((records, name, start)) = self.0 {
             let took: Duration = start.elapsed();

@@ -184,6 +184,16 @@ mod tests {
     }
 
     #[test]
+    fn a_threshold_just_below_a_share_is_below_it() {
+        for (used, total) in (1..200usize).flat_map(|total| (1..=total).map(move |used| (used, total))) {
+            let share = used as f64 / total as f64;
+            let at = |limit| TierThresholds::new(limit, limit, limit)?.on_pressure(Tier::Device, used, total);
+            assert_eq!(at(share), Ok(TierAction::None), "{used} of {total}");
+            assert_eq!(at(share.next_down()), Ok(TierAction::Offload { blocks: 1 }), "{used} of {total}");
+        }
+    }
+
+    #[test]
     fn prefetching_never_makes_the_device_offload() {
         let thresholds = TierThresholds::default();
         for used in 0..=100 {

@@ -20,6 +20,8 @@ pub struct PriorityLru {
     /// longer apply.
     expiries: BinaryHeap<Reverse<(u64, u32)>>,
     until: Vec<u64>,
+    /// The end for which a block's newest entry among the expiries stands.
+    noted: Vec<u64>,
     len: usize,
 }
 
@@ -30,8 +32,23 @@ impl PriorityLru {
             lists: Lists::new(blocks, LEVELS),
             expiries: BinaryHeap::new(),
             until: vec![u64::MAX; blocks],
+            noted: vec![u64::MAX; blocks],
             len: 0,
         }
+    }
+
+    /// Notes when a block's priority ends, once.
+    fn expect(&mut self, until: u64, block: u32) {
+        if self.noted[block as usize] == until {
+            return;
+        }
+        self.noted[block as usize] = until;
+        // Entries that no longer apply are thrown out before they are as many as the blocks.
+        if self.expiries.len() >= 2 * self.noted.len() {
+            let noted = &self.noted;
+            self.expiries.retain(|Reverse((end, block))| noted[*block as usize] == *end);
+        }
+        self.expiries.push(Reverse((until, block)));
     }
 
     /// Moves blocks whose priority has ended to the default level.
@@ -40,6 +57,9 @@ impl PriorityLru {
             && until <= now
         {
             self.expiries.pop();
+            if self.noted[block as usize] == until {
+                self.noted[block as usize] = u64::MAX;
+            }
             if self.until[block as usize] == until && self.lists.unlink(block) {
                 self.until[block as usize] = u64::MAX;
                 self.lists.push(Retention::DEFAULT_PRIORITY, block);
@@ -54,11 +74,7 @@ impl EvictionPolicy for PriorityLru {
         let level = if over { Retention::DEFAULT_PRIORITY } else { entry.priority.min(LEVELS - 1) };
         self.until[block as usize] = if over { u64::MAX } else { entry.until };
         if !over && entry.until != u64::MAX {
-            if self.expiries.len() >= 2 * self.until.len() {
-                let until = &self.until;
-                self.expiries.retain(|Reverse((end, block))| until[*block as usize] == *end);
-            }
-            self.expiries.push(Reverse((entry.until, block)));
+            self.expect(entry.until, block);
         }
         self.lists.push(level, block);
         self.len += 1;
@@ -106,6 +122,22 @@ mod tests {
         assert_eq!(policy.evict(2000), Some(1), "block 0 has joined the default after block 1");
         assert_eq!(policy.evict(2000), Some(0));
         assert_eq!((policy.evict(2000), policy.evict(2000), policy.len()), (Some(3), None, 0));
+    }
+
+    #[test]
+    fn holding_a_block_again_and_again_notes_its_end_once() {
+        let mut policy = PriorityLru::new(4);
+        let entry = Entry { priority: 90, until: 1000, ..Entry::default() };
+        for round in 0..10_000u64 {
+            policy.insert(0, &entry);
+            policy.insert(1, &Entry { until: 2000 + round, ..entry });
+            policy.remove(0);
+            policy.remove(1);
+        }
+        assert!(policy.expiries.len() <= 9, "{}", policy.expiries.len());
+        policy.insert(0, &entry);
+        policy.insert(2, &Entry::default());
+        assert_eq!((policy.evict(1500), policy.evict(1500)), (Some(2), Some(0)));
     }
 
     #[test]

@@ -83,19 +83,23 @@ impl S3Fifo {
         Self { lists: Lists::new(blocks, 2), blocks: vec![State::default(); blocks], ghosts, small, len: 0 }
     }
 
-    /// The next block of the small queue that may go; others move on to the main queue.
+    /// The next block of the small queue that may go; those that were hit move on to the main queue.
     fn pop_small(&mut self) -> Option<u32> {
-        while let Some(block) = self.lists.pop(SMALL) {
+        for _ in 0..self.lists.len(SMALL) {
+            let block = self.lists.pop(SMALL)?;
             let state = &mut self.blocks[block as usize];
-            if state.present && state.hits == 0 {
+            if state.hits > 0 {
+                state.hits = 0;
+                self.lists.push(MAIN, block);
+            } else if state.present {
                 let key = std::mem::replace(&mut state.key, NO_KEY);
                 if key != NO_KEY {
                     self.ghosts.add(key);
                 }
                 return Some(block);
+            } else {
+                self.lists.push(SMALL, block);
             }
-            state.hits = 0;
-            self.lists.push(MAIN, block);
         }
         None
     }
