@@ -493,7 +493,12 @@ impl World {
             }
         }
         self.lru.retain(|block| evictable.contains(block));
-        for block in std::mem::take(&mut self.releasing) {
+        // After merges a guard may hold a block in two places: the last one let go counts.
+        let releasing = std::mem::take(&mut self.releasing);
+        for (i, &block) in releasing.iter().enumerate() {
+            if releasing[i + 1..].contains(&block) {
+                continue;
+            }
             if evictable.contains(&block) && !self.lru.contains(&block) {
                 self.lru.push(block);
                 self.released.insert(block, self.now);

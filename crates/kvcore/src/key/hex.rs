@@ -13,7 +13,8 @@ impl BlockKey {
     /// assert_eq!(BlockKey::from_bytes([0xa5; 32]).to_hex(), "a5".repeat(32));
     /// ```
     pub fn to_hex(&self) -> String {
-        self.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+        let digit = |nibble: u8| char::from_digit(u32::from(nibble), 16).unwrap_or('0');
+        self.as_bytes().iter().flat_map(|&byte| [digit(byte >> 4), digit(byte & 15)]).collect()
     }
 
     /// The key that [`to_hex`](Self::to_hex) wrote; `None` if the text is none.
@@ -23,7 +24,7 @@ impl BlockKey {
             return None;
         }
         let mut bytes = [0; 32];
-        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
             *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
         }
         Some(Self::from_bytes(bytes))

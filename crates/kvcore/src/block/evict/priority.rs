@@ -16,12 +16,11 @@ const LEVELS: u8 = 101;
 #[derive(Debug)]
 pub struct PriorityLru {
     lists: Lists,
-    /// `(expiry, block)` of blocks whose priority ends, soonest first; may hold entries that no
-    /// longer apply.
-    expiries: BinaryHeap<Reverse<(u64, u32)>>,
+    /// `(end, block)` of blocks whose priority ends, soonest first. An entry applies as long as it is what
+    /// `until` says.
+    ends: BinaryHeap<Reverse<(u64, u32)>>,
+    /// When the priority of a block ends, held blocks included.
     until: Vec<u64>,
-    /// The end for which a block's newest entry among the expiries stands.
-    noted: Vec<u64>,
     len: usize,
 }
 
@@ -30,39 +29,39 @@ impl PriorityLru {
     pub fn new(blocks: usize) -> Self {
         Self {
             lists: Lists::new(blocks, LEVELS),
-            expiries: BinaryHeap::new(),
+            ends: BinaryHeap::new(),
             until: vec![u64::MAX; blocks],
-            noted: vec![u64::MAX; blocks],
             len: 0,
         }
     }
 
-    /// Notes when a block's priority ends, once.
+    /// Notes when a block's priority ends; what was noted before is not noted twice.
     fn expect(&mut self, until: u64, block: u32) {
-        if self.noted[block as usize] == until {
+        if std::mem::replace(&mut self.until[block as usize], until) == until || until == u64::MAX {
             return;
         }
-        self.noted[block as usize] = until;
-        // Entries that no longer apply are thrown out before they are as many as the blocks.
-        if self.expiries.len() >= 2 * self.noted.len() {
-            let noted = &self.noted;
-            self.expiries.retain(|Reverse((end, block))| noted[*block as usize] == *end);
+        if self.ends.len() >= 2 * self.until.len() {
+            let applies = |&Reverse((end, block)): &Reverse<(u64, u32)>| self.until[block as usize] == end;
+            let mut ends = std::mem::take(&mut self.ends).into_vec();
+            ends.retain(applies);
+            ends.sort_unstable();
+            ends.dedup();
+            self.ends = ends.into();
         }
-        self.expiries.push(Reverse((until, block)));
+        self.ends.push(Reverse((until, block)));
     }
 
     /// Moves blocks whose priority has ended to the default level.
     fn expire(&mut self, now: u64) {
-        while let Some(&Reverse((until, block))) = self.expiries.peek()
-            && until <= now
+        while let Some(&Reverse((end, block))) = self.ends.peek()
+            && end <= now
         {
-            self.expiries.pop();
-            if self.noted[block as usize] == until {
-                self.noted[block as usize] = u64::MAX;
-            }
-            if self.until[block as usize] == until && self.lists.unlink(block) {
+            self.ends.pop();
+            if self.until[block as usize] == end {
                 self.until[block as usize] = u64::MAX;
-                self.lists.push(Retention::DEFAULT_PRIORITY, block);
+                if self.lists.unlink(block) {
+                    self.lists.push(Retention::DEFAULT_PRIORITY, block);
+                }
             }
         }
     }
@@ -72,19 +71,13 @@ impl EvictionPolicy for PriorityLru {
     fn insert(&mut self, block: u32, entry: &Entry<'_>) {
         let over = entry.until <= entry.now;
         let level = if over { Retention::DEFAULT_PRIORITY } else { entry.priority.min(LEVELS - 1) };
-        self.until[block as usize] = if over { u64::MAX } else { entry.until };
-        if !over && entry.until != u64::MAX {
-            self.expect(entry.until, block);
-        }
+        self.expect(if over { u64::MAX } else { entry.until }, block);
         self.lists.push(level, block);
         self.len += 1;
     }
 
     fn remove(&mut self, block: u32) {
-        if self.lists.unlink(block) {
-            self.until[block as usize] = u64::MAX;
-            self.len -= 1;
-        }
+        self.len -= usize::from(self.lists.unlink(block));
     }
 
     fn evict(&mut self, now: u64) -> Option<u32> {
@@ -134,7 +127,7 @@ mod tests {
             policy.remove(0);
             policy.remove(1);
         }
-        assert!(policy.expiries.len() <= 9, "{}", policy.expiries.len());
+        assert!(policy.ends.len() <= 9, "{}", policy.ends.len());
         policy.insert(0, &entry);
         policy.insert(2, &Entry::default());
         assert_eq!((policy.evict(1500), policy.evict(1500)), (Some(2), Some(0)));
