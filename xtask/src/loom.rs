@@ -1,11 +1,24 @@
-//! `cargo xtask loom`: the concurrent paths of the block pool under every interleaving.
+//! `cargo xtask loom`: the concurrent paths of the block pool under the interleavings of two threads.
+
+use clap::Args;
 
 use crate::run::{Result, cargo_command, root, run};
 
-pub(crate) fn loom() -> Result {
+/// Options of `cargo xtask loom`.
+#[derive(Args)]
+pub(crate) struct LoomArgs {
+    /// All interleavings instead of those with up to three preemptions: minutes instead of seconds.
+    #[arg(long)]
+    exhaustive: bool,
+}
+
+pub(crate) fn loom(args: &LoomArgs) -> Result {
     let args = ["test", "--release", "-p", "kvcore", "--test", "loom"];
     let mut command = cargo_command(&args);
     // Its own folder: the flag would rebuild everything else.
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));
+    if !args.exhaustive {
+        command.env("LOOM_MAX_PREEMPTIONS", "3");
+    }
     run(&mut command, "cargo test (loom)")
 }

@@ -24,7 +24,8 @@ struct Cli {
 enum Task {
     /// All tests, and one line that counts them.
     Test,
-    /// Formatting, lints, docs, every feature combination, licences, file sizes, the README's commands.
+    /// Formatting, lints, docs, every feature combination, licences, file sizes, the README's
+    /// commands, the tests that docs/features.md names.
     Check,
     /// The conformance suite on one backend, as a table.
     Conform {
@@ -34,8 +35,8 @@ enum Task {
     },
     /// All benchmarks of this machine, as one table of ratios.
     Bench(bench::BenchArgs),
-    /// The block pool's concurrent paths under every interleaving of two threads.
-    Loom,
+    /// The block pool's concurrent paths under the interleavings of two threads.
+    Loom(loom::LoomArgs),
     /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
     Sanitize,
 }
@@ -46,7 +47,7 @@ fn main() -> ExitCode {
         Task::Check => check::check(),
         Task::Conform { backend } => conform(&backend),
         Task::Bench(args) => bench::bench(&args),
-        Task::Loom => loom::loom(),
+        Task::Loom(args) => loom::loom(&args),
         Task::Sanitize => sanitize::sanitize(),
     };
     match result {

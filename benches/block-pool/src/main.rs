@@ -21,12 +21,12 @@ const BATCH: usize = 128;
 /// Prompts with keys, in units of those that fit in the pool.
 const PROMPTS_PER_POOL: usize = 3;
 
-/// What both pools do. Each call works on `BATCH` blocks.
+/// What both pools do. Each call works on `BATCH` blocks, unless it is told how many.
 trait Pool: Sync {
     /// A pool of `blocks` blocks.
     fn new(blocks: usize) -> Self;
     /// Takes blocks and gives them back.
-    fn alloc_free(&self);
+    fn alloc_free(&self, blocks: usize);
     /// Fills the pool: prompt `i` of `blocks / BATCH` stays cached.
     fn fill(&self, prompt: usize);
     /// Holds all blocks of a cached prompt and lets them go.
@@ -38,16 +38,24 @@ trait Pool: Sync {
 #[derive(Clone, Copy)]
 enum Work {
     AllocFree,
+    /// What a decode step takes when its block is full.
+    AllocFreeOne,
     Hit,
     Churn,
 }
 
 impl Work {
-    const ALL: [Self; 3] = [Self::AllocFree, Self::Hit, Self::Churn];
+    const ALL: [Self; 4] = [Self::AllocFree, Self::AllocFreeOne, Self::Hit, Self::Churn];
+
+    /// Blocks of a call.
+    fn batch(self) -> usize {
+        if matches!(self, Self::AllocFreeOne) { 1 } else { BATCH }
+    }
 
     fn blocks_a_round(self) -> usize {
         match self {
             Self::AllocFree => 1 << 24,
+            Self::AllocFreeOne => 1 << 21,
             Self::Hit => 1 << 22,
             Self::Churn => 1 << 20,
         }
@@ -55,9 +63,10 @@ impl Work {
 
     fn name(self) -> &'static str {
         match self {
-            Self::AllocFree => "alloc + free",
-            Self::Hit => "prefix hit + release",
-            Self::Churn => "churn in a full pool",
+            Self::AllocFree => "alloc + free of 128",
+            Self::AllocFreeOne => "alloc + free of one",
+            Self::Hit => "prefix hit of 128 + release",
+            Self::Churn => "churn of 128 in a full pool",
         }
     }
 }
@@ -66,16 +75,16 @@ impl Work {
 fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize) -> f64 {
     let pool = P::new(blocks);
     let prompts = blocks / BATCH;
-    if !matches!(work, Work::AllocFree) {
+    if matches!(work, Work::Hit | Work::Churn) {
         (0..prompts).for_each(|prompt| pool.fill(prompt));
     }
     // Long enough that waking a thread does not count.
-    let calls = work.blocks_a_round() / BATCH / threads;
+    let calls = work.blocks_a_round() / work.batch() / threads;
     let round = |thread: usize, round: usize| {
         for call in 0..calls {
             let n = (round * threads + thread) * calls + call;
             match work {
-                Work::AllocFree => pool.alloc_free(),
+                Work::AllocFree | Work::AllocFreeOne => pool.alloc_free(work.batch()),
                 // In an order that is not that of filling.
                 Work::Hit => pool.hit(n * 7919 % prompts),
                 // A cycle of three times the pool: what comes again has been evicted.
@@ -104,7 +113,7 @@ fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize) -> f64 {
         let took = last.zip(first).map_or(f64::INFINITY, |(last, first)| (last - first).as_secs_f64());
         // The first round warms up.
         if r > 0 {
-            best = best.min(took / (calls * threads * BATCH) as f64);
+            best = best.min(took / (calls * threads * work.batch()) as f64);
         }
     }
     best

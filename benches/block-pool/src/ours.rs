@@ -30,8 +30,8 @@ impl Pool for Ours {
         Self { pool: pool.unwrap_or_else(|error| panic!("{error}")), keys }
     }
 
-    fn alloc_free(&self) {
-        let blocks = self.pool.allocate(BATCH);
+    fn alloc_free(&self, blocks: usize) {
+        let blocks = self.pool.allocate(blocks);
         assert!(blocks.is_ok());
     }
 

@@ -1,6 +1,6 @@
-//! `kvbm_logical::BlockManager` with its LRU backend.
+//! `kvbm_logical::BlockManager` with its LRU backend, and without the frequency tracker, which LRU does not
+//! need.
 
-use kvbm_logical::manager::FrequencyTrackingCapacity;
 use kvbm_logical::{BlockManager, BlockRegistry, SequenceHash};
 
 use crate::{BATCH, PROMPTS_PER_POOL, Pool};
@@ -39,21 +39,18 @@ impl Pool for Theirs {
             let parent = (!i.is_multiple_of(BATCH)).then(|| (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
             SequenceHash::new(mixed, parent, (i % BATCH) as u64)
         };
-        let registry = BlockRegistry::builder()
-            .frequency_tracker(FrequencyTrackingCapacity::Medium.create_tracker())
-            .build();
         let manager = BlockManager::<Tier>::builder()
             .block_count(blocks)
             .block_size(16)
-            .registry(registry)
+            .registry(BlockRegistry::new())
             .with_lru_backend()
             .build();
         let Ok(manager) = manager else { panic!("the manager cannot be built") };
         Self { manager, hashes: (0..prompts * BATCH).map(hash).collect() }
     }
 
-    fn alloc_free(&self) {
-        assert!(self.manager.allocate_blocks(BATCH).is_some());
+    fn alloc_free(&self, blocks: usize) {
+        assert!(self.manager.allocate_blocks(blocks).is_some());
     }
 
     fn fill(&self, prompt: usize) {

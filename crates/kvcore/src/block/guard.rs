@@ -137,11 +137,6 @@ guard!(MutableBlocks);
 guard!(CompleteBlocks);
 guard!(SharedBlocks);
 
-/// Gives the blocks of a guard up to whoever moves them on.
-fn give_up(pool: &BlockPool, ids: &mut Ids) -> (BlockPool, Ids) {
-    (pool.clone(), std::mem::take(ids))
-}
-
 /// Frees blocks that were not shared. The last one is the next to be taken again.
 fn discard(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
@@ -164,7 +159,7 @@ impl MutableBlocks {
 
     /// Declares the blocks filled.
     pub fn complete(mut self) -> CompleteBlocks {
-        let (pool, ids) = give_up(&self.pool, &mut self.ids);
+        let (pool, ids) = (self.pool.clone(), std::mem::take(&mut self.ids));
         let mut walk = pool.0.walk();
         for &id in &ids {
             let (shard, block) = walk.shard(id);
@@ -173,78 +168,61 @@ impl MutableBlocks {
         drop(walk);
         CompleteBlocks { pool, ids }
     }
+}
 
-    /// Declares the blocks filled and shares them under `keys`, as [`CompleteBlocks::register`].
-    pub fn register(
-        mut self,
-        parent: Option<BlockKey>,
-        keys: &[BlockKey],
-    ) -> Result<SharedBlocks, Rejected<Self>> {
-        match same("keys of the blocks", self.ids.len(), keys.len()) {
-            Ok(()) => {
-                let (pool, ids) = give_up(&self.pool, &mut self.ids);
-                Ok(share(pool, ids).with_keys(parent, keys))
+/// What blocks can do that are not shared: be shared, or be dropped.
+macro_rules! unshared {
+    ($guard:ident) => {
+        impl $guard {
+            /// Shares the blocks, as filled ones, under `keys`, one each, of which each is the child of the
+            /// one before and the first is the child of `parent`. Where the pool knows a key already, the
+            /// guard returned holds the known block, and this one is freed (see [`super::Duplicates`]):
+            /// compare ids to learn which.
+            ///
+            /// # Errors
+            /// [`Error::Mismatch`] for another number of keys; the blocks are given back.
+            pub fn register(
+                mut self,
+                parent: Option<BlockKey>,
+                keys: &[BlockKey],
+            ) -> Result<SharedBlocks, Rejected<Self>> {
+                match same("keys of the blocks", self.ids.len(), keys.len()) {
+                    Ok(()) => {
+                        let mut shared = share(&self.pool, std::mem::take(&mut self.ids));
+                        shared.enter_keys(0, parent, keys);
+                        Ok(shared)
+                    }
+                    Err(error) => Err(Rejected { error, blocks: self }),
+                }
             }
-            Err(error) => Err(Rejected { error, blocks: self }),
-        }
-    }
 
-    /// Declares the blocks filled and shares them without keys, as [`CompleteBlocks::share`].
-    pub fn share(mut self) -> SharedBlocks {
-        let (pool, ids) = give_up(&self.pool, &mut self.ids);
-        share(pool, ids)
-    }
-}
-
-impl Drop for MutableBlocks {
-    fn drop(&mut self) {
-        discard(&self.pool, &self.ids);
-    }
-}
-
-impl CompleteBlocks {
-    /// Shares the blocks under `keys`, one each, of which each is the child of the one before and the
-    /// first is the child of `parent`. Where the pool knows a key already, the guard returned holds the
-    /// known block, and this one is freed (see [`super::Duplicates`]): compare ids to learn which.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] for another number of keys; the blocks are given back.
-    pub fn register(
-        mut self,
-        parent: Option<BlockKey>,
-        keys: &[BlockKey],
-    ) -> Result<SharedBlocks, Rejected<Self>> {
-        match same("keys of the blocks", self.ids.len(), keys.len()) {
-            Ok(()) => {
-                let (pool, ids) = give_up(&self.pool, &mut self.ids);
-                Ok(share(pool, ids).with_keys(parent, keys))
+            /// Shares the blocks, as filled ones, without keys: they are freed with their last holder, unless
+            /// they are pinned.
+            pub fn share(mut self) -> SharedBlocks {
+                share(&self.pool, std::mem::take(&mut self.ids))
             }
-            Err(error) => Err(Rejected { error, blocks: self }),
         }
-    }
 
-    /// Shares the blocks without keys: they are freed with their last holder, unless they are pinned.
-    pub fn share(mut self) -> SharedBlocks {
-        let (pool, ids) = give_up(&self.pool, &mut self.ids);
-        share(pool, ids)
-    }
+        impl Drop for $guard {
+            fn drop(&mut self) {
+                discard(&self.pool, &self.ids);
+            }
+        }
+    };
 }
 
-impl Drop for CompleteBlocks {
-    fn drop(&mut self) {
-        discard(&self.pool, &self.ids);
-    }
-}
+unshared!(MutableBlocks);
+unshared!(CompleteBlocks);
 
 /// Gives filled blocks their first holder.
-fn share(pool: BlockPool, ids: Ids) -> SharedBlocks {
+fn share(pool: &BlockPool, ids: Ids) -> SharedBlocks {
     let mut walk = pool.0.walk();
     for &id in &ids {
         let (shard, block) = walk.shard(id);
         shard.share(block);
     }
     drop(walk);
-    SharedBlocks { pool, ids }
+    SharedBlocks { pool: pool.clone(), ids }
 }
 
 impl SharedBlocks {
@@ -260,11 +238,6 @@ impl SharedBlocks {
         }
         self.enter_keys(start, parent, keys);
         Ok(())
-    }
-
-    fn with_keys(mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Self {
-        self.enter_keys(0, parent, keys);
-        self
     }
 
     fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {

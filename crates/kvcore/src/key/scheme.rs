@@ -60,13 +60,7 @@ impl KeyScheme {
         let full = &tokens[..tokens.len() / block_size * block_size];
         match self {
             Self::Chained(_) => parent.chain(full, block_size),
-            Self::Vllm(_, extras) => {
-                let next = |parent: &mut BlockKey, (i, block): (usize, &[u32])| {
-                    *parent = VllmChain::child(parent, block, start + i * block_size, extras);
-                    Some(*parent)
-                };
-                full.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
-            }
+            Self::Vllm(_, extras) => VllmChain::extend(parent, start, full, block_size, extras),
         }
     }
 }

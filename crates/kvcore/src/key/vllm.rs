@@ -8,7 +8,20 @@ use sha2::{Digest, Sha256};
 
 use super::BlockKey;
 
-/// What a request adds to its keys beside tokens.
+/// What a request adds to its keys beside tokens. Prompts that are given as embeddings have no keys here:
+/// vLLM hashes the embeddings of each block, which are not tokens.
+///
+/// ```
+/// use kvcore::{VllmChain, VllmExtras};
+/// let tokens: Vec<u32> = (0..32).collect();
+/// let keys = |extras: &VllmExtras| VllmChain::default().keys(&tokens, 16, extras);
+/// let salted = VllmExtras { cache_salt: Some("alice".to_owned()), ..VllmExtras::default() };
+/// let pictured = VllmExtras { inputs: vec![("image-1".to_owned(), 20, 8)], ..VllmExtras::default() };
+/// let plain = keys(&VllmExtras::default());
+/// assert!(keys(&salted).iter().zip(&plain).all(|(a, b)| a != b));       // another first block, another chain
+/// assert_eq!(keys(&pictured)[0], plain[0]);                              // the image begins in the second
+/// assert_ne!(keys(&pictured)[1], plain[1]);
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VllmExtras {
     /// The tenant's salt, in the first block only. Empty is none. Note what that means: two tenants'
@@ -56,11 +69,22 @@ impl VllmChain {
 
     /// Keys of the full blocks of a prompt.
     pub fn keys(&self, tokens: &[u32], block_size: usize, extras: &VllmExtras) -> Vec<BlockKey> {
+        Self::extend(&self.none_hash, 0, tokens, block_size.max(1), extras)
+    }
+
+    /// Keys of the full blocks of `tokens`, which begin at token `start` after the block of `parent`.
+    pub(super) fn extend(
+        parent: &BlockKey,
+        start: usize,
+        tokens: &[u32],
+        block_size: usize,
+        extras: &VllmExtras,
+    ) -> Vec<BlockKey> {
         let next = |parent: &mut BlockKey, (i, block): (usize, &[u32])| {
-            *parent = Self::child(parent, block, i * block_size, extras);
+            *parent = Self::child(parent, block, start.saturating_add(i * block_size), extras);
             Some(*parent)
         };
-        tokens.chunks_exact(block_size.max(1)).enumerate().scan(self.none_hash, next).collect()
+        tokens.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
     }
 
     /// The key of the block `tokens` that begins at token `start` of its prompt.
