@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache, PoolConfig,
-    SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
+    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvCache, KvEvent, PagedKvCache,
+    Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
 };
 
 use crate::common::{DIM, HEADS, Memory};
@@ -303,6 +303,36 @@ fn slots_of_others_and_of_freed_sequences_are_not_written() {
     cache.grow(c, 3).unwrap();
     let stale = write_at(&m, &cache, c, &own, 9.0);
     assert!(matches!(stale, Err(Error::NotOwned { .. })), "not all of these slots are its own");
+}
+
+/// Rows of two sequences in one call; refused as a whole as soon as one slot is not theirs to write.
+#[test]
+fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill() {
+    let m = Memory::new();
+    let mut cache = cache(&m, 8);
+    let tokens = [1, 2, 3, 4, 5];
+    let (a, _, slots_a) = cache.admit(root(), &tokens).unwrap();
+    let b = cache.create(SequenceStart::default()).unwrap();
+    let slots_b = cache.grow(b, 2).unwrap();
+    let both = SlotMapping::concat([&slots_a, &slots_b]);
+    let update = |cache: &mut PagedKvCache, slots: &SlotMapping, first: f32| {
+        let rows = m.tensor(&[HEADS, slots.len(), DIM], first);
+        KvCache::update(cache, m.stream.as_ref(), 0, &rows, &rows, Places::Slots(slots)).map(drop)
+    };
+    update(&mut cache, &both.padded(9), 1.0).unwrap();
+    let before = contents(&m, &cache, a);
+    assert!(before[..5 * HEADS * DIM].iter().all(|x| *x != 0.0));
+    cache.commit(a, &tokens).unwrap();
+    let shared = slots_a.slots()[0];
+    assert_eq!(update(&mut cache, &both, 9.0), Err(Error::NotOwned { slot: shared, sequence: None }));
+    assert_eq!(contents(&m, &cache, a), before, "nothing of a refused batch is written");
+    cache.free(b).unwrap();
+    let freed = slots_b.slots()[0];
+    assert_eq!(update(&mut cache, &slots_b, 9.0), Err(Error::NotOwned { slot: freed, sequence: None }));
+    let own = cache.slots(a, 4..5).unwrap();
+    update(&mut cache, &own, 9.0).unwrap();
+    let outside: SlotMapping = vec![8 * 4].into();
+    assert_eq!(update(&mut cache, &outside, 9.0), Err(Error::NotOwned { slot: 32, sequence: None }));
 }
 
 fn write_at(

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents, MaxLen,
-    MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
+    BlockId, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents,
+    MaxLen, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
     StaticCacheConfig, StaticKvCache, TensorView,
 };
 
@@ -168,6 +168,15 @@ fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
     let targets = [5 * 16, 5 * 16 + 1, 12 * 16 + 3, 12 * 16 + 4, 7 * 16 + 15];
     let slots: SlotMapping = targets.to_vec().into();
     let cache: &mut dyn KvCache = &mut cache;
+    let sequence = cache.create(SequenceStart::default()).unwrap();
+    cache.grow(sequence, 13 * 16).unwrap();
+    assert!(
+        targets.iter().all(|slot| cache
+            .segment(sequence)
+            .unwrap()
+            .blocks
+            .contains(&BlockId(*slot as u32 / 16)))
+    );
     let (k, v) = cache.update(m.stream.as_ref(), 1, &rows, &rows, Places::Slots(&slots)).unwrap();
     assert_eq!((k.shape(), v.shape()), (&[16, HEADS, 16, DIM][..], &[16, HEADS, 16, DIM][..]));
     for (token, slot) in targets.into_iter().enumerate() {

@@ -8,6 +8,7 @@ mod groups;
 mod kv_cache;
 mod manager;
 mod paged;
+mod paged_layers;
 mod partial;
 mod prefix;
 mod sequence;
