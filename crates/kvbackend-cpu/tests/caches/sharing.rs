@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
     BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvCache, KvEvent, PagedKvCache,
     Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -52,9 +54,11 @@ fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
     bytes(m, cache.arena(), slots.slots())
 }
 
-#[test]
-fn forks_share_until_they_write_and_keep_their_own_tokens() {
-    let m = Memory::new();
+#[rstest]
+fn forks_share_until_they_write_and_keep_their_own_tokens(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 12);
     let a = cache.create(SequenceStart::default()).unwrap();
     write(&m, &mut cache, a, 6, 10.0);
@@ -84,9 +88,9 @@ fn forks_share_until_they_write_and_keep_their_own_tokens() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn a_fork_that_finds_no_block_leaves_both_as_they_were() {
-    let m = Memory::new();
+#[rstest]
+fn a_fork_that_finds_no_block_leaves_both_as_they_were(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 2);
     let a = cache.create(SequenceStart::default()).unwrap();
     write(&m, &mut cache, a, 6, 1.0);
@@ -97,9 +101,9 @@ fn a_fork_that_finds_no_block_leaves_both_as_they_were() {
     assert_eq!(cache.pool().counts().shared, 2);
 }
 
-#[test]
-fn forks_of_a_prompt_commit_under_the_same_keys() {
-    let m = Memory::new();
+#[rstest]
+fn forks_of_a_prompt_commit_under_the_same_keys(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 12);
     let tokens = [1, 2, 3, 4, 5, 6];
     let (a, cached, slots) = cache.admit(root(), &tokens).unwrap();
@@ -118,9 +122,11 @@ fn forks_of_a_prompt_commit_under_the_same_keys() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix() {
-    let m = Memory::new();
+#[rstest]
+fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let (host, host_pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
     let tokens: Vec<u32> = (0..10).collect();
@@ -150,9 +156,9 @@ fn last(cache: &PagedKvCache) -> SequenceId {
     cache.sequence_ids().next_back().unwrap()
 }
 
-#[test]
-fn a_swap_without_room_changes_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn a_swap_without_room_changes_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 4);
     let (host, small) = (m.arena(5, 4), BlockPool::new(0..2).unwrap());
     let id = cache.create(SequenceStart::default()).unwrap();
@@ -175,9 +181,9 @@ fn a_swap_without_room_changes_nothing() {
     assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
 }
 
-#[test]
-fn the_common_part_of_a_block_is_copied_not_computed() {
-    let m = Memory::new();
+#[rstest]
+fn the_common_part_of_a_block_is_copied_not_computed(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 10).with_partial_reuse();
     let stream = m.stream.as_ref();
     let first = [1, 2, 3, 4, 5, 6, 7, 8, 9];
@@ -216,9 +222,11 @@ fn the_common_part_of_a_block_is_copied_not_computed() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn admission_leaves_the_watermark_and_takes_all_or_nothing(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let pool = BlockPool::with_config(0..6, PoolConfig::default().watermark(2)).unwrap();
     let mut cache = PagedKvCache::new(m.arena(6, 4), pool).unwrap();
     let tokens: Vec<u32> = (0..14).collect();
@@ -236,9 +244,9 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
     assert_eq!((cached, slots.len()), (12, 2));
 }
 
-#[test]
-fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let events = Arc::new(EventQueue::new(100));
     let pool = BlockPool::with_config(0..20, PoolConfig::default().events(events.clone())).unwrap();
     let mut cache = PagedKvCache::new(m.arena(20, 4), pool).unwrap();
@@ -281,9 +289,11 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn slots_of_others_and_of_freed_sequences_are_not_written() {
-    let m = Memory::new();
+#[rstest]
+fn slots_of_others_and_of_freed_sequences_are_not_written(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let tokens = [1, 2, 3, 4, 5];
     let (a, _, old) = cache.admit(root(), &tokens).unwrap();
@@ -306,9 +316,11 @@ fn slots_of_others_and_of_freed_sequences_are_not_written() {
 }
 
 /// Rows of two sequences in one call; refused as a whole as soon as one slot is not theirs to write.
-#[test]
-fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill() {
-    let m = Memory::new();
+#[rstest]
+fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let tokens = [1, 2, 3, 4, 5];
     let (a, _, slots_a) = cache.admit(root(), &tokens).unwrap();

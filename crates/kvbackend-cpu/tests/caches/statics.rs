@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
     BlockId, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents,
     MaxLen, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
     StaticCacheConfig, StaticKvCache, TensorView,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -17,9 +19,9 @@ fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
     m.values(&row)[0]
 }
 
-#[test]
-fn updates_return_views_of_everything_so_far() {
-    let m = Memory::new();
+#[rstest]
+fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
     let first = m.tensor(&[2, HEADS, 3, DIM], 0.0);
     let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
@@ -44,9 +46,9 @@ fn updates_return_views_of_everything_so_far() {
     assert!(k.storage().address() == cache.arena().k().address(), "a view, not a copy");
 }
 
-#[test]
-fn wrong_updates_change_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn wrong_updates_change_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 4)).unwrap();
     let good = m.tensor(&[2, HEADS, 3, DIM], 1.0);
     cache.update(m.stream.as_ref(), 0, &good, &good, &[0, 0]).unwrap();
@@ -74,9 +76,9 @@ fn wrong_updates_change_nothing() {
     assert!(cache.entry_len(0, 1).unwrap() == 0);
 }
 
-#[test]
-fn static_and_paged_hold_the_same_bytes() {
-    let m = Memory::new();
+#[rstest]
+fn static_and_paged_hold_the_same_bytes(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut dense = StaticKvCache::new(m.arena(1, 10)).unwrap();
     let mut paged = PagedKvCache::new(m.arena(8, 4), BlockPool::new(2..8).unwrap()).unwrap();
     let sequence = paged.create(SequenceStart::default()).unwrap();
@@ -125,9 +127,9 @@ fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankI
     config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap()
 }
 
-#[test]
-fn configs_build_the_rank_they_are_asked_for() {
-    let m = Memory::new();
+#[rstest]
+fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let fixed = StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(1000) };
     let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
     let cache = build(&m, &fixed, &extents(8, 2), &rank);
@@ -160,9 +162,11 @@ fn configs_build_the_rank_they_are_asked_for() {
 }
 
 /// Seed 000's example: five tokens to slots of blocks 5, 12 and 7, given head-major.
-#[test]
-fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
-    let m = Memory::new();
+#[rstest]
+fn a_paged_update_scatters_across_blocks_and_returns_the_layer(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = PagedKvCache::new(m.arena(16, 16), BlockPool::new(0..16).unwrap()).unwrap();
     let rows = m.tensor(&[HEADS, 5, DIM], 1.0);
     let targets = [5 * 16, 5 * 16 + 1, 12 * 16 + 3, 12 * 16 + 4, 7 * 16 + 15];
@@ -200,9 +204,11 @@ fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
     assert!(cache.update(m.stream.as_ref(), 0, &two, &two, Places::Slots(&slots)).is_err());
 }
 
-#[test]
-fn sequences_of_a_static_cache_take_entries_and_give_them_back() {
-    let m = Memory::new();
+#[rstest]
+fn sequences_of_a_static_cache_take_entries_and_give_them_back(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
     let cache: &mut dyn KvCache = &mut cache;
     let start = SequenceStart { logical: 3, position: 7 };

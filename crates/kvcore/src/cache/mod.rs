@@ -3,7 +3,6 @@
 use crate::error::{Error, Result};
 
 mod config;
-mod device;
 mod groups;
 mod kv_cache;
 mod manager;
@@ -11,8 +10,10 @@ mod paged;
 mod paged_layers;
 mod partial;
 mod prefix;
+mod rows;
 mod sequence;
 mod sequences;
+mod single;
 mod slots;
 mod spanned;
 mod static_cache;
@@ -26,7 +27,8 @@ pub use manager::{BlockManager, BlockManagerConfig};
 pub use paged::PagedKvCache;
 pub use prefix::{PrefixFill, SealedPrefix};
 pub use sequence::{SequenceId, SequenceStart};
-pub use sequences::{DEFAULT_MAX_BLOCKS, DenseKv, DenseSequence, PagedSequences, SingleSequence};
+pub use sequences::{DEFAULT_MAX_BLOCKS, PagedSequences};
+pub use single::{DenseKv, DenseSequence, SingleSequence};
 pub use slots::SlotMapping;
 pub use spanned::{Placement, SpannedArena, SpannedPart};
 pub use static_cache::StaticKvCache;

@@ -3,14 +3,14 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::device::token_major;
 use super::paged::Sequence;
+use super::rows::write_rows;
 use super::{
     CacheKind, Error, KvCache, LayerViews, PagedKvCache, Places, Result, SequenceId, SequenceStart,
     SlotMapping, layer_views,
 };
 use crate::backend::Stream;
-use crate::kernels::{KvArena, Scatter, Segment};
+use crate::kernels::{KvArena, Segment};
 use crate::key::KeyScheme;
 use crate::tensor::TensorView;
 
@@ -96,14 +96,7 @@ impl KvCache for PagedKvCache {
             return Err(Error::WrongCache { cache: CacheKind::Paged, given: "start positions" });
         };
         self.check_owned(slots.slots())?;
-        let op = Scatter {
-            arena: self.arena().clone(),
-            layer,
-            k: token_major(k)?,
-            v: token_major(v)?,
-            slots: Arc::clone(slots.slots()),
-        };
-        stream.scatter(&op)?;
+        write_rows(stream, self.arena(), layer, k, v, Arc::clone(slots.slots()))?;
         layer_views(self.arena(), layer, self.block_size())
     }
 

@@ -111,7 +111,8 @@ impl SpannedArena {
         part.map(|part| (part, layer - part.layers.start)).ok_or(Error::range("layer", layer, limit))
     }
 
-    /// Writes rows `[rows, heads, dim]`, which lie on the layer's device, to slots of a layer.
+    /// Writes rows `[rows, heads, dim]`, which lie on the layer's device, to slots of a layer, in the order of
+    /// the part's stream: it must wait for an event of the stream that made the rows.
     ///
     /// # Errors
     /// As [`Scatter::check`]; a layer out of range.
