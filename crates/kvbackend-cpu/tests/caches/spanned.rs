@@ -105,5 +105,10 @@ fn placements_that_do_not_fit_are_refused() {
         Error::Mismatch { what: "layers of all placements", expected: 5, got: 4 }
     );
     assert!(matches!(refused(&[place(4, 1 << 20), place(1, 10)]), Error::NotEnoughMemory { budget: 10, .. }));
+    let none = |placements| SpannedArena::allocate(&shape(0), placements).unwrap_err();
+    assert_eq!(none(&[]), Error::Zero { what: "placements" });
+    assert_eq!(none(&[place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
+    let wrapped = [place(usize::MAX, 1 << 20), place(6, 1 << 20)];
+    assert_eq!(refused(&wrapped), Error::Overflow { what: "layers of all placements" });
     assert_eq!(refused(&[place(5, 1 << 20), place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
 }
