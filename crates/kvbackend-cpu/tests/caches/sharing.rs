@@ -16,12 +16,12 @@ fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
     PagedKvCache::new(m.arena(blocks as usize, 4), BlockPool::new(0..blocks).unwrap()).unwrap()
 }
 
-fn root() -> BlockKey {
+pub(crate) fn root() -> BlockKey {
     KeyScope::new("m", b"w").root()
 }
 
 /// Grows a sequence by `tokens` and writes rows that count from `first` in both layers.
-fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
+pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
     let slots = cache.grow(id, tokens).unwrap();
     for layer in 0..2 {
         let rows = m.tensor(&[tokens, HEADS, DIM], first + 0.5 * layer as f32);
@@ -49,7 +49,7 @@ fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
         .collect()
 }
 
-fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
+pub(crate) fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
     let slots = cache.slots(id, 0..cache.len(id).unwrap()).unwrap();
     bytes(m, cache.arena(), slots.slots())
 }

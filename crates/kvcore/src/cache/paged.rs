@@ -43,6 +43,14 @@ impl Chain {
 /// [`commit`](Self::commit), which shares blocks that became full. When a step fails half-way,
 /// [`truncate`](Self::truncate) takes the new tokens back.
 ///
+/// # Order
+/// Writes and copies are enqueued, while blocks are let go at once: by [`free`](Self::free),
+/// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, an eviction. The next
+/// holder of a block may have it while work on its old contents is still under way. Therefore all work on
+/// an arena goes to one stream, or to streams of which the one that writes blocks again waits for an event
+/// of those that used them before ([`Stream::wait_for`]). The same holds for the arena that sequences are
+/// swapped to.
+///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
