@@ -6,7 +6,7 @@ use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
     BlockId, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents,
-    MaxLen, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
+    MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
     StaticCacheConfig, StaticKvCache, TensorView,
 };
 use rstest::rstest;
@@ -130,14 +130,18 @@ fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankI
 #[rstest]
 fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
-    let fixed = StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(1000) };
+    let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into() };
     let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
     let cache = build(&m, &fixed, &extents(8, 2), &rank);
     let s = cache.arena().layout().shape().clone();
     assert_eq!((cache.kind(), cache.max_len()), (CacheKind::Static, 32), "the model's length is shorter");
     assert_eq!((s.num_blocks, s.k_heads, s.v_heads), (2, 2, 1), "heads divided or replicated, batch sliced");
 
-    let paged = CacheChoice::Paged(PagedCacheConfig { max_memory: 100_000, block_size: 5 });
+    let paged = CacheChoice::Paged(PagedCacheConfig {
+        max_memory: 100_000,
+        block_size: 5,
+        ..PagedCacheConfig::default()
+    });
     let cache = build(&m, &paged, &extents(2, 2), &RankInfo::default());
     let layout = cache.arena().layout();
     assert!(layout.k_bytes() + layout.v_bytes() <= 100_000);
@@ -152,12 +156,12 @@ fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] exec
         refused(&fixed, &extents(8, 8), &uneven),
         Error::Uneven { what: "KV heads", count: 8, ranks: 3 }
     );
-    let poor = PagedCacheConfig { max_memory: 10, block_size: 16 };
+    let poor = PagedCacheConfig { max_memory: 10, ..PagedCacheConfig::default() };
     assert!(matches!(
         refused(&poor, &extents(2, 2), &RankInfo::default()),
         Error::NotEnoughMemory { budget: 10, .. }
     ));
-    let none = PagedCacheConfig { max_memory: 1000, block_size: 0 };
+    let none = PagedCacheConfig { block_size: 0, ..PagedCacheConfig::default() };
     assert_eq!(refused(&none, &extents(2, 2), &RankInfo::default()), Error::Zero { what: "block_size" });
 }
 
