@@ -165,13 +165,13 @@ pub enum Error {
         /// The token that would be written.
         token: usize,
     },
-    /// A slot in a block that a sequence does not fill itself.
-    #[error("slot {slot} is not in a block that sequence {sequence} fills itself")]
+    /// A slot in a block that the writer does not fill itself: a shared block, a freed one, or another's.
+    #[error("slot {slot} is not in a block that {} fills itself", Writer(*sequence))]
     NotOwned {
         /// The slot.
         slot: i64,
-        /// The sequence.
-        sequence: u64,
+        /// The sequence that writes, or `None` for a write on behalf of any live sequence of the cache.
+        sequence: Option<u64>,
     },
     /// Operands that must be apart share memory.
     #[error("{what}: operands share memory; copy one of them first")]
@@ -257,6 +257,18 @@ pub enum Error {
     /// A RoPE specification that is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),
+}
+
+/// Who was to write, in words.
+struct Writer(Option<u64>);
+
+impl std::fmt::Display for Writer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(sequence) => write!(f, "sequence {sequence}"),
+            None => f.write_str("a live sequence of this cache"),
+        }
+    }
 }
 
 impl Error {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::{CpuBackend, Execution};
 use kvcore::{
     Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Stream, TensorView, allocate_tensor,
 };
@@ -16,8 +16,8 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new() -> Self {
-        let backend = CpuBackend::new();
+    pub(crate) fn new(execution: Execution) -> Self {
+        let backend = CpuBackend::with_execution(execution);
         let stream = backend.stream().unwrap();
         Self { backend, stream }
     }

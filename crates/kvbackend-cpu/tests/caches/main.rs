@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
+mod faulty;
 mod manager;
 mod sharing;
 mod spanned;

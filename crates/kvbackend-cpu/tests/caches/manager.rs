@@ -1,9 +1,11 @@
 //! Blocks and sequences by number (seed 001), and the same bytes from dense and paged caches.
 
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    BlockId, BlockManager, BlockManagerConfig, BlockPool, DType, DenseKv, DenseSequence, Error, KvExtents,
-    LayerViews, PagedKvCache, PagedSequences, RankInfo, StaticKvCache, TensorView,
+    Backend, BlockId, BlockManager, BlockManagerConfig, BlockPool, DType, DenseKv, DenseSequence, Error,
+    KvExtents, LayerViews, PagedKvCache, PagedSequences, RankInfo, StaticKvCache, TensorView,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -27,21 +29,23 @@ fn dense(m: &Memory, view: &TensorView) -> Vec<f32> {
     (0..heads).flat_map(|head| (0..len).flat_map(move |token| row(head, token))).collect()
 }
 
-#[test]
-fn blocks_are_allocated_written_read_and_freed_by_number() {
-    let m = Memory::new();
+#[rstest]
+fn blocks_are_allocated_written_read_and_freed_by_number(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut blocks = manager(&m, &BlockManagerConfig::default());
     assert_eq!((blocks.counts().total, blocks.max_tokens_supported()), (256, 256 * 16));
     assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
     let ids = blocks.allocate(3).unwrap();
     // 14 and then 5 tokens, over a block's border
     let first = m.tensor(&[HEADS, 14, DIM], 0.0);
-    blocks.write(1, ids[2], 0, &first, &first).unwrap();
+    blocks.write(m.stream.as_ref(), 1, ids[2], 0, &first, &first).unwrap();
     let second = m.tensor(&[HEADS, 5, DIM], 1000.0);
     let part = |from, to| second.slice(1, from, to).unwrap();
-    blocks.write(1, ids[2], 14, &part(0, 2), &part(0, 2)).unwrap();
-    blocks.write(1, ids[0], 0, &part(2, 5), &part(2, 5)).unwrap();
-    let (k, v) = blocks.read(1, &[ids[2], ids[0]], 19).unwrap();
+    blocks.write(m.stream.as_ref(), 1, ids[2], 14, &part(0, 2), &part(0, 2)).unwrap();
+    blocks.write(m.stream.as_ref(), 1, ids[0], 0, &part(2, 5), &part(2, 5)).unwrap();
+    let (k, v) = blocks.read(m.stream.as_ref(), 1, &[ids[2], ids[0]], 19).unwrap();
     assert_eq!(k.shape(), [HEADS, 19, DIM]);
     for view in [&k, &v] {
         let got = dense(&m, view);
@@ -52,14 +56,18 @@ fn blocks_are_allocated_written_read_and_freed_by_number() {
             assert_eq!(got[(head * 19 + 14) * DIM..][..5 * DIM], expected);
         }
     }
-    assert_eq!(dense(&m, &blocks.read(0, &ids, 3).unwrap().0), vec![0.0; HEADS * 3 * DIM], "another layer");
+    assert_eq!(
+        dense(&m, &blocks.read(m.stream.as_ref(), 0, &ids, 3).unwrap().0),
+        vec![0.0; HEADS * 3 * DIM],
+        "another layer"
+    );
     blocks.reset();
     assert_eq!(blocks.counts().free, 256);
 }
 
-#[test]
-fn wrong_numbers_are_errors_and_change_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut blocks = manager(&m, &BlockManagerConfig { block_size: 6, num_blocks: 4 });
     let ids = blocks.allocate(3).unwrap();
     let before = blocks.counts();
@@ -72,13 +80,19 @@ fn wrong_numbers_are_errors_and_change_nothing() {
         matches!(blocks.free(&[stray]), Err(Error::ForeignBlock { block, end: 4, .. }) if block == stray)
     );
     let rows = m.tensor(&[HEADS, 3, DIM], 5.0);
-    assert!(blocks.write(0, free, 0, &rows, &rows).is_err());
-    assert!(blocks.write(0, ids[0], 4, &rows, &rows).is_err(), "past the block's end");
-    assert!(blocks.write(2, ids[0], 0, &rows, &rows).is_err(), "no such layer");
-    assert!(blocks.write(0, ids[0], 0, &rows, &m.tensor(&[HEADS, 2, DIM], 0.0)).is_err());
-    assert!(blocks.read(0, &[free], 1).is_err() && blocks.read(0, &ids, 19).is_err());
+    assert!(blocks.write(m.stream.as_ref(), 0, free, 0, &rows, &rows).is_err());
+    assert!(blocks.write(m.stream.as_ref(), 0, ids[0], 4, &rows, &rows).is_err(), "past the block's end");
+    assert!(blocks.write(m.stream.as_ref(), 2, ids[0], 0, &rows, &rows).is_err(), "no such layer");
+    assert!(blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &m.tensor(&[HEADS, 2, DIM], 0.0)).is_err());
+    assert!(
+        blocks.read(m.stream.as_ref(), 0, &[free], 1).is_err()
+            && blocks.read(m.stream.as_ref(), 0, &ids, 19).is_err()
+    );
     assert_eq!(blocks.counts(), before);
-    assert!(dense(&m, &blocks.read(0, &ids, 18).unwrap().0).iter().all(|x| *x == 0.0), "nothing was written");
+    assert!(
+        dense(&m, &blocks.read(m.stream.as_ref(), 0, &ids, 18).unwrap().0).iter().all(|x| *x == 0.0),
+        "nothing was written"
+    );
     blocks.free(&ids).unwrap();
     assert_eq!(blocks.free(&ids[..1]), Err(Error::NotAllocated { block: ids[0] }), "freed twice");
     assert_eq!(blocks.counts().free, 4);
@@ -98,63 +112,69 @@ fn wrong_numbers_are_errors_and_change_nothing() {
 
 fn sequences(m: &Memory, blocks: u32, block_size: usize) -> PagedSequences {
     let cache = PagedKvCache::new(m.arena(blocks as usize, block_size), BlockPool::new(0..blocks).unwrap());
-    PagedSequences::new(m.backend.clone(), cache.unwrap()).unwrap()
+    PagedSequences::new(m.backend.clone(), cache.unwrap())
 }
 
-#[test]
-fn the_length_advances_once_a_token_whichever_layer_comes_first() {
-    let m = Memory::new();
+#[rstest]
+fn the_length_advances_once_a_token_whichever_layer_comes_first(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut all = sequences(&m, 8, 4);
     let id = all.create(Some(7)).unwrap();
     assert_eq!(all.create(Some(7)), Err(Error::SequenceExists(7)));
     assert_eq!(all.create(None), Ok(8));
     let rows = m.tensor(&[HEADS, 5, DIM], 0.0);
-    all.append(id, 1, &rows, &rows).unwrap();
+    all.append(m.stream.as_ref(), id, 1, &rows, &rows).unwrap();
     assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 0));
-    all.append(id, 0, &rows, &rows).unwrap();
+    all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
     assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 5));
     assert_eq!(all.cache().pool().counts().mutable, 2, "layers share blocks");
-    assert_eq!(dense(&m, &all.read(id, 0).unwrap().1), dense(&m, &rows));
+    assert_eq!(dense(&m, &all.read(m.stream.as_ref(), id, 0).unwrap().1), dense(&m, &rows));
     all.delete(id).unwrap();
     assert_eq!(all.cache().pool().counts().free, 8);
     assert_eq!(all.delete(id), Err(Error::UnknownSequence(7)));
-    assert!(all.read(id, 0).is_err() && all.append(id, 0, &rows, &rows).is_err());
+    assert!(
+        all.read(m.stream.as_ref(), id, 0).is_err()
+            && all.append(m.stream.as_ref(), id, 0, &rows, &rows).is_err()
+    );
 }
 
-#[test]
-fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut all = sequences(&m, 8, 4).max_blocks(2);
     let id = all.create(None).unwrap();
     let rows = m.tensor(&[HEADS, 6, DIM], 0.0);
-    all.append(id, 0, &rows, &rows).unwrap();
+    all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
     assert_eq!(
-        all.append(id, 0, &rows, &rows),
+        all.append(m.stream.as_ref(), id, 0, &rows, &rows),
         Err(Error::SequenceTooLong { sequence: id, blocks: 3, limit: 2 })
     );
     let wrong = m.tensor(&[HEADS + 1, 1, DIM], 0.0);
-    assert!(all.append(id, 0, &wrong, &wrong).is_err());
-    assert!(all.append(id, 2, &rows, &rows).is_err());
+    assert!(all.append(m.stream.as_ref(), id, 0, &wrong, &wrong).is_err());
+    assert!(all.append(m.stream.as_ref(), id, 2, &rows, &rows).is_err());
     let one = m.tensor(&[HEADS, 1, DIM], 0.0);
-    assert!(all.update(id, 0, &one, &one, 7).is_err(), "a hole");
+    assert!(all.update(m.stream.as_ref(), id, 0, &one, &one, 7).is_err(), "a hole");
     assert_eq!((all.len(id).unwrap(), all.cache().pool().counts().free), (6, 6));
     // 65 blocks are one too many unless it is configured
     let mut many = sequences(&m, 70, 1);
     let long = many.create(None).unwrap();
     let rows = m.tensor(&[HEADS, 65, DIM], 0.0);
     let limit = Err(Error::SequenceTooLong { sequence: long, blocks: 65, limit: 64 });
-    assert_eq!(many.append(long, 0, &rows, &rows), limit);
+    assert_eq!(many.append(m.stream.as_ref(), long, 0, &rows, &rows), limit);
 }
 
-#[test]
-fn dense_and_paged_sequences_give_identical_bytes() {
-    let m = Memory::new();
+#[rstest]
+fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut paged = sequences(&m, 9, 4);
     let other = paged.create(None).unwrap();
     let id = paged.create(None).unwrap();
     let stray = m.tensor(&[HEADS, 3, DIM], -50.0);
-    let mut fixed =
-        DenseSequence::new(m.backend.clone(), StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
+    let mut fixed = DenseSequence::new(StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
     let mut at = 0;
     // appended in pieces, with another sequence in between, and once rolled back and overwritten
     for (step, (back, tokens)) in [(0, 5), (0, 1), (2, 4), (0, 3)].into_iter().enumerate() {
@@ -162,18 +182,88 @@ fn dense_and_paged_sequences_give_identical_bytes() {
         for layer in [1, 0] {
             let rows = m.tensor(&[HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
             let values = m.tensor(&[HEADS, tokens, DIM], -((step * 100 + layer * 1000) as f32));
-            let write = |cache: &mut dyn DenseKv| cache.update(layer, &rows, &values, at).unwrap();
+            let write =
+                |cache: &mut dyn DenseKv| cache.update(m.stream.as_ref(), layer, &rows, &values, at).unwrap();
             let (a, b) = (write(&mut fixed), write(&mut paged.single(id).unwrap()));
             compare(&m, &a, &b);
         }
-        paged.append(other, 0, &stray, &stray).unwrap();
+        paged.append(m.stream.as_ref(), other, 0, &stray, &stray).unwrap();
         at += tokens;
     }
     for len in [0, 1, 7, at] {
         let single = paged.single(id).unwrap();
-        compare(&m, &fixed.layer_kv(1, len).unwrap(), &single.layer_kv(1, len).unwrap());
+        compare(
+            &m,
+            &fixed.layer_kv(m.stream.as_ref(), 1, len).unwrap(),
+            &single.layer_kv(m.stream.as_ref(), 1, len).unwrap(),
+        );
     }
-    assert!(paged.single(id).unwrap().layer_kv(0, at + 1).is_err() && fixed.layer_kv(0, at + 1).is_err());
+    assert!(
+        paged.single(id).unwrap().layer_kv(m.stream.as_ref(), 0, at + 1).is_err()
+            && fixed.layer_kv(m.stream.as_ref(), 0, at + 1).is_err()
+    );
+}
+
+/// Another stream sees what was written once it waits for an event of the writer's.
+#[rstest]
+fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
+    let mut blocks = manager(&m, &BlockManagerConfig { block_size: 4, num_blocks: 3 });
+    let ids = blocks.allocate(1).unwrap();
+    let rows = m.tensor(&[HEADS, 4, DIM], 1.0);
+    blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &rows).unwrap();
+    let other = m.backend.stream().unwrap();
+    other.wait_for(&m.stream.record().unwrap()).unwrap();
+    let (k, _) = blocks.read(other.as_ref(), 0, &ids, 4).unwrap();
+    m.stream.wait_for(&other.record().unwrap()).unwrap();
+    assert_eq!(dense(&m, &k), dense(&m, &rows));
+}
+
+/// Blocks that were held in any order come back in the order of their numbers.
+#[test]
+fn a_reset_frees_blocks_in_one_order() {
+    let next = || {
+        let m = Memory::new(Immediate);
+        let mut blocks = manager(&m, &BlockManagerConfig { block_size: 4, num_blocks: 64 });
+        let ids = blocks.allocate(64).unwrap();
+        blocks.free(&ids[7..23]).unwrap();
+        blocks.reset();
+        blocks.allocate(64).unwrap()
+    };
+    let first = next();
+    assert!((0..4).all(|_| next() == first));
+}
+
+/// Each layer goes back on its own; the sequence is as long as the layer that is furthest.
+#[rstest]
+fn a_sequence_shrinks_with_the_layer_that_is_furthest(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
+    let stream = m.stream.as_ref();
+    let mut paged = sequences(&m, 9, 4);
+    let id = paged.create(None).unwrap();
+    let mut fixed = DenseSequence::new(StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
+    let mut lengths = [0; 2];
+    let steps = [(0, 0, 11), (1, 0, 9), (0, 2, 1), (1, 3, 2), (0, 3, 10), (1, 1, 1), (0, 0, 1)];
+    for (step, (layer, start, tokens)) in steps.into_iter().enumerate() {
+        let rows = m.tensor(&[HEADS, tokens, DIM], (step * 100) as f32);
+        let a = fixed.update(stream, layer, &rows, &rows, start).unwrap();
+        let b = paged.single(id).unwrap().update(stream, layer, &rows, &rows, start).unwrap();
+        compare(&m, &a, &b);
+        lengths[layer] = start + tokens;
+        let furthest = lengths[0].max(lengths[1]);
+        assert_eq!((paged.len(id).unwrap(), paged.layer_len(id, layer).unwrap()), (furthest, lengths[layer]));
+        assert_eq!(paged.cache().pool().counts().mutable, furthest.div_ceil(4), "step {step}");
+        for (other, &len) in lengths.iter().enumerate() {
+            compare(
+                &m,
+                &fixed.layer_kv(stream, other, len).unwrap(),
+                &paged.read(stream, id, other).unwrap(),
+            );
+        }
+    }
+    assert_eq!(paged.len(id).unwrap(), 2);
 }
 
 fn compare(m: &Memory, a: &LayerViews, b: &LayerViews) {

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache, PoolConfig,
-    SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
+    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvCache, KvEvent, PagedKvCache,
+    Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -14,12 +16,12 @@ fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
     PagedKvCache::new(m.arena(blocks as usize, 4), BlockPool::new(0..blocks).unwrap()).unwrap()
 }
 
-fn root() -> BlockKey {
+pub(crate) fn root() -> BlockKey {
     KeyScope::new("m", b"w").root()
 }
 
 /// Grows a sequence by `tokens` and writes rows that count from `first` in both layers.
-fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
+pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
     let slots = cache.grow(id, tokens).unwrap();
     for layer in 0..2 {
         let rows = m.tensor(&[tokens, HEADS, DIM], first + 0.5 * layer as f32);
@@ -47,14 +49,16 @@ fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
         .collect()
 }
 
-fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
+pub(crate) fn contents(m: &Memory, cache: &PagedKvCache, id: SequenceId) -> Vec<f32> {
     let slots = cache.slots(id, 0..cache.len(id).unwrap()).unwrap();
     bytes(m, cache.arena(), slots.slots())
 }
 
-#[test]
-fn forks_share_until_they_write_and_keep_their_own_tokens() {
-    let m = Memory::new();
+#[rstest]
+fn forks_share_until_they_write_and_keep_their_own_tokens(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 12);
     let a = cache.create(SequenceStart::default()).unwrap();
     write(&m, &mut cache, a, 6, 10.0);
@@ -85,9 +89,9 @@ fn forks_share_until_they_write_and_keep_their_own_tokens() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn a_fork_that_finds_no_block_leaves_both_as_they_were() {
-    let m = Memory::new();
+#[rstest]
+fn a_fork_that_finds_no_block_leaves_both_as_they_were(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 2);
     let a = cache.create(SequenceStart::default()).unwrap();
     write(&m, &mut cache, a, 6, 1.0);
@@ -98,9 +102,9 @@ fn a_fork_that_finds_no_block_leaves_both_as_they_were() {
     assert_eq!(cache.pool().counts().shared, 2);
 }
 
-#[test]
-fn forks_of_a_prompt_commit_under_the_same_keys() {
-    let m = Memory::new();
+#[rstest]
+fn forks_of_a_prompt_commit_under_the_same_keys(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 12);
     let tokens = [1, 2, 3, 4, 5, 6];
     let (a, cached, slots) = cache.admit(root(), &tokens).unwrap();
@@ -119,9 +123,11 @@ fn forks_of_a_prompt_commit_under_the_same_keys() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix() {
-    let m = Memory::new();
+#[rstest]
+fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let (host, host_pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
     let tokens: Vec<u32> = (0..10).collect();
@@ -151,9 +157,9 @@ fn last(cache: &PagedKvCache) -> SequenceId {
     cache.sequence_ids().next_back().unwrap()
 }
 
-#[test]
-fn a_swap_without_room_changes_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn a_swap_without_room_changes_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 4);
     let (host, small) = (m.arena(5, 4), BlockPool::new(0..2).unwrap());
     let id = cache.create(SequenceStart::default()).unwrap();
@@ -176,9 +182,9 @@ fn a_swap_without_room_changes_nothing() {
     assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
 }
 
-#[test]
-fn the_common_part_of_a_block_is_copied_not_computed() {
-    let m = Memory::new();
+#[rstest]
+fn the_common_part_of_a_block_is_copied_not_computed(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 10).with_partial_reuse();
     let stream = m.stream.as_ref();
     let first = [1, 2, 3, 4, 5, 6, 7, 8, 9];
@@ -217,9 +223,11 @@ fn the_common_part_of_a_block_is_copied_not_computed() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn admission_leaves_the_watermark_and_takes_all_or_nothing(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let pool = BlockPool::with_config(0..6, PoolConfig::default().watermark(2)).unwrap();
     let mut cache = PagedKvCache::new(m.arena(6, 4), pool).unwrap();
     let tokens: Vec<u32> = (0..14).collect();
@@ -237,9 +245,9 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing() {
     assert_eq!((cached, slots.len()), (12, 2));
 }
 
-#[test]
-fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let events = Arc::new(EventQueue::new(100));
     let pool = BlockPool::with_config(0..20, PoolConfig::default().events(events.clone())).unwrap();
     let mut cache = PagedKvCache::new(m.arena(20, 4), pool).unwrap();
@@ -282,9 +290,11 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing() {
     cache.pool().check_invariants().unwrap();
 }
 
-#[test]
-fn slots_of_others_and_of_freed_sequences_are_not_written() {
-    let m = Memory::new();
+#[rstest]
+fn slots_of_others_and_of_freed_sequences_are_not_written(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let tokens = [1, 2, 3, 4, 5];
     let (a, _, old) = cache.admit(root(), &tokens).unwrap();
@@ -304,6 +314,38 @@ fn slots_of_others_and_of_freed_sequences_are_not_written() {
     cache.grow(c, 3).unwrap();
     let stale = write_at(&m, &cache, c, &own, 9.0);
     assert!(matches!(stale, Err(Error::NotOwned { .. })), "not all of these slots are its own");
+}
+
+/// Rows of two sequences in one call; refused as a whole as soon as one slot is not theirs to write.
+#[rstest]
+fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
+    let mut cache = cache(&m, 8);
+    let tokens = [1, 2, 3, 4, 5];
+    let (a, _, slots_a) = cache.admit(root(), &tokens).unwrap();
+    let b = cache.create(SequenceStart::default()).unwrap();
+    let slots_b = cache.grow(b, 2).unwrap();
+    let both = SlotMapping::concat([&slots_a, &slots_b]);
+    let update = |cache: &mut PagedKvCache, slots: &SlotMapping, first: f32| {
+        let rows = m.tensor(&[HEADS, slots.len(), DIM], first);
+        KvCache::update(cache, m.stream.as_ref(), 0, &rows, &rows, Places::Slots(slots)).map(drop)
+    };
+    update(&mut cache, &both.padded(9), 1.0).unwrap();
+    let before = contents(&m, &cache, a);
+    assert!(before[..5 * HEADS * DIM].iter().all(|x| *x != 0.0));
+    cache.commit(a, &tokens).unwrap();
+    let shared = slots_a.slots()[0];
+    assert_eq!(update(&mut cache, &both, 9.0), Err(Error::NotOwned { slot: shared, sequence: None }));
+    assert_eq!(contents(&m, &cache, a), before, "nothing of a refused batch is written");
+    cache.free(b).unwrap();
+    let freed = slots_b.slots()[0];
+    assert_eq!(update(&mut cache, &slots_b, 9.0), Err(Error::NotOwned { slot: freed, sequence: None }));
+    let own = cache.slots(a, 4..5).unwrap();
+    update(&mut cache, &own, 9.0).unwrap();
+    let outside: SlotMapping = vec![8 * 4].into();
+    assert_eq!(update(&mut cache, &outside, 9.0), Err(Error::NotOwned { slot: 32, sequence: None }));
 }
 
 fn write_at(

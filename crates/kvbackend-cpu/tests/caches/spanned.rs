@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
     BlockOrder, BlockPool, BlockTable, DType, Error, KvArena, KvLayout, KvShape, MemoryKind, Placement,
     SlotMapping, SpannedArena, TensorView,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -36,12 +38,12 @@ fn all(m: &Memory, arena: &KvArena) -> Vec<Vec<f32>> {
         .collect()
 }
 
-#[test]
-fn spanned_layers_hold_the_bytes_of_a_single_device() {
-    let m = Memory::new();
+#[rstest]
+fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let one = KvLayout::new(shape(1)).unwrap().block_bytes();
     let place = |layers, blocks: usize| Placement {
-        backend: CpuBackend::new(),
+        backend: CpuBackend::with_execution(execution),
         layers,
         budget: layers * one * blocks + one - 1,
     };
@@ -59,6 +61,7 @@ fn spanned_layers_hold_the_bytes_of_a_single_device() {
     let slots: SlotMapping = table.grow(7).unwrap().into();
     for layer in 0..LAYERS {
         let rows = m.tensor(&[7, HEADS, DIM], 100.0 * layer as f32);
+        spanned.part(layer).unwrap().0.stream.wait_for(&m.stream.record().unwrap()).unwrap();
         spanned.write(layer, rows.clone(), rows.clone(), &slots).unwrap();
         let op = kvcore::kernels::Scatter {
             arena: single.clone(),
@@ -102,5 +105,10 @@ fn placements_that_do_not_fit_are_refused() {
         Error::Mismatch { what: "layers of all placements", expected: 5, got: 4 }
     );
     assert!(matches!(refused(&[place(4, 1 << 20), place(1, 10)]), Error::NotEnoughMemory { budget: 10, .. }));
+    let none = |placements| SpannedArena::allocate(&shape(0), placements).unwrap_err();
+    assert_eq!(none(&[]), Error::Zero { what: "placements" });
+    assert_eq!(none(&[place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
+    let wrapped = [place(usize::MAX, 1 << 20), place(6, 1 << 20)];
+    assert_eq!(refused(&wrapped), Error::Overflow { what: "layers of all placements" });
     assert_eq!(refused(&[place(5, 1 << 20), place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
 }

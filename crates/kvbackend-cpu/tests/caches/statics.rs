@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents, MaxLen,
+    BlockId, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents,
     MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
     StaticCacheConfig, StaticKvCache, TensorView,
 };
+use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
@@ -17,9 +19,9 @@ fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
     m.values(&row)[0]
 }
 
-#[test]
-fn updates_return_views_of_everything_so_far() {
-    let m = Memory::new();
+#[rstest]
+fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
     let first = m.tensor(&[2, HEADS, 3, DIM], 0.0);
     let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
@@ -44,9 +46,9 @@ fn updates_return_views_of_everything_so_far() {
     assert!(k.storage().address() == cache.arena().k().address(), "a view, not a copy");
 }
 
-#[test]
-fn wrong_updates_change_nothing() {
-    let m = Memory::new();
+#[rstest]
+fn wrong_updates_change_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 4)).unwrap();
     let good = m.tensor(&[2, HEADS, 3, DIM], 1.0);
     cache.update(m.stream.as_ref(), 0, &good, &good, &[0, 0]).unwrap();
@@ -74,9 +76,9 @@ fn wrong_updates_change_nothing() {
     assert!(cache.entry_len(0, 1).unwrap() == 0);
 }
 
-#[test]
-fn static_and_paged_hold_the_same_bytes() {
-    let m = Memory::new();
+#[rstest]
+fn static_and_paged_hold_the_same_bytes(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
     let mut dense = StaticKvCache::new(m.arena(1, 10)).unwrap();
     let mut paged = PagedKvCache::new(m.arena(8, 4), BlockPool::new(2..8).unwrap()).unwrap();
     let sequence = paged.create(SequenceStart::default()).unwrap();
@@ -125,17 +127,21 @@ fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankI
     config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap()
 }
 
-#[test]
-fn configs_build_the_rank_they_are_asked_for() {
-    let m = Memory::new();
-    let fixed = StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(1000) };
+#[rstest]
+fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
+    let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into() };
     let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
     let cache = build(&m, &fixed, &extents(8, 2), &rank);
     let s = cache.arena().layout().shape().clone();
     assert_eq!((cache.kind(), cache.max_len()), (CacheKind::Static, 32), "the model's length is shorter");
     assert_eq!((s.num_blocks, s.k_heads, s.v_heads), (2, 2, 1), "heads divided or replicated, batch sliced");
 
-    let paged = CacheChoice::Paged(PagedCacheConfig { max_memory: 100_000, block_size: 5 });
+    let paged = CacheChoice::Paged(PagedCacheConfig {
+        max_memory: 100_000,
+        block_size: 5,
+        ..PagedCacheConfig::default()
+    });
     let cache = build(&m, &paged, &extents(2, 2), &RankInfo::default());
     let layout = cache.arena().layout();
     assert!(layout.k_bytes() + layout.v_bytes() <= 100_000);
@@ -150,24 +156,35 @@ fn configs_build_the_rank_they_are_asked_for() {
         refused(&fixed, &extents(8, 8), &uneven),
         Error::Uneven { what: "KV heads", count: 8, ranks: 3 }
     );
-    let poor = PagedCacheConfig { max_memory: 10, block_size: 16 };
+    let poor = PagedCacheConfig { max_memory: 10, ..PagedCacheConfig::default() };
     assert!(matches!(
         refused(&poor, &extents(2, 2), &RankInfo::default()),
         Error::NotEnoughMemory { budget: 10, .. }
     ));
-    let none = PagedCacheConfig { max_memory: 1000, block_size: 0 };
+    let none = PagedCacheConfig { block_size: 0, ..PagedCacheConfig::default() };
     assert_eq!(refused(&none, &extents(2, 2), &RankInfo::default()), Error::Zero { what: "block_size" });
 }
 
 /// Seed 000's example: five tokens to slots of blocks 5, 12 and 7, given head-major.
-#[test]
-fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
-    let m = Memory::new();
+#[rstest]
+fn a_paged_update_scatters_across_blocks_and_returns_the_layer(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = PagedKvCache::new(m.arena(16, 16), BlockPool::new(0..16).unwrap()).unwrap();
     let rows = m.tensor(&[HEADS, 5, DIM], 1.0);
     let targets = [5 * 16, 5 * 16 + 1, 12 * 16 + 3, 12 * 16 + 4, 7 * 16 + 15];
     let slots: SlotMapping = targets.to_vec().into();
     let cache: &mut dyn KvCache = &mut cache;
+    let sequence = cache.create(SequenceStart::default()).unwrap();
+    cache.grow(sequence, 13 * 16).unwrap();
+    assert!(
+        targets.iter().all(|slot| cache
+            .segment(sequence)
+            .unwrap()
+            .blocks
+            .contains(&BlockId(*slot as u32 / 16)))
+    );
     let (k, v) = cache.update(m.stream.as_ref(), 1, &rows, &rows, Places::Slots(&slots)).unwrap();
     assert_eq!((k.shape(), v.shape()), (&[16, HEADS, 16, DIM][..], &[16, HEADS, 16, DIM][..]));
     for (token, slot) in targets.into_iter().enumerate() {
@@ -191,9 +208,11 @@ fn a_paged_update_scatters_across_blocks_and_returns_the_layer() {
     assert!(cache.update(m.stream.as_ref(), 0, &two, &two, Places::Slots(&slots)).is_err());
 }
 
-#[test]
-fn sequences_of_a_static_cache_take_entries_and_give_them_back() {
-    let m = Memory::new();
+#[rstest]
+fn sequences_of_a_static_cache_take_entries_and_give_them_back(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
     let cache: &mut dyn KvCache = &mut cache;
     let start = SequenceStart { logical: 3, position: 7 };

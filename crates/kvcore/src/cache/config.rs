@@ -3,12 +3,13 @@
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{CacheKind, KvCache, PagedKvCache, StaticKvCache};
+use super::{CacheKind, KvCache, MaxLen, PagedKvCache, StaticKvCache};
 use crate::backend::{Backend, MemoryKind};
-use crate::block::{BlockPool, PoolConfig};
+use crate::block::{BlockPool, PolicyKind, PoolConfig};
 use crate::error::{Error, Result};
 use crate::kernels::KvArena;
 use crate::layout::{BlockOrder, KvLayout, KvShape};
@@ -76,64 +77,6 @@ pub trait CacheConfig: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn KvCache>>;
 }
 
-/// A length that may be left to the model. In configurations: a number, or `"max"`; 0 means the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(from = "LengthText", into = "LengthText")]
-pub enum MaxLen {
-    /// The model's longest sequence.
-    #[default]
-    Model,
-    /// So many tokens, or the model's longest sequence if that is shorter.
-    Tokens(usize),
-}
-
-impl MaxLen {
-    /// The length for a model that takes `max_positions` tokens.
-    pub fn for_model(self, max_positions: usize) -> usize {
-        match self {
-            Self::Model => max_positions,
-            Self::Tokens(tokens) => tokens.min(max_positions),
-        }
-    }
-}
-
-impl From<usize> for MaxLen {
-    fn from(tokens: usize) -> Self {
-        if tokens == 0 { Self::Model } else { Self::Tokens(tokens) }
-    }
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum LengthText {
-    Tokens(usize),
-    Max(Max),
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Max {
-    Max,
-}
-
-impl From<LengthText> for MaxLen {
-    fn from(text: LengthText) -> Self {
-        match text {
-            LengthText::Tokens(tokens) => tokens.into(),
-            LengthText::Max(Max::Max) => Self::Model,
-        }
-    }
-}
-
-impl From<MaxLen> for LengthText {
-    fn from(len: MaxLen) -> Self {
-        match len {
-            MaxLen::Model => Self::Max(Max::Max),
-            MaxLen::Tokens(tokens) => Self::Tokens(tokens),
-        }
-    }
-}
-
 /// A static cache: `max_batch` entries of `max_len` tokens, all allocated at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -148,6 +91,18 @@ impl Default for StaticCacheConfig {
     /// One entry of the model's longest length.
     fn default() -> Self {
         Self { max_batch: 1, max_len: MaxLen::Model }
+    }
+}
+
+impl StaticCacheConfig {
+    /// The layout of this rank's part: a block for each batch entry, as long as an entry.
+    ///
+    /// # Errors
+    /// [`Error::Uneven`], [`Error::Zero`] for no entry or a length of 0, [`Error::Overflow`].
+    pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
+        let batch = rank.batch(self.max_batch)?.len();
+        let len = self.max_len.for_model(extents.max_positions);
+        KvLayout::new(extents.shape(rank, batch, len)?)
     }
 }
 
@@ -167,9 +122,7 @@ impl CacheConfig for StaticCacheConfig {
         extents: &KvExtents,
         rank: &RankInfo,
     ) -> Result<Box<dyn KvCache>> {
-        let batch = rank.batch(self.max_batch)?.len();
-        let len = self.max_len.for_model(extents.max_positions);
-        let layout = KvLayout::new(extents.shape(rank, batch, len)?)?;
+        let layout = self.layout(extents, rank)?;
         Ok(Box::new(StaticKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?)?))
     }
 }
@@ -182,12 +135,35 @@ pub struct PagedCacheConfig {
     pub max_memory: usize,
     /// Tokens per block; any number from 1 up.
     pub block_size: usize,
+    /// Which cached block goes first when room is needed.
+    pub policy: PolicyKind,
+    /// Blocks that are left to running sequences when a new one is admitted.
+    pub watermark: usize,
+    /// Seconds after which a cached block that nobody used is not found again; never without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
 }
 
 impl Default for PagedCacheConfig {
-    /// 1 GiB in blocks of 16 tokens.
+    /// 1 GiB in blocks of 16 tokens, evicted by LRU, no watermark, no expiry.
     fn default() -> Self {
-        Self { max_memory: 1 << 30, block_size: 16 }
+        Self { max_memory: 1 << 30, block_size: 16, policy: PolicyKind::Lru, watermark: 0, ttl_seconds: None }
+    }
+}
+
+impl PagedCacheConfig {
+    /// The layout of this rank's part: as many blocks as [`max_memory`](Self::max_memory) holds.
+    ///
+    /// # Errors
+    /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`].
+    pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
+        KvLayout::within_budget(&extents.shape(rank, 1, self.block_size)?, self.max_memory)
+    }
+
+    /// The settings of the pool, to be completed by what no file can say (events, a clock).
+    pub fn pool(&self) -> PoolConfig {
+        let config = PoolConfig::default().policy(self.policy).watermark(self.watermark);
+        self.ttl_seconds.map_or(config.clone(), |ttl| config.ttl(Duration::from_secs(ttl)))
     }
 }
 
@@ -207,9 +183,8 @@ impl CacheConfig for PagedCacheConfig {
         extents: &KvExtents,
         rank: &RankInfo,
     ) -> Result<Box<dyn KvCache>> {
-        let shape = extents.shape(rank, 1, self.block_size)?;
-        let layout = KvLayout::within_budget(&shape, self.max_memory)?;
-        let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, PoolConfig::default())?;
+        let layout = self.layout(extents, rank)?;
+        let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, self.pool())?;
         Ok(Box::new(PagedKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?, pool)?))
     }
 }
@@ -272,7 +247,9 @@ impl FromStr for CacheChoice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::block::{ManualClock, Retention};
     use crate::dtype::DType;
+    use crate::key::KeyScope;
 
     #[test]
     fn a_length_is_the_smaller_of_config_and_model() {
@@ -280,6 +257,11 @@ mod tests {
         assert_eq!(MaxLen::from(1024).for_model(2048), 1024);
         assert_eq!(MaxLen::from(4096).for_model(2048), 2048);
         assert_eq!(MaxLen::Model.for_model(77), 77);
+        for len in [0, 1, 2048].map(MaxLen::from) {
+            let json = serde_json::to_string(&len).unwrap();
+            assert_eq!(serde_json::from_str::<MaxLen>(&json).unwrap(), len, "{json}");
+        }
+        assert_eq!(serde_json::from_str::<MaxLen>("0").unwrap(), MaxLen::Model);
     }
 
     #[test]
@@ -291,9 +273,16 @@ mod tests {
     #[test]
     fn configs_are_cloned_and_read_back() {
         let choices = [
-            CacheChoice::Static(StaticCacheConfig { max_batch: 8, max_len: MaxLen::Tokens(2048) }),
+            CacheChoice::Static(StaticCacheConfig { max_batch: 8, max_len: 2048.into() }),
             CacheChoice::Static(StaticCacheConfig::default()),
-            CacheChoice::Paged(PagedCacheConfig { max_memory: 10 << 30, block_size: 24 }),
+            CacheChoice::Static(StaticCacheConfig { max_batch: 2, max_len: 0.into() }),
+            CacheChoice::Paged(PagedCacheConfig {
+                max_memory: 10 << 30,
+                block_size: 24,
+                policy: PolicyKind::TinyLfu,
+                watermark: 7,
+                ttl_seconds: Some(3600),
+            }),
         ];
         for choice in choices {
             let json = serde_json::to_string(&choice).unwrap();
@@ -304,7 +293,32 @@ mod tests {
         assert_eq!(from(r#"{"cache":"static","max_len":"max"}"#), "static".parse().unwrap());
         assert_eq!(from(r#"{"cache":"static","max_len":0}"#), "static".parse().unwrap());
         assert_eq!(from(r#"{"cache":"paged"}"#), "paged".parse().unwrap());
+        let policy = PagedCacheConfig { policy: PolicyKind::S3Fifo, ..PagedCacheConfig::default() };
+        assert_eq!(from(r#"{"cache":"paged","policy":"s3-fifo"}"#), CacheChoice::Paged(policy));
         assert!("hybrid".parse::<CacheChoice>().is_err());
+    }
+
+    #[test]
+    fn the_settings_of_the_pool_take_effect() {
+        let config = PagedCacheConfig {
+            policy: PolicyKind::Priority,
+            watermark: 3,
+            ttl_seconds: Some(60),
+            ..Default::default()
+        };
+        let clock = ManualClock::default();
+        let pool = BlockPool::with_config(0..8, config.pool().clock(Arc::new(clock.clone()))).unwrap();
+        assert!(pool.admit(6).is_err() && pool.admit(5).is_ok(), "the watermark");
+        let keys = KeyScope::new("m", b"").root().chain(&[1, 2, 3, 4], 2);
+        let wanted = pool.allocate(2).unwrap().register(None, &keys).unwrap();
+        wanted.retain(Retention { priority: 100, lasts: None });
+        drop(wanted);
+        let others = KeyScope::new("m", b"").root().chain(&[5, 6, 7, 8], 2);
+        drop(pool.allocate(2).unwrap().register(None, &others).unwrap());
+        drop(pool.allocate(6).unwrap());
+        assert_eq!((pool.cached_prefix(&keys), pool.cached_prefix(&others)), (2, 0), "the policy");
+        clock.advance(Duration::from_secs(61));
+        assert_eq!(pool.lookup_chain(&keys).len(), 0, "the time to live");
     }
 
     /// Seed 000's example: 10 GiB, 32 heads of 128 in bf16. Its formula leaves the layers out; ours gives

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use parking_lot::Mutex;
 
 use super::{Error, Result};
-use crate::block::{BlockId, BlockPool, MutableBlocks, PinnedBlocks, SharedBlocks};
+use crate::block::{BlockId, BlockPool, MutableBlocks, PinnedBlocks, PoolCounts, SharedBlocks};
 use crate::error::same;
 use crate::key::BlockKey;
 
@@ -86,7 +86,7 @@ struct Nodes {
 /// let keys = KeyScope::new("hybrid", b"w").root().chain(&tokens, 16);
 /// let filled = groups.allocate(4)?;
 /// drop(groups.commit(&keys, filled)?);
-/// let hit = groups.lookup(&keys);
+/// let hit = groups.lookup(&keys)?;
 /// assert_eq!(hit.len, 4);
 /// assert_eq!(hit.groups[0].blocks.len(), 4);
 /// assert_eq!((hit.groups[1].first, hit.groups[1].blocks.len()), (2, 2)); // 19 tokens back
@@ -123,9 +123,12 @@ impl PrefixGroups {
     }
 
     /// Holds the longest prefix of `keys` that is cached; of each group what its layers need of it.
-    pub fn lookup(&self, keys: &[BlockKey]) -> GroupedPrefix {
-        let mut guard = self.nodes.lock();
-        let nodes = &mut *guard;
+    ///
+    /// # Errors
+    /// [`Error::ForeignBlock`] if a cached block is not of its group's pool, which
+    /// [`commit`](Self::commit) refuses.
+    pub fn lookup(&self, keys: &[BlockKey]) -> Result<GroupedPrefix> {
+        let mut nodes = self.nodes.lock();
         let len = keys.iter().take_while(|key| nodes.by_key.contains_key(key)).count();
         let mut groups: Vec<GroupBlocks> = self
             .groups
@@ -139,9 +142,7 @@ impl PrefixGroups {
             let Some(node) = nodes.by_key.get(key) else { break };
             for (group, pinned) in groups.iter_mut().zip(&node.pinned) {
                 if i >= group.first {
-                    // Both are of the group's pool.
-                    let appended = group.blocks.append(pinned.share());
-                    debug_assert!(appended.is_ok());
+                    group.blocks.append(pinned.share())?;
                 }
             }
         }
@@ -149,48 +150,51 @@ impl PrefixGroups {
         for key in keys[..len].iter().rev() {
             nodes.touch(key);
         }
-        GroupedPrefix { len, groups }
+        Ok(GroupedPrefix { len, groups })
     }
 
     /// Takes `n` blocks of every group, evicting prefixes that nobody holds, the least recently used first;
     /// all or none.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`] of the first group that cannot give so many; nothing is evicted then.
+    /// [`Error::OutOfBlocks`] of the first group that cannot give so many; nothing is evicted then, unless
+    /// somebody else takes blocks of a pool at the same time.
     pub fn allocate(&self, n: usize) -> Result<Vec<MutableBlocks>> {
         let mut nodes = self.nodes.lock();
-        let idle = nodes.by_key.values().filter(|node| !node.is_held()).count();
-        for (_, pool) in &self.groups {
-            let counts = pool.counts();
-            // Each idle prefix block gives one block of every group back.
-            if counts.free + counts.evictable + idle < n {
-                return Err(Error::OutOfBlocks {
-                    asked: n,
-                    free: counts.free,
-                    evictable: counts.evictable + idle,
-                    total: counts.total,
-                });
-            }
+        let counts: Vec<PoolCounts> = self.groups.iter().map(|(_, pool)| pool.counts()).collect();
+        let missing = |counts: &PoolCounts| n.saturating_sub(counts.free + counts.evictable);
+        // Each idle prefix block gives one block of every group back.
+        let idle = nodes.idle(counts.iter().map(missing).max().unwrap_or(0));
+        if let Some(short) = counts.iter().find(|counts| missing(counts) > idle.len()) {
+            return Err(Error::OutOfBlocks {
+                asked: n,
+                free: short.free,
+                evictable: short.evictable + idle.len(),
+                total: short.total,
+            });
         }
-        loop {
-            let taken: Result<Vec<_>> = self.groups.iter().map(|(_, pool)| pool.allocate(n)).collect();
-            match taken {
-                Ok(blocks) => return Ok(blocks),
-                Err(error) if !nodes.evict_oldest() => return Err(error),
-                Err(_) => {}
-            }
-        }
+        nodes.evict(&idle);
+        self.groups.iter().map(|(_, pool)| pool.allocate(n)).collect()
     }
 
-    /// Shares filled blocks, `blocks[group]` for the last `blocks[group].len()` of `keys`, in every group
-    /// at once. Where a key is known already the known blocks are returned and these freed.
+    /// Shares filled blocks in every group at once: `blocks[group]` has exactly `keys.len()` blocks of that
+    /// group's pool, one for each key. Where a key is known already the known blocks are returned and
+    /// these freed.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for another number of groups, or of blocks than keys; the blocks are freed.
+    /// [`Error::Mismatch`] for another number of groups, or of blocks than keys; [`Error::ForeignBlock`] for
+    /// blocks of another pool than the group's. Nothing is shared then, and the blocks are freed.
     pub fn commit(&self, keys: &[BlockKey], blocks: Vec<MutableBlocks>) -> Result<Vec<SharedBlocks>> {
         same("groups of blocks", self.groups.len(), blocks.len())?;
-        for group in &blocks {
+        for (group, (_, pool)) in blocks.iter().zip(&self.groups) {
             same("blocks of a group", keys.len(), group.len())?;
+            match group.ids().first() {
+                Some(&block) if !group.pool().same_pool(pool) => {
+                    let range = pool.range();
+                    return Err(Error::ForeignBlock { block, start: range.start, end: range.end });
+                }
+                _ => {}
+            }
         }
         let mut filled: Vec<SharedBlocks> = blocks.into_iter().map(MutableBlocks::share).collect();
         let mut held: Vec<SharedBlocks> =
@@ -230,7 +234,9 @@ impl PrefixGroups {
     /// Forgets every prefix that nobody holds; returns how many blocks of each group.
     pub fn clear(&self) -> usize {
         let mut nodes = self.nodes.lock();
-        std::iter::from_fn(|| nodes.evict_oldest().then_some(())).count()
+        let idle = nodes.idle(usize::MAX);
+        nodes.evict(&idle);
+        idle.len()
     }
 
     /// The blocks of a cached key, one a group.
@@ -256,12 +262,16 @@ impl Nodes {
         }
     }
 
-    fn evict_oldest(&mut self) -> bool {
-        let idle = |key: &BlockKey| self.by_key.get(key).is_some_and(|node| !node.is_held());
-        let Some((&tick, &key)) = self.order.iter().find(|(_, key)| idle(key)) else { return false };
-        self.order.remove(&tick);
-        self.by_key.remove(&key);
-        true
+    /// Ticks of at most `n` prefix blocks that nobody holds, the least recently used first.
+    fn idle(&self, n: usize) -> Vec<u64> {
+        let is_idle = |key: &BlockKey| self.by_key.get(key).is_some_and(|node| !node.is_held());
+        self.order.iter().filter(|(_, key)| is_idle(key)).map(|(tick, _)| *tick).take(n).collect()
+    }
+
+    fn evict(&mut self, ticks: &[u64]) {
+        for key in ticks.iter().filter_map(|tick| self.order.remove(tick)) {
+            self.by_key.remove(&key);
+        }
     }
 }
 
@@ -300,10 +310,10 @@ mod tests {
         let (a, b) = (keys(1, 4), keys(2, 4));
         drop(groups.commit(&a, groups.allocate(4).unwrap()).unwrap());
         drop(groups.commit(&b, groups.allocate(4).unwrap()).unwrap());
-        assert_eq!((groups.lookup(&a).len, groups.lookup(&b).len), (4, 4));
+        assert_eq!((groups.lookup(&a).unwrap().len, groups.lookup(&b).unwrap().len), (4, 4));
         // room for two more: the end of the least recently used prefix goes, in all groups
         let fresh = groups.allocate(2).unwrap();
-        assert_eq!((groups.lookup(&a).len, groups.lookup(&b).len), (2, 4));
+        assert_eq!((groups.lookup(&a).unwrap().len, groups.lookup(&b).unwrap().len), (2, 4));
         assert!(groups.groups().iter().all(|(_, pool)| pool.counts().cached == 6));
         drop(fresh);
         check(&groups);
@@ -316,13 +326,13 @@ mod tests {
         let groups = groups(8);
         let a = keys(1, 4);
         drop(groups.commit(&a, groups.allocate(4).unwrap()).unwrap());
-        let hit = groups.lookup(&a);
+        let hit = groups.lookup(&a).unwrap();
         let held: Vec<(usize, usize)> = hit.groups.iter().map(|g| (g.first, g.blocks.len())).collect();
         // the next token is number 16 and sees 11..=15: blocks 2 and 3
         assert_eq!(held, [(0, 4), (2, 2), (0, 4)]);
         // held prefixes are not evicted, whatever group holds them
         assert!(matches!(groups.allocate(5), Err(Error::OutOfBlocks { asked: 5, free: 4, .. })));
-        assert_eq!(groups.lookup(&a).len, 4, "a refusal evicts nothing");
+        assert_eq!(groups.lookup(&a).unwrap().len, 4, "a refusal evicts nothing");
         drop(hit);
         assert!(groups.allocate(5).is_ok());
         check(&groups);
@@ -345,5 +355,21 @@ mod tests {
         assert!(groups.groups().iter().all(|(_, pool)| pool.counts().free == 6));
         check(&groups);
         assert!(PrefixGroups::new(4, vec![]).is_err());
+    }
+
+    #[test]
+    fn blocks_of_another_pool_are_refused_before_anything_is_shared() {
+        let groups = groups(8);
+        let a = keys(1, 2);
+        let mut swapped = groups.allocate(2).unwrap();
+        swapped.swap(0, 2);
+        assert!(matches!(groups.commit(&a, swapped), Err(Error::ForeignBlock { start: 0, end: 8, .. })));
+        let stranger = BlockPool::new(0..8).unwrap();
+        let mut last = groups.allocate(2).unwrap();
+        last[2] = stranger.allocate(2).unwrap();
+        assert!(matches!(groups.commit(&a, last), Err(Error::ForeignBlock { .. })));
+        assert_eq!((groups.len(), stranger.counts().free), (0, 8));
+        assert!(groups.groups().iter().all(|(_, pool)| pool.counts().free == 8));
+        check(&groups);
     }
 }

@@ -129,8 +129,9 @@ pub trait KvCache: Send + fmt::Debug {
     /// which may cross blocks.
     ///
     /// # Errors
-    /// A layer out of range, a batch that is not the cache's, a length past its end, places of the
-    /// other cache ([`crate::Error::WrongCache`]); nothing has changed then.
+    /// A layer out of range, a batch that is not the cache's, a length past its end, slots in blocks that
+    /// no live sequence fills itself ([`crate::Error::NotOwned`]), places of the other cache
+    /// ([`crate::Error::WrongCache`]); nothing has changed then.
     fn update(
         &mut self,
         stream: &dyn Stream,

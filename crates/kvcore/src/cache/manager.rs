@@ -1,13 +1,13 @@
 //! Blocks by number: for engines that keep block lists themselves.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::device::Device;
+use super::rows::{read_rows, write_rows};
 use super::{Error, KvExtents, LayerViews, Result};
-use crate::backend::{Backend, MemoryKind};
+use crate::backend::{Backend, MemoryKind, Stream};
 use crate::block::{BlockId, BlockPool, MutableBlocks, PoolCounts};
 use crate::kernels::KvArena;
 use crate::layout::KvLayout;
@@ -34,7 +34,8 @@ impl Default for BlockManagerConfig {
 /// Blocks of one device, allocated and freed by number, read and written block by block.
 ///
 /// The typed guards of [`BlockPool`] make wrong frees impossible; here they are errors. All layers share
-/// block numbers.
+/// block numbers. Rows move in the order of the caller's streams: a read sees what was written before on
+/// the same stream, or on one that it waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -54,10 +55,10 @@ impl Default for BlockManagerConfig {
 /// ```
 #[derive(Debug)]
 pub struct BlockManager {
-    device: Device,
+    backend: Arc<dyn Backend>,
     arena: KvArena,
     pool: BlockPool,
-    held: HashMap<BlockId, MutableBlocks>,
+    held: BTreeMap<BlockId, MutableBlocks>,
 }
 
 impl BlockManager {
@@ -75,7 +76,7 @@ impl BlockManager {
         let layout = KvLayout::new(extents.shape(rank, config.num_blocks, config.block_size)?)?;
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
         let pool = BlockPool::new(0..config.num_blocks as u32)?;
-        Ok(Self { device: Device::new(backend)?, arena, pool, held: HashMap::new() })
+        Ok(Self { backend, arena, pool, held: BTreeMap::new() })
     }
 
     /// Takes `n` blocks; all or none.
@@ -119,13 +120,14 @@ impl BlockManager {
         if self.held.contains_key(&block) { Ok(()) } else { Err(Error::NotAllocated { block }) }
     }
 
-    /// Writes rows `[heads, tokens, dim]` of one layer into a block, from `offset` on.
+    /// Writes rows `[heads, tokens, dim]` of one layer into a block, from `offset` on, in the order of `stream`.
     ///
     /// # Errors
     /// A block that is not allocated, rows past the block's end, a layer or shape that does not fit;
     /// nothing is written then.
     pub fn write(
         &self,
+        stream: &dyn Stream,
         layer: usize,
         block: BlockId,
         offset: usize,
@@ -141,21 +143,28 @@ impl BlockManager {
         }
         let first = block.index() * size + offset;
         let slots = (first as i64..(first + tokens) as i64).collect();
-        self.device.write(&self.arena, layer, k, v, slots)
+        write_rows(stream, &self.arena, layer, k, v, slots)
     }
 
-    /// Copies the first `len` tokens of a list of blocks: `([heads, len, k_dim], [heads, len, v_dim])`.
+    /// Copies the first `len` tokens of a list of blocks: `([heads, len, k_dim], [heads, len, v_dim])`. The
+    /// result may be used on `stream`, elsewhere after an event of it.
     ///
     /// # Errors
     /// A block that is not allocated, more tokens than the blocks have, a layer out of range.
-    pub fn read(&self, layer: usize, blocks: &[BlockId], len: usize) -> Result<LayerViews> {
+    pub fn read(
+        &self,
+        stream: &dyn Stream,
+        layer: usize,
+        blocks: &[BlockId],
+        len: usize,
+    ) -> Result<LayerViews> {
         blocks.iter().try_for_each(|&block| self.check_held(block))?;
         let size = self.block_size();
         if len > blocks.len() * size {
             return Err(Error::range("tokens to read", len, blocks.len() * size + 1));
         }
         let slot = |token: usize| (blocks[token / size].index() * size + token % size) as i64;
-        self.device.read(&self.arena, layer, (0..len).map(slot).collect())
+        read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())
     }
 
     /// Gives all blocks back.

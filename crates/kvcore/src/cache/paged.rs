@@ -3,12 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::device::token_major;
 use super::partial::Continuations;
-use super::{
-    CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping,
-    layer_views,
-};
+use super::{Error, Result, SequenceId, SequenceStart, SlotMapping};
 use crate::backend::Stream;
 use crate::block::{BlockId, BlockPool, BlockTable};
 use crate::kernels::{CopyBlocks, KvArena, Scatter, Segment};
@@ -46,6 +42,14 @@ impl Chain {
 /// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
 /// [`commit`](Self::commit), which shares blocks that became full. When a step fails half-way,
 /// [`truncate`](Self::truncate) takes the new tokens back.
+///
+/// # Order
+/// Writes and copies are enqueued, while blocks are let go at once: by [`free`](Self::free),
+/// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, an eviction. The next
+/// holder of a block may have it while work on its old contents is still under way. Therefore all work on
+/// an arena goes to one stream, or to streams of which the one that writes blocks again waits for an event
+/// of those that used them before ([`Stream::wait_for`]). The same holds for the arena that sequences are
+/// swapped to.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -99,7 +103,7 @@ impl Chain {
 pub struct PagedKvCache {
     arena: KvArena,
     pool: BlockPool,
-    sequences: HashMap<SequenceId, Sequence>,
+    pub(super) sequences: HashMap<SequenceId, Sequence>,
     next: u64,
     /// For caches that copy the common part of blocks.
     pub(super) continuations: Option<Continuations>,
@@ -270,7 +274,7 @@ impl PagedKvCache {
         slots: &SlotMapping,
     ) -> Result<()> {
         if let Err(slot) = self.get(id)?.table.may_write(slots.slots()) {
-            return Err(Error::NotOwned { slot, sequence: id.0 });
+            return Err(Error::NotOwned { slot, sequence: Some(id.0) });
         }
         stream.scatter(&Scatter { arena: self.arena.clone(), layer, k, v, slots: Arc::clone(slots.slots()) })
     }
@@ -340,92 +344,6 @@ impl PagedKvCache {
     pub fn segment(&self, id: SequenceId) -> Result<Segment> {
         let Sequence { table, start, .. } = self.get(id)?;
         Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))
-    }
-}
-
-impl KvCache for PagedKvCache {
-    fn kind(&self) -> CacheKind {
-        CacheKind::Paged
-    }
-
-    fn arena(&self) -> &KvArena {
-        self.arena()
-    }
-
-    fn max_len(&self) -> usize {
-        self.pool.range().len() * self.block_size()
-    }
-
-    fn num_sequences(&self) -> usize {
-        self.num_sequences()
-    }
-
-    fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
-        self.create(start)
-    }
-
-    fn create_with_prefix(&mut self, scheme: KeyScheme, tokens: &[u32]) -> Result<(SequenceId, usize)> {
-        self.create_with_prefix(scheme, tokens)
-    }
-
-    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
-        self.grow(id, tokens)
-    }
-
-    fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
-        self.commit(id, tokens)
-    }
-
-    fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
-        self.truncate(id, len)
-    }
-
-    fn free(&mut self, id: SequenceId) -> Result<()> {
-        self.free(id)
-    }
-
-    fn len(&self, id: SequenceId) -> Result<usize> {
-        self.len(id)
-    }
-
-    fn segment(&self, id: SequenceId) -> Result<Segment> {
-        self.segment(id)
-    }
-
-    /// The slots may be of any sequence's own blocks: whoever made the mapping answers for it.
-    fn update(
-        &mut self,
-        stream: &dyn Stream,
-        layer: usize,
-        k: &TensorView,
-        v: &TensorView,
-        places: Places<'_>,
-    ) -> Result<LayerViews> {
-        let Places::Slots(slots) = places else {
-            return Err(Error::WrongCache { cache: CacheKind::Paged, given: "start positions" });
-        };
-        let op = Scatter {
-            arena: self.arena.clone(),
-            layer,
-            k: token_major(k)?,
-            v: token_major(v)?,
-            slots: Arc::clone(slots.slots()),
-        };
-        stream.scatter(&op)?;
-        layer_views(&self.arena, layer, self.block_size())
-    }
-
-    fn reset(&mut self) {
-        self.sequences.clear();
-        self.pool.clear_cached();
-    }
-
-    fn as_paged(&self) -> Option<&PagedKvCache> {
-        Some(self)
-    }
-
-    fn as_paged_mut(&mut self) -> Option<&mut PagedKvCache> {
-        Some(self)
     }
 }
 

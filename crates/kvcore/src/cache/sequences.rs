@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::device::{Device, token_major};
-use super::{Error, LayerViews, PagedKvCache, Result, SequenceId, SequenceStart, StaticKvCache};
-use crate::backend::Backend;
+use super::rows::{read_rows, token_major};
+use super::single::SingleSequence;
+use super::{Error, LayerViews, PagedKvCache, Result, SequenceId, SequenceStart};
+use crate::backend::{Backend, Stream};
 use crate::tensor::TensorView;
 
 /// Most blocks of a sequence unless it is configured.
@@ -21,39 +22,41 @@ struct Named {
 /// A paged cache whose sequences are appended to layer by layer.
 ///
 /// All layers of a sequence share its blocks: the layer that comes first with a token takes the room, the
-/// others write to the same slots, so that the length advances once per token. For engines that attend
+/// others write to the same slots, so that the length advances once per token. Rows move in the order of
+/// the caller's streams, under the rule that [`PagedKvCache`] states. For engines that attend
 /// over dense tensors; those that read blocks in place use [`PagedKvCache`] itself.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::{
-///     BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, PagedSequences,
-///     allocate_tensor,
+///     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+///     PagedSequences, allocate_tensor,
 /// };
 ///
 /// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
 /// let shape = KvShape {
 ///     num_layers: 2, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
 ///     format: DType::F32.into(), order: BlockOrder::HeadMajor,
 /// };
 /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
 /// let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
-/// let mut sequences = PagedSequences::new(backend.clone(), cache)?;
+/// let mut sequences = PagedSequences::new(backend.clone(), cache);
 ///
 /// let id = sequences.create(None)?;
 /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 5, 3])?;
 /// for layer in 0..2 {
-///     sequences.append(id, layer, &rows, &rows)?;
+///     sequences.append(stream.as_ref(), id, layer, &rows, &rows)?;
 /// }
 /// assert_eq!(sequences.len(id)?, 5);
-/// assert_eq!(sequences.read(id, 1)?.0.shape(), [2, 5, 3]);
+/// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [2, 5, 3]);
 /// sequences.delete(id)?;
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct PagedSequences {
-    device: Device,
+    backend: Arc<dyn Backend>,
     cache: PagedKvCache,
     sequences: BTreeMap<u64, Named>,
     max_blocks: usize,
@@ -61,13 +64,8 @@ pub struct PagedSequences {
 
 impl PagedSequences {
     /// Sequences of at most [`DEFAULT_MAX_BLOCKS`] blocks in `cache`, whose memory is `backend`'s.
-    pub fn new(backend: Arc<dyn Backend>, cache: PagedKvCache) -> Result<Self> {
-        Ok(Self {
-            device: Device::new(backend)?,
-            cache,
-            sequences: BTreeMap::new(),
-            max_blocks: DEFAULT_MAX_BLOCKS,
-        })
+    pub fn new(backend: Arc<dyn Backend>, cache: PagedKvCache) -> Self {
+        Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS }
     }
 
     /// Another limit to the blocks of a sequence.
@@ -123,9 +121,16 @@ impl PagedSequences {
     /// # Errors
     /// [`Error::SequenceTooLong`], [`Error::OutOfBlocks`], a layer or shape that does not fit; the sequence
     /// is as before then.
-    pub fn append(&mut self, number: u64, layer: usize, k: &TensorView, v: &TensorView) -> Result<()> {
+    pub fn append(
+        &mut self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+    ) -> Result<()> {
         let start = self.layer_len(number, layer)?;
-        self.write(number, layer, k, v, start)
+        self.write(stream, number, layer, k, v, start)
     }
 
     /// Writes rows of one layer at `start`, which forgets what the layer had from there on, and returns
@@ -135,6 +140,7 @@ impl PagedSequences {
     /// As [`append`](Self::append), and [`Error::OutOfRange`] for a start that would leave a hole.
     pub fn update(
         &mut self,
+        stream: &dyn Stream,
         number: u64,
         layer: usize,
         k: &TensorView,
@@ -145,12 +151,13 @@ impl PagedSequences {
         if start > held {
             return Err(Error::range("start of the update", start, held + 1));
         }
-        self.write(number, layer, k, v, start)?;
-        self.read(number, layer)
+        self.write(stream, number, layer, k, v, start)?;
+        self.read(stream, number, layer)
     }
 
     fn write(
         &mut self,
+        stream: &dyn Stream,
         number: u64,
         layer: usize,
         k: &TensorView,
@@ -169,28 +176,34 @@ impl PagedSequences {
             self.cache.grow(id, end - before)?;
         }
         let slots = self.cache.slots(id, start..end)?;
-        if let Err(error) = self.cache.write(id, self.device.stream(), layer, k, v, &slots) {
+        if let Err(error) = self.cache.write(id, stream, layer, k, v, &slots) {
             self.cache.truncate(id, before)?;
             return Err(error);
         }
-        if let Some(named) = self.sequences.get_mut(&number) {
-            named.written[layer] = end;
-        }
-        Ok(())
+        let Some(named) = self.sequences.get_mut(&number) else { return Ok(()) };
+        named.written[layer] = end;
+        let furthest = named.written.iter().copied().max().unwrap_or(end);
+        self.cache.truncate(id, furthest)
     }
 
     /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
-    pub fn read(&self, number: u64, layer: usize) -> Result<LayerViews> {
-        self.read_first(number, layer, self.layer_len(number, layer)?)
+    pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize) -> Result<LayerViews> {
+        self.read_first(stream, number, layer, self.layer_len(number, layer)?)
     }
 
-    fn read_first(&self, number: u64, layer: usize, len: usize) -> Result<LayerViews> {
+    pub(super) fn read_first(
+        &self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        len: usize,
+    ) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if len > held {
             return Err(Error::range("tokens to read", len, held + 1));
         }
         let slots = self.cache.slots(self.named(number)?.id, 0..len)?;
-        self.device.read(self.cache.arena(), layer, Arc::clone(slots.slots()))
+        read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))
     }
 
     /// Ends a sequence; its blocks are free at once.
@@ -210,63 +223,6 @@ impl PagedSequences {
     /// [`Error::UnknownSequence`].
     pub fn single(&mut self, number: u64) -> Result<SingleSequence<'_>> {
         self.named(number)?;
-        Ok(SingleSequence { sequences: self, number })
-    }
-}
-
-/// What engines for one sequence ask of a cache; a dense one and a paged one answer with the same bytes.
-pub trait DenseKv {
-    /// The first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
-    fn layer_kv(&self, layer: usize, len: usize) -> Result<LayerViews>;
-
-    /// Writes rows `[heads, tokens, dim]` of a layer at `start` and returns all it has now.
-    fn update(&mut self, layer: usize, k: &TensorView, v: &TensorView, start: usize) -> Result<LayerViews>;
-}
-
-/// One sequence of a [`PagedSequences`]; made by [`PagedSequences::single`].
-#[derive(Debug)]
-pub struct SingleSequence<'a> {
-    sequences: &'a mut PagedSequences,
-    number: u64,
-}
-
-impl DenseKv for SingleSequence<'_> {
-    fn layer_kv(&self, layer: usize, len: usize) -> Result<LayerViews> {
-        self.sequences.read_first(self.number, layer, len)
-    }
-
-    fn update(&mut self, layer: usize, k: &TensorView, v: &TensorView, start: usize) -> Result<LayerViews> {
-        self.sequences.update(self.number, layer, k, v, start)
-    }
-}
-
-/// A static cache of one entry with the interface of a dense cache. Its results are views.
-#[derive(Debug)]
-pub struct DenseSequence {
-    device: Device,
-    cache: StaticKvCache,
-}
-
-impl DenseSequence {
-    /// A sequence in a cache of one batch entry, whose memory is `backend`'s.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] for a cache of another batch size.
-    pub fn new(backend: Arc<dyn Backend>, cache: StaticKvCache) -> Result<Self> {
-        crate::error::same("batch entries of a single sequence", 1, cache.max_batch())?;
-        Ok(Self { device: Device::new(backend)?, cache })
-    }
-}
-
-impl DenseKv for DenseSequence {
-    fn layer_kv(&self, layer: usize, len: usize) -> Result<LayerViews> {
-        let (k, v) = self.cache.views(layer)?;
-        Ok((k.select(0, 0)?.slice(1, 0, len)?, v.select(0, 0)?.slice(1, 0, len)?))
-    }
-
-    fn update(&mut self, layer: usize, k: &TensorView, v: &TensorView, start: usize) -> Result<LayerViews> {
-        let (k, v) = (k.unsqueeze(0)?, v.unsqueeze(0)?);
-        let (k, v) = self.cache.update(self.device.stream(), layer, &k, &v, &[start])?;
-        Ok((k.select(0, 0)?, v.select(0, 0)?))
+        Ok(SingleSequence::new(self, number))
     }
 }

@@ -66,11 +66,15 @@ impl SpannedArena {
     /// Allocates each device's layers. `shape` is of the whole model; its number of blocks is ignored.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if the placements' layers are not the model's, [`Error::Zero`] for a placement
-    /// without layers, [`Error::NotEnoughMemory`] for one whose budget holds no block, and what a backend
+    /// [`Error::Mismatch`] if the placements' layers are not the model's, [`Error::Zero`] for no placement
+    /// or one without layers, [`Error::Overflow`], [`Error::NotEnoughMemory`] for one whose budget holds no block, and what a backend
     /// refuses; memory allocated before is freed.
     pub fn allocate(shape: &KvShape, placements: &[Placement]) -> Result<Self> {
-        let layers: usize = placements.iter().map(|p| p.layers).sum();
+        if placements.is_empty() {
+            return Err(Error::Zero { what: "placements" });
+        }
+        let layers = placements.iter().try_fold(0usize, |sum, p| sum.checked_add(p.layers));
+        let layers = layers.ok_or(Error::Overflow { what: "layers of all placements" })?;
         crate::error::same("layers of all placements", shape.num_layers, layers)?;
         let of = |placement: &Placement| KvShape { num_layers: placement.layers, ..shape.clone() };
         let mut num_blocks = usize::MAX;
@@ -111,7 +115,8 @@ impl SpannedArena {
         part.map(|part| (part, layer - part.layers.start)).ok_or(Error::range("layer", layer, limit))
     }
 
-    /// Writes rows `[rows, heads, dim]`, which lie on the layer's device, to slots of a layer.
+    /// Writes rows `[rows, heads, dim]`, which lie on the layer's device, to slots of a layer, in the order of
+    /// the part's stream: it must wait for an event of the stream that made the rows.
     ///
     /// # Errors
     /// As [`Scatter::check`]; a layer out of range.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::paged::{Chain, Sequence};
 use super::{PagedKvCache, Result, SequenceId, SequenceStart};
-use crate::backend::Stream;
+use crate::backend::{Event, Stream};
 use crate::block::{BlockId, BlockPool, BlockTable, MutableBlocks, Rejected};
 use crate::kernels::{KvArena, SwapBlocks};
 
@@ -17,6 +17,8 @@ use crate::kernels::{KvArena, SwapBlocks};
 pub struct SwappedSequence {
     arena: KvArena,
     blocks: MutableBlocks,
+    /// After the copy out.
+    copied: Arc<dyn Event>,
     len: usize,
     start: SequenceStart,
     chain: Option<Chain>,
@@ -43,11 +45,12 @@ impl PagedKvCache {
     /// Copies a sequence to blocks of `pool` in `arena`, another memory, and frees it here; what it shares
     /// stays with its other holders, or cached.
     ///
-    /// The copy is enqueued on `stream`: blocks freed here must be written on that stream, or on one that
-    /// waits for it.
+    /// The copy is enqueued on `stream`; what else uses the blocks of either arena follows the
+    /// [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`] of the other pool, arenas of different blocks; the sequence is as before then.
+    /// [`crate::Error::OutOfBlocks`] of the other pool, arenas of different blocks, what the stream refuses; the
+    /// sequence is as before then.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -60,9 +63,11 @@ impl PagedKvCache {
         let blocks = pool.allocate(used)?;
         let pairs = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
+        let copied = stream.record()?;
         let swapped = SwappedSequence {
             arena: arena.clone(),
             blocks,
+            copied,
             len: table.len(),
             start: *start,
             chain: chain.clone(),
@@ -72,10 +77,11 @@ impl PagedKvCache {
     }
 
     /// Brings a sequence back under a new id. Blocks of its prefix that are still known here are shared
-    /// again, the others copied on `stream`.
+    /// again, the others copied on `stream`, which waits for the copy out if that was made on another one.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`], arenas of different blocks; the swapped sequence is given back then.
+    /// [`crate::Error::OutOfBlocks`], arenas of different blocks, what the stream refuses; the swapped sequence
+    /// is given back then.
     pub fn swap_in(
         &mut self,
         swapped: SwappedSequence,
@@ -95,6 +101,7 @@ impl PagedKvCache {
         let pairs = swapped.blocks.ids()[known..].iter().copied().zip(fresh.ids().iter().copied());
         let pairs: Arc<[(BlockId, BlockId)]> = pairs.collect();
         if !pairs.is_empty() {
+            stream.wait_for(&swapped.copied)?;
             stream.swap_blocks(&SwapBlocks {
                 src: swapped.arena.clone(),
                 dst: self.arena().clone(),

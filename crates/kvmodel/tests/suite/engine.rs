@@ -3,7 +3,7 @@
 use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
-use kvcore::{CacheKind, MaxLen};
+use kvcore::CacheKind;
 use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
 use rstest::rstest;
 
@@ -71,11 +71,8 @@ fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str)
     let tokens = prompt.len();
     let plain = Request { max_new_tokens: 9, keep_logits: true, ..Request::new(PromptTokens::Plain(prompt)) };
     let paged = run(&mut engine(name, &EngineConfig::default()), &plain);
-    let fits = EngineConfig {
-        cache: CacheKind::Static,
-        max_len: MaxLen::Tokens(tokens + 9),
-        ..EngineConfig::default()
-    };
+    let fits =
+        EngineConfig { cache: CacheKind::Static, max_len: (tokens + 9).into(), ..EngineConfig::default() };
     let mut in_place = engine(name, &fits);
     for _ in 0..2 {
         let answer = run(&mut in_place, &plain);
@@ -83,7 +80,7 @@ fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str)
         assert_eq!(answer.cached_tokens, 0, "a static cache shares nothing");
     }
     // too short by two: the answer cannot be finished, and nothing is held
-    let short = EngineConfig { max_len: MaxLen::Tokens(tokens + 6), ..fits };
+    let short = EngineConfig { max_len: (tokens + 6).into(), ..fits };
     let mut short = engine(name, &short);
     let error = short.generate(&plain, &mut ()).expect_err("no room");
     assert!(error.to_string().contains("length of a static cache"), "{error}");

@@ -1,0 +1,148 @@
+//! A stream that refuses operations by name, and what a refusal leaves behind.
+
+use std::sync::Arc;
+
+use kvbackend_cpu::Execution::{self, Deferred, Immediate};
+use kvcore::kernels::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
+    SwapBlocks,
+};
+use kvcore::{
+    Backend, BlockPool, Error, Event, Kernels, PagedKvCache, Result, SequenceStart, Stream, TensorView,
+};
+use rstest::rstest;
+
+use crate::common::Memory;
+use crate::sharing::{contents, root, write};
+
+/// Refuses one operation and passes the others on.
+#[derive(Debug)]
+struct Faulty {
+    stream: Arc<dyn Stream>,
+    refused: &'static str,
+}
+
+impl Faulty {
+    fn new(m: &Memory, refused: &'static str) -> Self {
+        Self { stream: Arc::clone(&m.stream), refused }
+    }
+
+    fn check(&self, operation: &str) -> Result<()> {
+        if operation == self.refused { Err(refusal()) } else { Ok(()) }
+    }
+}
+
+fn refusal() -> Error {
+    Error::Unsupported { backend: "faulty", what: "this".to_owned() }
+}
+
+macro_rules! pass_on {
+    ($($name:ident: $op:ty),* $(,)?) => {
+        impl Kernels for Faulty {
+            $(fn $name(&self, op: &$op) -> Result<()> {
+                self.check(stringify!($name))?;
+                self.stream.$name(op)
+            })*
+        }
+    };
+}
+
+pass_on! {
+    scatter: Scatter, gather: Gather, copy_blocks: CopyBlocks, swap_blocks: SwapBlocks, copy_tensor: CopyTensor,
+    rope: ApplyRope, rotate_keys: RotateKeys, attend: Attend, attend_mla: AttendMla, quantize: Quantize,
+    dequantize: Dequantize,
+}
+
+impl Stream for Faulty {
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        self.check("record")?;
+        self.stream.record()
+    }
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
+        self.check("wait_for")?;
+        self.stream.wait_for(event)
+    }
+    fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize()
+    }
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
+        self.stream.write(dst, src)
+    }
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
+        self.stream.read(src, dst)
+    }
+}
+
+fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
+    PagedKvCache::new(m.arena(blocks as usize, 4), BlockPool::new(0..blocks).unwrap()).unwrap()
+}
+
+#[rstest]
+fn a_refused_swap_gives_the_sequence_back(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
+    let mut cache = cache(&m, 8);
+    let (host, pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
+    let id = cache.create(SequenceStart::default()).unwrap();
+    write(&m, &mut cache, id, 10, 3.0);
+    let before = contents(&m, &cache, id);
+    for operation in ["swap_blocks", "record"] {
+        let refused = cache.swap_out(id, &Faulty::new(&m, operation), &host, &pool);
+        assert_eq!(refused.unwrap_err(), refusal(), "{operation}");
+        assert_eq!((contents(&m, &cache, id), pool.counts().free), (before.clone(), 5));
+    }
+    let mut out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
+    for operation in ["swap_blocks", "wait_for"] {
+        let rejected = cache.swap_in(out, &Faulty::new(&m, operation)).unwrap_err();
+        assert_eq!(rejected.error, refusal(), "{operation}");
+        out = rejected.blocks;
+        assert_eq!((cache.pool().counts().free, pool.counts().mutable, cache.num_sequences()), (8, 3, 0));
+    }
+    let id = cache.swap_in(out, m.stream.as_ref()).unwrap();
+    assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
+    cache.pool().check_invariants().unwrap();
+}
+
+#[rstest]
+fn a_refused_copy_changes_nothing(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
+    let mut cache = cache(&m, 8).with_partial_reuse();
+    let faulty = Faulty::new(&m, "copy_blocks");
+    let (a, _) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    write(&m, &mut cache, a, 8, 20.0);
+    cache.commit(a, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    let (b, cached) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 70]).unwrap();
+    let rest = [5, 6, 70];
+    let counts = cache.pool().counts();
+    assert_eq!(cache.reuse_partial(b, &rest, &faulty), Err(refusal()));
+    assert_eq!((cache.len(b).unwrap(), cache.pool().counts()), (cached, counts));
+    assert_eq!(cache.reuse_partial(b, &rest, m.stream.as_ref()), Ok(2), "as if it were the first time");
+
+    let c = cache.fork(b).unwrap();
+    let (counts, blocks) = (cache.pool().counts(), cache.blocks(c).unwrap().clone());
+    let before = contents(&m, &cache, c);
+    assert_eq!(cache.copy_on_write(c, &faulty), Err(refusal()));
+    assert_eq!((cache.pool().counts(), cache.blocks(c).unwrap()), (counts, &blocks));
+    assert_eq!(contents(&m, &cache, c), before);
+    assert!(matches!(cache.grow(c, 1), Err(Error::SharedBlock { .. })), "still shared");
+    assert!(cache.copy_on_write(c, m.stream.as_ref()).unwrap());
+    for id in [a, b, c] {
+        cache.free(id).unwrap();
+    }
+    cache.pool().check_invariants().unwrap();
+}
+
+/// The copy in waits for the copy out, whichever stream makes it.
+#[rstest]
+fn a_swap_in_on_another_stream_waits_for_the_swap_out(#[values(Immediate, Deferred)] execution: Execution) {
+    let m = Memory::new(execution);
+    let mut cache = cache(&m, 8);
+    let (host, pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
+    let id = cache.create(SequenceStart::default()).unwrap();
+    write(&m, &mut cache, id, 10, 3.0);
+    let before = contents(&m, &cache, id);
+    let out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
+    let other = m.backend.stream().unwrap();
+    let id = cache.swap_in(out, other.as_ref()).unwrap();
+    other.synchronize().unwrap();
+    assert_eq!(contents(&m, &cache, id), before);
+}

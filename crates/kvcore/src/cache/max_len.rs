@@ -1,0 +1,70 @@
+//! A length that may be left to the model.
+
+use std::num::NonZeroUsize;
+
+use serde::{Deserialize, Serialize};
+
+/// A length that may be left to the model. In configurations: a number, or `"max"`; 0 means the same.
+///
+/// ```
+/// use kvcore::MaxLen;
+/// assert_eq!(MaxLen::from(1024).for_model(4096), 1024);
+/// assert_eq!(MaxLen::from(0), MaxLen::Model);
+/// assert_eq!(MaxLen::Model.for_model(4096), 4096);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(from = "LengthText", into = "LengthText")]
+pub enum MaxLen {
+    /// The model's longest sequence.
+    #[default]
+    Model,
+    /// So many tokens, or the model's longest sequence if that is shorter.
+    Tokens(NonZeroUsize),
+}
+
+impl MaxLen {
+    /// The length, in tokens, for a model that takes `max_positions` tokens.
+    pub fn for_model(self, max_positions: usize) -> usize {
+        match self {
+            Self::Model => max_positions,
+            Self::Tokens(tokens) => tokens.get().min(max_positions),
+        }
+    }
+}
+
+impl From<usize> for MaxLen {
+    fn from(tokens: usize) -> Self {
+        NonZeroUsize::new(tokens).map_or(Self::Model, Self::Tokens)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum LengthText {
+    Tokens(usize),
+    Max(Max),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Max {
+    Max,
+}
+
+impl From<LengthText> for MaxLen {
+    fn from(text: LengthText) -> Self {
+        match text {
+            LengthText::Tokens(tokens) => tokens.into(),
+            LengthText::Max(Max::Max) => Self::Model,
+        }
+    }
+}
+
+impl From<MaxLen> for LengthText {
+    fn from(len: MaxLen) -> Self {
+        match len {
+            MaxLen::Model => Self::Max(Max::Max),
+            MaxLen::Tokens(tokens) => Self::Tokens(tokens.get()),
+        }
+    }
+}

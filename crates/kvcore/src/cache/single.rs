@@ -1,0 +1,88 @@
+//! One sequence behind the interface of a dense cache, paged or dense underneath.
+
+use super::{LayerViews, PagedSequences, Result, StaticKvCache};
+use crate::backend::Stream;
+use crate::tensor::TensorView;
+
+/// What engines for one sequence ask of a cache; a dense one and a paged one answer with the same bytes.
+pub trait DenseKv {
+    /// The first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews>;
+
+    /// Writes rows `[heads, tokens, dim]` of a layer at `start` and returns all it has now.
+    fn update(
+        &mut self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> Result<LayerViews>;
+}
+
+/// One sequence of a [`PagedSequences`]; made by [`PagedSequences::single`].
+#[derive(Debug)]
+pub struct SingleSequence<'a> {
+    sequences: &'a mut PagedSequences,
+    number: u64,
+}
+
+impl<'a> SingleSequence<'a> {
+    pub(super) fn new(sequences: &'a mut PagedSequences, number: u64) -> Self {
+        Self { sequences, number }
+    }
+}
+
+impl DenseKv for SingleSequence<'_> {
+    fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews> {
+        self.sequences.read_first(stream, self.number, layer, len)
+    }
+
+    fn update(
+        &mut self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> Result<LayerViews> {
+        self.sequences.update(stream, self.number, layer, k, v, start)
+    }
+}
+
+/// A static cache of one entry with the interface of a dense cache. Its results are views.
+#[derive(Debug)]
+pub struct DenseSequence {
+    cache: StaticKvCache,
+}
+
+impl DenseSequence {
+    /// A sequence in a cache of one batch entry.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for a cache of another batch size.
+    pub fn new(cache: StaticKvCache) -> Result<Self> {
+        crate::error::same("batch entries of a single sequence", 1, cache.max_batch())?;
+        Ok(Self { cache })
+    }
+}
+
+impl DenseKv for DenseSequence {
+    fn layer_kv(&self, _stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews> {
+        let (k, v) = self.cache.views(layer)?;
+        Ok((k.select(0, 0)?.slice(1, 0, len)?, v.select(0, 0)?.slice(1, 0, len)?))
+    }
+
+    fn update(
+        &mut self,
+        stream: &dyn Stream,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> Result<LayerViews> {
+        let (k, v) = (k.unsqueeze(0)?, v.unsqueeze(0)?);
+        let (k, v) = self.cache.update(stream, layer, &k, &v, &[start])?;
+        Ok((k.select(0, 0)?, v.select(0, 0)?))
+    }
+}
