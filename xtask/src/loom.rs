@@ -13,8 +13,7 @@ pub(crate) struct LoomArgs {
 }
 
 pub(crate) fn loom(args: &LoomArgs) -> Result {
-    let args = ["test", "--release", "-p", "kvcore", "--test", "loom"];
-    let mut command = cargo_command(&args);
+    let mut command = cargo_command(&["test", "--release", "-p", "kvcore", "--test", "loom"]);
     // Its own folder: the flag would rebuild everything else.
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));
     if !args.exhaustive {

@@ -103,7 +103,7 @@ impl PoolConfig {
         self
     }
 
-    /// Parts with a lock and an eviction order each. More let more threads work at once; one makes
+    /// Parts with a lock and an eviction order each; fewer where their sizes, powers of two, need no more. More let more threads work at once; one makes
     /// eviction exact over the whole pool. By default pools below 4,096 blocks have one, larger ones
     /// up to two per processor core.
     #[must_use]
@@ -134,6 +134,21 @@ impl PoolConfig {
     }
 
     /// Cached blocks that nobody used for this long are not found again.
+    ///
+    /// ```
+    /// use std::{sync::Arc, time::Duration};
+    /// use kvcore::{BlockPool, KeyScope, ManualClock, PoolConfig};
+    /// let clock = ManualClock::default();
+    /// let config = PoolConfig::default().ttl(Duration::from_secs(60)).clock(Arc::new(clock.clone()));
+    /// let pool = BlockPool::with_config(0..4, config)?;
+    /// let key = KeyScope::new("m", b"w").root().child(&[1]);
+    /// drop(pool.allocate(1)?.register(None, &[key])?);
+    /// clock.advance(Duration::from_secs(59));
+    /// assert!(pool.lookup(&key).is_some());           // used again: another minute
+    /// clock.advance(Duration::from_secs(60));
+    /// assert!(pool.lookup(&key).is_none());
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
     #[must_use]
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.ttl = Some(ttl);

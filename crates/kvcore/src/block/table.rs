@@ -11,6 +11,22 @@ pub const PADDING_SLOT: i64 = -1;
 
 /// The blocks of one sequence: shared ones first, then those it fills itself.
 ///
+/// ```
+/// use kvcore::{BlockPool, BlockTable};
+/// let pool = BlockPool::new(0..8)?;
+/// let mut beam = BlockTable::new(&pool, 4)?;
+/// assert_eq!(beam.grow(6)?, [0, 1, 2, 3, 4, 5]);
+/// let mut other = beam.fork()?;                        // both blocks are shared now
+/// if let Some(copy) = other.unshare_tail()? {          // copy on write: block 1 goes to block 2
+///     assert_eq!((copy.source.ids()[0].0, copy.target.0), (1, 2));
+/// }
+/// assert_eq!(other.grow(1)?, [2 * 4 + 2]);
+/// assert!(beam.unshare_tail()?.is_none());             // nobody else reads its last block any more
+/// assert_eq!(beam.grow(1)?, [4 + 2]);
+/// beam.truncate(5)?;                                   // rolled back
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
 /// # Drop behaviour
 /// Blocks are let go last first, so that a pool evicts the end of a prefix before its beginning.
 #[derive(Debug)]

@@ -25,6 +25,21 @@ pub use s3fifo::S3Fifo;
 pub use tinylfu::TinyLfu;
 
 /// How much the caller wants a cached block to stay.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvcore::{BlockPool, KeyScope, PolicyKind, PoolConfig, Retention};
+/// let pool = BlockPool::with_config(0..2, PoolConfig::default().policy(PolicyKind::Priority))?;
+/// let key = |n| KeyScope::new("m", b"w").root().child(&[n]);
+/// let system_prompt = pool.allocate(1)?.register(None, &[key(0)])?;
+/// system_prompt.retain(Retention { priority: 90, lasts: Some(Duration::from_secs(600)) });
+/// drop(system_prompt);
+/// for n in 1..5 {
+///     drop(pool.allocate(1)?.register(None, &[key(n)])?);      // the others take turns in the other block
+/// }
+/// assert!(pool.lookup(&key(0)).is_some());
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retention {
     /// Blocks of a lower priority go first; see [`Retention::DEFAULT`]. 0 is evicted first.
@@ -72,6 +87,30 @@ impl Default for Entry<'_> {
 /// The pool calls it under its lock: keep every method short. The caller guarantees that `insert`
 /// and `remove` alternate for an index (an eviction counts as a removal), and that every index is
 /// below the number of blocks the policy was made for.
+///
+/// ```
+/// use kvcore::block::Entry;
+/// use kvcore::{BlockPool, EvictionPolicy, KeyScope, PoolConfig};
+///
+/// /// Most recently used first.
+/// #[derive(Debug, Default)]
+/// struct Mru(Vec<u32>);
+///
+/// impl EvictionPolicy for Mru {
+///     fn insert(&mut self, block: u32, _: &Entry<'_>) { self.0.push(block) }
+///     fn remove(&mut self, block: u32) { self.0.retain(|&other| other != block) }
+///     fn evict(&mut self, _now: u64) -> Option<u32> { self.0.pop() }
+///     fn len(&self) -> usize { self.0.len() }
+/// }
+///
+/// let pool = BlockPool::with_config(0..2, PoolConfig::default().custom_policy(|_| Box::<Mru>::default()))?;
+/// let key = |n| KeyScope::new("m", b"w").root().child(&[n]);
+/// for n in 0..3 {
+///     drop(pool.allocate(1)?.register(None, &[key(n)])?);
+/// }
+/// assert!(pool.lookup(&key(0)).is_some() && pool.lookup(&key(1)).is_none());
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 pub trait EvictionPolicy: Send + fmt::Debug {
     /// The last holder of the block has gone.
     fn insert(&mut self, block: u32, entry: &Entry<'_>);
@@ -112,6 +151,16 @@ fn word(key: &BlockKey) -> u64 {
 }
 
 /// A policy by name, as configurations give it.
+///
+/// ```
+/// use kvcore::{BlockPool, PolicyKind, PoolConfig};
+/// for name in ["lru", "tiny-lfu", "s3-fifo", "priority"] {
+///     let kind: PolicyKind = serde_json::from_str(&format!("{name:?}")).unwrap();
+///     let pool = BlockPool::with_config(0..1000, PoolConfig::default().policy(kind))?;
+///     assert_eq!(pool.counts().free, 1000);
+/// }
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyKind {
