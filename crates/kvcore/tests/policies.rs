@@ -124,6 +124,20 @@ fn one_queue_takes_what_was_released_first() {
     pool.check_invariants().unwrap();
 }
 
+#[test]
+fn a_block_twice_in_a_guard_has_one_key() {
+    let pool = BlockPool::new(0..3).unwrap();
+    let mut twice = pool.allocate(1).unwrap().share();
+    twice.append(twice.clone()).unwrap();
+    twice.register(0, None, &[key(1), key(2)]).unwrap();
+    pool.check_invariants().unwrap();
+    assert_eq!(cached(&pool, 0..3), [1]);
+    drop(twice);
+    store(&pool, 2);
+    assert_eq!(cached(&pool, 0..3), [1, 2]);
+    pool.check_invariants().unwrap();
+}
+
 /// Popular prefixes beside prompts that come once: what part of the lookups of popular ones hit.
 fn hit_rate(kind: PolicyKind) -> f64 {
     let pool = BlockPool::with_config(0..200, PoolConfig::default().policy(kind)).unwrap();

@@ -227,6 +227,18 @@ impl World {
 
     fn registered(&mut self, own: &[u32], got: &[u32], keys: &[BlockKey]) {
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
+            // A guard may hold a block twice, by appending: it keeps the key of its first place.
+            if self.key_of(own).is_some() {
+                let known = self.find(key).filter(|&b| !self.expired(b));
+                let merged = known.filter(|_| self.setup.duplicates == Duplicates::Merge);
+                assert_eq!(got, merged.unwrap_or(own));
+                if known.is_none()
+                    && let Some(old) = self.find(key).filter(|_| self.setup.duplicates == Duplicates::Merge)
+                {
+                    self.forget(old);
+                }
+                continue;
+            }
             let known = self.find(key).filter(|&b| !self.expired(b));
             match known {
                 Some(known) if self.setup.duplicates == Duplicates::Merge => {

@@ -243,39 +243,44 @@ impl SharedBlocks {
     fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
         let handle = self.pool.clone();
         let pool = &*handle.0;
-        // Numbers of keys that another block has.
-        let mut known: SmallVec<[usize; 4]> = SmallVec::new();
+        // Places whose key another block has, and places whose block has a key.
+        let (mut known, mut keyed): (SmallVec<[usize; 4]>, SmallVec<[usize; 4]>) = Default::default();
         let ids = &self.ids[start..][..keys.len()];
         let mut walk = pool.walk();
         let mut from = 0;
         while from < ids.len() {
             let (shard, block) = walk.shard(ids[from]);
             if shard.has_key(block) {
-                known.push(from);
+                keyed.push(from);
                 from += 1;
                 continue;
             }
-            // As many blocks as are in this shard and have no key, none of them twice.
-            let mut to = from + 1;
-            while to < ids.len()
-                && pool.shard_of(ids[to]) == pool.shard_of(ids[from])
-                && !shard.has_key(pool.local(ids[to]))
-                && !ids[from..to].contains(&ids[to])
-            {
-                to += 1;
-            }
-            let run = from..to;
+            // As many blocks as are in this shard and have no key.
+            let more = ids[from + 1..].iter().take_while(|&&id| {
+                pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
+            });
+            let run = from..from + 1 + more.count();
             let mut entered: SmallVec<[bool; 64]> = SmallVec::from_elem(true, run.len());
             let index = |i: usize| ids[run.start + i].0 - pool.rules.first;
             pool.index.enter(&keys[run.clone()], index, |i, _| entered[i] = false);
             for (i, entered) in run.clone().zip(entered) {
-                if entered { shard.set_key(pool.local(ids[i]), keys[i]) } else { known.push(i) }
+                if !entered {
+                    known.push(i);
+                } else if shard.has_key(pool.local(ids[i])) {
+                    // The same block again: it has the key of its first place.
+                    pool.index.remove(&[(keys[i], ids[i].0 - pool.rules.first)]);
+                    keyed.push(i);
+                } else {
+                    shard.set_key(pool.local(ids[i]), keys[i]);
+                }
             }
             from = run.end;
         }
         drop(walk);
         known.retain(|i| !self.merge(start + *i, &keys[*i]));
         if let Some(events) = &pool.rules.events {
+            known.extend(keyed);
+            known.sort_unstable();
             let mut from = 0;
             for &to in known.iter().chain([&keys.len()]) {
                 if from < to {
@@ -297,16 +302,17 @@ impl SharedBlocks {
         loop {
             let mut walk = pool.walk();
             let (shard, block) = walk.shard(own);
-            if shard.has_key(block) {
-                return false;
+            let mut other = pool.index.find_prefix(std::slice::from_ref(key)).first().copied();
+            if other.is_none() && !shard.has_key(block) {
+                let index = |_| own.0 - pool.rules.first;
+                pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
+                if other.is_none() {
+                    shard.set_key(block, *key);
+                    return true;
+                }
             }
-            let mut other = None;
-            let index = |_| own.0 - pool.rules.first;
-            pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
-            let Some(other) = other else {
-                shard.set_key(block, *key);
-                return true;
-            };
+            // A block that is in the guard twice has the key of its other place.
+            let Some(other) = other else { return false };
             // A block that was refused once and is still there has another key with the same first word.
             if tried == Some(other) {
                 return false;
