@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, Selection, computable, innermost_dense, writable};
+use super::{KvArena, Selection, apart, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -138,12 +138,18 @@ pub struct Attend {
     pub softcap: Option<f32>,
     /// Output `[rows, heads, v_dim]`.
     pub out: TensorView,
-    /// Log-sum-exp of each row and head `[rows, heads]`, f32.
+    /// Log-sum-exp of each row and head `[rows, heads]`, f32; apart from all other operands.
     pub lse: Option<TensorView>,
 }
 
 impl Attend {
     /// Checks shapes, segments and positions, and grows the table.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for extents that do not fit, [`Error::DTypeMismatch`], [`Error::OutOfRange`],
+    /// [`Error::Overflow`]; [`Error::Aliased`] when `out` or `lse` has two elements at one address, when an
+    /// operand lies in the arena, or when `lse` reaches into queries or output; [`Error::InvalidRope`] and
+    /// [`Error::InvalidSelection`].
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         self.check_views()?;
@@ -202,6 +208,10 @@ impl Attend {
             if lse.dtype() != DType::F32 {
                 return Err(Error::DTypeMismatch { what: "lse", expected: DType::F32, got: lse.dtype() });
             }
+            writable("lse", lse)?;
+            self.arena.check_apart("lse", lse)?;
+            apart("lse and queries", lse, &self.q)?;
+            apart("lse and output", lse, &self.out)?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Multi-head latent attention over the cached latents themselves.
 
-use super::{Attend, computable, innermost_dense};
+use super::{Attend, apart, computable, innermost_dense};
 use crate::error::{Result, same};
 use crate::tensor::TensorView;
 
@@ -21,6 +21,9 @@ pub struct AttendMla {
 
 impl AttendMla {
     /// Checks what [`Attend::check`] does, that the arena has one head, and the latent queries.
+    ///
+    /// # Errors
+    /// As [`Attend::check`], for the latent queries too.
     pub fn check(&self) -> Result<()> {
         self.attend.check()?;
         let s = self.attend.arena.layout().shape();
@@ -33,6 +36,8 @@ impl AttendMla {
         same("width of latent queries", s.v_dim, latent[2])?;
         computable("latent queries", &self.q_latent)?;
         innermost_dense("latent queries", &self.q_latent)?;
-        self.attend.arena.check_apart("latent queries", &self.q_latent)
+        self.attend.arena.check_apart("latent queries", &self.q_latent)?;
+        let lse = self.attend.lse.as_ref();
+        lse.map_or(Ok(()), |lse| apart("lse and latent queries", lse, &self.q_latent))
     }
 }
