@@ -201,7 +201,19 @@ impl CacheConfig for PagedCacheConfig {
     }
 }
 
-/// Either, as a configuration file names it: `{"cache": "static", "max_len": "max"}`.
+/// Either, as a configuration file names it.
+///
+/// ```
+/// use kvcore::{CacheChoice, CacheConfig, CacheKind, PolicyKind};
+/// let text = r#"{"cache": "paged", "block_size": 32, "policy": "tiny-lfu", "watermark": 4}"#;
+/// let choice: CacheChoice = serde_json::from_str(text)?;
+/// let CacheChoice::Paged(paged) = &choice else { unreachable!("it says paged") };
+/// assert_eq!((paged.block_size, paged.policy), (32, PolicyKind::TinyLfu));
+/// let fixed: CacheChoice = serde_json::from_str(r#"{"cache": "static", "max_len": "max"}"#)?;
+/// let configs: Vec<Box<dyn CacheConfig>> = vec![choice.boxed_clone(), fixed.boxed_clone()];
+/// assert_eq!((configs[0].kind(), configs[1].kind()), (CacheKind::Paged, CacheKind::Static));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "cache", rename_all = "lowercase")]
 pub enum CacheChoice {

@@ -82,6 +82,17 @@ pub struct QueryRow {
 }
 
 /// Rows that attend to the same segments: one sequence of a batch.
+///
+/// ```
+/// use kvcore::kernels::{AttendRows, Selection, SelectionUnit};
+/// use kvcore::{BlockId, Segment};
+/// // two rows over 40 tokens in blocks of 16; the first sees blocks 0 and 2, the second block 2 alone
+/// let segment = Segment::new([BlockId(7), BlockId(3), BlockId(5)].into(), 40, 0, 0);
+/// let unit = SelectionUnit::Blocks;
+/// let selection = Selection { unit, offsets: [0, 2, 3].into(), indices: [0, 2, 2].into() };
+/// let entry = AttendRows::new(0..2, [segment]).selecting(selection);
+/// assert_eq!(entry.selection.as_ref().map(|s| s.row(1)), Some(&[2][..]));
+/// ```
 #[derive(Debug, Clone)]
 pub struct AttendRows {
     /// Rows of `q` and `out`.
