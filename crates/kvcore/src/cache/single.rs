@@ -99,7 +99,7 @@ impl DenseSequence {
     /// A sequence in a cache of one batch entry.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a cache of another batch size.
+    /// [`crate::Error::Mismatch`] for a cache of another batch size.
     pub fn new(cache: StaticKvCache) -> Result<Self> {
         crate::error::same("batch entries of a single sequence", 1, cache.max_batch())?;
         Ok(Self { cache })
