@@ -29,8 +29,18 @@ const DIM: usize = 128;
 const BLOCK: usize = 16;
 /// Queries over which errors are taken.
 const QUERIES: usize = 16;
-const FORMATS: [&str; 9] =
-    ["f32", "bf16", "int8:32", "int8:128", "int4:32", "int4:128", "fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2"];
+const FORMATS: [&str; 10] = [
+    "f32",
+    "bf16",
+    "int8:32",
+    "int8:128",
+    "int4:32",
+    "int4:128",
+    "fp8-e4m3",
+    "fp8-e4m3:head",
+    "fp8-e5m2",
+    "fp8-e5m2:head",
+];
 
 /// Standard normal numbers (Box and Muller).
 fn normal(seed: u64, n: usize) -> Vec<f32> {

@@ -86,6 +86,22 @@ impl CpuStorage {
 
     /// Uses memory that somebody else allocated; `owner` is dropped with the storage.
     ///
+    /// ```
+    /// use std::any::Any;
+    /// use std::ptr::NonNull;
+    /// use std::sync::{Arc, Mutex};
+    /// use kvbackend_cpu::CpuStorage;
+    /// use kvcore::{MemoryKind, Storage};
+    ///
+    /// let mut bytes = vec![0u8; 4096];
+    /// let ptr = NonNull::from(bytes.as_mut_slice()).cast();
+    /// let owner: Arc<dyn Any + Send + Sync> = Arc::new(Mutex::new(bytes));
+    /// // SAFETY: the vector lives in `owner`, its memory does not move, and nobody locks it meanwhile.
+    /// let storage = unsafe { CpuStorage::from_raw(ptr, 4096, MemoryKind::System, owner) }?;
+    /// assert_eq!(storage.len(), 4096);
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner`
     /// lives, and while the storage lives nothing else may access them but through it.

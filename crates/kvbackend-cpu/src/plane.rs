@@ -136,14 +136,8 @@ fn decode(format: KvFormat, codes: &[u8], scales: &[u8], row: &mut [f32]) -> Res
             }
             Ok(())
         }),
-        KvFormat::Int8 { group } => {
-            IntKind::Int8.decode_row(codes, group, elements::<f16>(scales)?, row);
-            Ok(())
-        }
-        KvFormat::Int4 { group } => {
-            IntKind::Int4.decode_row(codes, group, elements::<f16>(scales)?, row);
-            Ok(())
-        }
+        KvFormat::Int8 { group } => IntKind::Int8.decode_row(codes, group, elements::<f16>(scales)?, row),
+        KvFormat::Int4 { group } => IntKind::Int4.decode_row(codes, group, elements::<f16>(scales)?, row),
         KvFormat::Fp8 { kind, .. } => {
             elements::<f32>(scales)?.iter().for_each(|&scale| kind.decode_row(codes, scale, row));
             Ok(())
@@ -160,14 +154,8 @@ fn encode(format: KvFormat, row: &[f32], codes: &mut [u8], scales: &mut [u8]) ->
             }
             Ok(())
         }),
-        KvFormat::Int8 { group } => {
-            IntKind::Int8.encode_row(row, group, codes, elements_mut::<f16>(scales)?);
-            Ok(())
-        }
-        KvFormat::Int4 { group } => {
-            IntKind::Int4.encode_row(row, group, codes, elements_mut::<f16>(scales)?);
-            Ok(())
-        }
+        KvFormat::Int8 { group } => IntKind::Int8.encode_row(row, group, codes, elements_mut::<f16>(scales)?),
+        KvFormat::Int4 { group } => IntKind::Int4.encode_row(row, group, codes, elements_mut::<f16>(scales)?),
         KvFormat::Fp8 { kind, .. } => {
             elements::<f32>(scales)?.iter().for_each(|&scale| kind.encode_row(row, scale, codes));
             Ok(())

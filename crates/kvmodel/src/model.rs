@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockOrder, DType, KvArena, KvFormat, KvShape, Logits, MemoryKind, Profiler, Rope,
-    SequenceInput, SlotMapping, Stream, TensorView, allocate_tensor,
+    Backend, DType, KvArena, KvExtents, KvFormat, Logits, MemoryKind, Profiler, Rope, SequenceInput,
+    SlotMapping, Stream, TensorView, allocate_tensor,
 };
 
 use crate::config::ModelConfig;
@@ -92,18 +92,16 @@ impl Model {
         &self.revision
     }
 
-    /// The shape of a cache for this model.
-    pub fn kv_shape(&self, num_blocks: usize, block_size: usize, format: impl Into<KvFormat>) -> KvShape {
-        KvShape {
+    /// What a cache must know of this model.
+    pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
+        KvExtents {
             num_layers: self.config.num_layers,
-            num_blocks,
-            block_size,
             k_heads: self.config.kv_heads,
             v_heads: self.config.kv_heads,
             k_dim: self.config.head_dim,
             v_dim: self.config.head_dim,
+            max_positions: self.config.max_positions,
             format: format.into(),
-            order: BlockOrder::TokenMajor,
         }
     }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::kernels::Gather;
 use kvcore::{
-    BlockId, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache, KvExtents,
-    MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
+    BlockId, BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache,
+    KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
     StaticCacheConfig, StaticKvCache, TensorView,
 };
 use rstest::rstest;
@@ -130,7 +130,7 @@ fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankI
 #[rstest]
 fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
-    let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into() };
+    let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into(), ..StaticCacheConfig::default() };
     let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
     let cache = build(&m, &fixed, &extents(8, 2), &rank);
     let s = cache.arena().layout().shape().clone();
@@ -147,6 +147,16 @@ fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] exec
     assert!(layout.k_bytes() + layout.v_bytes() <= 100_000);
     assert!(layout.k_bytes() + layout.v_bytes() + layout.block_bytes() > 100_000, "as many as fit");
     assert_eq!(cache.max_len(), layout.shape().num_blocks * 5);
+
+    let order = BlockOrder::TokenMajor;
+    let configs: [&dyn CacheConfig; 2] = [
+        &StaticCacheConfig { order, ..StaticCacheConfig::default() },
+        &PagedCacheConfig { order, max_memory: 100_000, ..PagedCacheConfig::default() },
+    ];
+    for config in configs {
+        let cache = build(&m, config, &extents(2, 2), &RankInfo::default());
+        assert_eq!(cache.arena().layout().shape().order, order, "{}", cache.kind());
+    }
 
     let uneven = RankInfo::tensor_parallel(0, 3).unwrap();
     let refused = |config: &dyn CacheConfig, extents: &KvExtents, rank: &RankInfo| {

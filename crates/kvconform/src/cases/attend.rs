@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
-use kvcore::{BlockId, BlockOrder, DType, KvArena, KvShape, Rope, RopeConfig};
+use kvcore::tensor::Dims;
+use kvcore::{BlockId, BlockOrder, DType, Error, KvArena, KvShape, Rope, RopeConfig, Storage, TensorView};
 
 use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
@@ -235,6 +236,21 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
         ),
     ] {
         ensure(b.stream.attend(&op).is_err(), || format!("{what} was accepted"))?;
+    }
+    let lse = |storage: &Arc<dyn Storage>, strides: [usize; 2]| {
+        let (shape, strides) = (Dims::new(&[2, HEADS])?, Dims::new(&strides)?);
+        TensorView::with_strides(Arc::clone(storage), DType::F32, shape, strides, 0)
+    };
+    let apart = b.tensor(DType::F32, &[2, HEADS])?;
+    for (what, lse) in [
+        ("one log-sum-exp for all rows", lse(apart.storage(), [0, 1])?),
+        ("one log-sum-exp for all heads", lse(apart.storage(), [1, 0])?),
+        ("a log-sum-exp in the arena", lse(good.arena.v(), [HEADS, 1])?),
+        ("a log-sum-exp in the queries", lse(good.q.storage(), [HEADS, 1])?),
+        ("a log-sum-exp in the output", lse(good.out.storage(), [HEADS, 1])?),
+    ] {
+        let result = b.stream.attend(&Attend { lse: Some(lse), ..good.clone() });
+        ensure(matches!(result, Err(Error::Aliased { .. })), || format!("{what} gave {result:?}"))?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{AttendMla, AttendRows, QueryRow, RotateKeys, Rotation, SelectionUnit};
-use kvcore::{BlockOrder, DType, Error, KvFormat, KvShape};
+use kvcore::{BlockOrder, DType, Error, KvFormat, KvShape, TensorView};
 
 use super::attend::{HEADS, Trial, UNTOUCHED, entry, reused, rows, segment};
 use super::blocks::pairs;
@@ -140,5 +140,10 @@ pub(super) fn wrong_latent_attends_are_refused(b: &Bench) -> Outcome {
         let result = b.stream.attend_mla(&op);
         ensure(matches!(result, Err(Error::Mismatch { .. })), || format!("several heads gave {result:?}"))?;
     }
-    Ok(())
+    let mut op = good.clone();
+    op.attend.lse = Some(TensorView::new(Arc::clone(op.q_latent.storage()), DType::F32, &[4, HEADS])?);
+    let result = b.stream.attend_mla(&op);
+    ensure(matches!(result, Err(Error::Aliased { .. })), || {
+        format!("a log-sum-exp in the latent queries gave {result:?}")
+    })
 }

@@ -85,12 +85,14 @@ pub struct StaticCacheConfig {
     pub max_batch: usize,
     /// Tokens of an entry.
     pub max_len: MaxLen,
+    /// Order of heads and tokens in memory.
+    pub order: BlockOrder,
 }
 
 impl Default for StaticCacheConfig {
-    /// One entry of the model's longest length.
+    /// One entry of the model's longest length, head-major.
     fn default() -> Self {
-        Self { max_batch: 1, max_len: MaxLen::Model }
+        Self { max_batch: 1, max_len: MaxLen::Model, order: BlockOrder::HeadMajor }
     }
 }
 
@@ -102,7 +104,7 @@ impl StaticCacheConfig {
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let batch = rank.batch(self.max_batch)?.len();
         let len = self.max_len.for_model(extents.max_positions);
-        KvLayout::new(extents.shape(rank, batch, len)?)
+        KvLayout::new(KvShape { order: self.order, ..extents.shape(rank, batch, len)? })
     }
 }
 
@@ -135,6 +137,8 @@ pub struct PagedCacheConfig {
     pub max_memory: usize,
     /// Tokens per block; any number from 1 up.
     pub block_size: usize,
+    /// Order of heads and tokens in a block.
+    pub order: BlockOrder,
     /// Which cached block goes first when room is needed.
     pub policy: PolicyKind,
     /// Blocks that are left to running sequences when a new one is admitted.
@@ -145,9 +149,16 @@ pub struct PagedCacheConfig {
 }
 
 impl Default for PagedCacheConfig {
-    /// 1 GiB in blocks of 16 tokens, evicted by LRU, no watermark, no expiry.
+    /// 1 GiB in head-major blocks of 16 tokens, evicted by LRU, no watermark, no expiry.
     fn default() -> Self {
-        Self { max_memory: 1 << 30, block_size: 16, policy: PolicyKind::Lru, watermark: 0, ttl_seconds: None }
+        Self {
+            max_memory: 1 << 30,
+            block_size: 16,
+            order: BlockOrder::HeadMajor,
+            policy: PolicyKind::Lru,
+            watermark: 0,
+            ttl_seconds: None,
+        }
     }
 }
 
@@ -157,7 +168,8 @@ impl PagedCacheConfig {
     /// # Errors
     /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`].
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
-        KvLayout::within_budget(&extents.shape(rank, 1, self.block_size)?, self.max_memory)
+        let shape = KvShape { order: self.order, ..extents.shape(rank, 1, self.block_size)? };
+        KvLayout::within_budget(&shape, self.max_memory)
     }
 
     /// The settings of the pool, to be completed by what no file can say (events, a clock).
@@ -189,7 +201,19 @@ impl CacheConfig for PagedCacheConfig {
     }
 }
 
-/// Either, as a configuration file names it: `{"cache": "static", "max_len": "max"}`.
+/// Either, as a configuration file names it.
+///
+/// ```
+/// use kvcore::{CacheChoice, CacheConfig, CacheKind, PolicyKind};
+/// let text = r#"{"cache": "paged", "block_size": 32, "policy": "tiny-lfu", "watermark": 4}"#;
+/// let choice: CacheChoice = serde_json::from_str(text)?;
+/// let CacheChoice::Paged(paged) = &choice else { unreachable!("it says paged") };
+/// assert_eq!((paged.block_size, paged.policy), (32, PolicyKind::TinyLfu));
+/// let fixed: CacheChoice = serde_json::from_str(r#"{"cache": "static", "max_len": "max"}"#)?;
+/// let configs: Vec<Box<dyn CacheConfig>> = vec![choice.boxed_clone(), fixed.boxed_clone()];
+/// assert_eq!((configs[0].kind(), configs[1].kind()), (CacheKind::Paged, CacheKind::Static));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "cache", rename_all = "lowercase")]
 pub enum CacheChoice {
@@ -268,17 +292,23 @@ mod tests {
     fn defaults_are_one_sequence_and_blocks_of_sixteen() {
         let (fixed, paged) = (StaticCacheConfig::default(), PagedCacheConfig::default());
         assert_eq!((fixed.max_batch, fixed.max_len, paged.block_size), (1, MaxLen::Model, 16));
+        assert_eq!((fixed.order, paged.order), (BlockOrder::HeadMajor, BlockOrder::HeadMajor));
     }
 
     #[test]
     fn configs_are_cloned_and_read_back() {
         let choices = [
-            CacheChoice::Static(StaticCacheConfig { max_batch: 8, max_len: 2048.into() }),
+            CacheChoice::Static(StaticCacheConfig {
+                max_batch: 8,
+                max_len: 2048.into(),
+                order: BlockOrder::TokenMajor,
+            }),
             CacheChoice::Static(StaticCacheConfig::default()),
-            CacheChoice::Static(StaticCacheConfig { max_batch: 2, max_len: 0.into() }),
+            CacheChoice::Static(StaticCacheConfig { max_batch: 2, max_len: 0.into(), ..Default::default() }),
             CacheChoice::Paged(PagedCacheConfig {
                 max_memory: 10 << 30,
                 block_size: 24,
+                order: BlockOrder::TokenMajor,
                 policy: PolicyKind::TinyLfu,
                 watermark: 7,
                 ttl_seconds: Some(3600),

@@ -101,25 +101,44 @@ pub trait KvCache: Send + fmt::Debug {
 
     /// Says which tokens were written since the last commit, so that a cache that shares prefixes can
     /// share them.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`], [`crate::Error::OutOfRange`] for more tokens than were grown.
     fn commit(&mut self, _id: SequenceId, _tokens: &[u32]) -> Result<()> {
         Ok(())
     }
 
     /// Forgets tokens past `len` (speculative rollback, a failed step).
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`], [`crate::Error::OutOfRange`] for more tokens than there are,
+    /// [`crate::Error::SharedBlock`] for a length inside a block that others find by its key.
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()>;
 
     /// Ends a sequence.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`].
     fn free(&mut self, id: SequenceId) -> Result<()>;
 
     /// Tokens of a sequence.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`].
     fn len(&self, id: SequenceId) -> Result<usize>;
 
     /// Whether a sequence has no token.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`].
     fn is_empty(&self, id: SequenceId) -> Result<bool> {
         Ok(self.len(id)? == 0)
     }
 
     /// All tokens of a sequence as one segment of an attend.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnknownSequence`].
     fn segment(&self, id: SequenceId) -> Result<Segment>;
 
     /// Writes new rows of one layer and returns the layer's cache.

@@ -51,6 +51,9 @@ impl Chain {
 /// of those that used them before ([`Stream::wait_for`]). The same holds for the arena that sequences are
 /// swapped to.
 ///
+/// On a quantised arena (`format: "int8:32".parse()?` in the shape) all of this holds unchanged: writes
+/// quantise, an attend dequantises.
+///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
@@ -145,6 +148,9 @@ impl PagedKvCache {
     }
 
     /// A new sequence that shares nothing.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for a block size of 0, which no [`KvLayout`](crate::KvLayout) has.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let table = BlockTable::new(&self.pool, self.block_size())?;
         Ok(self.insert(Sequence { table, start, chain: None }))
@@ -154,6 +160,9 @@ impl PagedKvCache {
     ///
     /// Returns its id and how many of `tokens` are cached already. At least one token is left to
     /// compute, so that there are logits to continue from.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
     pub fn create_with_prefix(
         &mut self,
         scheme: impl Into<KeyScheme>,
@@ -196,6 +205,9 @@ impl PagedKvCache {
 
     /// A second sequence over the same tokens (beam search, parallel sampling). Both share all blocks;
     /// before either grows, [`copy_on_write`](Self::copy_on_write) gives it a last block of its own.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let Sequence { table, start, chain } = self.get_mut(id)?;
         let twin = Sequence { table: table.fork()?, start: *start, chain: chain.clone() };
@@ -247,6 +259,10 @@ impl PagedKvCache {
     }
 
     /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::OutOfRange`] for more tokens than there are, [`Error::SharedBlock`]
+    /// for a length inside a block that others find by its key; the sequence is as before then.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
@@ -312,21 +328,33 @@ impl PagedKvCache {
     }
 
     /// Ends a sequence. Its own blocks are free, its shared ones cached.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn free(&mut self, id: SequenceId) -> Result<()> {
         self.sequences.remove(&id).map(drop).ok_or(Error::UnknownSequence(id.0))
     }
 
     /// Tokens of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn len(&self, id: SequenceId) -> Result<usize> {
         Ok(self.get(id)?.table.len())
     }
 
     /// Whether a sequence has no token.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn is_empty(&self, id: SequenceId) -> Result<bool> {
         Ok(self.get(id)?.table.is_empty())
     }
 
     /// Blocks of a sequence in order.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn blocks(&self, id: SequenceId) -> Result<&Arc<[BlockId]>> {
         Ok(self.get(id)?.table.ids())
     }
@@ -341,6 +369,9 @@ impl PagedKvCache {
     }
 
     /// All tokens of a sequence as one segment.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn segment(&self, id: SequenceId) -> Result<Segment> {
         let Sequence { table, start, .. } = self.get(id)?;
         Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))

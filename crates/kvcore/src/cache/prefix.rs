@@ -9,6 +9,30 @@ use crate::key::BlockKey;
 
 /// A prefix at the start of a prompt, part of it cached, the rest to be computed.
 ///
+/// ```
+/// # use std::sync::Arc;
+/// # use kvbackend_cpu::CpuBackend;
+/// # use kvcore::{
+/// #     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+/// # };
+/// # let backend = CpuBackend::new();
+/// # let shape = KvShape {
+/// #     num_layers: 1, num_blocks: 8, block_size: 4, k_heads: 1, v_heads: 1, k_dim: 2, v_dim: 2,
+/// #     format: DType::F32.into(), order: BlockOrder::TokenMajor,
+/// # };
+/// # let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+/// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
+/// let root = KeyScope::new("model", b"weights").root();
+/// let system_prompt = [1, 2, 3, 4, 5, 6];
+/// let fill = cache.fill_prefix(Some(root), &system_prompt)?;
+/// assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
+/// // … scatter the keys and values of six tokens to these slots in every layer, then:
+/// let held = fill.finish()?;
+/// assert_eq!(held.segment().len, 6);
+/// assert_eq!(cache.fill_prefix(Some(root), &system_prompt)?.cached(), 6, "to the token");
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
 /// # Drop behaviour
 /// Blocks that were to be filled are free again, cached ones stay cached.
 #[derive(Debug)]
@@ -69,6 +93,10 @@ impl PrefixFill {
     }
 
     /// Declares all slots written; the blocks can be found from now on.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfRange`] for more keys than blocks, which [`PagedKvCache::fill_prefix`] does not
+    /// make.
     pub fn finish(mut self) -> Result<SealedPrefix> {
         self.table.seal(self.parent, &self.keys)?;
         Ok(SealedPrefix(self.table))

@@ -96,17 +96,26 @@ impl PagedSequences {
     }
 
     /// Tokens written in one layer.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::OutOfRange`] for a layer past the last.
     pub fn layer_len(&self, number: u64, layer: usize) -> Result<usize> {
         let written = &self.named(number)?.written;
         written.get(layer).copied().ok_or(Error::range("layer", layer, written.len()))
     }
 
     /// Tokens of a sequence: those of the layer that is furthest.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn len(&self, number: u64) -> Result<usize> {
         self.cache.len(self.named(number)?.id)
     }
 
     /// Whether a sequence has no token.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn is_empty(&self, number: u64) -> Result<bool> {
         Ok(self.len(number)? == 0)
     }
@@ -134,7 +143,34 @@ impl PagedSequences {
     }
 
     /// Writes rows of one layer at `start`, which forgets what the layer had from there on, and returns
-    /// all it has now: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// all it has now: `([k_heads, len, k_dim], [v_heads, len, v_dim])`. Blocks past the layer that is
+    /// furthest then are given back.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvbackend_cpu::CpuBackend;
+    /// # use kvcore::{
+    /// #     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+    /// #     PagedSequences, allocate_tensor,
+    /// # };
+    /// # let backend = CpuBackend::new();
+    /// # let stream = backend.stream()?;
+    /// # let shape = KvShape {
+    /// #     num_layers: 1, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
+    /// #     format: DType::F32.into(), order: BlockOrder::HeadMajor,
+    /// # };
+    /// # let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+    /// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
+    /// # let mut sequences = PagedSequences::new(backend.clone(), cache);
+    /// let id = sequences.create(None)?;
+    /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 6, 3])?;
+    /// sequences.append(stream.as_ref(), id, 0, &rows, &rows)?;
+    /// // the last four of six tokens were wrong: three others take their place
+    /// let new = rows.slice(1, 0, 3)?;
+    /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
+    /// assert_eq!((k.shape(), sequences.len(id)?), (&[2, 5, 3][..], 5));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`append`](Self::append), and [`Error::OutOfRange`] for a start that would leave a hole.
@@ -187,6 +223,9 @@ impl PagedSequences {
     }
 
     /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    ///
+    /// # Errors
+    /// As [`layer_len`](Self::layer_len), and what the backend refuses.
     pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize) -> Result<LayerViews> {
         self.read_first(stream, number, layer, self.layer_len(number, layer)?)
     }
@@ -207,6 +246,9 @@ impl PagedSequences {
     }
 
     /// Ends a sequence; its blocks are free at once.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn delete(&mut self, number: u64) -> Result<()> {
         let named = self.sequences.remove(&number).ok_or(Error::UnknownSequence(number))?;
         self.cache.free(named.id)

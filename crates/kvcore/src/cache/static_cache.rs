@@ -51,6 +51,9 @@ pub struct StaticKvCache {
 
 impl StaticKvCache {
     /// A cache over an arena whose blocks are batch entries.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`] for more lengths than can be counted.
     pub fn new(arena: KvArena) -> Result<Self> {
         let s = arena.layout().shape();
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];
@@ -79,11 +82,17 @@ impl StaticKvCache {
     }
 
     /// Tokens of one entry in one layer.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer or an entry past the last.
     pub fn entry_len(&self, layer: usize, batch: usize) -> Result<usize> {
         Ok(self.lengths[self.index(layer, batch)?])
     }
 
     /// The batch entry of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
     pub fn entry(&self, id: SequenceId) -> Result<usize> {
         self.sequences.get(&id).map(|&(batch, _)| batch).ok_or(Error::UnknownSequence(id.0))
     }
@@ -148,6 +157,9 @@ impl StaticKvCache {
     }
 
     /// Views of one layer up to the longest entry: `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer past the last.
     pub fn views(&self, layer: usize) -> Result<LayerViews> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
@@ -155,6 +167,9 @@ impl StaticKvCache {
     }
 
     /// An entry's tokens in one layer as a segment of an attend over [`arena`](Self::arena).
+    ///
+    /// # Errors
+    /// As [`entry_len`](Self::entry_len).
     pub fn entry_segment(&self, layer: usize, batch: usize) -> Result<Segment> {
         let len = self.entry_len(layer, batch)?;
         Ok(Segment::new([BlockId(batch as u32)].into(), len, 0, 0))

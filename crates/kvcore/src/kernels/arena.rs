@@ -48,6 +48,9 @@ pub struct KvPlane<'a> {
 impl KvArena {
     /// Allocates K, V and their scales for `layout`. Static scales are 1 until
     /// [`set_scales`](Self::set_scales).
+    ///
+    /// # Errors
+    /// What the backend refuses: [`Error::Allocation`], [`Error::Unsupported`] for the kind of memory.
     pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         let k = backend.allocate(kind, layout.k_bytes())?;
         let v = backend.allocate(kind, layout.v_bytes())?;
@@ -188,6 +191,22 @@ impl KvArena {
     /// Sets the static scales of an fp8 arena, `[num_layers]` or `[num_layers, heads]` for each of K
     /// and V, and waits until they are in force. Whatever is cached changes its meaning: do it before
     /// the first row is stored. [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) gives a scale.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvbackend_cpu::CpuBackend;
+    /// # use kvcore::{Backend, BlockOrder, Fp8Kind, KvArena, KvLayout, KvShape, MemoryKind};
+    /// # let backend = CpuBackend::new();
+    /// # let stream = backend.stream()?;
+    /// let shape = KvShape {
+    ///     num_layers: 2, num_blocks: 4, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
+    ///     format: "fp8-e4m3:head".parse()?, order: BlockOrder::TokenMajor,
+    /// };
+    /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+    /// let scale = Fp8Kind::E4M3.scale_for(30.0); // the largest magnitude that was seen
+    /// arena.set_scales(stream.as_ref(), &[scale; 2 * 2], &[scale; 2 * 2])?;
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`Error::InvalidFormat`] for a format without static scales or a scale that is not a positive

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{KvArena, Selection, computable, innermost_dense, writable};
+use super::{KvArena, Selection, apart, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
@@ -82,6 +82,17 @@ pub struct QueryRow {
 }
 
 /// Rows that attend to the same segments: one sequence of a batch.
+///
+/// ```
+/// use kvcore::kernels::{AttendRows, Selection, SelectionUnit};
+/// use kvcore::{BlockId, Segment};
+/// // two rows over 40 tokens in blocks of 16; the first sees blocks 0 and 2, the second block 2 alone
+/// let segment = Segment::new([BlockId(7), BlockId(3), BlockId(5)].into(), 40, 0, 0);
+/// let unit = SelectionUnit::Blocks;
+/// let selection = Selection { unit, offsets: [0, 2, 3].into(), indices: [0, 2, 2].into() };
+/// let entry = AttendRows::new(0..2, [segment]).selecting(selection);
+/// assert_eq!(entry.selection.as_ref().map(|s| s.row(1)), Some(&[2][..]));
+/// ```
 #[derive(Debug, Clone)]
 pub struct AttendRows {
     /// Rows of `q` and `out`.
@@ -138,12 +149,18 @@ pub struct Attend {
     pub softcap: Option<f32>,
     /// Output `[rows, heads, v_dim]`.
     pub out: TensorView,
-    /// Log-sum-exp of each row and head `[rows, heads]`, f32.
+    /// Log-sum-exp of each row and head `[rows, heads]`, f32; apart from all other operands.
     pub lse: Option<TensorView>,
 }
 
 impl Attend {
     /// Checks shapes, segments and positions, and grows the table.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for extents that do not fit, [`Error::DTypeMismatch`], [`Error::OutOfRange`],
+    /// [`Error::Overflow`]; [`Error::Aliased`] when `out` or `lse` has two elements at one address, when an
+    /// operand lies in the arena, or when `lse` reaches into queries or output; [`Error::InvalidRope`] and
+    /// [`Error::InvalidSelection`].
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         self.check_views()?;
@@ -202,6 +219,10 @@ impl Attend {
             if lse.dtype() != DType::F32 {
                 return Err(Error::DTypeMismatch { what: "lse", expected: DType::F32, got: lse.dtype() });
             }
+            writable("lse", lse)?;
+            self.arena.check_apart("lse", lse)?;
+            apart("lse and queries", lse, &self.q)?;
+            apart("lse and output", lse, &self.out)?;
         }
         Ok(())
     }

@@ -138,6 +138,11 @@ fn writable(what: &'static str, view: &TensorView) -> Result<()> {
     Ok(())
 }
 
+/// A view that is written must not reach into one that is read or written beside it.
+fn apart(what: &'static str, written: &TensorView, other: &TensorView) -> Result<()> {
+    if written.overlaps(other)? { Err(Error::Aliased { what }) } else { Ok(()) }
+}
+
 /// Kernels read and write whole heads: the last axis must be dense.
 fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
     match (view.shape().last(), view.strides().last()) {

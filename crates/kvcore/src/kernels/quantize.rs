@@ -8,6 +8,32 @@ use crate::block::BlockId;
 use crate::error::{Error, Result};
 
 /// Quantises blocks of a dense arena into a quantised one, over all layers, K and V.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::kernels::{Dequantize, Quantize};
+/// use kvcore::{
+///     Backend, BlockId, BlockOrder, DType, Kernels, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// let arena = |format, num_blocks| {
+///     let shape = KvShape {
+///         num_layers: 2, num_blocks, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 64, v_dim: 64,
+///         format, order: BlockOrder::TokenMajor,
+///     };
+///     KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))
+/// };
+/// let (dense, small) = (arena(DType::BF16.into(), 8)?, arena(KvFormat::Int8 { group: 32 }, 4)?);
+/// // blocks 5 and 6 wait in a little over half their bytes and come back
+/// let out = Arc::new([(BlockId(5), BlockId(0)), (BlockId(6), BlockId(1))]);
+/// stream.quantize(&Quantize { src: dense.clone(), dst: small.clone(), pairs: out })?;
+/// let back = Arc::new([(BlockId(0), BlockId(5)), (BlockId(1), BlockId(6))]);
+/// stream.dequantize(&Dequantize { src: small, dst: dense, pairs: back })?;
+/// # Ok::<(), kvcore::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Quantize {
     /// Where dense blocks are read.
@@ -36,7 +62,7 @@ impl Quantize {
     }
 }
 
-/// Turns blocks of a quantised arena into blocks of a dense one, over all layers, K and V.
+/// Turns blocks of a quantised arena into blocks of a dense one, over all layers, K and V; see [`Quantize`].
 #[derive(Debug, Clone)]
 pub struct Dequantize {
     /// Where quantised blocks are read.

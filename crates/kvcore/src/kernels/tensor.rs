@@ -1,6 +1,6 @@
 //! Copies of tensors of any strides, inside a memory or between two.
 
-use super::writable;
+use super::{apart, writable};
 use crate::error::{Error, Result, same};
 use crate::tensor::TensorView;
 
@@ -44,10 +44,7 @@ impl CopyTensor {
         writable("destination of a tensor copy", dst)?;
         whole_rows("source of a tensor copy", src)?;
         whole_rows("destination of a tensor copy", dst)?;
-        if src.overlaps(dst)? {
-            return Err(Error::Aliased { what: "source and destination of a tensor copy" });
-        }
-        Ok(())
+        apart("source and destination of a tensor copy", dst, src)
     }
 
     /// Bytes written.

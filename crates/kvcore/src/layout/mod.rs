@@ -123,6 +123,18 @@ impl KvLayout {
 
     /// As many blocks as `budget` bytes hold, over all layers, K, V and their scales together.
     ///
+    /// ```
+    /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
+    /// let shape = KvShape {
+    ///     num_layers: 32, num_blocks: 1, block_size: 16, k_heads: 8, v_heads: 8, k_dim: 128, v_dim: 128,
+    ///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
+    /// };
+    /// let layout = KvLayout::within_budget(&shape, 1 << 30)?; // a block takes 2 MiB
+    /// assert_eq!(layout.shape().num_blocks, 512);
+    /// assert!(KvLayout::within_budget(&shape, 1 << 20).is_err());
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::NotEnoughMemory`] when the budget does not hold one block.
     pub fn within_budget(shape: &KvShape, budget: usize) -> Result<Self> {

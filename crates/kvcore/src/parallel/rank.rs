@@ -135,6 +135,13 @@ impl RankInfo {
 
     /// This rank's entries of a batch: as evenly as possible.
     ///
+    /// ```
+    /// use kvcore::RankInfo;
+    /// let rank = |dp_rank| RankInfo { dp_rank, dp_size: 3, ..RankInfo::default() };
+    /// assert_eq!([rank(0).batch(8)?, rank(1).batch(8)?, rank(2).batch(8)?], [0..3, 3..6, 6..8]);
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::Uneven`] for fewer entries than ranks.
     pub fn batch(&self, entries: usize) -> Result<Range<usize>> {

@@ -2,6 +2,9 @@
 
 use half::f16;
 
+use super::KvFormat;
+use crate::error::{Result, same};
+
 /// Which integer.
 ///
 /// A group's scale is its largest magnitude divided by the largest code, rounded *up* to f16, so that
@@ -11,9 +14,10 @@ use half::f16;
 /// ```
 /// use kvcore::quant::IntKind;
 /// let (mut codes, mut scales, mut back) = ([0; 4], [half::f16::ZERO; 2], [0.0; 4]);
-/// IntKind::Int8.encode_row(&[127.0, -64.2, 0.0, 0.0], 2, &mut codes, &mut scales);
-/// IntKind::Int8.decode_row(&codes, 2, &scales, &mut back);
+/// IntKind::Int8.encode_row(&[127.0, -64.2, 0.0, 0.0], 2, &mut codes, &mut scales)?;
+/// IntKind::Int8.decode_row(&codes, 2, &scales, &mut back)?;
 /// assert_eq!(back, [127.0, -64.0, 0.0, 0.0]);
+/// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IntKind {
@@ -49,9 +53,16 @@ impl IntKind {
         if scale.is_finite() { scale } else { f16::NAN }
     }
 
-    /// Encodes a row: a code per element and a scale per group. `group` is even for 4-bit codes.
-    pub fn encode_row(self, row: &[f32], group: usize, codes: &mut [u8], scales: &mut [f16]) {
-        let group = group.max(1);
+    /// Encodes a row: a code per element and a scale per group.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for an empty group, [`Error::Mismatch`] for a group that does not divide the row or is
+    /// odd in int4, and for another number of codes or scales than the row has. Nothing is written then.
+    ///
+    /// [`Error::Zero`]: crate::Error::Zero
+    /// [`Error::Mismatch`]: crate::Error::Mismatch
+    pub fn encode_row(self, row: &[f32], group: usize, codes: &mut [u8], scales: &mut [f16]) -> Result<()> {
+        self.check_row(row.len(), group, codes.len(), scales.len())?;
         for ((part, codes), scale) in
             row.chunks(group).zip(codes.chunks_mut(self.bytes_of(group))).zip(scales)
         {
@@ -73,11 +84,15 @@ impl IntKind {
                 }
             }
         }
+        Ok(())
     }
 
     /// Decodes a row: each code times its group's scale.
-    pub fn decode_row(self, codes: &[u8], group: usize, scales: &[f16], row: &mut [f32]) {
-        let group = group.max(1);
+    ///
+    /// # Errors
+    /// As [`encode_row`](Self::encode_row).
+    pub fn decode_row(self, codes: &[u8], group: usize, scales: &[f16], row: &mut [f32]) -> Result<()> {
+        self.check_row(row.len(), group, codes.len(), scales.len())?;
         for ((part, codes), scale) in
             row.chunks_mut(group).zip(codes.chunks(self.bytes_of(group))).zip(scales)
         {
@@ -97,6 +112,18 @@ impl IntKind {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Whether a row is whole groups, with all its codes and scales.
+    fn check_row(self, elements: usize, group: usize, codes: usize, scales: usize) -> Result<()> {
+        let format = match self {
+            Self::Int8 => KvFormat::Int8 { group },
+            Self::Int4 => KvFormat::Int4 { group },
+        };
+        format.check_dim("elements of a row as a multiple of the group", elements)?;
+        same("codes of a row", elements / group * self.bytes_of(group), codes)?;
+        same("scales of a row", elements / group, scales)
     }
 
     /// Bytes of a group's codes.
@@ -124,16 +151,38 @@ mod tests {
         let mut codes = vec![0; row.len() / group * kind.bytes_of(group)];
         let mut scales = vec![f16::ZERO; row.len() / group];
         let mut back = vec![9.0; row.len()];
-        kind.encode_row(row, group, &mut codes, &mut scales);
-        kind.decode_row(&codes, group, &scales, &mut back);
+        kind.encode_row(row, group, &mut codes, &mut scales).unwrap();
+        kind.decode_row(&codes, group, &scales, &mut back).unwrap();
         (back, scales)
     }
 
     #[test]
     fn the_first_of_two_is_in_the_low_half() {
         let (mut codes, mut scales) = ([0], [f16::ZERO]);
-        IntKind::Int4.encode_row(&[7.0, -2.0], 2, &mut codes, &mut scales);
+        IntKind::Int4.encode_row(&[7.0, -2.0], 2, &mut codes, &mut scales).unwrap();
         assert_eq!((codes, scales), ([0xe7], [f16::ONE]));
+    }
+
+    #[test]
+    fn rows_that_are_no_whole_groups_are_refused() {
+        for (kind, elements, group, codes, scales) in [
+            (IntKind::Int4, 3, 3, 2, 1),
+            (IntKind::Int4, 3, 2, 2, 2),
+            (IntKind::Int4, 4, 2, 1, 2),
+            (IntKind::Int8, 4, 0, 4, 1),
+            (IntKind::Int8, 5, 4, 5, 2),
+            (IntKind::Int8, 4, 2, 4, 1),
+            (IntKind::Int8, 4, 2, 3, 2),
+        ] {
+            let (mut bytes, mut steps) = (vec![9; codes], vec![f16::ONE; scales]);
+            let mut row = vec![5.0; elements];
+            assert!(
+                kind.encode_row(&row, group, &mut bytes, &mut steps).is_err(),
+                "{kind:?} {elements} {group}"
+            );
+            assert!(kind.decode_row(&bytes, group, &steps, &mut row).is_err());
+            assert!(bytes.iter().all(|x| *x == 9) && row.iter().all(|x| *x == 5.0), "nothing is written");
+        }
     }
 
     #[test]

@@ -177,26 +177,22 @@ impl StorageManager {
     /// or not).
     pub fn metrics(&self) -> PoolMetrics {
         let requests = self.requests.lock();
-        let (counts, counted) = (self.pool.counts(), requests.counted);
+        let counted = requests.counted;
         let latencies = |of: fn(&Timing) -> &LatencyHistogram| {
             self.timing.as_ref().map_or_else(Default::default, |timing| of(timing).snapshot())
         };
         PoolMetrics {
-            total: counts.total,
-            available: counts.available(),
             in_flight: requests.in_flight,
-            utilization: share(requests.in_flight, counts.total),
-            counts,
+            utilization: share(requests.in_flight, self.total()),
             reservations: counted.reservations,
             refused: counted.refused,
             releases: counted.releases,
             reserved_blocks: counted.reserved_blocks,
             released_blocks: counted.released_blocks,
             taken_blocks: counted.taken_blocks,
-            evictions: self.pool.evictions(),
-            lookups: None,
             allocation: latencies(|timing| &timing.allocation),
             release: latencies(|timing| &timing.release),
+            ..PoolMetrics::of(&self.pool)
         }
     }
 

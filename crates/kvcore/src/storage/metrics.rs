@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::goals::Goal;
 use super::manager::share;
 use super::{BlockState, Target};
-use crate::block::PoolCounts;
+use crate::block::{BlockPool, PoolCounts};
 use crate::metrics::{Exposition, Latencies, MetricKind};
 
 /// Lookups of keys in the pool, by whoever makes them.
@@ -19,7 +19,8 @@ pub struct Lookups {
 
 /// A pool and the calls of its [`StorageManager`](super::StorageManager) at one moment.
 ///
-/// [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
+/// [`of`](Self::of) makes it from a pool alone, for a [`PagedKvCache`](crate::PagedKvCache) or whoever else
+/// takes blocks without a manager. [`prometheus`](Self::prometheus)/// [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
 ///
 /// ```
 /// use kvcore::{BlockPool, PoolMetrics, RequestId, StorageManager};
@@ -38,9 +39,10 @@ pub struct PoolMetrics {
     pub total: usize,
     /// Blocks that a reservation can have: free ones and those that may be evicted.
     pub available: usize,
-    /// Blocks that requests hold.
+    /// Blocks that requests hold. Without a manager: blocks that anybody holds, to fill or to read.
     pub in_flight: usize,
-    /// `in_flight / total`.
+    /// `in_flight / total`, 0 for an empty pool. Cached blocks that nobody holds do not count here; in
+    /// [`PoolCounts::utilization`] they do, as does everything that is not free.
     pub utilization: f64,
     /// Blocks by state.
     pub counts: PoolCounts,
@@ -106,6 +108,38 @@ const HISTOGRAMS: [Histogram; 2] = [
 ];
 
 impl PoolMetrics {
+    /// A pool without a manager: the counts of calls are 0, the latencies empty.
+    ///
+    /// ```
+    /// use kvcore::{BlockPool, Lookups, PoolMetrics};
+    /// let pool = BlockPool::new(0..8)?;
+    /// let held = pool.allocate(2)?.share();
+    /// let metrics = PoolMetrics::of(&pool).with_lookups(Lookups { hits: 3, misses: 1 });
+    /// assert_eq!((metrics.in_flight, metrics.available, metrics.utilization), (2, 6, 0.25));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    pub fn of(pool: &BlockPool) -> Self {
+        let counts = pool.counts();
+        let in_flight = counts.mutable + counts.complete + counts.shared;
+        Self {
+            total: counts.total,
+            available: counts.available(),
+            in_flight,
+            utilization: share(in_flight, counts.total),
+            counts,
+            reservations: 0,
+            refused: 0,
+            releases: 0,
+            reserved_blocks: 0,
+            released_blocks: 0,
+            taken_blocks: 0,
+            evictions: pool.evictions(),
+            lookups: None,
+            allocation: Latencies::default(),
+            release: Latencies::default(),
+        }
+    }
+
     /// The same with the hits and misses of whoever looks keys up in this pool.
     #[must_use]
     pub fn with_lookups(mut self, lookups: Lookups) -> Self {
@@ -169,7 +203,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::block::BlockPool;
+    use crate::key::KeyScope;
     use crate::metrics::LatencyHistogram;
     use crate::storage::{RequestId, StorageManager};
 
@@ -177,6 +211,34 @@ mod tests {
         let manager = StorageManager::untimed(BlockPool::new(0..total).unwrap());
         manager.reserve(RequestId(1), reserved).unwrap();
         manager.metrics()
+    }
+
+    #[test]
+    fn nothing_of_nothing_is_no_use() {
+        assert_eq!((share(0, 0), share(1, 4)), (0.0, 0.25));
+        assert_eq!(PoolCounts::default().utilization(), 0.0);
+    }
+
+    #[test]
+    fn a_pool_without_a_manager_has_metrics_and_cached_blocks_are_not_in_flight() {
+        let pool = BlockPool::new(0..10).unwrap();
+        let keys = KeyScope::new("m", b"").root().chain(&[1, 2, 3], 1);
+        drop(pool.allocate(3).unwrap().register(None, &keys).unwrap());
+        let held = (
+            pool.allocate(1).unwrap(),
+            pool.allocate(1).unwrap().complete(),
+            pool.allocate(2).unwrap().share(),
+        );
+        let m = PoolMetrics::of(&pool);
+        assert_eq!((m.total, m.available, m.in_flight, m.utilization), (10, 6, 4, 0.4));
+        assert_eq!(m.counts.utilization(), 0.7, "three cached ones more are not free");
+        assert_eq!((m.lookups, m.evictions, m.reservations), (None, 0, 0));
+        assert_eq!(m.goals().map(|goal| goal.met), [Some(true), Some(true), None, None]);
+        drop(held);
+        drop(pool.allocate(9).unwrap());
+        assert_eq!(PoolMetrics::of(&pool).evictions, 2);
+        let managed = StorageManager::untimed(pool);
+        assert_eq!(managed.metrics(), PoolMetrics::of(managed.pool()));
     }
 
     fn latencies(micros: &[u64]) -> Latencies {

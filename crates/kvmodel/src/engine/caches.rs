@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCache, ChunkCacheMetrics};
 use kvcore::{
-    Backend, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedKvCache, PoolCounts,
-    StaticKvCache,
+    Backend, BlockOrder, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedCacheConfig,
+    PagedKvCache, PoolCounts, RankInfo, StaticCacheConfig, StaticKvCache,
 };
 use serde::Serialize;
 
@@ -38,20 +38,50 @@ impl Caches {
         if !(0.0..1.0).contains(&config.chunk_share) {
             return Err(Error::Config(format!("chunk_share {} is not in 0..1", config.chunk_share)));
         }
-        let layout = match config.cache {
-            CacheKind::Paged => paged_layout(model, config)?,
-            CacheKind::Static => static_layout(model, config)?,
-        };
-        let blocks = layout.shape().num_blocks as u32;
-        let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
-        if config.cache == CacheKind::Static {
-            return Ok(Self::Static(StaticKvCache::new(arena)?));
+        match config.cache {
+            CacheKind::Paged => Self::paged(model, backend, config),
+            CacheKind::Static => Self::fixed(model, backend, config),
         }
+    }
+
+    /// Blocks within the budget, two at least: one for each pool.
+    fn paged(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
+        let (extents, rank) = (model.kv_extents(config.kv_format), RankInfo::default());
+        let block_bytes = KvLayout::new(extents.shape(&rank, 1, config.block_size)?)?.block_bytes();
+        let most = extents.max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
+        let max_memory = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));
+        let paged = PagedCacheConfig {
+            max_memory,
+            block_size: config.block_size,
+            order: BlockOrder::TokenMajor,
+            ..PagedCacheConfig::default()
+        };
+        let layout = paged.layout(&extents, &rank)?;
+        let blocks = layout.shape().num_blocks as u32;
+        if blocks < 2 {
+            let block_bytes = 2 * block_bytes;
+            return Err(kvcore::Error::NotEnoughMemory { budget: max_memory, block_bytes }.into());
+        }
+        let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
         let for_chunks = ((f64::from(blocks) * config.chunk_share) as u32).clamp(1, blocks - 1);
-        let main = PagedKvCache::new(arena, BlockPool::new(0..blocks - for_chunks)?)?;
-        let pool = BlockPool::new(blocks - for_chunks..blocks)?;
+        let pool = |blocks| BlockPool::with_config(blocks, paged.pool());
+        let main = PagedKvCache::new(arena, pool(0..blocks - for_chunks)?)?;
+        let pool = pool(blocks - for_chunks..blocks)?;
         let chunks = Arc::new(ChunkCache::new(config.chunks.clone(), pool, config.block_size)?);
         Ok(Self::Paged { main, chunks })
+    }
+
+    /// One entry of the longest length.
+    fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
+        let order = BlockOrder::TokenMajor;
+        let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };
+        let layout = fixed.layout(&model.kv_extents(config.kv_format), &RankInfo::default())?;
+        let (budget, block_bytes) = (config.kv_memory.unwrap_or(DEFAULT_KV_MEMORY), layout.block_bytes());
+        if block_bytes > budget {
+            return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes }.into());
+        }
+        let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
+        Ok(Self::Static(StaticKvCache::new(arena)?))
     }
 
     /// The cache that holds sequences.
@@ -95,31 +125,4 @@ impl Caches {
             Self::Static(_) => Ok(()),
         }
     }
-}
-
-/// A layout within the budget; two blocks at least, one for each pool.
-fn paged_layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
-    if config.block_size == 0 {
-        return Err(kvcore::Error::Zero { what: "block_size" }.into());
-    }
-    let shape = model.kv_shape(1, config.block_size, config.kv_format);
-    let most = model.config().max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
-    let block_bytes = KvLayout::new(shape.clone())?.block_bytes();
-    let budget = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));
-    let layout = KvLayout::within_budget(&shape, budget)?;
-    if layout.shape().num_blocks < 2 {
-        return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes: 2 * layout.block_bytes() }.into());
-    }
-    Ok(layout)
-}
-
-/// One entry of the longest length.
-fn static_layout(model: &Model, config: &EngineConfig) -> Result<KvLayout> {
-    let len = config.max_len.for_model(model.config().max_positions);
-    let layout = KvLayout::new(model.kv_shape(1, len, config.kv_format))?;
-    let (budget, block_bytes) = (config.kv_memory.unwrap_or(DEFAULT_KV_MEMORY), layout.block_bytes());
-    if block_bytes > budget {
-        return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes }.into());
-    }
-    Ok(layout)
 }

@@ -10,7 +10,7 @@ use kvchunk::{
 use kvcore::kernels::Gather;
 use kvcore::{
     Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPlane, Logits, MemoryKind,
-    PagedKvCache, Profiler, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
+    PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
@@ -92,10 +92,9 @@ impl Lab {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
         // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
-        let layout = Arc::new(
-            KvLayout::new(model.kv_shape(64 + setup.chunk_blocks as usize, 4, setup.dtype))
-                .expect("a layout"),
-        );
+        let num_blocks = 64 + setup.chunk_blocks as usize;
+        let shape = model.kv_extents(setup.dtype).shape(&RankInfo::default(), num_blocks, 4);
+        let layout = Arc::new(KvLayout::new(shape.expect("a shape")).expect("a layout"));
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).expect("memory");
         let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
         let config =

@@ -174,7 +174,8 @@ fn bad_prompts_are_errors_and_hold_nothing() {
 fn a_pool_too_small_is_an_error_and_holds_nothing() {
     let prompt = Golden::load("llama").prompt;
     let model = load_model("llama");
-    let block = kvcore::KvLayout::new(model.kv_shape(1, 4, kvcore::DType::F32)).unwrap().block_bytes();
+    let shape = model.kv_extents(kvcore::DType::F32).shape(&kvcore::RankInfo::default(), 1, 4).unwrap();
+    let block = kvcore::KvLayout::new(shape).unwrap().block_bytes();
     for blocks in 2..12 {
         let config =
             EngineConfig { block_size: 4, kv_memory: Some(blocks * block), ..EngineConfig::default() };
