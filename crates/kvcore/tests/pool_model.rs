@@ -227,18 +227,6 @@ impl World {
 
     fn registered(&mut self, own: &[u32], got: &[u32], keys: &[BlockKey]) {
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
-            // A guard may hold a block twice, by appending: it keeps the key of its first place.
-            if self.key_of(own).is_some() {
-                let known = self.find(key).filter(|&b| !self.expired(b));
-                let merged = known.filter(|_| self.setup.duplicates == Duplicates::Merge);
-                assert_eq!(got, merged.unwrap_or(own));
-                if known.is_none()
-                    && let Some(old) = self.find(key).filter(|_| self.setup.duplicates == Duplicates::Merge)
-                {
-                    self.forget(old);
-                }
-                continue;
-            }
             let known = self.find(key).filter(|&b| !self.expired(b));
             match known {
                 Some(known) if self.setup.duplicates == Duplicates::Merge => {
@@ -349,7 +337,14 @@ impl World {
                     let end = own[unkeyed..].iter().position(|&b| self.key_of(b).is_some());
                     let n = end.unwrap_or(own.len() - unkeyed);
                     let keys = keys(k, n);
-                    guard.register(unkeyed, None, &keys).unwrap();
+                    let distinct: HashSet<u32> = own[unkeyed..unkeyed + n].iter().copied().collect();
+                    let result = guard.register(unkeyed, None, &keys);
+                    assert_eq!(result.is_ok(), distinct.len() == n, "a block twice is refused");
+                    if result.is_err() {
+                        assert_eq!((self.pool.counts(), ids(guard.ids())), (counts, own));
+                        self.shared.push(guard);
+                        return;
+                    }
                     let got = ids(guard.ids());
                     self.registered(&own[unkeyed..unkeyed + n], &got[unkeyed..unkeyed + n], &keys);
                     self.shared.push(guard);

@@ -230,11 +230,17 @@ impl SharedBlocks {
     /// [`CompleteBlocks::register`]. Blocks that have a key keep it.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more keys than blocks.
+    /// [`Error::OutOfRange`] for more keys than blocks, [`Error::Aliased`] if a block is among them twice, which
+    /// appending guards to each other makes possible; nothing has changed then.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
             return Err(Error::range("end of the blocks to register", end, self.ids.len() + 1));
+        }
+        let mut sorted: Ids = self.ids[start..end].into();
+        sorted.sort_unstable();
+        if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
+            return Err(Error::Aliased { what: "blocks to register" });
         }
         self.enter_keys(start, parent, keys);
         Ok(())
@@ -264,15 +270,7 @@ impl SharedBlocks {
             let index = |i: usize| ids[run.start + i].0 - pool.rules.first;
             pool.index.enter(&keys[run.clone()], index, |i, _| entered[i] = false);
             for (i, entered) in run.clone().zip(entered) {
-                if !entered {
-                    known.push(i);
-                } else if shard.has_key(pool.local(ids[i])) {
-                    // The same block again: it has the key of its first place.
-                    pool.index.remove(&[(keys[i], ids[i].0 - pool.rules.first)]);
-                    keyed.push(i);
-                } else {
-                    shard.set_key(pool.local(ids[i]), keys[i]);
-                }
+                if entered { shard.set_key(pool.local(ids[i]), keys[i]) } else { known.push(i) }
             }
             from = run.end;
         }
@@ -302,17 +300,13 @@ impl SharedBlocks {
         loop {
             let mut walk = pool.walk();
             let (shard, block) = walk.shard(own);
-            let mut other = pool.index.find_prefix(std::slice::from_ref(key)).first().copied();
-            if other.is_none() && !shard.has_key(block) {
-                let index = |_| own.0 - pool.rules.first;
-                pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
-                if other.is_none() {
-                    shard.set_key(block, *key);
-                    return true;
-                }
-            }
-            // A block that is in the guard twice has the key of its other place.
-            let Some(other) = other else { return false };
+            let mut other = None;
+            let index = |_| own.0 - pool.rules.first;
+            pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
+            let Some(other) = other else {
+                shard.set_key(block, *key);
+                return true;
+            };
             // A block that was refused once and is still there has another key with the same first word.
             if tried == Some(other) {
                 return false;
