@@ -1,11 +1,10 @@
 //! What commands print: tables for people, one object for programs.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell};
-use kvcore::{PoolCounts, Profiler};
+use kvcore::{PoolCounts, ProfileReport, Profiler};
 use kvmodel::{CacheReport, FinishReason, Generation};
 use serde::Serialize;
 
@@ -23,7 +22,7 @@ pub(crate) struct AnswerJson<'a> {
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
     #[serde(skip_serializing_if = "Option::is_none")]
-    profile: Option<BTreeMap<&'static str, SpanJson>>,
+    profile: Option<ProfileReport>,
 }
 
 /// Blocks of both pools together, then of each.
@@ -35,14 +34,6 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-#[derive(Serialize)]
-struct SpanJson {
-    count: u64,
-    total_ms: f64,
-    min_ms: f64,
-    max_ms: f64,
-}
-
 /// The object of one answer.
 pub(crate) fn answer_json<'a>(
     text: String,
@@ -52,10 +43,6 @@ pub(crate) fn answer_json<'a>(
     profiler: &Profiler,
 ) -> AnswerJson<'a> {
     let all = [caches.main, caches.chunks].into_iter().flatten().sum();
-    let spans = profiler.summary().into_iter().map(|(name, s)| {
-        let span = SpanJson { count: s.count, total_ms: ms(s.total), min_ms: ms(s.min), max_ms: ms(s.max) };
-        (name, span)
-    });
     AnswerJson {
         text,
         tokens: &generation.tokens,
@@ -67,20 +54,8 @@ pub(crate) fn answer_json<'a>(
         cell,
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: caches },
-        profile: profiler.is_enabled().then(|| spans.collect()),
+        profile: profiler.is_enabled().then(|| profiler.report()),
     }
-}
-
-/// Where time went, as a table.
-pub(crate) fn profile_table(profiler: &Profiler) -> Table {
-    let mut table = table(&["span", "count", "total ms", "min ms", "max ms"]);
-    let mut spans: Vec<_> = profiler.summary().into_iter().collect();
-    spans.sort_by_key(|(_, s)| std::cmp::Reverse(s.total));
-    for (name, s) in spans {
-        let cell = |d| format!("{:.3}", ms(d));
-        table.add_row([name.to_owned(), s.count.to_string(), cell(s.total), cell(s.min), cell(s.max)]);
-    }
-    table
 }
 
 /// A line under the header and none elsewhere.

@@ -112,7 +112,7 @@ fn the_json_has_every_field_and_blocks_add_up() {
         ["free", "mutable", "complete", "shared", "cached"].iter().map(|k| blocks[k].as_u64().unwrap()).sum();
     assert_eq!(Value::from(sum), blocks["total"]);
     assert_eq!((&blocks["shared"], &blocks["mutable"]), (&Value::from(0), &Value::from(0)));
-    assert!(row["profile"]["attend"]["count"].as_u64().unwrap() > 0);
+    assert!(row["profile"]["spans"]["attend"]["count"].as_u64().unwrap() > 0);
 }
 
 #[test]

@@ -48,8 +48,9 @@ pub use backend::{
 };
 pub use block::{
     BlockId, BlockPool, BlockTable, Clock, CompleteBlocks, Duplicates, EventQueue, EventSink, EvictionPolicy,
-    FreeOrder, KvEvent, Lru, ManualClock, MutableBlocks, PADDING_SLOT, PinnedBlocks, PolicyKind, PoolConfig,
-    PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
+    FreeOrder, KvEvent, Lookups, Lru, ManualClock, MutableBlocks, PADDING_SLOT, PinnedBlocks, PolicyKind,
+    PoolConfig, PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy,
+    TinyLfu,
 };
 pub use cache::{
     BlockManager, BlockManagerConfig, CacheChoice, CacheConfig, CacheKind, DEFAULT_MAX_BLOCKS, DenseKv,
@@ -72,7 +73,7 @@ pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
 pub use storage::{
-    BlockState, Goal, Lookups, OwnedStorage, PoolMetrics, RequestId, StorageManager, Target, Tier,
-    TierAction, TierThresholds,
+    BlockState, Goal, OwnedStorage, PoolMetrics, RequestId, StorageManager, Target, Tier, TierAction,
+    TierThresholds,
 };
 pub use tensor::TensorView;

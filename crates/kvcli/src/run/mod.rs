@@ -8,7 +8,7 @@ use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Samplin
 use crate::args::{RunArgs, WeightsFormat};
 use crate::error::{Error, Result};
 use crate::progress::{Live, bar};
-use crate::report::{answer_json, ms, profile_table};
+use crate::report::{answer_json, ms};
 use crate::{backend, embedded};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
@@ -114,7 +114,7 @@ fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generat
         ms(generation.total),
     );
     if args.profile {
-        eprintln!("{}", profile_table(engine.profiler()));
+        eprint!("{}", engine.profiler().report());
     }
     Ok(())
 }

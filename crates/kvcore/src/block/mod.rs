@@ -56,7 +56,7 @@ pub use event::{EventQueue, EventSink, KvEvent};
 pub use evict::{Entry, EvictionPolicy, Lru, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
 pub use guard::{CompleteBlocks, MutableBlocks, Rejected, SharedBlocks};
 pub use pin::PinnedBlocks;
-pub use pool::{BlockPool, PoolCounts};
+pub use pool::{BlockPool, Lookups, PoolCounts};
 pub use table::{BlockTable, PADDING_SLOT, TailCopy};
 
 /// A physical block of an arena.

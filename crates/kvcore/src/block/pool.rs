@@ -5,7 +5,7 @@
 //! by number (only slow paths take more than one), then one table of the index, then the event sink.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
@@ -70,6 +70,9 @@ struct Cell {
     shard: Mutex<Shard>,
     /// The shard's free blocks when its lock was last let go: a hint where to look.
     free: AtomicUsize,
+    /// Lookups that began with a key of this cell; by key, so that threads seldom meet here.
+    hits: AtomicU64,
+    misses: AtomicU64,
 }
 
 /// A locked shard.
@@ -98,6 +101,16 @@ impl Drop for Locked<'_> {
     }
 }
 
+/// How many keys were looked up in a pool to hold their blocks, by
+/// [`lookup_chain`](BlockPool::lookup_chain) and everything that is made of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Lookups {
+    /// Blocks that were found.
+    pub hits: u64,
+    /// Blocks that were not.
+    pub misses: u64,
+}
+
 /// How many blocks are in which state. `free + mutable + complete + shared + cached = total`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct PoolCounts {
@@ -123,7 +136,8 @@ impl PoolCounts {
         self.free + self.evictable
     }
 
-    /// Share of the blocks that are not free; 0 for an empty pool.
+    /// Share of the blocks that are not free; 0 for an empty pool. Cached blocks count here, unlike in
+    /// [`PoolMetrics::utilization`](crate::PoolMetrics::utilization).
     pub fn utilization(&self) -> f64 {
         if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
     }
@@ -177,7 +191,12 @@ impl BlockPool {
         let cell = |start: usize| {
             let blocks = size.min(blocks - start);
             let shard = Shard::new(range.start + start as u32, blocks, (config.policy)(blocks), &rules);
-            Cell { shard: Mutex::new(shard), free: AtomicUsize::new(blocks) }
+            Cell {
+                shard: Mutex::new(shard),
+                free: AtomicUsize::new(blocks),
+                hits: AtomicU64::new(0),
+                misses: AtomicU64::new(0),
+            }
         };
         let shards: Box<[Cell]> = (0..blocks).step_by(size).map(cell).collect();
         let tables = if shards.len() == 1 { 1 } else { 4 * shards.len() };
@@ -253,6 +272,7 @@ impl BlockPool {
         for (id, key) in found.ids.iter().zip(keys) {
             shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &inner.index);
         }
+        inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
         let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
         // The guards lock shards when they are dropped.
@@ -315,6 +335,7 @@ impl BlockPool {
             found.ids.push(id);
         }
         drop(walk);
+        inner.count_lookup(keys, found.ids.len());
         found
     }
 
@@ -340,6 +361,15 @@ impl BlockPool {
     /// Blocks evicted since the pool was made.
     pub fn evictions(&self) -> u64 {
         self.0.lock_all().iter().map(|shard| shard.evicted).sum()
+    }
+
+    /// Keys looked up since the pool was made. Those of a chain after its first unknown one are misses too;
+    /// refused admissions and [`cached_prefix`](Self::cached_prefix) do not count.
+    pub fn lookups(&self) -> Lookups {
+        let sum = |of: fn(&Cell) -> &AtomicU64| {
+            self.0.shards.iter().map(|cell| of(cell).load(Ordering::Relaxed)).sum()
+        };
+        Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
     }
 
     /// Frees every cached block that this pool may evict; returns how many.
@@ -403,6 +433,16 @@ fn out_of_blocks(shards: &[Locked<'_>], asked: usize) -> Error {
 impl Inner {
     pub(super) fn now(&self) -> u64 {
         self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
+    }
+
+    fn count_lookup(&self, keys: &[BlockKey], found: usize) {
+        let Some(first) = keys.first() else { return };
+        let cell = &self.shards[first.word() as usize % self.shards.len()];
+        for (counter, n) in [(&cell.hits, found), (&cell.misses, keys.len() - found)] {
+            if n > 0 {
+                counter.fetch_add(n as u64, Ordering::Relaxed);
+            }
+        }
     }
 
     fn lock(&self, shard: usize) -> Locked<'_> {

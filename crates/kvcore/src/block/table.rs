@@ -271,13 +271,16 @@ impl BlockTable {
 
     /// Whether every slot is in a block that this table fills itself.
     pub(crate) fn may_write(&self, slots: &[i64]) -> std::result::Result<(), i64> {
-        let mut own = self.own.ids().to_vec();
-        own.sort_unstable();
-        let allowed = |slot: i64| {
-            let block = u32::try_from(slot / self.block_size as i64);
-            slot < 0 || block.is_ok_and(|block| own.binary_search(&BlockId(block)).is_ok())
-        };
-        slots.iter().find(|&&slot| !allowed(slot)).map_or(Ok(()), |&slot| Err(slot))
+        let own = self.own.ids();
+        // Slots come in the table's order, mostly: the next block is where the last was, or behind it.
+        let mut at = own.len().saturating_sub(1);
+        for &slot in slots.iter().filter(|&&slot| slot >= 0) {
+            let block = u32::try_from(slot / self.block_size as i64).map_err(|_| slot)?;
+            let (before, from) = own.split_at(at);
+            let ahead = from.iter().chain(before).position(|id| id.0 == block).ok_or(slot)?;
+            at = (at + ahead) % own.len();
+        }
+        Ok(())
     }
 
     fn shared_at(&self, token: usize) -> Error {

@@ -19,7 +19,6 @@ mod slots;
 mod spanned;
 mod static_cache;
 mod swap;
-mod views;
 
 pub use config::{CacheChoice, CacheConfig, KvExtents, PagedCacheConfig, StaticCacheConfig};
 pub use groups::{GroupBlocks, GroupKind, GroupedPrefix, PrefixGroups};
@@ -35,4 +34,3 @@ pub use slots::SlotMapping;
 pub use spanned::{Placement, SpannedArena, SpannedPart};
 pub use static_cache::StaticKvCache;
 pub use swap::SwappedSequence;
-use views::layer_views;

@@ -7,7 +7,7 @@ use super::paged::Sequence;
 use super::rows::write_rows;
 use super::{
     CacheKind, Error, KvCache, LayerViews, PagedKvCache, Places, Result, SequenceId, SequenceStart,
-    SlotMapping, layer_views,
+    SlotMapping,
 };
 use crate::backend::Stream;
 use crate::kernels::{KvArena, Segment};
@@ -97,7 +97,7 @@ impl KvCache for PagedKvCache {
         };
         self.check_owned(slots.slots())?;
         write_rows(stream, self.arena(), layer, k, v, Arc::clone(slots.slots()))?;
-        layer_views(self.arena(), layer, self.block_size())
+        self.arena().layer_views(layer, self.block_size())
     }
 
     fn reset(&mut self) {

@@ -15,7 +15,8 @@ use crate::key::BlockKey;
 /// more entries than twice the pool's blocks.
 #[derive(Debug)]
 pub(super) struct Continuations {
-    after: HashMap<BlockKey, Vec<Continuation>>,
+    /// By the key before the block and the block's first token.
+    after: HashMap<(BlockKey, u32), Vec<Continuation>>,
     entries: usize,
     most: usize,
 }
@@ -33,7 +34,8 @@ impl Continuations {
 
     /// Remembers a block that was stored after `parent`.
     pub(super) fn add(&mut self, parent: BlockKey, key: BlockKey, tokens: &[u32], pool: &BlockPool) {
-        let known = self.after.entry(parent).or_default();
+        let Some(&first) = tokens.first() else { return };
+        let known = self.after.entry((parent, first)).or_default();
         if known.iter().any(|c| c.key == key) {
             return;
         }
@@ -51,12 +53,12 @@ impl Continuations {
     /// The block after `parent` that shares most of `tokens`, and how many.
     fn best(&self, parent: &BlockKey, tokens: &[u32]) -> Option<(BlockKey, usize)> {
         let common = |c: &Continuation| c.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let known = self.after.get(parent)?;
-        known.iter().map(|c| (c.key, common(c))).filter(|(_, n)| *n > 0).max_by_key(|(_, n)| *n)
+        let known = self.after.get(&(*parent, *tokens.first()?))?;
+        known.iter().map(|c| (c.key, common(c))).max_by_key(|(_, n)| *n)
     }
 
-    fn remove(&mut self, parent: &BlockKey, key: &BlockKey) {
-        if let Some(known) = self.after.get_mut(parent) {
+    fn remove(&mut self, parent: &BlockKey, first: u32, key: &BlockKey) {
+        if let Some(known) = self.after.get_mut(&(*parent, first)) {
             let before = known.len();
             known.retain(|c| c.key != *key);
             self.entries -= before - known.len();
@@ -94,7 +96,7 @@ impl PagedKvCache {
         {
             let Some(source) = self.pool().lookup(&key) else {
                 if let Some(known) = &mut self.continuations {
-                    known.remove(&parent, &key);
+                    known.remove(&parent, usable[0], &key);
                 }
                 continue;
             };

@@ -2,10 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{
-    CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping,
-    layer_views,
-};
+use super::{CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping};
 use crate::backend::Stream;
 use crate::block::BlockId;
 use crate::error::{product, same};
@@ -163,7 +160,7 @@ impl StaticKvCache {
     pub fn views(&self, layer: usize) -> Result<LayerViews> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
-        layer_views(&self.arena, layer, len)
+        self.arena.layer_views(layer, len)
     }
 
     /// An entry's tokens in one layer as a segment of an attend over [`arena`](Self::arena).

@@ -177,6 +177,20 @@ impl KvArena {
         Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
+    /// The same of one layer, `[num_blocks, heads, len, dim]`: the first `len` tokens of every block.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer past the last, or more tokens than a block has.
+    pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
+        let layers = self.layout.shape().num_layers;
+        if layer >= layers {
+            return Err(Error::range("layer", layer, layers));
+        }
+        let (k, v) = self.views()?;
+        let of = |all: TensorView| all.select(0, layer)?.slice(2, 0, len);
+        Ok((of(k)?, of(v)?))
+    }
+
     /// K, V, and the scales of both if there are any.
     pub fn storages(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
         let scales = self.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);

@@ -5,22 +5,13 @@ use serde::Serialize;
 use super::goals::Goal;
 use super::manager::share;
 use super::{BlockState, Target};
-use crate::block::{BlockPool, PoolCounts};
+use crate::block::{BlockPool, Lookups, PoolCounts};
 use crate::metrics::{Exposition, Latencies, MetricKind};
-
-/// Lookups of keys in the pool, by whoever makes them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Lookups {
-    /// Blocks that were found.
-    pub hits: u64,
-    /// Blocks that were not.
-    pub misses: u64,
-}
 
 /// A pool and the calls of its [`StorageManager`](super::StorageManager) at one moment.
 ///
 /// [`of`](Self::of) makes it from a pool alone, for a [`PagedKvCache`](crate::PagedKvCache) or whoever else
-/// takes blocks without a manager. [`prometheus`](Self::prometheus)/// [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
+/// takes blocks without a manager. [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
 ///
 /// ```
 /// use kvcore::{BlockPool, PoolMetrics, RequestId, StorageManager};
@@ -60,8 +51,8 @@ pub struct PoolMetrics {
     pub taken_blocks: u64,
     /// Cached blocks that were evicted.
     pub evictions: u64,
-    /// Hits and misses, if somebody counts them; see [`with_lookups`](Self::with_lookups).
-    pub lookups: Option<Lookups>,
+    /// Hits and misses of block keys.
+    pub lookups: Lookups,
     /// How long successful reservations took, waiting for locks included; empty if not measured.
     pub allocation: Latencies,
     /// How long successful releases took.
@@ -111,11 +102,14 @@ impl PoolMetrics {
     /// A pool without a manager: the counts of calls are 0, the latencies empty.
     ///
     /// ```
-    /// use kvcore::{BlockPool, Lookups, PoolMetrics};
+    /// use kvcore::{BlockPool, KeyScope, PoolMetrics};
     /// let pool = BlockPool::new(0..8)?;
-    /// let held = pool.allocate(2)?.share();
-    /// let metrics = PoolMetrics::of(&pool).with_lookups(Lookups { hits: 3, misses: 1 });
+    /// let keys = KeyScope::new("m", b"w").root().chain(&[1, 2, 3], 1);
+    /// let held = pool.allocate(2)?.register(None, &keys[..2])?;
+    /// let found = pool.lookup_chain(&keys);
+    /// let metrics = PoolMetrics::of(&pool);
     /// assert_eq!((metrics.in_flight, metrics.available, metrics.utilization), (2, 6, 0.25));
+    /// assert_eq!((metrics.lookups.hits, metrics.lookups.misses), (2, 1));
     /// # Ok::<(), kvcore::Error>(())
     /// ```
     pub fn of(pool: &BlockPool) -> Self {
@@ -134,17 +128,10 @@ impl PoolMetrics {
             released_blocks: 0,
             taken_blocks: 0,
             evictions: pool.evictions(),
-            lookups: None,
+            lookups: pool.lookups(),
             allocation: Latencies::default(),
             release: Latencies::default(),
         }
-    }
-
-    /// The same with the hits and misses of whoever looks keys up in this pool.
-    #[must_use]
-    pub fn with_lookups(mut self, lookups: Lookups) -> Self {
-        self.lookups = Some(lookups);
-        self
     }
 
     /// Seed 003's goals, and whether they are met: more than 10 % of the blocks available, less than
@@ -178,14 +165,12 @@ impl PoolMetrics {
                 family.sample(&labels, state.count(&metrics.counts) as f64);
             }
         }
-        if pools.iter().any(|(_, metrics)| metrics.lookups.is_some()) {
-            let help = "Blocks looked up by key.";
-            let mut family = text.family("kvcore_pool_lookups_total", MetricKind::Counter, help);
-            for (pool, lookups) in pools.iter().filter_map(|(pool, m)| Some((*pool, m.lookups?))) {
-                family
-                    .sample(&[("pool", pool), ("result", "hit")], lookups.hits as f64)
-                    .sample(&[("pool", pool), ("result", "miss")], lookups.misses as f64);
-            }
+        let help = "Blocks looked up by key.";
+        let mut family = text.family("kvcore_pool_lookups_total", MetricKind::Counter, help);
+        for (pool, PoolMetrics { lookups, .. }) in pools {
+            family
+                .sample(&[("pool", *pool), ("result", "hit")], lookups.hits as f64)
+                .sample(&[("pool", *pool), ("result", "miss")], lookups.misses as f64);
         }
         for (name, help, of) in HISTOGRAMS {
             let mut family = text.family(name, MetricKind::Histogram, help);
@@ -232,9 +217,13 @@ mod tests {
         let m = PoolMetrics::of(&pool);
         assert_eq!((m.total, m.available, m.in_flight, m.utilization), (10, 6, 4, 0.4));
         assert_eq!(m.counts.utilization(), 0.7, "three cached ones more are not free");
-        assert_eq!((m.lookups, m.evictions, m.reservations), (None, 0, 0));
+        assert_eq!((m.lookups, m.evictions, m.reservations), (Lookups::default(), 0, 0));
         assert_eq!(m.goals().map(|goal| goal.met), [Some(true), Some(true), None, None]);
         drop(held);
+        drop(pool.lookup_chain(&KeyScope::new("m", b"").root().chain(&[1, 2, 9, 9], 1)));
+        drop(pool.admit_prefix(&keys, 4, 0).unwrap());
+        assert!(pool.admit_prefix(&keys, 11, 0).is_err() && pool.cached_prefix(&keys) == 3);
+        assert_eq!(PoolMetrics::of(&pool).lookups, Lookups { hits: 5, misses: 2 });
         drop(pool.allocate(9).unwrap());
         assert_eq!(PoolMetrics::of(&pool).evictions, 2);
         let managed = StorageManager::untimed(pool);
@@ -293,7 +282,7 @@ mod tests {
     #[test]
     fn prometheus_reads_every_number_of_every_pool() {
         let main = PoolMetrics { allocation: latencies(&[1, 2, 3]), ..metrics(16, 5) };
-        let chunks = metrics(4, 4).with_lookups(Lookups { hits: 7, misses: 2 });
+        let chunks = PoolMetrics { lookups: Lookups { hits: 7, misses: 2 }, ..metrics(4, 4) };
         let all = samples(&PoolMetrics::prometheus(&[("main", &main), ("chunk \"a\"\\\n", &chunks)]));
         for (name, value) in [
             (r#"kvcore_pool_size_blocks{pool="main"}"#, 16.0),
@@ -312,8 +301,7 @@ mod tests {
         ] {
             assert_eq!(all.get(name), Some(&value), "{name}");
         }
-        assert!(!all.contains_key(r#"kvcore_pool_lookups_total{pool="main",result="hit"}"#));
-        assert_eq!(all.len(), 2 * (COLUMNS.len() + 5 + 2 * 28) + 2);
+        assert_eq!(all.len(), 2 * (COLUMNS.len() + 5 + 2 + 2 * 28));
     }
 
     #[test]
@@ -322,7 +310,7 @@ mod tests {
         let json = serde_json::to_value(m).unwrap();
         assert_eq!((&json["available"], &json["counts"]["mutable"]), (&6.into(), &2.into()));
         assert_eq!(json["release"]["p99_seconds"], serde_json::json!(10e-6));
-        assert_eq!((&json["lookups"], &json["allocation"]["p50_seconds"]), (&().into(), &().into()));
+        assert_eq!((&json["lookups"]["hits"], &json["allocation"]["p50_seconds"]), (&0.into(), &().into()));
         let goals = serde_json::to_value(m.goals()).unwrap();
         assert_eq!(goals[1]["target"], serde_json::json!({ "below": 0.9 }));
         assert_eq!((&goals[1]["met"], &goals[2]["met"]), (&true.into(), &().into()));

@@ -15,7 +15,7 @@ mod tier;
 
 pub use goals::{Goal, Target};
 pub use manager::{RequestId, StorageManager};
-pub use metrics::{Lookups, PoolMetrics};
+pub use metrics::PoolMetrics;
 pub use owned::OwnedStorage;
 pub use state::BlockState;
 pub use tier::{Tier, TierAction, TierThresholds};
