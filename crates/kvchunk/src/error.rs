@@ -27,6 +27,71 @@ pub enum Error {
         /// The value.
         what: &'static str,
     },
+    /// A number that must be above 0.
+    #[error("{what} is {value}; it must be above 0")]
+    NotPositive {
+        /// The number's name.
+        what: &'static str,
+        /// The number.
+        value: f32,
+    },
+    /// A commit before everything is there.
+    #[error("{pieces} pieces of the prompt are being computed by other requests; advance until it is ready")]
+    NotReady {
+        /// Pieces.
+        pieces: usize,
+    },
+    /// A recompute strategy chose a token that is not there.
+    #[error("token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}")]
+    NoSuchToken {
+        /// The chunk, counted from 0.
+        chunk: usize,
+        /// The token in it.
+        token: usize,
+        /// Tokens of the chunk.
+        len: usize,
+    },
+    /// A recompute strategy that is none.
+    #[error(
+        "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], random:R[@SEED], full"
+    )]
+    UnknownStrategy(String),
+    /// A share that is none.
+    #[error("{what} is {value}; it must be above 0 and below 1")]
+    NotAShare {
+        /// The value's name.
+        what: &'static str,
+        /// The value.
+        value: f64,
+    },
+    /// An arena that cannot be cut in two pools.
+    #[error("{blocks} blocks cannot be cut into a main pool and a chunk pool: 2 to 2^32 - 1 are needed")]
+    NoRoomForTwoPools {
+        /// Blocks of the arena.
+        blocks: usize,
+    },
+    /// A tenant that was never added.
+    #[error("tenant {0:?} is unknown; add it first")]
+    UnknownTenant(String),
+    /// A tenant's tag that is taken.
+    #[error("tenant {0:?} is there already")]
+    TenantExists(String),
+    /// A cache that was built without a [`SleepStore`](crate::SleepStore).
+    #[error("this chunk cache has no place to sleep; build it with one")]
+    NoSleep,
+    /// A place to sleep that is full.
+    #[error("no room to sleep: {asked} bytes asked, {free} of {limit} free")]
+    SleepFull {
+        /// Bytes asked for.
+        asked: usize,
+        /// Bytes free.
+        free: usize,
+        /// Bytes in all.
+        limit: usize,
+    },
+    /// Saved contents that do not read back as they were.
+    #[error("saved chunk is damaged: {0}")]
+    Damaged(String),
     /// From the structures below.
     #[error(transparent)]
     Core(#[from] kvcore::Error),

@@ -8,7 +8,7 @@
 //! ```text
 //!   system ##  chunk A  ##  chunk B  ## question
 //!     │           │            │           │
-//!  PrefixFill  ChunkKey ──► ChunkCache     │       Assembler::assemble
+//!  PrefixFill ChunkHash ──► ChunkCacheManager       Assembler::assemble
 //!     │         hit │ miss → reservation   │
 //!     ▼             ▼                      ▼
 //!  Segment(0)  Segment(offset)  …   SequenceInput ──► one forward pass ──► Assembly::commit
@@ -30,16 +30,23 @@ mod assembly;
 mod cache;
 mod config;
 mod error;
-mod key;
-mod metrics;
-mod plan;
+mod hash;
+mod pool;
+mod position;
 mod prompt;
+mod recompute;
+mod scaling;
 
-pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport};
-pub use cache::{ChunkCache, ChunkHandle, ChunkReservation};
+pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation};
+pub use cache::{
+    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkInfo, ChunkKvCache, ChunkReservation, ChunkWaiter,
+    ColdRule, NotWoken, SleepStore, Sleeping, Tenant, TenantId,
+};
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};
-pub use key::{ChunkKey, ChunkKeys};
-pub use metrics::ChunkCacheMetrics;
-pub use plan::{ChunkPlace, PositionPlan};
+pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
+pub use pool::ChunkBlockPool;
+pub use position::{ChunkPlace, MergedKvCache, PositionPlan, PositionReindexer, ReindexedChunkKv};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
+pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
+pub use scaling::ContextScaling;

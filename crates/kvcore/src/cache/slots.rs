@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::block::PADDING_SLOT;
+use crate::block::{BlockId, PADDING_SLOT};
+use crate::error::{Error, Result};
 
 /// One slot per row, shared with the operations of every layer.
 ///
@@ -14,6 +15,32 @@ impl SlotMapping {
     /// The slots as an operation takes them.
     pub fn slots(&self) -> &Arc<[i64]> {
         &self.0
+    }
+
+    /// The slots of some tokens of a run that lies in `blocks`, by their index in it.
+    ///
+    /// ```
+    /// use kvcore::{BlockId, SlotMapping};
+    /// let slots = SlotMapping::in_blocks(&[BlockId(7), BlockId(3)], 16, [0, 15, 17])?;
+    /// assert_eq!(slots.slots()[..], [112, 127, 49]);
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for a block size of 0, [`Error::OutOfRange`] for a token past the blocks.
+    pub fn in_blocks(
+        blocks: &[BlockId],
+        block_size: usize,
+        tokens: impl IntoIterator<Item = usize>,
+    ) -> Result<Self> {
+        if block_size == 0 {
+            return Err(Error::Zero { what: "block_size" });
+        }
+        let slot = |token: usize| match blocks.get(token / block_size) {
+            Some(block) => Ok(block.index() as i64 * block_size as i64 + (token % block_size) as i64),
+            None => Err(Error::range("token", token, blocks.len() * block_size)),
+        };
+        Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
     /// Rows.

@@ -1,8 +1,6 @@
-//! How chunks are computed, where they are used, and how long pieces are.
+//! How chunks are computed and where they are used, and how exact their reuse is.
 
 use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Result};
 
 /// What a chunk sees while its KV is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -25,6 +23,9 @@ pub enum PositionStrategy {
     Overlapped,
     /// One chunk after the other, as in an ordinary prompt.
     Sequential,
+    /// As sequential, and every chunk is stored where it is used: the position is part of its key, and
+    /// only the same place in another prompt is a hit.
+    Absolute,
 }
 
 /// How exact reuse in a cell is, against a reference under the mask "chunks do not see each other".
@@ -48,13 +49,19 @@ pub struct ReuseCell {
 }
 
 impl ReuseCell {
-    /// All four cells.
-    pub const ALL: [Self; 4] = [
-        Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Overlapped },
-        Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped },
-        Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Sequential },
-        Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential },
-    ];
+    /// All six cells; the exact ones first.
+    pub const ALL: [Self; 6] = {
+        use ComputeMode::{Alone, WithSystem};
+        use PositionStrategy::{Absolute, Overlapped, Sequential};
+        [
+            Self { mode: WithSystem, strategy: Overlapped },
+            Self { mode: Alone, strategy: Overlapped },
+            Self { mode: Alone, strategy: Sequential },
+            Self { mode: WithSystem, strategy: Absolute },
+            Self { mode: Alone, strategy: Absolute },
+            Self { mode: WithSystem, strategy: Sequential },
+        ]
+    };
 
     /// How exact reuse in this cell is.
     pub fn exactness(self) -> Exactness {
@@ -62,33 +69,5 @@ impl ReuseCell {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
             _ => Exactness::Exact,
         }
-    }
-}
-
-/// Settings of a chunk cache.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChunkCacheConfig {
-    /// Most chunks kept; the least recently used go first.
-    pub max_chunks: usize,
-    /// Longer chunks are stored in pieces of this many tokens; later pieces see earlier ones, so the
-    /// limit never changes an answer.
-    pub max_chunk_tokens: usize,
-}
-
-impl Default for ChunkCacheConfig {
-    fn default() -> Self {
-        Self { max_chunks: 500, max_chunk_tokens: 4096 }
-    }
-}
-
-impl ChunkCacheConfig {
-    /// Checks that no limit is zero.
-    pub fn check(&self) -> Result<()> {
-        for (what, value) in [("max_chunks", self.max_chunks), ("max_chunk_tokens", self.max_chunk_tokens)] {
-            if value == 0 {
-                return Err(Error::Zero { what });
-            }
-        }
-        Ok(())
     }
 }

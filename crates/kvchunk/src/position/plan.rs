@@ -46,13 +46,14 @@ impl PositionPlan {
         let mut chunks = Vec::with_capacity(prompt.chunks().len());
         let (mut logical, mut longest) = (system, 0);
         for tokens in prompt.chunks() {
-            let stored_start = match cell.mode {
-                ComputeMode::WithSystem => system as i64,
-                ComputeMode::Alone => 0,
-            };
             let used_start = match cell.strategy {
                 PositionStrategy::Overlapped => system as i64,
-                PositionStrategy::Sequential => logical as i64,
+                PositionStrategy::Sequential | PositionStrategy::Absolute => logical as i64,
+            };
+            let stored_start = match (cell.strategy, cell.mode) {
+                (PositionStrategy::Absolute, _) => used_start,
+                (_, ComputeMode::WithSystem) => system as i64,
+                (_, ComputeMode::Alone) => 0,
             };
             chunks.push(ChunkPlace { logical_start: logical, stored_start, used_start, len: tokens.len() });
             logical += tokens.len();
@@ -60,7 +61,7 @@ impl PositionPlan {
         }
         let question_position = match cell.strategy {
             PositionStrategy::Overlapped => (system + longest) as i64,
-            PositionStrategy::Sequential => logical as i64,
+            PositionStrategy::Sequential | PositionStrategy::Absolute => logical as i64,
         };
         let largest = question_position + prompt.question().len() as i64 - 1;
         if usize::try_from(largest).is_ok_and(|largest| largest >= max_positions) {
@@ -94,6 +95,19 @@ mod tests {
         let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
         assert_eq!(plan.chunks.iter().map(ChunkPlace::offset).collect::<Vec<_>>(), [0, 5]);
         assert_eq!((plan.question_position, plan.question_logical), (16, 16));
+    }
+
+    #[test]
+    fn absolute_chunks_are_stored_where_they_are_used() {
+        for mode in [ComputeMode::Alone, ComputeMode::WithSystem] {
+            let cell = ReuseCell { mode, strategy: PositionStrategy::Absolute };
+            let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
+            assert_eq!(
+                plan.chunks.iter().map(|c| (c.stored_start, c.offset())).collect::<Vec<_>>(),
+                [(3, 0), (8, 0)]
+            );
+            assert_eq!(plan.question_position, 16);
+        }
     }
 
     #[test]

@@ -1,0 +1,261 @@
+//! Assembly: from a chunked prompt to the segments of a request, and what must be computed first.
+//!
+//! ```text
+//!   assemble ──► inputs ──► [model] ──► is_ready? ──yes──► commit ──► AssembledPrompt
+//!                  ▲                        │ no: another request computes a piece
+//!                  └────────── advance ◄────┘ stores what was computed, waits, looks again
+//! ```
+//!
+//! [`Assembler::assemble`] looks everything up and reserves room for what is missing. The caller runs *one*
+//! forward pass over [`Assembly::inputs`], with its question in the same batch if it likes, and then
+//! [commits](Assembly::commit). Dropping the assembly instead gives every block back: nothing partial can
+//! ever be found.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment, SequenceInput};
+
+use crate::cache::{ChunkCacheManager, ChunkKvCache, ChunkReservation, ChunkWaiter, TenantId};
+use crate::config::{ComputeMode, ReuseCell};
+use crate::error::Result;
+use crate::position::{ChunkPlace, PositionPlan};
+use crate::prompt::ChunkedPrompt;
+
+mod assembled;
+mod resolve;
+
+pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
+
+/// How prompts are assembled.
+#[derive(Debug, Clone, Copy)]
+pub struct Assembler<'a> {
+    /// The cache of chunks, or `None` to compute everything anew, under the same mask.
+    pub chunks: Option<&'a ChunkCacheManager>,
+    /// Whose pieces they are.
+    pub tenant: TenantId,
+    /// The main cache: system prompts, and chunks that find no room.
+    pub main: &'a PagedKvCache,
+    /// Root of all keys.
+    pub root: BlockKey,
+    /// Strategy and mode.
+    pub cell: ReuseCell,
+    /// Positions that the model has.
+    pub max_positions: usize,
+}
+
+/// What happened to one chunk of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct ChunkReport {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Whether all of it was found in the cache.
+    pub hit: bool,
+    /// Whether its bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
+    pub exact: bool,
+    /// Position of its first token in this prompt.
+    pub position: i64,
+    /// Positions from where it is stored to where it is used.
+    pub offset: i64,
+}
+
+/// Where a piece's KV is, or will be.
+#[derive(Debug, Clone)]
+enum Source {
+    Cached(ChunkKvCache),
+    /// To be computed into the chunk pool; index into [`Assembly::reserved`].
+    Reserved(usize),
+    /// Computed for this request only.
+    Private,
+}
+
+/// A piece that has its blocks.
+#[derive(Debug, Clone)]
+struct Piece {
+    blocks: Arc<[BlockId]>,
+    len: usize,
+    /// Position of its first key where it lies.
+    stored_start: i64,
+    source: Source,
+}
+
+/// A chunk of the prompt.
+#[derive(Debug)]
+struct Chunk {
+    place: ChunkPlace,
+    /// Its first pieces; all of them once [`tokens`](Self::tokens) is the chunk's length.
+    pieces: Vec<Piece>,
+    /// Tokens of these pieces.
+    tokens: usize,
+    hit: bool,
+    exact: bool,
+}
+
+impl Chunk {
+    /// The piece that begins `start` tokens into the chunk, as the question sees it.
+    fn used(&self, piece: &Piece, start: usize) -> Segment {
+        let logical = self.place.logical_start + start;
+        let offset = self.place.used_start + start as i64 - piece.stored_start;
+        Segment::new(Arc::clone(&piece.blocks), piece.len, logical, piece.stored_start).at_offset(offset)
+    }
+
+    /// The same as the chunk's own later tokens see it while they are computed.
+    fn stored(&self, piece: &Piece, start: usize) -> Segment {
+        let offset = self.place.stored_start + start as i64 - piece.stored_start;
+        self.used(piece, start).at_offset(offset)
+    }
+
+    /// Pieces with the tokens before each.
+    fn with_starts(&self) -> impl Iterator<Item = (usize, &Piece)> {
+        self.pieces.iter().scan(0, |start, piece| {
+            let before = *start;
+            *start += piece.len;
+            Some((before, piece))
+        })
+    }
+}
+
+/// A prompt whose parts are found or reserved.
+#[derive(Debug)]
+#[must_use = "compute its inputs and commit it; dropping it gives the blocks back"]
+pub struct Assembly {
+    block_size: usize,
+    mode: ComputeMode,
+    system: PrefixFill,
+    chunks: Vec<Chunk>,
+    /// Pieces that this prompt has reserved or computed itself, should they occur again in it.
+    own: HashMap<BlockKey, (Arc<[u32]>, Piece)>,
+    reserved: Vec<ChunkReservation>,
+    private: Vec<MutableBlocks>,
+    waiting: Vec<ChunkWaiter>,
+    inputs: Vec<SequenceInput>,
+    segments: Vec<Segment>,
+    plan: PositionPlan,
+    reused_tokens: usize,
+}
+
+impl Assembler<'_> {
+    /// Looks up and reserves everything that `prompt` needs.
+    ///
+    /// # Errors
+    /// [`crate::Error::TooLong`], or [`kvcore::Error::OutOfBlocks`] when the main pool has no room for
+    /// what the chunk pool does not take. Nothing is held then.
+    pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
+        let plan = PositionPlan::new(prompt, self.cell, self.max_positions)?;
+        // The same chain as an ordinary prompt that begins with the system prompt.
+        let system_root = self.chunks.map(|_| self.root);
+        let system = self.main.fill_prefix(system_root, prompt.system())?;
+        let chunk =
+            |&place: &ChunkPlace| Chunk { place, pieces: Vec::new(), tokens: 0, hit: true, exact: true };
+        let mut assembly = Assembly {
+            block_size: self.main.arena().layout().shape().block_size,
+            mode: self.cell.mode,
+            reused_tokens: system.cached(),
+            chunks: plan.chunks.iter().map(chunk).collect(),
+            system,
+            own: HashMap::new(),
+            reserved: Vec::new(),
+            private: Vec::new(),
+            waiting: Vec::new(),
+            inputs: Vec::new(),
+            segments: Vec::new(),
+            plan,
+        };
+        assembly.add_system(prompt.system());
+        self.resolve(&mut assembly, prompt)?;
+        Ok(assembly)
+    }
+}
+
+impl Assembly {
+    fn add_system(&mut self, tokens: &[u32]) {
+        let cached = self.system.cached();
+        if cached < tokens.len() {
+            self.inputs.push(SequenceInput::new(
+                tokens[cached..].to_vec(),
+                cached,
+                cached as i64,
+                self.system.slots().clone(),
+                vec![self.system.segment()],
+            ));
+        }
+    }
+
+    /// Whether every piece is cached or among the inputs: then the question may be computed in the same
+    /// batch, and [`commit`](Self::commit) follows. If not, another request computes a piece of this prompt
+    /// at this moment: compute the inputs and [`advance`](Self::advance).
+    pub fn is_ready(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// What must be computed now: the system prompt's rest and every missing piece, in one batch. Pieces
+    /// see blocks that the same batch fills, which is in order: a layer's keys are all written before
+    /// its attention reads.
+    pub fn inputs(&self) -> &[SequenceInput] {
+        &self.inputs
+    }
+
+    /// System prompt and chunks as the question sees them, once the assembly [is ready](Self::is_ready).
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Where everything stands.
+    pub fn plan(&self) -> &PositionPlan {
+        &self.plan
+    }
+
+    /// What happened to each chunk, in the prompt's order.
+    pub fn reports(&self) -> Vec<ChunkReport> {
+        let report = |chunk: &Chunk| ChunkReport {
+            tokens: chunk.place.len,
+            hit: chunk.hit,
+            exact: chunk.exact,
+            position: chunk.place.used_start,
+            offset: chunk.pieces.first().map_or(0, |piece| chunk.place.used_start - piece.stored_start),
+        };
+        self.chunks.iter().map(report).collect()
+    }
+
+    /// Tokens of system prompt and chunks that need not be computed.
+    pub fn reused_tokens(&self) -> usize {
+        self.reused_tokens
+    }
+
+    /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again:
+    /// for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
+    ///
+    /// # Errors
+    /// As [`Assembler::assemble`]; drop the assembly then.
+    pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
+        self.inputs.clear();
+        self.store();
+        for waiter in self.waiting.drain(..) {
+            waiter.wait();
+        }
+        assembler.resolve(self, prompt)
+    }
+
+    /// Everything reserved has been computed: others can find it from now on.
+    fn store(&mut self) {
+        let stored: Vec<ChunkKvCache> = self.reserved.drain(..).map(ChunkReservation::store).collect();
+        let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
+        for piece in pieces.chain(self.own.values_mut().map(|(_, piece)| piece)) {
+            if let Source::Reserved(i) = piece.source {
+                piece.source = Source::Cached(stored[i].clone());
+            }
+        }
+    }
+
+    /// Declares all inputs computed: pieces and system prompt can be found from now on.
+    ///
+    /// # Errors
+    /// [`crate::Error::NotReady`] for an assembly that still waits for others.
+    pub fn commit(mut self) -> Result<AssembledPrompt> {
+        if !self.is_ready() {
+            return Err(crate::Error::NotReady { pieces: self.waiting.len() });
+        }
+        self.store();
+        AssembledPrompt::new(self)
+    }
+}

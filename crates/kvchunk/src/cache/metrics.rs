@@ -1,0 +1,207 @@
+//! What a chunk cache did, in numbers.
+
+use kvcore::{Exposition, Latencies, MetricKind};
+use serde::Serialize;
+
+/// Counts since the cache was made, and what it holds now: of the whole cache, or of one tenant.
+///
+/// A lookup ends as a hit or as a miss; a piece that somebody else was computing is counted when that has
+/// ended. Times are of the whole cache, and empty unless
+/// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct ChunkCacheMetrics {
+    /// Pieces that were looked up.
+    pub lookup_count: u64,
+    /// Found.
+    pub hit_count: u64,
+    /// Not found, or found under the same hash with other contents.
+    pub miss_count: u64,
+    /// Hits without a bound on their error: computed under another system prompt, or quantised in their
+    /// sleep. They are among [`hit_count`](Self::hit_count).
+    pub approximate_hits: u64,
+    /// Lookups that waited for a piece that another request was computing.
+    pub shared_flights: u64,
+    /// Pieces stored.
+    pub insertions: u64,
+    /// Pieces evicted to make room.
+    pub evictions: u64,
+    /// Pieces that were computed for one request only, since nothing could be evicted.
+    pub uncached: u64,
+    /// Pieces that were put to sleep.
+    pub slept: u64,
+    /// Pieces that were woken.
+    pub woken: u64,
+    /// Sleeping pieces that could not be read back; they are gone.
+    pub lost: u64,
+    /// Tokens of pieces found.
+    pub tokens_reused: u64,
+    /// Tokens of pieces stored.
+    pub tokens_computed: u64,
+    /// Pieces held now, awake or asleep.
+    pub cached_chunks: usize,
+    /// Those of them that sleep.
+    pub sleeping_chunks: usize,
+    /// Blocks of the pool; of a tenant: its quota.
+    pub total_blocks: usize,
+    /// Blocks of the pool in use or cached; of a tenant: those of its pieces.
+    pub used_blocks: usize,
+    /// How long lookups took.
+    #[serde(rename = "lookup_time")]
+    pub lookups: Latencies,
+    /// How long it took to place a piece at its position.
+    #[serde(rename = "reindex_time")]
+    pub reindexes: Latencies,
+    /// From the reservation of a piece to its storing.
+    #[serde(rename = "compute_time")]
+    pub computes: Latencies,
+}
+
+impl ChunkCacheMetrics {
+    pub(super) fn miss(&mut self) {
+        self.lookup_count += 1;
+        self.miss_count += 1;
+    }
+
+    /// Counts of two tenants together; what is held now and times are the caller's to fill in.
+    pub(super) fn plus(self, other: &Self) -> Self {
+        Self {
+            lookup_count: self.lookup_count + other.lookup_count,
+            hit_count: self.hit_count + other.hit_count,
+            miss_count: self.miss_count + other.miss_count,
+            approximate_hits: self.approximate_hits + other.approximate_hits,
+            shared_flights: self.shared_flights + other.shared_flights,
+            insertions: self.insertions + other.insertions,
+            evictions: self.evictions + other.evictions,
+            uncached: self.uncached + other.uncached,
+            slept: self.slept + other.slept,
+            woken: self.woken + other.woken,
+            lost: self.lost + other.lost,
+            tokens_reused: self.tokens_reused + other.tokens_reused,
+            tokens_computed: self.tokens_computed + other.tokens_computed,
+            ..self
+        }
+    }
+
+    /// Hits per lookup; 0 before the first lookup.
+    pub fn hit_rate(&self) -> f64 {
+        ratio(self.hit_count as f64, self.lookup_count as f64)
+    }
+
+    /// Used blocks per block.
+    pub fn memory_utilization(&self) -> f64 {
+        ratio(self.used_blocks as f64, self.total_blocks as f64)
+    }
+
+    /// Average time of a lookup in milliseconds; 0 before the first.
+    pub fn avg_lookup_time_ms(&self) -> f64 {
+        mean_ms(&self.lookups)
+    }
+
+    /// Average time to place a piece in milliseconds.
+    pub fn avg_reindex_time_ms(&self) -> f64 {
+        mean_ms(&self.reindexes)
+    }
+
+    /// Average time to compute a piece in milliseconds.
+    pub fn avg_compute_time_ms(&self) -> f64 {
+        mean_ms(&self.computes)
+    }
+
+    /// The numbers of several caches or tenants, each with its name as the label `cache`, in the text
+    /// format of Prometheus.
+    ///
+    /// ```
+    /// use kvchunk::ChunkCacheMetrics;
+    /// let metrics = ChunkCacheMetrics { hit_count: 3, ..ChunkCacheMetrics::default() };
+    /// let text = ChunkCacheMetrics::prometheus(&[("alice", &metrics)]);
+    /// assert!(text.contains("kvchunk_hits_total{cache=\"alice\"} 3\n"));
+    /// ```
+    pub fn prometheus(caches: &[(&str, &Self)]) -> String {
+        let mut text = Exposition::default();
+        for (name, kind, help, value) in COLUMNS {
+            let mut family = text.family(name, kind, help);
+            for (cache, metrics) in caches {
+                family.sample(&[("cache", cache)], value(metrics));
+            }
+        }
+        for (name, help, of) in HISTOGRAMS {
+            let mut family = text.family(name, MetricKind::Histogram, help);
+            for (cache, metrics) in caches {
+                family.histogram(&[("cache", cache)], of(metrics));
+            }
+        }
+        text.to_string()
+    }
+}
+
+/// A number of the metrics, with its name, kind and meaning.
+type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
+
+const COLUMNS: [Column; 16] = [
+    ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
+    ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
+    ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
+        m.approximate_hits as f64
+    }),
+    ("kvchunk_shared_flights_total", MetricKind::Counter, "Lookups that waited for another request.", |m| {
+        m.shared_flights as f64
+    }),
+    ("kvchunk_insertions_total", MetricKind::Counter, "Pieces stored.", |m| m.insertions as f64),
+    ("kvchunk_evictions_total", MetricKind::Counter, "Pieces evicted.", |m| m.evictions as f64),
+    ("kvchunk_uncached_total", MetricKind::Counter, "Pieces that found no room.", |m| m.uncached as f64),
+    ("kvchunk_slept_total", MetricKind::Counter, "Pieces put to sleep.", |m| m.slept as f64),
+    ("kvchunk_woken_total", MetricKind::Counter, "Pieces woken.", |m| m.woken as f64),
+    ("kvchunk_lost_total", MetricKind::Counter, "Sleeping pieces that could not be read back.", |m| {
+        m.lost as f64
+    }),
+    ("kvchunk_reused_tokens_total", MetricKind::Counter, "Tokens of pieces found.", |m| {
+        m.tokens_reused as f64
+    }),
+    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces stored.", |m| {
+        m.tokens_computed as f64
+    }),
+    ("kvchunk_chunks", MetricKind::Gauge, "Pieces held.", |m| m.cached_chunks as f64),
+    ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Pieces that sleep.", |m| m.sleeping_chunks as f64),
+    ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks for chunks.", |m| m.total_blocks as f64),
+    ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks.", |m| m.used_blocks as f64),
+];
+
+/// Latencies of the metrics, with their name and meaning.
+type Histogram = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
+
+const HISTOGRAMS: [Histogram; 3] = [
+    ("kvchunk_lookup_seconds", "How long lookups took.", |m| &m.lookups),
+    ("kvchunk_reindex_seconds", "How long placing a piece took.", |m| &m.reindexes),
+    ("kvchunk_compute_seconds", "From reserving a piece to storing it.", |m| &m.computes),
+];
+
+fn ratio(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}
+
+fn mean_ms(latencies: &Latencies) -> f64 {
+    ratio(latencies.sum().as_secs_f64() * 1e3, latencies.count() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_of_nothing_is_zero() {
+        let metrics = ChunkCacheMetrics::default();
+        assert_eq!((metrics.hit_rate(), metrics.memory_utilization()), (0.0, 0.0));
+        let times =
+            (metrics.avg_lookup_time_ms(), metrics.avg_reindex_time_ms(), metrics.avg_compute_time_ms());
+        assert_eq!(times, (0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn prometheus_has_a_sample_of_every_number_of_every_cache() {
+        let (a, b) = (ChunkCacheMetrics::default(), ChunkCacheMetrics { evictions: 9, ..Default::default() });
+        let text = ChunkCacheMetrics::prometheus(&[("a", &a), ("b", &b)]);
+        assert!(text.contains("kvchunk_evictions_total{cache=\"b\"} 9\n"));
+        assert_eq!(text.matches("# TYPE ").count(), COLUMNS.len() + HISTOGRAMS.len());
+        assert_eq!(text.matches("{cache=\"a\"} ").count(), COLUMNS.len() + 2 * HISTOGRAMS.len());
+    }
+}

@@ -1,0 +1,291 @@
+//! The chunk cache: stored pieces of chunks, found by what they hold.
+//!
+//! A *piece* is a chunk, or a part of an oversized one. A request [acquires](ChunkCacheManager::acquire)
+//! the pieces of its chunks: what is cached it holds by [`ChunkKvCache`]; what is not, it computes into a
+//! [`ChunkReservation`], unless another request is at it already.
+//!
+//! ```text
+//!              acquire ──────────────────► Hit ────────────┐
+//!                │  miss      store                        ▼  last holder ends
+//!                ├─► Compute ───────► Awake, held ──► Awake, idle ──► evicted
+//!                ├─► Busy (another request's Compute)       │   ▲
+//!                └─► NoRoom                  sleep          ▼   │ wake_up, hit
+//!                                                         Asleep
+//! ```
+//!
+//! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvcore::{Clock, LatencyHistogram, SystemClock};
+use parking_lot::Mutex;
+
+use crate::config::ChunkCacheConfig;
+use crate::error::{Error, Result};
+use crate::hash::{ChunkHash, ChunkPiece};
+use crate::pool::ChunkBlockPool;
+
+mod acquire;
+mod flight;
+mod handle;
+mod metrics;
+mod sleep;
+mod state;
+mod tenant;
+mod wake;
+
+pub use acquire::Acquired;
+pub use flight::ChunkWaiter;
+pub use handle::{ChunkKvCache, ChunkReservation};
+pub use metrics::ChunkCacheMetrics;
+pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
+pub use tenant::{Tenant, TenantId};
+
+use state::{Place, State};
+use tenant::Account;
+
+/// A cache of chunk pieces; clones share it.
+///
+/// ```
+/// use kvchunk::{
+///     Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ComputeMode,
+///     HashAlgorithm, TenantId,
+/// };
+/// use kvcore::KeyScope;
+///
+/// let cache = ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(0..64, 16)?)?;
+/// let context = ChunkContext::new(KeyScope::new("m", b"w").root(), ComputeMode::Alone, &[]);
+/// let hasher = ChunkHasher::new(HashAlgorithm::Blake3, context, 16);
+/// let piece = hasher.pieces(&[1, 2, 3], 4096).next().unwrap();
+///
+/// let Acquired::Compute(reservation) = cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
+/// assert_eq!(reservation.slot_mapping()?.len(), 3);      // … run the model, scatter to these slots …
+/// drop(reservation.store());
+/// let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
+/// assert_eq!((chunk.num_tokens(), cache.metrics().hit_count), (3, 1));
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ChunkCacheManager(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    config: ChunkCacheConfig,
+    pool: ChunkBlockPool,
+    clock: Arc<dyn Clock>,
+    sleep: Option<Arc<dyn SleepStore>>,
+    state: Mutex<State>,
+    lookups: LatencyHistogram,
+    reindexes: LatencyHistogram,
+    computes: LatencyHistogram,
+}
+
+/// A stored piece as it is now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChunkInfo {
+    /// Its hash, with tokens and blocks.
+    pub chunk_hash: ChunkHash,
+    /// The tag of its tenant.
+    pub tenant: String,
+    /// Position of its first key where it is stored.
+    pub cached_position_start: i64,
+    /// Requests that hold it.
+    pub ref_count: u32,
+    /// Uses since it was stored.
+    pub access_count: u64,
+    /// Milliseconds since it was stored.
+    pub age_ms: u64,
+    /// Milliseconds since it was used.
+    pub idle_ms: u64,
+    /// Whether it sleeps, or is on its way.
+    pub asleep: bool,
+    /// Whether its bytes are exactly those of its hash.
+    pub exact: bool,
+}
+
+impl ChunkCacheManager {
+    /// An empty cache over `pool`.
+    ///
+    /// # Errors
+    /// As [`ChunkCacheConfig::check`].
+    pub fn new(config: ChunkCacheConfig, pool: ChunkBlockPool) -> Result<Self> {
+        Self::build(config, pool, None, Arc::new(SystemClock::default()))
+    }
+
+    /// The same with a place to sleep, and with the time from elsewhere.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn build(
+        config: ChunkCacheConfig,
+        pool: ChunkBlockPool,
+        sleep: Option<Arc<dyn SleepStore>>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        config.check()?;
+        let everybody = Tenant { salt: Vec::new(), ..Tenant::new(Tenant::DEFAULT_TAG) };
+        let blocks = pool.blocks().range().len();
+        let first = Account::new(everybody, blocks, config.max_chunks, config.cache_policy);
+        Ok(Self(Arc::new(Shared {
+            state: Mutex::new(State::new(first)),
+            config,
+            pool,
+            clock,
+            sleep,
+            lookups: LatencyHistogram::default(),
+            reindexes: LatencyHistogram::default(),
+            computes: LatencyHistogram::default(),
+        })))
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &ChunkCacheConfig {
+        &self.0.config
+    }
+
+    /// The cache's own blocks.
+    pub fn pool(&self) -> &ChunkBlockPool {
+        &self.0.pool
+    }
+
+    /// Adds a tenant.
+    ///
+    /// # Errors
+    /// [`Error::TenantExists`].
+    pub fn add_tenant(&self, tenant: Tenant) -> Result<TenantId> {
+        let mut state = self.0.state.lock();
+        if state.accounts.iter().any(|account| account.tenant.tag == tenant.tag) {
+            return Err(Error::TenantExists(tenant.tag));
+        }
+        let blocks = self.0.pool.blocks().range().len();
+        let (most, policy) = (self.0.config.max_chunks, self.0.config.cache_policy);
+        state.accounts.push(Account::new(tenant, blocks, most, policy));
+        Ok(TenantId(state.accounts.len() as u32 - 1))
+    }
+
+    /// The tenant with this tag, and what was said of it.
+    ///
+    /// # Errors
+    /// [`Error::UnknownTenant`].
+    pub fn tenant(&self, tag: &str) -> Result<(TenantId, Tenant)> {
+        let state = self.0.state.lock();
+        let at = state.accounts.iter().position(|account| account.tenant.tag == tag);
+        let at = at.ok_or_else(|| Error::UnknownTenant(tag.to_owned()))?;
+        Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
+    }
+
+    /// Evicts the next piece that nobody holds, of any tenant; `false` if there is none.
+    pub fn evict_lru(&self) -> bool {
+        let now = self.0.clock.millis();
+        let mut state = self.0.state.lock();
+        state.evict_any(TenantId::default(), now) || state.evict_sleeper()
+    }
+
+    /// Forgets every piece. Those that requests hold are freed when the last of these ends.
+    pub fn clear(&self) {
+        self.clear_where(|_| true);
+    }
+
+    /// Forgets the pieces of one tenant.
+    pub fn clear_tenant(&self, tenant: TenantId) {
+        self.clear_where(|of| of == tenant);
+    }
+
+    fn clear_where(&self, of: impl Fn(TenantId) -> bool) {
+        let mut state = self.0.state.lock();
+        for slot in 0..state.entries.len() as u32 {
+            let Some(entry) = state.entry_mut(slot).filter(|entry| of(entry.tenant)) else { continue };
+            if matches!(entry.place, Place::Moving(_)) {
+                entry.doomed = true;
+            } else {
+                state.remove(slot);
+            }
+        }
+    }
+
+    /// Every stored piece.
+    pub fn chunks(&self) -> Vec<ChunkInfo> {
+        let now = self.0.clock.millis();
+        let state = self.0.state.lock();
+        let info = |entry: &state::Entry| ChunkInfo {
+            chunk_hash: entry.hash,
+            tenant: state.accounts[entry.tenant.0 as usize].tenant.tag.clone(),
+            cached_position_start: entry.stored_start,
+            ref_count: entry.holders,
+            access_count: entry.access_count,
+            age_ms: now.saturating_sub(entry.created),
+            idle_ms: now.saturating_sub(entry.last_accessed),
+            asleep: !matches!(entry.place, Place::Awake(_)),
+            exact: entry.exact,
+        };
+        state.entries.iter().flatten().map(info).collect()
+    }
+
+    /// Counts so far, and what is held now.
+    pub fn metrics(&self) -> ChunkCacheMetrics {
+        let state = self.0.state.lock();
+        let counts = self.0.pool.blocks().counts();
+        let sum = state
+            .accounts
+            .iter()
+            .fold(ChunkCacheMetrics::default(), |sum, account| sum.plus(&account.counted));
+        ChunkCacheMetrics {
+            cached_chunks: state.len(),
+            sleeping_chunks: asleep(&state, |_| true),
+            total_blocks: counts.total,
+            used_blocks: counts.total - counts.free,
+            lookups: self.0.lookups.snapshot(),
+            reindexes: self.0.reindexes.snapshot(),
+            computes: self.0.computes.snapshot(),
+            ..sum
+        }
+    }
+
+    /// The same of one tenant, without times. A tenant that was never added has done nothing.
+    pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
+        let state = self.0.state.lock();
+        let Some(account) = state.accounts.get(tenant.0 as usize) else {
+            return ChunkCacheMetrics::default();
+        };
+        ChunkCacheMetrics {
+            cached_chunks: state.entries.iter().flatten().filter(|entry| entry.tenant == tenant).count(),
+            sleeping_chunks: asleep(&state, |of| of == tenant),
+            total_blocks: account.quota,
+            used_blocks: account.used,
+            ..account.counted
+        }
+    }
+
+    /// Recounts everything; `Err` says what is inconsistent.
+    pub fn check_invariants(&self) -> std::result::Result<(), String> {
+        self.0.state.lock().check()?;
+        self.0.pool.blocks().check_invariants()
+    }
+
+    /// Records how long it took to place a piece.
+    pub(crate) fn reindexed(&self, since: Instant) {
+        if self.0.config.stats {
+            self.0.reindexes.record(since.elapsed());
+        }
+    }
+}
+
+/// Pieces that do not lie in blocks.
+fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
+    let sleeps = |entry: &&state::Entry| of(entry.tenant) && !matches!(entry.place, Place::Awake(_));
+    state.entries.iter().flatten().filter(sleeps).count()
+}
+
+/// The hash of a piece that is looked for, with its account's tenant checked.
+fn known(state: &State, tenant: TenantId) -> TenantId {
+    if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
+}
+
+/// A piece that is looked for, where it would be stored and for whom.
+#[derive(Debug, Clone, Copy)]
+struct Wanted<'a, 't> {
+    piece: &'a ChunkPiece<'t>,
+    tenant: TenantId,
+    stored_start: i64,
+}

@@ -1,0 +1,139 @@
+//! Settings of a chunk cache.
+
+use kvcore::PolicyKind;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::hash::HashAlgorithm;
+use crate::prompt::DEFAULT_SEPARATOR;
+
+mod cell;
+
+pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
+
+/// Settings of a chunk cache. What a stored config leaves out has its default.
+///
+/// ```
+/// use kvchunk::{ChunkCacheConfig, HashAlgorithm};
+/// let config: ChunkCacheConfig = serde_json::from_str(r#"{"max_chunks": 100, "hash_algorithm": "sha256"}"#).unwrap();
+/// assert_eq!((config.max_chunks, config.max_chunk_tokens), (100, 4096));
+/// assert_eq!(config.hash_algorithm, HashAlgorithm::Sha256);
+/// config.check()?;
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ChunkCacheConfig {
+    /// Whether chunks are kept at all. Without it a prompt in parts is computed anew under the same mask.
+    #[serde(rename = "enable_chunk_cache")]
+    pub enabled: bool,
+    /// Share of the KV memory that belongs to chunks, above 0 and below 1.
+    #[serde(alias = "chunk_cache_gpu_memory_utilization")]
+    pub memory_share: f64,
+    /// Most chunks kept, asleep or awake. Pieces of oversized chunks count each.
+    pub max_chunks: usize,
+    /// Longer chunks are stored in pieces of this many tokens; later pieces see earlier ones, so the
+    /// limit never changes an answer.
+    pub max_chunk_tokens: usize,
+    /// What stands between the parts of a prompt.
+    #[serde(alias = "chunk_separator")]
+    pub separator: String,
+    /// How chunks are hashed.
+    #[serde(alias = "chunk_hash_algo")]
+    pub hash_algorithm: HashAlgorithm,
+    /// Where chunks stand when they are used.
+    pub position_strategy: PositionStrategy,
+    /// What chunks see while they are computed.
+    pub compute_mode: ComputeMode,
+    /// Which chunk goes first when room is needed.
+    pub cache_policy: PolicyKind,
+    /// Whether the times of lookups, placements and computations are measured.
+    #[serde(alias = "log_chunk_cache_stats")]
+    pub stats: bool,
+    /// Whether a chunk that was computed under another system prompt is used where none is found under
+    /// this one. No bound holds for such a hit; it is counted as approximate.
+    pub cross_system_reuse: bool,
+}
+
+impl Default for ChunkCacheConfig {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            memory_share: 0.15,
+            max_chunks: 500,
+            max_chunk_tokens: 4096,
+            separator: DEFAULT_SEPARATOR.to_owned(),
+            hash_algorithm: HashAlgorithm::default(),
+            position_strategy: PositionStrategy::default(),
+            compute_mode: ComputeMode::default(),
+            cache_policy: PolicyKind::default(),
+            stats: true,
+            cross_system_reuse: false,
+        }
+    }
+}
+
+impl ChunkCacheConfig {
+    /// Strategy and mode.
+    pub fn cell(&self) -> ReuseCell {
+        ReuseCell { mode: self.compute_mode, strategy: self.position_strategy }
+    }
+
+    /// Checks every value against its domain.
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::NotAShare`], [`Error::EmptySeparator`].
+    pub fn check(&self) -> Result<()> {
+        for (what, value) in [("max_chunks", self.max_chunks), ("max_chunk_tokens", self.max_chunk_tokens)] {
+            if value == 0 {
+                return Err(Error::Zero { what });
+            }
+        }
+        if !(self.memory_share > 0.0 && self.memory_share < 1.0) {
+            return Err(Error::NotAShare { what: "memory_share", value: self.memory_share });
+        }
+        if self.separator.is_empty() {
+            return Err(Error::EmptySeparator);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_the_seeds() {
+        let c = ChunkCacheConfig::default();
+        assert_eq!((c.enabled, c.memory_share, c.max_chunks, c.max_chunk_tokens), (true, 0.15, 500, 4096));
+        assert_eq!((c.separator.as_str(), c.cache_policy, c.stats), ("##", PolicyKind::Lru, true));
+        assert_eq!((c.hash_algorithm, c.cross_system_reuse), (HashAlgorithm::Blake3, false));
+        assert_eq!(c.cell(), ReuseCell::default());
+    }
+
+    #[test]
+    fn configs_are_stored_read_back_and_take_the_seeds_names() {
+        let config = ChunkCacheConfig { max_chunks: 7, stats: false, ..ChunkCacheConfig::default() };
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<ChunkCacheConfig>(&text).unwrap(), config);
+        let seed = r#"{"enable_chunk_cache": false, "chunk_cache_gpu_memory_utilization": 0.3,
+            "chunk_separator": "@@", "chunk_hash_algo": "xxh3-128", "log_chunk_cache_stats": false}"#;
+        let config: ChunkCacheConfig = serde_json::from_str(seed).unwrap();
+        assert_eq!((config.enabled, config.memory_share, config.stats), (false, 0.3, false));
+        assert_eq!((config.separator.as_str(), config.hash_algorithm), ("@@", HashAlgorithm::Xxh3));
+        assert!(serde_json::from_str::<ChunkCacheConfig>(r#"{"max_chunk": 1}"#).is_err());
+    }
+
+    #[test]
+    fn values_outside_their_domain_are_named() {
+        let named = |config: ChunkCacheConfig| config.check().unwrap_err().to_string();
+        let good = ChunkCacheConfig::default;
+        assert!(named(ChunkCacheConfig { max_chunks: 0, ..good() }).contains("max_chunks"));
+        assert!(named(ChunkCacheConfig { max_chunk_tokens: 0, ..good() }).contains("max_chunk_tokens"));
+        for share in [0.0, 1.0, -0.1, f64::NAN] {
+            assert!(named(ChunkCacheConfig { memory_share: share, ..good() }).contains("memory_share"));
+        }
+        assert!(named(ChunkCacheConfig { separator: String::new(), ..good() }).contains("separator"));
+    }
+}

@@ -1,0 +1,88 @@
+//! The hash functions that chunks can be found by.
+
+use kvcore::BlockKey;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use xxhash_rust::xxh3::Xxh3;
+
+/// How chunks are hashed.
+///
+/// | algorithm | a hit compares | 4096 tokens |
+/// |---|---|---|
+/// | BLAKE3, keyed by what comes before | the tokens | the fastest that resists collisions |
+/// | SHA-256 | the tokens | for those who must use it |
+/// | xxh3-128 | everything the hash stands for: root key (model, tenant), mode, system prompt, tokens before, tokens | faster still; anybody can make collisions, which the comparison turns into misses |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HashAlgorithm {
+    /// BLAKE3, 256 bits.
+    #[default]
+    Blake3,
+    /// SHA-256.
+    Sha256,
+    /// xxh3, 128 bits, not cryptographic.
+    #[serde(rename = "xxh3-128", alias = "xxhash")]
+    Xxh3,
+}
+
+impl HashAlgorithm {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
+
+    /// Whether nobody can make two contents with the same hash.
+    pub fn is_collision_resistant(self) -> bool {
+        self != Self::Xxh3
+    }
+
+    /// The hash of `tokens` that follow what `parent` stands for. The number of tokens is part of it.
+    pub(crate) fn child(self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {
+        let mut bytes = [0; 32];
+        match self {
+            Self::Blake3 => return parent.child(tokens),
+            Self::Sha256 => {
+                let mut hasher = Sha256::new();
+                hasher.update(parent.as_bytes());
+                feed(tokens, |part| hasher.update(part));
+                bytes.copy_from_slice(&hasher.finalize());
+            }
+            Self::Xxh3 => {
+                let mut hasher = Xxh3::new();
+                hasher.update(parent.as_bytes());
+                feed(tokens, |part| hasher.update(part));
+                bytes[..16].copy_from_slice(&hasher.digest128().to_le_bytes());
+            }
+        }
+        BlockKey::from_bytes(bytes)
+    }
+}
+
+/// The number of tokens and the tokens themselves, as little-endian bytes.
+fn feed(tokens: &[u32], mut update: impl FnMut(&[u8])) {
+    update(&(tokens.len() as u64).to_le_bytes());
+    let mut bytes = [0u8; 256 * 4];
+    for part in tokens.chunks(256) {
+        for (slot, token) in bytes.chunks_exact_mut(4).zip(part) {
+            slot.copy_from_slice(&token.to_le_bytes());
+        }
+        update(&bytes[..part.len() * 4]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_are_those_of_the_libraries_over_the_canonical_bytes() {
+        let parent = BlockKey::from_bytes([7; 32]);
+        let tokens: Vec<u32> = (0..1000).collect();
+        let mut bytes = vec![7u8; 32];
+        bytes.extend(1000u64.to_le_bytes());
+        bytes.extend(tokens.iter().flat_map(|t| t.to_le_bytes()));
+        let sha = HashAlgorithm::Sha256.child(&parent, &tokens);
+        assert_eq!(sha.as_bytes()[..], Sha256::digest(&bytes)[..]);
+        let xxh3 = HashAlgorithm::Xxh3.child(&parent, &tokens);
+        assert_eq!(xxh3.as_bytes()[..16], xxhash_rust::xxh3::xxh3_128(&bytes).to_le_bytes());
+        assert_eq!(xxh3.as_bytes()[16..], [0; 16]);
+    }
+}

@@ -1,0 +1,293 @@
+//! Chunk hashes: what the stored bytes of a chunk are a function of, and nothing else.
+//!
+//! Under the root key (model, tokenizer, rotary specification and regime, element type, layout,
+//! adapter, tenant) a chunk's hash covers the computing mode with, when the chunk saw one, the system
+//! prompt's tokens; its position, under the absolute strategy only; the pieces before it, for a piece
+//! of an oversized chunk; and its own tokens. The final position, other chunks, the question and the
+//! request are not in it.
+
+use std::sync::Arc;
+
+use kvcore::BlockKey;
+
+mod algorithm;
+
+pub use algorithm::HashAlgorithm;
+
+use crate::config::ComputeMode;
+
+/// The identity of a piece's bytes, independent of where it is used. Two are equal when their keys are.
+#[derive(Debug, Clone, Copy)]
+pub struct ChunkHash {
+    /// The 256-bit key; under [`HashAlgorithm::Xxh3`] its second half is zero.
+    pub key: BlockKey,
+    /// Tokens of the piece.
+    pub token_count: usize,
+    /// Blocks that it takes.
+    pub num_blocks: usize,
+}
+
+impl PartialEq for ChunkHash {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key
+    }
+}
+
+impl Eq for ChunkHash {}
+
+impl std::hash::Hash for ChunkHash {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.key.hash(state);
+    }
+}
+
+/// What chunks of one prompt have in common: everything a hash covers but tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChunkContext {
+    root: BlockKey,
+    mode: ComputeMode,
+    /// Tokens that chunks see; empty when they are computed alone.
+    system: Arc<[u32]>,
+    /// The chunk's position, if it is part of the hash.
+    position: Option<i64>,
+}
+
+impl ChunkContext {
+    /// Chunks under `root` in `mode`; `system` counts only when chunks see it.
+    pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
+        let system = match mode {
+            ComputeMode::WithSystem => system.into(),
+            ComputeMode::Alone => Arc::default(),
+        };
+        Self { root, mode, system, position: None }
+    }
+
+    /// The same for a chunk that serves at one position only.
+    #[must_use]
+    pub fn at(&self, position: i64) -> Self {
+        Self { position: Some(position), ..self.clone() }
+    }
+}
+
+/// Hashes the pieces of chunks in one context.
+///
+/// ```
+/// use kvchunk::{ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm};
+/// use kvcore::KeyScope;
+/// let root = KeyScope::new("m", b"w").root();
+/// let hash = |mode, system: &[u32]| {
+///     let hasher = ChunkHasher::new(HashAlgorithm::Blake3, ChunkContext::new(root, mode, system), 16);
+///     hasher.pieces(&[7, 8], 64).next().unwrap().hash()
+/// };
+/// assert_eq!(hash(ComputeMode::Alone, &[1]), hash(ComputeMode::Alone, &[2]));
+/// assert_ne!(hash(ComputeMode::WithSystem, &[1]), hash(ComputeMode::WithSystem, &[2]));
+/// assert_ne!(hash(ComputeMode::WithSystem, &[]), hash(ComputeMode::Alone, &[]));
+/// ```
+#[derive(Debug, Clone)]
+pub struct ChunkHasher {
+    algorithm: HashAlgorithm,
+    context: Arc<ChunkContext>,
+    base: BlockKey,
+    /// Where chains start that leave the system prompt out.
+    any_system: BlockKey,
+    block_size: usize,
+}
+
+impl ChunkHasher {
+    /// A hasher for chunks in `context` whose blocks hold `block_size` tokens.
+    pub fn new(algorithm: HashAlgorithm, context: ChunkContext, block_size: usize) -> Self {
+        let purpose = match context.mode {
+            ComputeMode::WithSystem => "kvchunk with-system v2",
+            ComputeMode::Alone => "kvchunk alone v2",
+        };
+        let mut base = algorithm.child(&context.root.derive(purpose), &context.system);
+        let mut any_system = context.root.derive("kvchunk any system v2");
+        if let Some(position) = context.position {
+            let words = [position as u32, (position as u64 >> 32) as u32];
+            (base, any_system) = (base.derive("kvchunk at v2"), any_system.derive("kvchunk at v2"));
+            (base, any_system) = (algorithm.child(&base, &words), algorithm.child(&any_system, &words));
+        }
+        Self { algorithm, context: Arc::new(context), base, any_system, block_size: block_size.max(1) }
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Arc<ChunkContext> {
+        &self.context
+    }
+
+    /// The pieces of at most `max_tokens` tokens of a chunk, each chained to those before.
+    pub fn pieces<'t>(
+        &'t self,
+        tokens: &'t [u32],
+        max_tokens: usize,
+    ) -> impl Iterator<Item = ChunkPiece<'t>> {
+        let max_tokens = max_tokens.max(1);
+        let mut key = self.base;
+        tokens.chunks(max_tokens).enumerate().map(move |(i, piece)| {
+            key = self.algorithm.child(&key, piece);
+            let (token_count, num_blocks) = (piece.len(), piece.len().div_ceil(self.block_size));
+            ChunkPiece {
+                hasher: self,
+                hash: ChunkHash { key, token_count, num_blocks },
+                before: &tokens[..i * max_tokens],
+                tokens: piece,
+            }
+        })
+    }
+}
+
+/// A piece of a chunk that is looked for: its hash, and all that the hash stands for.
+#[derive(Debug, Clone, Copy)]
+pub struct ChunkPiece<'t> {
+    hasher: &'t ChunkHasher,
+    hash: ChunkHash,
+    before: &'t [u32],
+    tokens: &'t [u32],
+}
+
+impl ChunkPiece<'_> {
+    /// The hash.
+    pub fn hash(&self) -> ChunkHash {
+        self.hash
+    }
+
+    /// The piece's tokens.
+    pub fn tokens(&self) -> &[u32] {
+        self.tokens
+    }
+
+    /// The same piece under another hash: to see what a cache does when hashes collide.
+    #[must_use]
+    pub fn with_hash(self, hash: ChunkHash) -> Self {
+        Self { hash, ..self }
+    }
+
+    /// The hash of the same tokens under any system prompt, for approximate hits.
+    pub(crate) fn any_system(&self) -> BlockKey {
+        let algorithm = self.hasher.algorithm;
+        algorithm.child(&algorithm.child(&self.hasher.any_system, self.before), self.tokens)
+    }
+
+    /// What a later hit is compared with.
+    pub(crate) fn evidence(&self) -> Evidence {
+        let whole = !self.hasher.algorithm.is_collision_resistant();
+        Evidence {
+            tokens: self.tokens.into(),
+            rest: whole.then(|| (Arc::clone(&self.hasher.context), self.before.into())),
+        }
+    }
+}
+
+/// What is kept of a stored piece, to be compared on a hit: a hash alone is never trusted.
+#[derive(Debug, Clone)]
+pub(crate) struct Evidence {
+    tokens: Arc<[u32]>,
+    /// Where the hash does not resist collisions: the context and the tokens of earlier pieces.
+    rest: Option<(Arc<ChunkContext>, Arc<[u32]>)>,
+}
+
+impl Evidence {
+    /// Whether a piece with the same hash is the stored one.
+    pub(crate) fn proves(&self, piece: &ChunkPiece<'_>) -> bool {
+        let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
+            **before == *piece.before
+                && (Arc::ptr_eq(context, &piece.hasher.context) || *context == piece.hasher.context)
+        };
+        *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
+    }
+
+    /// The stored tokens.
+    pub(crate) fn tokens(&self) -> &Arc<[u32]> {
+        &self.tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvcore::KeyScope;
+
+    fn root(salt: &[u8]) -> BlockKey {
+        KeyScope::new("m", b"w").tenant_salt(salt).root()
+    }
+
+    fn hasher(algorithm: HashAlgorithm, context: ChunkContext) -> ChunkHasher {
+        ChunkHasher::new(algorithm, context, 4)
+    }
+
+    fn keys(hasher: &ChunkHasher, tokens: &[u32], max: usize) -> Vec<ChunkHash> {
+        hasher.pieces(tokens, max).map(|piece| piece.hash()).collect()
+    }
+
+    #[test]
+    fn a_hash_depends_on_all_that_the_bytes_depend_on() {
+        use ComputeMode::{Alone, WithSystem};
+        for algorithm in HashAlgorithm::ALL {
+            let contexts = [
+                ChunkContext::new(root(b""), WithSystem, &[1, 2]),
+                ChunkContext::new(root(b""), WithSystem, &[1, 3]),
+                ChunkContext::new(root(b""), WithSystem, &[]),
+                ChunkContext::new(root(b""), Alone, &[1, 2]),
+                ChunkContext::new(root(b"alice"), Alone, &[1, 2]),
+                ChunkContext::new(root(b""), Alone, &[]).at(5),
+                ChunkContext::new(root(b""), Alone, &[]).at(6),
+                ChunkContext::new(root(b""), WithSystem, &[1, 2]).at(5),
+            ];
+            let mut seen: Vec<BlockKey> = Vec::new();
+            for context in contexts {
+                let hasher = hasher(algorithm, context);
+                seen.extend(keys(&hasher, &[1, 2, 3, 4, 5], 2).iter().map(|hash| hash.key));
+                seen.extend(keys(&hasher, &[1, 2, 3, 4, 6], 5).iter().map(|hash| hash.key));
+            }
+            let all = seen.len();
+            seen.sort_unstable();
+            seen.dedup();
+            assert_eq!(seen.len(), all, "{algorithm:?}");
+        }
+    }
+
+    #[test]
+    fn rule_7_pieces_are_chained_and_counted() {
+        let hasher = hasher(HashAlgorithm::Blake3, ChunkContext::new(root(b""), ComputeMode::Alone, &[]));
+        let hashes = keys(&hasher, &[1, 2, 3, 4, 5, 6, 7], 6);
+        assert_eq!(
+            hashes.iter().map(|h| (h.token_count, h.num_blocks)).collect::<Vec<_>>(),
+            [(6, 2), (1, 1)]
+        );
+        assert_ne!(hashes[1], keys(&hasher, &[7], 6)[0], "a later piece is not the same tokens alone");
+        assert_eq!(keys(&hasher, &[1, 2, 3], 0).len(), 3, "a limit of 0 is taken as 1");
+    }
+
+    #[test]
+    fn weak_hashes_are_proved_by_everything_strong_ones_by_their_tokens() {
+        let context = |salt: &[u8]| ChunkContext::new(root(salt), ComputeMode::WithSystem, &[1, 2]);
+        let tokens = [5, 6, 7, 8];
+        for algorithm in HashAlgorithm::ALL {
+            let (a, b) = (hasher(algorithm, context(b"a")), hasher(algorithm, context(b"b")));
+            let stored = a.pieces(&tokens, 2).nth(1).unwrap();
+            let evidence = stored.evidence();
+            assert!(
+                evidence.proves(&stored) && evidence.proves(&a.clone().pieces(&tokens, 2).nth(1).unwrap())
+            );
+            assert!(!evidence.proves(&a.pieces(&[5, 6, 7, 9], 2).nth(1).unwrap()), "other tokens");
+            let elsewhere = b.pieces(&tokens, 2).nth(1).unwrap();
+            let before = [5, 9, 7, 8];
+            let after_others = a.pieces(&before, 2).nth(1).unwrap();
+            let weak = algorithm == HashAlgorithm::Xxh3;
+            assert_eq!(evidence.proves(&elsewhere), !weak, "another tenant has another hash already");
+            assert_eq!(evidence.proves(&after_others), !weak, "so have other tokens before");
+        }
+    }
+
+    #[test]
+    fn hashes_under_any_system_differ_by_tokens_and_place_only() {
+        let of = |system: &[u32], tokens: &[u32], at: Option<i64>| {
+            let context = ChunkContext::new(root(b""), ComputeMode::WithSystem, system);
+            let context = at.map_or(context.clone(), |at| context.at(at));
+            hasher(HashAlgorithm::Blake3, context).pieces(tokens, 2).last().unwrap().any_system()
+        };
+        assert_eq!(of(&[1], &[4, 5, 6], None), of(&[2, 3], &[4, 5, 6], None));
+        assert_ne!(of(&[1], &[4, 5, 6], None), of(&[1], &[4, 7, 6], None));
+        assert_ne!(of(&[1], &[4, 5, 6], Some(1)), of(&[1], &[4, 5, 6], Some(2)));
+    }
+}

@@ -1,0 +1,142 @@
+//! The chunk pool: the blocks of an arena that belong to chunks.
+
+use std::ops::Range;
+
+use kvcore::{BlockPool, KvLayout, MutableBlocks};
+
+use crate::error::{Error, Result};
+
+/// Blocks for chunks. It shares the arena and the block ids with the main pool, so that one attend reads
+/// both, and never takes a block from it nor gives one.
+///
+/// ```
+/// use kvchunk::ChunkBlockPool;
+/// let pool = ChunkBlockPool::new(0..100, 16)?;
+/// let first = pool.allocate_blocks(10)?;
+/// let second = pool.allocate_blocks(20)?;
+/// assert_eq!((first.len(), second.len()), (10, 20));
+/// drop(first);                                   // freed: no call can free a block twice
+/// assert_eq!(pool.num_free_blocks(), 80);
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ChunkBlockPool {
+    blocks: BlockPool,
+    block_size: usize,
+}
+
+impl ChunkBlockPool {
+    /// A pool over the blocks `range` of an arena, which hold `block_size` tokens each.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for a block size of 0, [`kvcore::Error::Zero`] for an empty range.
+    pub fn new(range: Range<u32>, block_size: usize) -> Result<Self> {
+        Self::over(BlockPool::new(range)?, block_size)
+    }
+
+    /// The same over a pool that was configured elsewhere. Its eviction policy is of no account: chunks are
+    /// pinned, and evicted by the chunk cache as a whole.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for a block size of 0.
+    pub fn over(blocks: BlockPool, block_size: usize) -> Result<Self> {
+        if block_size == 0 {
+            return Err(Error::Zero { what: "block_size" });
+        }
+        Ok(Self { blocks, block_size })
+    }
+
+    /// Splits the blocks of an arena: the first for the main pool, `share` of all, rounded down, for chunks.
+    /// Both have one block at least.
+    ///
+    /// # Errors
+    /// [`Error::NotAShare`], [`Error::NoRoomForTwoPools`] for fewer than two blocks or more than ids can name.
+    pub fn split(num_blocks: usize, share: f64) -> Result<(Range<u32>, Range<u32>)> {
+        if !(share > 0.0 && share < 1.0) {
+            return Err(Error::NotAShare { what: "memory_share", value: share });
+        }
+        let all = u32::try_from(num_blocks).ok().filter(|&all| all >= 2);
+        let all = all.ok_or(Error::NoRoomForTwoPools { blocks: num_blocks })?;
+        let main = all - ((f64::from(all) * share) as u32).clamp(1, all - 1);
+        Ok((0..main, main..all))
+    }
+
+    /// Bytes that a chunk of `tokens` tokens takes: `2 × layers × heads × dim × bytes` for each token of its
+    /// blocks where K and V are alike, the sum of both where they differ, with scales if there are any.
+    ///
+    /// ```
+    /// use kvchunk::ChunkBlockPool;
+    /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
+    /// // Llama-2-7B in bf16: 4096 tokens are 2 GiB
+    /// let shape = KvShape {
+    ///     num_layers: 32, num_blocks: 1, block_size: 16, k_heads: 32, v_heads: 32, k_dim: 128, v_dim: 128,
+    ///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
+    /// };
+    /// assert_eq!(ChunkBlockPool::chunk_bytes(&KvLayout::new(shape)?, 4096), 2 << 30);
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    pub fn chunk_bytes(layout: &KvLayout, tokens: usize) -> usize {
+        layout.blocks_for(tokens).saturating_mul(layout.block_bytes())
+    }
+
+    /// Takes `n` blocks, all or none.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::OutOfBlocks`].
+    pub fn allocate_blocks(&self, n: usize) -> Result<MutableBlocks> {
+        Ok(self.blocks.allocate(n)?)
+    }
+
+    /// Blocks that nobody uses.
+    pub fn num_free_blocks(&self) -> usize {
+        self.blocks.counts().free
+    }
+
+    /// Whether `n` blocks are free.
+    pub fn has_enough_blocks(&self, n: usize) -> bool {
+        self.num_free_blocks() >= n
+    }
+
+    /// Blocks that `tokens` tokens take.
+    pub fn blocks_for(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.block_size)
+    }
+
+    /// Tokens per block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// The blocks with their states.
+    pub fn blocks(&self) -> &BlockPool {
+        &self.blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arena_is_split_and_both_pools_have_a_block() {
+        assert_eq!(ChunkBlockPool::split(100, 0.15).unwrap(), (0..85, 85..100));
+        assert_eq!(ChunkBlockPool::split(2, 0.01).unwrap(), (0..1, 1..2));
+        assert_eq!(ChunkBlockPool::split(3, 0.99).unwrap(), (0..1, 1..3));
+        for (blocks, share) in
+            [(1, 0.5), (0, 0.5), (100, 0.0), (100, 1.0), (100, f64::NAN), (usize::MAX, 0.5)]
+        {
+            assert!(ChunkBlockPool::split(blocks, share).is_err(), "{blocks} {share}");
+        }
+    }
+
+    #[test]
+    fn blocks_are_taken_all_or_none() {
+        let pool = ChunkBlockPool::new(10..14, 16).unwrap();
+        let held = pool.allocate_blocks(3).unwrap();
+        assert!(pool.allocate_blocks(2).is_err() && pool.has_enough_blocks(1) && !pool.has_enough_blocks(2));
+        drop(held);
+        assert_eq!((pool.num_free_blocks(), pool.blocks_for(33)), (4, 3));
+        assert!(matches!(ChunkBlockPool::new(0..4, 0), Err(Error::Zero { what: "block_size" })));
+        assert!(ChunkBlockPool::new(4..4, 16).is_err());
+    }
+}

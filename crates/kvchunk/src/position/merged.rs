@@ -1,0 +1,60 @@
+//! The KV of all parts of a prompt as one run, for kernels that know no segments.
+
+use kvcore::{BlockId, Segment, SlotMapping};
+
+use crate::error::Result;
+
+/// Slots and positions of system prompt, chunks and whatever follows, in logical order.
+///
+/// Positions are those at which tokens are *used*; keys lie rotated where they were stored. A kernel that
+/// takes one table for all therefore needs parts without an offset (the overlapped strategy in with-system
+/// mode, the absolute one), or copies rotated by [`rotate_keys`](kvcore::Kernels::rotate_keys).
+///
+/// ```
+/// use kvchunk::MergedKvCache;
+/// use kvcore::{BlockId, Segment};
+/// let system = Segment::new([BlockId(0)].into(), 3, 0, 0);
+/// let chunk = Segment::new([BlockId(9), BlockId(5)].into(), 6, 3, 0).at_offset(3);
+/// let merged = MergedKvCache::new(&[system, chunk], 4)?;
+/// assert_eq!(merged.slot_mapping.slots()[..], [0, 1, 2, 36, 37, 38, 39, 20, 21]);
+/// assert_eq!(merged.positions, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+/// assert_eq!((merged.block_ids.len(), merged.total_tokens), (3, 9));
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MergedKvCache {
+    /// Slot of every token.
+    pub slot_mapping: SlotMapping,
+    /// Position of every token where it is used.
+    pub positions: Vec<i64>,
+    /// Blocks of the parts after one another; they need not adjoin.
+    pub block_ids: Vec<BlockId>,
+    /// Tokens of all parts.
+    pub total_tokens: usize,
+}
+
+impl MergedKvCache {
+    /// Merges parts in the order given.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::OutOfRange`] for a segment with more tokens than its blocks hold.
+    pub fn new(parts: &[Segment], block_size: usize) -> Result<Self> {
+        let slots = |part: &Segment| SlotMapping::in_blocks(&part.blocks, block_size, 0..part.len);
+        let slots = parts.iter().map(slots).collect::<Result<Vec<_>, _>>()?;
+        let positions = parts.iter().flat_map(|part| {
+            let start = part.stored_start + part.position_offset;
+            start..start + part.len as i64
+        });
+        Ok(Self {
+            slot_mapping: SlotMapping::concat(&slots),
+            positions: positions.collect(),
+            block_ids: parts.iter().flat_map(|part| part.blocks.iter().copied()).collect(),
+            total_tokens: parts.iter().map(|part| part.len).sum(),
+        })
+    }
+
+    /// Whether every key lies where it is used, so that the run serves a kernel without segments.
+    pub fn needs_no_rotation(parts: &[Segment]) -> bool {
+        parts.iter().all(|part| part.position_offset == 0)
+    }
+}

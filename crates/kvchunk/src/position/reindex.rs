@@ -1,0 +1,192 @@
+//! Reindexing: a stored piece placed at the position where a prompt uses it. No key byte is touched.
+
+use std::sync::Arc;
+
+use kvcore::{Rope, Segment, SlotMapping};
+
+use crate::cache::ChunkKvCache;
+use crate::error::{Error, Result};
+
+/// Places stored pieces, and knows what the model's rotary embedding allows.
+///
+/// Keys stay as they are stored: rotated at their virtual positions. An attend rotates the *query* by
+/// its position less the piece's offset instead, which gives the same scores.
+#[derive(Debug, Clone)]
+pub struct PositionReindexer {
+    rope: Arc<Rope>,
+}
+
+impl PositionReindexer {
+    /// For a model with this rotary embedding. A `Rope` has one vector of frequencies; pieces that were
+    /// computed under others (another regime of dynamic NTK or LongRoPE) have other hashes and never
+    /// come here.
+    pub fn new(rope: Arc<Rope>) -> Self {
+        Self { rope }
+    }
+
+    /// Places a piece with its first token at `new_position_start`, at the start of the merged KV; see
+    /// [`ReindexedChunkKv::at_offset_in_merged_kv`].
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] for a position that the model does not have.
+    pub fn reindex(&self, chunk: ChunkKvCache, new_position_start: i64) -> Result<ReindexedChunkKv> {
+        let len = chunk.num_tokens() as i64;
+        if !self.has(new_position_start, len) {
+            let largest = new_position_start.saturating_add(len - 1);
+            return Err(Error::TooLong { largest, limit: self.rope.max_positions() });
+        }
+        Ok(ReindexedChunkKv { original: chunk, new_position_start, offset_in_merged_kv: 0 })
+    }
+
+    /// Whether keys rotated for `old_offset` serve at `new_offset`: whether the model has both positions
+    /// and the way between them. For one vector of frequencies that is all there is to it.
+    pub fn can_reuse_rope(&self, old_offset: i64, new_offset: i64) -> bool {
+        let way = new_offset.checked_sub(old_offset).map(i64::unsigned_abs);
+        let most = self.rope.max_positions() as u64;
+        self.has(old_offset, 1) && self.has(new_offset, 1) && way.is_some_and(|way| way < most)
+    }
+
+    fn has(&self, start: i64, len: i64) -> bool {
+        let end = start.checked_add(len).and_then(|end| usize::try_from(end).ok());
+        start >= 0 && end.is_some_and(|end| end <= self.rope.max_positions())
+    }
+
+    /// Cosines and sines at `positions`, `[positions, rotary_dim / 2]` each, without the attention factor.
+    /// They are computed for these positions, never taken modulo the size of a table.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::OutOfRange`] for a position that the model does not have.
+    pub fn compute_rope_for_positions(&self, positions: &[i64]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let table = self.rope.table(positions.iter().copied())?;
+        let half = self.rope.frequencies().len();
+        let (mut cos, mut sin) = (Vec::new(), vec![0.0; positions.len() * half]);
+        for (position, sin) in positions.iter().zip(sin.chunks_exact_mut(half)) {
+            cos.extend_from_slice(table.at(*position, sin));
+        }
+        Ok((cos, sin))
+    }
+}
+
+/// A stored piece where a prompt uses it: metadata over the original blocks.
+#[derive(Debug, Clone)]
+pub struct ReindexedChunkKv {
+    original: ChunkKvCache,
+    new_position_start: i64,
+    offset_in_merged_kv: usize,
+}
+
+impl ReindexedChunkKv {
+    /// The same piece after `offset` tokens of the merged KV: its logical index.
+    #[must_use]
+    pub fn at_offset_in_merged_kv(mut self, offset: usize) -> Self {
+        self.offset_in_merged_kv = offset;
+        self
+    }
+
+    /// The stored piece, unchanged.
+    pub fn original_cache(&self) -> &ChunkKvCache {
+        &self.original
+    }
+
+    /// Position of the first token here.
+    pub fn new_position_start(&self) -> i64 {
+        self.new_position_start
+    }
+
+    /// One past the position of the last token.
+    pub fn new_position_end(&self) -> i64 {
+        self.new_position_start + self.original.num_tokens() as i64
+    }
+
+    /// Positions of all tokens.
+    pub fn new_positions(&self) -> impl ExactSizeIterator<Item = i64> + use<> {
+        let start = self.new_position_start;
+        (0..self.original.num_tokens() as u32).map(move |i| start + i64::from(i))
+    }
+
+    /// Positions from where the keys are stored to where they are used.
+    pub fn position_offset(&self) -> i64 {
+        self.new_position_start - self.original.cached_position_start()
+    }
+
+    /// Tokens of the merged KV before this piece.
+    pub fn offset_in_merged_kv(&self) -> usize {
+        self.offset_in_merged_kv
+    }
+
+    /// The slot of every token; the same wherever the piece is used.
+    pub fn slot_mapping(&self) -> Result<SlotMapping> {
+        let chunk = &self.original;
+        Ok(SlotMapping::in_blocks(chunk.block_ids(), chunk.block_size(), 0..chunk.num_tokens())?)
+    }
+
+    /// The piece as an attend reads it.
+    pub fn segment(&self) -> Segment {
+        let (blocks, len) = (Arc::clone(self.original.block_ids()), self.original.num_tokens());
+        Segment::new(blocks, len, self.offset_in_merged_kv, self.original.cached_position_start())
+            .at_offset(self.position_offset())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher,
+        ComputeMode, HashAlgorithm, TenantId,
+    };
+    use kvcore::{KeyScope, RopeConfig};
+
+    fn reindexer(max_positions: usize) -> PositionReindexer {
+        PositionReindexer::new(Arc::new(Rope::new(RopeConfig::new(8, 10_000.0), max_positions).unwrap()))
+    }
+
+    fn chunk(tokens: &[u32]) -> ChunkKvCache {
+        let pool = ChunkBlockPool::new(3..9, 4).unwrap();
+        let cache = ChunkCacheManager::new(ChunkCacheConfig::default(), pool).unwrap();
+        let context = ChunkContext::new(KeyScope::new("m", b"").root(), ComputeMode::Alone, &[]);
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, context, 4);
+        let piece = hasher.pieces(tokens, 4096).next().unwrap();
+        match cache.acquire(TenantId::default(), &piece, 2) {
+            Acquired::Compute(reservation) => reservation.store(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_piece_is_placed_by_metadata_alone() {
+        let (reindexer, chunk) = (reindexer(2000), chunk(&[1; 6]));
+        let near = reindexer.reindex(chunk.clone(), 0).unwrap();
+        let far = reindexer.reindex(chunk, 1000).unwrap().at_offset_in_merged_kv(17);
+        assert_eq!(
+            (near.new_position_start(), far.new_position_start(), far.new_position_end()),
+            (0, 1000, 1006)
+        );
+        assert_eq!(far.new_positions().collect::<Vec<_>>(), [1000, 1001, 1002, 1003, 1004, 1005]);
+        assert_eq!((near.position_offset(), far.position_offset(), far.offset_in_merged_kv()), (-2, 998, 17));
+        assert!(Arc::ptr_eq(near.original_cache().block_ids(), far.original_cache().block_ids()));
+        assert_eq!(near.slot_mapping().unwrap(), far.slot_mapping().unwrap());
+        let segment = far.segment();
+        assert_eq!((segment.stored_start, segment.position_offset, segment.logical_start), (2, 998, 17));
+    }
+
+    #[test]
+    fn rule_6_positions_past_the_model_are_errors_and_never_wrap() {
+        let reindexer = reindexer(100);
+        assert!(reindexer.reindex(chunk(&[1; 6]), 94).is_ok());
+        for start in [95, -1, i64::MAX] {
+            assert!(matches!(
+                reindexer.reindex(chunk(&[1; 6]), start),
+                Err(Error::TooLong { limit: 100, .. })
+            ));
+        }
+        assert!(reindexer.can_reuse_rope(0, 99) && reindexer.can_reuse_rope(99, 0));
+        assert!(!reindexer.can_reuse_rope(0, 100) && !reindexer.can_reuse_rope(-1, 5));
+        assert!(!reindexer.can_reuse_rope(i64::MIN, i64::MAX));
+        let (cos, sin) = reindexer.compute_rope_for_positions(&[0, 3, 99]).unwrap();
+        assert_eq!((cos.len(), sin.len()), (12, 12));
+        assert_eq!((cos[8], sin[8]), (99f64.cos() as f32, 99f64.sin() as f32));
+        assert_eq!((cos[0], sin[0], sin[4]), (1.0, 0.0, 3f64.sin() as f32));
+        assert!(reindexer.compute_rope_for_positions(&[100]).is_err());
+    }
+}

@@ -1,0 +1,237 @@
+//! The strategies that come with the crate.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{DeviationCheck, DeviationOf, Deviations, RecomputeStrategy, TokenSelection};
+use crate::assembly::ChunkSpan;
+use crate::error::{Error, Result};
+
+/// A strategy by name, as users write it.
+///
+/// ```
+/// use kvchunk::{DeviationOf, Recompute, RecomputeStrategy};
+/// for text in ["none", "link:8", "blend:0.15@2:both", "random:0.15@7", "full"] {
+///     assert_eq!(text.parse::<Recompute>()?.name(), text);
+/// }
+/// let blend = Recompute::Blend { share: 0.15, layer: 1, of: DeviationOf::Values };
+/// assert_eq!("blend:0.15".parse::<Recompute>()?, blend);
+/// assert!("link".parse::<Recompute>().is_err());
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Recompute {
+    /// Nothing: chunks are used as they are stored.
+    #[default]
+    None,
+    /// The first `tokens` of every chunk that has not seen all before it.
+    Link {
+        /// Tokens of each chunk.
+        tokens: usize,
+    },
+    /// The tokens that deviate most.
+    Blend {
+        /// Share of all chunk tokens, rounded up; 0 is none, 1 all.
+        share: f64,
+        /// The layer at which deviations are taken.
+        layer: usize,
+        /// What is compared there.
+        of: DeviationOf,
+    },
+    /// As many tokens as [`Blend`](Self::Blend) takes, drawn evenly: a baseline.
+    Random {
+        /// Share of all chunk tokens, rounded up.
+        share: f64,
+        /// Seed of the draw.
+        seed: u64,
+    },
+    /// Everything: ordinary full attention at the cell's positions.
+    Full,
+}
+
+impl RecomputeStrategy for Recompute {
+    fn name(&self) -> String {
+        self.to_string()
+    }
+
+    fn check(&self) -> Option<DeviationCheck> {
+        match *self {
+            // At the ends there is nothing to choose.
+            Self::Blend { share, layer, of } if share > 0.0 && share < 1.0 => {
+                Some(DeviationCheck { layer, of })
+            }
+            _ => None,
+        }
+    }
+
+    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection {
+        let every = |chunk: &ChunkSpan| (0..chunk.tokens as u32).collect();
+        match *self {
+            Self::None => TokenSelection::new(chunks.iter().map(|_| Vec::new())),
+            Self::Full => TokenSelection::new(chunks.iter().map(every)),
+            Self::Link { tokens } => TokenSelection::new(chunks.iter().map(|chunk| {
+                let first = if chunk.is_full { 0 } else { tokens.min(chunk.tokens) };
+                (0..first as u32).collect()
+            })),
+            Self::Blend { share, .. } => {
+                let of = |chunk: usize, token: usize| {
+                    deviations.and_then(|d| d.chunks().get(chunk)?.get(token).copied()).unwrap_or(0.0)
+                };
+                largest(chunks, share, of)
+            }
+            Self::Random { share, seed } => largest(chunks, share, |chunk, token| {
+                let mixed = mix(seed ^ mix((chunk as u64) << 32 | token as u64));
+                (mixed >> 40) as f32
+            }),
+        }
+    }
+}
+
+/// The share of all tokens with the largest scores; of equal ones the earlier.
+fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
+    let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
+    // A product such as 0.15 × 20 is a hair above 3.
+    let wanted = ((all as f64 * share - 1e-9).ceil().max(0.0) as usize).min(all);
+    let tokens = chunks.iter().enumerate().flat_map(|(c, chunk)| (0..chunk.tokens).map(move |t| (c, t)));
+    let mut scored: Vec<(f32, usize, usize)> = tokens.map(|(c, t)| (score(c, t), c, t)).collect();
+    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+    let mut selected = vec![Vec::new(); chunks.len()];
+    for &(_, chunk, token) in &scored[..wanted] {
+        selected[chunk].push(token as u32);
+    }
+    TokenSelection::new(selected)
+}
+
+/// A bijection that scatters numbers (the finaliser of SplitMix64, Steele et al., 2014).
+fn mix(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Link { tokens } => write!(f, "link:{tokens}"),
+            Self::Blend { share, layer, of } => {
+                let of = match of {
+                    DeviationOf::Keys => "keys",
+                    DeviationOf::Values => "values",
+                    DeviationOf::Both => "both",
+                };
+                write!(f, "blend:{share}@{layer}:{of}")
+            }
+            Self::Random { share, seed } => write!(f, "random:{share}@{seed}"),
+            Self::Full => f.write_str("full"),
+        }
+    }
+}
+
+impl FromStr for Recompute {
+    type Err = Error;
+
+    /// `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `random:R[@SEED]`, `full`.
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::UnknownStrategy(text.to_owned());
+        let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
+        let share = |text: &str| text.parse().ok().filter(|r| (0.0..=1.0).contains(r)).ok_or_else(bad);
+        match (name, rest) {
+            ("none", None) => Ok(Self::None),
+            ("full", None) => Ok(Self::Full),
+            ("link", Some(tokens)) => Ok(Self::Link { tokens: tokens.parse().map_err(|_| bad())? }),
+            ("blend", Some(rest)) => {
+                let (rest, of) = rest.split_once(':').unwrap_or((rest, "values"));
+                let (r, layer) = rest.split_once('@').unwrap_or((rest, "1"));
+                let of = match of {
+                    "keys" => DeviationOf::Keys,
+                    "values" => DeviationOf::Values,
+                    "both" => DeviationOf::Both,
+                    _ => return Err(bad()),
+                };
+                Ok(Self::Blend { share: share(r)?, layer: layer.parse().map_err(|_| bad())?, of })
+            }
+            ("random", Some(rest)) => {
+                let (r, seed) = rest.split_once('@').unwrap_or((rest, "0"));
+                Ok(Self::Random { share: share(r)?, seed: seed.parse().map_err(|_| bad())? })
+            }
+            _ => Err(bad()),
+        }
+    }
+}
+
+impl TryFrom<String> for Recompute {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl From<Recompute> for String {
+    fn from(strategy: Recompute) -> Self {
+        strategy.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunks() -> [ChunkSpan; 3] {
+        let span = |tokens, is_full| ChunkSpan { tokens, logical_start: 0, position: 0, is_full };
+        [span(4, true), span(6, false), span(10, false)]
+    }
+
+    fn select(text: &str, deviations: Option<&Deviations>) -> Vec<Vec<u32>> {
+        text.parse::<Recompute>().unwrap().select(&chunks(), deviations).chunks().to_vec()
+    }
+
+    #[test]
+    fn link_takes_the_first_of_every_chunk_that_has_not_seen_all() {
+        assert_eq!(select("link:2", None), [vec![], vec![0, 1], vec![0, 1]]);
+        let long = select("link:100", None);
+        assert_eq!(long.iter().map(Vec::len).collect::<Vec<_>>(), [0, 6, 10]);
+        assert_eq!(select("link:0", None), select("none", None));
+    }
+
+    #[test]
+    fn blend_takes_the_share_that_deviates_most() {
+        let mut deviations = vec![vec![0.0; 4], vec![0.0; 6], vec![0.1; 10]];
+        (deviations[1][4], deviations[2][9]) = (7.0, f32::INFINITY);
+        let deviations = Deviations::new(deviations);
+        assert_eq!(select("blend:0.15", Some(&deviations)), [vec![], vec![4], vec![0, 9]]);
+        assert_eq!(select("blend:0.01", Some(&deviations)), [vec![], vec![], vec![9]], "rounded up");
+        assert_eq!(select("blend:0", Some(&deviations)), select("none", None));
+        assert_eq!(select("blend:1", Some(&deviations)), select("full", None));
+        for (text, check) in [("blend:0", None), ("blend:1", None), ("blend:0.5@2", Some(2))] {
+            assert_eq!(text.parse::<Recompute>().unwrap().check().map(|c| c.layer), check);
+        }
+    }
+
+    #[test]
+    fn random_takes_as_many_and_others_under_another_seed() {
+        let count = |selected: &[Vec<u32>]| selected.iter().map(Vec::len).sum::<usize>();
+        let (a, b) = (select("random:0.3@1", None), select("random:0.3@2", None));
+        assert_eq!((count(&a), count(&b)), (6, 6));
+        assert_ne!(a, b);
+        assert_eq!(a, select("random:0.3@1", None));
+    }
+
+    #[test]
+    fn what_is_no_strategy_is_an_error_that_lists_them() {
+        for text in
+            ["", "link", "link:x", "link:-1", "blend:2", "blend:nan", "blend:0.5@x", "blend:0.5:q", "full:1"]
+        {
+            let error = text.parse::<Recompute>().unwrap_err().to_string();
+            assert!(error.contains("link:K"), "{error}");
+        }
+        let json = serde_json::to_string(&Recompute::Link { tokens: 8 }).unwrap();
+        assert_eq!(json, r#""link:8""#);
+        assert_eq!(serde_json::from_str::<Recompute>(&json).unwrap(), Recompute::Link { tokens: 8 });
+    }
+}

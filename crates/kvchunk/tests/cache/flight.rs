@@ -1,0 +1,62 @@
+//! Single flight: one computes, the others wait; if it fails, the next takes over.
+
+use super::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+#[test]
+fn a_second_request_waits_and_finds_what_the_first_computed() {
+    let w = World::new(8);
+    let first = w.reserve(&[1; 5]);
+    let Acquired::Busy(waiter) = w.acquire(&[1; 5]) else { panic!() };
+    assert!(!waiter.is_over());
+    let stored = first.store();
+    assert!(waiter.is_over());
+    assert_eq!(w.hit(&[1; 5]).block_ids(), stored.block_ids());
+    let m = w.cache.metrics();
+    assert_eq!((m.lookup_count, m.hit_count, m.miss_count, m.shared_flights), (2, 1, 1, 1));
+}
+
+#[test]
+fn when_the_first_fails_the_next_takes_over() {
+    let w = World::new(8);
+    let first = w.reserve(&[1; 5]);
+    let Acquired::Busy(waiter) = w.acquire(&[1; 5]) else { panic!() };
+    drop(first); // cancelled in the middle of its computation
+    assert!(waiter.is_over());
+    drop(w.store(&[1; 5]));
+    w.check();
+}
+
+#[test]
+fn of_eight_threads_that_miss_at_once_one_computes() {
+    let w = World::new(64);
+    let (computed, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let reindexer = kvchunk::PositionReindexer::new(Arc::new(
+        kvcore::Rope::new(kvcore::RopeConfig::new(8, 10_000.0), 1024).unwrap(),
+    ));
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (w, computed, failed, reindexer) = (&w, &computed, &failed, &reindexer);
+            scope.spawn(move || {
+                let piece = w.hasher.pieces(&[9; 30], 64).next().unwrap();
+                let position = 10 * thread;
+                let got = w.cache.get_or_compute_chunk(w.tenant, &piece, 0, reindexer, position, |_| {
+                    std::thread::sleep(Duration::from_millis(20));
+                    // The first computation fails; another thread takes over.
+                    if failed.fetch_add(1, Ordering::SeqCst) == 0 {
+                        return Err(kvchunk::Error::Damaged("on purpose".to_owned()));
+                    }
+                    computed.fetch_add(1, Ordering::SeqCst);
+                    Ok(())
+                });
+                match got {
+                    Ok(placed) => assert_eq!(placed.unwrap().new_position_start(), position),
+                    Err(error) => assert_eq!(error, kvchunk::Error::Damaged("on purpose".to_owned())),
+                }
+            });
+        }
+    });
+    assert_eq!((computed.into_inner(), failed.into_inner()), (1, 2));
+    assert_eq!(w.cache.metrics().reindexes.count(), 7);
+    w.check();
+}

@@ -1,0 +1,149 @@
+//! The chunk cache as its users see it: what is found, what goes, who waits, who sleeps.
+
+mod collisions;
+mod flight;
+mod keeping;
+mod sleeping;
+mod stress;
+mod tenants;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvchunk::{
+    Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash, ChunkHasher,
+    ChunkKvCache, ChunkReservation, ComputeMode, HashAlgorithm, SleepStore, Sleeping, TenantId,
+};
+use kvcore::{BlockId, BlockKey, KeyScope, ManualClock};
+
+const BLOCK: usize = 4;
+
+fn root(salt: &[u8]) -> BlockKey {
+    KeyScope::new("m", b"w").tenant_salt(salt).root()
+}
+
+/// A cache over `blocks` blocks of four tokens with a clock that tests move.
+struct World {
+    cache: ChunkCacheManager,
+    clock: ManualClock,
+    hasher: ChunkHasher,
+    tenant: TenantId,
+}
+
+impl World {
+    fn new(blocks: u32) -> Self {
+        Self::with(blocks, ChunkCacheConfig::default(), None)
+    }
+
+    fn with(blocks: u32, config: ChunkCacheConfig, sleep: Option<Arc<dyn SleepStore>>) -> Self {
+        let clock = ManualClock::default();
+        let pool = ChunkBlockPool::new(0..blocks, BLOCK).unwrap();
+        let hasher = hasher(config.hash_algorithm, ComputeMode::Alone, &[]);
+        let cache = ChunkCacheManager::build(config, pool, sleep, Arc::new(clock.clone())).unwrap();
+        Self { cache, clock, hasher, tenant: TenantId::default() }
+    }
+
+    fn hash(&self, tokens: &[u32]) -> ChunkHash {
+        self.hasher.pieces(tokens, usize::MAX).next().unwrap().hash()
+    }
+
+    fn acquire(&self, tokens: &[u32]) -> Acquired {
+        let piece = self.hasher.pieces(tokens, usize::MAX).next().unwrap();
+        self.cache.acquire(self.tenant, &piece, 0)
+    }
+
+    fn lookup(&self, tokens: &[u32]) -> Option<ChunkKvCache> {
+        self.cache.lookup(self.tenant, &self.hasher.pieces(tokens, usize::MAX).next().unwrap())
+    }
+
+    fn reserve(&self, tokens: &[u32]) -> ChunkReservation {
+        match self.acquire(tokens) {
+            Acquired::Compute(reservation) => reservation,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn store(&self, tokens: &[u32]) -> ChunkKvCache {
+        self.reserve(tokens).store()
+    }
+
+    fn hit(&self, tokens: &[u32]) -> ChunkKvCache {
+        match self.acquire(tokens) {
+            Acquired::Hit(chunk) => chunk,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn advance(&self, seconds: u64) {
+        self.clock.advance(Duration::from_secs(seconds));
+    }
+
+    fn check(&self) {
+        self.cache.check_invariants().unwrap();
+    }
+
+    fn free(&self) -> usize {
+        self.cache.pool().num_free_blocks()
+    }
+}
+
+fn hasher(algorithm: HashAlgorithm, mode: ComputeMode, system: &[u32]) -> ChunkHasher {
+    ChunkHasher::new(algorithm, ChunkContext::new(root(b""), mode, system), BLOCK)
+}
+
+/// Remembers which blocks it was given; refuses when it is told to.
+#[derive(Debug, Default)]
+struct Memory {
+    room: std::sync::atomic::AtomicUsize,
+    damaged: std::sync::atomic::AtomicBool,
+    log: parking_lot::Mutex<Vec<String>>,
+}
+
+impl Memory {
+    fn with_room(pieces: usize) -> Arc<Self> {
+        Arc::new(Self { room: pieces.into(), ..Self::default() })
+    }
+}
+
+#[derive(Debug)]
+struct Saved {
+    memory: Arc<Memory>,
+    exact: bool,
+}
+
+/// A store over a [`Memory`] that tests keep.
+#[derive(Debug)]
+struct Store {
+    memory: Arc<Memory>,
+    exact: bool,
+}
+
+impl SleepStore for Store {
+    fn save(&self, blocks: &[BlockId]) -> kvchunk::Result<Box<dyn Sleeping>> {
+        use std::sync::atomic::Ordering::SeqCst;
+        let room = |n: usize| n.checked_sub(1);
+        if self.memory.room.fetch_update(SeqCst, SeqCst, room).is_err() {
+            return Err(kvchunk::Error::SleepFull { asked: blocks.len(), free: 0, limit: 0 });
+        }
+        self.memory.log.lock().push(format!("save {}", blocks.len()));
+        Ok(Box::new(Saved { memory: Arc::clone(&self.memory), exact: self.exact }))
+    }
+}
+
+impl Sleeping for Saved {
+    fn restore(&self, blocks: &[BlockId]) -> kvchunk::Result<()> {
+        if self.memory.damaged.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(kvchunk::Error::Damaged("on purpose".to_owned()));
+        }
+        self.memory.log.lock().push(format!("restore {}", blocks.len()));
+        Ok(())
+    }
+
+    fn bytes(&self) -> usize {
+        1
+    }
+
+    fn is_exact(&self) -> bool {
+        self.exact
+    }
+}
