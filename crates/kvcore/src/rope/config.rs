@@ -159,7 +159,12 @@ impl RopeConfig {
                 positive("original_max_position", *original_max_position as f64)
             }
             RopeScaling::Yarn {
-                factor, attention_factor, beta_fast, beta_slow, original_max_position, ..
+                factor,
+                attention_factor,
+                beta_fast,
+                beta_slow,
+                original_max_position,
+                ..
             } => {
                 positive("factor", *factor)?;
                 positive("attention_factor", *attention_factor)?;

@@ -75,11 +75,10 @@ mod tests {
 
     #[test]
     fn a_regime_begins_past_the_original_context() {
-        assert_eq!([16, 17, 18].map(|n| dynamic().regime(n)), [
-            Regime::Original,
-            Regime::Length(17),
-            Regime::Length(18)
-        ]);
+        assert_eq!(
+            [16, 17, 18].map(|n| dynamic().regime(n)),
+            [Regime::Original, Regime::Length(17), Regime::Length(18)]
+        );
         assert_eq!([16, 17, 18].map(|n| long().regime(n)), [Regime::Original, Regime::Long, Regime::Long]);
         assert_eq!(RopeConfig::new(8, 10_000.0).regime(1 << 20), Regime::Original);
     }

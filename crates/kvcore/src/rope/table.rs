@@ -237,7 +237,8 @@ mod tests {
             attention_factor: 1.0,
             original_max_position: 16,
         };
-        let dynamic = |factor, original_max_position| RopeScaling::DynamicNtk { factor, original_max_position };
+        let dynamic =
+            |factor, original_max_position| RopeScaling::DynamicNtk { factor, original_max_position };
         for (config, name) in [
             (RopeConfig::new(7, 10_000.0), "rotary_dim 7"),
             (RopeConfig::new(8, 0.0), "theta 0"),

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use kvchunk::{Assembler, ChunkReport, ChunkedPrompt};
-use kvcore::{Logits, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvchunk::{Assembler, ChunkReport, ChunkedPrompt, PositionPlan};
+use kvcore::{LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::caches::Caches;
 use super::{Engine, FinishReason, Generation, Request};
@@ -14,6 +14,8 @@ use crate::text::PromptTokens;
 
 /// A request after its prefill.
 struct Prefilled {
+    /// Rotary embeddings of the request's regime.
+    ropes: LayerRopes,
     /// What the answer's tokens see besides their own sequence.
     context: Vec<Segment>,
     /// Logits of the prompt's last token.
@@ -41,18 +43,22 @@ impl Engine {
                             .to_owned(),
                     ));
                 };
+                let max_positions = self.model.config().max_positions;
+                let plan = PositionPlan::new(prompt, request.cell, max_positions)?;
+                let end = plan.question_position as usize + prompt.question().len();
+                let ropes = self.ropes(request, end)?;
                 let assembler = Assembler {
                     chunks: request.reuse.then_some(chunks),
                     main,
-                    root: self.root,
+                    root: self.root(&ropes),
                     cell: request.cell,
-                    max_positions: self.model.config().max_positions,
+                    max_positions,
                 };
                 let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
                 let (logical, position) =
                     (assembly.plan().question_logical, assembly.plan().question_position);
                 let own = self.caches.sequences_mut().create(SequenceStart { logical, position })?;
-                let result = self.chunked(request, started, prompt, assembly, own, observer);
+                let result = self.chunked(request, started, prompt, ropes, assembly, own, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
@@ -62,16 +68,25 @@ impl Engine {
                     PromptTokens::Chunked(prompt) => prompt.flatten(),
                 };
                 self.check_length(&tokens)?;
+                let ropes = self.ropes(request, tokens.len())?;
+                let root = self.root(&ropes);
                 let (own, cached) = if request.reuse {
-                    self.caches.sequences_mut().create_with_prefix(self.root.into(), &tokens)?
+                    self.caches.sequences_mut().create_with_prefix(root.into(), &tokens)?
                 } else {
                     (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };
-                let result = self.plain(request, started, &tokens, own, cached, observer);
+                let result = self.plain(request, started, &tokens, ropes, own, cached, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
         }
+    }
+
+    /// Rotary embeddings in the regime of the longest position that a request may reach, whose prompt
+    /// ends before position `end`. The last token of an answer is never fed back.
+    fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {
+        let longest = end.saturating_add(request.max_new_tokens.saturating_sub(1));
+        self.model.ropes(longest.min(self.model.config().max_positions))
     }
 
     /// A request that cannot be computed must not evict anything on its way.
@@ -99,6 +114,7 @@ impl Engine {
         request: &Request,
         started: Instant,
         prompt: &ChunkedPrompt,
+        ropes: LayerRopes,
         assembly: kvchunk::Assembly,
         own: SequenceId,
         observer: &mut dyn Observer,
@@ -106,13 +122,13 @@ impl Engine {
         let question = prompt.question();
         let mut batch = assembly.inputs().to_vec();
         batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
-        let logits = self.forward(&batch, observer)?;
+        let logits = self.forward(&ropes, &batch, observer)?;
         let (chunks, cached_tokens, next) =
             (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
         // Held until the answer is complete.
         let assembled = assembly.commit()?;
         let prefilled =
-            Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
+            Prefilled { ropes, context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
         self.decode(request, started, prompt.total_tokens(), own, prefilled, observer)
     }
 
@@ -121,16 +137,17 @@ impl Engine {
         request: &Request,
         started: Instant,
         tokens: &[u32],
+        ropes: LayerRopes,
         own: SequenceId,
         cached: usize,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
         let next = end_of(&input);
-        let logits = self.forward(&[input], observer)?;
+        let logits = self.forward(&ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
         let prefilled =
-            Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
+            Prefilled { ropes, context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
         self.decode(request, started, tokens.len(), own, prefilled, observer)
     }
 
@@ -157,8 +174,13 @@ impl Engine {
     }
 
     /// Logits of the last row of the last sequence.
-    fn forward(&self, batch: &[SequenceInput], observer: &mut dyn Observer) -> Result<Vec<f32>> {
-        let logits = self.model.forward(&self.device(), batch, observer)?;
+    fn forward(
+        &self,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>> {
+        let logits = self.model.forward(&self.device(), ropes, batch, observer)?;
         let last = logits.last().ok_or(Error::EmptyPrompt)?;
         Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
     }
@@ -172,7 +194,7 @@ impl Engine {
         prefilled: Prefilled,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
-        let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
+        let Prefilled { ropes, context, mut logits, mut next, cached_tokens, chunks } = prefilled;
         let mut sampler = Sampler::new(request.sampling);
         let mut generation = Generation {
             tokens: Vec::new(),
@@ -204,7 +226,7 @@ impl Engine {
             }
             let input = self.next_input(own, &[token], &context, Logits::Last)?;
             next = end_of(&input);
-            logits = self.forward(&[input], &mut ())?;
+            logits = self.forward(&ropes, &[input], &mut ())?;
             self.caches.sequences_mut().commit(own, &[token])?;
         }
         generation.total = started.elapsed();

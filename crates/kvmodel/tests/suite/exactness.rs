@@ -9,7 +9,23 @@ use rstest::rstest;
 
 #[rstest]
 fn logits_equal_transformers(
-    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+    #[values(
+        "llama",
+        "llama3",
+        "llama-yarn",
+        "llama-linear",
+        "llama-ntk",
+        "llama-dynamic",
+        "llama-longrope",
+        "llama-partial",
+        "mistral",
+        "qwen2",
+        "qwen2-layers",
+        "qwen3",
+        "deepseek-v3",
+        "deepseek-v3-plain"
+    )]
+    name: &str,
 ) {
     let golden = Golden::load(name);
     let mut lab = Lab::new(name, Setup::default());
@@ -21,7 +37,23 @@ fn logits_equal_transformers(
 
 #[rstest]
 fn reuse_equals_the_explicit_mask_in_every_exact_cell(
-    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+    #[values(
+        "llama",
+        "llama3",
+        "llama-yarn",
+        "llama-linear",
+        "llama-ntk",
+        "llama-dynamic",
+        "llama-longrope",
+        "llama-partial",
+        "mistral",
+        "qwen2",
+        "qwen2-layers",
+        "qwen3",
+        "deepseek-v3",
+        "deepseek-v3-plain"
+    )]
+    name: &str,
     #[values(0, 1, 2)] cell: usize,
 ) {
     let cell = ReuseCell::ALL[cell];
@@ -48,7 +80,23 @@ fn reuse_equals_the_explicit_mask_in_every_exact_cell(
 
 #[rstest]
 fn sequential_with_system_equals_two_phases_and_no_single_pass(
-    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+    #[values(
+        "llama",
+        "llama3",
+        "llama-yarn",
+        "llama-linear",
+        "llama-ntk",
+        "llama-dynamic",
+        "llama-longrope",
+        "llama-partial",
+        "mistral",
+        "qwen2",
+        "qwen2-layers",
+        "qwen3",
+        "deepseek-v3",
+        "deepseek-v3-plain"
+    )]
+    name: &str,
 ) {
     let cell = ReuseCell::ALL[3];
     assert_eq!(cell.exactness(), Exactness::TwoPhase);
@@ -67,7 +115,23 @@ fn sequential_with_system_equals_two_phases_and_no_single_pass(
 /// The error of reuse against f32 is at most twice that of an ordinary pass in the same element type.
 #[rstest]
 fn half_precision_adds_no_error_by_reuse(
-    #[values("llama", "llama3", "llama-yarn", "llama-linear", "qwen2", "qwen3")] name: &str,
+    #[values(
+        "llama",
+        "llama3",
+        "llama-yarn",
+        "llama-linear",
+        "llama-ntk",
+        "llama-dynamic",
+        "llama-longrope",
+        "llama-partial",
+        "mistral",
+        "qwen2",
+        "qwen2-layers",
+        "qwen3",
+        "deepseek-v3",
+        "deepseek-v3-plain"
+    )]
+    name: &str,
     #[values(DType::F16, DType::BF16)] dtype: DType,
     #[values(0, 1, 2)] cell: usize,
 ) {
