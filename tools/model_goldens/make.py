@@ -15,6 +15,8 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
                                             rotated to sequential ones, then the question
     sequential_with_system_single           the same mask in one pass at sequential positions, which
                                             the two-phase result must NOT equal
+    error_f16.CELL, error_bf16.CELL         largest difference of all logits of an exact cell's pass when transformers
+                                            caches keys and values in that element type: the reference's own error
 
 Masks are explicit. Under a sliding window `w` a row sees a key if `position − key position < w`, with the
 positions that the pass gives them: a chunk that is moved is seen where it is used, and its own rows, which
@@ -69,7 +71,7 @@ LAYER_TYPES = ["sliding_attention", "full_attention"]
 BY_TYPE = dict(sliding_attention=dict(rope_type="default", rope_theta=500.0),
                full_attention=dict(rope_type="linear", rope_theta=20000.0, factor=2.0))
 DEEPSEEK = dict(
-    num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+    num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5,
     first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, moe_intermediate_size=12,
     n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, rope_interleave=True,
 )
@@ -91,9 +93,11 @@ MODELS = {
                                                    sliding_window=8, layer_types=LAYER_TYPES)),
     "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**{**BASE, **DEEPSEEK}, rope_parameters=DEEPSEEK_YARN)),
     "deepseek-v3-plain": (DeepseekV3ForCausalLM, DeepseekV3Config(
-        **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "num_hidden_layers": 1, "attention_bias": True},
+        **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True},
         rope_parameters=DEFAULT)),
 }
+# Cells whose reuse is exact: whether positions overlap, whether chunks see the system prompt.
+EXACT = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False))
 # What config.json says where it is not what transformers runs.
 SAYS = {"llama-ntk": dict(rope_parameters=NTK), "qwen2-layers": dict(rope_parameters=BY_TYPE)}
 
@@ -141,6 +145,18 @@ def windows_of(config):
     if kinds and "sliding_attention" in kinds:
         return {kind: window if kind == "sliding_attention" else None for kind in kinds}
     return {None: window}
+
+
+class RoundedCache(DynamicCache):
+    """Keys and values as a cache of another element type gives them back."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, keys, values, *args, **rest):
+        rounded = (x.to(self.dtype).float() for x in (keys, values))
+        return super().update(*rounded, *args, **rest)
 
 
 def logits(model, tokens, positions, mask, key_positions=None, cache=None):
@@ -268,16 +284,22 @@ def main():
             assert torch.equal(result, logits(model, flat, positions, mask)), "a pass is of the regime of its length"
             return result
 
-        masked = lambda overlapped, with_system: one_pass(
-            positions_of(parts, overlapped), mask_of(parts, with_system))[asked:]
+        def masked(overlapped, with_system):
+            return one_pass(positions_of(parts, overlapped), mask_of(parts, with_system))
+
+        exact = {cell: masked(*how) for cell, how in EXACT.items()}
         golden = {
             "full": one_pass(list(range(len(flat))), causal),
-            "overlapped_with_system": masked(True, True),
-            "overlapped_alone": masked(True, False),
-            "sequential_alone": masked(False, False),
-            "sequential_with_system_single": masked(False, True),
+            **{cell: result[asked:] for cell, result in exact.items()},
+            "sequential_with_system_single": masked(False, True)[asked:],
             "sequential_with_system_two_phase": two_phase(name, model, parts),
         }
+        for cell, (overlapped, with_system) in EXACT.items():
+            for word, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+                model.model.rotary_emb = rotary_of(name, config)
+                rounded = logits(model, flat, positions_of(parts, overlapped), mask_of(parts, with_system),
+                                 cache=RoundedCache(dtype))
+                golden[f"error_{word}.{cell}"] = (rounded - exact[cell]).abs().max().reshape(1)
         model.model.rotary_emb = rotary_of(name, config)
         with torch.no_grad():
             plain = model(torch.tensor([flat])).logits[0]

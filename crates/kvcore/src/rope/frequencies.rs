@@ -29,7 +29,8 @@ impl RopeConfig {
                 Regime::Length(n) => {
                     let (factor, original) = (*factor as f32, *original_max_position as f32);
                     let stretch = factor * n as f32 / original - (factor - 1.0);
-                    let theta = self.theta as f32 * stretch.powf(self.ntk_exponent() as f32);
+                    let power = f64::from(stretch).powf(self.ntk_exponent()) as f32;
+                    let theta = self.theta as f32 * power;
                     reciprocals(self.periods(theta))
                 }
                 _ => self.trained(),

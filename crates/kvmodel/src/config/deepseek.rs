@@ -175,7 +175,7 @@ mod tests {
     fn contradictory_configs_are_refused_by_field() {
         for (field, value, name) in [
             ("kv_lora_rank", json!(0), "kv_lora_rank 0"),
-            ("kv_lora_rank", Value::Null, "kv_lora_rank"),
+            ("kv_lora_rank", json!("wide"), "wide"),
             ("qk_rope_head_dim", json!(3), "rotary_dim 3"),
             ("v_head_dim", json!(1u64 << 40), "v_head_dim"),
             ("num_key_value_heads", json!(1), "num_key_value_heads 1"),
