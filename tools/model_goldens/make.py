@@ -93,7 +93,8 @@ MODELS = {
                                                    sliding_window=8, layer_types=LAYER_TYPES)),
     "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**{**BASE, **DEEPSEEK}, rope_parameters=DEEPSEEK_YARN)),
     "deepseek-v3-plain": (DeepseekV3ForCausalLM, DeepseekV3Config(
-        **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True},
+        **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True,
+           "rope_interleave": False},
         rope_parameters=DEFAULT)),
 }
 # Cells whose reuse is exact: whether positions overlap, whether chunks see the system prompt.

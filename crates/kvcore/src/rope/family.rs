@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// Regimes of one specification whose tables are kept. Dynamic NTK has one a length; older ones are
 /// computed anew.
-const KEPT: usize = 8;
+const KEPT: usize = 4;
 
 /// The rotary embeddings of a model's layers, in every regime.
 ///

@@ -12,10 +12,16 @@ use crate::model::Observer;
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
-/// A request after its prefill.
-struct Prefilled {
+/// A request being answered.
+struct Asked<'a> {
+    request: &'a Request,
+    started: Instant,
     /// Rotary embeddings of the request's regime.
     ropes: LayerRopes,
+}
+
+/// A request after its prefill.
+struct Prefilled {
     /// What the answer's tokens see besides their own sequence.
     context: Vec<Segment>,
     /// Logits of the prompt's last token.
@@ -58,7 +64,8 @@ impl Engine {
                 let (logical, position) =
                     (assembly.plan().question_logical, assembly.plan().question_position);
                 let own = self.caches.sequences_mut().create(SequenceStart { logical, position })?;
-                let result = self.chunked(request, started, prompt, ropes, assembly, own, observer);
+                let result =
+                    self.chunked(&Asked { request, started, ropes }, prompt, assembly, own, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
@@ -75,7 +82,7 @@ impl Engine {
                 } else {
                     (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };
-                let result = self.plain(request, started, &tokens, ropes, own, cached, observer);
+                let result = self.plain(&Asked { request, started, ropes }, &tokens, own, cached, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
@@ -111,10 +118,8 @@ impl Engine {
 
     fn chunked(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         prompt: &ChunkedPrompt,
-        ropes: LayerRopes,
         assembly: kvchunk::Assembly,
         own: SequenceId,
         observer: &mut dyn Observer,
@@ -122,33 +127,31 @@ impl Engine {
         let question = prompt.question();
         let mut batch = assembly.inputs().to_vec();
         batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
-        let logits = self.forward(&ropes, &batch, observer)?;
+        let logits = self.forward(&asked.ropes, &batch, observer)?;
         let (chunks, cached_tokens, next) =
             (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
         // Held until the answer is complete.
         let assembled = assembly.commit()?;
         let prefilled =
-            Prefilled { ropes, context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
-        self.decode(request, started, prompt.total_tokens(), own, prefilled, observer)
+            Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
+        self.decode(asked, prompt.total_tokens(), own, prefilled, observer)
     }
 
     fn plain(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         tokens: &[u32],
-        ropes: LayerRopes,
         own: SequenceId,
         cached: usize,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
         let next = end_of(&input);
-        let logits = self.forward(&ropes, &[input], observer)?;
+        let logits = self.forward(&asked.ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
         let prefilled =
-            Prefilled { ropes, context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
-        self.decode(request, started, tokens.len(), own, prefilled, observer)
+            Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
+        self.decode(asked, tokens.len(), own, prefilled, observer)
     }
 
     /// The input for `tokens` at the end of the request's own sequence, which sees `context`.
@@ -187,14 +190,14 @@ impl Engine {
 
     fn decode(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         prompt_tokens: usize,
         own: SequenceId,
         prefilled: Prefilled,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
-        let Prefilled { ropes, context, mut logits, mut next, cached_tokens, chunks } = prefilled;
+        let Asked { request, started, ropes } = asked;
+        let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
         let mut sampler = Sampler::new(request.sampling);
         let mut generation = Generation {
             tokens: Vec::new(),
@@ -226,7 +229,7 @@ impl Engine {
             }
             let input = self.next_input(own, &[token], &context, Logits::Last)?;
             next = end_of(&input);
-            logits = self.forward(&ropes, &[input], &mut ())?;
+            logits = self.forward(ropes, &[input], &mut ())?;
             self.caches.sequences_mut().commit(own, &[token])?;
         }
         generation.total = started.elapsed();

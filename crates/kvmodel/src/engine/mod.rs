@@ -92,7 +92,7 @@ impl Engine {
             .tenant_salt(&config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let stream = backend.stream()?;
-        Ok(Self { scope, model, backend, stream, caches, profiler })
+        Ok(Self { model, backend, stream, caches, scope, profiler })
     }
 
     /// The model.

@@ -23,13 +23,10 @@ impl FeedForward {
         at: &str,
         format: WeightFormat,
     ) -> Result<Self> {
-        match c.experts.filter(|experts| index >= experts.dense_layers) {
-            Some(experts) => Ok(Self::Experts(Experts::load(w, experts, c.hidden_size, at, format)?)),
-            None => {
-                let gated = Gated::load(w, at, c.hidden_size, c.intermediate_size, c.mlp_bias, format);
-                Ok(Self::Dense(gated?))
-            }
+        if let Some(experts) = c.experts.filter(|experts| index >= experts.dense_layers) {
+            return Ok(Self::Experts(Experts::load(w, experts, c.hidden_size, at, format)?));
         }
+        Ok(Self::Dense(Gated::load(w, at, c.hidden_size, c.intermediate_size, c.mlp_bias, format)?))
     }
 
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
