@@ -15,6 +15,20 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
                                             rotated to sequential ones, then the question
     sequential_with_system_single           the same mask in one pass at sequential positions, which
                                             the two-phase result must NOT equal
+    error_f16.CELL, error_bf16.CELL         largest difference of all logits of an exact cell's pass when transformers
+                                            caches keys and values in that element type: the reference's own error
+
+Masks are explicit. Under a sliding window `w` a row sees a key if `position − key position < w`, with the
+positions that the pass gives them: a chunk that is moved is seen where it is used, and its own rows, which
+were computed where it was stored, saw what stood before it there. In one pass that is `position` of both; in
+two phases the first goes by stored positions, the question by used ones.
+
+A request has one regime of RoPE. A single pass has it in transformers too, from its largest position; in
+two phases the frequencies of the largest used position are pinned for both. Models that transformers cannot
+express are run by one that it can: `llama-ntk` with theta scaled beforehand, partial rotary embeddings with
+Phi-3's, and `qwen2-layers`, whose layer types have embeddings of their own, with one module a type.
+
+tools/model_goldens/tables.py writes tables of cosines and sines.
 """
 
 from __future__ import annotations
@@ -27,7 +41,13 @@ import sys
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+    Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
 
 BASE = dict(
     vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -39,6 +59,22 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_facto
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+# Overlapped cells end at 17 positions, sequential ones at 28: one regime each.
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.25], long_factor=[1.5, 3.0, 7.5],
+                original_max_position_embeddings=20, partial_rotary_factor=0.75)
+PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+NTK = dict(rope_type="ntk", rope_theta=10000.0, factor=4.0)
+DEEPSEEK_YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, mscale=0.8,
+                     mscale_all_dim=1.0)
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+BY_TYPE = dict(sliding_attention=dict(rope_type="default", rope_theta=500.0),
+               full_attention=dict(rope_type="linear", rope_theta=20000.0, factor=2.0))
+DEEPSEEK = dict(
+    num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5,
+    first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, moe_intermediate_size=12,
+    n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, rope_interleave=True,
+)
 
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**{**BASE, "tie_word_embeddings": True}, rope_parameters=DEFAULT)),
@@ -47,15 +83,93 @@ MODELS = {
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**BASE, rope_parameters=LINEAR)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**BASE, rope_parameters=DEFAULT)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**BASE, rope_parameters=DEFAULT, head_dim=16)),
+    "llama-ntk": (LlamaForCausalLM, LlamaConfig(**BASE, rope_parameters=dict(
+        DEFAULT, rope_theta=NTK["rope_theta"] * NTK["factor"] ** (8 / (8 - 2))))),
+    "llama-dynamic": (LlamaForCausalLM, LlamaConfig(**{**BASE, "max_position_embeddings": 16}, rope_parameters=DYNAMIC)),
+    "llama-longrope": (LlamaForCausalLM, LlamaConfig(**BASE, rope_parameters=LONGROPE)),
+    "llama-partial": (LlamaForCausalLM, LlamaConfig(**BASE, rope_parameters=PARTIAL)),
+    "mistral": (MistralForCausalLM, MistralConfig(**BASE, rope_parameters=DEFAULT, sliding_window=8)),
+    "qwen2-layers": (Qwen2ForCausalLM, Qwen2Config(**BASE, rope_parameters=DEFAULT, use_sliding_window=True,
+                                                   sliding_window=8, layer_types=LAYER_TYPES)),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**{**BASE, **DEEPSEEK}, rope_parameters=DEEPSEEK_YARN)),
+    "deepseek-v3-plain": (DeepseekV3ForCausalLM, DeepseekV3Config(
+        **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True,
+           "rope_interleave": False},
+        rope_parameters=DEFAULT)),
 }
+# Cells whose reuse is exact: whether positions overlap, whether chunks see the system prompt.
+EXACT = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False))
+# What config.json says where it is not what transformers runs.
+SAYS = {"llama-ntk": dict(rope_parameters=NTK), "qwen2-layers": dict(rope_parameters=BY_TYPE)}
 
 
-def logits(model, tokens, positions, mask, cache=None):
-    """Logits `[n, vocab]`; `mask` is `[n, keys]`, true where a row sees a key."""
-    bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+class ByLayerType(torch.nn.Module):
+    """Two embeddings, of which each layer takes its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        of = lambda kind: modeling_llama.LlamaRotaryEmbedding(LlamaConfig(**BASE, rope_parameters=dict(BY_TYPE[kind])))
+        self.kinds = {kind: of(kind) for kind in LAYER_TYPES}
+
+    def forward(self, x, position_ids):
+        return {kind: rotary(x, position_ids) for kind, rotary in self.kinds.items()}
+
+
+def take_own_embedding(layer, kind):
+    forward = layer.forward
+    layer.forward = lambda *args, position_embeddings, **rest: forward(
+        *args, position_embeddings=position_embeddings[kind], **rest)
+
+
+def rotary_of(name, config):
+    """A fresh embedding: a used dynamic one remembers the longest pass it has seen."""
+    if name == "qwen2-layers":
+        return ByLayerType(config)
+    if "partial_rotary_factor" in config.rope_parameters:
+        return modeling_phi3.Phi3RotaryEmbedding(config)
+    return modeling_llama.LlamaRotaryEmbedding(config)
+
+
+def pinned(rotary, config, longest):
+    """The same with the frequencies of a request of `longest` positions, whatever a pass reaches."""
+    kind = config.rope_parameters["rope_type"]
+    if kind in ("dynamic", "longrope"):
+        rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=torch.tensor(longest))
+        rotary.rope_type = "default"
+    return rotary
+
+
+def windows_of(config):
+    """The sliding window of every layer type, or of all layers under the key None."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" in kinds:
+        return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    return {None: window}
+
+
+class RoundedCache(DynamicCache):
+    """Keys and values as a cache of another element type gives them back."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, keys, values, *args, **rest):
+        rounded = (x.to(self.dtype).float() for x in (keys, values))
+        return super().update(*rounded, *args, **rest)
+
+
+def logits(model, tokens, positions, mask, key_positions=None, cache=None):
+    """Logits `[n, vocab]`; `mask` is `[n, keys]`, true where a row sees a key if its layer's window allows."""
+    q, k = torch.tensor(positions)[:, None], torch.tensor(key_positions or positions)[None]
+    bias = {}
+    for kind, window in windows_of(model.config).items():
+        seen = mask & (q - k < window) if window else mask
+        bias[kind] = torch.zeros(mask.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     with torch.no_grad():
-        return model(torch.tensor([tokens]), position_ids=torch.tensor([positions]), attention_mask=bias,
-                     past_key_values=cache, use_cache=cache is not None).logits[0]
+        return model(torch.tensor([tokens]), position_ids=torch.tensor([positions]),
+                     attention_mask=bias.get(None, bias), past_key_values=cache, use_cache=cache is not None).logits[0]
 
 
 def mask_of(parts, with_system):
@@ -84,33 +198,77 @@ def rotate_half(x):
     return torch.cat((-b, a), dim=-1)
 
 
-def two_phase(model, parts):
+def move(keys, delta, inv_freq):
+    """Cached keys rotated by `delta` positions, in float64. DeepSeek caches its pairs de-interleaved, as halves."""
+    angle = delta[:, None] * inv_freq.double()[None]
+    angle = torch.cat((angle, angle), dim=-1)
+    rotated, rest = keys[..., :angle.shape[-1]].double(), keys[..., angle.shape[-1]:]
+    return torch.cat(((rotated * angle.cos() + rotate_half(rotated) * angle.sin()).float(), rest), dim=-1)
+
+
+def two_phase(name, model, parts):
     """Chunks at their stored positions, cached keys moved to sequential ones, then the question."""
     flat = [t for p in parts for t in p]
     context = len(flat) - len(parts[-1])
     stored, used = positions_of(parts, True), positions_of(parts, False)
-    cache = DynamicCache(config=model.config)
-    logits(model, flat[:context], stored[:context], mask_of(parts, True)[:context, :context], cache)
+    rotary = model.model.rotary_emb = pinned(rotary_of(name, model.config), model.config, len(flat))
+    cache = DynamicCache()
+    logits(model, flat[:context], stored[:context], mask_of(parts, True)[:context, :context], cache=cache)
     delta = torch.tensor([u - s for s, u in zip(stored[:context], used[:context])], dtype=torch.float64)
-    angle = delta[:, None] * model.model.rotary_emb.inv_freq.double()[None]
-    angle = torch.cat((angle, angle), dim=-1)
-    for layer in cache.layers:
-        k = layer.keys.double()
-        layer.keys = (k * angle.cos() + rotate_half(k) * angle.sin()).float()
-    return logits(model, parts[-1], used[context:], mask_of(parts, True)[context:], cache)
+    for index, layer in enumerate(cache.layers):
+        inv_freq = (rotary.kinds[LAYER_TYPES[index]] if name == "qwen2-layers" else rotary).inv_freq
+        if name.startswith("deepseek"):
+            layer.values = move(layer.values, delta, inv_freq)
+        else:
+            layer.keys = move(layer.keys, delta, inv_freq)
+    return logits(model, parts[-1], used[context:], mask_of(parts, True)[context:], used, cache)
+
+
+def randomise(model):
+    """Every parameter random, norms around 1; DeepSeek's routers with a bias that matters."""
+    for key, parameter in list(model.named_parameters()) + [
+            (key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]:
+        torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+    for key, parameter in model.named_parameters():
+        if key.endswith("norm.weight"):
+            parameter.data += 1.0
+
+
+def checkpoint(model, config):
+    """Tensors by the names of published checkpoints: experts one by one, and layers past the last, which
+    predict further tokens and are to be ignored."""
+    state = {}
+    for key, value in model.state_dict().items():
+        if config.tie_word_embeddings and key == "lm_head.weight":
+            continue
+        if key.endswith("experts.gate_up_proj") or key.endswith("experts.down_proj"):
+            at = key.rsplit(".", 1)[0]
+            for i, expert in enumerate(value):
+                if key.endswith("down_proj"):
+                    state[f"{at}.{i}.down_proj.weight"] = expert
+                else:
+                    state[f"{at}.{i}.gate_proj.weight"], state[f"{at}.{i}.up_proj.weight"] = expert.chunk(2)
+        else:
+            state[key] = value
+    if config.model_type == "deepseek_v3":
+        state[f"model.layers.{config.num_hidden_layers}.eh_proj.weight"] = torch.ones(4, 8)
+    return {k: v.clone().contiguous() for k, v in state.items()}
 
 
 def main():
     out = pathlib.Path(sys.argv[1])
+    # Phi-3's function rotates as many elements as the cosines have, which is all of them for the others.
+    modeling_llama.apply_rotary_pos_emb = modeling_phi3.apply_rotary_pos_emb
     for index, (name, (cls, config)) in enumerate(MODELS.items()):
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
         torch.manual_seed(1000 + index)
         config._attn_implementation = "eager"
         model = cls(config).eval().float()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-        for key, parameter in model.named_parameters():
-            if key.endswith("norm.weight"):
-                parameter.data += 1.0
+        randomise(model)
+        if name == "qwen2-layers":
+            for layer, kind in zip(model.model.layers, LAYER_TYPES):
+                take_own_embedding(layer, kind)
         folder = out / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -119,16 +277,31 @@ def main():
         parts = [draw(5), draw(7), draw(4), draw(9), draw(3)]
         flat, asked = [t for p in parts for t in p], -len(parts[-1])
         causal = torch.tril(torch.ones(len(flat), len(flat), dtype=torch.bool))
-        masked = lambda overlapped, with_system: logits(
-            model, flat, positions_of(parts, overlapped), mask_of(parts, with_system))[asked:]
+
+        def one_pass(positions, mask):
+            model.model.rotary_emb = rotary_of(name, config)
+            result = logits(model, flat, positions, mask)
+            model.model.rotary_emb = pinned(rotary_of(name, config), config, max(positions) + 1)
+            assert torch.equal(result, logits(model, flat, positions, mask)), "a pass is of the regime of its length"
+            return result
+
+        def masked(overlapped, with_system):
+            return one_pass(positions_of(parts, overlapped), mask_of(parts, with_system))
+
+        exact = {cell: masked(*how) for cell, how in EXACT.items()}
         golden = {
-            "full": logits(model, flat, list(range(len(flat))), causal),
-            "overlapped_with_system": masked(True, True),
-            "overlapped_alone": masked(True, False),
-            "sequential_alone": masked(False, False),
-            "sequential_with_system_single": masked(False, True),
-            "sequential_with_system_two_phase": two_phase(model, parts),
+            "full": one_pass(list(range(len(flat))), causal),
+            **{cell: result[asked:] for cell, result in exact.items()},
+            "sequential_with_system_single": masked(False, True)[asked:],
+            "sequential_with_system_two_phase": two_phase(name, model, parts),
         }
+        for cell, (overlapped, with_system) in EXACT.items():
+            for word, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+                model.model.rotary_emb = rotary_of(name, config)
+                rounded = logits(model, flat, positions_of(parts, overlapped), mask_of(parts, with_system),
+                                 cache=RoundedCache(dtype))
+                golden[f"error_{word}.{cell}"] = (rounded - exact[cell]).abs().max().reshape(1)
+        model.model.rotary_emb = rotary_of(name, config)
         with torch.no_grad():
             plain = model(torch.tensor([flat])).logits[0]
         assert torch.allclose(plain, golden["full"], atol=1e-5), "an explicit causal mask changes nothing"
@@ -136,11 +309,13 @@ def main():
             golden[key] = torch.tensor(part, dtype=torch.int32)
         save_file({k: v.contiguous() for k, v in golden.items()}, str(folder / "golden.safetensors"),
                   metadata={"torch": torch.__version__, "transformers": transformers.__version__})
-        state = {k: v.contiguous() for k, v in model.state_dict().items() if not (config.tie_word_embeddings and k == "lm_head.weight")}
-        save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        save_file(checkpoint(model, config), str(folder / "model.safetensors"), metadata={"format": "pt"})
         text = json.loads(config.to_json_string(use_diff=False))
-        keep = {k: v for k, v in text.items() if k in BASE or k in (
+        keep = {k: v for k, v in text.items() if k in BASE or k in DEEPSEEK or k in (
             "model_type", "rope_parameters", "head_dim", "attention_bias", "mlp_bias", "hidden_act", "use_sliding_window")}
+        if "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type == "mistral":
+            keep.update({k: text[k] for k in ("sliding_window", "layer_types") if text.get(k) is not None})
+        keep.update(SAYS.get(name, {}))
         (folder / "config.json").write_text(json.dumps(keep, indent=2) + "\n")
         print(name, "largest logit", golden["full"].abs().max().item())
 

@@ -346,7 +346,7 @@ impl Kernels for WrongStream {
             Pairing::HalfSplit => Pairing::Interleaved,
             Pairing::Interleaved => Pairing::HalfSplit,
         };
-        let rope = Rope::new(RopeConfig { pairing, ..*op.rope.config() }, op.rope.max_positions())?;
+        let rope = Rope::new(RopeConfig { pairing, ..op.rope.config().clone() }, op.rope.max_positions())?;
         self.inner.rope(&ApplyRope { rope: Arc::new(rope), ..op.clone() })
     }
     fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {

@@ -71,7 +71,7 @@ pub use parallel::{
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
-pub use rope::{Pairing, Rope, RopeConfig, RopeScaling};
+pub use rope::{LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling};
 pub use storage::{
     BlockState, Goal, OwnedStorage, PoolMetrics, RequestId, StorageManager, Target, Tier, TierAction,
     TierThresholds,

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkedPrompt;
-use kvcore::{Pairing, RopeConfig, RopeScaling};
+use kvcore::RopeConfig;
 use kvmodel::{
-    Engine, EngineConfig, Family, Model, ModelConfig, PromptTokens, Request, WeightFormat, Weights,
+    Engine, EngineConfig, Family, LayerConfig, Model, ModelConfig, PromptTokens, Request, WeightFormat,
+    Weights,
 };
 
 fn number(name: &str, default: usize) -> usize {
@@ -26,18 +27,15 @@ fn model(layers: usize, hidden: usize) -> kvmodel::Result<Model> {
         vocab_size: 4096,
         hidden_size: hidden,
         intermediate_size: hidden * 11 / 4,
-        num_layers: layers,
+        layers: vec![LayerConfig { rope: RopeConfig::new(head_dim, 500_000.0), window: None }; layers],
         heads,
         kv_heads: heads.div_ceil(4),
         head_dim,
+        latent: None,
+        experts: None,
+        softmax_scale: 1.0 / (head_dim as f32).sqrt(),
         rms_norm_eps: 1e-5,
         max_positions: 8192,
-        rope: RopeConfig {
-            rotary_dim: head_dim,
-            theta: 500_000.0,
-            pairing: Pairing::HalfSplit,
-            scaling: RopeScaling::None,
-        },
         tied_head: true,
         qkv_bias: false,
         output_bias: false,

@@ -32,7 +32,7 @@ mod weights;
 // candle multiplies with this crate; naming it here turns its AVX-512 kernels on.
 use gemm as _;
 
-pub use config::{Family, ModelConfig};
+pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
 pub use engine::{CacheReport, Engine, EngineConfig, FinishReason, Generation, Request};
 pub use error::{Error, Result};
 pub use layers::WeightFormat;

@@ -25,7 +25,11 @@ fn check(b: &Bench, config: RopeConfig, dim: usize) -> Outcome {
     let actual = b.download(&rows)?;
     rounded_once("rotated rows", b.dtype, &actual, &expected)?;
     for (new, old) in actual.chunks(dim).zip(values.chunks(dim)) {
-        equal("elements past the rotary dimension", &new[config.rotary_dim..], &old[config.rotary_dim..])?;
+        equal(
+            "elements past the rotary dimension",
+            &new[rope.config().rotary_dim..],
+            &old[rope.config().rotary_dim..],
+        )?;
     }
     Ok(())
 }

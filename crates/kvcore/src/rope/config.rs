@@ -1,4 +1,4 @@
-//! What a model says about its rotary embedding, and the frequencies that follow.
+//! What a model says about its rotary embedding.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,18 +14,35 @@ pub enum Pairing {
     Interleaved,
 }
 
-/// How frequencies are stretched for contexts longer than those trained on. All of these are fixed
-/// for a model, so keys rotated under them may be reused anywhere.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// How frequencies are stretched for contexts longer than those trained on.
+///
+/// Most scalings have one vector of frequencies, so keys rotated under them may be reused anywhere.
+/// [`DynamicNtk`](Self::DynamicNtk) and [`LongRope`](Self::LongRope) have several, one a
+/// [`Regime`](crate::rope::Regime).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum RopeScaling {
     /// As trained.
     None,
-    /// Position interpolation: all frequencies divided by `factor`.
+    /// Position interpolation (Chen et al., 2023): all frequencies divided by `factor`.
     Linear {
         /// Ratio of the extended to the trained context.
         factor: f64,
+    },
+    /// NTK-aware scaling (bloc97, 2023): theta multiplied once by `factor^(d / (d − 2))`, where `d` is
+    /// the rotary dimension. The lowest frequency is divided by `factor`, the highest is kept.
+    StaticNtk {
+        /// Ratio of the extended to the trained context.
+        factor: f64,
+    },
+    /// Dynamic NTK (emozilla, 2023): as trained up to the original context; for `n` positions beyond it
+    /// theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
+    DynamicNtk {
+        /// Ratio of the longest to the trained context.
+        factor: f64,
+        /// Context length of the original training.
+        original_max_position: usize,
     },
     /// Llama 3.1: low frequencies divided by `factor`, high ones kept, a smooth ramp between.
     Llama3 {
@@ -53,10 +70,22 @@ pub enum RopeScaling {
         /// Whether the ends of the ramp are rounded to whole dimensions (the usual choice).
         truncate: bool,
     },
+    /// `LongRoPE` (Ding et al., 2024): each frequency divided by a searched factor of its own, from one list
+    /// up to the original context and from another beyond it.
+    LongRope {
+        /// Divisors of requests within the original context, one a pair.
+        short_factor: Vec<f64>,
+        /// Divisors of longer requests, one a pair.
+        long_factor: Vec<f64>,
+        /// Multiplies cos and sin of queries and of keys, each once, in both regimes.
+        attention_factor: f64,
+        /// Context length of the original training.
+        original_max_position: usize,
+    },
 }
 
-/// A model's rotary embedding.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// The rotary embedding of a layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RopeConfig {
     /// Elements of a row that are rotated: all of a head, or fewer for partial rotary embeddings.
     pub rotary_dim: usize,
@@ -74,98 +103,106 @@ impl RopeConfig {
         Self { rotary_dim: head_dim, theta, pairing: Pairing::HalfSplit, scaling: RopeScaling::None }
     }
 
-    /// One frequency per pair, in f32 as the model was trained with.
-    ///
-    /// # Errors
-    /// [`Error::InvalidRope`] for an odd rotary dimension or parameters out of their domain.
-    pub fn frequencies(&self) -> Result<Vec<f32>> {
-        if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
-            return Err(Error::InvalidRope(format!(
-                "rotary_dim {} is not even and positive",
-                self.rotary_dim
-            )));
-        }
-        if !(self.theta.is_finite() && self.theta > 1.0) {
-            return Err(Error::InvalidRope(format!("theta {} is not above 1", self.theta)));
-        }
-        if let RopeScaling::Yarn { attention_factor, beta_fast, beta_slow, .. } = self.scaling {
-            positive("attention_factor", attention_factor)?;
-            positive("beta_fast", beta_fast)?;
-            positive("beta_slow", beta_slow)?;
-        }
-        let base = (0..self.rotary_dim / 2)
-            .map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / self.rotary_dim as f32));
-        let frequencies: Vec<f32> = match self.scaling {
-            RopeScaling::None => base.collect(),
-            RopeScaling::Linear { factor } => {
-                positive("factor", factor)?;
-                base.map(|f| f / factor as f32).collect()
-            }
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
-                positive("factor", factor)?;
-                if high_freq_factor <= low_freq_factor || low_freq_factor <= 0.0 {
-                    return Err(Error::InvalidRope(format!(
-                        "high_freq_factor {high_freq_factor} must be above low_freq_factor {low_freq_factor} > 0"
-                    )));
-                }
-                positive("original_max_position", original_max_position as f64)?;
-                let original = original_max_position as f32;
-                let (low, high) = (low_freq_factor as f32, high_freq_factor as f32);
-                base.map(|f| {
-                    let wavelength = 2.0 * std::f32::consts::PI / f;
-                    let smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
-                    (1.0 - smooth) * f / factor as f32 + smooth * f
-                })
-                .collect()
-            }
-            RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_position, truncate, .. } => {
-                positive("factor", factor)?;
-                positive("original_max_position", original_max_position as f64)?;
-                let (low, high) = self.yarn_ramp(beta_fast, beta_slow, original_max_position, truncate);
-                base.enumerate()
-                    .map(|(i, f)| {
-                        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
-                        f / factor as f32 * ramp + f * (1.0 - ramp)
-                    })
-                    .collect()
-            }
-        };
-        match frequencies.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
-            Some(f) => Err(Error::InvalidRope(format!("a frequency is {f}"))),
-            None => Ok(frequencies),
-        }
-    }
-
-    /// What cos and sin are multiplied by: 1 but for `YaRN`.
+    /// What cos and sin are multiplied by when a row is first rotated: 1 but for `YaRN` and `LongRoPE`.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
 
-    /// First and last dimension of `YaRN`'s ramp between kept and interpolated frequencies.
-    fn yarn_ramp(&self, fast: f64, slow: f64, original: usize, truncate: bool) -> (f64, f64) {
-        let dim = self.rotary_dim as f64;
-        let dimension_of = |rotations: f64| {
-            dim * (original as f64 / (rotations * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
-        };
-        let (mut low, mut high) = (dimension_of(fast), dimension_of(slow));
-        if truncate {
-            (low, high) = (low.floor(), high.ceil());
+    /// Positions that a model made for `model` positions may use: dynamic NTK goes on to `factor` times
+    /// the original context, the others end where the model says.
+    pub fn max_positions(&self, model: usize) -> usize {
+        match self.scaling {
+            RopeScaling::DynamicNtk { factor, original_max_position } => {
+                model.max((original_max_position as f64 * factor) as usize)
+            }
+            _ => model,
         }
-        (low, high) = (low.max(0.0), high.min(dim - 1.0));
-        if low == high {
-            high += 0.001;
+    }
+
+    /// Checks every parameter.
+    ///
+    /// # Errors
+    /// [`Error::InvalidRope`] that names the parameter and its value.
+    pub fn check(&self) -> Result<()> {
+        if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
+            return invalid(format!("rotary_dim {} is not even and positive", self.rotary_dim));
         }
-        (low, high)
+        if !(self.theta.is_finite() && self.theta > 1.0) {
+            return invalid(format!("theta {} is not above 1", self.theta));
+        }
+        match &self.scaling {
+            RopeScaling::None => Ok(()),
+            RopeScaling::Linear { factor } => positive("factor", *factor),
+            RopeScaling::StaticNtk { factor } => {
+                self.check_ntk()?;
+                positive("factor", *factor)
+            }
+            RopeScaling::DynamicNtk { factor, original_max_position } => {
+                self.check_ntk()?;
+                if !(factor.is_finite() && *factor >= 1.0) {
+                    return invalid(format!("factor {factor} is below 1"));
+                }
+                positive("original_max_position", *original_max_position as f64)
+            }
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
+                positive("factor", *factor)?;
+                if high_freq_factor <= low_freq_factor || *low_freq_factor <= 0.0 {
+                    return invalid(format!(
+                        "high_freq_factor {high_freq_factor} must be above low_freq_factor {low_freq_factor} > 0"
+                    ));
+                }
+                positive("original_max_position", *original_max_position as f64)
+            }
+            RopeScaling::Yarn {
+                factor,
+                attention_factor,
+                beta_fast,
+                beta_slow,
+                original_max_position,
+                ..
+            } => {
+                positive("factor", *factor)?;
+                positive("attention_factor", *attention_factor)?;
+                positive("beta_fast", *beta_fast)?;
+                positive("beta_slow", *beta_slow)?;
+                positive("original_max_position", *original_max_position as f64)
+            }
+            RopeScaling::LongRope { short_factor, long_factor, attention_factor, original_max_position } => {
+                self.check_divisors("short_factor", short_factor)?;
+                self.check_divisors("long_factor", long_factor)?;
+                positive("attention_factor", *attention_factor)?;
+                positive("original_max_position", *original_max_position as f64)
+            }
+        }
+    }
+
+    /// With a single pair the exponent `d / (d − 2)` has no value.
+    fn check_ntk(&self) -> Result<()> {
+        if self.rotary_dim > 2 {
+            Ok(())
+        } else {
+            invalid(format!("rotary_dim {} is too small for NTK scaling", self.rotary_dim))
+        }
+    }
+
+    fn check_divisors(&self, what: &str, divisors: &[f64]) -> Result<()> {
+        if divisors.len() != self.rotary_dim / 2 {
+            let (got, dim) = (divisors.len(), self.rotary_dim);
+            return invalid(format!("{what} has {got} numbers, rotary_dim {dim} asks for {}", dim / 2));
+        }
+        divisors.iter().try_for_each(|&divisor| positive(what, divisor))
     }
 }
 
+pub(super) fn invalid<T>(reason: String) -> Result<T> {
+    Err(Error::InvalidRope(reason))
+}
+
 fn positive(what: &str, value: f64) -> Result<()> {
-    if value.is_finite() && value > 0.0 {
-        Ok(())
-    } else {
-        Err(Error::InvalidRope(format!("{what} {value} is not positive")))
-    }
+    if value.is_finite() && value > 0.0 { Ok(()) } else { invalid(format!("{what} {value} is not positive")) }
 }

@@ -5,19 +5,25 @@
 //! position-independent reuse stands on.
 //!
 //! Frequencies are computed in f32 as Hugging Face transformers does, so that they are the model's;
-//! angle, sine and cosine in f64, then rounded once.
+//! angle, sine and cosine in f64, then rounded once. Where they depend on a request's length, [`Regime`]
+//! says how.
 
 mod config;
+mod family;
+mod frequencies;
+mod regime;
 mod table;
 
 pub use config::{Pairing, RopeConfig, RopeScaling};
+pub use family::{LayerRopes, RopeFamily};
+pub use regime::Regime;
 pub use table::{Rope, RopeTable};
 
 /// Rotates the leading `2 * cos.len()` elements of `row` and multiplies them by `factor`.
 ///
 /// `cos` and `sin` hold one value per pair. Elements past the rotary dimension are left alone. For a
 /// rotation from one position to another pass the sine and cosine of the difference and a factor
-/// of 1: the attention factor of `YaRN` has been applied when the key was first rotated.
+/// of 1: the attention factor of `YaRN` or `LongRoPE` has been applied when the key was first rotated.
 ///
 /// ```
 /// use kvcore::rope::{rotate_row, Pairing};

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 
 use crate::error::{Error, Result};
-use crate::rope::{Pairing, RopeConfig};
+use crate::rope::{Pairing, Regime, RopeConfig};
 
-/// A rotary embedding with its table. Cheap to share; one per distinct specification.
+/// A rotary embedding in one regime, with its table. Cheap to share; one per distinct specification and
+/// regime, see [`RopeFamily`](crate::rope::RopeFamily).
 #[derive(Debug)]
 pub struct Rope {
     config: RopeConfig,
+    regime: Regime,
     frequencies: Vec<f32>,
     max_positions: usize,
     table: RwLock<Arc<RopeTable>>,
@@ -63,22 +65,37 @@ impl RopeTable {
 }
 
 impl Rope {
-    /// A rotary embedding for positions `0..max_positions`.
+    /// A rotary embedding for positions `0..max_positions`, in the regime of requests that use all of them.
     ///
     /// # Errors
     /// [`Error::InvalidRope`], or [`Error::Zero`] for no positions.
     pub fn new(config: RopeConfig, max_positions: usize) -> Result<Self> {
+        let regime = config.regime(max_positions);
+        Self::in_regime(config, regime, max_positions)
+    }
+
+    /// A rotary embedding in `regime`. Its table serves every position and distance below `max_positions`,
+    /// whether or not a request of this regime comes so far.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for a regime that the scaling does not have.
+    pub fn in_regime(config: RopeConfig, regime: Regime, max_positions: usize) -> Result<Self> {
         if max_positions == 0 {
             return Err(Error::Zero { what: "max_positions" });
         }
-        let frequencies = config.frequencies()?;
+        let frequencies = config.frequencies_for(regime)?;
         let table = RopeTable { half: frequencies.len(), cos: Vec::new(), sin: Vec::new() };
-        Ok(Self { config, frequencies, max_positions, table: RwLock::new(Arc::new(table)) })
+        Ok(Self { config, regime, frequencies, max_positions, table: RwLock::new(Arc::new(table)) })
     }
 
     /// The specification.
     pub fn config(&self) -> &RopeConfig {
         &self.config
+    }
+
+    /// The regime that the frequencies are of.
+    pub fn regime(&self) -> Regime {
+        self.regime
     }
 
     /// One frequency per pair.
@@ -212,9 +229,29 @@ mod tests {
 
     #[test]
     fn contradictory_specifications_are_refused() {
-        assert!(RopeConfig::new(7, 10_000.0).frequencies().is_err());
-        assert!(RopeConfig::new(8, 0.0).frequencies().is_err());
-        let scaling = RopeScaling::Linear { factor: 0.0 };
-        assert!(RopeConfig { scaling, ..RopeConfig::new(8, 10_000.0) }.frequencies().is_err());
+        let base = RopeConfig::new(8, 10_000.0);
+        let scaled = |scaling| RopeConfig { scaling, ..base.clone() };
+        let long = |short: usize, factor| RopeScaling::LongRope {
+            short_factor: vec![1.0; short],
+            long_factor: vec![factor; 4],
+            attention_factor: 1.0,
+            original_max_position: 16,
+        };
+        let dynamic =
+            |factor, original_max_position| RopeScaling::DynamicNtk { factor, original_max_position };
+        for (config, name) in [
+            (RopeConfig::new(7, 10_000.0), "rotary_dim 7"),
+            (RopeConfig::new(8, 0.0), "theta 0"),
+            (scaled(RopeScaling::Linear { factor: 0.0 }), "factor 0"),
+            (scaled(RopeScaling::StaticNtk { factor: f64::NAN }), "factor NaN"),
+            (RopeConfig { rotary_dim: 2, ..scaled(RopeScaling::StaticNtk { factor: 2.0 }) }, "rotary_dim 2"),
+            (scaled(dynamic(0.5, 16)), "factor 0.5"),
+            (scaled(dynamic(2.0, 0)), "original_max_position 0"),
+            (scaled(long(3, 1.0)), "short_factor has 3"),
+            (scaled(long(4, -1.0)), "long_factor -1"),
+        ] {
+            let error = Rope::new(config, 100).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
     }
 }

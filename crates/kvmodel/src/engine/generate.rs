@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use kvchunk::{Assembler, ChunkReport, ChunkedPrompt};
-use kvcore::{Logits, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvchunk::{Assembler, ChunkReport, ChunkedPrompt, PositionPlan};
+use kvcore::{LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::caches::Caches;
 use super::{Engine, FinishReason, Generation, Request};
@@ -11,6 +11,14 @@ use crate::error::{Error, Result};
 use crate::model::Observer;
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
+
+/// A request being answered.
+struct Asked<'a> {
+    request: &'a Request,
+    started: Instant,
+    /// Rotary embeddings of the request's regime.
+    ropes: LayerRopes,
+}
 
 /// A request after its prefill.
 struct Prefilled {
@@ -41,18 +49,23 @@ impl Engine {
                             .to_owned(),
                     ));
                 };
+                let max_positions = self.model.config().max_positions;
+                let plan = PositionPlan::new(prompt, request.cell, max_positions)?;
+                let end = plan.question_position as usize + prompt.question().len();
+                let ropes = self.ropes(request, end)?;
                 let assembler = Assembler {
                     chunks: request.reuse.then_some(chunks),
                     main,
-                    root: self.root,
+                    root: self.root(&ropes),
                     cell: request.cell,
-                    max_positions: self.model.config().max_positions,
+                    max_positions,
                 };
                 let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
                 let (logical, position) =
                     (assembly.plan().question_logical, assembly.plan().question_position);
                 let own = self.caches.sequences_mut().create(SequenceStart { logical, position })?;
-                let result = self.chunked(request, started, prompt, assembly, own, observer);
+                let result =
+                    self.chunked(&Asked { request, started, ropes }, prompt, assembly, own, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
@@ -62,16 +75,25 @@ impl Engine {
                     PromptTokens::Chunked(prompt) => prompt.flatten(),
                 };
                 self.check_length(&tokens)?;
+                let ropes = self.ropes(request, tokens.len())?;
+                let root = self.root(&ropes);
                 let (own, cached) = if request.reuse {
-                    self.caches.sequences_mut().create_with_prefix(self.root.into(), &tokens)?
+                    self.caches.sequences_mut().create_with_prefix(root.into(), &tokens)?
                 } else {
                     (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };
-                let result = self.plain(request, started, &tokens, own, cached, observer);
+                let result = self.plain(&Asked { request, started, ropes }, &tokens, own, cached, observer);
                 self.caches.sequences_mut().free(own)?;
                 result
             }
         }
+    }
+
+    /// Rotary embeddings in the regime of the longest position that a request may reach, whose prompt
+    /// ends before position `end`. The last token of an answer is never fed back.
+    fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {
+        let longest = end.saturating_add(request.max_new_tokens.saturating_sub(1));
+        self.model.ropes(longest.min(self.model.config().max_positions))
     }
 
     /// A request that cannot be computed must not evict anything on its way.
@@ -96,8 +118,7 @@ impl Engine {
 
     fn chunked(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         prompt: &ChunkedPrompt,
         assembly: kvchunk::Assembly,
         own: SequenceId,
@@ -106,20 +127,19 @@ impl Engine {
         let question = prompt.question();
         let mut batch = assembly.inputs().to_vec();
         batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
-        let logits = self.forward(&batch, observer)?;
+        let logits = self.forward(&asked.ropes, &batch, observer)?;
         let (chunks, cached_tokens, next) =
             (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
         // Held until the answer is complete.
         let assembled = assembly.commit()?;
         let prefilled =
             Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
-        self.decode(request, started, prompt.total_tokens(), own, prefilled, observer)
+        self.decode(asked, prompt.total_tokens(), own, prefilled, observer)
     }
 
     fn plain(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         tokens: &[u32],
         own: SequenceId,
         cached: usize,
@@ -127,11 +147,11 @@ impl Engine {
     ) -> Result<Generation> {
         let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
         let next = end_of(&input);
-        let logits = self.forward(&[input], observer)?;
+        let logits = self.forward(&asked.ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
         let prefilled =
             Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
-        self.decode(request, started, tokens.len(), own, prefilled, observer)
+        self.decode(asked, tokens.len(), own, prefilled, observer)
     }
 
     /// The input for `tokens` at the end of the request's own sequence, which sees `context`.
@@ -157,21 +177,26 @@ impl Engine {
     }
 
     /// Logits of the last row of the last sequence.
-    fn forward(&self, batch: &[SequenceInput], observer: &mut dyn Observer) -> Result<Vec<f32>> {
-        let logits = self.model.forward(&self.device(), batch, observer)?;
+    fn forward(
+        &self,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>> {
+        let logits = self.model.forward(&self.device(), ropes, batch, observer)?;
         let last = logits.last().ok_or(Error::EmptyPrompt)?;
         Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
     }
 
     fn decode(
         &mut self,
-        request: &Request,
-        started: Instant,
+        asked: &Asked,
         prompt_tokens: usize,
         own: SequenceId,
         prefilled: Prefilled,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
+        let Asked { request, started, ropes } = asked;
         let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
         let mut sampler = Sampler::new(request.sampling);
         let mut generation = Generation {
@@ -204,7 +229,7 @@ impl Engine {
             }
             let input = self.next_input(own, &[token], &context, Logits::Last)?;
             next = end_of(&input);
-            logits = self.forward(&[input], &mut ())?;
+            logits = self.forward(ropes, &[input], &mut ())?;
             self.caches.sequences_mut().commit(own, &[token])?;
         }
         generation.total = started.elapsed();

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use kvchunk::{ChunkCache, ChunkCacheConfig};
-use kvcore::{Backend, BlockKey, CacheKind, DType, KeyScope, KvCache, KvFormat, MaxLen, Profiler, Stream};
+use kvcore::{
+    Backend, BlockKey, CacheKind, DType, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler, Stream,
+};
 
 use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
@@ -67,7 +69,8 @@ pub struct Engine {
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
     caches: Caches,
-    root: BlockKey,
+    /// What is in every key, but for the rotary embeddings of a request.
+    scope: KeyScope,
     profiler: Profiler,
 }
 
@@ -83,16 +86,13 @@ impl Engine {
         config: &EngineConfig,
     ) -> Result<Self> {
         let caches = Caches::new(&model, backend.as_ref(), config)?;
-        let mut scope = KeyScope::new("kvmodel", model.revision())
+        let scope = KeyScope::new("kvmodel", model.revision())
             .tokenizer(tokenizer)
             .layout(caches.sequences().arena().layout().shape())
             .tenant_salt(&config.tenant_salt);
-        for layer in 0..model.config().num_layers {
-            scope = scope.rope(layer, model.rope());
-        }
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let stream = backend.stream()?;
-        Ok(Self { root: scope.root(), model, backend, stream, caches, profiler })
+        Ok(Self { model, backend, stream, caches, scope, profiler })
     }
 
     /// The model.
@@ -128,6 +128,13 @@ impl Engine {
     /// Checks the pools; `Err` says what is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.caches.check_invariants()
+    }
+
+    /// Root of the keys of requests in the regime of `ropes`: another regime is a miss, for prefixes and
+    /// chunks alike.
+    fn root(&self, ropes: &LayerRopes) -> BlockKey {
+        let layers = ropes.layers().iter().enumerate();
+        layers.fold(self.scope.clone(), |scope, (layer, rope)| scope.rope(layer, rope)).root()
     }
 
     fn device(&self) -> ComputeDevice<'_> {

@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
-    AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, ReuseCell,
+    AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, PositionPlan,
+    ReuseCell,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPlane, Logits, MemoryKind,
-    PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream, allocate_tensor,
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPlane, LayerRopes, Logits,
+    MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream,
+    allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
@@ -75,7 +77,7 @@ pub(crate) struct Lab {
     pub(crate) stream: Arc<dyn Stream>,
     pub(crate) main: PagedKvCache,
     pub(crate) chunks: Arc<ChunkCache>,
-    pub(crate) root: BlockKey,
+    pub(crate) scope: KeyScope,
     pub(crate) profiler: Profiler,
 }
 
@@ -101,19 +103,27 @@ impl Lab {
             ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
         let pool = BlockPool::new(64..64 + setup.chunk_blocks).expect("a pool");
         let chunks = Arc::new(ChunkCache::new(config, pool, 4).expect("a cache"));
-        let root = KeyScope::new(name, model.revision()).root();
+        let scope = KeyScope::new(name, model.revision());
         let stream = backend.stream().expect("a stream");
-        Self { model, backend, stream, main, chunks, root, profiler: Profiler::disabled() }
+        Self { model, backend, stream, main, chunks, scope, profiler: Profiler::disabled() }
     }
 
-    pub(crate) fn forward(&self, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+    /// Rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
+    pub(crate) fn regime(&self, longest: usize) -> (LayerRopes, BlockKey) {
+        let ropes = self.model.ropes(longest).expect("a regime");
+        let layers = ropes.layers().iter().enumerate();
+        let root = layers.fold(self.scope.clone(), |scope, (layer, rope)| scope.rope(layer, rope)).root();
+        (ropes, root)
+    }
+
+    pub(crate) fn forward(&self, ropes: &LayerRopes, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
             arena: self.main.arena(),
             profiler: &self.profiler,
         };
-        let logits = self.model.forward(&device, batch, &mut ()).expect("a forward pass");
+        let logits = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
         logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
     }
 
@@ -129,16 +139,29 @@ impl Lab {
             segments: vec![self.main.segment(id).expect("a segment")],
             logits: Logits::All,
         };
-        let logits = self.forward(&[input]).remove(0);
+        let logits = self.forward(&self.regime(tokens.len()).0, &[input]).remove(0);
         self.main.free(id).expect("a sequence");
         logits
     }
 
-    /// Runs a chunked prompt, and keeps what it holds.
+    /// Runs a chunked prompt that generates nothing, and keeps what it holds.
     pub(crate) fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
+        self.run_and_generate(prompt, cell, reuse, 0)
+    }
+
+    /// The same for a request that might reach `more` positions after its question.
+    pub(crate) fn run_and_generate(
+        &mut self,
+        prompt: &ChunkedPrompt,
+        cell: ReuseCell,
+        reuse: bool,
+        more: usize,
+    ) -> Run {
         let chunks = reuse.then_some(&self.chunks);
         let max_positions = self.model.config().max_positions;
-        let assembler = Assembler { chunks, main: &self.main, root: self.root, cell, max_positions };
+        let plan = PositionPlan::new(prompt, cell, max_positions).expect("a plan");
+        let (ropes, root) = self.regime(plan.question_position as usize + prompt.question().len() + more);
+        let assembler = Assembler { chunks, main: &self.main, root, cell, max_positions };
         let assembly = assembler.assemble(prompt).expect("an assembly");
         let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
         let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
@@ -154,7 +177,7 @@ impl Lab {
             segments,
             logits: Logits::All,
         });
-        let logits = self.forward(&batch).pop().expect("logits");
+        let logits = self.forward(&ropes, &batch).pop().expect("logits");
         let (reports, reused) = (assembly.reports().to_vec(), assembly.reused_tokens());
         let held = assembly.commit().expect("a commit");
         self.main.free(own).expect("a sequence");
@@ -213,11 +236,12 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
 }
 
-/// The same parts with chunks in another order and another question.
+/// The same parts with chunks in another order and another question of the same length.
 pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     let mut chunks = prompt.chunks().to_vec();
     chunks.rotate_left(1);
-    ChunkedPrompt::new(prompt.system().to_vec(), chunks, vec![1, 2, 3, 4, 5]).expect("parts")
+    let question = (1..=prompt.question().len() as u32).collect();
+    ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
 }
 
 /// The golden of a cell under one mask and one set of positions.

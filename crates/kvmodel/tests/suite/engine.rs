@@ -32,7 +32,7 @@ fn assert_nothing_held(engine: &Engine) {
 
 #[rstest]
 fn chunks_in_another_order_are_hits_and_change_no_token(
-    #[values("llama", "qwen2", "qwen3")] name: &str,
+    #[values("llama", "qwen2", "qwen3", "mistral", "llama-dynamic", "deepseek-v3")] name: &str,
     #[values(0, 1, 2, 3)] cell: usize,
     #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
 ) {
@@ -140,6 +140,49 @@ fn the_last_position_ends_an_answer() {
         (7, FinishReason::Length),
         "positions 250..256 and one more"
     );
+}
+
+#[test]
+fn rule_6_regimes_are_misses_of_prefixes_and_chunks() {
+    // The original context has 16 positions, the longest request 64.
+    let mut engine = engine("llama-dynamic", &EngineConfig { block_size: 4, ..EngineConfig::default() });
+    let plain = |max_new_tokens| Request {
+        max_new_tokens,
+        keep_logits: true,
+        ..Request::new(PromptTokens::Plain((0..12).collect()))
+    };
+    assert_eq!(run(&mut engine, &plain(1)).cached_tokens, 0);
+    assert_eq!(run(&mut engine, &plain(5)).cached_tokens, 8, "positions 0..16 are one regime");
+    let longer = run(&mut engine, &plain(6));
+    assert_eq!(longer.cached_tokens, 0, "17 positions are another");
+    let again = run(&mut engine, &plain(6));
+    assert_eq!((again.cached_tokens, &again.tokens), (8, &longer.tokens));
+    assert!(crate::common::distance(&again.logits[0], &longer.logits[0]) < 1e-5);
+
+    let prompt = Golden::load("llama-dynamic").prompt;
+    let ask = |max_new_tokens| Request { max_new_tokens, ..ask(&prompt, ReuseCell::default()) };
+    let hits = |generation: &kvmodel::Generation| generation.chunks.iter().filter(|c| c.hit).count();
+    assert_eq!(hits(&run(&mut engine, &ask(2))), 0);
+    assert_eq!(hits(&run(&mut engine, &ask(2))), 3);
+    assert_eq!(hits(&run(&mut engine, &ask(3))), 0);
+    // Whatever more is asked for, the model's limit cuts it.
+    assert_eq!(hits(&run(&mut engine, &ask(100))), 0);
+    assert_eq!(hits(&run(&mut engine, &ask(200))), 3);
+}
+
+#[test]
+fn rule_6_a_position_beyond_the_limit_is_an_error_or_scaled() {
+    let prompt = |n: u32| Request {
+        max_new_tokens: 1,
+        ..Request::new(PromptTokens::Plain((0..n).map(|i| i % 48).collect()))
+    };
+    let mut dynamic = engine("llama-dynamic", &EngineConfig::default());
+    run(&mut dynamic, &prompt(64));
+    let error = dynamic.generate(&prompt(65), &mut ()).unwrap_err();
+    assert!(matches!(error, Error::Chunk(kvchunk::Error::TooLong { largest: 64, limit: 64 })), "{error}");
+    let mut longrope = engine("llama-longrope", &EngineConfig::default());
+    run(&mut longrope, &prompt(256));
+    assert!(longrope.generate(&prompt(257), &mut ()).unwrap_err().to_string().contains("256"));
 }
 
 #[test]

@@ -5,5 +5,6 @@
 mod common;
 mod engine;
 mod exactness;
+mod rope;
 mod rules;
 mod tiny_rag;

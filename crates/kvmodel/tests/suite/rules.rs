@@ -125,13 +125,66 @@ fn rule_5_rotation_keeps_length_under_yarn() {
     // transformers, whose keys carry the factor once.
     let golden = Golden::load("llama-yarn");
     let mut lab = Lab::new("llama-yarn", Setup::default());
-    assert!(lab.model.rope().attention_factor() > 1.1);
+    assert!(lab.regime(1).0.layers()[0].attention_factor() > 1.1);
     for cell in [ReuseCell::ALL[1], ReuseCell::ALL[2]] {
         drop(lab.run(&reordered(&golden.prompt), cell, true));
         let run = lab.run(&golden.prompt, cell, true);
         assert!(run.reports.iter().all(|r| r.hit && r.offset > 0));
         assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
     }
+}
+
+/// The golden prompt with `question` tokens at its end.
+fn with_question(golden: &Golden, question: usize) -> ChunkedPrompt {
+    let tokens = (0..question as u32).map(|i| i * 7 % 48).collect();
+    let prompt = &golden.prompt;
+    ChunkedPrompt::new(prompt.system().to_vec(), prompt.chunks().to_vec(), tokens).unwrap()
+}
+
+#[test]
+fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
+    for (name, cell) in [("llama-dynamic", 0), ("llama-dynamic", 2), ("llama-longrope", 2)] {
+        let cell = ReuseCell::ALL[cell];
+        let golden = Golden::load(name);
+        let mut lab = Lab::new(name, Setup::default());
+        // Short of it by a token, so that dynamic NTK is in another regime; LongRoPE ends at 20 positions,
+        // within its original context, without two of the chunks.
+        let other = match name {
+            "llama-dynamic" => with_question(&golden, golden.prompt.question().len() - 1),
+            _ => ChunkedPrompt::new(
+                golden.prompt.system().to_vec(),
+                golden.prompt.chunks()[2..].to_vec(),
+                vec![1; 6],
+            )
+            .unwrap(),
+        };
+        drop(lab.run(&other, cell, true));
+        let missed = lab.run(&golden.prompt, cell, true);
+        assert!(missed.reports.iter().all(|r| !r.hit), "{name}: {:?}", missed.reports);
+        assert_eq!(missed.reused, 0, "the system prompt of another regime is a miss too");
+        let hit = lab.run(&golden.prompt, cell, true);
+        assert!(hit.reports.iter().all(|r| r.hit));
+        for (what, run) in [("another regime cached", &missed), ("the same", &hit)] {
+            let gap = distance(&run.logits, &golden.logits(golden_name(cell)));
+            assert!(gap < 1e-4, "{name}, {what}: {gap}");
+        }
+        let again = lab.run(&other, cell, true);
+        assert!(again.reports.iter().all(|r| r.hit), "both regimes stay cached");
+    }
+}
+
+#[test]
+fn rule_6_a_request_has_the_regime_of_the_longest_position_it_may_reach() {
+    let golden = Golden::load("llama-longrope");
+    let cell = ReuseCell::ALL[0];
+    let mut lab = Lab::new("llama-longrope", Setup::default());
+    // 17 positions, 20 of them in the original context.
+    let expected = golden.logits(golden_name(cell));
+    let short = lab.run_and_generate(&golden.prompt, cell, true, 3);
+    assert!(distance(&short.logits, &expected) < 1e-4);
+    let long = lab.run_and_generate(&golden.prompt, cell, true, 4);
+    assert!(long.reports.iter().all(|r| !r.hit) && long.reused == 0);
+    assert!(distance(&long.logits, &expected) > 1e-2, "from the first token on");
 }
 
 #[test]
@@ -190,12 +243,13 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let mut lab = Lab::new("llama", Setup::default());
     let assembler = |lab: &Lab| {
         let max_positions = lab.model.config().max_positions;
-        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root: lab.root, cell, max_positions }
+        let root = lab.regime(max_positions).1;
+        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root, cell, max_positions }
             .assemble(&golden.prompt)
             .unwrap()
     };
     let (a, b) = (assembler(&lab), assembler(&lab));
-    lab.forward(&[a.inputs(), b.inputs()].concat());
+    lab.forward(&lab.regime(1).0, &[a.inputs(), b.inputs()].concat());
     let (a, b) = (a.commit().unwrap(), b.commit().unwrap());
     assert_eq!(a.segments()[0].blocks, b.segments()[0].blocks, "the first to end is the one that stays");
     let before = lab.bytes(&b.segments()[0].blocks);
@@ -232,15 +286,11 @@ fn a_pass_that_wants_no_logits_fills_the_cache() {
     let cell = ReuseCell::ALL[2];
     let mut lab = Lab::new("qwen2", Setup::default());
     let max_positions = lab.model.config().max_positions;
-    let assembler = kvchunk::Assembler {
-        chunks: Some(&lab.chunks),
-        main: &lab.main,
-        root: lab.root,
-        cell,
-        max_positions,
-    };
+    let (ropes, root) = lab.regime(max_positions);
+    let assembler =
+        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root, cell, max_positions };
     let assembly = assembler.assemble(&golden.prompt).unwrap();
-    assert!(lab.forward(assembly.inputs()).is_empty());
+    assert!(lab.forward(&ropes, assembly.inputs()).is_empty());
     drop(assembly.commit().unwrap());
     let run = lab.run(&golden.prompt, cell, true);
     assert!(run.reports.iter().all(|r| r.hit));

@@ -1,0 +1,196 @@
+//! What DeepSeek-V3 adds to a config: latent attention and routed experts.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{MAX_WIDTH, bad};
+use crate::error::{Error, Result};
+
+/// Multi-head latent attention (DeepSeek-AI, 2024): widths of its projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatentConfig {
+    /// Width that queries are compressed to, if they are.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the latent that keys and values of a token are kept as.
+    pub kv_lora_rank: usize,
+    /// Elements of a head's query and key that carry no position.
+    pub qk_nope_head_dim: usize,
+    /// Elements that are rotated; the key's are shared by all heads.
+    pub qk_rope_head_dim: usize,
+    /// Elements of a head's value.
+    pub v_head_dim: usize,
+}
+
+/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024): sigmoid scores, a correction bias that takes
+/// part in the choice alone, and a choice of groups before the choice of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ExpertsConfig {
+    /// Layers before the first with experts; their feed-forward is dense.
+    #[serde(rename = "first_k_dense_replace")]
+    pub dense_layers: usize,
+    /// Experts to choose from.
+    #[serde(rename = "n_routed_experts")]
+    pub routed: usize,
+    /// Experts that a token goes through.
+    #[serde(rename = "num_experts_per_tok")]
+    pub per_token: usize,
+    /// Experts that every token goes through besides.
+    #[serde(rename = "n_shared_experts")]
+    pub shared: usize,
+    /// Width of an expert.
+    #[serde(rename = "moe_intermediate_size")]
+    pub intermediate_size: usize,
+    /// Groups that the experts are divided into, in order.
+    #[serde(rename = "n_group")]
+    pub groups: usize,
+    /// Groups that a token's experts may come from.
+    #[serde(rename = "topk_group")]
+    pub groups_per_token: usize,
+    /// Whether a token's weights are divided by their sum.
+    #[serde(rename = "norm_topk_prob")]
+    pub normalise: bool,
+    /// Multiplies the weights.
+    #[serde(rename = "routed_scaling_factor")]
+    pub scale: f64,
+}
+
+impl LatentConfig {
+    pub(super) fn read(json: &Value) -> Result<Self> {
+        let latent = Self::deserialize(json).map_err(|e| Error::Config(e.to_string()))?;
+        for (what, width) in [
+            ("q_lora_rank", latent.q_lora_rank.unwrap_or(1)),
+            ("kv_lora_rank", latent.kv_lora_rank),
+            ("qk_nope_head_dim", latent.qk_nope_head_dim),
+            ("qk_rope_head_dim", latent.qk_rope_head_dim),
+            ("v_head_dim", latent.v_head_dim),
+        ] {
+            if width == 0 || width > MAX_WIDTH {
+                return bad(format!("{what} {width} is not in 1..={MAX_WIDTH}"));
+            }
+        }
+        let heads = |name: &str| json.get(name).and_then(Value::as_u64);
+        match (heads("num_attention_heads"), heads("num_key_value_heads")) {
+            (Some(queries), Some(keys)) if queries != keys => bad(format!(
+                "num_key_value_heads {keys} is not num_attention_heads {queries}: latent attention expands to as many"
+            )),
+            _ => Ok(latent),
+        }
+    }
+
+    /// Elements of a head's query and key before absorption: what the softmax scale goes by.
+    pub fn qk_head_dim(&self) -> usize {
+        self.qk_nope_head_dim + self.qk_rope_head_dim
+    }
+}
+
+impl ExpertsConfig {
+    pub(super) fn read(json: &Value) -> Result<Self> {
+        for (name, known) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
+            match json.get(name).and_then(Value::as_str) {
+                Some(other) if other != known => {
+                    return bad(format!("{name} {other:?} is not supported ({known} is)"));
+                }
+                _ => {}
+            }
+        }
+        match json.get("moe_layer_freq") {
+            Some(every) if every.as_u64().is_some_and(|every| every != 1) => {
+                return bad(format!("moe_layer_freq {every} is not supported (1 is)"));
+            }
+            _ => {}
+        }
+        let experts = Self::deserialize(json).map_err(|e| Error::Config(e.to_string()))?;
+        let Self { routed, per_token, groups, groups_per_token, intermediate_size, shared, .. } = experts;
+        for (what, value) in [
+            ("n_routed_experts", routed),
+            ("num_experts_per_tok", per_token),
+            ("n_group", groups),
+            ("topk_group", groups_per_token),
+            ("moe_intermediate_size", intermediate_size),
+        ] {
+            if value == 0 {
+                return bad(format!("{what} is 0"));
+            }
+        }
+        if shared.checked_mul(intermediate_size).is_none() {
+            return bad(format!("n_shared_experts {shared} of {intermediate_size} overflow"));
+        }
+        if !routed.is_multiple_of(groups) || routed / groups < 2 {
+            return bad(format!("n_routed_experts {routed} are not n_group {groups} groups of two or more"));
+        }
+        if groups_per_token > groups {
+            return bad(format!("topk_group {groups_per_token} is above n_group {groups}"));
+        }
+        let choice = routed / groups * groups_per_token;
+        if per_token > choice {
+            return bad(format!(
+                "num_experts_per_tok {per_token} is above the {choice} experts of topk_group {groups_per_token}"
+            ));
+        }
+        if !experts.scale.is_finite() {
+            return bad(format!("routed_scaling_factor {} is not finite", experts.scale));
+        }
+        Ok(experts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::ModelConfig;
+    use serde_json::{Value, json};
+
+    fn config(field: &str, value: Value) -> Result<ModelConfig, String> {
+        let mut config = json!({
+            "model_type": "deepseek_v3", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64, "q_lora_rank": null, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 4, "n_group": 4,
+            "topk_group": 2, "norm_topk_prob": true, "routed_scaling_factor": 2.5,
+        });
+        config[field] = value;
+        ModelConfig::from_json(&config.to_string()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn only_the_rotated_part_of_a_key_has_positions() {
+        let model = config("rope_interleave", Value::Null).unwrap();
+        assert_eq!((model.head_dim, model.layers[0].rope.rotary_dim), (10, 4));
+        assert_eq!(model.layers[0].rope.pairing, kvcore::Pairing::Interleaved);
+        let model = config("rope_interleave", json!(false)).unwrap();
+        assert_eq!(model.layers[0].rope.pairing, kvcore::Pairing::HalfSplit);
+    }
+
+    #[test]
+    fn mscale_all_dim_scales_the_softmax() {
+        let plain = config("q_lora_rank", json!(8)).unwrap().softmax_scale;
+        let yarn = json!({"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0});
+        let scaled = config("rope_scaling", yarn).unwrap();
+        let mscale = 0.1 * 4f32.ln() + 1.0;
+        assert!((scaled.softmax_scale / plain - mscale * mscale).abs() < 1e-6);
+        assert_eq!(scaled.layers[0].rope.attention_factor(), 1.0);
+    }
+
+    #[test]
+    fn contradictory_configs_are_refused_by_field() {
+        for (field, value, name) in [
+            ("kv_lora_rank", json!(0), "kv_lora_rank 0"),
+            ("kv_lora_rank", json!("wide"), "wide"),
+            ("qk_rope_head_dim", json!(3), "rotary_dim 3"),
+            ("v_head_dim", json!(1u64 << 40), "v_head_dim"),
+            ("num_key_value_heads", json!(1), "num_key_value_heads 1"),
+            ("n_group", json!(3), "n_group 3"),
+            ("n_group", json!(8), "n_group 8"),
+            ("topk_group", json!(5), "topk_group 5"),
+            ("num_experts_per_tok", json!(5), "num_experts_per_tok 5"),
+            ("num_experts_per_tok", json!(0), "num_experts_per_tok is 0"),
+            ("n_shared_experts", json!(usize::MAX), "n_shared_experts"),
+            ("scoring_func", json!("softmax"), "scoring_func"),
+            ("topk_method", json!("greedy"), "topk_method"),
+            ("moe_layer_freq", json!(2), "moe_layer_freq 2"),
+        ] {
+            let error = config(field, value).unwrap_err();
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}

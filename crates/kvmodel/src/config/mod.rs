@@ -1,0 +1,355 @@
+//! config.json of Hugging Face transformers, versions 4 and 5.
+
+use kvcore::{Pairing, RopeConfig};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+mod deepseek;
+mod rope;
+mod window;
+
+pub use deepseek::{ExpertsConfig, LatentConfig};
+
+/// Model families that differ in attention, feed-forward layer, and where biases and norms stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum Family {
+    /// Llama: no biases unless the config says so.
+    Llama,
+    /// Mistral: as Llama, with a sliding window.
+    Mistral,
+    /// Qwen2: biases on the q, k and v projections.
+    Qwen2,
+    /// Qwen3: a norm over each head of q and k.
+    Qwen3,
+    /// DeepSeek-V3: latent attention and routed experts. Its layers for predicting several tokens at once
+    /// are ignored.
+    DeepSeekV3,
+}
+
+/// What may differ from layer to layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LayerConfig {
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Sliding window: a token sees itself and the `n − 1` positions before it.
+    pub window: Option<usize>,
+}
+
+/// What the forward pass needs to know of a model.
+#[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ModelConfig {
+    /// The family.
+    pub family: Family,
+    /// Embeddings.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub layers: Vec<LayerConfig>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; with latent attention as many as query heads, expanded from one latent.
+    pub kv_heads: usize,
+    /// Elements of a head's query.
+    pub head_dim: usize,
+    /// Latent attention instead of grouped queries.
+    pub latent: Option<LatentConfig>,
+    /// Routed experts instead of a dense feed-forward layer.
+    pub experts: Option<ExpertsConfig>,
+    /// Multiplies `q·k` before the softmax.
+    pub softmax_scale: f32,
+    /// Added to the mean square in norms.
+    pub rms_norm_eps: f64,
+    /// Positions that a request may use: those the model was made for, or what its scaling of RoPE makes
+    /// of them.
+    pub max_positions: usize,
+    /// Whether the head is the embedding.
+    pub tied_head: bool,
+    /// Whether q, k and v projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection has a bias.
+    pub output_bias: bool,
+    /// Whether the feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Tokens that end an answer; none means that only limits do.
+    pub eos: Vec<u32>,
+}
+
+/// The fields read from the file; everything else in it is ignored.
+#[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
+#[derive(Deserialize)]
+struct Raw {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    rms_norm_eps: f64,
+    max_position_embeddings: usize,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(default)]
+    attention_bias: bool,
+    #[serde(default)]
+    mlp_bias: bool,
+    hidden_act: Option<String>,
+    #[serde(default)]
+    eos_token_id: Value,
+}
+
+/// Far above any model; a config beyond it is broken, and its tables would exhaust memory.
+const MAX_WIDTH: usize = 1 << 14;
+const MAX_LAYERS: usize = 1 << 14;
+
+impl ModelConfig {
+    /// Reads a config.json.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names the field and its value.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
+        refuse_other_positions(&json)?;
+        let family = family(&json)?;
+        let raw = Raw::deserialize(&json).map_err(|e| Error::Config(e.to_string()))?;
+        let kv_heads = raw.check()?;
+        let (latent, experts) = match family {
+            Family::DeepSeekV3 => (Some(LatentConfig::read(&json)?), Some(ExpertsConfig::read(&json)?)),
+            _ => (None, None),
+        };
+        let head_dim = match latent {
+            Some(latent) => latent.qk_head_dim(),
+            None => raw.head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads),
+        };
+        if head_dim == 0 || head_dim > MAX_WIDTH {
+            return bad(format!("head_dim {head_dim} is not in 1..={MAX_WIDTH}"));
+        }
+        if raw.num_attention_heads.checked_mul(head_dim).is_none() {
+            return bad(format!("{} heads of {head_dim} overflow", raw.num_attention_heads));
+        }
+        // Interleaved pairs are the stored layout of DeepSeek unless the config says otherwise.
+        let interleaved = json.get("rope_interleave").and_then(Value::as_bool).unwrap_or(true);
+        let (rotated, pairing) = match latent {
+            Some(latent) if interleaved => (latent.qk_rope_head_dim, Pairing::Interleaved),
+            Some(latent) => (latent.qk_rope_head_dim, Pairing::HalfSplit),
+            None => (head_dim, Pairing::HalfSplit),
+        };
+        let layers = window::windows(&json, family, raw.num_hidden_layers)?
+            .into_iter()
+            .map(|(kind, window)| {
+                Ok(LayerConfig { rope: rope::rope(&json, kind, rotated, pairing)?, window })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let limit = |layer: &LayerConfig| layer.rope.max_positions(raw.max_position_embeddings);
+        let scale = 1.0 / (head_dim as f64).sqrt();
+        let softmax_factor = latent.map_or(1.0, |_| rope::softmax_factor(&json));
+        let biased = raw.attention_bias && family != Family::Mistral;
+        Ok(Self {
+            family,
+            vocab_size: raw.vocab_size,
+            hidden_size: raw.hidden_size,
+            intermediate_size: raw.intermediate_size,
+            max_positions: layers.iter().map(limit).min().unwrap_or(raw.max_position_embeddings),
+            layers,
+            heads: raw.num_attention_heads,
+            kv_heads,
+            head_dim,
+            latent,
+            experts,
+            softmax_scale: (scale * softmax_factor) as f32,
+            rms_norm_eps: raw.rms_norm_eps,
+            tied_head: raw.tie_word_embeddings,
+            qkv_bias: biased || family == Family::Qwen2,
+            output_bias: biased && family != Family::Qwen2,
+            mlp_bias: raw.mlp_bias && !matches!(family, Family::Mistral | Family::DeepSeekV3),
+            eos: token_ids(&raw.eos_token_id)?,
+        })
+    }
+
+    /// Decoder layers.
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Adds the end tokens of a `generation_config.json`.
+    pub fn add_generation_config(&mut self, text: &str) -> Result<()> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| Error::Config(format!("generation: {e}")))?;
+        for id in token_ids(value.get("eos_token_id").unwrap_or(&Value::Null))? {
+            if !self.eos.contains(&id) {
+                self.eos.push(id);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `eos_token_id` is absent, null, a number or a list.
+fn token_ids(value: &Value) -> Result<Vec<u32>> {
+    let one = |v: &Value| {
+        v.as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .ok_or(Error::Config(format!("eos_token_id {v} is no token id")))
+    };
+    match value {
+        Value::Null => Ok(Vec::new()),
+        Value::Array(list) => list.iter().map(one).collect(),
+        value => Ok(vec![one(value)?]),
+    }
+}
+
+impl Raw {
+    /// Checks extents and what they imply; returns the key/value heads.
+    fn check(&self) -> Result<usize> {
+        if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
+            return bad(format!("hidden_act {act:?} is not supported (silu is)"));
+        }
+        let (heads, kv_heads) =
+            (self.num_attention_heads, self.num_key_value_heads.unwrap_or(self.num_attention_heads));
+        for (what, value) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", heads),
+            ("num_key_value_heads", kv_heads),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ] {
+            if value == 0 {
+                return bad(format!("{what} is 0"));
+            }
+        }
+        if self.num_hidden_layers > MAX_LAYERS {
+            return bad(format!("num_hidden_layers {} is above {MAX_LAYERS}", self.num_hidden_layers));
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return bad(format!("{heads} query heads are not a multiple of {kv_heads} key/value heads"));
+        }
+        Ok(kv_heads)
+    }
+}
+
+fn family(json: &Value) -> Result<Family> {
+    let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    Ok(match model_type {
+        "llama" => Family::Llama,
+        "mistral" => Family::Mistral,
+        "qwen2" => Family::Qwen2,
+        "qwen3" => Family::Qwen3,
+        "deepseek_v3" => Family::DeepSeekV3,
+        other => {
+            return bad(format!(
+                "model_type {other:?} is not supported (llama, mistral, qwen2, qwen3 and deepseek_v3 are)"
+            ));
+        }
+    })
+}
+
+/// Models whose positions are no rotation: their keys cannot be moved, and their attention is not ours.
+fn refuse_other_positions(json: &Value) -> Result<()> {
+    let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();
+    let model_type = text("model_type");
+    for name in ["alibi", "use_alibi"] {
+        if json.get(name).and_then(Value::as_bool) == Some(true) {
+            return bad(format!("{name} true: ALiBi is not supported (RoPE is)"));
+        }
+    }
+    match (model_type, text("position_embedding_type")) {
+        (_, "alibi") => bad("position_embedding_type \"alibi\": ALiBi is not supported (RoPE is)".to_owned()),
+        (_, kind @ ("absolute" | "learned" | "learned_absolute")) => {
+            bad(format!("position_embedding_type {kind:?}: learned positions are not supported (RoPE is)"))
+        }
+        ("bloom" | "mpt", _) => bad(format!("model_type {model_type:?}: ALiBi is not supported (RoPE is)")),
+        ("gpt2" | "gpt_bigcode" | "opt", _) => {
+            bad(format!("model_type {model_type:?}: learned positions are not supported (RoPE is)"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn bad<T>(message: String) -> Result<T> {
+    Err(Error::Config(message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BASE: &str = r#"{"model_type":"llama","vocab_size":10,"hidden_size":8,"intermediate_size":16,
+        "num_hidden_layers":1,"num_attention_heads":2,"rms_norm_eps":1e-5,"max_position_embeddings":64"#;
+
+    fn config(more: &str) -> Result<ModelConfig> {
+        ModelConfig::from_json(&format!("{BASE}{more}}}"))
+    }
+
+    #[test]
+    fn both_generations_of_rope_fields_mean_the_same() {
+        let scaling = r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":32"#;
+        let four =
+            config(&format!(r#","rope_theta":500000.0,"rope_scaling":{{"rope_type":"llama3",{scaling}}}"#));
+        let five = config(&format!(
+            r#","rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{scaling}}}"#
+        ));
+        assert_eq!(four.unwrap(), five.unwrap());
+        let layers = config("").unwrap().layers;
+        assert_eq!(layers, [LayerConfig { rope: RopeConfig::new(4, 10_000.0), window: None }]);
+    }
+
+    #[test]
+    fn end_tokens_may_be_absent_null_a_number_or_a_list() {
+        assert_eq!(config("").unwrap().eos, [] as [u32; 0]);
+        assert_eq!(config(r#","eos_token_id":null"#).unwrap().eos, [] as [u32; 0]);
+        assert_eq!(config(r#","eos_token_id":7"#).unwrap().eos, [7]);
+        let mut both = config(r#","eos_token_id":[7,9]"#).unwrap();
+        both.add_generation_config(r#"{"eos_token_id":[9,3]}"#).unwrap();
+        assert_eq!(both.eos, [7, 9, 3]);
+    }
+
+    #[test]
+    fn what_is_not_supported_is_named() {
+        for (text, name) in [
+            (r#"{"model_type":"mamba"}"#.to_owned(), "mamba"),
+            (format!(r#"{BASE},"hidden_act":"gelu"}}"#), "gelu"),
+            (r#"{"model_type":"bloom"}"#.to_owned(), "ALiBi"),
+            (format!(r#"{BASE},"alibi":true}}"#), "alibi true: ALiBi"),
+            (format!(r#"{BASE},"position_embedding_type":"alibi"}}"#), "ALiBi"),
+            (format!(r#"{BASE},"position_embedding_type":"absolute"}}"#), "absolute"),
+            (r#"{"model_type":"gpt2"}"#.to_owned(), "learned positions"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"mrope"}}}}"#), "M-RoPE"),
+            (
+                format!(r#"{BASE},"rope_parameters":{{"rope_type":"default","mrope_section":[1,1]}}}}"#),
+                "mrope_section [1,1]: M-RoPE",
+            ),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"xpos","factor":2.0}}}}"#), "xpos"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"dynamic"}}}}"#), "factor"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"dynamic","factor":0.5}}}}"#), "factor 0.5"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"longrope","short_factor":[1,1]}}}}"#), "long_factor"),
+            (
+                format!(
+                    r#"{BASE},"rope_scaling":{{"type":"longrope","short_factor":[1],"long_factor":[1,1]}}}}"#
+                ),
+                "short_factor has 1",
+            ),
+            (format!(r#"{BASE},"num_key_value_heads":0}}"#), "num_key_value_heads"),
+            (format!(r#"{BASE},"head_dim":1099511627776}}"#), "head_dim 1099511627776"),
+            (format!(r#"{BASE},"rope_scaling":{{"type":"yarn","factor":2.0,"beta_fast":0}}}}"#), "beta_fast"),
+            (
+                format!(r#"{BASE},"rope_scaling":{{"type":"yarn","factor":2.0,"attention_factor":-1}}}}"#),
+                "attention_factor",
+            ),
+            (format!(r#"{BASE},"partial_rotary_factor":2.0}}"#), "partial_rotary_factor"),
+            (format!(r#"{BASE},"num_hidden_layers":99999}}"#), "num_hidden_layers"),
+            ("{".to_owned(), "EOF"),
+            (r#"{"model_type":"llama"}"#.to_owned(), "vocab_size"),
+        ] {
+            let error = ModelConfig::from_json(&text).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}

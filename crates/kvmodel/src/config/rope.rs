@@ -1,0 +1,213 @@
+//! Rotary embeddings of a config.json: transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes
+//! `rope_parameters` with both, for all layers or by layer type.
+
+use kvcore::{Pairing, RopeConfig, RopeScaling};
+use serde_json::Value;
+
+use super::bad;
+use super::window::LAYER_TYPES;
+use crate::error::{Error, Result};
+
+/// The rotary embedding of a layer of `layer_type`, whose rows have `width` elements.
+pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
+    let none = Value::Null;
+    let given = |name: &str| json.get(name).filter(|value| !value.is_null());
+    let all = given("rope_parameters").or_else(|| given("rope_scaling")).unwrap_or(&none);
+    let by_type = LAYER_TYPES.iter().any(|name| all.get(name).is_some());
+    let of_layer = if by_type {
+        all.get(layer_type).ok_or_else(|| Error::Config(format!("rope_parameters lacks {layer_type}")))?
+    } else {
+        all
+    };
+    let parameters = Parameters { json, of_layer };
+    let part =
+        parameters.number("partial_rotary_factor").or_else(|| json.get("partial_rotary_factor")?.as_f64());
+    let part = part.unwrap_or(1.0);
+    if !(part > 0.0 && part <= 1.0) {
+        return bad(format!("partial_rotary_factor {part} is not in 0..=1"));
+    }
+    let theta = parameters.number("rope_theta").or_else(|| json.get("rope_theta")?.as_f64());
+    let config = RopeConfig {
+        rotary_dim: (width as f64 * part) as usize,
+        theta: theta.unwrap_or(10_000.0),
+        pairing,
+        scaling: parameters.scaling()?,
+    };
+    config.check().map_err(|e| Error::Config(format!("rope parameters: {e}")))?;
+    Ok(config)
+}
+
+/// What `YaRN` of DeepSeek multiplies the softmax scale by: the square of its `mscale_all_dim`. The
+/// attention factor on cos and sin reaches the rotated part of a key only; this reaches all of it.
+pub(super) fn softmax_factor(json: &Value) -> f64 {
+    let parameters = json.get("rope_parameters").or_else(|| json.get("rope_scaling")).unwrap_or(&Value::Null);
+    let parameters = Parameters { json, of_layer: parameters };
+    match (parameters.kind(), parameters.number("mscale_all_dim"), parameters.factor()) {
+        ("default", ..) | (_, None, _) | (.., None) => 1.0,
+        (_, Some(mscale), Some(factor)) => yarn_scale(factor, mscale).powi(2),
+    }
+}
+
+/// The fields that concern one layer.
+struct Parameters<'a> {
+    json: &'a Value,
+    of_layer: &'a Value,
+}
+
+impl Parameters<'_> {
+    fn number(&self, name: &str) -> Option<f64> {
+        self.of_layer.get(name).and_then(Value::as_f64)
+    }
+
+    fn need(&self, name: &str) -> Result<f64> {
+        self.number(name).ok_or_else(|| Error::Config(format!("rope scaling lacks {name}")))
+    }
+
+    fn numbers(&self, name: &str) -> Result<Vec<f64>> {
+        let list = self.of_layer.get(name).and_then(Value::as_array);
+        list.and_then(|list| list.iter().map(Value::as_f64).collect())
+            .ok_or_else(|| Error::Config(format!("rope scaling lacks {name}, a list of numbers")))
+    }
+
+    fn kind(&self) -> &str {
+        let kind = self.of_layer.get("rope_type").or_else(|| self.of_layer.get("type"));
+        kind.and_then(Value::as_str).unwrap_or("default")
+    }
+
+    /// Positions that the config names as the model's.
+    fn max_positions(&self) -> Result<usize> {
+        let positions = self.json.get("max_position_embeddings").and_then(Value::as_u64);
+        Ok(positions.ok_or_else(|| Error::Config("max_position_embeddings is missing".to_owned()))? as usize)
+    }
+
+    /// Context length before extension; a value beside the parameters goes first.
+    fn original(&self) -> Result<usize> {
+        let name = "original_max_position_embeddings";
+        let value = self.json.get(name).and_then(Value::as_f64).or_else(|| self.number(name));
+        value.map_or_else(|| self.max_positions(), |n| Ok(n as usize))
+    }
+
+    /// Ratio of extended to original context, given or derived.
+    fn factor(&self) -> Option<f64> {
+        let derived = || Some(self.max_positions().ok()? as f64 / self.original().ok()? as f64);
+        self.number("factor").or_else(derived)
+    }
+
+    fn scaling(&self) -> Result<RopeScaling> {
+        if let Some(section) = self.of_layer.get("mrope_section").filter(|section| !section.is_null()) {
+            return bad(format!("mrope_section {section}: M-RoPE of images is not supported"));
+        }
+        Ok(match self.kind() {
+            "default" => RopeScaling::None,
+            "linear" => RopeScaling::Linear { factor: self.need("factor")? },
+            "ntk" => RopeScaling::StaticNtk { factor: self.need("factor")? },
+            "dynamic" => RopeScaling::DynamicNtk {
+                factor: self.need("factor")?,
+                original_max_position: self.max_positions()?,
+            },
+            "llama3" => RopeScaling::Llama3 {
+                factor: self.need("factor")?,
+                low_freq_factor: self.need("low_freq_factor")?,
+                high_freq_factor: self.need("high_freq_factor")?,
+                original_max_position: self.original()?,
+            },
+            "yarn" => {
+                let factor = self.factor().unwrap_or(1.0);
+                RopeScaling::Yarn {
+                    factor,
+                    attention_factor: self
+                        .number("attention_factor")
+                        .unwrap_or_else(|| self.yarn_attention_factor(factor)),
+                    beta_fast: self.number("beta_fast").unwrap_or(32.0),
+                    beta_slow: self.number("beta_slow").unwrap_or(1.0),
+                    original_max_position: self.original()?,
+                    truncate: self.of_layer.get("truncate").and_then(Value::as_bool).unwrap_or(true),
+                }
+            }
+            "longrope" => {
+                let (factor, original) = (self.factor().unwrap_or(1.0), self.original()?);
+                let default = || match factor {
+                    f if f <= 1.0 => 1.0,
+                    f => (1.0 + f.ln() / (original as f64).ln()).sqrt(),
+                };
+                RopeScaling::LongRope {
+                    short_factor: self.numbers("short_factor")?,
+                    long_factor: self.numbers("long_factor")?,
+                    attention_factor: self.number("attention_factor").unwrap_or_else(default),
+                    original_max_position: original,
+                }
+            }
+            "mrope" => return bad("rope type \"mrope\": M-RoPE of images is not supported".to_owned()),
+            other => {
+                return bad(format!(
+                    "rope type {other:?} is not supported (default, linear, ntk, dynamic, llama3, yarn and longrope are)"
+                ));
+            }
+        })
+    }
+
+    /// The attention factor of `YaRN` where the config does not give one (Peng et al., 2023, and the
+    /// `mscale` of DeepSeek).
+    fn yarn_attention_factor(&self, factor: f64) -> f64 {
+        match (self.number("mscale"), self.number("mscale_all_dim")) {
+            (Some(a), Some(b)) if a != 0.0 && b != 0.0 => yarn_scale(factor, a) / yarn_scale(factor, b),
+            _ => yarn_scale(factor, 1.0),
+        }
+    }
+}
+
+/// `0.1 mscale ln(factor) + 1`, for factors above 1.
+fn yarn_scale(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ModelConfig;
+    use kvcore::Regime;
+
+    fn config(more: &str) -> Result<ModelConfig> {
+        ModelConfig::from_json(&format!(
+            r#"{{"model_type":"qwen2","vocab_size":10,"hidden_size":16,"intermediate_size":16,"num_hidden_layers":2,
+            "num_attention_heads":2,"rms_norm_eps":1e-5,"max_position_embeddings":64{more}}}"#
+        ))
+    }
+
+    #[test]
+    fn layer_types_may_have_their_own_theta_and_scaling() {
+        let types = r#","use_sliding_window":true,"sliding_window":8,"layer_types":["sliding_attention","full_attention"]"#;
+        let ropes = |parameters: &str| config(&format!(r#"{types},"rope_parameters":{{{parameters}}}"#));
+        let local = r#""sliding_attention":{"rope_type":"default","rope_theta":500.0}"#;
+        let global = r#""full_attention":{"rope_type":"linear","factor":4.0,"rope_theta":1000000.0}"#;
+        let layers = ropes(&format!("{local},{global}")).unwrap().layers;
+        assert_eq!(layers[0].rope, RopeConfig::new(8, 500.0));
+        let scaling = RopeScaling::Linear { factor: 4.0 };
+        assert_eq!(layers[1].rope, RopeConfig { scaling, ..RopeConfig::new(8, 1e6) });
+        assert!(ropes(local).unwrap_err().to_string().contains("lacks full_attention"));
+    }
+
+    #[test]
+    fn dynamic_ntk_extends_the_model_and_others_do_not() {
+        let of =
+            |kind: &str| config(&format!(r#","rope_scaling":{{"type":"{kind}","factor":4.0}}"#)).unwrap();
+        assert_eq!(of("dynamic").max_positions, 256);
+        assert_eq!(["ntk", "linear", "yarn"].map(|kind| of(kind).max_positions), [64; 3]);
+        let rope = &of("dynamic").layers[0].rope;
+        assert_eq!((rope.regime(64), rope.regime(65)), (Regime::Original, Regime::Length(65)));
+    }
+
+    #[test]
+    fn factors_of_longrope_are_given_or_follow_from_the_contexts() {
+        let attention = |more: &str| {
+            let lists = r#""short_factor":[1,1,1,1],"long_factor":[1,2,3,4]"#;
+            config(&format!(r#","rope_scaling":{{"type":"longrope",{lists}{more}}}"#)).unwrap().layers[0]
+                .rope
+                .attention_factor()
+        };
+        // sqrt(1 + ln(64 / 16) / ln(16))
+        assert_eq!(attention(r#","original_max_position_embeddings":16"#), 1.5f32.sqrt());
+        assert_eq!(attention(""), 1.0);
+        assert_eq!(attention(r#","attention_factor":1.25"#), 1.25);
+    }
+}

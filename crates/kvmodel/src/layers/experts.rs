@@ -1,0 +1,145 @@
+//! Routed and shared experts of DeepSeek-V3.
+
+use candle_core::{Device, Tensor};
+
+use super::feed_forward::Gated;
+use super::{Linear, WeightFormat};
+use crate::config::ExpertsConfig;
+use crate::error::Result;
+use crate::weights::Weights;
+
+#[derive(Debug)]
+pub(super) struct Experts {
+    router: Router,
+    /// Scores experts; f32 in every weight format, because a choice does not degrade gently.
+    gate: Linear,
+    routed: Vec<Gated>,
+    shared: Option<Gated>,
+}
+
+impl Experts {
+    pub(super) fn load(
+        w: &mut Weights,
+        config: ExpertsConfig,
+        hidden: usize,
+        at: &str,
+        format: WeightFormat,
+    ) -> Result<Self> {
+        let inner = config.intermediate_size;
+        let gate = Linear::load(w, &format!("{at}.gate"), config.routed, hidden, false, WeightFormat::F32)?;
+        let bias = w.take(&format!("{at}.gate.e_score_correction_bias"), &[config.routed])?.to_vec1()?;
+        let routed = (0..config.routed)
+            .map(|i| Gated::load(w, &format!("{at}.experts.{i}"), hidden, inner, false, format))
+            .collect::<Result<_>>()?;
+        let shared = match config.shared {
+            0 => None,
+            n => Some(Gated::load(w, &format!("{at}.shared_experts"), hidden, n * inner, false, format)?),
+        };
+        Ok(Self { router: Router { config, bias }, gate, routed, shared })
+    }
+
+    /// Every expert runs once, over the rows that chose it.
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let logits: Vec<Vec<f32>> = self.gate.forward(x)?.to_vec2()?;
+        let mut rows = vec![Vec::new(); self.routed.len()];
+        let mut weights = vec![Vec::new(); self.routed.len()];
+        for (row, logits) in logits.iter().enumerate() {
+            for (expert, weight) in self.router.route(logits) {
+                rows[expert].push(row as u32);
+                weights[expert].push(weight);
+            }
+        }
+        let mut sum = match &self.shared {
+            Some(shared) => shared.forward(x)?,
+            None => x.zeros_like()?,
+        };
+        for ((expert, rows), weights) in self.routed.iter().zip(rows).zip(weights) {
+            let count = rows.len();
+            if count > 0 {
+                let rows = Tensor::from_vec(rows, count, &Device::Cpu)?;
+                let weights = Tensor::from_vec(weights, (count, 1), &Device::Cpu)?;
+                let y = expert.forward(&x.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
+                sum = sum.index_add(&rows, &y, 0)?;
+            }
+        }
+        Ok(sum)
+    }
+}
+
+/// Chooses experts and weighs them.
+#[derive(Debug)]
+struct Router {
+    config: ExpertsConfig,
+    /// Takes part in the choice, not in the weights.
+    bias: Vec<f32>,
+}
+
+impl Router {
+    /// Experts of a row and their weights, from one logit an expert.
+    fn route(&self, logits: &[f32]) -> Vec<(usize, f32)> {
+        let c = &self.config;
+        let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
+        let biased: Vec<f32> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
+        let size = c.routed / c.groups;
+        // A group counts by the sum of its two best.
+        let of_group = |group: usize| -> f32 {
+            let members = &biased[group * size..(group + 1) * size];
+            best(0..size, members, 2).into_iter().map(|i| members[i]).sum()
+        };
+        let groups: Vec<f32> = (0..c.groups).map(of_group).collect();
+        let chosen = best(0..c.groups, &groups, c.groups_per_token);
+        let experts = chosen.into_iter().flat_map(|group| group * size..(group + 1) * size);
+        let experts = best(experts, &biased, c.per_token);
+        let sum: f32 = experts.iter().map(|&i| scores[i]).sum();
+        let whole = if c.normalise { sum + 1e-20 } else { 1.0 };
+        experts.into_iter().map(|i| (i, scores[i] / whole * c.scale as f32)).collect()
+    }
+}
+
+/// The `n` of `candidates` with the largest values, the first of equal ones.
+fn best(candidates: impl Iterator<Item = usize>, values: &[f32], n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = candidates.collect();
+    order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
+    order.truncate(n);
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: ExpertsConfig = ExpertsConfig {
+        dense_layers: 0,
+        routed: 6,
+        per_token: 2,
+        shared: 0,
+        intermediate_size: 1,
+        groups: 3,
+        groups_per_token: 1,
+        normalise: true,
+        scale: 2.5,
+    };
+
+    fn route(config: ExpertsConfig, bias: [f32; 6], logits: [f32; 6]) -> Vec<(usize, f32)> {
+        Router { config, bias: bias.to_vec() }.route(&logits)
+    }
+
+    #[test]
+    fn the_group_is_chosen_by_its_two_best_and_limits_the_experts() {
+        // The best single expert is 0, the best pair 2 and 3.
+        let logits = [3.0, -3.0, 1.0, 2.0, 0.0, 0.0];
+        let chosen = route(CONFIG, [0.0; 6], logits);
+        assert_eq!(chosen.iter().map(|c| c.0).collect::<Vec<_>>(), [3, 2]);
+        assert!((chosen.iter().map(|c| c.1).sum::<f32>() - 2.5).abs() < 1e-6);
+        let anywhere = route(ExpertsConfig { groups_per_token: 3, ..CONFIG }, [0.0; 6], logits);
+        assert_eq!(anywhere.iter().map(|c| c.0).collect::<Vec<_>>(), [0, 3]);
+    }
+
+    #[test]
+    fn the_correction_bias_chooses_and_does_not_weigh() {
+        let config = ExpertsConfig { normalise: false, ..CONFIG };
+        let chosen = route(config, [0.0, 0.0, 0.0, 0.0, 5.0, 5.0], [4.0, 4.0, 0.0, 0.0, 0.0, -1.0]);
+        assert_eq!(chosen.iter().map(|c| c.0).collect::<Vec<_>>(), [4, 5]);
+        assert!((chosen[0].1 - 0.5 * 2.5).abs() < 1e-6);
+    }
+}

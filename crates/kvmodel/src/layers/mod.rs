@@ -1,0 +1,88 @@
+//! The dense parts of a decoder layer.
+
+use candle_core::Tensor;
+
+use crate::config::ModelConfig;
+use crate::error::Result;
+use crate::weights::Weights;
+
+mod experts;
+mod feed_forward;
+mod grouped;
+mod latent;
+mod linear;
+mod norm;
+
+use feed_forward::FeedForward;
+use grouped::GroupedQuery;
+use latent::LatentAttention;
+pub(crate) use linear::Linear;
+pub use linear::WeightFormat;
+pub(crate) use norm::RmsNorm;
+
+/// A decoder layer without its attention, which reads the cache.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    input_norm: RmsNorm,
+    attention: Projections,
+    mlp_norm: RmsNorm,
+    feed_forward: FeedForward,
+}
+
+/// What stands around attention.
+#[derive(Debug)]
+enum Projections {
+    Grouped(GroupedQuery),
+    Latent(LatentAttention),
+}
+
+/// What attention of a layer's rows takes, `[rows, heads, dim]` each, not rotated.
+pub(crate) struct Projected {
+    /// Queries; of latent attention the part that is rotated.
+    pub(crate) q: Tensor,
+    /// Queries of latent attention in the latent's space.
+    pub(crate) q_latent: Option<Tensor>,
+    /// Keys; of latent attention the part that is rotated.
+    pub(crate) k: Tensor,
+    /// Values; of latent attention the latents.
+    pub(crate) v: Tensor,
+}
+
+impl Layer {
+    pub(crate) fn load(w: &mut Weights, c: &ModelConfig, index: usize, format: WeightFormat) -> Result<Self> {
+        let at = |part: &str| format!("model.layers.{index}.{part}");
+        let attention = match c.latent {
+            Some(widths) => {
+                Projections::Latent(LatentAttention::load(w, c, widths, &at("self_attn"), format)?)
+            }
+            None => Projections::Grouped(GroupedQuery::load(w, c, &at("self_attn"), format)?),
+        };
+        Ok(Self {
+            attention,
+            feed_forward: FeedForward::load(w, c, index, &at("mlp"), format)?,
+            input_norm: RmsNorm::load(w, &at("input_layernorm"), c.hidden_size, c.rms_norm_eps)?,
+            mlp_norm: RmsNorm::load(w, &at("post_attention_layernorm"), c.hidden_size, c.rms_norm_eps)?,
+        })
+    }
+
+    /// Keys and values of all rows, queries of the rows in `wanted` (all, if `None`).
+    pub(crate) fn project(&self, x: &Tensor, wanted: Option<&Tensor>) -> Result<Projected> {
+        let x = self.input_norm.forward(x)?;
+        let asking = wanted.map_or_else(|| Ok(x.clone()), |rows| x.index_select(rows, 0))?;
+        match &self.attention {
+            Projections::Grouped(attention) => attention.project(&x, &asking),
+            Projections::Latent(attention) => attention.project(&x, &asking),
+        }
+    }
+
+    /// The residual stream after attention `[rows, heads, dim]` and the feed-forward layer.
+    pub(crate) fn finish(&self, x: &Tensor, attention: &Tensor) -> Result<Tensor> {
+        let attention = match &self.attention {
+            Projections::Grouped(projections) => projections.output(attention)?,
+            Projections::Latent(projections) => projections.output(attention)?,
+        };
+        let x = (x + attention)?;
+        let y = self.feed_forward.forward(&self.mlp_norm.forward(&x)?)?;
+        Ok((x + y)?)
+    }
+}

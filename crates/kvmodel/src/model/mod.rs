@@ -1,0 +1,192 @@
+//! The forward pass: dense layers on the host, KV and attention on the backend.
+
+use candle_core::{Device, Tensor};
+use kvcore::{
+    Backend, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, SequenceInput,
+    Stream,
+};
+
+use crate::config::ModelConfig;
+use crate::error::{Error, Result};
+use crate::layers::{Layer, Linear, RmsNorm, WeightFormat};
+use crate::weights::Weights;
+
+mod rows;
+mod staging;
+
+use rows::Rows;
+use staging::{LayerAttention, Staging};
+
+/// A decoder-only transformer.
+#[derive(Debug)]
+pub struct Model {
+    config: ModelConfig,
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    head: Linear,
+    ropes: RopeFamily,
+    revision: [u8; 32],
+}
+
+/// Told how a request advances. Both methods do nothing unless implemented; `()` is the observer
+/// that does not care.
+pub trait Observer {
+    /// `done` of `total` layers of the prefill are computed.
+    fn layer(&mut self, done: usize, total: usize) {
+        let _ = (done, total);
+    }
+
+    /// The answer has one token more.
+    fn token(&mut self, token: u32) {
+        let _ = token;
+    }
+}
+
+impl Observer for () {}
+
+/// Where a forward pass runs.
+#[derive(Debug)]
+pub struct ComputeDevice<'a> {
+    /// Allocates what goes up and comes down.
+    pub backend: &'a dyn Backend,
+    /// Orders the work.
+    pub stream: &'a dyn Stream,
+    /// Holds keys and values.
+    pub arena: &'a KvArena,
+    /// Records where time goes.
+    pub profiler: &'a Profiler,
+}
+
+impl Model {
+    /// Builds the model from its config and weights.
+    ///
+    /// # Errors
+    /// [`Error::Weights`] for a tensor that is missing or of another shape.
+    pub fn new(config: ModelConfig, mut weights: Weights, format: WeightFormat) -> Result<Self> {
+        let w = &mut weights;
+        let embedding = w.take("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
+        let layers =
+            (0..config.num_layers()).map(|i| Layer::load(w, &config, i, format)).collect::<Result<_>>()?;
+        let norm = RmsNorm::load(w, "model.norm", config.hidden_size, config.rms_norm_eps)?;
+        let head = if config.tied_head {
+            embedding.clone()
+        } else {
+            w.take("lm_head.weight", &[config.vocab_size, config.hidden_size])?
+        };
+        let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
+        let ropes = RopeFamily::new(&specifications, config.max_positions)?;
+        let revision = revision(&config, w.digest(), format)?;
+        Ok(Self { embedding, layers, norm, head: Linear::new(&head, None, format)?, ropes, revision, config })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The rotary embeddings of every layer for a request whose positions are all below `longest`, the
+    /// tokens that it may still generate included. They are part of the request's keys, see
+    /// [`kvcore::Regime`].
+    ///
+    /// # Errors
+    /// [`kvcore::Error::OutOfRange`] for more positions than the model has.
+    pub fn ropes(&self, longest: usize) -> Result<LayerRopes> {
+        Ok(self.ropes.at(longest)?)
+    }
+
+    /// Hash of weights, configuration and weight format: everything that keys and values of the same
+    /// tokens depend on.
+    pub fn revision(&self) -> &[u8; 32] {
+        &self.revision
+    }
+
+    /// What a cache must know of this model.
+    ///
+    /// Latent attention keeps one row of each plane a token: K the rotated part, V the latent.
+    pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
+        let c = &self.config;
+        let (heads, k_dim, v_dim) = match c.latent {
+            Some(latent) => (1, latent.qk_rope_head_dim, latent.kv_lora_rank),
+            None => (c.kv_heads, c.head_dim, c.head_dim),
+        };
+        KvExtents {
+            num_layers: c.num_layers(),
+            k_heads: heads,
+            v_heads: heads,
+            k_dim,
+            v_dim,
+            max_positions: c.max_positions,
+            format: format.into(),
+        }
+    }
+
+    /// One pass over a batch of sequences: their keys and values land in the arena.
+    ///
+    /// All sequences are of one regime: `ropes` is what [`ropes`](Self::ropes) gave for their requests.
+    /// Returns the logits that were asked for, `[rows, vocab_size]` per sequence in order; sequences
+    /// that asked for none have no entry.
+    ///
+    /// # Errors
+    /// [`Error::TokenOutOfVocabulary`] before anything is computed; errors of the backend.
+    pub fn forward(
+        &self,
+        device: &ComputeDevice,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Tensor>> {
+        let (layers, embeddings) = (self.layers.len(), ropes.layers().len());
+        if embeddings != layers {
+            let what = "rotary embeddings, one a layer";
+            return Err(kvcore::Error::Mismatch { what, expected: layers, got: embeddings }.into());
+        }
+        let rows = Rows::new(batch, self.config.vocab_size)?;
+        if rows.tokens.is_empty() {
+            return Ok(Vec::new());
+        }
+        let count = rows.tokens.len();
+        let tokens = Tensor::from_slice(&rows.tokens, count, &Device::Cpu)?;
+        let mut x = self.embedding.index_select(&tokens, 0)?;
+        let extents = self.kv_extents(device.arena.layout().shape().format);
+        let latent = self.config.latent.is_some();
+        let mut staging = Staging::new(device.backend, &extents, self.config.heads, latent, count)?;
+        for (index, (layer, rope)) in self.layers.iter().zip(ropes.layers()).enumerate() {
+            // In the last layer only rows whose logits are wanted go on; the others leave their KV.
+            let narrowed = (index == layers - 1).then(|| rows.wanted()).transpose()?;
+            let wanted = narrowed.as_ref().map(|n| &n.index);
+            let projected = device.profiler.span("projections", || layer.project(&x, wanted))?;
+            let (window, scale) = (self.config.layers[index].window, self.config.softmax_scale);
+            let at_layer = LayerAttention { index, rope, window, scale };
+            staging.store(device, &at_layer, &rows, &projected)?;
+            let (at, groups) = match &narrowed {
+                Some(n) => (&n.rows, &n.batch),
+                None => (&rows.queries, &rows.batch),
+            };
+            if at.is_empty() {
+                device.stream.synchronize()?;
+                observer.layer(index + 1, layers);
+                return Ok(Vec::new());
+            }
+            if let Some(n) = &narrowed {
+                x = x.index_select(&n.index, 0)?;
+            }
+            let attention = staging.attend(device, &at_layer, &projected, at, groups)?;
+            x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
+            observer.layer(index + 1, layers);
+        }
+        device.profiler.span("head", || {
+            let logits = self.head.forward(&self.norm.forward(&x)?)?;
+            rows.split(&logits)
+        })
+    }
+}
+
+/// What distinguishes this model's keys and values from those of any other.
+fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat) -> Result<[u8; 32]> {
+    let text = serde_json::to_vec(&(config, format)).map_err(|e| Error::Config(e.to_string()))?;
+    let mut hasher = blake3::Hasher::new_derive_key("kvmodel revision v1");
+    hasher.update(weights);
+    hasher.update(&text);
+    Ok(*hasher.finalize().as_bytes())
+}

@@ -1,0 +1,131 @@
+//! Device buffers of one pass: what goes up to the arena and comes down from attention.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use kvcore::kernels::{ApplyRope, Attend, AttendMla, AttendRows, MergeGroup, QueryRow, Scatter};
+use kvcore::{Backend, DType, KvExtents, MemoryKind, Rope, Stream, TensorView, allocate_tensor};
+
+use super::ComputeDevice;
+use super::rows::Rows;
+use crate::error::Result;
+use crate::layers::Projected;
+
+/// Buffers that every layer reuses.
+pub(super) struct Staging {
+    q: TensorView,
+    /// Of latent attention alone.
+    q_latent: Option<TensorView>,
+    k: TensorView,
+    v: TensorView,
+    out: TensorView,
+    host: Vec<f32>,
+}
+
+/// A layer as its attention sees it.
+pub(super) struct LayerAttention<'a> {
+    pub(super) index: usize,
+    pub(super) rope: &'a Arc<Rope>,
+    pub(super) window: Option<usize>,
+    pub(super) scale: f32,
+}
+
+impl Staging {
+    /// Buffers for `rows` rows with `heads` query heads, over a cache of these extents.
+    pub(super) fn new(
+        backend: &dyn Backend,
+        extents: &KvExtents,
+        heads: usize,
+        latent: bool,
+        rows: usize,
+    ) -> Result<Self> {
+        let tensor =
+            |heads, dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[rows, heads, dim]);
+        Ok(Self {
+            q: tensor(heads, extents.k_dim)?,
+            q_latent: latent.then(|| tensor(heads, extents.v_dim)).transpose()?,
+            k: tensor(extents.k_heads, extents.k_dim)?,
+            v: tensor(extents.v_heads, extents.v_dim)?,
+            out: tensor(heads, extents.v_dim)?,
+            host: Vec::new(),
+        })
+    }
+
+    /// Keys and values go up, keys are rotated where they stand, both are scattered to their slots.
+    pub(super) fn store(
+        &self,
+        device: &ComputeDevice,
+        layer: &LayerAttention,
+        rows: &Rows,
+        projected: &Projected,
+    ) -> Result<()> {
+        device.profiler.span("copy to device", || {
+            upload(device.stream, &self.k, &projected.k)?;
+            upload(device.stream, &self.v, &projected.v)
+        })?;
+        device.profiler.span("rope and scatter", || {
+            device.stream.rope(&ApplyRope {
+                rows: self.k.clone(),
+                positions: Arc::clone(&rows.positions),
+                rope: Arc::clone(layer.rope),
+            })?;
+            Ok(device.stream.scatter(&Scatter {
+                arena: device.arena.clone(),
+                layer: layer.index,
+                k: self.k.clone(),
+                v: self.v.clone(),
+                slots: Arc::clone(rows.slots.slots()),
+            })?)
+        })
+    }
+
+    /// Attention of `rows`, `[rows, heads, v_dim]`.
+    pub(super) fn attend(
+        &mut self,
+        device: &ComputeDevice,
+        layer: &LayerAttention,
+        projected: &Projected,
+        rows: &Arc<[QueryRow]>,
+        batch: &Arc<[AttendRows]>,
+    ) -> Result<Tensor> {
+        let count = rows.len();
+        let (q, out) = (self.q.slice(0, 0, count)?, self.out.slice(0, 0, count)?);
+        let q_latent = self.q_latent.as_ref().map(|view| view.slice(0, 0, count)).transpose()?;
+        device.profiler.span("copy to device", || {
+            upload(device.stream, &q, &projected.q)?;
+            match (&q_latent, &projected.q_latent) {
+                (Some(view), Some(tensor)) => upload(device.stream, view, tensor),
+                _ => Ok(()),
+            }
+        })?;
+        let attend = Attend {
+            arena: device.arena.clone(),
+            layer: layer.index,
+            q,
+            rope: Some(Arc::clone(layer.rope)),
+            rows: Arc::clone(rows),
+            batch: Arc::clone(batch),
+            groups: [MergeGroup::default()].into(),
+            scale: layer.scale,
+            window: layer.window,
+            softcap: None,
+            out: out.clone(),
+            lse: None,
+        };
+        device.profiler.span("attend", || match q_latent {
+            Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),
+            None => device.stream.attend(&attend),
+        })?;
+        self.host.resize(out.len(), 0.0);
+        device
+            .profiler
+            .span("copy to host", || device.stream.read(&out, bytemuck::cast_slice_mut(&mut self.host)))?;
+        Ok(Tensor::from_slice(&self.host, out.shape(), &Device::Cpu)?)
+    }
+}
+
+/// Copies a host tensor into a device buffer of the same extents.
+fn upload(stream: &dyn Stream, to: &TensorView, from: &Tensor) -> Result<()> {
+    let values = from.flatten_all()?.to_vec1::<f32>()?;
+    Ok(stream.write(to, bytemuck::cast_slice(&values))?)
+}
