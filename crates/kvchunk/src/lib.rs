@@ -37,7 +37,7 @@ mod prompt;
 mod recompute;
 mod scaling;
 
-pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation};
+pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, Scratch};
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkInfo, ChunkKvCache, ChunkReservation, ChunkWaiter,
     ColdRule, NotWoken, SleepStore, Sleeping, Tenant, TenantId,

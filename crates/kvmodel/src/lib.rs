@@ -37,7 +37,7 @@ pub use engine::{CacheReport, Engine, EngineConfig, FinishReason, Generation, Re
 pub use error::{Error, Result};
 pub use layers::WeightFormat;
 pub use load::ModelDirectory;
-pub use model::{ComputeDevice, Model, Observer};
+pub use model::{Checkpoint, ComputeDevice, Forward, FreshKv, Model, Narrowed, Observer};
 pub use sample::{Sampler, Sampling};
 pub use text::{PromptTokens, TextCodec};
 pub use weights::Weights;

@@ -6,7 +6,6 @@ use kvcore::{BlockId, BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceI
 
 use super::{Assembly, ChunkReport, Source};
 use crate::cache::ChunkKvCache;
-use crate::config::ComputeMode;
 use crate::error::{Error, Result};
 use crate::position::MergedKvCache;
 use crate::prompt::ChunkedPrompt;
@@ -55,8 +54,8 @@ pub struct Recomputation {
 
 impl AssembledPrompt {
     pub(super) fn new(assembly: Assembly) -> Result<Self> {
-        let reports = assembly.reports();
-        let Assembly { block_size, mode, system, chunks, private, mut segments, .. } = assembly;
+        let (reports, spans) = (assembly.reports(), assembly.chunks());
+        let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
         // Another request may have computed the same system prompt meanwhile: then its blocks stay.
         let system = system.finish()?;
         segments[0] = system.segment();
@@ -64,12 +63,6 @@ impl AssembledPrompt {
             .iter()
             .enumerate()
             .flat_map(|(i, chunk)| chunk.with_starts().map(move |(start, _)| (i, start)));
-        let spans = chunks.iter().enumerate().map(|(i, chunk)| ChunkSpan {
-            tokens: chunk.place.len,
-            logical_start: chunk.place.logical_start,
-            position: chunk.place.used_start,
-            is_full: i == 0 && mode == ComputeMode::WithSystem && chunk.exact && chunk.place.offset() == 0,
-        });
         let handles = chunks.iter().flat_map(|chunk| &chunk.pieces).filter_map(|piece| match &piece.source {
             Source::Cached(handle) => Some(handle.clone()),
             Source::Reserved(_) | Source::Private => None,
@@ -77,7 +70,7 @@ impl AssembledPrompt {
         Ok(Self {
             block_size,
             places: places.collect(),
-            spans: spans.collect(),
+            spans,
             handles: handles.collect(),
             reports,
             segments,
@@ -99,6 +92,15 @@ impl AssembledPrompt {
     /// Cached pieces held, in the prompt's order.
     pub fn handles(&self) -> &[ChunkKvCache] {
         &self.handles
+    }
+
+    /// Of each segment after the first: its chunk, and the chunk's tokens before it.
+    pub(super) fn places(&self) -> &[(usize, usize)] {
+        &self.places
+    }
+
+    pub(super) fn block_size(&self) -> usize {
+        self.block_size
     }
 
     /// What happened to each chunk.
@@ -125,7 +127,21 @@ impl AssembledPrompt {
         selection: &TokenSelection,
         pool: &BlockPool,
     ) -> Result<Recomputation> {
+        let (segments, anew, own) = self.rewritten(prompt, selection, pool)?;
+        self.segments = segments;
+        self.private.push(own);
+        Ok(anew)
+    }
+
+    /// The segments over blocks of the request's own where tokens are selected, and those blocks.
+    pub(super) fn rewritten(
+        &self,
+        prompt: &ChunkedPrompt,
+        selection: &TokenSelection,
+        pool: &BlockPool,
+    ) -> Result<(Vec<Segment>, Recomputation, MutableBlocks)> {
         selection.check(prompt)?;
+        let mut rewritten = self.segments.clone();
         let block_size = self.block_size;
         // Per segment after the system prompt: the selected tokens, counted from its start.
         let selected: Vec<Vec<u32>> = self
@@ -145,7 +161,7 @@ impl AssembledPrompt {
             .collect();
         let own = pool.allocate(touched.iter().map(Vec::len).sum())?;
         let (mut copies, mut inputs, mut fresh) = (Vec::new(), Vec::new(), own.ids().iter());
-        let segments = self.segments[1..].iter_mut();
+        let segments = rewritten[1..].iter_mut();
         for (((segment, tokens), touched), &(chunk, start)) in
             segments.zip(&selected).zip(&touched).zip(&self.places)
         {
@@ -178,14 +194,10 @@ impl AssembledPrompt {
             });
         }
         for input in &mut inputs {
-            input.segments.clone_from(&self.segments);
+            input.segments.clone_from(&rewritten);
         }
-        self.private.push(own);
-        Ok(Recomputation {
-            copies: copies.into(),
-            tokens: inputs.iter().map(|i| i.tokens.len()).sum(),
-            inputs,
-        })
+        let tokens = inputs.iter().map(|input| input.tokens.len()).sum();
+        Ok((rewritten, Recomputation { copies: copies.into(), inputs, tokens }, own))
     }
 }
 

@@ -24,8 +24,10 @@ use crate::prompt::ChunkedPrompt;
 
 mod assembled;
 mod resolve;
+mod scratch;
 
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
+pub use scratch::Scratch;
 
 /// How prompts are assembled.
 #[derive(Debug, Clone, Copy)]
@@ -203,6 +205,20 @@ impl Assembly {
     /// Where everything stands.
     pub fn plan(&self) -> &PositionPlan {
         &self.plan
+    }
+
+    /// The chunks, in the prompt's order.
+    pub fn chunks(&self) -> Vec<ChunkSpan> {
+        let span = |(i, chunk): (usize, &Chunk)| ChunkSpan {
+            tokens: chunk.place.len,
+            logical_start: chunk.place.logical_start,
+            position: chunk.place.used_start,
+            is_full: i == 0
+                && self.mode == ComputeMode::WithSystem
+                && chunk.exact
+                && chunk.place.offset() == 0,
+        };
+        self.chunks.iter().enumerate().map(span).collect()
     }
 
     /// What happened to each chunk, in the prompt's order.

@@ -109,6 +109,14 @@ const MAX_WIDTH: usize = 1 << 14;
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
+    /// Width of the feed-forward layer that a token goes through in a layer: of its experts together.
+    pub(crate) fn active_width(&self, layer: usize) -> usize {
+        match self.experts.filter(|experts| layer >= experts.dense_layers) {
+            Some(experts) => (experts.per_token + experts.shared) * experts.intermediate_size,
+            None => self.intermediate_size,
+        }
+    }
+
     /// Reads a config.json.
     ///
     /// # Errors

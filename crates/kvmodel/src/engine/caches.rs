@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCache, ChunkCacheMetrics};
+use kvchunk::{ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics};
 use kvcore::{
     Backend, BlockOrder, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedCacheConfig,
     PagedKvCache, PoolCounts, RankInfo, StaticCacheConfig, StaticKvCache,
@@ -10,13 +10,13 @@ use kvcore::{
 use serde::Serialize;
 
 use super::{DEFAULT_KV_MEMORY, EngineConfig};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::Model;
 
 /// The caches of an engine.
 #[derive(Debug)]
 pub(super) enum Caches {
-    Paged { main: PagedKvCache, chunks: Arc<ChunkCache> },
+    Paged { main: PagedKvCache, chunks: ChunkCacheManager },
     Static(StaticKvCache),
 }
 
@@ -35,9 +35,7 @@ pub struct CacheReport {
 
 impl Caches {
     pub(super) fn new(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
-        if !(0.0..1.0).contains(&config.chunk_share) {
-            return Err(Error::Config(format!("chunk_share {} is not in 0..1", config.chunk_share)));
-        }
+        config.chunks.check()?;
         match config.cache {
             CacheKind::Paged => Self::paged(model, backend, config),
             CacheKind::Static => Self::fixed(model, backend, config),
@@ -63,11 +61,11 @@ impl Caches {
             return Err(kvcore::Error::NotEnoughMemory { budget: max_memory, block_bytes }.into());
         }
         let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
-        let for_chunks = ((f64::from(blocks) * config.chunk_share) as u32).clamp(1, blocks - 1);
+        let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
         let pool = |blocks| BlockPool::with_config(blocks, paged.pool());
-        let main = PagedKvCache::new(arena, pool(0..blocks - for_chunks)?)?;
-        let pool = pool(blocks - for_chunks..blocks)?;
-        let chunks = Arc::new(ChunkCache::new(config.chunks.clone(), pool, config.block_size)?);
+        let main = PagedKvCache::new(arena, pool(for_main)?)?;
+        let pool = ChunkBlockPool::over(pool(for_chunks)?, config.block_size)?;
+        let chunks = ChunkCacheManager::new(config.chunks.clone(), pool)?;
         Ok(Self::Paged { main, chunks })
     }
 
@@ -99,7 +97,7 @@ impl Caches {
         }
     }
 
-    pub(super) fn chunks(&self) -> Option<&Arc<ChunkCache>> {
+    pub(super) fn chunks(&self) -> Option<&ChunkCacheManager> {
         match self {
             Self::Paged { chunks, .. } => Some(chunks),
             Self::Static(_) => None,
@@ -111,8 +109,8 @@ impl Caches {
         CacheReport {
             cache: self.sequences().kind(),
             main: self.sequences().as_paged().map(|main| main.pool().counts()),
-            chunks: chunks.map(|chunks| chunks.pool().counts()),
-            chunk_cache: chunks.map(|chunks| chunks.metrics()),
+            chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
+            chunk_cache: chunks.map(ChunkCacheManager::metrics),
         }
     }
 
@@ -120,7 +118,7 @@ impl Caches {
         match self {
             Self::Paged { main, chunks } => {
                 main.pool().check_invariants()?;
-                chunks.pool().check_invariants()
+                chunks.check_invariants()
             }
             Self::Static(_) => Ok(()),
         }

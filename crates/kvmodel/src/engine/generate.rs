@@ -2,10 +2,13 @@
 
 use std::time::Instant;
 
-use kvchunk::{Assembler, ChunkReport, ChunkedPrompt, PositionPlan};
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use kvchunk::ChunkReport;
+use kvcore::kernels::MergeGroup;
 use kvcore::{LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
-use super::caches::Caches;
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
 use crate::model::Observer;
@@ -13,23 +16,38 @@ use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
 /// A request being answered.
-struct Asked<'a> {
-    request: &'a Request,
-    started: Instant,
+pub(super) struct Asked<'a> {
+    pub(super) request: &'a Request,
+    pub(super) started: Instant,
     /// Rotary embeddings of the request's regime.
-    ropes: LayerRopes,
+    pub(super) ropes: LayerRopes,
+}
+
+/// What the tokens of a question and its answer see besides their own sequence.
+#[derive(Debug, Clone)]
+pub(super) struct Context {
+    pub(super) segments: Vec<Segment>,
+    pub(super) groups: Arc<[MergeGroup]>,
+}
+
+impl Default for Context {
+    fn default() -> Self {
+        Self { segments: Vec::new(), groups: [MergeGroup::default()].into() }
+    }
 }
 
 /// A request after its prefill.
-struct Prefilled {
-    /// What the answer's tokens see besides their own sequence.
-    context: Vec<Segment>,
+#[derive(Default)]
+pub(super) struct Prefilled {
+    pub(super) context: Context,
     /// Logits of the prompt's last token.
-    logits: Vec<f32>,
+    pub(super) logits: Vec<f32>,
     /// Logical index and position of the next token.
-    next: SequenceStart,
-    cached_tokens: usize,
-    chunks: Vec<ChunkReport>,
+    pub(super) next: SequenceStart,
+    pub(super) cached_tokens: usize,
+    pub(super) recomputed_tokens: usize,
+    pub(super) flops: u64,
+    pub(super) chunks: Vec<ChunkReport>,
 }
 
 impl Engine {
@@ -43,31 +61,7 @@ impl Engine {
         self.check_vocabulary(&request.prompt)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
-                let Caches::Paged { main, chunks } = &self.caches else {
-                    return Err(Error::Config(
-                        "a static cache keeps no chunks: ask for full attention, or take a paged cache"
-                            .to_owned(),
-                    ));
-                };
-                let max_positions = self.model.config().max_positions;
-                let plan = PositionPlan::new(prompt, request.cell, max_positions)?;
-                let end = plan.question_position as usize + prompt.question().len();
-                let ropes = self.ropes(request, end)?;
-                let assembler = Assembler {
-                    chunks: request.reuse.then_some(chunks),
-                    main,
-                    root: self.root(&ropes),
-                    cell: request.cell,
-                    max_positions,
-                };
-                let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
-                let (logical, position) =
-                    (assembly.plan().question_logical, assembly.plan().question_position);
-                let own = self.caches.sequences_mut().create(SequenceStart { logical, position })?;
-                let result =
-                    self.chunked(&Asked { request, started, ropes }, prompt, assembly, own, observer);
-                self.caches.sequences_mut().free(own)?;
-                result
+                self.answer_chunked(request, started, prompt, observer)
             }
             prompt => {
                 let tokens = match prompt {
@@ -91,7 +85,7 @@ impl Engine {
 
     /// Rotary embeddings in the regime of the longest position that a request may reach, whose prompt
     /// ends before position `end`. The last token of an answer is never fed back.
-    fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {
+    pub(super) fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {
         let longest = end.saturating_add(request.max_new_tokens.saturating_sub(1));
         self.model.ropes(longest.min(self.model.config().max_positions))
     }
@@ -116,27 +110,6 @@ impl Engine {
         }
     }
 
-    fn chunked(
-        &mut self,
-        asked: &Asked,
-        prompt: &ChunkedPrompt,
-        assembly: kvchunk::Assembly,
-        own: SequenceId,
-        observer: &mut dyn Observer,
-    ) -> Result<Generation> {
-        let question = prompt.question();
-        let mut batch = assembly.inputs().to_vec();
-        batch.push(self.next_input(own, question, assembly.segments(), Logits::Last)?);
-        let logits = self.forward(&asked.ropes, &batch, observer)?;
-        let (chunks, cached_tokens, next) =
-            (assembly.reports().to_vec(), assembly.reused_tokens(), end_of(&batch[batch.len() - 1]));
-        // Held until the answer is complete.
-        let assembled = assembly.commit()?;
-        let prefilled =
-            Prefilled { context: assembled.segments().to_vec(), logits, next, cached_tokens, chunks };
-        self.decode(asked, prompt.total_tokens(), own, prefilled, observer)
-    }
-
     fn plain(
         &mut self,
         asked: &Asked,
@@ -145,50 +118,34 @@ impl Engine {
         cached: usize,
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
-        let input = self.next_input(own, &tokens[cached..], &[], Logits::Last)?;
+        let input = self.next_input(own, &tokens[cached..], &Context::default())?;
         let next = end_of(&input);
-        let logits = self.forward(&asked.ropes, &[input], observer)?;
+        let pass = self.model.forward(&self.device(), &asked.ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
-        let prefilled =
-            Prefilled { context: Vec::new(), logits, next, cached_tokens: cached, chunks: Vec::new() };
+        let (logits, flops) = (last_row(&pass.logits)?, pass.flops);
+        let prefilled = Prefilled { logits, next, cached_tokens: cached, flops, ..Prefilled::default() };
         self.decode(asked, tokens.len(), own, prefilled, observer)
     }
 
-    /// The input for `tokens` at the end of the request's own sequence, which sees `context`.
-    fn next_input(
+    /// The input for `tokens` at the end of the request's own sequence, which sees `context`; the logits of
+    /// the last one are wanted.
+    pub(super) fn next_input(
         &mut self,
         own: SequenceId,
         tokens: &[u32],
-        context: &[Segment],
-        logits: Logits,
+        context: &Context,
     ) -> Result<SequenceInput> {
         let cache = self.caches.sequences_mut();
         let before = cache.len(own)?;
         let slots = cache.grow(own, tokens.len())?;
         let segment = cache.segment(own)?;
-        Ok(SequenceInput {
-            tokens: tokens.to_vec(),
-            logical_start: segment.logical_start + before,
-            position_start: segment.stored_start + before as i64,
-            slots,
-            segments: context.iter().cloned().chain([segment]).collect(),
-            logits,
-        })
+        let (logical, position) = (segment.logical_start + before, segment.stored_start + before as i64);
+        let segments = context.segments.iter().cloned().chain([segment]).collect();
+        let input = SequenceInput::new(tokens.to_vec(), logical, position, slots, segments);
+        Ok(SequenceInput { groups: Arc::clone(&context.groups), ..input.with_logits(Logits::Last) })
     }
 
-    /// Logits of the last row of the last sequence.
-    fn forward(
-        &self,
-        ropes: &LayerRopes,
-        batch: &[SequenceInput],
-        observer: &mut dyn Observer,
-    ) -> Result<Vec<f32>> {
-        let logits = self.model.forward(&self.device(), ropes, batch, observer)?;
-        let last = logits.last().ok_or(Error::EmptyPrompt)?;
-        Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
-    }
-
-    fn decode(
+    pub(super) fn decode(
         &mut self,
         asked: &Asked,
         prompt_tokens: usize,
@@ -197,13 +154,16 @@ impl Engine {
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let Asked { request, started, ropes } = asked;
-        let Prefilled { context, mut logits, mut next, cached_tokens, chunks } = prefilled;
+        let Prefilled { context, mut logits, mut next, cached_tokens, recomputed_tokens, flops, chunks } =
+            prefilled;
         let mut sampler = Sampler::new(request.sampling);
         let mut generation = Generation {
             tokens: Vec::new(),
             finish: FinishReason::Length,
             prompt_tokens,
             cached_tokens,
+            recomputed_tokens,
+            prefill_flops: flops,
             ttft: started.elapsed(),
             total: started.elapsed(),
             chunks,
@@ -227,9 +187,9 @@ impl Engine {
             if full || generation.tokens.len() == request.max_new_tokens {
                 break;
             }
-            let input = self.next_input(own, &[token], &context, Logits::Last)?;
+            let input = self.next_input(own, &[token], &context)?;
             next = end_of(&input);
-            logits = self.forward(ropes, &[input], &mut ())?;
+            logits = last_row(&self.model.forward(&self.device(), ropes, &[input], &mut ())?.logits)?;
             self.caches.sequences_mut().commit(own, &[token])?;
         }
         generation.total = started.elapsed();
@@ -238,7 +198,13 @@ impl Engine {
 }
 
 /// Where the token after an input stands.
-fn end_of(input: &SequenceInput) -> SequenceStart {
+pub(super) fn end_of(input: &SequenceInput) -> SequenceStart {
     let n = input.tokens.len();
     SequenceStart { logical: input.logical_start + n, position: input.position_start + n as i64 }
+}
+
+/// Logits of the last row of the last sequence.
+pub(super) fn last_row(logits: &[Tensor]) -> Result<Vec<f32>> {
+    let last = logits.last().ok_or(Error::EmptyPrompt)?;
+    Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCache, ChunkCacheConfig};
+use kvchunk::{ChunkCacheConfig, ChunkCacheManager};
 use kvcore::{
     Backend, BlockKey, CacheKind, DType, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler, Stream,
 };
@@ -10,7 +10,9 @@ use kvcore::{
 use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
 
+mod blend;
 mod caches;
+mod chunked;
 mod generate;
 mod request;
 
@@ -33,8 +35,6 @@ pub struct EngineConfig {
     /// Bytes for keys and values, or `None` for eight prompts of the model's longest length, at most
     /// [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
-    /// Share of the blocks that belong to chunks.
-    pub chunk_share: f64,
     /// Settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
     /// Separates tenants in keys; given by whoever runs the engine, never by a client.
@@ -51,7 +51,6 @@ impl Default for EngineConfig {
             cache: CacheKind::Paged,
             max_len: MaxLen::Model,
             kv_memory: None,
-            chunk_share: 0.15,
             chunks: ChunkCacheConfig::default(),
             tenant_salt: Vec::new(),
             profile: false,
@@ -116,8 +115,8 @@ impl Engine {
     }
 
     /// The chunk cache; a static cache has none.
-    pub fn chunks(&self) -> Option<&ChunkCache> {
-        self.caches.chunks().map(Arc::as_ref)
+    pub fn chunks(&self) -> Option<&ChunkCacheManager> {
+        self.caches.chunks()
     }
 
     /// What the caches hold.

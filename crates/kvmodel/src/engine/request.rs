@@ -1,15 +1,16 @@
 //! What a request asks for and what comes back.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvchunk::{ChunkReport, ReuseCell};
+use kvchunk::{ChunkReport, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
 use serde::Serialize;
 
 use crate::sample::Sampling;
 use crate::text::PromptTokens;
 
 /// A prompt and how to answer it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Request {
     /// The prompt.
     pub prompt: PromptTokens,
@@ -19,6 +20,12 @@ pub struct Request {
     pub reuse: bool,
     /// Whether chunks see each other after all: the prompt is computed as an ordinary one.
     pub full_attention: bool,
+    /// Which chunk tokens are computed anew, with everything before them in sight.
+    pub recompute: Arc<dyn RecomputeStrategy>,
+    /// How sharply the question looks at chunks.
+    pub scaling: ContextScaling,
+    /// Tag of the chunk cache's tenant whose chunks they are; `None` for the one that is always there.
+    pub tenant: Option<String>,
     /// Most tokens of the answer.
     pub max_new_tokens: usize,
     /// How tokens are chosen.
@@ -35,6 +42,9 @@ impl Request {
             cell: ReuseCell::default(),
             reuse: true,
             full_attention: false,
+            recompute: Arc::new(Recompute::None),
+            scaling: ContextScaling::default(),
+            tenant: None,
             max_new_tokens: 64,
             sampling: Sampling::default(),
             keep_logits: false,
@@ -63,6 +73,10 @@ pub struct Generation {
     pub prompt_tokens: usize,
     /// Those of them whose KV was cached.
     pub cached_tokens: usize,
+    /// Chunk tokens that were computed anew by the request's recompute strategy.
+    pub recomputed_tokens: usize,
+    /// Floating-point operations of the prefill, counted: see [`Forward::flops`](crate::Forward::flops).
+    pub prefill_flops: u64,
     /// From the start of the request to its first token.
     pub ttft: Duration,
     /// From the start of the request to its end.

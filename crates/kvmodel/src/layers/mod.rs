@@ -48,6 +48,19 @@ pub(crate) struct Projected {
     pub(crate) v: Tensor,
 }
 
+impl Projected {
+    /// Only these rows.
+    pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
+        Ok(Self { k: self.k.index_select(rows, 0)?, v: self.v.index_select(rows, 0)?, ..self.asking(rows)? })
+    }
+
+    /// Queries of these rows only.
+    pub(crate) fn asking(&self, rows: &Tensor) -> Result<Self> {
+        let q_latent = self.q_latent.as_ref().map(|q| q.index_select(rows, 0)).transpose()?;
+        Ok(Self { q: self.q.index_select(rows, 0)?, q_latent, k: self.k.clone(), v: self.v.clone() })
+    }
+}
+
 impl Layer {
     pub(crate) fn load(w: &mut Weights, c: &ModelConfig, index: usize, format: WeightFormat) -> Result<Self> {
         let at = |part: &str| format!("model.layers.{index}.{part}");

@@ -1,21 +1,19 @@
 //! The forward pass: dense layers on the host, KV and attention on the backend.
 
-use candle_core::{Device, Tensor};
-use kvcore::{
-    Backend, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, SequenceInput,
-    Stream,
-};
+use candle_core::Tensor;
+use kvcore::{Backend, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, Stream};
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::layers::{Layer, Linear, RmsNorm, WeightFormat};
 use crate::weights::Weights;
 
+mod flops;
+mod pass;
 mod rows;
 mod staging;
 
-use rows::Rows;
-use staging::{LayerAttention, Staging};
+pub use pass::{Checkpoint, Forward, FreshKv, Narrowed};
 
 /// A decoder-only transformer.
 #[derive(Debug)]
@@ -119,66 +117,6 @@ impl Model {
             max_positions: c.max_positions,
             format: format.into(),
         }
-    }
-
-    /// One pass over a batch of sequences: their keys and values land in the arena.
-    ///
-    /// All sequences are of one regime: `ropes` is what [`ropes`](Self::ropes) gave for their requests.
-    /// Returns the logits that were asked for, `[rows, vocab_size]` per sequence in order; sequences
-    /// that asked for none have no entry.
-    ///
-    /// # Errors
-    /// [`Error::TokenOutOfVocabulary`] before anything is computed; errors of the backend.
-    pub fn forward(
-        &self,
-        device: &ComputeDevice,
-        ropes: &LayerRopes,
-        batch: &[SequenceInput],
-        observer: &mut dyn Observer,
-    ) -> Result<Vec<Tensor>> {
-        let (layers, embeddings) = (self.layers.len(), ropes.layers().len());
-        if embeddings != layers {
-            let what = "rotary embeddings, one a layer";
-            return Err(kvcore::Error::Mismatch { what, expected: layers, got: embeddings }.into());
-        }
-        let rows = Rows::new(batch, self.config.vocab_size)?;
-        if rows.tokens.is_empty() {
-            return Ok(Vec::new());
-        }
-        let count = rows.tokens.len();
-        let tokens = Tensor::from_slice(&rows.tokens, count, &Device::Cpu)?;
-        let mut x = self.embedding.index_select(&tokens, 0)?;
-        let extents = self.kv_extents(device.arena.layout().shape().format);
-        let latent = self.config.latent.is_some();
-        let mut staging = Staging::new(device.backend, &extents, self.config.heads, latent, count)?;
-        for (index, (layer, rope)) in self.layers.iter().zip(ropes.layers()).enumerate() {
-            // In the last layer only rows whose logits are wanted go on; the others leave their KV.
-            let narrowed = (index == layers - 1).then(|| rows.wanted()).transpose()?;
-            let wanted = narrowed.as_ref().map(|n| &n.index);
-            let projected = device.profiler.span("projections", || layer.project(&x, wanted))?;
-            let (window, scale) = (self.config.layers[index].window, self.config.softmax_scale);
-            let at_layer = LayerAttention { index, rope, window, scale };
-            staging.store(device, &at_layer, &rows, &projected)?;
-            let (at, groups) = match &narrowed {
-                Some(n) => (&n.rows, &n.batch),
-                None => (&rows.queries, &rows.batch),
-            };
-            if at.is_empty() {
-                device.stream.synchronize()?;
-                observer.layer(index + 1, layers);
-                return Ok(Vec::new());
-            }
-            if let Some(n) = &narrowed {
-                x = x.index_select(&n.index, 0)?;
-            }
-            let attention = staging.attend(device, &at_layer, &projected, at, groups)?;
-            x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
-            observer.layer(index + 1, layers);
-        }
-        device.profiler.span("head", || {
-            let logits = self.head.forward(&self.norm.forward(&x)?)?;
-            rows.split(&logits)
-        })
     }
 }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use kvcore::kernels::{AttendRows, QueryRow};
-use kvcore::{Logits, SequenceInput, SlotMapping};
+use kvcore::kernels::{AttendRows, MergeGroup, QueryRow};
+use kvcore::{Logits, Segment, SequenceInput, SlotMapping};
 
 use crate::error::{Error, Result};
 
@@ -12,9 +12,11 @@ use crate::error::{Error, Result};
 pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,
     pub(super) queries: Arc<[QueryRow]>,
+    /// Positions that keys are rotated to.
     pub(super) positions: Arc<[i64]>,
     pub(super) slots: SlotMapping,
     pub(super) batch: Arc<[AttendRows]>,
+    pub(super) groups: Arc<[MergeGroup]>,
     /// Rows of each sequence whose logits are wanted, as a range of `tokens`.
     logits: Vec<std::ops::Range<usize>>,
 }
@@ -33,17 +35,14 @@ impl Rows {
             return Err(Error::TokenOutOfVocabulary { token, vocabulary });
         }
         for sequence in batch {
-            if sequence.slots.len() != sequence.tokens.len() {
-                let (expected, got) = (sequence.tokens.len(), sequence.slots.len());
-                return Err(kvcore::Error::Mismatch { what: "slots of a sequence", expected, got }.into());
-            }
+            sequence.check()?;
         }
         let rows: Arc<[QueryRow]> = batch.iter().flat_map(SequenceInput::rows).collect();
-        let (mut entries, mut logits, mut at) = (Vec::new(), Vec::new(), 0);
+        let (mut entries, mut logits, mut at, mut groups) = (Vec::new(), Vec::new(), 0, Vec::new());
         for sequence in batch {
             let range = at..at + sequence.tokens.len();
             at = range.end;
-            entries.push(AttendRows::new(range.clone(), sequence.segments.clone()));
+            entries.push(AttendRows::new(range.clone(), grouped(sequence, &mut groups)?));
             logits.push(match sequence.logits {
                 Logits::None => range.end..range.end,
                 Logits::Last => range.end.saturating_sub(1).max(range.start)..range.end,
@@ -51,13 +50,26 @@ impl Rows {
             });
         }
         Ok(Self {
-            positions: rows.iter().map(|row| row.position).collect(),
+            positions: batch.iter().flat_map(SequenceInput::key_positions).collect(),
+            groups: groups.into(),
             slots: SlotMapping::concat(batch.iter().map(|s| &s.slots)),
             batch: entries.into(),
             tokens,
             queries: rows,
             logits,
         })
+    }
+
+    /// Visible tokens, summed over all rows: what attention costs. Windows are not subtracted.
+    pub(super) fn visible(queries: &[QueryRow], batch: &[AttendRows]) -> u64 {
+        let seen = |row: &QueryRow, segment: &Segment| {
+            (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len) as u64
+        };
+        let of = |entry: &AttendRows| -> u64 {
+            let rows = &queries[entry.rows.clone()];
+            rows.iter().map(|row| entry.segments.iter().map(|segment| seen(row, segment)).sum::<u64>()).sum()
+        };
+        batch.iter().map(of).sum()
     }
 
     pub(super) fn wanted(&self) -> Result<Wanted> {
@@ -83,4 +95,23 @@ impl Rows {
         }
         Ok(out)
     }
+}
+
+/// A sequence's segments with the merge groups of the whole batch: equal groups are one.
+fn grouped(sequence: &SequenceInput, groups: &mut Vec<MergeGroup>) -> Result<Arc<[Segment]>> {
+    let place = |segment: &Segment| {
+        let (asked, limit) = (segment.merge_group, sequence.groups.len());
+        let group = sequence.groups.get(asked).copied();
+        let group = group.ok_or(kvcore::Error::OutOfRange {
+            what: "merge group of a sequence",
+            value: asked as i128,
+            limit: limit as i128,
+        })?;
+        let at = groups.iter().position(|known| *known == group).unwrap_or_else(|| {
+            groups.push(group);
+            groups.len() - 1
+        });
+        Ok(Segment { merge_group: at, ..segment.clone() })
+    };
+    sequence.segments.iter().map(place).collect()
 }

@@ -6,8 +6,8 @@ use candle_core::{Device, Tensor};
 use kvcore::kernels::{ApplyRope, Attend, AttendMla, AttendRows, MergeGroup, QueryRow, Scatter};
 use kvcore::{Backend, DType, KvExtents, MemoryKind, Rope, Stream, TensorView, allocate_tensor};
 
-use super::ComputeDevice;
 use super::rows::Rows;
+use super::{ComputeDevice, FreshKv};
 use crate::error::Result;
 use crate::layers::Projected;
 
@@ -51,7 +51,27 @@ impl Staging {
         })
     }
 
-    /// Keys and values go up, keys are rotated where they stand, both are scattered to their slots.
+    /// Keys and values go up, and keys are rotated to where they are stored.
+    fn rotated(
+        &self,
+        device: &ComputeDevice,
+        layer: &LayerAttention,
+        rows: &Rows,
+        projected: &Projected,
+    ) -> Result<(TensorView, TensorView)> {
+        let count = rows.tokens.len();
+        let (k, v) = (self.k.slice(0, 0, count)?, self.v.slice(0, 0, count)?);
+        device.profiler.span("copy to device", || {
+            upload(device.stream, &k, &projected.k)?;
+            upload(device.stream, &v, &projected.v)
+        })?;
+        let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+        let apply = ApplyRope { rows: k.clone(), positions, rope };
+        device.profiler.span("rope and scatter", || device.stream.rope(&apply))?;
+        Ok((k, v))
+    }
+
+    /// Keys and values go up, keys are rotated, both are scattered to their slots.
     pub(super) fn store(
         &self,
         device: &ComputeDevice,
@@ -59,24 +79,27 @@ impl Staging {
         rows: &Rows,
         projected: &Projected,
     ) -> Result<()> {
-        device.profiler.span("copy to device", || {
-            upload(device.stream, &self.k, &projected.k)?;
-            upload(device.stream, &self.v, &projected.v)
-        })?;
-        device.profiler.span("rope and scatter", || {
-            device.stream.rope(&ApplyRope {
-                rows: self.k.clone(),
-                positions: Arc::clone(&rows.positions),
-                rope: Arc::clone(layer.rope),
-            })?;
-            Ok(device.stream.scatter(&Scatter {
-                arena: device.arena.clone(),
-                layer: layer.index,
-                k: self.k.clone(),
-                v: self.v.clone(),
-                slots: Arc::clone(rows.slots.slots()),
-            })?)
-        })
+        let (k, v) = self.rotated(device, layer, rows, projected)?;
+        let (arena, slots) = (device.arena.clone(), Arc::clone(rows.slots.slots()));
+        let scatter = Scatter { arena, layer: layer.index, k, v, slots };
+        Ok(device.profiler.span("rope and scatter", || device.stream.scatter(&scatter))?)
+    }
+
+    /// The keys and values that [`store`](Self::store) would write, on the host.
+    pub(super) fn fresh(
+        &self,
+        device: &ComputeDevice,
+        layer: &LayerAttention,
+        rows: &Rows,
+        projected: &Projected,
+    ) -> Result<FreshKv> {
+        let (k, v) = self.rotated(device, layer, rows, projected)?;
+        let down = |view: &TensorView| -> Result<Vec<f32>> {
+            let mut host = vec![0.0f32; view.len()];
+            device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
+            Ok(host)
+        };
+        Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k: down(&k)?, v: down(&v)? })
     }
 
     /// Attention of `rows`, `[rows, heads, v_dim]`.
@@ -85,8 +108,8 @@ impl Staging {
         device: &ComputeDevice,
         layer: &LayerAttention,
         projected: &Projected,
-        rows: &Arc<[QueryRow]>,
-        batch: &Arc<[AttendRows]>,
+        (rows, batch): (&Arc<[QueryRow]>, &Arc<[AttendRows]>),
+        groups: &Arc<[MergeGroup]>,
     ) -> Result<Tensor> {
         let count = rows.len();
         let (q, out) = (self.q.slice(0, 0, count)?, self.out.slice(0, 0, count)?);
@@ -105,7 +128,7 @@ impl Staging {
             rope: Some(Arc::clone(layer.rope)),
             rows: Arc::clone(rows),
             batch: Arc::clone(batch),
-            groups: [MergeGroup::default()].into(),
+            groups: Arc::clone(groups),
             scale: layer.scale,
             window: layer.window,
             softcap: None,

@@ -1,0 +1,171 @@
+//! Recomputation by deviation: all tokens go down to a checkpoint, the chosen ones go on.
+//!
+//! Up to the checkpoint every chunk token and the question are computed under full attention, into scratch
+//! blocks. There the fresh keys and values of each token are compared with the stored ones, the strategy
+//! chooses, and the chosen tokens' rows move to copy-on-write blocks, in which everything else is as it is
+//! stored. (CacheBlend, Yao et al., 2024.)
+
+use std::sync::Arc;
+
+use kvchunk::{
+    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, Scratch, TokenSelection,
+};
+use kvcore::kernels::{Gather, Scatter};
+use kvcore::{DType, MemoryKind, SequenceInput, SlotMapping, TensorView, allocate_tensor};
+
+use super::Engine;
+use super::chunked::with_context;
+use super::generate::{Asked, Context};
+use crate::error::Result;
+use crate::model::{Checkpoint, FreshKv, Narrowed};
+
+/// A checkpoint that blends fresh tokens into stored chunks.
+pub(super) struct Blend<'a> {
+    engine: &'a Engine,
+    strategy: &'a dyn RecomputeStrategy,
+    of: DeviationOf,
+    layer: usize,
+    asked: &'a Asked<'a>,
+    prompt: &'a ChunkedPrompt,
+    assembled: &'a mut AssembledPrompt,
+    scratch: Scratch,
+    question: SequenceInput,
+    recomputed: usize,
+}
+
+impl<'a> Blend<'a> {
+    pub(super) fn new(
+        engine: &'a Engine,
+        asked: &'a Asked<'a>,
+        prompt: &'a ChunkedPrompt,
+        assembled: &'a mut AssembledPrompt,
+        question: SequenceInput,
+    ) -> Result<Self> {
+        let strategy = asked.request.recompute.as_ref();
+        let check =
+            strategy.check().unwrap_or(kvchunk::DeviationCheck { layer: 0, of: DeviationOf::default() });
+        let scratch = assembled.scratch(prompt, engine.pool()?)?;
+        let (layer, of) = (check.layer, check.of);
+        Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question, recomputed: 0 })
+    }
+
+    /// All rows up to the checkpoint: chunk tokens, then the question.
+    pub(super) fn batch(&self) -> Vec<SequenceInput> {
+        let mut batch = self.scratch.inputs().to_vec();
+        batch.push(with_context(&self.question, &self.context(self.scratch.segments())));
+        batch
+    }
+
+    /// Tokens that went on.
+    pub(super) fn recomputed(&self) -> usize {
+        self.recomputed
+    }
+
+    fn context(&self, segments: &[kvcore::Segment]) -> Context {
+        let scaling = &self.asked.request.scaling;
+        Context { segments: scaling.apply(segments), groups: scaling.groups() }
+    }
+
+    /// Rows for slots of the arena, `[rows, heads, dim]` of K and of V.
+    fn rows(&self, rows: usize) -> Result<(TensorView, TensorView)> {
+        let arena = self.engine.caches.sequences().arena();
+        let s = arena.layout().shape();
+        let dtype = match s.format {
+            kvcore::KvFormat::Dense(dtype) => dtype,
+            _ => DType::F32,
+        };
+        let tensor = |heads, dim| {
+            allocate_tensor(self.engine.backend.as_ref(), MemoryKind::Device, dtype, &[rows, heads, dim])
+        };
+        Ok((tensor(s.k_heads, s.k_dim)?, tensor(s.v_heads, s.v_dim)?))
+    }
+
+    fn gather(&self, layer: usize, slots: &SlotMapping, to: &(TensorView, TensorView)) -> Result<()> {
+        let (arena, slots) = (self.engine.caches.sequences().arena().clone(), Arc::clone(slots.slots()));
+        let (k, v) = to.clone();
+        Ok(self.engine.stream.gather(&Gather { arena, layer, slots, k, v, rotation: None })?)
+    }
+
+    /// How far the stored rows are from the fresh ones, chunk by chunk.
+    fn deviations(&self, fresh: &FreshKv) -> Result<Deviations> {
+        let slots = SlotMapping::concat(self.scratch.stored());
+        let rows = self.rows(slots.len())?;
+        self.gather(self.layer, &slots, &rows)?;
+        let host = |view: &TensorView| -> Result<Vec<f32>> {
+            let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
+            self.engine.stream.read(view, &mut bytes)?;
+            Ok(widened(view.dtype(), &bytes))
+        };
+        let mut sums = vec![0.0; slots.len()];
+        if self.of != DeviationOf::Values {
+            add_deviations(&mut sums, &fresh.k, &host(&rows.0)?);
+        }
+        if self.of != DeviationOf::Keys {
+            add_deviations(&mut sums, &fresh.v, &host(&rows.1)?);
+        }
+        Ok(Deviations::new(self.scratch.by_chunk(self.assembled.chunks(), &sums)))
+    }
+
+    /// Before the checkpoint, the chosen tokens' rows move from scratch to where they stay.
+    fn move_rows(&self, from: &SlotMapping, to: &SlotMapping) -> Result<()> {
+        let rows = self.rows(from.len())?;
+        for layer in 0..self.layer {
+            self.gather(layer, from, &rows)?;
+            let (arena, slots) = (self.engine.caches.sequences().arena().clone(), Arc::clone(to.slots()));
+            let (k, v) = rows.clone();
+            self.engine.stream.scatter(&Scatter { arena, layer, k, v, slots })?;
+        }
+        Ok(())
+    }
+}
+
+impl Checkpoint for Blend<'_> {
+    fn layer(&self) -> usize {
+        self.layer
+    }
+
+    fn narrow(&mut self, fresh: &FreshKv) -> Result<Narrowed> {
+        let deviations = self.deviations(fresh)?;
+        let chosen = self.strategy.select(self.assembled.chunks(), Some(&deviations));
+        // Chunks that are full attention's already have no rows here.
+        let spans = self.assembled.chunks().iter().zip(chosen.chunks());
+        let chosen = spans.map(|(span, tokens)| if span.is_full { Vec::new() } else { tokens.clone() });
+        let chosen = TokenSelection::new(chosen);
+        let rows = self.scratch.rows(&chosen);
+        let anew = self.assembled.copy_on_write(self.prompt, &chosen, self.engine.pool()?)?;
+        self.engine.copy(&anew.copies)?;
+        self.recomputed = anew.tokens;
+        if !rows.is_empty() {
+            let from = self.scratch.slots(&rows);
+            self.move_rows(&from, &SlotMapping::concat(anew.inputs.iter().map(|input| &input.slots)))?;
+        }
+        let question = fresh.rows - self.question.tokens.len()..fresh.rows;
+        let mut batch = anew.inputs;
+        batch.push(with_context(&self.question, &self.context(self.assembled.segments())));
+        Ok(Narrowed { rows: rows.into_iter().chain(question.map(|row| row as u32)).collect(), batch })
+    }
+}
+
+/// Adds `‖fresh − stored‖² / mean ‖fresh‖²` of every row. `fresh` may have more rows.
+fn add_deviations(sums: &mut [f32], fresh: &[f32], stored: &[f32]) {
+    let Some(width) = stored.len().checked_div(sums.len()).filter(|&width| width > 0) else { return };
+    let fresh = &fresh[..stored.len()];
+    let mean = fresh.iter().map(|x| f64::from(x * x)).sum::<f64>() / sums.len() as f64;
+    for ((sum, a), b) in sums.iter_mut().zip(fresh.chunks(width)).zip(stored.chunks(width)) {
+        let distance: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        *sum += (distance / mean.max(f64::MIN_POSITIVE)) as f32;
+    }
+}
+
+/// Rows as they come from the device, as f32.
+fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F16 => {
+            bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+        }
+        DType::BF16 => {
+            bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+        }
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+    }
+}

@@ -1,0 +1,160 @@
+//! The prefill of a prompt in parts: its chunks found or computed, some of their tokens computed anew.
+
+use std::time::Instant;
+
+use kvchunk::{AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, TokenSelection};
+use kvcore::kernels::CopyBlocks;
+use kvcore::{LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart};
+
+use super::blend::Blend;
+use super::caches::Caches;
+use super::generate::{Asked, Context, Prefilled, end_of, last_row};
+use super::{Engine, Generation, Request};
+use crate::error::{Error, Result};
+use crate::model::Observer;
+
+impl Engine {
+    /// Answers a prompt whose chunks do not see each other, but for the tokens that are computed anew.
+    pub(super) fn answer_chunked(
+        &mut self,
+        request: &Request,
+        started: Instant,
+        prompt: &ChunkedPrompt,
+        observer: &mut dyn Observer,
+    ) -> Result<Generation> {
+        request.scaling.check()?;
+        let plan = PositionPlan::new(prompt, request.cell, self.model.config().max_positions)?;
+        let ropes = self.ropes(request, plan.question_position as usize + prompt.question().len())?;
+        if let Some(check) = request.recompute.check() {
+            let (what, value, limit) = (
+                "layer of a recompute strategy",
+                check.layer as i128,
+                self.model.config().num_layers() as i128,
+            );
+            if value >= limit {
+                return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+            }
+        }
+        let assembler = self.assembler(request, &ropes)?;
+        let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
+        let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
+        let own = self.caches.sequences_mut().create(start)?;
+        let asked = Asked { request, started, ropes };
+        let prefilled = self.prefill_chunks(&asked, prompt, assembly, own, observer);
+        // The assembled prompt is held until the answer is complete.
+        let result = prefilled.and_then(|(_held, prefilled)| {
+            self.decode(&asked, prompt.total_tokens(), own, prefilled, observer)
+        });
+        self.caches.sequences_mut().free(own)?;
+        result
+    }
+
+    fn main(&self) -> Result<&PagedKvCache> {
+        match &self.caches {
+            Caches::Paged { main, .. } => Ok(main),
+            Caches::Static(_) => Err(Error::Config(
+                "a static cache keeps no chunks: ask for full attention, or take a paged cache".to_owned(),
+            )),
+        }
+    }
+
+    fn assembler(&self, request: &Request, ropes: &LayerRopes) -> Result<Assembler<'_>> {
+        let (main, root) = (self.main()?, self.root(ropes));
+        let chunks = self.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
+        let (tenant, root) = match (&request.tenant, self.caches.chunks()) {
+            (Some(tag), Some(cache)) => {
+                let (id, tenant) = cache.tenant(tag)?;
+                (id, tenant.root(&root))
+            }
+            _ => (kvchunk::TenantId::default(), root),
+        };
+        let max_positions = self.model.config().max_positions;
+        Ok(Assembler { chunks, tenant, main, root, cell: request.cell, max_positions })
+    }
+
+    fn prefill_chunks(
+        &mut self,
+        asked: &Asked,
+        prompt: &ChunkedPrompt,
+        mut assembly: Assembly,
+        own: SequenceId,
+        observer: &mut dyn Observer,
+    ) -> Result<(AssembledPrompt, Prefilled)> {
+        let request = asked.request;
+        let mut flops = 0;
+        // Pieces that another request computes at this moment are waited for, after this one's own.
+        while !assembly.is_ready() {
+            flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
+            assembly.advance(&self.assembler(request, &asked.ropes)?, prompt)?;
+        }
+        let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
+        let selection = match request.recompute.check() {
+            None => request.recompute.select(&assembly.chunks(), None),
+            Some(_) => TokenSelection::default(),
+        };
+        let context = |segments: &[Segment]| Context {
+            segments: request.scaling.apply(segments),
+            groups: request.scaling.groups(),
+        };
+        if request.recompute.check().is_none() && selection.is_empty() {
+            // Everything that is missing and the question in one pass.
+            let context = context(assembly.segments());
+            let mut batch = assembly.inputs().to_vec();
+            batch.push(self.next_input(own, prompt.question(), &context)?);
+            let pass = self.model.forward(&self.device(), &asked.ropes, &batch, observer)?;
+            let (logits, next) = (last_row(&pass.logits)?, end_of(&batch[batch.len() - 1]));
+            flops += pass.flops;
+            let assembled = assembly.commit()?;
+            let context = Context { segments: request.scaling.apply(assembled.segments()), ..context };
+            let prefilled =
+                Prefilled { context, logits, next, cached_tokens, recomputed_tokens: 0, flops, chunks };
+            return Ok((assembled, prefilled));
+        }
+        if !assembly.inputs().is_empty() {
+            flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), &mut ())?.flops;
+        }
+        let mut assembled = assembly.commit()?;
+        let question = self.next_input(own, prompt.question(), &context(assembled.segments()))?;
+        let (recomputed_tokens, pass) = if request.recompute.check().is_some() {
+            let mut blend = Blend::new(self, asked, prompt, &mut assembled, question.clone())?;
+            let batch = blend.batch();
+            let pass = self.model.forward_checked(
+                &self.device(),
+                &asked.ropes,
+                &batch,
+                Some(&mut blend),
+                observer,
+            )?;
+            (blend.recomputed(), pass)
+        } else {
+            let anew = assembled.copy_on_write(prompt, &selection, self.main()?.pool())?;
+            self.copy(&anew.copies)?;
+            let mut batch = anew.inputs;
+            batch.push(with_context(&question, &context(assembled.segments())));
+            (anew.tokens, self.model.forward(&self.device(), &asked.ropes, &batch, observer)?)
+        };
+        flops += pass.flops;
+        let (context, next) = (context(assembled.segments()), end_of(&question));
+        let logits = last_row(&pass.logits)?;
+        Ok((assembled, Prefilled { context, logits, next, cached_tokens, recomputed_tokens, flops, chunks }))
+    }
+
+    pub(super) fn copy(&self, pairs: &std::sync::Arc<[(kvcore::BlockId, kvcore::BlockId)]>) -> Result<()> {
+        let arena = self.caches.sequences().arena().clone();
+        Ok(self.stream.copy_blocks(&CopyBlocks { arena, pairs: std::sync::Arc::clone(pairs) })?)
+    }
+
+    pub(super) fn pool(&self) -> Result<&kvcore::BlockPool> {
+        Ok(self.main()?.pool())
+    }
+}
+
+/// A question that sees `context` and, as before, its own sequence.
+pub(super) fn with_context(question: &SequenceInput, context: &Context) -> SequenceInput {
+    let own = question.segments.last().cloned();
+    SequenceInput {
+        segments: context.segments.iter().cloned().chain(own).collect(),
+        groups: std::sync::Arc::clone(&context.groups),
+        ..question.clone()
+    }
+}

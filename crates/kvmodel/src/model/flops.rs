@@ -1,0 +1,52 @@
+//! Floating-point operations of a pass, counted from the configuration.
+
+use super::Model;
+
+/// A multiplication and an addition.
+const MULTIPLY_ADD: u64 = 2;
+
+impl Model {
+    /// Projections before attention: keys and values of `rows` rows, queries of `asking` rows.
+    pub(super) fn projection_flops(&self, rows: usize, asking: usize) -> u64 {
+        let c = &self.config;
+        let (key_value, query) = match c.latent {
+            Some(l) => {
+                let full = c.heads * l.qk_head_dim();
+                let query = match l.q_lora_rank {
+                    Some(rank) => c.hidden_size * rank + rank * full,
+                    None => c.hidden_size * full,
+                };
+                let absorbed = c.heads * l.qk_nope_head_dim * l.kv_lora_rank;
+                (c.hidden_size * (l.kv_lora_rank + l.qk_rope_head_dim), query + absorbed)
+            }
+            None => (2 * c.hidden_size * c.kv_heads * c.head_dim, c.hidden_size * c.heads * c.head_dim),
+        };
+        MULTIPLY_ADD * (rows as u64 * key_value as u64 + asking as u64 * query as u64)
+    }
+
+    /// Attention with `visible` pairs of a row and a token that it sees.
+    pub(super) fn attention_flops(&self, visible: u64) -> u64 {
+        let c = &self.config;
+        let width = match c.latent {
+            Some(l) => c.heads * (2 * l.kv_lora_rank + l.qk_rope_head_dim),
+            None => 2 * c.heads * c.head_dim,
+        };
+        MULTIPLY_ADD * visible * width as u64
+    }
+
+    /// The projection of attention's output and the feed-forward layer.
+    pub(super) fn finish_flops(&self, layer: usize, rows: usize) -> u64 {
+        let c = &self.config;
+        let output = match c.latent {
+            Some(l) => c.heads * (l.kv_lora_rank * l.v_head_dim) + c.heads * l.v_head_dim * c.hidden_size,
+            None => c.heads * c.head_dim * c.hidden_size,
+        };
+        let feed_forward = 3 * c.hidden_size * c.active_width(layer);
+        MULTIPLY_ADD * rows as u64 * (output + feed_forward) as u64
+    }
+
+    /// The head.
+    pub(super) fn head_flops(&self, rows: usize) -> u64 {
+        MULTIPLY_ADD * rows as u64 * (self.config.hidden_size * self.config.vocab_size) as u64
+    }
+}
