@@ -225,13 +225,16 @@ def two_phase(name, model, parts):
 
 
 def randomise(model):
-    """Every parameter random, norms around 1; DeepSeek's routers with a bias that matters."""
+    """Every parameter random, norms around 1, routers with a bias that matters."""
     for key, parameter in list(model.named_parameters()) + [
             (key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]:
         torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     for key, parameter in model.named_parameters():
         if key.endswith("norm.weight"):
             parameter.data += 1.0
+        # Small enough for the epsilon of the norms inside latent attention to matter.
+        if "q_a_proj" in key or "kv_a_proj_with_mqa" in key:
+            parameter.data[:model.config.q_lora_rank if "q_a_proj" in key else model.config.kv_lora_rank] *= 0.02
 
 
 def checkpoint(model, config):

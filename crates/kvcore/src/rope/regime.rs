@@ -6,9 +6,10 @@ use super::{RopeConfig, RopeScaling};
 ///
 /// A request has one regime for all of its tokens, from its first prefill to its last answer token: that
 /// of the longest position it *may* reach, prompt and `max_new_tokens` together, cut at the model's limit.
-/// So no request ever holds keys of two regimes. Keys of another regime cannot be repaired by a rotation,
-/// because the states of deeper layers were made under other attention; the frequencies are part of
-/// every key ([`KeyScope::rope`](crate::KeyScope::rope)), and another regime is a miss.
+/// So no request ever holds keys of two regimes, and a [`Rope`](crate::Rope) refuses positions past the end
+/// of its own. Keys of another regime cannot be repaired by a rotation, because the states of deeper layers
+/// were made under other attention; the frequencies are part of every key
+/// ([`KeyScope::rope`](crate::KeyScope::rope)), and another regime is a miss.
 ///
 /// Hugging Face transformers takes the longest position of each *forward pass* instead, and thus changes
 /// frequencies in the middle of an answer, where older cached keys stay under the old ones.
@@ -44,6 +45,19 @@ impl RopeConfig {
         }
     }
 
+    /// One past the largest position of requests in `regime`, or `None` if it has no end of its own.
+    pub(super) fn end_of(&self, regime: Regime) -> Option<usize> {
+        match (regime, &self.scaling) {
+            (Regime::Length(n), _) => Some(n),
+            (
+                Regime::Original,
+                RopeScaling::DynamicNtk { original_max_position, .. }
+                | RopeScaling::LongRope { original_max_position, .. },
+            ) => Some(*original_max_position),
+            _ => None,
+        }
+    }
+
     /// Whether some request of this embedding has `regime`.
     pub(super) fn has(&self, regime: Regime) -> bool {
         match regime {
@@ -57,6 +71,8 @@ impl RopeConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
+    use crate::rope::Rope;
 
     fn dynamic() -> RopeConfig {
         let scaling = RopeScaling::DynamicNtk { factor: 2.0, original_max_position: 16 };
@@ -96,6 +112,19 @@ mod tests {
             assert!((f / expected - 1.0).abs() < 1e-6);
         }
         assert_eq!(long().frequencies_for(Regime::Original).unwrap(), trained);
+    }
+
+    #[test]
+    fn rule_6_a_position_past_its_regime_is_an_error() {
+        for (config, longest, end) in
+            [(dynamic(), 10, 16), (dynamic(), 20, 20), (long(), 10, 16), (long(), 20, 32)]
+        {
+            let regime = config.regime(longest);
+            let rope = Rope::in_regime(config, regime, 32).unwrap();
+            assert!(rope.table([end - 1, 1 - end]).is_ok(), "{regime:?}");
+            let error = rope.table([end]).unwrap_err();
+            assert!(matches!(error, Error::OutOfRange { limit, .. } if limit == i128::from(end)), "{error}");
+        }
     }
 
     #[test]

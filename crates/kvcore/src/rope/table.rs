@@ -74,8 +74,7 @@ impl Rope {
         Self::in_regime(config, regime, max_positions)
     }
 
-    /// A rotary embedding in `regime`. Its table serves every position and distance below `max_positions`,
-    /// whether or not a request of this regime comes so far.
+    /// A rotary embedding in `regime`, for the positions below `max_positions` that belong to it.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for a regime that the scaling does not have.
@@ -84,6 +83,7 @@ impl Rope {
             return Err(Error::Zero { what: "max_positions" });
         }
         let frequencies = config.frequencies_for(regime)?;
+        let max_positions = config.end_of(regime).map_or(max_positions, |end| end.min(max_positions));
         let table = RopeTable { half: frequencies.len(), cos: Vec::new(), sin: Vec::new() };
         Ok(Self { config, regime, frequencies, max_positions, table: RwLock::new(Arc::new(table)) })
     }

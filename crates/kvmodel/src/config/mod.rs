@@ -138,8 +138,9 @@ impl ModelConfig {
         if head_dim == 0 || head_dim > MAX_WIDTH {
             return bad(format!("head_dim {head_dim} is not in 1..={MAX_WIDTH}"));
         }
-        if raw.num_attention_heads.checked_mul(head_dim).is_none() {
-            return bad(format!("{} heads of {head_dim} overflow", raw.num_attention_heads));
+        // No projection has more than a query's and a value's elements a head.
+        if raw.num_attention_heads.checked_mul(2 * MAX_WIDTH).is_none() {
+            return bad(format!("num_attention_heads {} overflow", raw.num_attention_heads));
         }
         // Interleaved pairs are the stored layout of DeepSeek unless the config says otherwise.
         let interleaved = json.get("rope_interleave").and_then(Value::as_bool).unwrap_or(true);
@@ -345,6 +346,10 @@ mod tests {
                 "short_factor has 1",
             ),
             (format!(r#"{BASE},"num_key_value_heads":0}}"#), "num_key_value_heads"),
+            (
+                format!(r#"{BASE},"head_dim":4,"num_attention_heads":1152921504606846976}}"#),
+                "num_attention_heads 1152921504606846976",
+            ),
             (format!(r#"{BASE},"head_dim":1099511627776}}"#), "head_dim 1099511627776"),
             (format!(r#"{BASE},"rope_scaling":{{"type":"yarn","factor":2.0,"beta_fast":0}}}}"#), "beta_fast"),
             (

@@ -234,9 +234,9 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
     }
 }
 
-#[test]
-fn quantised_weights_answer_nearly_the_same() {
-    let folder = crate::common::folder("llama");
+#[rstest]
+fn quantised_weights_answer_nearly_the_same(#[values("llama", "deepseek-v3")] name: &str) {
+    let folder = crate::common::folder(name);
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let weights = kvmodel::Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
     let model = kvmodel::Model::new(
@@ -245,15 +245,15 @@ fn quantised_weights_answer_nearly_the_same() {
         kvmodel::WeightFormat::Q8,
     )
     .unwrap();
-    assert_ne!(model.revision(), load_model("llama").revision(), "their keys and values must not be shared");
+    assert_ne!(model.revision(), load_model(name).revision(), "their keys and values must not be shared");
     let mut quantised = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default()).unwrap();
     let request = Request {
         max_new_tokens: 1,
         keep_logits: true,
-        ..ask(&Golden::load("llama").prompt, ReuseCell::default())
+        ..ask(&Golden::load(name).prompt, ReuseCell::default())
     };
-    let exact = run(&mut engine("llama", &EngineConfig::default()), &request);
+    let exact = run(&mut engine(name, &EngineConfig::default()), &request);
     let rounded = run(&mut quantised, &request);
     let gap = crate::common::distance(&exact.logits[0], &rounded.logits[0]);
-    assert!(gap > 0.0 && gap < 0.1, "{gap}");
+    assert!(gap > 0.0 && gap < 0.2, "{gap}");
 }

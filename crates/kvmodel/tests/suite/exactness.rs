@@ -148,11 +148,11 @@ fn half_precision_adds_no_error_by_reuse(
     assert!(own > 1e-6 && reuse <= 2.0 * own, "{reuse} against {own}");
 }
 
-#[test]
-fn work_that_is_deferred_gives_the_same_logits() {
-    let golden = Golden::load("llama");
+#[rstest]
+fn work_that_is_deferred_gives_the_same_logits(#[values("llama", "deepseek-v3")] name: &str) {
+    let golden = Golden::load(name);
     let run = |execution| {
-        let mut lab = Lab::new("llama", Setup { execution, ..Setup::default() });
+        let mut lab = Lab::new(name, Setup { execution, ..Setup::default() });
         drop(lab.run(&reordered(&golden.prompt), ReuseCell::ALL[1], true));
         lab.run(&golden.prompt, ReuseCell::ALL[1], true).logits
     };

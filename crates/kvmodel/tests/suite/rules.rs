@@ -2,6 +2,7 @@
 
 use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
 use kvchunk::{ChunkedPrompt, ReuseCell};
+use rstest::rstest;
 
 const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
 
@@ -18,14 +19,14 @@ fn rule_1_the_separator_takes_no_position() {
     assert_eq!(run.reports.iter().map(|r| r.position).collect::<Vec<_>>(), [5, 12, 16]);
 }
 
-#[test]
-fn rule_2_purity_bytes_depend_on_the_key_alone() {
+#[rstest]
+fn rule_2_purity_bytes_depend_on_the_key_alone(#[values("qwen3", "mistral", "deepseek-v3")] name: &str) {
     for cell in EXACT {
-        let golden = Golden::load("qwen3");
+        let golden = Golden::load(name);
         let prompt = &golden.prompt;
         let chunk = prompt.chunks()[1].clone();
         let stored = |before: &[ChunkedPrompt], with: ChunkedPrompt, at: usize| {
-            let mut lab = Lab::new("qwen3", Setup::default());
+            let mut lab = Lab::new(name, Setup::default());
             for earlier in before {
                 drop(lab.run(earlier, cell, true));
             }
@@ -45,7 +46,7 @@ fn rule_2_purity_bytes_depend_on_the_key_alone() {
             with_chunks(&golden, vec![prompt.chunks()[2].clone(), vec![5; 11], prompt.chunks()[0].clone()]);
         let target = with_chunks(&golden, vec![chunk.clone()]);
         let later = stored(std::slice::from_ref(&others), target.clone(), 0);
-        let mut lab = Lab::new("qwen3", Setup::default());
+        let mut lab = Lab::new(name, Setup::default());
         lab.plain(&prompt.flatten());
         drop(lab.run(&more, cell, true));
         let run = lab.run(&target, cell, true);
@@ -187,13 +188,14 @@ fn rule_6_a_request_has_the_regime_of_the_longest_position_it_may_reach() {
     assert!(distance(&long.logits, &expected) > 1e-2, "from the first token on");
 }
 
-#[test]
-fn rule_7_oversized_chunks_are_split_for_storage_only() {
+#[rstest]
+fn rule_7_oversized_chunks_are_split_for_storage_only(
+    #[values("llama3", "llama-dynamic", "mistral", "deepseek-v3")] name: &str,
+) {
     for cell in EXACT {
         for max_chunk_tokens in [1, 3, 4, 5] {
-            let golden = Golden::load("llama3");
-            let mut lab =
-                Lab::new("llama3", Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
+            let golden = Golden::load(name);
+            let mut lab = Lab::new(name, Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
             let expected = golden.logits(golden_name(cell));
             let cold = lab.run(&golden.prompt, cell, true);
             let hit = lab.run(&golden.prompt, cell, true);
