@@ -32,9 +32,13 @@ mod stream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+#[cfg(target_os = "linux")]
+use kvcore::backend::ReservedStorage;
 use kvcore::backend::{Backend, Capabilities, CounterSnapshot, Counters, MemoryKind, Storage, Stream};
 use kvcore::{DType, KvFormat, Result};
 
+#[cfg(target_os = "linux")]
+pub use memory::CpuReserved;
 pub use memory::CpuStorage;
 pub use stream::{CpuEvent, CpuStream};
 
@@ -82,12 +86,17 @@ impl Backend for CpuBackend {
             dtypes: DType::COMPUTE.to_vec(),
             formats: KvFormat::QUANTIZED.to_vec(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned, MemoryKind::System],
-            missing: Vec::new(),
+            missing: if cfg!(target_os = "linux") { Vec::new() } else { vec!["reserve"] },
         }
     }
 
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
         Ok(Arc::new(CpuStorage::allocate(kind, bytes)?))
+    }
+
+    #[cfg(target_os = "linux")]
+    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
+        Ok(Arc::new(CpuReserved::reserve(kind, bytes)?))
     }
 
     fn stream(&self) -> Result<Arc<dyn Stream>> {

@@ -199,6 +199,16 @@ pub enum Error {
         /// First block after the pool.
         end: u32,
     },
+    /// Blocks that sleep: their memory is released.
+    #[error("blocks {start}..{end} ({tag:?}) are asleep; wake them first")]
+    Asleep {
+        /// The name under which they were put to sleep.
+        tag: String,
+        /// First block of those that sleep.
+        start: u32,
+        /// First block after them.
+        end: u32,
+    },
     /// A backend was handed a storage, event or stream of another backend.
     #[error("{what} belongs to another backend than {backend}")]
     ForeignHandle {

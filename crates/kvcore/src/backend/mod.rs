@@ -20,8 +20,10 @@ use crate::storage::OwnedStorage;
 use crate::tensor::TensorView;
 
 mod counters;
+mod reserve;
 
 pub use counters::{CounterSnapshot, Counters};
+pub use reserve::{ReservedStorage, check_granules, whole_granules};
 
 /// Which memory a storage lies in. A disk is a tier below, not a memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -118,7 +120,7 @@ pub struct Capabilities {
     pub formats: Vec<&'static str>,
     /// Memory that can be allocated.
     pub memory: Vec<MemoryKind>,
-    /// Names of kernels that are missing, e.g. `"attend_mla"`.
+    /// Names of what is missing, out of [`OPTIONAL`](crate::kernels::OPTIONAL), e.g. `"attend_mla"`.
     pub missing: Vec<&'static str>,
 }
 
@@ -146,6 +148,32 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// [`crate::Error::Zero`] for no bytes, [`crate::Error::Allocation`] when memory is refused,
     /// [`crate::Error::Unsupported`] for a kind that [`capabilities`](Self::capabilities) does not list.
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
+
+    /// Reserves addresses for at least `bytes` bytes, with physical memory behind all of them until it is
+    /// unmapped. A backend that cannot lists `"reserve"` as missing.
+    ///
+    /// ```
+    /// # use kvbackend_cpu::CpuBackend;
+    /// use kvcore::{Backend, MemoryKind};
+    ///
+    /// let backend = CpuBackend::new();
+    /// # if backend.capabilities().missing.contains(&"reserve") { return Ok(()) }
+    /// let pool = backend.reserve(MemoryKind::Device, 1 << 20)?;
+    /// let (address, len) = (pool.address(), pool.len());
+    /// pool.unmap(0..len)?;                                       // asleep: addresses without memory
+    /// assert_eq!((pool.mapped_bytes(), pool.address()), (0, address));
+    /// pool.map(0..len)?;                                         // awake, and zero
+    /// assert_eq!((pool.mapped_bytes(), pool.address()), (len, address));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate); [`crate::Error::Unsupported`] where the device or the system cannot
+    /// release memory and keep its addresses.
+    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
+        let what = format!("reserving {bytes} bytes of {kind} memory");
+        Err(crate::Error::Unsupported { backend: self.name(), what })
+    }
 
     /// A new stream.
     fn stream(&self) -> Result<Arc<dyn Stream>>;

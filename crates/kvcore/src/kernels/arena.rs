@@ -52,8 +52,18 @@ impl KvArena {
     /// # Errors
     /// What the backend refuses: [`Error::Allocation`], [`Error::Unsupported`] for the kind of memory.
     pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
-        let k = backend.allocate(kind, layout.k_bytes())?;
-        let v = backend.allocate(kind, layout.v_bytes())?;
+        Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
+    }
+
+    /// The same with memory from `memory`, which is asked for K, V, the scales of K and those of V in this
+    /// order: how many bytes, and whether they are static scales.
+    pub(crate) fn allocate_with(
+        backend: &dyn Backend,
+        layout: Arc<KvLayout>,
+        mut memory: impl FnMut(usize, bool) -> Result<Arc<dyn Storage>>,
+    ) -> Result<Self> {
+        let k = memory(layout.k_bytes(), false)?;
+        let v = memory(layout.v_bytes(), false)?;
         let (Some(k_scales), Some(v_scales)) = (layout.k_scales(), layout.v_scales()) else {
             return Self::from_storage(k, v, layout);
         };
@@ -61,8 +71,8 @@ impl KvArena {
         let arena = Self::with_scales(
             k,
             v,
-            backend.allocate(kind, k_scales.bytes)?,
-            backend.allocate(kind, v_scales.bytes)?,
+            memory(k_scales.bytes, k_scales.is_static())?,
+            memory(v_scales.bytes, v_scales.is_static())?,
             layout,
         )?;
         if k_scales.is_static() {

@@ -79,8 +79,9 @@ pub trait Kernels {
 pub const REQUIRED: [&str; 8] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
-/// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`].
-pub const OPTIONAL: [&str; 4] = ["attend_mla", "selection", "quantize", "dequantize"];
+/// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`], `reserve`
+/// is [`Backend::reserve`](crate::Backend::reserve).
+pub const OPTIONAL: [&str; 5] = ["attend_mla", "selection", "quantize", "dequantize", "reserve"];
 
 /// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
 fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> Result<()> {

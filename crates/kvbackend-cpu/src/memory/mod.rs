@@ -1,4 +1,4 @@
-//! Host storage: owned or lent bytes behind a lock, so that safe code cannot race.
+//! Host storage: owned, lent or reserved bytes behind a lock, so that safe code cannot race.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
@@ -11,6 +11,12 @@ use kvcore::{Error, Result};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::NAME;
+
+#[cfg(target_os = "linux")]
+mod reserved;
+
+#[cfg(target_os = "linux")]
+pub use reserved::CpuReserved;
 
 /// A cache line; also suits every SIMD width.
 const ALIGN: usize = 64;
@@ -36,6 +42,9 @@ struct Bytes {
 enum Owner {
     /// Allocated here, with this layout.
     Allocated(Layout),
+    /// Mapped by the system for this storage alone.
+    #[cfg(target_os = "linux")]
+    Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
     /// Lent; the owner keeps the bytes alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }

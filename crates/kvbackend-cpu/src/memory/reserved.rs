@@ -1,0 +1,264 @@
+//! Reserved host memory: an anonymous mapping whose pages go back to the system and come again as zeros.
+
+use std::any::Any;
+use std::ops::Range;
+use std::ptr::{NonNull, null_mut};
+
+use kvcore::backend::{MemoryKind, ReservedStorage, Storage, check_granules};
+use kvcore::{Error, Result};
+use parking_lot::Mutex;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::param::page_size;
+
+use super::{Bytes, CpuStorage, Owner};
+
+/// Host memory that can sleep: a [`CpuStorage`] to every kernel.
+///
+/// Pages of an unmapped range are dropped, not protected: the system puts a zeroed page behind an address
+/// as soon as somebody touches it, so that reading or writing there is harmless, as safe code needs. What
+/// is written there takes memory until the range is unmapped again or mapped, which drops it.
+#[derive(Debug)]
+pub struct CpuReserved {
+    storage: CpuStorage,
+    /// Whether a page is mapped, by page. Locked before the bytes, never after.
+    mapped: Mutex<Vec<bool>>,
+    page: usize,
+}
+
+/// An anonymous mapping, unmapped when dropped.
+pub(super) struct Mapping {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread.
+unsafe impl Send for Mapping {}
+// SAFETY: a shared reference to it reads and writes nothing.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `ptr` and `len` are those of a mapping made below, which nothing refers to any more.
+        // It can fail only for a range that is none; memory is then leaked, not freed twice.
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
+    }
+}
+
+impl CpuReserved {
+    /// Reserves `bytes` bytes, rounded up to whole pages.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no bytes, [`Error::Allocation`] if the system refuses.
+    pub fn reserve(kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of a reservation" });
+        }
+        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
+        let page = page_size();
+        let len = bytes.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
+        let len = len.ok_or_else(|| refused("larger than the address space"))?;
+        // SAFETY: a new private mapping at an address that the system chooses touches no other memory.
+        let ptr = unsafe {
+            mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        };
+        let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| refused("the system gave no address"))?;
+        let owner = Owner::Reserved(Mapping { ptr, len });
+        let storage = CpuStorage::new(Bytes { ptr, len, owner }, kind);
+        Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
+    }
+
+    /// Drops the pages of `range`, which is whole pages inside the mapping.
+    fn discard(&self, range: &Range<usize>) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let mut bytes = self.storage.bytes.write();
+        let at = bytes.as_mut_slice()[range.clone()].as_mut_ptr();
+        // SAFETY: the range lies in a private anonymous mapping, and the write lock excludes every reader
+        // and writer of its bytes; they are zero afterwards, which is a value that bytes may have.
+        unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) }.map_err(|errno| Error::Allocation {
+            bytes: range.len(),
+            kind: self.storage.kind,
+            reason: format!("pages cannot be released: {errno}"),
+        })
+    }
+
+    fn pages(&self, range: &Range<usize>) -> Range<usize> {
+        range.start / self.page..range.end / self.page
+    }
+}
+
+impl Storage for CpuReserved {
+    fn len(&self) -> usize {
+        self.storage.len()
+    }
+
+    fn address(&self) -> u64 {
+        self.storage.address()
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.storage.kind()
+    }
+
+    /// The storage inside, which is what kernels look for.
+    fn as_any(&self) -> &dyn Any {
+        &self.storage
+    }
+}
+
+impl ReservedStorage for CpuReserved {
+    fn granularity(&self) -> usize {
+        self.page
+    }
+
+    fn map(&self, range: Range<usize>) -> Result<()> {
+        check_granules(&range, self.page, self.len())?;
+        let mut mapped = self.mapped.lock();
+        // What was written while it was unmapped is dropped first, so that it is zero now.
+        let pages = self.pages(&range);
+        let missing: Vec<usize> = pages.clone().filter(|&page| !mapped[page]).collect();
+        for run in missing.chunk_by(|a, b| a + 1 == *b) {
+            self.discard(&(run[0] * self.page..(run[run.len() - 1] + 1) * self.page))?;
+        }
+        mapped[pages].fill(true);
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range<usize>) -> Result<()> {
+        check_granules(&range, self.page, self.len())?;
+        let mut mapped = self.mapped.lock();
+        self.discard(&range)?;
+        mapped[self.pages(&range)].fill(false);
+        Ok(())
+    }
+
+    fn mapped_bytes(&self) -> usize {
+        self.mapped.lock().iter().filter(|&&mapped| mapped).count() * self.page
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::sync::Arc;
+
+    use kvcore::{Backend, DType, TensorView};
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{CpuBackend, Execution};
+
+    /// Pages of a range that hold physical memory, as the system's page table says.
+    fn resident(storage: &CpuReserved, range: Range<usize>) -> usize {
+        let table = File::open("/proc/self/pagemap").unwrap();
+        let page = |at: usize| (storage.address() as usize + at) / storage.page;
+        let present = |&page: &usize| {
+            let mut entry = [0; 8];
+            table.read_exact_at(&mut entry, 8 * page as u64).unwrap();
+            u64::from_ne_bytes(entry) >> 62 != 0 // in memory or in swap
+        };
+        (page(range.start)..page(range.end)).filter(present).count()
+    }
+
+    fn reserved(pages: usize) -> Arc<CpuReserved> {
+        Arc::new(CpuReserved::reserve(MemoryKind::Device, pages * page_size()).unwrap())
+    }
+
+    #[rstest]
+    fn physical_memory_goes_and_comes_back_as_zeros_at_the_same_address(
+        #[values(Execution::Immediate, Execution::Deferred)] execution: Execution,
+    ) {
+        let (storage, page) = (reserved(64), page_size());
+        let (address, len) = (storage.address(), storage.len());
+        let stream = CpuBackend::with_execution(execution).stream().unwrap();
+        let view = TensorView::new(storage.clone(), DType::U8, &[len]).unwrap();
+        let ones = vec![1; len];
+        stream.write(&view, &ones).unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!((resident(&storage, 0..len), storage.mapped_bytes()), (64, len));
+
+        let asleep = 8 * page..40 * page;
+        storage.unmap(asleep.clone()).unwrap();
+        assert_eq!((resident(&storage, asleep.clone()), resident(&storage, 0..len)), (0, 32));
+        assert_eq!((storage.mapped_bytes(), storage.address()), (32 * page, address));
+
+        storage.map(asleep.clone()).unwrap();
+        let mut bytes = vec![7; len];
+        stream.read(&view, &mut bytes).unwrap();
+        assert!(bytes[asleep.clone()].iter().all(|&byte| byte == 0));
+        assert!(bytes[..asleep.start].iter().chain(&bytes[asleep.end..]).all(|&byte| byte == 1));
+        stream.write(&view, &ones).unwrap();
+        stream.read(&view, &mut bytes).unwrap();
+        assert_eq!((bytes, resident(&storage, 0..len), storage.address()), (ones, 64, address));
+    }
+
+    #[test]
+    fn an_unmapped_range_may_be_read_and_written_and_is_zero_once_mapped() {
+        let (storage, page) = (reserved(4), page_size());
+        let stream = CpuBackend::new().stream().unwrap();
+        let view = TensorView::new(storage.clone(), DType::U8, &[4 * page]).unwrap();
+        storage.unmap(0..4 * page).unwrap();
+        let mut bytes = vec![1; 4 * page];
+        stream.read(&view, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0));
+        stream.write(&view, &vec![9; 4 * page]).unwrap();
+        storage.unmap(0..page).unwrap();
+        assert_eq!(resident(&storage, 0..page), 0, "unmapping again releases what was written");
+        storage.map(page..3 * page).unwrap();
+        stream.read(&view, &mut bytes).unwrap();
+        assert!(bytes[..3 * page].iter().all(|&byte| byte == 0));
+        assert_eq!(storage.mapped_bytes(), 2 * page);
+        // Mapping what is mapped keeps its contents.
+        stream.write(&view, &vec![9; 4 * page]).unwrap();
+        storage.map(0..4 * page).unwrap();
+        stream.read(&view, &mut bytes).unwrap();
+        assert!(bytes[page..3 * page].iter().all(|&byte| byte == 9));
+        assert!(bytes[..page].iter().chain(&bytes[3 * page..]).all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn wrong_sizes_and_ranges_are_refused_and_change_nothing() {
+        let refused = |bytes| CpuReserved::reserve(MemoryKind::System, bytes).unwrap_err();
+        assert!(matches!(refused(0), Error::Zero { .. }));
+        for bytes in [usize::MAX, usize::MAX / 2, 1 << 62] {
+            assert!(matches!(refused(bytes), Error::Allocation { .. }));
+        }
+        let (storage, page) = (reserved(2), page_size());
+        for range in [0..page - 1, 1..page, 0..3 * page, Range { start: page, end: 0 }] {
+            assert!(storage.unmap(range.clone()).is_err() && storage.map(range).is_err());
+        }
+        storage.unmap(page..page).unwrap();
+        assert_eq!(storage.mapped_bytes(), 2 * page);
+        let odd = CpuReserved::reserve(MemoryKind::System, page + 1).unwrap();
+        assert_eq!((odd.len(), odd.kind()), (2 * page, MemoryKind::System));
+    }
+
+    #[test]
+    fn readers_and_writers_of_other_threads_meet_no_fault() {
+        let (storage, page) = (reserved(8), page_size());
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let storage = &storage;
+                scope.spawn(move || {
+                    let stream = CpuBackend::new().stream().unwrap();
+                    let view = TensorView::new(storage.clone(), DType::U8, &[8 * page]).unwrap();
+                    let mut bytes = vec![0; 8 * page];
+                    for round in 0..200 {
+                        match (thread + round) % 4 {
+                            0 => storage.unmap(page..5 * page).unwrap(),
+                            1 => storage.map(2 * page..6 * page).unwrap(),
+                            2 => stream.write(&view, &vec![3; 8 * page]).unwrap(),
+                            _ => stream.read(&view, &mut bytes).unwrap(),
+                        }
+                        assert!(bytes.iter().all(|&byte| byte == 0 || byte == 3));
+                    }
+                });
+            }
+        });
+        storage.map(0..8 * page).unwrap();
+        assert_eq!(storage.mapped_bytes(), 8 * page);
+    }
+}
