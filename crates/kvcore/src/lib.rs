@@ -44,7 +44,8 @@ mod sync;
 pub mod tensor;
 
 pub use backend::{
-    Backend, Capabilities, CounterSnapshot, Event, MemoryKind, Storage, Stream, allocate_tensor,
+    Backend, Capabilities, CounterSnapshot, Event, MemoryKind, ReservedStorage, Storage, Stream,
+    allocate_tensor,
 };
 pub use block::{
     BlockId, BlockPool, BlockTable, Clock, CompleteBlocks, Duplicates, EventQueue, EventSink, EvictionPolicy,
@@ -73,7 +74,7 @@ pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
 pub use rope::{LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling};
 pub use storage::{
-    BlockState, Goal, OwnedStorage, PoolMetrics, RequestId, StorageManager, Target, Tier, TierAction,
-    TierThresholds,
+    BlockState, Goal, OwnedStorage, PoolMetrics, RequestId, ReservedArena, SleepingBlocks, StorageManager,
+    Target, Tier, TierAction, TierThresholds,
 };
 pub use tensor::TensorView;

@@ -58,9 +58,8 @@ impl CpuReserved {
         let len = bytes.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
         let len = len.ok_or_else(|| refused("larger than the address space"))?;
         // SAFETY: a new private mapping at an address that the system chooses touches no other memory.
-        let ptr = unsafe {
-            mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-        };
+        let ptr =
+            unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| refused("the system gave no address"))?;
         let owner = Owner::Reserved(Mapping { ptr, len });

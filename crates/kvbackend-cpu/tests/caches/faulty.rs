@@ -17,13 +17,13 @@ use crate::sharing::{contents, root, write};
 
 /// Refuses one operation and passes the others on.
 #[derive(Debug)]
-struct Faulty {
+pub(crate) struct Faulty {
     stream: Arc<dyn Stream>,
     refused: &'static str,
 }
 
 impl Faulty {
-    fn new(m: &Memory, refused: &'static str) -> Self {
+    pub(crate) fn new(m: &Memory, refused: &'static str) -> Self {
         Self { stream: Arc::clone(&m.stream), refused }
     }
 

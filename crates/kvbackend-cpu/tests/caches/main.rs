@@ -5,5 +5,6 @@ mod common;
 mod faulty;
 mod manager;
 mod sharing;
+mod sleeping;
 mod spanned;
 mod statics;

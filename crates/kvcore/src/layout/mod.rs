@@ -4,6 +4,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, product};
 
 mod plane;
+mod runs;
 mod scales;
 mod shape;
 

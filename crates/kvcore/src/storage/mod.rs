@@ -4,12 +4,15 @@
 //!   Backend ──► OwnedStorage ──► TensorView            bytes of one MemoryKind, typed windows into them
 //!   BlockPool ─► StorageManager ─► PoolMetrics         blocks by request; counts, latencies, goals
 //!                     TierThresholds ─► TierAction     how many blocks to move, and nothing else
+//!   Backend ──► ReservedArena ──► SleepingBlocks       memory released, ids and addresses kept
 //! ```
 
 mod goals;
 mod manager;
 mod metrics;
 mod owned;
+mod reserved_arena;
+mod sleeping;
 mod state;
 mod tier;
 
@@ -17,5 +20,7 @@ pub use goals::{Goal, Target};
 pub use manager::{RequestId, StorageManager};
 pub use metrics::PoolMetrics;
 pub use owned::OwnedStorage;
+pub use reserved_arena::ReservedArena;
+pub use sleeping::SleepingBlocks;
 pub use state::BlockState;
 pub use tier::{Tier, TierAction, TierThresholds};
