@@ -2,10 +2,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
+use kvcore::backend::check_granules;
 use kvcore::kernels::{
     ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, Quantize,
     RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
@@ -13,7 +16,7 @@ use kvcore::kernels::{
 use kvcore::tensor::Dims;
 use kvcore::{
     Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
-    Result, Rope, RopeConfig, Storage, Stream, TensorView,
+    ReservedStorage, Result, Rope, RopeConfig, Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -57,8 +60,14 @@ enum Fault {
     ListsWhatItHasAsMissing,
     HidesAFormat,
     RefusesWithAnotherError,
+    UnmapKeepsContents,
+    UnmapTakesNeighbours,
+    MapClearsWhatIsMapped,
+    RangesAreNotChecked,
     /// Not a fault: what is missing is listed and refused as it should be.
     LacksQuantize,
+    /// The same of a backend that cannot reserve.
+    LacksReserve,
 }
 
 /// Each fault with the case that is there to catch it.
@@ -117,6 +126,11 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
     (Fault::SelectionIgnored, "mla::latents_may_be_selected"),
     (Fault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
+    (Fault::UnmapKeepsContents, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
+    (Fault::UnmapTakesNeighbours, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
+    (Fault::MapClearsWhatIsMapped, "reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing"),
+    (Fault::RangesAreNotChecked, "reserve::wrong_ranges_are_refused_and_change_nothing"),
+    (Fault::CopyOneLayer, "reserve::kernels_work_on_reserved_memory"),
 ];
 
 #[derive(Debug)]
@@ -159,6 +173,7 @@ impl Backend for Wrong {
             Fault::ListsWhatItHasAsMissing | Fault::RefusesWithAnotherError | Fault::LacksQuantize => {
                 capabilities.missing.push("quantize");
             }
+            Fault::LacksReserve => capabilities.missing.push("reserve"),
             Fault::HidesAFormat => capabilities.formats.retain(|&f| f != "int4"),
             _ => {}
         }
@@ -176,11 +191,81 @@ impl Backend for Wrong {
         kept.push(self.inner.allocate(kind, bytes)?);
         Ok(Arc::clone(&kept[kept.len() - 1]))
     }
+    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
+        if self.fault == Fault::LacksReserve {
+            return Err(Error::Unsupported { backend: "wrong", what: "reserve".to_owned() });
+        }
+        let inner = self.inner.reserve(kind, bytes)?;
+        Ok(Arc::new(WrongReserved { inner, fault: self.fault, hidden: Mutex::default() }))
+    }
     fn stream(&self) -> Result<Arc<dyn Stream>> {
         Ok(Arc::new(WrongStream { inner: self.inner.stream()?, fault: self.fault }))
     }
     fn counters(&self) -> CounterSnapshot {
         self.inner.counters()
+    }
+}
+
+/// Reserved memory that does not keep to its contract.
+#[derive(Debug)]
+struct WrongReserved {
+    inner: Arc<dyn ReservedStorage>,
+    fault: Fault,
+    /// Granules that are unmapped in name only.
+    hidden: Mutex<BTreeSet<usize>>,
+}
+
+impl Storage for WrongReserved {
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+    fn address(&self) -> u64 {
+        self.inner.address()
+    }
+    fn kind(&self) -> MemoryKind {
+        self.inner.kind()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self.inner.as_any()
+    }
+}
+
+impl ReservedStorage for WrongReserved {
+    fn granularity(&self) -> usize {
+        self.inner.granularity()
+    }
+    fn map(&self, range: Range<usize>) -> Result<()> {
+        let checked = check_granules(&range, self.granularity(), self.len());
+        match self.fault {
+            Fault::RangesAreNotChecked if checked.is_err() => return Ok(()),
+            Fault::MapClearsWhatIsMapped => self.inner.unmap(range.clone())?,
+            Fault::UnmapKeepsContents => {
+                self.hidden.lock().unwrap().retain(|granule| !range.contains(granule));
+            }
+            _ => {}
+        }
+        self.inner.map(range)
+    }
+    fn unmap(&self, range: Range<usize>) -> Result<()> {
+        let granule = self.granularity();
+        let checked = check_granules(&range, granule, self.len());
+        match self.fault {
+            Fault::RangesAreNotChecked if checked.is_err() => return Ok(()),
+            Fault::UnmapKeepsContents => {
+                checked?;
+                self.hidden.lock().unwrap().extend(range.step_by(granule));
+                return Ok(());
+            }
+            Fault::UnmapTakesNeighbours if checked.is_ok() && range.end < self.len() => {
+                self.inner.unmap(range.end..range.end + granule)?;
+                self.inner.map(range.end..range.end + granule)?;
+            }
+            _ => {}
+        }
+        self.inner.unmap(range)
+    }
+    fn mapped_bytes(&self) -> usize {
+        self.inner.mapped_bytes() - self.hidden.lock().unwrap().len() * self.granularity()
     }
 }
 
@@ -433,7 +518,7 @@ fn a_wrong_kernel_fails_the_case_that_is_there_for_it(
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    for fault in [Fault::None, Fault::LacksQuantize] {
+    for fault in [Fault::None, Fault::LacksQuantize, Fault::LacksReserve] {
         assert_eq!(failures(fault, DType::F32), [] as [&str; 0], "{fault:?}");
     }
 }

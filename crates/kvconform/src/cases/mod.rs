@@ -11,6 +11,7 @@ mod memory;
 mod mla;
 mod order;
 mod quant;
+mod reserve;
 mod rope;
 mod rows;
 mod sparse;
@@ -21,7 +22,7 @@ mod tensor;
 pub struct Case {
     /// `kernel::what_is_claimed`.
     pub name: &'static str,
-    /// Kernels that the case uses and that a backend may lack.
+    /// What the case uses and a backend may lack: names of [`OPTIONAL`](kvcore::kernels::OPTIONAL).
     pub needs: &'static [&'static str],
     body: fn(&Bench) -> Outcome,
 }
@@ -70,6 +71,10 @@ cases! {
     memory::reused_memory_is_zeroed,
     memory::host_copies_round_trip,
     memory::host_copies_check_length_and_density,
+    reserve::memory_goes_and_comes_back_as_zeros_at_its_address needs ["reserve"],
+    reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing needs ["reserve"],
+    reserve::wrong_ranges_are_refused_and_change_nothing needs ["reserve"],
+    reserve::kernels_work_on_reserved_memory needs ["reserve"],
     tensor::any_strides_equal_indexing,
     tensor::parts_of_one_storage_may_be_copied,
     tensor::elements_of_any_size_are_copied,
