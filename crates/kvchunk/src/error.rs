@@ -92,6 +92,25 @@ pub enum Error {
     /// Saved contents that do not read back as they were.
     #[error("saved chunk is damaged: {0}")]
     Damaged(String),
+    /// A pool that cannot sleep while it is in use.
+    #[error(
+        "the chunk pool is in use: {held} pieces are held, {flights} are being computed or moved, \
+         {others} blocks are held by others; let these requests end first"
+    )]
+    PoolInUse {
+        /// Pieces that requests hold.
+        held: usize,
+        /// Pieces that are computed, put to sleep or woken at this moment.
+        flights: usize,
+        /// Blocks that belong to neither: of pieces that were not kept, or taken from the pool directly.
+        others: usize,
+    },
+    /// A pool that sleeps already.
+    #[error("the chunk pool sleeps already")]
+    PoolAsleep,
+    /// A pool that another thread puts to sleep or wakes.
+    #[error("the chunk pool is being put to sleep or woken by another thread; ask again")]
+    PoolMoving,
     /// From the structures below.
     #[error(transparent)]
     Core(#[from] kvcore::Error),

@@ -36,11 +36,12 @@ mod position;
 mod prompt;
 mod recompute;
 mod scaling;
+mod sleep;
 
 pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, Scratch};
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkInfo, ChunkKvCache, ChunkReservation, ChunkWaiter,
-    ColdRule, NotWoken, SleepStore, Sleeping, Tenant, TenantId,
+    ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};
@@ -50,3 +51,4 @@ pub use position::{ChunkPlace, MergedKvCache, PositionPlan, PositionReindexer, R
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
 pub use scaling::ContextScaling;
+pub use sleep::{ArenaSleep, SleepForm, SleepUsage};

@@ -21,7 +21,8 @@ pub enum Acquired {
     /// Another request computes it, or it is being moved: wait, then ask again. Compute what is reserved
     /// first: see [`ChunkWaiter`].
     Busy(ChunkWaiter),
-    /// Even after evicting what nobody holds there is no room: this request computes the piece for itself.
+    /// Even after evicting what nobody holds there is no room, or the whole pool sleeps: this request
+    /// computes the piece for itself.
     NoRoom,
 }
 
@@ -149,6 +150,9 @@ impl Shared {
 
     fn find_or_reserve(self: &Arc<Self>, state: &mut State, wanted: &Wanted<'_, '_>, now: u64) -> Found {
         let Wanted { piece, tenant, .. } = *wanted;
+        if !state.pool.is_awake() {
+            return Found::Here(no_room(state, tenant));
+        }
         if let Some(slot) = state.find(piece) {
             let flight = match state.entry(slot).map(|entry| &entry.place) {
                 Some(Place::Asleep(_)) => return Found::Asleep(slot),

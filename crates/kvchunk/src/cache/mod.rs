@@ -13,6 +13,8 @@
 //!                                                         Asleep
 //! ```
 //!
+//! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]): every request gets `NoRoom` then.
+//!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
 use std::sync::Arc;
@@ -30,6 +32,7 @@ mod acquire;
 mod flight;
 mod handle;
 mod metrics;
+mod pool_sleep;
 mod sleep;
 mod state;
 mod tenant;
@@ -39,6 +42,7 @@ pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
 pub use handle::{ChunkKvCache, ChunkReservation};
 pub use metrics::ChunkCacheMetrics;
+pub use pool_sleep::PoolSleep;
 pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
 pub use tenant::{Tenant, TenantId};
 

@@ -67,6 +67,8 @@ pub enum NotWoken {
     Unknown,
     /// Even after evicting what nobody holds there is no room.
     NoRoom,
+    /// The whole pool sleeps: see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
+    PoolAsleep,
     /// What was saved cannot be read back; the piece is gone and will be computed anew.
     Lost(crate::Error),
 }
@@ -76,6 +78,7 @@ impl fmt::Display for NotWoken {
         match self {
             Self::Unknown => f.write_str("no chunk has this hash"),
             Self::NoRoom => f.write_str("the chunk pool has no room, even after evicting what nobody holds"),
+            Self::PoolAsleep => f.write_str("the whole chunk pool sleeps; wake it first"),
             Self::Lost(error) => write!(f, "it could not be read back and is gone: {error}"),
         }
     }

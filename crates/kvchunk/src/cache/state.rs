@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
 
 use super::flight::Flight;
+use super::pool_sleep::PoolPlace;
 use super::sleep::Sleeping;
 use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, Evidence};
@@ -66,6 +67,8 @@ pub(super) struct State {
     any_system: HashMap<BlockKey, u32>,
     pub(super) flights: HashMap<BlockKey, (Evidence, Arc<Flight>)>,
     pub(super) accounts: Vec<Account>,
+    /// Whether the blocks have memory.
+    pub(super) pool: PoolPlace,
     generations: u64,
 }
 
@@ -78,6 +81,7 @@ impl State {
             any_system: HashMap::new(),
             flights: HashMap::new(),
             accounts: vec![first],
+            pool: PoolPlace::Awake,
             generations: 0,
         }
     }
@@ -117,8 +121,11 @@ impl State {
         self.entry(slot).filter(same).map(|_| slot)
     }
 
-    /// Counts a use of an awake piece and takes it out of the order of eviction.
+    /// Counts a use of an awake piece in an awake pool and takes it out of the order of eviction.
     pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&Entry, &Awake)> {
+        if !self.pool.is_awake() {
+            return None;
+        }
         let entry = self.entries.get_mut(slot as usize)?.as_mut()?;
         let Place::Awake(awake) = &entry.place else { return None };
         let account = &mut self.accounts[entry.tenant.0 as usize];

@@ -7,7 +7,8 @@ use kvcore::BlockKey;
 
 use super::flight::Flight;
 use super::sleep::{ColdRule, NotWoken, SleepStore};
-use super::state::Place;
+use super::state::{Entry, Place};
+use super::tenant::TenantId;
 use super::{ChunkCacheManager, Shared};
 use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
@@ -36,12 +37,26 @@ impl ChunkCacheManager {
     /// [`Error::NoSleep`] for a cache without a place to sleep. The store's error, for instance when it is
     /// full, if no piece could be put to sleep; else what fitted sleeps and the rest stays awake.
     pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
+        self.sleep_cold_where(rule, |_| true)
+    }
+
+    /// The same with the pieces of one tenant.
+    ///
+    /// # Errors
+    /// As [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    pub fn sleep_cold_chunks_of(&self, tenant: TenantId, rule: ColdRule) -> Result<usize> {
+        self.sleep_cold_where(rule, |of| of == tenant)
+    }
+
+    fn sleep_cold_where(&self, rule: ColdRule, of: impl Fn(TenantId) -> bool) -> Result<usize> {
         let store = self.0.sleep.as_ref().ok_or(Error::NoSleep)?;
         let now = self.0.clock.millis();
         let slots = self.0.state.lock().entries.len() as u32;
         let mut slept = 0;
         for slot in 0..slots {
-            match self.0.sleep_slot(slot, rule, now, store.as_ref()) {
+            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, age, idle| {
+                of(entry.tenant) && rule.is_cold(age, idle, entry.access_count)
+            }) {
                 Ok(true) => slept += 1,
                 Ok(false) => {}
                 Err(error) if slept == 0 => return Err(error),
@@ -66,14 +81,21 @@ impl ChunkCacheManager {
 }
 
 impl Shared {
-    fn sleep_slot(&self, slot: u32, rule: ColdRule, now: u64, store: &dyn SleepStore) -> Result<bool> {
+    fn sleep_slot(
+        &self,
+        slot: u32,
+        now: u64,
+        store: &dyn SleepStore,
+        is_cold: impl Fn(&Entry, Duration, Duration) -> bool,
+    ) -> Result<bool> {
         let flight = Arc::new(Flight::default());
         let mut state = self.state.lock();
         let cold = state.entry(slot).is_some_and(|entry| {
             let since = |then: u64| Duration::from_millis(now.saturating_sub(then));
             let (age, idle) = (since(entry.created), since(entry.last_accessed));
-            entry.is_evictable() && rule.is_cold(age, idle, entry.access_count)
+            entry.is_evictable() && is_cold(entry, age, idle)
         });
+        let cold = cold && state.pool.is_awake();
         let Some(awake) = cold.then(|| state.depart(slot, &flight)).flatten() else { return Ok(false) };
         drop(state);
         let saved = store.save(&awake.ids);
@@ -103,6 +125,9 @@ impl Shared {
         let now = self.clock.millis();
         let flight = Arc::new(Flight::default());
         let mut state = self.state.lock();
+        if !state.pool.is_awake() {
+            return Woken::NotWoken(NotWoken::PoolAsleep);
+        }
         let Some(entry) = state.entry(slot).filter(|entry| entry.hash.key == key) else {
             return Woken::Awake;
         };

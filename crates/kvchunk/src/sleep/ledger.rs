@@ -1,0 +1,98 @@
+//! What sleeps, in bytes, and how much more may.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::error::{Error, Result};
+
+/// What sleeps in an [`ArenaSleep`](crate::ArenaSleep).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SleepUsage {
+    /// Pieces that sleep.
+    pub pieces: usize,
+    /// Bytes that they took on the device.
+    pub device_bytes: usize,
+    /// Bytes of host memory that they take.
+    pub host_bytes: usize,
+    /// Most bytes of host memory that they may take.
+    pub limit_bytes: usize,
+}
+
+impl SleepUsage {
+    /// Bytes by which they are smaller than they were on the device; 0 for what does not shrink.
+    pub fn saved_bytes(&self) -> usize {
+        self.device_bytes.saturating_sub(self.host_bytes)
+    }
+}
+
+/// The account of a place to sleep.
+#[derive(Debug)]
+pub(super) struct Ledger(Mutex<SleepUsage>);
+
+/// A piece's entry in the account; dropping it strikes it out.
+#[derive(Debug)]
+pub(super) struct Charge {
+    ledger: Arc<Ledger>,
+    device: usize,
+    host: usize,
+}
+
+impl Ledger {
+    pub(super) fn new(limit_bytes: usize) -> Self {
+        Self(Mutex::new(SleepUsage { limit_bytes, ..SleepUsage::default() }))
+    }
+
+    pub(super) fn usage(&self) -> SleepUsage {
+        *self.0.lock()
+    }
+
+    /// Books a piece.
+    ///
+    /// # Errors
+    /// [`Error::SleepFull`].
+    pub(super) fn charge(self: &Arc<Self>, device: usize, host: usize) -> Result<Charge> {
+        let mut usage = self.0.lock();
+        let free = usage.limit_bytes - usage.host_bytes;
+        if host > free {
+            return Err(Error::SleepFull { asked: host, free, limit: usage.limit_bytes });
+        }
+        usage.pieces += 1;
+        usage.device_bytes += device;
+        usage.host_bytes += host;
+        Ok(Charge { ledger: Arc::clone(self), device, host })
+    }
+}
+
+impl Charge {
+    /// Bytes of host memory.
+    pub(super) fn host_bytes(&self) -> usize {
+        self.host
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut usage = self.ledger.0.lock();
+        usage.pieces -= 1;
+        usage.device_bytes -= self.device;
+        usage.host_bytes -= self.host;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_booked_stays_within_the_limit_and_is_struck_out() {
+        let ledger = Arc::new(Ledger::new(100));
+        let first = ledger.charge(80, 60).unwrap();
+        assert_eq!(ledger.charge(80, 41).unwrap_err(), Error::SleepFull { asked: 41, free: 40, limit: 100 });
+        let second = ledger.charge(80, 40).unwrap();
+        let full = SleepUsage { pieces: 2, device_bytes: 160, host_bytes: 100, limit_bytes: 100 };
+        assert_eq!((ledger.usage(), full.saved_bytes(), first.host_bytes()), (full, 60, 60));
+        drop((first, second));
+        assert_eq!(ledger.usage(), SleepUsage { limit_bytes: 100, ..SleepUsage::default() });
+    }
+}
