@@ -114,3 +114,104 @@ fn buffers(arena: &KvArena) -> Vec<Buffer<'_>> {
     }
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use kvbackend_cpu::CpuBackend;
+    use kvcore::{BlockOrder, KeyScope, KvFormat, ManualClock};
+
+    use super::*;
+    use crate::{
+        Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ColdRule,
+        ComputeMode, Error, HashAlgorithm, SleepStore, TenantId,
+    };
+
+    /// A store of which one buffer rots.
+    #[derive(Debug)]
+    struct Rotting {
+        store: Arc<CompressedStore>,
+        buffer: usize,
+    }
+
+    impl SleepStore for Rotting {
+        fn save(&self, blocks: &[BlockId]) -> Result<Box<dyn Sleeping>> {
+            let mut piece = self.store.save(blocks)?;
+            let frame = &mut piece.buffers[self.buffer].frames[0];
+            let middle = frame.len() / 2;
+            frame[middle] ^= 0x10;
+            Ok(Box::new(piece))
+        }
+    }
+
+    #[test]
+    fn rule_8_damaged_bytes_are_found_and_the_chunk_is_computed_anew() {
+        let backend = CpuBackend::new();
+        let shape = KvShape {
+            num_layers: 2,
+            num_blocks: 8,
+            block_size: 4,
+            k_heads: 2,
+            v_heads: 2,
+            k_dim: 16,
+            v_dim: 16,
+            format: KvFormat::Int8 { group: 8 },
+            order: BlockOrder::HeadMajor,
+        };
+        let layout = Arc::new(KvLayout::new(shape).unwrap());
+        for buffer in 0..4 {
+            let device =
+                KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::clone(&layout)).unwrap();
+            let stream = backend.stream().unwrap();
+            for plane in buffers(&device) {
+                let bytes: Vec<u8> = (0..plane.bytes).map(|at| (at * at % 251) as u8).collect();
+                stream.write(&plane.view().unwrap(), &bytes).unwrap();
+            }
+            let ledger = Arc::new(Ledger::new(1 << 20));
+            let store = Arc::new(CompressedStore::new(backend.clone(), device, stream, Arc::clone(&ledger)));
+            let clock = ManualClock::default();
+            let cache = ChunkCacheManager::build(
+                ChunkCacheConfig::default(),
+                ChunkBlockPool::new(0..8, 4).unwrap(),
+                Some(Arc::new(Rotting { store, buffer })),
+                Arc::new(clock.clone()),
+            )
+            .unwrap();
+            let context = ChunkContext::new(KeyScope::new("m", b"w").root(), ComputeMode::Alone, &[]);
+            let hasher = ChunkHasher::new(HashAlgorithm::Blake3, context, 4);
+            let piece = hasher.pieces(&[1; 10], usize::MAX).next().unwrap();
+            let acquire = || cache.acquire(TenantId::default(), &piece, 0);
+            let Acquired::Compute(reservation) = acquire() else { panic!() };
+            drop(reservation.store());
+            clock.advance(std::time::Duration::from_secs(100));
+            assert_eq!(cache.sleep_cold_chunks(ColdRule::default()).unwrap(), 1);
+            assert_eq!(ledger.usage().pieces, 1);
+            assert!(matches!(acquire(), Acquired::Compute(_)), "buffer {buffer}");
+            assert_eq!((cache.metrics().lost, ledger.usage().pieces), (1, 0));
+            cache.check_invariants().unwrap();
+        }
+    }
+
+    #[test]
+    fn another_number_of_blocks_is_refused() {
+        let backend = CpuBackend::new();
+        let shape = KvShape {
+            num_layers: 1,
+            num_blocks: 4,
+            block_size: 4,
+            k_heads: 1,
+            v_heads: 1,
+            k_dim: 8,
+            v_dim: 8,
+            format: DType::F32.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let layout = Arc::new(KvLayout::new(shape).unwrap());
+        let device = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).unwrap();
+        let (stream, ledger) = (backend.stream().unwrap(), Arc::new(Ledger::new(1 << 20)));
+        let store = Arc::new(CompressedStore::new(backend, device, stream, ledger));
+        let piece = store.save(&[BlockId(1), BlockId(3)]).unwrap();
+        let refused = piece.restore(&[BlockId(0)]).unwrap_err();
+        assert!(matches!(refused, Error::Core(CoreError::Mismatch { expected: 2, got: 1, .. })));
+        piece.restore(&[BlockId(0), BlockId(2)]).unwrap();
+    }
+}

@@ -1,0 +1,87 @@
+//! Four threads that acquire, sleep and wake real chunks and the whole pool at once.
+
+use super::*;
+use kvchunk::Error;
+use rstest::rstest;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+
+const THREADS: u64 = 4;
+const CALLS: u64 = 1500;
+const CHUNKS: u32 = 30;
+
+#[rstest]
+fn four_threads_sleep_and_wake_and_every_byte_stays_right(
+    #[values(SleepForm::Plain, SleepForm::Compressed)] form: SleepForm,
+) {
+    let w = World::over(40..80, "bf16", Execution::Immediate, form, 1 << 20);
+    let expected: Vec<Vec<u8>> = (0..CHUNKS)
+        .map(|chunk| {
+            let fresh = World::plain("bf16", Execution::Immediate);
+            fresh.answer(&fresh.store(&tokens(chunk)))
+        })
+        .collect();
+    let rule = ColdRule { min_accesses: 50, spare_younger_than: Duration::ZERO, ..ColdRule::default() };
+    let (pool_slept, pool_busy) = (AtomicU32::new(0), AtomicU32::new(0));
+    let work = |thread: u64| {
+        let mut random = 0x1234_5678_9abc_def1 ^ (thread << 7);
+        for _ in 0..CALLS {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let chunk = (random >> 8) as u32 % CHUNKS;
+            match random % 32 {
+                0 | 1 => match w.cache.sleep_pool(&w.reserved, w.stream.as_ref()) {
+                    Ok(_) => drop(pool_slept.fetch_add(1, SeqCst)),
+                    Err(Error::PoolInUse { .. } | Error::PoolAsleep | Error::PoolMoving) => {
+                        pool_busy.fetch_add(1, SeqCst);
+                    }
+                    Err(error) => panic!("{error}"),
+                },
+                2..6 => match w.cache.wake_pool(w.stream.as_ref()) {
+                    Ok(_) | Err(Error::PoolMoving) => {}
+                    Err(error) => panic!("{error}"),
+                },
+                6 | 7 => drop(w.cache.sleep_cold_chunks(rule)),
+                8 => drop(w.cache.wake_up_chunks(&[w.hash(&tokens(chunk))])),
+                9 => drop(w.cache.evict_lru()),
+                _ => match w.acquire(&tokens(chunk)) {
+                    Acquired::Hit(found) => {
+                        assert_eq!(w.answer(&found), expected[chunk as usize], "chunk {chunk}");
+                    }
+                    Acquired::Compute(reservation) => {
+                        w.compute(&reservation);
+                        let stored = reservation.store();
+                        assert_eq!(w.answer(&stored), expected[chunk as usize], "chunk {chunk}");
+                    }
+                    Acquired::Busy(waiter) => waiter.wait(),
+                    Acquired::NoRoom => {}
+                },
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let work = &work;
+            scope.spawn(move || work(thread));
+        }
+    });
+    w.cache.wake_pool(w.stream.as_ref()).unwrap();
+    w.check();
+    let m = w.cache.metrics();
+    assert!(m.hit_count > 50 && m.slept > 20 && m.woken > 5 && m.lost == 0, "{m:?}");
+    assert!(
+        pool_slept.load(SeqCst) > 5,
+        "{} slept, {} busy",
+        pool_slept.load(SeqCst),
+        pool_busy.load(SeqCst)
+    );
+    for chunk in 0..CHUNKS {
+        if let Acquired::Hit(found) = w.acquire(&tokens(chunk)) {
+            assert_eq!(w.answer(&found), expected[chunk as usize]);
+        }
+    }
+    w.cache.clear();
+    assert_eq!((w.free(), w.sleep.usage().pieces), (40, 0));
+    assert_eq!(w.reserved.asleep(), []);
+    w.check();
+}
