@@ -173,14 +173,14 @@ impl Memory {
 
     /// The granules that lie wholly in `blocks`.
     pub(super) fn granules(&self, blocks: &Range<u32>) -> Vec<Granules> {
-        let runs = self.arena.layout().runs(blocks);
-        let of_part = |(number, (part, runs)): (usize, (&Arc<dyn ReservedStorage>, Vec<Range<usize>>))| {
-            let (len, granularity) = (part.len(), part.granularity());
-            let inside = move |run: Range<usize>| whole_granules(run.start..run.end.min(len), granularity);
-            runs.into_iter().map(move |run| (number, inside(run)))
-        };
-        let granules = self.parts.iter().zip(runs).enumerate().flat_map(of_part);
-        granules.filter(|(_, range)| !range.is_empty()).collect()
+        let mut granules = Vec::new();
+        for (number, (part, runs)) in self.parts.iter().zip(self.arena.layout().runs(blocks)).enumerate() {
+            let inside =
+                |run: Range<usize>| whole_granules(run.start..run.end.min(part.len()), part.granularity());
+            let whole = runs.into_iter().map(inside).filter(|range| !range.is_empty());
+            granules.extend(whole.map(|range| (number, range)));
+        }
+        granules
     }
 
     /// Releases granules, all or none of them; what they held is lost either way.
