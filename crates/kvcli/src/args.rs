@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, PositionStrategy};
+use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KvFormat, MaxLen};
 
 /// Runs a language model whose documents' KV is computed once and reused at any position.
@@ -83,7 +83,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR, allow_hyphen_values = true, value_parser = separator)]
     pub(crate) separator: String,
 
-    /// Where documents stand: all right after the system prompt, or one after the other.
+    /// Where documents stand: all right after the system prompt; one after the other; or so, and found
+    /// again at the same place only.
     #[arg(long, value_enum, default_value = "overlapped")]
     pub(crate) positions: Positions,
 
@@ -91,6 +92,29 @@ pub(crate) struct RunArgs {
     /// Reuse is exact in every combination except `sequential` together with `with-system`.
     #[arg(long, value_enum, default_value = "with-system")]
     pub(crate) chunks: Chunks,
+
+    /// Which document tokens are computed anew with everything before them in sight: none; the first K of
+    /// each document (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
+    /// blend:R@LAYER:keys|values|both); a random share (random:R@SEED); or full.
+    #[arg(long, value_name = "STRATEGY", default_value = "none", value_parser = recompute)]
+    pub(crate) recompute: Recompute,
+
+    /// Divides the question's logits over documents: below 1 it looks at them more sharply (APE).
+    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive)]
+    pub(crate) context_temperature: f32,
+
+    /// Multiplies the log-sum-exp of all documents together (APE).
+    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive)]
+    pub(crate) context_scale: f32,
+
+    /// How documents are hashed. Tokens are compared on every hit; under xxh3-128 everything else is, too.
+    #[arg(long, value_enum, default_value = "blake3")]
+    pub(crate) hash: Hash,
+
+    /// Use a document that was computed under another system prompt where there is none under this one:
+    /// faster, and no bound holds for the error.
+    #[arg(long)]
+    pub(crate) cross_system_reuse: bool,
 
     /// Compute everything anew, under the same mask: same answer, slower.
     #[arg(long)]
@@ -156,6 +180,7 @@ pub(crate) struct RunArgs {
 pub(crate) enum Positions {
     Overlapped,
     Sequential,
+    Absolute,
 }
 
 impl From<Positions> for PositionStrategy {
@@ -163,6 +188,25 @@ impl From<Positions> for PositionStrategy {
         match positions {
             Positions::Overlapped => Self::Overlapped,
             Positions::Sequential => Self::Sequential,
+            Positions::Absolute => Self::Absolute,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Hash {
+    Blake3,
+    Sha256,
+    #[value(name = "xxh3-128")]
+    Xxh3,
+}
+
+impl From<Hash> for HashAlgorithm {
+    fn from(hash: Hash) -> Self {
+        match hash {
+            Hash::Blake3 => Self::Blake3,
+            Hash::Sha256 => Self::Sha256,
+            Hash::Xxh3 => Self::Xxh3,
         }
     }
 }
@@ -217,6 +261,17 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("a whole number from 1 up is needed".to_owned()),
+    }
+}
+
+fn recompute(text: &str) -> Result<Recompute, String> {
+    text.parse().map_err(|error: kvchunk::Error| error.to_string())
+}
+
+fn positive(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
+        _ => Err("a number above 0 is needed".to_owned()),
     }
 }
 

@@ -16,6 +16,8 @@ pub(crate) struct AnswerJson<'a> {
     finish: FinishReason,
     prompt_tokens: usize,
     cached_tokens: usize,
+    recomputed_tokens: usize,
+    prefill_flops: u64,
     ttft_ms: f64,
     total_ms: f64,
     cell: ReuseCell,
@@ -39,7 +41,7 @@ pub(crate) fn answer_json<'a>(
     text: String,
     generation: &'a Generation,
     cell: ReuseCell,
-    caches: CacheReport,
+    caches: &CacheReport,
     profiler: &Profiler,
 ) -> AnswerJson<'a> {
     let all = [caches.main, caches.chunks].into_iter().flatten().sum();
@@ -49,11 +51,13 @@ pub(crate) fn answer_json<'a>(
         finish: generation.finish,
         prompt_tokens: generation.prompt_tokens,
         cached_tokens: generation.cached_tokens,
+        recomputed_tokens: generation.recomputed_tokens,
+        prefill_flops: generation.prefill_flops,
         ttft_ms: ms(generation.ttft),
         total_ms: ms(generation.total),
         cell,
         chunks: &generation.chunks,
-        blocks: BlocksJson { all, pools: caches },
+        blocks: BlocksJson { all, pools: *caches },
         profile: profiler.is_enabled().then(|| profiler.report()),
     }
 }

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::ChunkedPrompt;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt};
 use kvcore::RopeConfig;
 use kvmodel::{
     Engine, EngineConfig, Family, LayerConfig, Model, ModelConfig, PromptTokens, Request, WeightFormat,
@@ -70,7 +70,8 @@ fn main() -> kvmodel::Result<()> {
 }
 
 fn measure(layers: usize, hidden: usize, chunks: usize, length: usize) -> kvmodel::Result<()> {
-    let config = EngineConfig { chunk_share: 0.5, ..EngineConfig::default() };
+    let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let config = EngineConfig { chunks: half, ..EngineConfig::default() };
     let mut engine = Engine::new(model(layers, hidden)?, CpuBackend::new(), b"none", &config)?;
     let (system, question) = (tokens(1, 64), tokens(2, 32));
     let parts: Vec<Vec<u32>> = (0..chunks as u32).map(|i| tokens(10 + i, length)).collect();

@@ -13,6 +13,7 @@ use crate::position::{PositionReindexer, ReindexedChunkKv};
 
 /// What became of a request for a piece.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 pub enum Acquired {
     /// It is stored; the handle holds it.
     Hit(ChunkKvCache),
@@ -122,6 +123,7 @@ impl ChunkCacheManager {
 }
 
 /// What was found under the lock.
+#[expect(clippy::large_enum_variant, reason = "as above")]
 enum Found {
     Here(Acquired),
     /// It sleeps, in this slot.

@@ -95,7 +95,7 @@ mod tests {
         assert!(!rule.is_cold(minute / 2, minute / 2, 0), "just made");
         assert!(rule.is_cold(minute, Duration::ZERO, 4), "seldom used");
         assert!(!rule.is_cold(minute, Duration::ZERO, 5));
-        assert!(!rule.is_cold(2 * hour, hour - minute, 100));
+        assert!(!rule.is_cold(2 * hour, 59 * minute, 100));
         assert!(rule.is_cold(2 * hour, hour, 100), "not used for an hour");
     }
 }

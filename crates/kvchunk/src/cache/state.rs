@@ -229,6 +229,7 @@ impl State {
         account.used -= entry.hash.num_blocks;
         entry.exact &= asleep.is_exact();
         entry.place = Place::Asleep(asleep);
+        drop(awake); // its blocks are free
     }
 
     /// A sleeping piece is awake again, in blocks that its tenant has been charged with; nobody holds it.

@@ -49,7 +49,7 @@ pub struct ReuseCell {
 }
 
 impl ReuseCell {
-    /// All six cells; the exact ones first.
+    /// All six cells.
     pub const ALL: [Self; 6] = {
         use ComputeMode::{Alone, WithSystem};
         use PositionStrategy::{Absolute, Overlapped, Sequential};
@@ -57,9 +57,9 @@ impl ReuseCell {
             Self { mode: WithSystem, strategy: Overlapped },
             Self { mode: Alone, strategy: Overlapped },
             Self { mode: Alone, strategy: Sequential },
+            Self { mode: WithSystem, strategy: Sequential },
             Self { mode: WithSystem, strategy: Absolute },
             Self { mode: Alone, strategy: Absolute },
-            Self { mode: WithSystem, strategy: Sequential },
         ]
     };
 

@@ -90,16 +90,18 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// The share of all tokens with the largest scores; of equal ones the earlier.
+/// The share of all tokens with the largest scores; of equal ones the earlier. Chunks that are full
+/// attention's already come last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
     // A product such as 0.15 × 20 is a hair above 3.
     let wanted = ((all as f64 * share - 1e-9).ceil().max(0.0) as usize).min(all);
     let tokens = chunks.iter().enumerate().flat_map(|(c, chunk)| (0..chunk.tokens).map(move |t| (c, t)));
-    let mut scored: Vec<(f32, usize, usize)> = tokens.map(|(c, t)| (score(c, t), c, t)).collect();
-    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+    let mut scored: Vec<(bool, f32, usize, usize)> =
+        tokens.map(|(c, t)| (chunks[c].is_full, score(c, t), c, t)).collect();
+    scored.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.total_cmp(&a.1)).then((a.2, a.3).cmp(&(b.2, b.3))));
     let mut selected = vec![Vec::new(); chunks.len()];
-    for &(_, chunk, token) in &scored[..wanted] {
+    for &(_, _, chunk, token) in &scored[..wanted] {
         selected[chunk].push(token as u32);
     }
     TokenSelection::new(selected)

@@ -1,8 +1,9 @@
 //! `kvc run`: one prompt, one answer.
 
 use std::io::{Read, Write};
+use std::sync::Arc;
 
-use kvchunk::ReuseCell;
+use kvchunk::{ChunkCacheConfig, ContextScaling, ReuseCell};
 use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec, WeightFormat};
 
 use crate::args::{RunArgs, WeightsFormat};
@@ -22,6 +23,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         max_len: args.max_len,
         kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
         profile: args.profile,
+        chunks: ChunkCacheConfig {
+            hash_algorithm: args.hash.into(),
+            cross_system_reuse: args.cross_system_reuse,
+            ..ChunkCacheConfig::default()
+        },
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
@@ -78,6 +84,8 @@ fn request(args: &RunArgs, codec: &TextCodec, text: &str) -> Result<Request> {
         cell: cell(args),
         reuse: !args.no_chunk_cache,
         full_attention: args.full_attention,
+        recompute: Arc::new(args.recompute),
+        scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
         max_new_tokens: args.max_new_tokens,
         sampling: Sampling { temperature: args.temperature, seed: args.seed },
         ..Request::new(prompt)
@@ -92,7 +100,7 @@ fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generat
     let mut out = std::io::stdout().lock();
     if args.json {
         let text = codec.decode(&generation.tokens)?;
-        let json = answer_json(text, generation, cell(args), engine.report(), engine.profiler());
+        let json = answer_json(text, generation, cell(args), &engine.report(), engine.profiler());
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
@@ -102,6 +110,9 @@ fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generat
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() {
         eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
+    }
+    if generation.recomputed_tokens > 0 {
+        eprintln!("{} document tokens computed anew ({})", generation.recomputed_tokens, args.recompute);
     }
     eprintln!(
         "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",

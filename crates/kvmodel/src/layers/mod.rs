@@ -51,14 +51,18 @@ pub(crate) struct Projected {
 impl Projected {
     /// Only these rows.
     pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
-        Ok(Self { k: self.k.index_select(rows, 0)?, v: self.v.index_select(rows, 0)?, ..self.asking(rows)? })
+        Ok(Self { k: rows_of(&self.k, rows)?, v: rows_of(&self.v, rows)?, ..self.asking(rows)? })
     }
 
     /// Queries of these rows only.
     pub(crate) fn asking(&self, rows: &Tensor) -> Result<Self> {
-        let q_latent = self.q_latent.as_ref().map(|q| q.index_select(rows, 0)).transpose()?;
-        Ok(Self { q: self.q.index_select(rows, 0)?, q_latent, k: self.k.clone(), v: self.v.clone() })
+        let q_latent = self.q_latent.as_ref().map(|q| rows_of(q, rows)).transpose()?;
+        Ok(Self { q: rows_of(&self.q, rows)?, q_latent, k: self.k.clone(), v: self.v.clone() })
     }
+}
+
+fn rows_of(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    Ok(x.contiguous()?.index_select(rows, 0)?)
 }
 
 impl Layer {

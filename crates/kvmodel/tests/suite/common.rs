@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
-    AssembledPrompt, Assembler, ChunkCache, ChunkCacheConfig, ChunkReport, ChunkedPrompt, PositionPlan,
-    ReuseCell,
+    AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
+    ChunkedPrompt, PositionPlan, ReuseCell, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
@@ -76,7 +76,7 @@ pub(crate) struct Lab {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) stream: Arc<dyn Stream>,
     pub(crate) main: PagedKvCache,
-    pub(crate) chunks: Arc<ChunkCache>,
+    pub(crate) chunks: ChunkCacheManager,
     pub(crate) scope: KeyScope,
     pub(crate) profiler: Profiler,
 }
@@ -101,8 +101,8 @@ impl Lab {
         let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
         let config =
             ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
-        let pool = BlockPool::new(64..64 + setup.chunk_blocks).expect("a pool");
-        let chunks = Arc::new(ChunkCache::new(config, pool, 4).expect("a cache"));
+        let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");
+        let chunks = ChunkCacheManager::new(config, pool).expect("a cache");
         let scope = KeyScope::new(name, model.revision());
         let stream = backend.stream().expect("a stream");
         Self { model, backend, stream, main, chunks, scope, profiler: Profiler::disabled() }
@@ -123,22 +123,22 @@ impl Lab {
             arena: self.main.arena(),
             profiler: &self.profiler,
         };
-        let logits = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
-        logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
+        let pass = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
+        pass.logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
+    }
+
+    pub(crate) fn assembler(&self, root: BlockKey, cell: ReuseCell) -> Assembler<'_> {
+        let (chunks, tenant) = (Some(&self.chunks), TenantId::default());
+        let max_positions = self.model.config().max_positions;
+        Assembler { chunks, tenant, main: &self.main, root, cell, max_positions }
     }
 
     /// Logits of every token of an ordinary prompt.
     pub(crate) fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
         let id = self.main.create(SequenceStart::default()).expect("a sequence");
         let slots = self.main.grow(id, tokens.len()).expect("room");
-        let input = SequenceInput {
-            tokens: tokens.to_vec(),
-            logical_start: 0,
-            position_start: 0,
-            slots,
-            segments: vec![self.main.segment(id).expect("a segment")],
-            logits: Logits::All,
-        };
+        let own = self.main.segment(id).expect("a segment");
+        let input = SequenceInput::new(tokens.to_vec(), 0, 0, slots, vec![own]).with_logits(Logits::All);
         let logits = self.forward(&self.regime(tokens.len()).0, &[input]).remove(0);
         self.main.free(id).expect("a sequence");
         logits
@@ -157,11 +157,11 @@ impl Lab {
         reuse: bool,
         more: usize,
     ) -> Run {
-        let chunks = reuse.then_some(&self.chunks);
         let max_positions = self.model.config().max_positions;
         let plan = PositionPlan::new(prompt, cell, max_positions).expect("a plan");
         let (ropes, root) = self.regime(plan.question_position as usize + prompt.question().len() + more);
-        let assembler = Assembler { chunks, main: &self.main, root, cell, max_positions };
+        let assembler = self.assembler(root, cell);
+        let assembler = Assembler { chunks: assembler.chunks.filter(|_| reuse), ..assembler };
         let assembly = assembler.assemble(prompt).expect("an assembly");
         let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
         let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
@@ -169,16 +169,10 @@ impl Lab {
         let mut batch = assembly.inputs().to_vec();
         let mut segments = assembly.segments().to_vec();
         segments.push(self.main.segment(own).expect("a segment"));
-        batch.push(SequenceInput {
-            tokens: prompt.question().to_vec(),
-            logical_start: logical,
-            position_start: position,
-            slots,
-            segments,
-            logits: Logits::All,
-        });
+        let question = SequenceInput::new(prompt.question().to_vec(), logical, position, slots, segments);
+        batch.push(question.with_logits(Logits::All));
         let logits = self.forward(&ropes, &batch).pop().expect("logits");
-        let (reports, reused) = (assembly.reports().to_vec(), assembly.reused_tokens());
+        let (reports, reused) = (assembly.reports(), assembly.reused_tokens());
         let held = assembly.commit().expect("a commit");
         self.main.free(own).expect("a sequence");
         Run { logits, reports, held, reused }
@@ -222,7 +216,8 @@ impl Lab {
 
     /// Everything but cached blocks is free, and the pools are consistent.
     pub(crate) fn assert_nothing_held(&self) {
-        for pool in [self.main.pool(), self.chunks.pool()] {
+        self.chunks.check_invariants().expect("a consistent cache");
+        for pool in [self.main.pool(), self.chunks.pool().blocks()] {
             pool.check_invariants().expect("consistent pools");
             let counts = pool.counts();
             assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
@@ -248,12 +243,12 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     use kvchunk::{
         ComputeMode::{Alone, WithSystem},
-        PositionStrategy::{Overlapped, Sequential},
+        PositionStrategy::{Absolute, Overlapped, Sequential},
     };
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",
         (Overlapped, Alone) => "overlapped_alone",
-        (Sequential, Alone) => "sequential_alone",
-        (Sequential, WithSystem) => "sequential_with_system_single",
+        (Sequential | Absolute, Alone) => "sequential_alone",
+        (Sequential | Absolute, WithSystem) => "sequential_with_system_single",
     }
 }

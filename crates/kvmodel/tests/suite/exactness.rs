@@ -3,7 +3,7 @@
 
 use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
 use kvbackend_cpu::Execution;
-use kvchunk::{Exactness, ReuseCell};
+use kvchunk::{Exactness, PositionStrategy, ReuseCell};
 use kvcore::DType;
 use rstest::rstest;
 
@@ -77,6 +77,31 @@ fn reuse_equals_the_explicit_mask_in_every_exact_cell(
         assert!(gap < 1e-4, "{what}: {gap}");
     }
     drop((uncached, warm, hit));
+    lab.assert_nothing_held();
+}
+
+/// Under the absolute strategy only the same place is a hit, and both modes are exact.
+#[rstest]
+fn absolute_positions_equal_the_explicit_mask(
+    #[values("llama", "llama-yarn", "llama-dynamic", "mistral", "qwen3", "deepseek-v3")] name: &str,
+    #[values(4, 5)] cell: usize,
+) {
+    let cell = ReuseCell::ALL[cell];
+    assert_eq!((cell.exactness(), cell.strategy), (Exactness::Exact, PositionStrategy::Absolute));
+    let golden = Golden::load(name);
+    let expected = golden.logits(golden_name(cell));
+    let mut lab = Lab::new(name, Setup::default());
+    let elsewhere = lab.run(&reordered(&golden.prompt), cell, true);
+    let cold = lab.run(&golden.prompt, cell, true);
+    assert!(cold.reports.iter().all(|r| !r.hit && r.offset == 0), "another place is another chunk");
+    let hit = lab.run(&golden.prompt, cell, true);
+    assert!(hit.reports.iter().all(|r| r.hit && r.offset == 0));
+    for (what, run) in [("nothing cached", &cold), ("all chunks hit", &hit)] {
+        let gap = distance(&run.logits, &expected);
+        println!("{name}, {cell:?}, {what}: {gap:.1e}");
+        assert!(gap < 1e-4, "{what}: {gap}");
+    }
+    drop((elsewhere, cold, hit));
     lab.assert_nothing_held();
 }
 

@@ -5,6 +5,7 @@
 mod common;
 mod engine;
 mod exactness;
+mod recompute;
 mod rope;
 mod rules;
 mod tiny_rag;

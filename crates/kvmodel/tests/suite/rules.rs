@@ -1,7 +1,7 @@
 //! The rules of chunk reuse, one test each, named after the rule.
 
 use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
-use kvchunk::{ChunkedPrompt, ReuseCell};
+use kvchunk::{ChunkedPrompt, PositionStrategy, ReuseCell};
 use rstest::rstest;
 
 const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
@@ -33,7 +33,7 @@ fn rule_2_purity_bytes_depend_on_the_key_alone(#[values("qwen3", "mistral", "dee
             let run = lab.run(&with, cell, true);
             let len = lab.main.arena().layout().shape().format.storage_dtype().bits() / 8;
             assert_eq!(len, 4);
-            lab.bytes(run.held.handles()[at].blocks())
+            lab.bytes(run.held.handles()[at].block_ids())
         };
         let floats = |bytes: &[u8]| -> Vec<f32> {
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
@@ -51,7 +51,7 @@ fn rule_2_purity_bytes_depend_on_the_key_alone(#[values("qwen3", "mistral", "dee
         drop(lab.run(&more, cell, true));
         let run = lab.run(&target, cell, true);
         assert!(!run.reports[0].hit);
-        let other_history = lab.bytes(run.held.handles()[0].blocks());
+        let other_history = lab.bytes(run.held.handles()[0].block_ids());
         assert!(later == other_history, "{cell:?}: bit for bit for one batch shape");
         let among =
             stored(&[others], with_chunks(&golden, vec![prompt.chunks()[2].clone(), chunk.clone()]), 1);
@@ -67,7 +67,7 @@ fn rule_3_immutability_placements_write_nothing() {
     let golden = Golden::load("llama");
     let mut lab = Lab::new("llama", Setup::default());
     let first = lab.run(&golden.prompt, ReuseCell::ALL[1], true);
-    let blocks: Vec<_> = first.held.handles().iter().flat_map(|h| h.blocks().iter().copied()).collect();
+    let blocks: Vec<_> = first.held.handles().iter().flat_map(|h| h.block_ids().iter().copied()).collect();
     let before = lab.bytes(&blocks);
     for i in 0..1000u32 {
         let mut chunks = golden.prompt.chunks().to_vec();
@@ -93,7 +93,7 @@ fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
     let a = lab.run(&golden.prompt, cell, true);
     let b = lab.run(&other, cell, true);
     // chunk 1 of `a` is chunk 0 of `b`
-    assert_eq!(a.held.handles()[1].blocks(), b.held.handles()[0].blocks());
+    assert_eq!(a.held.handles()[1].block_ids(), b.held.handles()[0].block_ids());
     assert_ne!(a.reports[1].offset, b.reports[0].offset);
     assert!(distance(&a.logits, &alone.0) < 1e-5 && distance(&b.logits, &alone.1) < 1e-5);
     let again = lab.run(&golden.prompt, cell, true);
@@ -113,7 +113,7 @@ fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
         let cold = lab.run(&prompt, cell, true);
         let hit = lab.run(&prompt, cell, true);
         for run in [&cold, &hit] {
-            assert_eq!(run.held.handles()[0].blocks(), run.held.handles()[2].blocks());
+            assert_eq!(run.held.handles()[0].block_ids(), run.held.handles()[2].block_ids());
             assert!(distance(&run.logits, &separate.logits) < 1e-5, "{cell:?}");
         }
         assert_eq!(lab.chunks.metrics().insertions, 2);
@@ -213,7 +213,11 @@ fn a_hit_copies_no_kv_byte() {
     let golden = Golden::load("llama");
     for cell in ReuseCell::ALL {
         let mut lab = Lab::new("llama", Setup::default());
-        drop(lab.run(&reordered(&golden.prompt), cell, true));
+        let earlier = match cell.strategy {
+            PositionStrategy::Absolute => golden.prompt.clone(),
+            _ => reordered(&golden.prompt),
+        };
+        drop(lab.run(&earlier, cell, true));
         let before = lab.backend.counters();
         drop(lab.run(&golden.prompt, cell, true));
         let moved = lab.backend.counters().since(&before);
@@ -243,16 +247,17 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let golden = Golden::load("llama");
     let cell = ReuseCell::ALL[0];
     let mut lab = Lab::new("llama", Setup::default());
-    let assembler = |lab: &Lab| {
-        let max_positions = lab.model.config().max_positions;
-        let root = lab.regime(max_positions).1;
-        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root, cell, max_positions }
-            .assemble(&golden.prompt)
-            .unwrap()
-    };
-    let (a, b) = (assembler(&lab), assembler(&lab));
-    lab.forward(&lab.regime(1).0, &[a.inputs(), b.inputs()].concat());
-    let (a, b) = (a.commit().unwrap(), b.commit().unwrap());
+    let (ropes, root) = lab.regime(lab.model.config().max_positions);
+    let a = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    let mut b = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    assert!(a.is_ready() && !b.is_ready(), "the chunks are computed once");
+    assert_eq!((a.inputs().len(), b.inputs().len()), (4, 1));
+    lab.forward(&ropes, &[a.inputs(), b.inputs()].concat());
+    let a = a.commit().unwrap();
+    b.advance(&lab.assembler(root, cell), &golden.prompt).unwrap();
+    assert!(b.is_ready() && b.inputs().is_empty());
+    assert!(b.reports().iter().all(|report| report.hit));
+    let b = b.commit().unwrap();
     assert_eq!(a.segments()[0].blocks, b.segments()[0].blocks, "the first to end is the one that stays");
     let before = lab.bytes(&b.segments()[0].blocks);
     // Whatever was freed is overwritten now.
@@ -287,11 +292,8 @@ fn a_pass_that_wants_no_logits_fills_the_cache() {
     let golden = Golden::load("qwen2");
     let cell = ReuseCell::ALL[2];
     let mut lab = Lab::new("qwen2", Setup::default());
-    let max_positions = lab.model.config().max_positions;
-    let (ropes, root) = lab.regime(max_positions);
-    let assembler =
-        kvchunk::Assembler { chunks: Some(&lab.chunks), main: &lab.main, root, cell, max_positions };
-    let assembly = assembler.assemble(&golden.prompt).unwrap();
+    let (ropes, root) = lab.regime(lab.model.config().max_positions);
+    let assembly = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
     assert!(lab.forward(&ropes, assembly.inputs()).is_empty());
     drop(assembly.commit().unwrap());
     let run = lab.run(&golden.prompt, cell, true);

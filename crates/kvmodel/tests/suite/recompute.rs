@@ -1,0 +1,249 @@
+//! Recompute strategies: their endpoints are known, and shared blocks are never written.
+
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{
+    ChunkCacheConfig, ChunkedPrompt, ContextScaling, DeviationOf, PositionStrategy, Recompute,
+    RecomputeStrategy, ReuseCell,
+};
+use kvcore::KvFormat;
+use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
+use rstest::rstest;
+
+use crate::common::{Golden, distance, load_model};
+
+/// An engine in blocks of four tokens with room for everything.
+fn engine(name: &str, kv_format: KvFormat) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
+    let config = EngineConfig {
+        kv_format,
+        block_size: 4,
+        kv_memory: Some(8 << 20),
+        chunks,
+        ..EngineConfig::default()
+    };
+    Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+fn ask(engine: &mut Engine, prompt: &ChunkedPrompt, change: impl FnOnce(&mut Request)) -> Generation {
+    let mut request = Request::new(PromptTokens::Chunked(prompt.clone()));
+    // One token: its logits are the prefill's.
+    (request.max_new_tokens, request.keep_logits) = (1, true);
+    change(&mut request);
+    let generation = engine.generate(&request, &mut ()).unwrap();
+    engine.check_invariants().unwrap();
+    generation
+}
+
+fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
+    let strategy: Arc<dyn RecomputeStrategy> = Arc::new(strategy.parse::<Recompute>().unwrap());
+    move |request| {
+        request.recompute = strategy;
+        request.cell = cell;
+    }
+}
+
+/// Logits of the question's last token in a golden of all rows.
+fn last(golden: &[f32], vocabulary: usize) -> &[f32] {
+    &golden[golden.len() - vocabulary..]
+}
+
+const MODELS: [&str; 6] = ["llama", "llama-yarn", "qwen2", "qwen3", "mistral", "deepseek-v3"];
+
+#[rstest]
+fn rule_4_recomputing_everything_equals_full_attention(
+    #[values(0, 1, 2, 3, 4, 5)] model: usize,
+    #[values("link:100", "blend:1", "full")] strategy: &str,
+    #[values(2, 3, 4, 5)] cell: usize,
+) {
+    let (name, cell) = (MODELS[model], ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
+    let mut engine = engine(name, "f32".parse().unwrap());
+    let vocabulary = engine.model().config().vocab_size;
+    let full = golden.logits("full");
+    // Nothing cached at first, everything the second time.
+    for round in 0..2 {
+        let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+        let gap = distance(&got.logits[0], last(&full, vocabulary));
+        assert!(gap < 1e-4, "{name} {strategy} {cell:?}, round {round}: {gap}");
+        assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
+    }
+    let none = ask(&mut engine, &golden.prompt, with("none", cell));
+    assert!(distance(&none.logits[0], last(&full, vocabulary)) > 1e-3, "without it, it is another answer");
+}
+
+#[rstest]
+fn rule_4_with_overlapped_positions_all_strategies_end_at_the_unmasked_reference(
+    #[values(0, 1, 2, 3, 4, 5)] model: usize,
+    #[values(0, 1)] cell: usize,
+    #[values("f32", "bf16", "int8:4")] format: &str,
+) {
+    let (name, cell) = (MODELS[model], ReuseCell::ALL[cell]);
+    assert_eq!(cell.strategy, PositionStrategy::Overlapped);
+    let golden = Golden::load(name);
+    let mut engine = engine(name, format.parse().unwrap());
+    // What the cache rounds, the strategies round alike: rows meet the same stored KV in every one.
+    let limit = if format == "f32" { 1e-4 } else { 0.15 };
+    let full = ask(&mut engine, &golden.prompt, with("full", cell));
+    assert_eq!(full.recomputed_tokens, golden.prompt.chunks().iter().map(Vec::len).sum::<usize>());
+    for strategy in ["link:100", "blend:1"] {
+        let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+        let gap = distance(&got.logits[0], &full.logits[0]);
+        assert!(gap < limit, "{name} {strategy} {cell:?} {format}: {gap}");
+    }
+}
+
+#[rstest]
+fn rule_4_recomputing_nothing_is_the_cells_own_reference(
+    #[values(0, 1, 2, 3, 4, 5)] model: usize,
+    #[values("f32", "bf16", "int8:4")] format: &str,
+) {
+    let name = MODELS[model];
+    let golden = Golden::load(name);
+    for cell in ReuseCell::ALL {
+        let mut engine = engine(name, format.parse().unwrap());
+        let none = ask(&mut engine, &golden.prompt, with("none", cell));
+        for strategy in ["link:0", "blend:0", "random:0"] {
+            let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+            let gap = distance(&got.logits[0], &none.logits[0]);
+            assert!(gap < 1e-5, "{name} {strategy} {cell:?} {format}: {gap}");
+            assert_eq!(got.recomputed_tokens, 0);
+        }
+    }
+}
+
+/// Chooses as a blend does, and remembers; or, without a check, chooses what it was told.
+#[derive(Debug, Default)]
+struct Spy(std::sync::Mutex<Vec<Vec<u32>>>, Option<kvchunk::DeviationCheck>);
+impl RecomputeStrategy for Spy {
+    fn name(&self) -> String {
+        "spy".to_owned()
+    }
+    fn check(&self) -> Option<kvchunk::DeviationCheck> {
+        self.1
+    }
+    fn select(
+        &self,
+        chunks: &[kvchunk::ChunkSpan],
+        deviations: Option<&kvchunk::Deviations>,
+    ) -> kvchunk::TokenSelection {
+        if let Some(deviations) = deviations {
+            let blend: Recompute = "blend:0.4@0:both".parse().unwrap();
+            let chosen = blend.select(chunks, Some(deviations));
+            *self.0.lock().unwrap() = chosen.chunks().to_vec();
+            return chosen;
+        }
+        kvchunk::TokenSelection::new(self.0.lock().unwrap().clone())
+    }
+}
+
+#[rstest]
+fn a_blend_between_its_ends_equals_the_same_tokens_chosen_by_hand(
+    #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
+    #[values(0, 1, 2, 3)] cell: usize,
+) {
+    // At layer 0 rows go on before anything was computed above them: what blend computes for the tokens
+    // that it chose is then what any strategy computes for them.
+    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let mut engine = engine(name, "f32".parse().unwrap());
+    let check = kvchunk::DeviationCheck { layer: 0, of: kvchunk::DeviationOf::Both };
+    let choosing = Arc::new(Spy(std::sync::Mutex::default(), Some(check)));
+    let strategy: Arc<dyn RecomputeStrategy> = choosing.clone();
+    let blended = ask(&mut engine, &golden.prompt, |request| {
+        (request.recompute, request.cell) = (strategy, cell);
+    });
+    let chosen = choosing.0.lock().unwrap().clone();
+    let by_hand: Arc<dyn RecomputeStrategy> = Arc::new(Spy(std::sync::Mutex::new(chosen), None));
+    let expected = ask(&mut engine, &golden.prompt, |request| {
+        (request.recompute, request.cell) = (by_hand, cell);
+    });
+    assert!(blended.recomputed_tokens > 0);
+    assert!(expected.recomputed_tokens >= blended.recomputed_tokens);
+    let gap = distance(&blended.logits[0], &expected.logits[0]);
+    assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+}
+
+#[rstest]
+fn deeper_checkpoints_cost_more_and_move_rows(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values("f32", "bf16")] format: &str,
+) {
+    let golden = Golden::load(name);
+    let mut engine = engine(name, format.parse().unwrap());
+    let cell = ReuseCell::ALL[0];
+    let none = ask(&mut engine, &golden.prompt, with("none", cell));
+    let costs: Vec<_> = ["none", "link:1", "blend:0.3@0", "blend:0.3@1", "full"]
+        .map(|strategy| ask(&mut engine, &golden.prompt, with(strategy, cell)))
+        .into_iter()
+        .map(|got| (got.prefill_flops, got.recomputed_tokens))
+        .collect();
+    assert!(costs.windows(2).all(|pair| pair[0].0 < pair[1].0), "{costs:?}");
+    assert_eq!((costs[0].1, costs[1].1, costs[2].1), (0, 2, costs[3].1));
+    assert!(costs[0].0 < none.prefill_flops, "chunks were computed the first time");
+    let past = engine.model().config().num_layers();
+    let mut request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
+    request.recompute = Arc::new(Recompute::Blend { share: 0.5, layer: past, of: DeviationOf::default() });
+    assert!(engine.generate(&request, &mut ()).unwrap_err().to_string().contains("layer"));
+    engine.check_invariants().unwrap();
+}
+
+#[test]
+fn rule_3_shared_blocks_are_never_written_by_recomputation() {
+    let golden = Golden::load("llama");
+    for strategy in ["link:3", "blend:0.5@1:both", "random:0.5", "full"] {
+        let mut engine = engine("llama", "f32".parse().unwrap());
+        let before = ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
+        let between = ask(&mut engine, &golden.prompt, with(strategy, ReuseCell::ALL[0]));
+        assert!(distance(&before.logits[0], &between.logits[0]) > 1e-6, "{strategy} changes the answer");
+        let after = ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
+        assert!(after.chunks.iter().all(|chunk| chunk.hit));
+        assert!(distance(&before.logits[0], &after.logits[0]) < 1e-5, "{strategy}");
+        let report = engine.report();
+        let main = report.main.unwrap();
+        assert_eq!(main.free + main.cached, main.total, "own blocks are free again");
+    }
+}
+
+#[test]
+fn a_pool_too_small_for_copies_is_an_error_that_holds_nothing() {
+    let golden = Golden::load("llama");
+    let chunks = ChunkCacheConfig { memory_share: 0.7, ..ChunkCacheConfig::default() };
+    let block_bytes = 4 * 2 * 2 * 2 * 8 * 4; // tokens, layers, K and V, heads, dim, bytes
+    let config =
+        EngineConfig { block_size: 4, kv_memory: Some(block_bytes * 22), chunks, ..EngineConfig::default() };
+    let mut engine = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap();
+    ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
+    for strategy in ["full", "blend:0.9@1"] {
+        let mut request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
+        with(strategy, ReuseCell::ALL[0])(&mut request);
+        let error = engine.generate(&request, &mut ()).unwrap_err().to_string();
+        assert!(error.contains("block"), "{error}");
+        let main = engine.report().main.unwrap();
+        assert_eq!(main.free + main.cached, main.total);
+        engine.check_invariants().unwrap();
+    }
+    ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
+}
+
+#[test]
+fn context_scaling_is_plain_at_one_and_refuses_nonsense() {
+    let golden = Golden::load("qwen3");
+    let mut engine = engine("qwen3", "f32".parse().unwrap());
+    ask(&mut engine, &golden.prompt, |_| ());
+    let plain = ask(&mut engine, &golden.prompt, |_| ());
+    let scaled = |engine: &mut Engine, temperature, scale| {
+        let scaling = ContextScaling { temperature, scale };
+        ask(engine, &golden.prompt, move |request| request.scaling = scaling)
+    };
+    let same = scaled(&mut engine, 1.0, 1.0);
+    assert_eq!(distance(&plain.logits[0], &same.logits[0]), 0.0);
+    for (temperature, scale) in [(0.5, 1.0), (1.0, 0.8), (0.9, 0.9)] {
+        let got = scaled(&mut engine, temperature, scale);
+        assert!(distance(&plain.logits[0], &got.logits[0]) > 1e-4);
+    }
+    let mut request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
+    request.scaling = ContextScaling { temperature: f32::NAN, scale: 1.0 };
+    assert!(engine.generate(&request, &mut ()).is_err());
+    engine.check_invariants().unwrap();
+}
