@@ -16,7 +16,9 @@ fn the_pool_sleeps_and_every_piece_is_found_again_bit_for_bit(
         let held = w.hit(chunk);
         (Arc::clone(held.block_ids()), w.bytes(held.block_ids()), w.answer(&held))
     };
-    chunks.iter().for_each(|chunk| drop(w.store(chunk)));
+    for chunk in &chunks {
+        drop(w.store(chunk));
+    }
     drop(w.store(&[9; 16])); // sleeps on its own
     w.clock.advance(Duration::from_secs(7200));
     let before: Vec<_> = chunks.iter().map(look).collect();
@@ -107,7 +109,9 @@ fn an_arena_without_the_pools_blocks_is_refused_and_the_pool_stays_awake() {
 #[test]
 fn pieces_may_be_evicted_and_cleared_while_the_pool_sleeps() {
     let w = World::plain("bf16", Execution::Deferred);
-    (0..4).for_each(|chunk| drop(w.store(&tokens(chunk))));
+    for chunk in 0..4 {
+        drop(w.store(&tokens(chunk)));
+    }
     let kept = w.bytes(w.hit(&tokens(3)).block_ids());
     w.cache.sleep_pool(&w.reserved, w.stream.as_ref()).unwrap();
     assert!(w.cache.evict_lru(), "the oldest");
