@@ -25,7 +25,7 @@ pub(super) enum Woken {
 impl Woken {
     /// Whether asking the cache again gives another answer than "it sleeps and there is no room".
     pub(super) fn may_look_again(&self) -> bool {
-        !matches!(self, Self::NotWoken(NotWoken::NoRoom))
+        !matches!(self, Self::NotWoken(NotWoken::NoRoom | NotWoken::PoolAsleep))
     }
 }
 

@@ -165,7 +165,9 @@ mod tests {
     #[test]
     fn all_blocks_are_one_run_to_the_end() {
         let layout = KvLayout::new(shape(DType::F16.into(), BlockOrder::TokenMajor)).unwrap();
-        assert_eq!(layout.runs(&(0..5)), [vec![0..usize::MAX], vec![0..usize::MAX]]);
+        for runs in layout.runs(&(0..5)) {
+            assert_eq!((runs.len(), runs[0].clone()), (1, 0..usize::MAX));
+        }
         assert_eq!(layout.runs(&(4..5))[0][2].end, usize::MAX, "nobody else has what lies behind");
     }
 }
