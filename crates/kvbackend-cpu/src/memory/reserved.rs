@@ -115,11 +115,15 @@ impl ReservedStorage for CpuReserved {
     fn map(&self, range: Range<usize>) -> Result<()> {
         check_granules(&range, self.page, self.len())?;
         let mut mapped = self.mapped.lock();
-        // What was written while it was unmapped is dropped first, so that it is zero now.
         let pages = self.pages(&range);
-        let missing: Vec<usize> = pages.clone().filter(|&page| !mapped[page]).collect();
-        for run in missing.chunk_by(|a, b| a + 1 == *b) {
-            self.discard(&(run[0] * self.page..(run[run.len() - 1] + 1) * self.page))?;
+        let mut page = pages.start;
+        for run in mapped[pages.clone()].chunk_by(|a, b| a == b) {
+            let next = page + run.len();
+            if !run[0] {
+                // What was written while it was unmapped goes first, so that it is zero now.
+                self.discard(&(page * self.page..next * self.page))?;
+            }
+            page = next;
         }
         mapped[pages].fill(true);
         Ok(())

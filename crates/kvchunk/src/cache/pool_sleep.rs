@@ -41,7 +41,8 @@ impl ChunkCacheManager {
     /// and goes uncached. Pieces keep their blocks: addresses, and what an engine knows of them, stay as they
     /// are. Pieces in a [`SleepStore`](crate::SleepStore) sleep on.
     ///
-    /// It waits for `stream`; work on other streams that touches the pool must be done before.
+    /// It waits for `stream`; work on other streams that touches the pool, such as copies of a
+    /// [`SleepStore`](crate::SleepStore) that uses another one, must be done before.
     ///
     /// # Errors
     /// [`Error::PoolInUse`] while pieces are held, computed or moved, with how many; [`Error::PoolAsleep`],

@@ -136,3 +136,43 @@ fn a_cache_that_ends_asleep_gives_the_arena_its_memory_back() {
     drop(cache);
     assert_eq!((reserved.mapped_bytes(), reserved.asleep()), (mapped, vec![]));
 }
+
+/// A place to sleep that tries to put the whole pool to sleep while it is asked for room.
+#[derive(Debug)]
+struct Meddler {
+    cache: parking_lot::Mutex<Option<ChunkCacheManager>>,
+    reserved: ReservedArena,
+    stream: Arc<dyn Stream>,
+    refusals: parking_lot::Mutex<Vec<Error>>,
+}
+
+impl kvchunk::SleepStore for Meddler {
+    fn save(&self, _: &[BlockId]) -> kvchunk::Result<Box<dyn kvchunk::Sleeping>> {
+        let cache = self.cache.lock().clone().unwrap();
+        let refused = cache.sleep_pool(&self.reserved, self.stream.as_ref());
+        self.refusals.lock().push(refused.unwrap_err());
+        Err(Error::SleepFull { asked: 1, free: 0, limit: 0 })
+    }
+}
+
+#[test]
+fn a_piece_on_its_way_keeps_the_pool_awake() {
+    let w = World::plain("f32", Execution::Immediate);
+    let meddler = Arc::new(Meddler {
+        cache: parking_lot::Mutex::default(),
+        reserved: w.reserved.clone(),
+        stream: w.stream.clone(),
+        refusals: parking_lot::Mutex::default(),
+    });
+    let pool = ChunkBlockPool::new(POOL, BLOCK).unwrap();
+    let (clock, config) = (Arc::new(w.clock.clone()), ChunkCacheConfig::default());
+    let cache = ChunkCacheManager::build(config, pool, Some(meddler.clone()), clock).unwrap();
+    *meddler.cache.lock() = Some(cache.clone());
+    let w = World { cache, ..w };
+    drop(w.store(&tokens(1)));
+    assert!(matches!(w.sleep_all(), Err(Error::SleepFull { .. })));
+    assert_eq!(*meddler.refusals.lock(), [Error::PoolInUse { held: 0, flights: 1, others: 0 }]);
+    w.check();
+    w.cache.sleep_pool(&w.reserved, w.stream.as_ref()).unwrap();
+    meddler.cache.lock().take(); // the cache holds the meddler
+}
