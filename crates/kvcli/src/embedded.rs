@@ -9,6 +9,9 @@ const WEIGHTS: &[u8] = include_bytes!("../../../models/tiny-rag/model.safetensor
 const TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer_config.json");
 
+/// Names and values of the built-in model's world.
+pub(crate) const WORLD: &str = include_str!("../../../models/tiny-rag/world.json");
+
 /// Documents of the demo, by name.
 pub(crate) const DOCUMENTS: [(&str, &str); 6] = [
     ("harbour", include_str!("../../../examples/documents/harbour.txt")),

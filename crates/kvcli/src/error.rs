@@ -18,6 +18,20 @@ pub(crate) enum Error {
     /// A model directory that is none.
     #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]
     NotADirectory(PathBuf),
+    /// A file of questions that cannot be read.
+    #[error("cannot read the questions from {path}: {source}")]
+    Dataset { path: PathBuf, source: std::io::Error },
+    /// A model without questions.
+    #[error(
+        "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
+    )]
+    NoDataset(PathBuf),
+    /// A gate that did not open.
+    #[error("reuse is not fit for this model")]
+    GateClosed,
+    /// A plot that cannot be drawn.
+    #[error("cannot draw {path}: {reason}")]
+    Plot { path: PathBuf, reason: String },
     /// The demo's own check.
     #[error("{0}")]
     Demo(String),

@@ -4,9 +4,13 @@
 
 mod args;
 mod backend;
+mod bench;
 mod demo;
 mod embedded;
 mod error;
+mod eval;
+mod load;
+mod plot;
 mod progress;
 mod report;
 mod run;
@@ -21,6 +25,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
+        Command::Eval(args) => eval::eval(&args),
+        Command::Bench(args) => bench::bench(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -26,6 +26,17 @@ pub enum Error {
     /// A chat template that is missing or fails.
     #[error("chat template: {0}")]
     Template(String),
+    /// A workload that cannot be.
+    #[error("workload: {0}")]
+    Workload(String),
+    /// A file of questions that is none.
+    #[error("questions, line {line}: {reason}")]
+    Dataset {
+        /// The line, counted from 1; 0 for the file.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
     /// A token id that the model has no embedding for.
     #[error("token id {token} is outside the vocabulary of {vocabulary}")]
     TokenOutOfVocabulary {

@@ -22,12 +22,14 @@
 mod config;
 pub mod engine;
 mod error;
+pub mod eval;
 mod layers;
 mod load;
 mod model;
 mod sample;
 mod text;
 mod weights;
+pub mod workload;
 
 // candle multiplies with this crate; naming it here turns its AVX-512 kernels on.
 use gemm as _;

@@ -4,17 +4,17 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ContextScaling, ReuseCell};
-use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec, WeightFormat};
+use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
-use crate::args::{RunArgs, WeightsFormat};
+use crate::args::RunArgs;
 use crate::error::{Error, Result};
-use crate::progress::{Live, bar};
+use crate::progress::Live;
 use crate::report::{answer_json, ms};
-use crate::{backend, embedded};
+use crate::{backend, load};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let text = prompt_text(args)?;
-    let ModelDirectory { model, codec } = load(args)?;
+    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let backend = backend::open(args.backend)?;
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -54,24 +54,6 @@ fn prompt_text(args: &RunArgs) -> Result<String> {
     let mut text = String::new();
     std::io::stdin().read_to_string(&mut text).map_err(failed("standard input".to_owned()))?;
     Ok(text)
-}
-
-fn load(args: &RunArgs) -> Result<ModelDirectory> {
-    let format = match args.weights {
-        WeightsFormat::F32 => WeightFormat::F32,
-        WeightsFormat::Q8 => WeightFormat::Q8,
-    };
-    let Some(dir) = &args.model else { return embedded::load(format) };
-    if !dir.is_dir() {
-        return Err(Error::NotADirectory(dir.clone()));
-    }
-    let bar = bar("weights", "{bytes}/{total_bytes}", true);
-    let loaded = ModelDirectory::load(dir, format, &mut |done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-    });
-    bar.finish_and_clear();
-    Ok(loaded?)
 }
 
 fn request(args: &RunArgs, codec: &TextCodec, text: &str) -> Result<Request> {

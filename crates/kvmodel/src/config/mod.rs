@@ -109,6 +109,45 @@ const MAX_WIDTH: usize = 1 << 14;
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
+    /// A Llama of a size for benchmarks with [random weights](crate::Weights::random): heads of 64, four query
+    /// heads to a key/value head, 4096 tokens of vocabulary, 8192 positions.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for no layer or a width that is no multiple of 64.
+    pub fn benchmark(layers: usize, hidden_size: usize) -> Result<Self> {
+        const HEAD_DIM: usize = 64;
+        if layers == 0 || layers > MAX_LAYERS {
+            return Err(Error::Config(format!("{layers} layers are not in 1..={MAX_LAYERS}")));
+        }
+        if hidden_size == 0 || hidden_size > MAX_WIDTH || !hidden_size.is_multiple_of(HEAD_DIM) {
+            return Err(Error::Config(format!(
+                "a width of {hidden_size} is no multiple of {HEAD_DIM} up to {MAX_WIDTH}"
+            )));
+        }
+        let heads = hidden_size / HEAD_DIM;
+        let layer = LayerConfig { rope: RopeConfig::new(HEAD_DIM, 500_000.0), window: None };
+        Ok(Self {
+            family: Family::Llama,
+            vocab_size: 4096,
+            hidden_size,
+            intermediate_size: hidden_size * 11 / 4,
+            layers: vec![layer; layers],
+            heads,
+            kv_heads: if heads.is_multiple_of(4) { heads / 4 } else { heads },
+            head_dim: HEAD_DIM,
+            latent: None,
+            experts: None,
+            softmax_scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+            rms_norm_eps: 1e-5,
+            max_positions: 8192,
+            tied_head: true,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            eos: Vec::new(),
+        })
+    }
+
     /// Width of the feed-forward layer that a token goes through in a layer: of its experts together.
     pub(crate) fn active_width(&self, layer: usize) -> usize {
         match self.experts.filter(|experts| layer >= experts.dense_layers) {

@@ -2,6 +2,12 @@
 
 use std::path::PathBuf;
 
+mod bench;
+mod eval;
+
+pub(crate) use bench::{Bench, BenchArgs, RagArgs};
+pub(crate) use eval::EvalArgs;
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KvFormat, MaxLen};
@@ -30,6 +36,10 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Answers one prompt.
     Run(Box<RunArgs>),
+    /// Measures how often answers are right with and without reuse, and what each way costs.
+    Eval(Box<EvalArgs>),
+    /// Measures a workload.
+    Bench(Box<BenchArgs>),
 }
 
 /// Options of `kvc demo`.

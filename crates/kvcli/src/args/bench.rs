@@ -1,0 +1,117 @@
+//! Options of `kvc bench`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use kvcore::KvFormat;
+
+use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, kv_format};
+
+/// Options of `kvc bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) what: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    /// Serves prompts of a retrieval service: hits, times to first token, memory.
+    Rag(RagArgs),
+}
+
+/// Options of `kvc bench rag`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc bench rag                                        four workloads on the built-in model
+    kvc bench rag --size 8x1024 --document-tokens 512    eight layers of 1024, random weights
+    kvc bench rag --zipf 1.2 --documents 500 --plot ttft.svg
+    kvc bench rag --repetition 0.5 --system-changes 0.1 --json
+
+Without --zipf and --repetition four workloads are served: documents by Zipf's law, and documents of which
+80, 50 and 10 % were used before.")]
+pub(crate) struct RagArgs {
+    /// A Hugging Face directory. Without it, and without --size: the built-in model.
+    #[arg(long, value_name = "DIR", conflicts_with = "size")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// A Llama of this size with random weights.
+    #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
+    pub(crate) size: Option<(usize, usize)>,
+
+    /// Requests of a workload.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
+    pub(crate) requests: usize,
+
+    /// Documents in the library.
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = at_least_one)]
+    pub(crate) documents: usize,
+
+    /// Tokens of a document.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
+    pub(crate) document_tokens: usize,
+
+    /// Documents of a request.
+    #[arg(long, value_name = "K", default_value_t = 5, value_parser = at_least_one)]
+    pub(crate) per_request: usize,
+
+    /// Choose documents by Zipf's law with this exponent.
+    #[arg(long, value_name = "S", conflicts_with = "repetition")]
+    pub(crate) zipf: Option<f64>,
+
+    /// Choose documents that were used before with this probability, else new ones.
+    #[arg(long, value_name = "P")]
+    pub(crate) repetition: Option<f64>,
+
+    /// Share of the requests that come with another system prompt than the one before.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub(crate) system_changes: f64,
+
+    /// Seed of all draws.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Where documents stand.
+    #[arg(long, value_enum, default_value = "overlapped")]
+    pub(crate) positions: Positions,
+
+    /// What documents see while computed.
+    #[arg(long, value_enum, default_value = "with-system")]
+    pub(crate) chunks: Chunks,
+
+    /// Share of the KV memory that belongs to documents.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
+    pub(crate) memory_share: f64,
+
+    /// Memory for keys and values in MiB.
+    #[arg(long, value_name = "MIB", value_parser = at_least_one)]
+    pub(crate) kv_memory: Option<usize>,
+
+    /// How keys and values are stored.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
+
+    /// How weights are held: f32, or in eight-bit blocks.
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) weights: WeightsFormat,
+
+    /// Draw the time to first token of the first workload's requests as they arrive.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Where keys, values and attention live.
+    #[arg(long, default_value = "cpu")]
+    pub(crate) backend: BackendName,
+
+    /// One JSON object on standard output, nothing else.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn size(text: &str) -> Result<(usize, usize), String> {
+    let parts =
+        text.split_once('x').and_then(|(layers, width)| Some((layers.parse().ok()?, width.parse().ok()?)));
+    parts.ok_or_else(|| "layers and width are needed, such as 8x1024".to_owned())
+}

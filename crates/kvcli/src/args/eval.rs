@@ -1,0 +1,84 @@
+//! Options of `kvc eval`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use kvchunk::Recompute;
+
+use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, kv_format, recompute};
+use kvcore::KvFormat;
+
+/// Options of `kvc eval`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc eval                                         the built-in model, all strategies
+    kvc eval --gate                                  is reuse fit for it?
+    kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
+    kvc eval --json --plot accuracy.svg
+
+A dataset has a JSON object a line:
+
+    {\"system\": \"…\", \"documents\": [\"…\", \"…\"], \"question\": \"…\", \"answer\": \"…\", \"kind\": \"local\"}
+
+kind is local (the default), cross-start or cross-middle: what the answer needs to know.")]
+pub(crate) struct EvalArgs {
+    /// A Hugging Face directory. Without it: the built-in model.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Questions. Without it: dataset.jsonl in the model's directory, or questions drawn from its world.json.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) dataset: Option<PathBuf>,
+
+    /// Draws of questions, or parts of the dataset, over which accuracies have their confidence intervals.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
+    pub(crate) seeds: usize,
+
+    /// Questions of each kind in a draw.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
+    pub(crate) questions: usize,
+
+    /// Recompute strategies, see `kvc run --help`; may be repeated. Without it: link, blend and random for
+    /// several sizes, and full.
+    #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
+    pub(crate) strategies: Vec<Recompute>,
+
+    /// Whether reuse is fit for this model: checks what must be equal, and that local questions are answered
+    /// as well as under full attention. Exit code 1 if not.
+    #[arg(long)]
+    pub(crate) gate: bool,
+
+    /// For the gate: where documents stand.
+    #[arg(long, value_enum, default_value = "overlapped")]
+    pub(crate) positions: Positions,
+
+    /// For the gate: what documents see while computed.
+    #[arg(long, value_enum, default_value = "with-system")]
+    pub(crate) chunks: Chunks,
+
+    /// For the gate: most points of accuracy that reuse may lose.
+    #[arg(long, value_name = "POINTS", default_value_t = 1.0)]
+    pub(crate) floor: f64,
+
+    /// Draw accuracy against the share of tokens computed anew.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// How keys and values are stored.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
+
+    /// How weights are held: f32, or in eight-bit blocks.
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) weights: WeightsFormat,
+
+    /// Where keys, values and attention live.
+    #[arg(long, default_value = "cpu")]
+    pub(crate) backend: BackendName,
+
+    /// One JSON object on standard output, nothing else.
+    #[arg(long)]
+    pub(crate) json: bool,
+}

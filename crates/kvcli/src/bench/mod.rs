@@ -1,0 +1,101 @@
+//! `kvc bench rag`: a retrieval service's prompts, served with and without reuse.
+
+use std::io::Write;
+
+use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvmodel::workload::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
+use kvmodel::{Engine, EngineConfig, Model, ModelConfig, ModelDirectory, Weights};
+use serde::Serialize;
+
+use crate::args::{Bench, BenchArgs, RagArgs};
+use crate::error::Result;
+use crate::progress::bar;
+use crate::{backend, load};
+
+mod show;
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    workloads: &'a [RagReport],
+    ttft: &'a [TtftRow],
+}
+
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    match &args.what {
+        Bench::Rag(args) => rag(args),
+    }
+}
+
+fn rag(args: &RagArgs) -> Result<()> {
+    let cell = ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() };
+    let mut reports = Vec::new();
+    for popularity in popularities(args) {
+        let workload = workload(args, popularity);
+        workload.check()?;
+        let mut engine = engine(args)?;
+        let bar = bar("requests", "{pos}/{len} {eta}", !args.json);
+        let mut progress = |done: usize, total: usize| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        };
+        reports.push(serve(&mut engine, &workload, cell, &mut progress)?);
+        bar.finish_and_clear();
+    }
+    let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens)?;
+    if let (Some(path), Some(first)) = (&args.plot, reports.first()) {
+        show::plot(path, first)?;
+    }
+    let out = &mut std::io::stdout().lock();
+    if args.json {
+        serde_json::to_writer(&mut *out, &Report { workloads: &reports, ttft: &ttft })
+            .map_err(std::io::Error::from)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    show::workloads(out, &reports)?;
+    show::ttft(out, &ttft, args)
+}
+
+/// What was asked for, or four workloads.
+fn popularities(args: &RagArgs) -> Vec<Popularity> {
+    match (args.zipf, args.repetition) {
+        (Some(s), _) => vec![Popularity::Zipf(s)],
+        (_, Some(p)) => vec![Popularity::Repetition(p)],
+        _ => [0.8, 0.5, 0.1].into_iter().fold(vec![Popularity::Zipf(1.0)], |mut all, p| {
+            all.push(Popularity::Repetition(p));
+            all
+        }),
+    }
+}
+
+fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
+    RagWorkload {
+        requests: args.requests,
+        documents: args.documents,
+        document_tokens: args.document_tokens,
+        per_request: args.per_request,
+        system_changes: args.system_changes,
+        popularity,
+        seed: args.seed,
+        ..RagWorkload::default()
+    }
+}
+
+fn engine(args: &RagArgs) -> Result<Engine> {
+    let (model, tokenizer) = if let Some((layers, width)) = args.size {
+        let config = ModelConfig::benchmark(layers, width)?;
+        (Model::new(config, Weights::random(1), load::format(args.weights))?, [0; 32])
+    } else {
+        let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
+        (model, *codec.digest())
+    };
+    let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
+    let config = EngineConfig {
+        kv_format: args.dtype,
+        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        chunks,
+        ..EngineConfig::default()
+    };
+    Ok(Engine::new(model, backend::open(args.backend)?, &tokenizer, &config)?)
+}

@@ -1,0 +1,113 @@
+//! What `kvc bench rag` prints and draws.
+
+use std::io::Write;
+use std::path::Path;
+
+use kvmodel::workload::{Popularity, RagReport, Times, TtftRow};
+
+use crate::args::RagArgs;
+use crate::error::Result;
+use crate::plot::{Frame, Series, draw};
+use crate::report::table;
+
+fn name(popularity: Popularity) -> String {
+    match popularity {
+        Popularity::Zipf(s) => format!("Zipf, s = {s}"),
+        Popularity::Repetition(p) => format!("{:.0} % repeated", 100.0 * p),
+    }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+/// A cell of a row, for a workload.
+type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
+
+/// Hits, times, and the model of the speed-up, a column a workload.
+pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<()> {
+    let names: Vec<String> = reports.iter().map(|report| name(report.workload.popularity)).collect();
+    let header: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
+    let mut table = table(&header);
+    let times = |t: &Times| format!("{:.1} / {:.1} ms", t.p50, t.p95);
+    let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+    let ms = |ms: f64| format!("{ms:.4} ms");
+    let rows: Vec<(&str, Cell<'_>)> = vec![
+        ("documents found", Box::new(|r| percent(r.document_hit_rate))),
+        ("requests with at least one found", Box::new(|r| percent(r.any_hit_rate))),
+        (
+            "  by the model 1 − (1 − p)^k",
+            Box::new(|r| r.predicted_any_hit_rate.map_or("–".to_owned(), percent)),
+        ),
+        ("TTFT p50 / p95, with reuse", Box::new(|r| times(&r.with_reuse))),
+        ("  without, same mask", Box::new(|r| times(&r.without_reuse))),
+        ("  full attention", Box::new(|r| times(&r.full_attention))),
+        ("α, time spent on documents", Box::new(|r| percent(r.alpha))),
+        ("β, document tokens found", Box::new(|r| percent(r.beta))),
+        ("speed-up by the model 1 / (1 − α β)", Box::new(|r| format!("{:.2}", r.predicted_speedup))),
+        ("speed-up measured", Box::new(|r| format!("{:.2}", r.measured_speedup))),
+        ("lookup, on average", Box::new(|r| ms(r.chunk_cache.avg_lookup_time_ms()))),
+        ("reindex, on average", Box::new(|r| ms(r.chunk_cache.avg_reindex_time_ms()))),
+        ("compute, on average", Box::new(|r| ms(r.chunk_cache.avg_compute_time_ms()))),
+        (
+            "documents kept / evicted",
+            Box::new(|r| format!("{} / {}", r.chunk_cache.cached_chunks, r.chunk_cache.evictions)),
+        ),
+        ("memory for documents, used", Box::new(|r| mib(r.used_bytes))),
+        ("  of", Box::new(|r| mib(r.chunk_pool_bytes))),
+    ];
+    for (what, cell) in &rows {
+        table.add_row([(*what).to_owned()].into_iter().chain(reports.iter().map(cell)));
+    }
+    writeln!(out, "{table}")?;
+    if let Some(first) = reports.first() {
+        let w = first.workload;
+        writeln!(
+            out,
+            "\n{} requests of {} documents of {} tokens, {} of a system prompt, {} of a question; seed {}.",
+            w.requests, w.per_request, w.document_tokens, w.system_tokens, w.question_tokens, w.seed
+        )?;
+        writeln!(out, "Times without reuse, α, β and the speed-ups are of a sample of the requests.\n")?;
+    }
+    Ok(())
+}
+
+/// One prompt, cold and cached.
+pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
+    let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast"]);
+    let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);
+    for row in rows {
+        let against = row.limit.to_owned();
+        let ratio = format!("{:.2}", row.ratio());
+        table.add_row([row.what.to_owned(), ms(row.took), against, ms(row.limit_took), ratio]);
+    }
+    let tokens = rows.first().map_or(0, |row| row.tokens);
+    writeln!(out, "{table}")?;
+    writeln!(
+        out,
+        "\n{} documents of {} tokens, {tokens} tokens in all; the system prompt is cached.",
+        args.per_request, args.document_tokens
+    )?;
+    Ok(())
+}
+
+/// Times to first token as requests arrive.
+pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
+    let point = |request: usize, ms: f64| (request as f64, ms, 0.0);
+    let with = report.arrivals.iter().map(|a| point(a.request, a.ttft_ms)).collect();
+    let without =
+        report.arrivals.iter().filter_map(|a| Some(point(a.request, a.without_reuse_ms?))).collect();
+    let series = [
+        Series { name: "with reuse".to_owned(), points: with },
+        Series { name: "without, same mask".to_owned(), points: without },
+    ];
+    let highest = series.iter().flat_map(|s| &s.points).map(|p| p.1).fold(0.0, f64::max);
+    let frame = Frame {
+        title: &format!("Time to first token as documents are cached ({})", name(report.workload.popularity)),
+        x: "request",
+        y: "time to first token, ms",
+        x_range: 0.0..report.arrivals.len() as f64,
+        y_range: 0.0..1.1 * highest.max(f64::MIN_POSITIVE),
+    };
+    draw(path, &frame, &series)
+}

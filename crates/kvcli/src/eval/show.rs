@@ -1,0 +1,138 @@
+//! What `kvc eval` prints and draws.
+
+use std::io::Write;
+use std::path::Path;
+
+use kvchunk::{ComputeMode, Recompute};
+use kvmodel::eval::{Gate, QuestionKind, Score};
+
+use super::kinds;
+use crate::error::Result;
+use crate::plot::{Frame, Series, draw};
+use crate::report::table as styled;
+
+/// A row an arm, a column a kind of question; costs beside full attention's.
+pub(super) fn table(out: &mut impl Write, scores: &[Score]) -> Result<()> {
+    let kinds = kinds(scores);
+    let mut header = vec!["positions, mode, recomputed"];
+    header.extend(kinds.iter().map(|kind| kind.name()));
+    header.extend(["tokens anew", "operations", "TTFT"]);
+    let mut table = styled(&header);
+    let names = distinct(scores.iter().map(|score| score.name.as_str()));
+    let full = of(scores, names.first().copied().unwrap_or_default(), &kinds);
+    for name in names {
+        let row = of(scores, name, &kinds);
+        let accuracy = |score: &&Score| match score.accuracy.half_width {
+            Some(half) => format!("{:5.1} ± {:.1} %", 100.0 * score.accuracy.mean, 100.0 * half),
+            None => format!("{:5.1} %", 100.0 * score.accuracy.mean),
+        };
+        let mean = |row: &[&Score], of: fn(&Score) -> f64| {
+            row.iter().map(|score| of(score)).sum::<f64>() / row.len().max(1) as f64
+        };
+        let share = |of: fn(&Score) -> f64| format!("{:5.1} %", 100.0 * mean(&row, of) / mean(&full, of));
+        let mut cells = vec![name.to_owned()];
+        cells.extend(row.iter().map(accuracy));
+        cells.push(format!("{:5.1} %", 100.0 * mean(&row, |score| score.recomputed)));
+        cells.extend([share(|score| score.flops), share(|score| score.ttft_ms)]);
+        table.add_row(cells);
+    }
+    writeln!(out, "{table}")?;
+    writeln!(
+        out,
+        "\nOperations of the prefill are counted; they and the time to first token are shares of full attention's."
+    )?;
+    Ok(())
+}
+
+fn of<'a>(scores: &'a [Score], name: &str, kinds: &[QuestionKind]) -> Vec<&'a Score> {
+    kinds.iter().filter_map(|kind| scores.iter().find(|s| s.name == name && s.kind == *kind)).collect()
+}
+
+fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut seen: Vec<&str> = Vec::new();
+    for name in names {
+        if !seen.contains(&name) {
+            seen.push(name);
+        }
+    }
+    seen
+}
+
+/// Accuracy on the hardest kind of question that there is, against the share of tokens computed anew.
+pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
+    /// Which of a family a strategy belongs to, if it does.
+    type Member = fn(&Recompute) -> Option<usize>;
+    let families: [(&str, Member); 4] = [
+        ("link", |r| matches!(r, Recompute::Link { .. }).then_some(0)),
+        ("blend at layer", |r| match r {
+            Recompute::Blend { layer, .. } => Some(*layer),
+            _ => None,
+        }),
+        ("random", |r| matches!(r, Recompute::Random { .. }).then_some(0)),
+        ("none to full", |r| matches!(r, Recompute::None | Recompute::Full).then_some(0)),
+    ];
+    let kinds: Vec<QuestionKind> =
+        kinds(scores).into_iter().filter(|kind| *kind != QuestionKind::Local).collect();
+    let kinds = if kinds.is_empty() { vec![QuestionKind::Local] } else { kinds };
+    let mut series = Vec::new();
+    for kind in kinds {
+        let of_kind = |score: &&Score| {
+            let cell = score.arm.cell;
+            score.kind == kind
+                && cell.is_some_and(|cell| {
+                    cell.mode == ComputeMode::Alone && cell.strategy == kvchunk::PositionStrategy::Sequential
+                })
+        };
+        for (name, member) in families {
+            let mut parts: Vec<usize> =
+                scores.iter().filter(of_kind).filter_map(|s| member(&s.arm.recompute)).collect();
+            parts.sort_unstable();
+            parts.dedup();
+            for part in parts {
+                let mine = scores.iter().filter(of_kind).filter(|s| member(&s.arm.recompute) == Some(part));
+                let point = |s: &Score| {
+                    let half = s.accuracy.half_width.unwrap_or(0.0);
+                    (100.0 * s.recomputed, 100.0 * s.accuracy.mean, 100.0 * half)
+                };
+                let label = if name.ends_with("layer") { format!("{name} {part}") } else { name.to_owned() };
+                series.push(Series {
+                    name: format!("{label}, {}", kind.name()),
+                    points: mine.map(point).collect(),
+                });
+            }
+        }
+    }
+    let frame = Frame {
+        title: "Accuracy of reuse (documents computed alone, sequential positions)",
+        x: "document tokens computed anew, %",
+        y: "right answers, %",
+        x_range: 0.0..100.0,
+        y_range: 0.0..102.0,
+    };
+    draw(path, &frame, &series)
+}
+
+/// What was checked, and the verdict.
+pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
+    let mut table = styled(&["what must hold", "measured", "at most", ""]);
+    for check in &gate.checks {
+        let verdict = if check.holds() { "holds" } else { "FAILS" };
+        table.add_row([
+            check.what.clone(),
+            format!("{:.2e}", check.measured),
+            format!("{:.2e}", check.limit),
+            verdict.to_owned(),
+        ]);
+    }
+    writeln!(out, "{table}\n")?;
+    writeln!(
+        out,
+        "{}",
+        if gate.is_open() {
+            "Reuse is fit for this model in this cell."
+        } else {
+            "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
+        }
+    )?;
+    Ok(())
+}

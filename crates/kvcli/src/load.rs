@@ -1,0 +1,34 @@
+//! Loading a model with a progress bar.
+
+use std::path::Path;
+
+use kvmodel::{ModelDirectory, WeightFormat};
+
+use crate::args::WeightsFormat;
+use crate::embedded;
+use crate::error::{Error, Result};
+use crate::progress::bar;
+
+/// How weights are held, as the command line says it.
+pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
+    match weights {
+        WeightsFormat::F32 => WeightFormat::F32,
+        WeightsFormat::Q8 => WeightFormat::Q8,
+    }
+}
+
+/// The model of a directory, or the built-in one.
+pub(crate) fn model(dir: Option<&Path>, weights: WeightsFormat) -> Result<ModelDirectory> {
+    let format = format(weights);
+    let Some(dir) = dir else { return embedded::load(format) };
+    if !dir.is_dir() {
+        return Err(Error::NotADirectory(dir.to_owned()));
+    }
+    let bar = bar("weights", "{bytes}/{total_bytes}", true);
+    let loaded = ModelDirectory::load(dir, format, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    Ok(loaded?)
+}

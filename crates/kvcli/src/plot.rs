@@ -1,0 +1,66 @@
+//! Plots into SVG files.
+
+use std::path::Path;
+
+use plotters::prelude::*;
+
+use crate::error::{Error, Result};
+
+/// Points of one kind, joined by a line in the order given.
+pub(crate) struct Series {
+    pub(crate) name: String,
+    /// `(x, y, half the height of the error bar)`.
+    pub(crate) points: Vec<(f64, f64, f64)>,
+}
+
+/// What stands around the points.
+pub(crate) struct Frame<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) x: &'a str,
+    pub(crate) y: &'a str,
+    pub(crate) x_range: std::ops::Range<f64>,
+    pub(crate) y_range: std::ops::Range<f64>,
+}
+
+/// Draws series with error bars and a legend.
+pub(crate) fn draw(path: &Path, frame: &Frame<'_>, series: &[Series]) -> Result<()> {
+    try_draw(path, frame, series)
+        .map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
+}
+
+fn try_draw(
+    path: &Path,
+    frame: &Frame<'_>,
+    series: &[Series],
+) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let root = SVGBackend::new(path, (900, 560)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&root)
+        .caption(frame.title, ("sans-serif", 20))
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(60)
+        .build_cartesian_2d(frame.x_range.clone(), frame.y_range.clone())?;
+    chart.configure_mesh().x_desc(frame.x).y_desc(frame.y).light_line_style(WHITE).draw()?;
+    for (i, one) in series.iter().enumerate() {
+        let colour = Palette99::pick(i).to_rgba();
+        let line = one.points.iter().map(|&(x, y, _)| (x, y));
+        chart
+            .draw_series(LineSeries::new(line, colour.stroke_width(2)))?
+            .label(one.name.clone())
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+        chart.draw_series(one.points.iter().map(|&(x, y, _)| Circle::new((x, y), 3, colour.filled())))?;
+        let bars = one.points.iter().filter(|point| point.2 > 0.0);
+        chart.draw_series(
+            bars.map(|&(x, y, half)| PathElement::new([(x, y - half), (x, y + half)], colour)),
+        )?;
+    }
+    chart
+        .configure_series_labels()
+        .background_style(WHITE.mix(0.85))
+        .border_style(BLACK.mix(0.3))
+        .position(SeriesLabelPosition::LowerRight)
+        .draw()?;
+    root.present()?;
+    Ok(())
+}

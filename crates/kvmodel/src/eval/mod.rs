@@ -1,0 +1,200 @@
+//! Evaluation: how often answers are right under full attention, under reuse, and under each recompute
+//! strategy, and what that costs.
+//!
+//! Every answer goes through the real cache: documents are cached first, by a prompt that has them in
+//! another order, and then found. Nothing is emulated by a mask.
+//!
+//! An [`Arm`] is one way to answer; [`evaluate`] asks all questions in all arms and gives a [`Score`] per
+//! arm and kind of question, with confidence intervals over seeds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvchunk::{ContextScaling, PositionStrategy, Recompute, ReuseCell};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use serde::Serialize;
+
+use crate::engine::{Engine, Request};
+use crate::error::Result;
+use crate::text::TextCodec;
+
+mod gate;
+mod question;
+mod statistics;
+mod world;
+
+pub use gate::{Gate, GateCheck, GateLimits};
+pub use question::{Question, QuestionKind};
+pub use statistics::Estimate;
+pub use world::World;
+
+/// One way to answer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Arm {
+    /// Mode and strategy of reuse; `None` is ordinary full attention.
+    pub cell: Option<ReuseCell>,
+    /// What is computed anew.
+    pub recompute: Recompute,
+    /// How the question looks at documents.
+    pub scaling: ContextScaling,
+}
+
+impl Arm {
+    /// Ordinary full attention over the whole prompt: what all others are compared with.
+    pub fn full_attention() -> Self {
+        Self { cell: None, recompute: Recompute::None, scaling: ContextScaling::default() }
+    }
+
+    /// Reuse in a cell.
+    pub fn reuse(cell: ReuseCell, recompute: Recompute) -> Self {
+        Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
+    }
+
+    /// Its name in tables.
+    pub fn name(&self) -> String {
+        let Some(cell) = self.cell else { return "full attention".to_owned() };
+        let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+        let strategy = serde_json::to_value(cell.strategy).map(word).unwrap_or_default();
+        let mode = serde_json::to_value(cell.mode).map(word).unwrap_or_default();
+        let name = format!("{strategy}, {mode}, {}", self.recompute);
+        if self.scaling.is_plain() {
+            return name;
+        }
+        format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
+    }
+
+    /// Asks for an answer to a prompt.
+    fn request(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<Request> {
+        let prompt = codec.prompt(&question.prompt(order), kvchunk::DEFAULT_SEPARATOR, true)?;
+        let mut request = Request::new(prompt);
+        request.full_attention = self.cell.is_none();
+        // Full attention computes its prompt: the prefixes of other arms would make it look faster.
+        request.reuse = self.cell.is_some();
+        request.cell = self.cell.unwrap_or_default();
+        request.recompute = Arc::new(self.recompute);
+        request.scaling = self.scaling;
+        Ok(request)
+    }
+}
+
+/// How an arm did on one kind of question.
+#[derive(Debug, Clone, Serialize)]
+pub struct Score {
+    /// The arm.
+    pub arm: Arm,
+    /// The arm's name.
+    pub name: String,
+    /// The kind of question.
+    pub kind: QuestionKind,
+    /// Questions asked, over all seeds.
+    pub asked: usize,
+    /// Share of right answers, over seeds.
+    pub accuracy: Estimate,
+    /// Share of document tokens that were computed anew; of full attention all.
+    pub recomputed: f64,
+    /// Floating-point operations of the prefill, counted, on average.
+    pub flops: f64,
+    /// Median time to first token, in milliseconds.
+    pub ttft_ms: f64,
+}
+
+/// What came of one question.
+struct Outcome {
+    right: bool,
+    recomputed: f64,
+    flops: u64,
+    ttft: Duration,
+}
+
+/// Asks the questions of every seed in every arm. `questions` is a list for each seed; `progress` is told
+/// how many of how many answers are there.
+///
+/// # Errors
+/// Of the engine; a prompt that the model cannot take.
+pub fn evaluate(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    questions: &[Vec<Question>],
+    arms: &[Arm],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<Score>> {
+    let total = arms.len() * questions.iter().map(Vec::len).sum::<usize>();
+    let mut done = 0;
+    let mut scores = Vec::new();
+    for arm in arms {
+        let mut outcomes: Vec<Vec<(QuestionKind, Outcome)>> = Vec::new();
+        for (seed, asked) in questions.iter().enumerate() {
+            let mut rng = StdRng::seed_from_u64(seed as u64);
+            let mut of_seed = Vec::new();
+            for question in asked {
+                of_seed.push((question.kind, ask(engine, codec, question, arm, &mut rng)?));
+                done += 1;
+                progress(done, total);
+            }
+            outcomes.push(of_seed);
+        }
+        for kind in QuestionKind::ALL {
+            scores.extend(score(arm, kind, &outcomes));
+        }
+    }
+    Ok(scores)
+}
+
+/// Answers one question with all its documents cached.
+fn ask(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    question: &Question,
+    arm: &Arm,
+    rng: &mut StdRng,
+) -> Result<Outcome> {
+    let order: Vec<usize> = (0..question.documents.len()).collect();
+    if let Some(cell) = arm.cell {
+        let mut elsewhere = order.clone();
+        if cell.strategy != PositionStrategy::Absolute {
+            elsewhere.shuffle(rng);
+        }
+        let warm = Arm { recompute: Recompute::None, ..*arm };
+        let warm = warm.request(question, &elsewhere, codec)?;
+        engine.generate(&Request { max_new_tokens: 1, ..warm }, &mut ())?;
+    }
+    let answer_tokens = codec.encode(&question.answer, false)?.len();
+    let request = Request { max_new_tokens: answer_tokens + 2, ..arm.request(question, &order, codec)? };
+    let generation = engine.generate(&request, &mut ())?;
+    let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
+    Ok(Outcome {
+        right: question.accepts(&codec.decode(&generation.tokens)?),
+        recomputed: match arm.cell {
+            None => 1.0,
+            Some(_) => generation.recomputed_tokens as f64 / document_tokens.max(1) as f64,
+        },
+        flops: generation.prefill_flops,
+        ttft: generation.ttft,
+    })
+}
+
+/// `None` if no question was of this kind.
+fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, Outcome)>]) -> Option<Score> {
+    let of_kind = |seed: &Vec<(QuestionKind, Outcome)>| -> Option<f64> {
+        let rights: Vec<bool> = seed.iter().filter(|(k, _)| *k == kind).map(|(_, o)| o.right).collect();
+        let right = rights.iter().filter(|right| **right).count();
+        (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
+    };
+    let all: Vec<&Outcome> = seeds.iter().flatten().filter(|(k, _)| *k == kind).map(|(_, o)| o).collect();
+    let mean = |of: fn(&Outcome) -> f64| all.iter().map(|o| of(o)).sum::<f64>() / all.len() as f64;
+    let mut times: Vec<f64> = all.iter().map(|o| o.ttft.as_secs_f64() * 1e3).collect();
+    times.sort_by(f64::total_cmp);
+    let ttft_ms = *times.get(times.len() / 2)?;
+    Some(Score {
+        arm: *arm,
+        name: arm.name(),
+        kind,
+        asked: all.len(),
+        accuracy: Estimate::of(&seeds.iter().filter_map(of_kind).collect::<Vec<_>>()),
+        recomputed: mean(|o| o.recomputed),
+        flops: mean(|o| o.flops as f64),
+        ttft_ms,
+    })
+}

@@ -1,0 +1,132 @@
+//! Questions over documents, and files of them.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What an answer needs to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QuestionKind {
+    /// One document.
+    Local,
+    /// Another document too: a reference at the start of one means something in the one before.
+    CrossStart,
+    /// The same with the reference in the middle of a document.
+    CrossMiddle,
+}
+
+impl QuestionKind {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Local, Self::CrossStart, Self::CrossMiddle];
+
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::CrossStart => "cross, at start",
+            Self::CrossMiddle => "cross, in middle",
+        }
+    }
+}
+
+/// A question about documents, and its answer.
+///
+/// ```
+/// use kvmodel::eval::{Question, QuestionKind};
+/// let line = r#"{"system": "be brief", "documents": ["a is b", "c is d"], "question": "c?", "answer": "d"}"#;
+/// let [question] = &Question::read_all(line)?[..] else { panic!() };
+/// assert_eq!(question.kind, QuestionKind::Local);
+/// assert_eq!(question.prompt(&[1, 0]), "be brief##c is d##a is b##c?");
+/// assert!(question.accepts(" D.") && !question.accepts("dd"));
+/// # Ok::<(), kvmodel::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Question {
+    /// The system prompt.
+    pub system: String,
+    /// The documents in order.
+    pub documents: Vec<String>,
+    /// What is asked.
+    pub question: String,
+    /// How an answer begins that is right; case and surrounding space do not count.
+    pub answer: String,
+    /// What it needs to know.
+    #[serde(default = "local")]
+    pub kind: QuestionKind,
+}
+
+fn local() -> QuestionKind {
+    QuestionKind::Local
+}
+
+impl Question {
+    /// Reads a file of questions, a JSON object a line.
+    ///
+    /// # Errors
+    /// [`Error::Dataset`] with the number of the line: not such an object, no document, or a part that is
+    /// empty or contains the separator.
+    pub fn read_all(text: &str) -> Result<Vec<Self>> {
+        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+        let questions: Result<Vec<Self>> = lines
+            .map(|(i, line)| {
+                let bad = |reason: String| Error::Dataset { line: i + 1, reason };
+                let question: Self = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
+                let parts = [&question.system, &question.question, &question.answer];
+                if question.documents.is_empty() {
+                    return Err(bad("no documents".to_owned()));
+                }
+                for part in parts.into_iter().chain(&question.documents) {
+                    if part.trim().is_empty() || part.contains(kvchunk::DEFAULT_SEPARATOR) {
+                        return Err(bad(format!("{part:?} is empty or contains the separator")));
+                    }
+                }
+                Ok(question)
+            })
+            .collect();
+        match questions {
+            Ok(questions) if questions.is_empty() => {
+                Err(Error::Dataset { line: 0, reason: "no question".to_owned() })
+            }
+            other => other,
+        }
+    }
+
+    /// The prompt with its documents in an order.
+    pub fn prompt(&self, order: &[usize]) -> String {
+        let documents = order.iter().filter_map(|&i| self.documents.get(i).map(String::as_str));
+        let parts: Vec<&str> =
+            [self.system.as_str()].into_iter().chain(documents).chain([self.question.as_str()]).collect();
+        parts.join(kvchunk::DEFAULT_SEPARATOR)
+    }
+
+    /// Whether an answer begins as it should, with whole words.
+    pub fn accepts(&self, answer: &str) -> bool {
+        let (given, right) = (answer.trim().to_lowercase(), self.answer.trim().to_lowercase());
+        let rest = given.strip_prefix(&right);
+        rest.is_some_and(|rest| !rest.chars().next().is_some_and(char::is_alphanumeric))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_are_no_questions_are_named_by_their_number() {
+        let good = r#"{"system":"s","documents":["d"],"question":"q","answer":"a","kind":"cross-start"}"#;
+        assert_eq!(Question::read_all(good).unwrap()[0].kind, QuestionKind::CrossStart);
+        for (bad, reason) in [
+            ("{", "EOF"),
+            (r#"{"system":"s","documents":[],"question":"q","answer":"a"}"#, "no documents"),
+            (r#"{"system":"s","documents":["a##b"],"question":"q","answer":"a"}"#, "separator"),
+            (r#"{"system":" ","documents":["d"],"question":"q","answer":"a"}"#, "empty"),
+            (r#"{"system":"s","documents":["d"],"question":"q","answer":"a","more":1}"#, "more"),
+        ] {
+            let error = Question::read_all(&format!("{good}\n\n{bad}")).unwrap_err().to_string();
+            assert!(error.contains("line 3") && error.contains(reason), "{error}");
+        }
+        assert!(Question::read_all("\n").is_err());
+    }
+}

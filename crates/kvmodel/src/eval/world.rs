@@ -1,0 +1,132 @@
+//! The world of `models/tiny-rag`: documents of facts drawn anew, and questions that need one or two of them.
+
+use rand::rngs::StdRng;
+use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{RngExt, SeedableRng};
+use serde::Deserialize;
+
+use super::{Question, QuestionKind};
+use crate::error::{Error, Result};
+
+/// Names and values of which facts are made: "alba is red .". The value "same" means the one stated last
+/// before it, in this document or an earlier one.
+#[derive(Debug, Clone, Deserialize)]
+pub struct World {
+    names: Vec<String>,
+    values: Vec<String>,
+}
+
+const SYSTEM: &str = "you answer questions from short documents .";
+/// References at the start of the document that a question about its middle is asked of.
+const REFERENCES: usize = 3;
+
+impl World {
+    /// Reads a `world.json`.
+    ///
+    /// # Errors
+    /// [`Error::Dataset`]; fewer than 64 names or two values are too few to draw from.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let bad = |reason: String| Error::Dataset { line: 1, reason };
+        let world: Self = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
+        if world.names.len() < 64 || world.values.len() < 2 {
+            return Err(bad(format!(
+                "{} names, {} values: 64 and 2 are needed",
+                world.names.len(),
+                world.values.len()
+            )));
+        }
+        Ok(world)
+    }
+
+    /// `per_kind` questions of each kind, the same for the same seed. Every question has documents of its
+    /// own: three to six, of three to six facts.
+    pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut questions = Vec::new();
+        for _ in 0..per_kind {
+            questions.extend(QuestionKind::ALL.map(|kind| self.question(kind, &mut rng)));
+        }
+        questions
+    }
+
+    fn question(&self, kind: QuestionKind, rng: &mut StdRng) -> Question {
+        let mut names = self.names.clone();
+        names.shuffle(rng);
+        let count = rng.random_range(3..=6);
+        // Which document is asked about; a reference needs one before it.
+        let asked_document = match kind {
+            QuestionKind::Local => rng.random_range(0..count),
+            QuestionKind::CrossStart | QuestionKind::CrossMiddle => rng.random_range(1..count),
+        };
+        let references = match kind {
+            QuestionKind::Local => 0,
+            QuestionKind::CrossStart => 1,
+            QuestionKind::CrossMiddle => REFERENCES,
+        };
+        let (mut documents, mut question, mut last) =
+            (Vec::new(), (String::new(), String::new()), String::new());
+        for document in 0..count {
+            let mut facts = Vec::new();
+            let references = if document == asked_document { references } else { 0 };
+            let stated = rng.random_range(3..=6usize).saturating_sub(references).max(1);
+            let asked = rng.random_range(0..stated);
+            for fact in 0..references + stated {
+                let name = names.pop().unwrap_or_default();
+                let is_reference = fact < references;
+                if !is_reference {
+                    last = self.values.choose(rng).cloned().unwrap_or_default();
+                }
+                let about_this = document == asked_document
+                    && match kind {
+                        QuestionKind::Local => fact == asked,
+                        QuestionKind::CrossStart | QuestionKind::CrossMiddle => fact + 1 == references,
+                    };
+                if about_this {
+                    question = (format!("{name} ?"), last.clone());
+                }
+                facts.push(format!("{name} is {} .", if is_reference { "same" } else { &last }));
+            }
+            documents.push(facts.join(" "));
+        }
+        let (question, answer) = question;
+        Question { system: SYSTEM.to_owned(), documents, question, answer, kind }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world() -> World {
+        let list = |prefix: &str, n: usize| (0..n).map(|i| format!("{prefix}{i}")).collect();
+        World { names: list("n", 100), values: list("v", 8) }
+    }
+
+    #[test]
+    fn answers_are_where_their_kind_says() {
+        let questions = world().questions(7, 20);
+        assert_eq!(questions.len(), 60);
+        for q in &questions {
+            let name = q.question.trim_end_matches(" ?");
+            let (at, document) =
+                q.documents.iter().enumerate().find(|(_, d)| d.contains(&format!("{name} is"))).unwrap();
+            let own = document.contains(&format!("{name} is {} .", q.answer));
+            assert_eq!(own, q.kind == QuestionKind::Local, "{q:?}");
+            if q.kind != QuestionKind::Local {
+                let before = q.documents[at - 1].split_whitespace().rev().nth(1).unwrap();
+                assert_eq!(before, q.answer, "the value stated last before it");
+                let place =
+                    document.split(" . ").position(|fact| fact.starts_with(&format!("{name} "))).unwrap();
+                assert_eq!(place, if q.kind == QuestionKind::CrossStart { 0 } else { 2 });
+            }
+        }
+        assert_eq!(questions, world().questions(7, 20));
+        assert_ne!(questions, world().questions(8, 20));
+    }
+
+    #[test]
+    fn a_world_too_small_is_an_error() {
+        assert!(World::from_json(r#"{"names":["a"],"values":["b","c"]}"#).is_err());
+        assert!(World::from_json("[").is_err());
+    }
+}

@@ -1,0 +1,260 @@
+//! Workloads: prompts of a retrieval service, drawn from a seed, and what serving them takes.
+
+use kvchunk::ChunkedPrompt;
+use rand::distr::Distribution;
+use rand::distr::weighted::WeightedIndex;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+
+mod serve;
+mod ttft;
+
+pub use serve::{ArrivalTimes, RagReport, Times, serve};
+pub use ttft::{TtftRow, ttft_rows};
+
+/// How a request's documents are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Popularity {
+    /// Document `i` of the library with a weight of `1 / i^s`, without repetition within a request.
+    Zipf(f64),
+    /// Each document is one that was used before with this probability, and else a new one.
+    Repetition(f64),
+}
+
+/// Prompts of a retrieval service.
+///
+/// ```
+/// use kvmodel::workload::{Popularity, RagWorkload};
+/// let workload = RagWorkload { requests: 50, ..RagWorkload::default() };
+/// let prompts = workload.prompts(1000)?;
+/// assert_eq!((prompts.len(), prompts[0].chunks().len()), (50, 5));
+/// assert_eq!(prompts, workload.prompts(1000)?);
+/// # Ok::<(), kvmodel::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RagWorkload {
+    /// Requests in the order in which they arrive.
+    pub requests: usize,
+    /// Documents in the library that Zipf draws from.
+    pub documents: usize,
+    /// Tokens of a document.
+    pub document_tokens: usize,
+    /// Documents of a request (the `k` of retrieval).
+    pub per_request: usize,
+    /// Tokens of a system prompt.
+    pub system_tokens: usize,
+    /// Tokens of a question; every request has its own.
+    pub question_tokens: usize,
+    /// Probability that a request comes with another system prompt than the one before it.
+    pub system_changes: f64,
+    /// How documents are chosen.
+    pub popularity: Popularity,
+    /// Seed of all draws.
+    pub seed: u64,
+}
+
+impl Default for RagWorkload {
+    fn default() -> Self {
+        Self {
+            requests: 100,
+            documents: 50,
+            document_tokens: 100,
+            per_request: 5,
+            system_tokens: 32,
+            question_tokens: 32,
+            system_changes: 0.0,
+            popularity: Popularity::Zipf(1.0),
+            seed: 0,
+        }
+    }
+}
+
+/// System prompts that a workload changes between.
+const SYSTEMS: u64 = 4;
+
+/// What tokens are of, so that no document is a question.
+#[derive(Clone, Copy)]
+enum Part {
+    System = 1,
+    Document = 2,
+    Question = 3,
+}
+
+impl RagWorkload {
+    /// Checks every number against its domain.
+    ///
+    /// # Errors
+    /// [`Error::Workload`] that names it.
+    pub fn check(&self) -> Result<()> {
+        let bad = |what: &str| Err(Error::Workload(what.to_owned()));
+        let positive =
+            [self.requests, self.document_tokens, self.per_request, self.system_tokens, self.question_tokens];
+        if positive.contains(&0) {
+            return bad("requests, their documents and all tokens must be at least 1");
+        }
+        if !(0.0..=1.0).contains(&self.system_changes) {
+            return bad("the share of system changes must be between 0 and 1");
+        }
+        match self.popularity {
+            Popularity::Zipf(s) if !(s.is_finite() && s >= 0.0) => {
+                bad("the exponent of Zipf must be 0 or more")
+            }
+            Popularity::Zipf(_) if self.documents < self.per_request => {
+                bad("a library must have at least as many documents as a request takes")
+            }
+            Popularity::Repetition(p) if !(0.0..=1.0).contains(&p) => {
+                bad("repetition must be between 0 and 1")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The prompts, with tokens below `vocabulary`.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn prompts(&self, vocabulary: usize) -> Result<Vec<ChunkedPrompt>> {
+        self.check()?;
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let tokens = |part: Part, number: u64, count: usize| -> Vec<u32> {
+            let mut rng =
+                StdRng::seed_from_u64(self.seed ^ (part as u64) << 56 ^ number.wrapping_mul(0x9e37_79b9));
+            (0..count).map(|_| rng.random_range(0..vocabulary.max(1)) as u32).collect()
+        };
+        let (mut used, mut system): (Vec<u64>, u64) = (Vec::new(), 0);
+        let mut prompts = Vec::with_capacity(self.requests);
+        for request in 0..self.requests as u64 {
+            if request > 0 && rng.random_bool(self.system_changes) {
+                system = (system + 1 + rng.random_range(0..SYSTEMS - 1)) % SYSTEMS;
+            }
+            let documents = match self.popularity {
+                Popularity::Zipf(s) => self.zipf(s, &mut rng)?,
+                Popularity::Repetition(p) => self.repeated(p, &mut used, &mut rng),
+            };
+            let chunks =
+                documents.iter().map(|&id| tokens(Part::Document, id, self.document_tokens)).collect();
+            prompts.push(ChunkedPrompt::new(
+                tokens(Part::System, system, self.system_tokens),
+                chunks,
+                tokens(Part::Question, request, self.question_tokens),
+            )?);
+        }
+        Ok(prompts)
+    }
+
+    /// The share of requests of which at least one document was seen before, by the model `1 − (1 − p)^k` of
+    /// independent repetition; known for [`Popularity::Repetition`] only. It is no hit rate.
+    pub fn predicted_any_hit(&self) -> Option<f64> {
+        match self.popularity {
+            Popularity::Repetition(p) => Some(1.0 - (1.0 - p).powi(self.per_request as i32)),
+            Popularity::Zipf(_) => None,
+        }
+    }
+
+    fn zipf(&self, s: f64, rng: &mut StdRng) -> Result<Vec<u64>> {
+        let mut weights: Vec<f64> = (1..=self.documents).map(|i| (i as f64).powf(-s)).collect();
+        let mut chosen = Vec::with_capacity(self.per_request);
+        while chosen.len() < self.per_request {
+            let index = WeightedIndex::new(&weights).map_err(|e| Error::Workload(e.to_string()))?.sample(rng);
+            weights[index] = 0.0;
+            chosen.push(index as u64);
+        }
+        Ok(chosen)
+    }
+
+    fn repeated(&self, p: f64, used: &mut Vec<u64>, rng: &mut StdRng) -> Vec<u64> {
+        let known = used.len();
+        let mut chosen: Vec<u64> = Vec::with_capacity(self.per_request);
+        while chosen.len() < self.per_request {
+            let again = known > chosen.len() && rng.random_bool(p);
+            let id = if again { used[rng.random_range(0..known)] } else { used.len() as u64 };
+            if chosen.contains(&id) {
+                continue; // a document once in a request
+            }
+            if !again {
+                used.push(id);
+            }
+            chosen.push(id);
+        }
+        chosen
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    /// Shares of documents and of requests that repeat something.
+    fn repeats(workload: &RagWorkload) -> (f64, f64) {
+        let (mut seen, mut documents, mut any) = (HashSet::new(), 0, 0);
+        let prompts = workload.prompts(5000).unwrap();
+        for prompt in &prompts {
+            let again = prompt.chunks().iter().filter(|chunk| seen.contains(*chunk)).count();
+            (documents, any) = (documents + again, any + usize::from(again > 0));
+            seen.extend(prompt.chunks().iter().cloned());
+        }
+        let all = prompts.len() as f64;
+        (documents as f64 / (all * workload.per_request as f64), any as f64 / all)
+    }
+
+    #[test]
+    fn repetition_is_what_was_asked_for() {
+        for p in [0.1, 0.5, 0.8] {
+            let workload = RagWorkload {
+                popularity: Popularity::Repetition(p),
+                requests: 400,
+                ..RagWorkload::default()
+            };
+            let (share, any) = repeats(&workload);
+            assert!((share - p).abs() < 0.05, "{share} for {p}");
+            let predicted = workload.predicted_any_hit().unwrap();
+            assert!((any - predicted).abs() < 0.08, "{any} for {predicted}");
+        }
+    }
+
+    #[test]
+    fn popular_documents_come_more_often_and_once_a_request() {
+        let prompts = RagWorkload { requests: 300, ..RagWorkload::default() }.prompts(5000).unwrap();
+        let mut counts = std::collections::HashMap::new();
+        for prompt in &prompts {
+            let distinct: HashSet<_> = prompt.chunks().iter().collect();
+            assert_eq!(distinct.len(), 5);
+            for chunk in prompt.chunks() {
+                *counts.entry(chunk.clone()).or_insert(0) += 1;
+            }
+        }
+        let mut counts: Vec<i32> = counts.into_values().collect();
+        counts.sort_unstable();
+        assert!(counts[counts.len() - 1] > 5 * counts[counts.len() / 2]);
+    }
+
+    #[test]
+    fn systems_change_as_often_as_asked() {
+        let changes = |system_changes| {
+            let workload = RagWorkload { system_changes, requests: 200, ..RagWorkload::default() };
+            let prompts = workload.prompts(100).unwrap();
+            prompts.windows(2).filter(|pair| pair[0].system() != pair[1].system()).count()
+        };
+        assert_eq!((changes(0.0), changes(1.0)), (0, 199));
+        assert!((40..=80).contains(&changes(0.3)));
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let good = RagWorkload::default();
+        for (bad, word) in [
+            (RagWorkload { requests: 0, ..good }, "requests"),
+            (RagWorkload { documents: 4, ..good }, "library"),
+            (RagWorkload { system_changes: 1.5, ..good }, "system"),
+            (RagWorkload { popularity: Popularity::Zipf(f64::NAN), ..good }, "Zipf"),
+            (RagWorkload { popularity: Popularity::Repetition(2.0), ..good }, "repetition"),
+        ] {
+            assert!(bad.prompts(10).unwrap_err().to_string().contains(word));
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Serving a workload: hits, times to first token, and the speed-up that a model of it predicts.
+
+use std::time::Duration;
+
+use kvchunk::{ChunkCacheMetrics, ChunkedPrompt, ReuseCell};
+use serde::Serialize;
+
+use super::RagWorkload;
+use crate::engine::{Engine, Generation, Request};
+use crate::error::Result;
+use crate::text::PromptTokens;
+
+/// Quantiles of times, in milliseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Times {
+    /// Half of the requests took no longer.
+    pub p50: f64,
+    /// Nineteen in twenty took no longer.
+    pub p95: f64,
+    /// The average.
+    pub mean: f64,
+}
+
+impl Times {
+    fn of(times: &[Duration]) -> Self {
+        let mut ms: Vec<f64> = times.iter().map(|t| t.as_secs_f64() * 1e3).collect();
+        ms.sort_by(f64::total_cmp);
+        let at = |q: f64| {
+            ms.get(((ms.len() as f64 * q).ceil() as usize).saturating_sub(1)).copied().unwrap_or(0.0)
+        };
+        Self { p50: at(0.5), p95: at(0.95), mean: ms.iter().sum::<f64>() / ms.len().max(1) as f64 }
+    }
+}
+
+/// Times of one request, in milliseconds, in the order of arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ArrivalTimes {
+    /// Its number.
+    pub request: usize,
+    /// To first token, as served.
+    pub ttft_ms: f64,
+    /// The same computed anew under the same mask, of requests that were measured so.
+    pub without_reuse_ms: Option<f64>,
+}
+
+/// What serving a workload took.
+#[derive(Debug, Clone, Serialize)]
+pub struct RagReport {
+    /// The workload.
+    pub workload: RagWorkload,
+    /// Share of the documents that were found.
+    pub document_hit_rate: f64,
+    /// Share of the requests of which at least one document was found.
+    pub any_hit_rate: f64,
+    /// What `1 − (1 − p)^k` says of the latter.
+    pub predicted_any_hit_rate: Option<f64>,
+    /// Time to first token as served.
+    pub with_reuse: Times,
+    /// The same with everything computed anew, under the same mask; of a sample of the requests.
+    pub without_reuse: Times,
+    /// The same as ordinary prompts under full attention.
+    pub full_attention: Times,
+    /// Share of the time without reuse that computing documents takes.
+    pub alpha: f64,
+    /// Share of document tokens that were found, in the sample.
+    pub beta: f64,
+    /// `1 / (1 − α β)`.
+    pub predicted_speedup: f64,
+    /// Mean time without reuse over mean time with it, in the sample.
+    pub measured_speedup: f64,
+    /// Bytes of the chunk pool.
+    pub chunk_pool_bytes: usize,
+    /// Bytes of it in use at the end.
+    pub used_bytes: usize,
+    /// What the chunk cache counted and timed.
+    pub chunk_cache: ChunkCacheMetrics,
+    /// Request by request.
+    pub arrivals: Vec<ArrivalTimes>,
+}
+
+/// Requests of a workload that are also measured without reuse.
+const SAMPLE: usize = 20;
+
+/// Serves a workload's prompts one after another, each up to its first token. The engine should be new.
+/// `progress` is told how many of how many are served.
+///
+/// # Errors
+/// Of the workload, or of the engine: a prompt too long for the model.
+pub fn serve(
+    engine: &mut Engine,
+    workload: &RagWorkload,
+    cell: ReuseCell,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<RagReport> {
+    let prompts = workload.prompts(engine.model().config().vocab_size)?;
+    let mut ask = |prompt: &ChunkedPrompt, reuse: bool, full_attention: bool| -> Result<Generation> {
+        let request = Request::new(PromptTokens::Chunked(prompt.clone()));
+        let request = Request { cell, reuse, full_attention, max_new_tokens: 1, ..request };
+        engine.generate(&request, &mut ())
+    };
+    // Threads and memory warm up.
+    ask(&prompts[0], false, false)?;
+    let every = prompts.len().div_ceil(SAMPLE);
+    let (mut served, mut anew, mut full, mut sampled, mut all_hit) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut hits, mut any, mut arrivals, mut beta) = (0, 0, Vec::new(), (0, 0));
+    for (request, prompt) in prompts.iter().enumerate() {
+        let got = ask(prompt, true, false)?;
+        let found = got.chunks.iter().filter(|chunk| chunk.hit).count();
+        hits += found;
+        any += usize::from(found > 0);
+        served.push(got.ttft);
+        let mut without_reuse_ms = None;
+        if request % every == 0 {
+            // Its documents are cached now: what is left is the question's part of the time.
+            all_hit.push(ask(prompt, true, false)?.ttft);
+            let without = ask(prompt, false, false)?.ttft;
+            without_reuse_ms = Some(without.as_secs_f64() * 1e3);
+            anew.push(without);
+            full.push(ask(prompt, false, true)?.ttft);
+            sampled.push(got.ttft);
+            beta.0 += got.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum::<usize>();
+            beta.1 += got.chunks.iter().map(|chunk| chunk.tokens).sum::<usize>();
+        }
+        arrivals.push(ArrivalTimes { request, ttft_ms: got.ttft.as_secs_f64() * 1e3, without_reuse_ms });
+        progress(request + 1, prompts.len());
+    }
+    let (without_reuse, hit, sampled) = (Times::of(&anew), Times::of(&all_hit), Times::of(&sampled));
+    let alpha = (1.0 - hit.mean / without_reuse.mean).max(0.0);
+    let beta = beta.0 as f64 / beta.1.max(1) as f64;
+    let chunk_cache = engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default();
+    let block_bytes = engine.cache().arena().layout().block_bytes();
+    let all = prompts.len() as f64;
+    Ok(RagReport {
+        workload: *workload,
+        document_hit_rate: hits as f64 / (all * workload.per_request as f64),
+        any_hit_rate: any as f64 / all,
+        predicted_any_hit_rate: workload.predicted_any_hit(),
+        with_reuse: Times::of(&served),
+        without_reuse,
+        full_attention: Times::of(&full),
+        alpha,
+        beta,
+        predicted_speedup: 1.0 / (1.0 - alpha * beta),
+        measured_speedup: without_reuse.mean / sampled.mean,
+        chunk_pool_bytes: chunk_cache.total_blocks * block_bytes,
+        used_bytes: chunk_cache.used_blocks * block_bytes,
+        chunk_cache,
+        arrivals,
+    })
+}

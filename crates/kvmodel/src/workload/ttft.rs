@@ -1,0 +1,90 @@
+//! Time to first token of one prompt: cold, with all chunks cached, without reuse, and the floor, which is
+//! the question alone after the same KV.
+
+use std::time::Duration;
+
+use kvchunk::{ChunkedPrompt, ReuseCell};
+use serde::Serialize;
+
+use super::{Popularity, RagWorkload};
+use crate::engine::{Engine, Request};
+use crate::error::Result;
+use crate::text::PromptTokens;
+
+/// A time beside the one that it is compared with.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TtftRow {
+    /// What was measured.
+    pub what: &'static str,
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Its time.
+    pub took: Duration,
+    /// What it is compared with.
+    pub limit: &'static str,
+    /// That one's time.
+    pub limit_took: Duration,
+}
+
+impl TtftRow {
+    /// How many times as fast as the limit.
+    pub fn ratio(&self) -> f64 {
+        self.limit_took.as_secs_f64() / self.took.as_secs_f64().max(f64::MIN_POSITIVE)
+    }
+}
+
+/// Repetitions of what is short; the best counts.
+const REPETITIONS: usize = 3;
+
+/// Measures a prompt of `chunks` documents of `length` tokens with a question of 32, in the default cell.
+///
+/// # Errors
+/// Of the engine: a prompt too long for the model, or a chunk pool too small for its documents.
+pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize) -> Result<Vec<TtftRow>> {
+    let workload = RagWorkload {
+        requests: 1 + REPETITIONS,
+        document_tokens: length,
+        per_request: chunks,
+        system_tokens: 64,
+        popularity: Popularity::Repetition(0.0),
+        seed: 0x7f7f,
+        ..RagWorkload::default()
+    };
+    let prompts = workload.prompts(engine.model().config().vocab_size)?;
+    let prompt = &prompts[0];
+    let mut ttft = |prompt: PromptTokens, change: &dyn Fn(&mut Request)| -> Result<Duration> {
+        let mut request = Request { max_new_tokens: 1, cell: ReuseCell::default(), ..Request::new(prompt) };
+        change(&mut request);
+        Ok(engine.generate(&request, &mut ())?.ttft)
+    };
+    let chunked = || PromptTokens::Chunked(prompt.clone());
+    let full = ttft(chunked(), &|r| (r.full_attention, r.reuse) = (true, false))?;
+    let masked = ttft(chunked(), &|r| r.reuse = false)?;
+    let cold = ttft(chunked(), &|_| ())?;
+    let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
+        ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
+    };
+    let mut hit = Duration::MAX;
+    for i in 1..=REPETITIONS {
+        let mut order = prompt.chunks().to_vec();
+        order.rotate_left(i % chunks);
+        let other = with_question(order, prompt.question())?;
+        hit = hit.min(ttft(PromptTokens::Chunked(other), &|_| ())?);
+    }
+    // The same context cached as an ordinary prefix, then a question alone. Each has other tokens, so that
+    // none of it is cached; the first computes the context.
+    let mut floor = Duration::MAX;
+    for (i, other) in prompts.iter().enumerate() {
+        let other = with_question(prompt.chunks().to_vec(), other.question())?;
+        let took = ttft(PromptTokens::Plain(other.flatten()), &|_| ())?;
+        floor = if i == 0 { floor } else { floor.min(took) };
+    }
+    let tokens = prompt.total_tokens();
+    let row = |what, took, limit, limit_took| TtftRow { what, tokens, took, limit, limit_took };
+    Ok(vec![
+        row("all chunks hit", hit, "full prefill", full),
+        row("all chunks hit", hit, "the question alone after the same KV", floor),
+        row("cold, chunks stored", cold, "full prefill", full),
+        row("without reuse, same mask", masked, "full prefill", full),
+    ])
+}
