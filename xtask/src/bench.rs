@@ -48,6 +48,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
     };
     let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", &["--mib", mib])?;
     rows.extend(run_bench("kvbackend-cpu", "quantized_caches", &["--tokens", context])?);
+    rows.extend(run_bench("kvchunk", "chunk_reuse", &[])?);
     rows.extend(run_bench("kvmodel", "ttft", ttft)?);
     rows.extend(block_pool(args.quick)?);
     let table = table(sweeps(rows));

@@ -59,7 +59,7 @@ fn try_draw(
         .configure_series_labels()
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.3))
-        .position(SeriesLabelPosition::LowerRight)
+        .position(SeriesLabelPosition::MiddleRight)
         .draw()?;
     root.present()?;
     Ok(())

@@ -280,3 +280,98 @@ fn the_help_teaches() {
         assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains(expected));
     }
 }
+
+fn run_json(args: &[&str]) -> Value {
+    let output = kvc(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
+}
+
+#[test]
+fn eval_scores_strategies_and_draws() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("accuracy.svg");
+    let report = run_json(&[
+        "eval",
+        "--json",
+        "--seeds",
+        "2",
+        "--questions",
+        "3",
+        "--strategy",
+        "link:2",
+        "--strategy",
+        "full",
+        "--plot",
+        plot.to_str().unwrap(),
+    ]);
+    let scores = report["scores"].as_array().unwrap();
+    let mean = |name: &str, kind: &str| {
+        let row = scores.iter().find(|s| s["name"] == name && s["kind"] == kind).unwrap();
+        row["accuracy"]["mean"].as_f64().unwrap()
+    };
+    // Full attention, six cells, two strategies in two modes; three kinds of question.
+    assert_eq!(scores.len(), (1 + 6 + 4) * 3);
+    for kind in ["local", "cross-start", "cross-middle"] {
+        assert_eq!(mean("full attention", kind), mean("sequential, alone, full", kind), "{kind}");
+    }
+    assert_eq!(mean("overlapped, with-system, none", "local"), 1.0);
+    assert!(
+        mean("sequential, alone, link:2", "cross-start") > mean("sequential, alone, none", "cross-start")
+    );
+    assert!(scores.iter().all(|s| s["asked"] == 6 && s["accuracy"]["half_width"].is_f64()));
+    let svg = std::fs::read_to_string(&plot).unwrap();
+    assert!(svg.starts_with("<svg") && svg.contains("link, cross, at start"));
+}
+
+#[test]
+fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("questions.jsonl");
+    let line = |question: &str, answer: &str| {
+        format!(
+            r#"{{"system": "{SYSTEM}", "documents": ["{A}", "{B}"], "question": "{question} ?", "answer": "{answer}"}}"#
+        )
+    };
+    std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
+    let file = file.to_str().unwrap();
+    let gate = run_json(&["eval", "--gate", "--json", "--seeds", "2", "--dataset", file]);
+    assert_eq!(gate["checks"].as_array().unwrap().len(), 5);
+    // A floor that nothing can reach.
+    let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--floor=-1"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("NOT fit"));
+    std::fs::write(file, "{").unwrap();
+    fails(&["eval", "--dataset", file], 1, "line 1");
+    fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
+}
+
+#[test]
+fn bench_rag_reports_what_the_seed_asks_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("ttft.svg");
+    let small = ["--requests", "12", "--document-tokens", "24", "--per-request", "3"];
+    let report =
+        run_json(&[&["bench", "rag", "--json", "--plot", plot.to_str().unwrap()][..], &small].concat());
+    let workloads = report["workloads"].as_array().unwrap();
+    assert_eq!((workloads.len(), report["ttft"].as_array().unwrap().len()), (4, 4));
+    for workload in workloads {
+        let number = |name: &str| workload[name].as_f64().unwrap();
+        assert!(number("any_hit_rate") >= number("document_hit_rate"));
+        assert!((0.0..=1.0).contains(&number("alpha")) && (0.0..=1.0).contains(&number("beta")));
+        let predicted = 1.0 / (1.0 - number("alpha") * number("beta"));
+        assert!((number("predicted_speedup") - predicted).abs() < 1e-9);
+        let cache = &workload["chunk_cache"];
+        for times in ["lookup_time", "reindex_time", "compute_time"] {
+            assert!(cache[times]["count"].as_u64().unwrap() > 0, "{times}");
+        }
+        assert_eq!(workload["arrivals"].as_array().unwrap().len(), 12);
+    }
+    // The seed's cases: half and a tenth of the documents were used before.
+    let any = |i: usize| workloads[i]["any_hit_rate"].as_f64().unwrap();
+    assert!(any(2) > any(3) && workloads[2]["predicted_any_hit_rate"].as_f64().unwrap() > 0.7);
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("with reuse"));
+    fails(&["bench", "rag", "--size", "8"], 2, "8x1024");
+    fails(&["bench", "rag", "--repetition", "2"], 1, "between 0 and 1");
+    fails(&["bench", "rag", "--size", "2x100"], 1, "multiple of 64");
+}

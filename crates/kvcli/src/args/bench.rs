@@ -86,8 +86,8 @@ pub(crate) struct RagArgs {
     pub(crate) memory_share: f64,
 
     /// Memory for keys and values in MiB.
-    #[arg(long, value_name = "MIB", value_parser = at_least_one)]
-    pub(crate) kv_memory: Option<usize>,
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub(crate) kv_memory: usize,
 
     /// How keys and values are stored.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]

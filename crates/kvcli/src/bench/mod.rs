@@ -93,7 +93,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
         kv_format: args.dtype,
-        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        kv_memory: Some(args.kv_memory.saturating_mul(1 << 20)),
         chunks,
         ..EngineConfig::default()
     };

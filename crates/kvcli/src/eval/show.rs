@@ -62,14 +62,13 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
 pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
     /// Which of a family a strategy belongs to, if it does.
     type Member = fn(&Recompute) -> Option<usize>;
-    let families: [(&str, Member); 4] = [
+    let families: [(&str, Member); 3] = [
         ("link", |r| matches!(r, Recompute::Link { .. }).then_some(0)),
         ("blend at layer", |r| match r {
             Recompute::Blend { layer, .. } => Some(*layer),
             _ => None,
         }),
         ("random", |r| matches!(r, Recompute::Random { .. }).then_some(0)),
-        ("none to full", |r| matches!(r, Recompute::None | Recompute::Full).then_some(0)),
     ];
     let kinds: Vec<QuestionKind> =
         kinds(scores).into_iter().filter(|kind| *kind != QuestionKind::Local).collect();
@@ -89,7 +88,8 @@ pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
             parts.sort_unstable();
             parts.dedup();
             for part in parts {
-                let mine = scores.iter().filter(of_kind).filter(|s| member(&s.arm.recompute) == Some(part));
+                let of_part = |r: &Recompute| *r == Recompute::None || member(r) == Some(part);
+                let mine = scores.iter().filter(of_kind).filter(|s| of_part(&s.arm.recompute));
                 let point = |s: &Score| {
                     let half = s.accuracy.half_width.unwrap_or(0.0);
                     (100.0 * s.recomputed, 100.0 * s.accuracy.mean, 100.0 * half)

@@ -1,0 +1,81 @@
+//! What the reuse of a stored chunk costs: hash, look-up with its comparison of tokens, placement and the
+//! segment for attention; against the BLAKE3 chain of the same tokens in blocks of 16.
+//!
+//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbackend-cpu` does. No KV byte is touched:
+//! there is no KV here at all.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvchunk::{
+    Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ComputeMode,
+    HashAlgorithm, PositionReindexer, TenantId,
+};
+use kvcore::{KeyScope, Rope, RopeConfig};
+
+const BLOCK_SIZE: usize = 16;
+
+/// Best of many, after one run to warm up.
+fn time(mut work: impl FnMut()) -> f64 {
+    work();
+    let once = || {
+        let start = Instant::now();
+        for _ in 0..50 {
+            work();
+        }
+        start.elapsed().as_secs_f64() / 50.0
+    };
+    std::iter::repeat_with(once).take(20).fold(f64::INFINITY, f64::min)
+}
+
+fn main() -> kvchunk::Result<()> {
+    let root = KeyScope::new("bench", b"w").root();
+    let system: Vec<u32> = (0..200).collect();
+    let rope = Arc::new(Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?);
+    let reindexer = PositionReindexer::new(rope);
+    for algorithm in HashAlgorithm::ALL {
+        for length in [1024usize, 2048, 4096] {
+            let tokens: Vec<u32> = (0..length as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
+            let chain = time(|| drop(black_box(root.chain(black_box(&tokens), BLOCK_SIZE))));
+            // A cache with company: a thousand chunks beside the one that is asked for.
+            let config = ChunkCacheConfig {
+                hash_algorithm: algorithm,
+                max_chunks: 2000,
+                ..ChunkCacheConfig::default()
+            };
+            let pool = ChunkBlockPool::new(0..4096, BLOCK_SIZE)?;
+            let cache = ChunkCacheManager::new(config, pool)?;
+            let context = || ChunkContext::new(root, ComputeMode::WithSystem, &system);
+            let hasher = ChunkHasher::new(algorithm, context(), BLOCK_SIZE);
+            let others: Vec<Vec<u32>> = (0..1000).map(|i| vec![i; 20]).collect();
+            for tokens in others.iter().chain([&tokens]) {
+                for piece in hasher.pieces(tokens, 4096) {
+                    if let Acquired::Compute(reservation) = cache.acquire(TenantId::default(), &piece, 200) {
+                        drop(reservation.store());
+                    }
+                }
+            }
+            let mut position = 200;
+            let reuse = time(|| {
+                let hasher = ChunkHasher::new(algorithm, context(), BLOCK_SIZE);
+                for piece in hasher.pieces(black_box(&tokens), 4096) {
+                    if let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 200) {
+                        position = (position + 17) % 100_000 + 200;
+                        let placed = reindexer.reindex(chunk, position).map(|placed| placed.segment());
+                        black_box(placed.is_ok());
+                    }
+                }
+            });
+            let metrics = cache.metrics();
+            assert!(metrics.miss_count == 1001, "the chunk was found every time");
+            let line = serde_json::json!({
+                "what": format!("reuse of a stored chunk, {}", serde_json::to_value(algorithm).unwrap_or_default().as_str().unwrap_or_default()),
+                "size": length, "unit": "tokens", "seconds": reuse,
+                "limit": "BLAKE3 chain of its tokens", "limit_seconds": chain, "ratio": chain / reuse,
+            });
+            println!("{line}");
+        }
+    }
+    Ok(())
+}
