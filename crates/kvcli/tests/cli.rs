@@ -350,7 +350,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
 fn bench_rag_reports_what_the_seed_asks_for() {
     let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("ttft.svg");
-    let small = ["--requests", "12", "--document-tokens", "24", "--per-request", "3"];
+    let small = ["--requests", "30", "--document-tokens", "24"];
     let report =
         run_json(&[&["bench", "rag", "--json", "--plot", plot.to_str().unwrap()][..], &small].concat());
     let workloads = report["workloads"].as_array().unwrap();
@@ -365,11 +365,11 @@ fn bench_rag_reports_what_the_seed_asks_for() {
         for times in ["lookup_time", "reindex_time", "compute_time"] {
             assert!(cache[times]["count"].as_u64().unwrap() > 0, "{times}");
         }
-        assert_eq!(workload["arrivals"].as_array().unwrap().len(), 12);
+        assert_eq!(workload["arrivals"].as_array().unwrap().len(), 30);
     }
     // The seed's cases: half and a tenth of the documents were used before.
     let any = |i: usize| workloads[i]["any_hit_rate"].as_f64().unwrap();
-    assert!(any(2) > any(3) && workloads[2]["predicted_any_hit_rate"].as_f64().unwrap() > 0.7);
+    assert!(any(2) > 0.7 && any(3) > 0.2, "{} {}", any(2), any(3));
     assert!(std::fs::read_to_string(&plot).unwrap().contains("with reuse"));
     fails(&["bench", "rag", "--size", "8"], 2, "8x1024");
     fails(&["bench", "rag", "--repetition", "2"], 1, "between 0 and 1");

@@ -19,6 +19,7 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment
 use crate::cache::{ChunkCacheManager, ChunkKvCache, ChunkReservation, ChunkWaiter, TenantId};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
+use crate::hash::Evidence;
 use crate::position::{ChunkPlace, PositionPlan};
 use crate::prompt::ChunkedPrompt;
 
@@ -51,7 +52,7 @@ pub struct Assembler<'a> {
 pub struct ChunkReport {
     /// Its tokens.
     pub tokens: usize,
-    /// Whether all of it was found in the cache.
+    /// Whether all of it was found in the cache, or is computed for an earlier chunk of the same prompt.
     pub hit: bool,
     /// Whether its bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
     pub exact: bool,
@@ -79,6 +80,14 @@ struct Piece {
     /// Position of its first key where it lies.
     stored_start: i64,
     source: Source,
+}
+
+/// A piece that this prompt computes, should it occur again in it.
+#[derive(Debug)]
+struct Own {
+    evidence: Evidence,
+    piece: Piece,
+    exact: bool,
 }
 
 /// A chunk of the prompt.
@@ -126,7 +135,7 @@ pub struct Assembly {
     system: PrefixFill,
     chunks: Vec<Chunk>,
     /// Pieces that this prompt has reserved or computed itself, should they occur again in it.
-    own: HashMap<BlockKey, (Arc<[u32]>, Piece)>,
+    own: HashMap<BlockKey, Own>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
     waiting: Vec<ChunkWaiter>,
@@ -256,7 +265,7 @@ impl Assembly {
     fn store(&mut self) {
         let stored: Vec<ChunkKvCache> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
-        for piece in pieces.chain(self.own.values_mut().map(|(_, piece)| piece)) {
+        for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {
             if let Source::Reserved(i) = piece.source {
                 piece.source = Source::Cached(stored[i].clone());
             }

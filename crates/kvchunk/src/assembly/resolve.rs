@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvcore::{SequenceInput, SlotMapping};
 
-use super::{Assembler, Assembly, Piece, Source};
+use super::{Assembler, Assembly, Own, Piece, Source};
 use crate::cache::{Acquired, ChunkKvCache};
 use crate::config::{ComputeMode, PositionStrategy};
 use crate::error::Result;
@@ -53,10 +53,16 @@ impl Assembler<'_> {
                 }
             }
         }
-        let chunks = assembly.chunks.iter();
-        let used =
-            chunks.flat_map(|chunk| chunk.with_starts().map(|(start, piece)| chunk.used(piece, start)));
-        assembly.segments = std::iter::once(assembly.system.segment()).chain(used).collect();
+        assembly.segments = vec![assembly.system.segment()];
+        for chunk in &assembly.chunks {
+            for (start, piece) in chunk.with_starts() {
+                let since = Instant::now();
+                assembly.segments.push(chunk.used(piece, start));
+                if let (Source::Cached(_), Some(cache)) = (&piece.source, self.chunks) {
+                    cache.reindexed(since);
+                }
+            }
+        }
         Ok(())
     }
 
@@ -68,18 +74,15 @@ impl Assembler<'_> {
         piece: &ChunkPiece<'_>,
         held: Option<ChunkKvCache>,
     ) -> Result<bool> {
-        let since = Instant::now();
         if let Some(cached) = held {
             assembly.add_cached(chunk, cached);
-            if let Some(cache) = self.chunks {
-                cache.reindexed(since);
-            }
             return Ok(true);
         }
         // The same piece twice in one prompt: two segments over the same blocks.
-        let own = assembly.own.get(&piece.hash().key).filter(|(tokens, _)| **tokens == *piece.tokens());
-        if let Some((_, known)) = own {
-            let known = known.clone();
+        let own = assembly.own.get(&piece.hash().key).filter(|own| own.evidence.proves(piece));
+        if let Some(Own { piece: known, exact, .. }) = own {
+            let (known, exact) = (known.clone(), *exact);
+            assembly.chunks[chunk].exact &= exact;
             assembly.reused_tokens += known.len;
             assembly.push(chunk, known);
             return Ok(true);
@@ -114,7 +117,9 @@ impl Assembler<'_> {
                 Piece { blocks, len: piece.tokens().len(), stored_start, source: Source::Private }
             }
         };
-        assembly.own.insert(piece.hash().key, (piece.tokens().into(), computed.clone()));
+        let own =
+            Own { evidence: piece.evidence(), piece: computed.clone(), exact: assembly.chunks[chunk].exact };
+        assembly.own.insert(piece.hash().key, own);
         assembly.push(chunk, computed);
         assembly.chunks[chunk].hit = false;
         assembly.add_input(chunk, piece.tokens())?;

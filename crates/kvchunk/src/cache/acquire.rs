@@ -31,11 +31,21 @@ impl ChunkCacheManager {
     /// The piece if it is stored and awake, counted as a hit then and not at all otherwise: so that a prompt
     /// holds all that it finds before it makes room for what it does not.
     pub(crate) fn hold(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+        let since = Instant::now();
         let now = self.0.clock.millis();
         let mut state = self.0.state.lock();
         let tenant = known(&state, tenant);
         let slot = state.find(piece)?;
-        self.0.hit(&mut state, tenant, slot, now)
+        let found = self.0.hit(&mut state, tenant, slot, now)?;
+        drop(state);
+        self.looked_up(since);
+        Some(found)
+    }
+
+    fn looked_up(&self, since: Instant) {
+        if self.0.config.stats {
+            self.0.lookups.record(since.elapsed());
+        }
     }
 
     /// Looks a piece up for a tenant, and reserves room for it if it is missing. `stored_start` is the
@@ -45,19 +55,20 @@ impl ChunkCacheManager {
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         let since = Instant::now();
         let acquired = self.0.acquire(tenant, piece, stored_start);
-        if self.0.config.stats {
-            self.0.lookups.record(since.elapsed());
-        }
+        self.looked_up(since);
         acquired
     }
 
     /// The stored piece, or `None`: a lookup that reserves nothing, waits for nothing and wakes nothing.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+        let since = Instant::now();
         let found = self.hold(tenant, piece);
         if found.is_none() {
             let mut state = self.0.state.lock();
             let tenant = known(&state, tenant);
             state.account(tenant).counted.miss();
+            drop(state);
+            self.looked_up(since);
         }
         found
     }
@@ -104,6 +115,7 @@ impl ChunkCacheManager {
         new_position_start: i64,
         compute: impl FnOnce(&ChunkReservation) -> Result<(), E>,
     ) -> Result<Option<ReindexedChunkKv>, E> {
+        reindexer.check(new_position_start, piece.tokens().len())?;
         let chunk = loop {
             match self.acquire(tenant, piece, stored_start) {
                 Acquired::Hit(chunk) => break chunk,
@@ -115,10 +127,23 @@ impl ChunkCacheManager {
                 Acquired::NoRoom => return Ok(None),
             }
         };
+        Ok(Some(self.reindex(reindexer, chunk, new_position_start)?))
+    }
+
+    /// Places a piece, and records how long that took.
+    ///
+    /// # Errors
+    /// As [`PositionReindexer::reindex`].
+    pub fn reindex(
+        &self,
+        reindexer: &PositionReindexer,
+        chunk: ChunkKvCache,
+        new_position_start: i64,
+    ) -> crate::Result<ReindexedChunkKv> {
         let since = Instant::now();
         let placed = reindexer.reindex(chunk, new_position_start)?;
         self.reindexed(since);
-        Ok(Some(placed))
+        Ok(placed)
     }
 }
 
@@ -241,7 +266,7 @@ impl Shared {
         Acquired::Compute(ChunkReservation {
             cache: Arc::clone(self),
             hash,
-            any_system: self.config.cross_system_reuse.then(|| piece.any_system()),
+            any_system: self.config.cross_system_reuse.then(|| piece.any_system()).flatten(),
             evidence,
             tenant,
             stored_start,
@@ -270,8 +295,9 @@ impl Shared {
         }
         let mut state = self.state.lock();
         state.account(tenant).counted.tokens_computed += hash.token_count as u64;
+        // What sleeps is colder than what is awake.
         let room =
-            state.len() < self.config.max_chunks || state.evict_any(tenant, now) || state.evict_sleeper();
+            state.len() < self.config.max_chunks || state.evict_sleeper() || state.evict_any(tenant, now);
         if let (true, Some(blocks)) = (room, &held.blocks) {
             state.account(tenant).counted.insertions += 1;
             held.entry = Some(state.insert(Entry {

@@ -179,14 +179,16 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Evicts the next piece that nobody holds, of any tenant; `false` if there is none.
+    /// Evicts the next piece that nobody holds, of the tenant that uses most of its quota; if all are held,
+    /// the one that has slept longest. `false` if there is none.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
         let mut state = self.0.state.lock();
-        state.evict_any(TenantId::default(), now) || state.evict_sleeper()
+        state.evict_fullest(now) || state.evict_sleeper()
     }
 
-    /// Forgets every piece. Those that requests hold are freed when the last of these ends.
+    /// Forgets every piece. Those that requests hold are freed when the last of these ends; those that are
+    /// being computed are stored afterwards.
     pub fn clear(&self) {
         self.clear_where(|_| true);
     }
@@ -281,7 +283,7 @@ fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
     state.entries.iter().flatten().filter(sleeps).count()
 }
 
-/// The hash of a piece that is looked for, with its account's tenant checked.
+/// The tenant, or the default one for a number of another cache: keys keep them apart, this is about quotas.
 fn known(state: &State, tenant: TenantId) -> TenantId {
     if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
 }

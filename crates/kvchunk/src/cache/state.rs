@@ -114,9 +114,9 @@ impl State {
 
     /// A piece of the same tokens under another system prompt that is awake.
     pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
-        let slot = *self.any_system.get(&piece.any_system())?;
+        let slot = *self.any_system.get(&piece.any_system()?)?;
         let same = |entry: &&Entry| {
-            **entry.evidence.tokens() == *piece.tokens() && matches!(entry.place, Place::Awake(_))
+            entry.evidence.proves_under_any_system(piece) && matches!(entry.place, Place::Awake(_))
         };
         self.entry(slot).filter(same).map(|_| slot)
     }
@@ -239,6 +239,7 @@ impl State {
         let number = account.order.admit(slot).unwrap_or_default();
         account.order.insert(number, &entry.hash.key, now);
         account.idle += entry.hash.num_blocks;
+        entry.last_accessed = now; // it is not cold at once
         entry.place = Place::Awake(Awake { pinned, ids, number });
     }
 
@@ -281,7 +282,12 @@ impl State {
 
     /// Evicts any piece: of this tenant, or else of the one that uses most of its quota.
     pub(super) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
-        self.evict(tenant, now) || self.fullest().is_some_and(|other| self.evict(other, now))
+        self.evict(tenant, now) || self.evict_fullest(now)
+    }
+
+    /// Evicts the next piece of the tenant that uses most of its quota.
+    pub(super) fn evict_fullest(&mut self, now: u64) -> bool {
+        self.fullest().is_some_and(|tenant| self.evict(tenant, now))
     }
 
     fn fullest(&self) -> Option<TenantId> {

@@ -31,9 +31,12 @@ impl Tenant {
         Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None }
     }
 
-    /// The root of this tenant's keys under a root that all tenants have in common.
+    /// The root of this tenant's keys under a root that all tenants have in common; without a salt, that one.
     #[must_use]
     pub fn root(&self, root: &BlockKey) -> BlockKey {
+        if self.salt.is_empty() {
+            return *root;
+        }
         let bytes: Vec<u32> = self.salt.iter().map(|&byte| u32::from(byte)).collect();
         root.derive("kvchunk tenant v1").child(&bytes)
     }

@@ -80,6 +80,12 @@ impl ChunkCacheManager {
     }
 }
 
+/// A store that panics must not leave others waiting: it has failed.
+fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    caught.unwrap_or_else(|_| Err(Error::Damaged("the store panicked".to_owned())))
+}
+
 impl Shared {
     fn sleep_slot(
         &self,
@@ -98,7 +104,7 @@ impl Shared {
         let cold = cold && state.pool.is_awake();
         let Some(awake) = cold.then(|| state.depart(slot, &flight)).flatten() else { return Ok(false) };
         drop(state);
-        let saved = store.save(&awake.ids);
+        let saved = guarded(|| store.save(&awake.ids));
         let mut state = self.state.lock();
         let result = match saved {
             Ok(asleep) => {
@@ -145,7 +151,7 @@ impl Shared {
         let place = state.entry_mut(slot).map(|entry| std::mem::replace(&mut entry.place, moving));
         drop(state);
         let restored = match &place {
-            Some(Place::Asleep(asleep)) => asleep.restore(blocks.ids()),
+            Some(Place::Asleep(asleep)) => guarded(|| asleep.restore(blocks.ids())),
             _ => Ok(()),
         };
         let mut state = self.state.lock();
@@ -161,6 +167,7 @@ impl Shared {
             Err(error) => {
                 counted.lost += 1;
                 state.account(tenant).used -= blocks.len();
+                drop(blocks); // before anybody who waited asks for room
                 state.remove(slot);
                 Woken::NotWoken(NotWoken::Lost(error))
             }

@@ -162,10 +162,11 @@ impl ChunkPiece<'_> {
         Self { hash, ..self }
     }
 
-    /// The hash of the same tokens under any system prompt, for approximate hits.
-    pub(crate) fn any_system(&self) -> BlockKey {
+    /// The hash of the same tokens under any system prompt, for approximate hits; of chunks that see one.
+    pub(crate) fn any_system(&self) -> Option<BlockKey> {
         let algorithm = self.hasher.algorithm;
-        algorithm.child(&algorithm.child(&self.hasher.any_system, self.before), self.tokens)
+        let hash = || algorithm.child(&algorithm.child(&self.hasher.any_system, self.before), self.tokens);
+        (self.hasher.context.mode == ComputeMode::WithSystem).then(hash)
     }
 
     /// What a later hit is compared with.
@@ -192,6 +193,16 @@ impl Evidence {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             **before == *piece.before
                 && (Arc::ptr_eq(context, &piece.hasher.context) || *context == piece.hasher.context)
+        };
+        *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
+    }
+
+    /// Whether it is, but for the system prompt that it was computed under.
+    pub(crate) fn proves_under_any_system(&self, piece: &ChunkPiece<'_>) -> bool {
+        let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
+            let asked = &piece.hasher.context;
+            (context.root, context.mode, context.position) == (asked.root, asked.mode, asked.position)
+                && **before == *piece.before
         };
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
@@ -284,8 +295,10 @@ mod tests {
         let of = |system: &[u32], tokens: &[u32], at: Option<i64>| {
             let context = ChunkContext::new(root(b""), ComputeMode::WithSystem, system);
             let context = at.map_or(context.clone(), |at| context.at(at));
-            hasher(HashAlgorithm::Blake3, context).pieces(tokens, 2).last().unwrap().any_system()
+            hasher(HashAlgorithm::Blake3, context).pieces(tokens, 2).last().unwrap().any_system().unwrap()
         };
+        let alone = hasher(HashAlgorithm::Blake3, ChunkContext::new(root(b""), ComputeMode::Alone, &[]));
+        assert!(alone.pieces(&[1], 2).all(|piece| piece.any_system().is_none()), "it has seen none");
         assert_eq!(of(&[1], &[4, 5, 6], None), of(&[2, 3], &[4, 5, 6], None));
         assert_ne!(of(&[1], &[4, 5, 6], None), of(&[1], &[4, 7, 6], None));
         assert_ne!(of(&[1], &[4, 5, 6], Some(1)), of(&[1], &[4, 5, 6], Some(2)));

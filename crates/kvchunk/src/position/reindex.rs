@@ -30,12 +30,17 @@ impl PositionReindexer {
     /// # Errors
     /// [`Error::TooLong`] for a position that the model does not have.
     pub fn reindex(&self, chunk: ChunkKvCache, new_position_start: i64) -> Result<ReindexedChunkKv> {
-        let len = chunk.num_tokens() as i64;
-        if !self.has(new_position_start, len) {
-            let largest = new_position_start.saturating_add(len - 1);
-            return Err(Error::TooLong { largest, limit: self.rope.max_positions() });
-        }
+        self.check(new_position_start, chunk.num_tokens())?;
         Ok(ReindexedChunkKv { original: chunk, new_position_start, offset_in_merged_kv: 0 })
+    }
+
+    /// Whether the model has the positions of `len` tokens from `start`.
+    pub(crate) fn check(&self, start: i64, len: usize) -> Result<()> {
+        if self.has(start, len as i64) {
+            return Ok(());
+        }
+        let largest = start.saturating_add(len as i64 - 1);
+        Err(Error::TooLong { largest, limit: self.rope.max_positions() })
     }
 
     /// Whether keys rotated for `old_offset` serve at `new_offset`: whether the model has both positions

@@ -112,3 +112,41 @@ fn sleepers_go_last_and_clear_takes_them_too() {
     assert_eq!((w.cache.metrics().cached_chunks, w.free()), (0, 4));
     w.check();
 }
+
+#[test]
+fn sleepers_make_place_when_there_are_as_many_chunks_as_may_be() {
+    let store = Store { memory: Memory::with_room(10), exact: true };
+    let config = ChunkCacheConfig { max_chunks: 3, ..ChunkCacheConfig::default() };
+    let w = World::with(16, config, Some(Arc::new(store)));
+    drop(w.store(&[1; 8]));
+    drop(w.store(&[2; 8]));
+    w.advance(100);
+    assert_eq!(w.cache.sleep_cold_chunks(ColdRule::default()).unwrap(), 2);
+    for i in 3..6 {
+        drop(w.store(&[i; 8]));
+    }
+    for i in 3..6 {
+        assert!(w.lookup(&[i; 8]).is_some(), "what is awake stays, what slept goes");
+    }
+    assert_eq!(w.cache.metrics().sleeping_chunks, 0);
+    w.check();
+}
+
+#[derive(Debug)]
+struct Panics;
+
+impl SleepStore for Panics {
+    fn save(&self, _: &[BlockId]) -> kvchunk::Result<Box<dyn Sleeping>> {
+        panic!("on purpose")
+    }
+}
+
+#[test]
+fn a_store_that_panics_has_failed_and_nobody_waits_for_it() {
+    let w = World::with(4, ChunkCacheConfig::default(), Some(Arc::new(Panics)));
+    drop(w.store(&[1; 8]));
+    w.advance(100);
+    assert!(matches!(w.cache.sleep_cold_chunks(ColdRule::default()), Err(kvchunk::Error::Damaged(_))));
+    drop(w.hit(&[1; 8]));
+    w.check();
+}

@@ -70,6 +70,7 @@ fn eight_threads_under_memory_pressure_get_every_answer_right() {
         assert_eq!(contents.computing[chunk as usize].fetch_add(1, SeqCst), 0, "chunk {chunk} twice at once");
         for (i, block) in reservation.block_ids().iter().enumerate() {
             contents.blocks[block.index()].store(expected(chunk, i), SeqCst);
+            std::thread::yield_now(); // the others have time to ask for it, too
         }
         contents.computing[chunk as usize].fetch_sub(1, SeqCst);
     };

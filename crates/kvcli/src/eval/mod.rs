@@ -35,7 +35,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     if args.gate {
         let cell = ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() };
-        let limits = GateLimits { accuracy: args.floor / 100.0, ..GateLimits::default() };
+        let limits = GateLimits { accuracy: args.floor / 100.0, ..GateLimits::of(args.dtype) };
         let gate = Gate::check(&mut engine, &codec, &questions, cell, limits, &mut progress)?;
         bar.finish_and_clear();
         if args.json {

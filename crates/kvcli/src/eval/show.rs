@@ -37,6 +37,13 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score]) -> Result<()> {
         table.add_row(cells);
     }
     writeln!(out, "{table}")?;
+    let cold = scores.iter().filter(|score| score.arm.cell.is_some() && score.found < 1.0).count();
+    if cold > 0 {
+        writeln!(
+            out,
+            "\nIn {cold} cells some documents were not found: their costs are not those of reuse."
+        )?;
+    }
     writeln!(
         out,
         "\nOperations of the prefill are counted; they and the time to first token are shares of full attention's."

@@ -59,15 +59,8 @@ impl Engine {
     }
 
     fn assembler(&self, request: &Request, ropes: &LayerRopes) -> Result<Assembler<'_>> {
-        let (main, root) = (self.main()?, self.root(ropes));
+        let (main, (tenant, root)) = (self.main()?, self.keys(request, ropes)?);
         let chunks = self.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
-        let (tenant, root) = match (&request.tenant, self.caches.chunks()) {
-            (Some(tag), Some(cache)) => {
-                let (id, tenant) = cache.tenant(tag)?;
-                (id, tenant.root(&root))
-            }
-            _ => (kvchunk::TenantId::default(), root),
-        };
         let max_positions = self.model.config().max_positions;
         Ok(Assembler { chunks, tenant, main, root, cell: request.cell, max_positions })
     }

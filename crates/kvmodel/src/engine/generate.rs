@@ -5,9 +5,9 @@ use std::time::Instant;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kvchunk::ChunkReport;
+use kvchunk::{ChunkReport, TenantId};
 use kvcore::kernels::MergeGroup;
-use kvcore::{LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{BlockKey, LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
@@ -70,7 +70,7 @@ impl Engine {
                 };
                 self.check_length(&tokens)?;
                 let ropes = self.ropes(request, tokens.len())?;
-                let root = self.root(&ropes);
+                let (_, root) = self.keys(request, &ropes)?;
                 let (own, cached) = if request.reuse {
                     self.caches.sequences_mut().create_with_prefix(root.into(), &tokens)?
                 } else {
@@ -81,6 +81,15 @@ impl Engine {
                 result
             }
         }
+    }
+
+    /// Whose keys a request has, and their root: tenants share neither chunks nor prefixes.
+    pub(super) fn keys(&self, request: &Request, ropes: &LayerRopes) -> Result<(TenantId, BlockKey)> {
+        let root = self.root(ropes);
+        let Some(tag) = &request.tenant else { return Ok((TenantId::default(), root)) };
+        let cache = self.caches.chunks().ok_or_else(|| kvchunk::Error::UnknownTenant(tag.clone()))?;
+        let (id, tenant) = cache.tenant(tag)?;
+        Ok((id, tenant.root(&root)))
     }
 
     /// Rotary embeddings in the regime of the longest position that a request may reach, whose prompt

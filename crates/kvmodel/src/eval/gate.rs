@@ -1,6 +1,7 @@
 //! The gate: whether reuse is fit for a model, by identities that must hold and a floor under its quality.
 
 use kvchunk::{Recompute, ReuseCell};
+use kvcore::{DType, KvFormat};
 use serde::Serialize;
 
 use super::{Arm, Question, QuestionKind, evaluate};
@@ -16,6 +17,18 @@ pub struct GateLimits {
     pub logits: f64,
     /// Largest loss of accuracy on local questions against full attention, as a share of all.
     pub accuracy: f64,
+}
+
+impl GateLimits {
+    /// Limits for a cache in a format: the fewer bits, the more two ways to compute the same may differ.
+    pub fn of(format: KvFormat) -> Self {
+        let logits = match format {
+            KvFormat::Dense(DType::F32) => 1e-3,
+            KvFormat::Dense(_) => 3e-2,
+            _ => 0.2,
+        };
+        Self { logits, ..Self::default() }
+    }
 }
 
 impl Default for GateLimits {
@@ -95,7 +108,7 @@ impl Gate {
         for (what, cell, recompute, against) in identities {
             let mut worst: f64 = 0.0;
             for question in &samples {
-                worst = worst.max(identity(engine, codec, question, cell, recompute, against)?);
+                worst = larger(worst, identity(engine, codec, question, cell, recompute, against)?);
             }
             checks.push(GateCheck { what: what.to_owned(), measured: worst, limit: limits.logits });
         }
@@ -105,9 +118,18 @@ impl Gate {
             let (measured, limit) = (full.accuracy.mean - reuse.accuracy.mean, limits.accuracy);
             let what = format!("{} local questions: loss of accuracy against full attention", full.asked);
             checks.push(GateCheck { what, measured, limit });
+        } else {
+            // Without any there is nothing to say of quality.
+            let what = "no local question is there to compare accuracies with".to_owned();
+            checks.push(GateCheck { what, measured: f64::NAN, limit: limits.accuracy });
         }
         Ok(Self { checks })
     }
+}
+
+/// The larger one; what is not a number is larger than any.
+fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
 /// The cell with the positions of an ordinary prompt.
@@ -140,7 +162,7 @@ fn identity(
         None => ask(Arm::full_attention(), false)?,
     };
     let pairs = got.logits.iter().flatten().zip(expected.logits.iter().flatten());
-    let gap = pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+    let gap = pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, larger);
     let all = expected.logits.iter().flatten().map(|&x| f64::from(x));
     let (low, high) = all.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), x| (l.min(x), h.max(x)));
     Ok(gap / (high - low).max(f64::MIN_POSITIVE))

@@ -11,9 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvchunk::{ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 
 use crate::engine::{Engine, Request};
@@ -94,6 +93,8 @@ pub struct Score {
     pub accuracy: Estimate,
     /// Share of document tokens that were computed anew; of full attention all.
     pub recomputed: f64,
+    /// Share of document tokens that were found in the cache; 0 under full attention.
+    pub found: f64,
     /// Floating-point operations of the prefill, counted, on average.
     pub flops: f64,
     /// Median time to first token, in milliseconds.
@@ -106,6 +107,8 @@ struct Outcome {
     recomputed: f64,
     flops: u64,
     ttft: Duration,
+    /// Share of the document tokens that were found.
+    found: f64,
 }
 
 /// Asks the questions of every seed in every arm. `questions` is a list for each seed; `progress` is told
@@ -151,20 +154,23 @@ fn ask(
     rng: &mut StdRng,
 ) -> Result<Outcome> {
     let order: Vec<usize> = (0..question.documents.len()).collect();
+    // The same for both prompts: it is part of what decides the regime of dynamic frequencies.
+    let max_new_tokens = codec.encode(&question.answer, false)?.len() + 2;
     if let Some(cell) = arm.cell {
         let mut elsewhere = order.clone();
-        if cell.strategy != PositionStrategy::Absolute {
-            elsewhere.shuffle(rng);
+        if cell.strategy != PositionStrategy::Absolute && order.len() > 1 {
+            elsewhere.rotate_left(rng.random_range(1..order.len()));
         }
         let warm = Arm { recompute: Recompute::None, ..*arm };
         let warm = warm.request(question, &elsewhere, codec)?;
-        engine.generate(&Request { max_new_tokens: 1, ..warm }, &mut ())?;
+        engine.generate(&Request { max_new_tokens, ..warm }, &mut ())?;
     }
-    let answer_tokens = codec.encode(&question.answer, false)?.len();
-    let request = Request { max_new_tokens: answer_tokens + 2, ..arm.request(question, &order, codec)? };
+    let request = Request { max_new_tokens, ..arm.request(question, &order, codec)? };
     let generation = engine.generate(&request, &mut ())?;
     let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
+    let found: usize = generation.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum();
     Ok(Outcome {
+        found: found as f64 / document_tokens.max(1) as f64,
         right: question.accepts(&codec.decode(&generation.tokens)?),
         recomputed: match arm.cell {
             None => 1.0,
@@ -194,6 +200,7 @@ fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, Outcome)>]) 
         asked: all.len(),
         accuracy: Estimate::of(&seeds.iter().filter_map(of_kind).collect::<Vec<_>>()),
         recomputed: mean(|o| o.recomputed),
+        found: mean(|o| o.found),
         flops: mean(|o| o.flops as f64),
         ttft_ms,
     })

@@ -60,7 +60,7 @@ pub struct RagReport {
     pub without_reuse: Times,
     /// The same as ordinary prompts under full attention.
     pub full_attention: Times,
-    /// Share of the time without reuse that computing documents takes.
+    /// Share of the time without reuse that goes into what reuse finds: documents, and the system prompt.
     pub alpha: f64,
     /// Share of document tokens that were found, in the sample.
     pub beta: f64,
@@ -93,42 +93,43 @@ pub fn serve(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<RagReport> {
     let prompts = workload.prompts(engine.model().config().vocab_size)?;
-    let mut ask = |prompt: &ChunkedPrompt, reuse: bool, full_attention: bool| -> Result<Generation> {
-        let request = Request::new(PromptTokens::Chunked(prompt.clone()));
-        let request = Request { cell, reuse, full_attention, max_new_tokens: 1, ..request };
-        engine.generate(&request, &mut ())
-    };
+    let mut ask = |prompt: &ChunkedPrompt, reuse, full| ask_of(engine, cell, prompt, reuse, full);
     // Threads and memory warm up.
     ask(&prompts[0], false, false)?;
-    let every = prompts.len().div_ceil(SAMPLE);
-    let (mut served, mut anew, mut full, mut sampled, mut all_hit) =
-        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let (mut hits, mut any, mut arrivals, mut beta) = (0, 0, Vec::new(), (0, 0));
+    let (mut served, mut arrivals, mut hits, mut any) = (Vec::new(), Vec::new(), 0, 0);
+    let (every, total) = (prompts.len().div_ceil(SAMPLE), prompts.len());
+    let mut reused = (0, 0);
     for (request, prompt) in prompts.iter().enumerate() {
         let got = ask(prompt, true, false)?;
-        let found = got.chunks.iter().filter(|chunk| chunk.hit).count();
-        hits += found;
-        any += usize::from(found > 0);
-        served.push(got.ttft);
-        let mut without_reuse_ms = None;
+        let found = got.chunks.iter().filter(|chunk| chunk.hit);
+        hits += found.clone().count();
+        any += usize::from(found.clone().count() > 0);
         if request % every == 0 {
-            // Its documents are cached now: what is left is the question's part of the time.
-            all_hit.push(ask(prompt, true, false)?.ttft);
-            let without = ask(prompt, false, false)?.ttft;
-            without_reuse_ms = Some(without.as_secs_f64() * 1e3);
-            anew.push(without);
-            full.push(ask(prompt, false, true)?.ttft);
-            sampled.push(got.ttft);
-            beta.0 += got.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum::<usize>();
-            beta.1 += got.chunks.iter().map(|chunk| chunk.tokens).sum::<usize>();
+            reused.0 += found.map(|chunk| chunk.tokens).sum::<usize>();
+            reused.1 += got.chunks.iter().map(|chunk| chunk.tokens).sum::<usize>();
         }
-        arrivals.push(ArrivalTimes { request, ttft_ms: got.ttft.as_secs_f64() * 1e3, without_reuse_ms });
-        progress(request + 1, prompts.len());
+        served.push(got.ttft);
+        let ttft_ms = got.ttft.as_secs_f64() * 1e3;
+        arrivals.push(ArrivalTimes { request, ttft_ms, without_reuse_ms: None });
+        progress(request + 1, total);
+    }
+    let chunk_cache = counts(engine);
+    // Afterwards, so that it is not in the counts: a sample with everything cached, and with nothing.
+    let (mut anew, mut full, mut sampled, mut all_hit) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for request in (0..total).step_by(every) {
+        let prompt = &prompts[request];
+        let mut ask = |reuse, full_attention| ask_of(engine, cell, prompt, reuse, full_attention);
+        ask(true, false)?;
+        all_hit.push(ask(true, false)?.ttft);
+        let without = ask(false, false)?.ttft;
+        arrivals[request].without_reuse_ms = Some(without.as_secs_f64() * 1e3);
+        anew.push(without);
+        full.push(ask(false, true)?.ttft);
+        sampled.push(served[request]);
     }
     let (without_reuse, hit, sampled) = (Times::of(&anew), Times::of(&all_hit), Times::of(&sampled));
     let alpha = (1.0 - hit.mean / without_reuse.mean).max(0.0);
-    let beta = beta.0 as f64 / beta.1.max(1) as f64;
-    let chunk_cache = engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default();
+    let beta = reused.0 as f64 / reused.1.max(1) as f64;
     let block_bytes = engine.cache().arena().layout().block_bytes();
     let all = prompts.len() as f64;
     Ok(RagReport {
@@ -148,4 +149,21 @@ pub fn serve(
         chunk_cache,
         arrivals,
     })
+}
+
+fn counts(engine: &Engine) -> ChunkCacheMetrics {
+    engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default()
+}
+
+/// A prompt up to its first token.
+fn ask_of(
+    engine: &mut Engine,
+    cell: ReuseCell,
+    prompt: &ChunkedPrompt,
+    reuse: bool,
+    full_attention: bool,
+) -> Result<Generation> {
+    let request = Request::new(PromptTokens::Chunked(prompt.clone()));
+    let request = Request { cell, reuse, full_attention, max_new_tokens: 1, ..request };
+    engine.generate(&request, &mut ())
 }

@@ -228,7 +228,8 @@ impl Lab {
 /// The largest difference of two lists of numbers.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+    // What is not a number is further than anything.
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
 }
 
 /// The same parts with chunks in another order and another question of the same length.

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
-    ChunkCacheConfig, ChunkedPrompt, ContextScaling, DeviationOf, PositionStrategy, Recompute,
-    RecomputeStrategy, ReuseCell,
+    ChunkCacheConfig, ChunkedPrompt, ContextScaling, DeviationOf, PositionPlan, PositionStrategy, Recompute,
+    RecomputeStrategy, ReuseCell, Tenant,
 };
-use kvcore::KvFormat;
+use kvcore::{KvFormat, Logits, SequenceInput, SequenceStart};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use rstest::rstest;
 
-use crate::common::{Golden, distance, load_model};
+use crate::common::{Golden, Lab, Setup, distance, load_model};
 
 /// An engine in blocks of four tokens with room for everything.
 fn engine(name: &str, kv_format: KvFormat) -> Engine {
@@ -54,7 +54,8 @@ const MODELS: [&str; 6] = ["llama", "llama-yarn", "qwen2", "qwen3", "mistral", "
 #[rstest]
 fn rule_4_recomputing_everything_equals_full_attention(
     #[values(0, 1, 2, 3, 4, 5)] model: usize,
-    #[values("link:100", "blend:1", "full")] strategy: &str,
+    // The last one takes all tokens through a checkpoint in the middle of the model.
+    #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
     #[values(2, 3, 4, 5)] cell: usize,
 ) {
     let (name, cell) = (MODELS[model], ReuseCell::ALL[cell]);
@@ -193,12 +194,13 @@ fn rule_3_shared_blocks_are_never_written_by_recomputation() {
     let golden = Golden::load("llama");
     for strategy in ["link:3", "blend:0.5@1:both", "random:0.5", "full"] {
         let mut engine = engine("llama", "f32".parse().unwrap());
+        ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
         let before = ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
         let between = ask(&mut engine, &golden.prompt, with(strategy, ReuseCell::ALL[0]));
         assert!(distance(&before.logits[0], &between.logits[0]) > 1e-6, "{strategy} changes the answer");
         let after = ask(&mut engine, &golden.prompt, with("none", ReuseCell::ALL[0]));
         assert!(after.chunks.iter().all(|chunk| chunk.hit));
-        assert!(distance(&before.logits[0], &after.logits[0]) < 1e-5, "{strategy}");
+        assert_eq!(distance(&before.logits[0], &after.logits[0]), 0.0, "{strategy}");
         let report = engine.report();
         let main = report.main.unwrap();
         assert_eq!(main.free + main.cached, main.total, "own blocks are free again");
@@ -245,5 +247,72 @@ fn context_scaling_is_plain_at_one_and_refuses_nonsense() {
     let mut request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
     request.scaling = ContextScaling { temperature: f32::NAN, scale: 1.0 };
     assert!(engine.generate(&request, &mut ()).is_err());
+    engine.check_invariants().unwrap();
+}
+
+/// Logits of the question's last token when every token sees all before it, at overlapped positions: in one
+/// pass over sequences that follow one another, without any chunk.
+fn unmasked_at_overlapped_positions(name: &str, golden: &Golden) -> Vec<f32> {
+    let mut lab = Lab::new(name, Setup::default());
+    let prompt = &golden.prompt;
+    let plan = PositionPlan::new(prompt, ReuseCell::default(), 256).unwrap();
+    let starts = plan.chunks.iter().map(|place| (place.logical_start, place.used_start));
+    let starts = [(0, 0)].into_iter().chain(starts).chain([(plan.question_logical, plan.question_position)]);
+    let parts = [prompt.system()].into_iter().chain(prompt.chunks().iter().map(Vec::as_slice));
+    let (mut batch, mut seen) = (Vec::new(), Vec::new());
+    for ((logical, position), tokens) in starts.zip(parts.chain([prompt.question()])) {
+        let id = lab.main.create(SequenceStart { logical, position }).unwrap();
+        let slots = lab.main.grow(id, tokens.len()).unwrap();
+        seen.push(lab.main.segment(id).unwrap());
+        batch.push(SequenceInput::new(tokens.to_vec(), logical, position, slots, seen.clone()));
+    }
+    batch.last_mut().unwrap().logits = Logits::Last;
+    let longest = plan.question_position as usize + prompt.question().len();
+    lab.forward(&lab.regime(longest).0, &batch).remove(0)
+}
+
+#[rstest]
+fn rule_4_the_overlapped_end_is_the_unmasked_causal_reference(
+    #[values(0, 1, 2, 3, 4, 5)] model: usize,
+    #[values(0, 1)] cell: usize,
+    #[values("link:100", "blend:1", "full", "blend:0.999@1")] strategy: &str,
+) {
+    let (name, cell) = (MODELS[model], ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
+    let expected = unmasked_at_overlapped_positions(name, &golden);
+    let got = ask(&mut engine(name, "f32".parse().unwrap()), &golden.prompt, with(strategy, cell));
+    let gap = distance(&got.logits[0], &expected);
+    assert!(gap < 1e-4, "{name} {strategy} {cell:?}: {gap}");
+}
+
+#[test]
+fn tenants_share_neither_chunks_nor_prefixes() {
+    let golden = Golden::load("llama");
+    let with_tenants = || {
+        let engine = engine("llama", "f32".parse().unwrap());
+        for tag in ["alice", "bob"] {
+            engine.chunks().unwrap().add_tenant(Tenant::new(tag)).unwrap();
+        }
+        engine
+    };
+    let as_tenant = |engine: &mut Engine, tag: Option<&str>, full_attention: bool| {
+        let tenant = tag.map(str::to_owned);
+        ask(engine, &golden.prompt, |request| {
+            (request.tenant, request.full_attention) = (tenant, full_attention);
+        })
+    };
+    let mut engine = with_tenants();
+    for full_attention in [false, true] {
+        engine = with_tenants();
+        assert_eq!(as_tenant(&mut engine, Some("alice"), full_attention).cached_tokens, 0);
+        assert_eq!(as_tenant(&mut engine, Some("bob"), full_attention).cached_tokens, 0, "{full_attention}");
+        assert!(as_tenant(&mut engine, Some("alice"), full_attention).cached_tokens > 0);
+    }
+    as_tenant(&mut engine, None, false);
+    assert!(as_tenant(&mut engine, Some(Tenant::DEFAULT_TAG), false).cached_tokens > 0, "the same tenant");
+    for prompt in [PromptTokens::Plain(vec![1, 2]), PromptTokens::Chunked(golden.prompt.clone())] {
+        let request = Request { tenant: Some("carol".to_owned()), ..Request::new(prompt) };
+        assert!(engine.generate(&request, &mut ()).unwrap_err().to_string().contains("carol"));
+    }
     engine.check_invariants().unwrap();
 }
