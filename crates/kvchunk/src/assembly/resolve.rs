@@ -120,9 +120,9 @@ impl Assembler<'_> {
         let own =
             Own { evidence: piece.evidence(), piece: computed.clone(), exact: assembly.chunks[chunk].exact };
         assembly.own.insert(piece.hash().key, own);
-        assembly.push(chunk, computed);
+        assembly.push(chunk, computed.clone());
         assembly.chunks[chunk].hit = false;
-        assembly.add_input(chunk, piece.tokens())?;
+        assembly.add_input(chunk, &computed, piece.tokens())?;
         Ok(true)
     }
 }
@@ -146,19 +146,19 @@ impl Assembly {
         self.push(chunk, piece);
     }
 
-    /// The chunk's last piece is to be computed: it sees the pieces before it, and the system prompt if the
-    /// mode says so, at the places where its keys are stored.
-    fn add_input(&mut self, chunk: usize, tokens: &[u32]) -> Result<()> {
+    /// A piece, the last that its chunk has so far, is to be computed: it sees those before it, and the system
+    /// prompt if the mode says so, at the places where its keys are stored.
+    fn add_input(&mut self, chunk: usize, piece: &Piece, tokens: &[u32]) -> Result<()> {
         let chunk = &self.chunks[chunk];
         let mut segments = match self.mode {
             ComputeMode::WithSystem => vec![self.system.segment()],
             ComputeMode::Alone => Vec::new(),
         };
         segments.extend(chunk.with_starts().map(|(start, piece)| chunk.stored(piece, start)));
-        let start = chunk.tokens - tokens.len();
-        let (Some(piece), Some(own)) = (chunk.pieces.last(), segments.last()) else { return Ok(()) };
-        let slots = SlotMapping::in_blocks(&piece.blocks, self.block_size, 0..tokens.len())?;
-        let (logical, position) = (own.logical_start, chunk.place.stored_start + start as i64);
+        let start = chunk.tokens - piece.len;
+        let slots = SlotMapping::in_blocks(&piece.blocks, self.block_size, 0..piece.len)?;
+        let (logical, position) =
+            (chunk.place.logical_start + start, chunk.place.stored_start + start as i64);
         self.inputs.push(SequenceInput::new(tokens.to_vec(), logical, position, slots, segments));
         Ok(())
     }

@@ -26,17 +26,20 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunks: ChunkCacheConfig {
             hash_algorithm: args.hash.into(),
             cross_system_reuse: args.cross_system_reuse,
+            compute_mode: args.chunks.into(),
+            position_strategy: args.positions.into(),
+            separator: args.separator.clone(),
             ..ChunkCacheConfig::default()
         },
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     for earlier in &args.warm {
-        let request = request(args, &codec, earlier)?;
+        let request = request(args, &engine, &codec, earlier)?;
         engine.generate(&request, &mut Live::new(&codec, false))?;
     }
     engine.profiler().reset();
-    let request = request(args, &codec, &text)?;
+    let request = request(args, &engine, &codec, &text)?;
     let mut live = Live::new(&codec, !args.json);
     let generation = engine.generate(&request, &mut live)?;
     live.finish()?;
@@ -56,21 +59,20 @@ fn prompt_text(args: &RunArgs) -> Result<String> {
     Ok(text)
 }
 
-fn request(args: &RunArgs, codec: &TextCodec, text: &str) -> Result<Request> {
+fn request(args: &RunArgs, engine: &Engine, codec: &TextCodec, text: &str) -> Result<Request> {
     let prompt = if args.chat {
         codec.chat_prompt(text, &args.separator)?
     } else {
         codec.prompt(text, &args.separator, true)?
     };
     Ok(Request {
-        cell: cell(args),
         reuse: !args.no_chunk_cache,
         full_attention: args.full_attention,
         recompute: Arc::new(args.recompute),
         scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
         max_new_tokens: args.max_new_tokens,
         sampling: Sampling { temperature: args.temperature, seed: args.seed },
-        ..Request::new(prompt)
+        ..engine.request(prompt)
     })
 }
 

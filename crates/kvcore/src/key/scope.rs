@@ -2,7 +2,7 @@
 
 use crate::key::BlockKey;
 use crate::layout::{BlockOrder, KvShape};
-use crate::rope::{Pairing, Rope};
+use crate::rope::{LayerRopes, Pairing, Rope};
 
 /// Version of the encoding below; a change of it separates old keys from new ones.
 const VERSION: &str = "kvcore key scope v2";
@@ -48,6 +48,12 @@ impl KeyScope {
         bytes.extend(rope.frequencies().iter().flat_map(|f| f.to_bits().to_le_bytes()));
         self.0.field("rope", &bytes);
         self
+    }
+
+    /// The rotary embeddings of all layers of a request: another regime is another scope.
+    #[must_use]
+    pub fn ropes(self, ropes: &LayerRopes) -> Self {
+        ropes.layers().iter().enumerate().fold(self, |scope, (layer, rope)| scope.rope(layer, rope))
     }
 
     /// The stored form: format, extents and order of a block.

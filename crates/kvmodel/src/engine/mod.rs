@@ -9,6 +9,7 @@ use kvcore::{
 
 use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
+use crate::text::PromptTokens;
 
 mod blend;
 mod caches;
@@ -99,6 +100,12 @@ impl Engine {
         &self.model
     }
 
+    /// A request in the mode and strategy of [`EngineConfig::chunks`].
+    pub fn request(&self, prompt: PromptTokens) -> Request {
+        let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
+        Request { cell, ..Request::new(prompt) }
+    }
+
     /// The backend, whose counters show what moved.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_ref()
@@ -132,8 +139,7 @@ impl Engine {
     /// Root of the keys of requests in the regime of `ropes`: another regime is a miss, for prefixes and
     /// chunks alike.
     fn root(&self, ropes: &LayerRopes) -> BlockKey {
-        let layers = ropes.layers().iter().enumerate();
-        layers.fold(self.scope.clone(), |scope, (layer, rope)| scope.rope(layer, rope)).root()
+        self.scope.clone().ropes(ropes).root()
     }
 
     fn device(&self) -> ComputeDevice<'_> {

@@ -111,8 +111,7 @@ impl Lab {
     /// Rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
     pub(crate) fn regime(&self, longest: usize) -> (LayerRopes, BlockKey) {
         let ropes = self.model.ropes(longest).expect("a regime");
-        let layers = ropes.layers().iter().enumerate();
-        let root = layers.fold(self.scope.clone(), |scope, (layer, rope)| scope.rope(layer, rope)).root();
+        let root = self.scope.clone().ropes(&ropes).root();
         (ropes, root)
     }
 

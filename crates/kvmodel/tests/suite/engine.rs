@@ -235,7 +235,10 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
 }
 
 #[rstest]
-fn quantised_weights_answer_nearly_the_same(#[values("llama", "deepseek-v3")] name: &str) {
+#[case("llama", 0.1)]
+// Its queries and latents go through two quantised products each.
+#[case("deepseek-v3", 0.2)]
+fn quantised_weights_answer_nearly_the_same(#[case] name: &str, #[case] limit: f32) {
     let folder = crate::common::folder(name);
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let weights = kvmodel::Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
@@ -255,5 +258,5 @@ fn quantised_weights_answer_nearly_the_same(#[values("llama", "deepseek-v3")] na
     let exact = run(&mut engine(name, &EngineConfig::default()), &request);
     let rounded = run(&mut quantised, &request);
     let gap = crate::common::distance(&exact.logits[0], &rounded.logits[0]);
-    assert!(gap > 0.0 && gap < 0.2, "{gap}");
+    assert!(gap > 0.0 && gap < limit, "{gap}");
 }
