@@ -15,8 +15,8 @@ use kvcore::kernels::{
     Rotation, Scatter,
 };
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, Rope, RopeConfig, Segment,
-    Stream, TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind, Rope, RopeConfig,
+    Segment, Stream, TensorView, allocate_tensor,
 };
 
 mod measure;
@@ -138,6 +138,7 @@ fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
         layer: 0,
         q: tensor(DType::F32)?,
         rope: Some(Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 20)?)),
+        keys: KeyForm::default(),
         rows: [QueryRow { logical: context, position: context as i64 }].into(),
         batch: [AttendRows::new(0..1, [segment])].into(),
         groups: [MergeGroup::default()].into(),

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvcore::kernels::{Attend, AttendRows, Dequantize, MergeGroup, Quantize, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KvArena, KvFormat, KvLayout, KvPlane, KvShape, MemoryKind, Result,
-    Segment, Stream, TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvPlane, KvShape, MemoryKind,
+    Result, Segment, Stream, TensorView, allocate_tensor,
 };
 
 mod measure;
@@ -145,6 +145,7 @@ impl Lab {
             layer: 0,
             q: self.upload(&shape, &self.q[..shape.iter().product()])?,
             rope: None,
+            keys: KeyForm::default(),
             rows: vec![QueryRow { logical: self.tokens, position: self.tokens as i64 }; rows].into(),
             batch: [AttendRows::new(0..rows, [segment])].into(),
             groups: [MergeGroup::default()].into(),

@@ -8,7 +8,9 @@ use kvconform::{Bench, oracle};
 use kvcore::kernels::{
     Attend, AttendRows, CopyTensor, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit,
 };
-use kvcore::{BlockId, BlockOrder, DType, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment};
+use kvcore::{
+    BlockId, BlockOrder, DType, KeyForm, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment,
+};
 use proptest::prelude::*;
 
 /// Numbers between −1 and 1 that every element type holds exactly.
@@ -134,6 +136,7 @@ proptest! {
         cuts in prop::collection::vec((0..30usize, 0..20usize, -20i64..40, 0..6u8), 1..4),
         window in prop::option::of(1..40usize),
         interleaved in any::<bool>(),
+        unrotated in any::<bool>(),
         picked in prop::option::of((any::<bool>(), any::<u64>())),
     ) {
         let b = Bench::new(CpuBackend::new(), shape.format.storage_dtype()).unwrap();
@@ -162,6 +165,7 @@ proptest! {
             layer: seed as usize % shape.num_layers,
             q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(),
             rope: Some(Arc::new(Rope::new(config, 200).unwrap())),
+            keys: if unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
             rows: rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
             batch: [AttendRows { selection, ..AttendRows::new(0..rows.len(), segments) }].into(),
             groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),

@@ -15,8 +15,8 @@ use kvcore::kernels::{
 };
 use kvcore::tensor::Dims;
 use kvcore::{
-    Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KvArena, MemoryKind, Pairing,
-    ReservedStorage, Result, Rope, RopeConfig, Storage, Stream, TensorView,
+    Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KeyForm, KvArena, MemoryKind,
+    Pairing, ReservedStorage, Result, Rope, RopeConfig, Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -44,6 +44,7 @@ enum Fault {
     AttendScalesTwice,
     AttendForgetsLse,
     AttendOtherKvHead,
+    AttendTakesKeysAsRotated,
     EventsDoNotOrder,
     SelectionIgnored,
     SelectionOfOtherUnits,
@@ -94,6 +95,10 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::AttendScalesTwice, "attend::prefill_and_decode_in_one_call"),
     (Fault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
     (Fault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
+    (Fault::AttendIgnoresOffsets, "attend::keys_may_lie_unrotated"),
+    (Fault::AttendTakesKeysAsRotated, "attend::keys_may_lie_unrotated"),
+    (Fault::AttendTakesKeysAsRotated, "mla::rotated_parts_may_lie_unrotated"),
+    (Fault::AttendTakesKeysAsRotated, "quant::attend_reads_quantised_blocks"),
     (Fault::EventsDoNotOrder, "order::events_order_streams"),
     (Fault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
     (Fault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
@@ -309,6 +314,7 @@ impl WrongStream {
             Fault::AttendIgnoresSoftcap => op.softcap = None,
             Fault::AttendScalesTwice => op.scale *= op.scale,
             Fault::AttendForgetsLse => op.lse = None,
+            Fault::AttendTakesKeysAsRotated => op.keys = KeyForm::Rotated,
             // Heads in groups of three share a KV head; from the second on, the wrong one.
             Fault::AttendOtherKvHead => {
                 let heads = op.q.shape()[1];

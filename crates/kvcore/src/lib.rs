@@ -72,7 +72,7 @@ pub use parallel::{
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use quant::{Fp8Kind, KvFormat, ScaleScope};
-pub use rope::{LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling};
+pub use rope::{KeyForm, LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling};
 pub use storage::{
     BlockState, Goal, OwnedStorage, PoolMetrics, RequestId, ReservedArena, SleepingBlocks, StorageManager,
     Target, Tier, TierAction, TierThresholds,

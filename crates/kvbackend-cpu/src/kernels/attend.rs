@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kvcore::kernels::{Attend, AttendMla, AttendRows, QueryRow, Segment};
-use kvcore::{Result, TensorView};
+use kvcore::{KeyForm, Result, TensorView};
 use rayon::prelude::*;
 
 use super::Rotator;
@@ -141,16 +141,20 @@ impl Inputs<'_> {
         let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
         let latent = self.latents.as_ref().map(|latents| latents.of(row, head));
         let mut groups = vec![Open::new(s.v_dim); op.groups.len()];
-        let mut turned = Turned { position: None, q: Vec::new() };
+        let (mut query, mut turned) = (Turned::default(), Turned::default());
         let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
-        for (segment, tokens) in seen {
-            let position = op.rows[row].position - segment.position_offset;
-            let q = turned.by(op, self.queries.of(row, head), position)?;
+        for (segment, tokens) in seen.iter().filter(|(_, tokens)| !tokens.is_empty()) {
+            let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
+            let q = query.by(op, self.queries.of(row, head), op.rows[row].position - moved)?;
             let group = &mut groups[segment.merge_group];
             for j in tokens.clone() {
                 let block = segment.blocks[j / s.block_size].index();
                 let at = RowAt { layer: op.layer, block, token: j % s.block_size, head: k_head };
                 let key = self.keys.read(at, &mut key)?;
+                let key = match op.keys {
+                    KeyForm::Rotated => key,
+                    KeyForm::Unrotated => turned.once(op, key, segment.position(j as i64))?,
+                };
                 let value = self.values.read(at.head(v_head), &mut value)?;
                 let product = dot(q, key) + latent.map_or(0.0, |latent| dot(latent, value));
                 let mut logit = product * op.scale * segment.logit_scale;
@@ -196,22 +200,29 @@ fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> Range<usize> {
     start as usize..end
 }
 
-/// The query rotated for one offset, kept while segments share it.
+/// A query or a key rotated to a position.
+#[derive(Default)]
 struct Turned {
     position: Option<i64>,
-    q: Vec<f32>,
+    row: Vec<f32>,
 }
 
 impl Turned {
-    fn by<'a>(&'a mut self, op: &Attend, q: &'a [f32], position: i64) -> Result<&'a [f32]> {
-        let Some(rope) = &op.rope else { return Ok(q) };
-        if self.position != Some(position) {
-            self.q.clear();
-            self.q.extend_from_slice(q);
-            Rotator::new(rope, [position])?.rotate(&mut self.q, position, rope.attention_factor());
-            self.position = Some(position);
+    /// The same row again and again: it is kept while positions are the same.
+    fn by<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
+        if self.position == Some(position) && op.rope.is_some() {
+            return Ok(&self.row);
         }
-        Ok(&self.q)
+        self.position = Some(position);
+        self.once(op, row, position)
+    }
+
+    fn once<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
+        let Some(rope) = &op.rope else { return Ok(row) };
+        self.row.clear();
+        self.row.extend_from_slice(row);
+        Rotator::new(rope, [position])?.rotate(&mut self.row, position, rope.attention_factor());
+        Ok(&self.row)
     }
 }
 

@@ -18,8 +18,8 @@ use kvchunk::{
 };
 use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Scatter, SwapBlocks};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyScope, KvArena, KvLayout, KvShape, ManualClock, MemoryKind,
-    ReservedArena, Segment, Storage, Stream, TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, ManualClock,
+    MemoryKind, ReservedArena, Segment, Storage, Stream, TensorView, allocate_tensor,
 };
 
 const BLOCK: usize = 4;
@@ -184,6 +184,7 @@ impl World {
             layer: LAYERS - 1,
             q,
             rope: None,
+            keys: KeyForm::default(),
             rows: [QueryRow { logical: n, position: n as i64 }].into(),
             batch: [AttendRows::new(0..1, [segment])].into(),
             groups: [MergeGroup::default()].into(),

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use kvchunk::Recompute;
 
-use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, kv_format, recompute};
-use kvcore::KvFormat;
+use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, recompute};
+use kvcore::{KeyForm, KvFormat};
 
 /// Options of `kvc eval`.
 #[derive(Debug, Args)]
@@ -69,6 +69,10 @@ pub(crate) struct EvalArgs {
     /// How keys and values are stored.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
+
+    /// How keys lie in the cache, see `kvc run --help`.
+    #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
+    pub(crate) keys: KeyForm,
 
     /// How weights are held: f32, or in eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]

@@ -10,7 +10,7 @@ pub(crate) use eval::EvalArgs;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
-use kvcore::{CacheKind, KvFormat, MaxLen};
+use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 
 /// Runs a language model whose documents' KV is computed once and reused at any position.
 #[derive(Debug, Parser)]
@@ -151,6 +151,11 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
+    /// How keys lie in the cache: rotated to a position, so that reading them costs nothing; or as the model
+    /// made them, each rotated to its position when it is read.
+    #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
+    pub(crate) keys: KeyForm,
+
     /// How weights are held: f32, or in eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
@@ -286,6 +291,10 @@ fn positive(text: &str) -> Result<f32, String> {
 }
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {
+    text.parse().map_err(|error: kvcore::Error| error.to_string())
+}
+
+fn key_form(text: &str) -> Result<KeyForm, String> {
     text.parse().map_err(|error: kvcore::Error| error.to_string())
 }
 

@@ -18,6 +18,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let backend = backend::open(args.backend)?;
     let config = EngineConfig {
         kv_format: args.dtype,
+        keys: args.keys,
         block_size: args.block_size,
         cache: args.cache.into(),
         max_len: args.max_len,

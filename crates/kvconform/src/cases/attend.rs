@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
 use kvcore::tensor::Dims;
-use kvcore::{BlockId, BlockOrder, DType, Error, KvArena, KvShape, Rope, RopeConfig, Storage, TensorView};
+use kvcore::{
+    BlockId, BlockOrder, DType, Error, KeyForm, KvArena, KvShape, Pairing, Rope, RopeConfig, RopeScaling,
+    Storage, TensorView,
+};
 
 use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
@@ -50,6 +53,7 @@ impl Trial {
                 RopeConfig { rotary_dim: 8, ..RopeConfig::new(k_dim, 300.0) },
                 4096,
             )?)),
+            keys: KeyForm::default(),
             rows: rows.into(),
             batch: batch.into(),
             groups: [MergeGroup::default()].into(),
@@ -203,6 +207,41 @@ pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
     trial.check(b, "queries as they are")?;
     trial.op.batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])].into();
     ensure(b.stream.attend(&trial.op).is_err(), || "an offset without a table was accepted".to_owned())
+}
+
+pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        attention_factor: 1.25,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position: 64,
+        truncate: true,
+    };
+    let scaled = RopeConfig { scaling: yarn, pairing: Pairing::Interleaved, ..RopeConfig::new(10, 300.0) };
+    let scaled = Arc::new(Rope::new(scaled, 4096)?);
+    for (order, offset) in
+        [(BlockOrder::HeadMajor, 0), (BlockOrder::TokenMajor, 3), (BlockOrder::HeadMajor, 1000)]
+    {
+        let at = rows(&[(9, offset + 6), (10, offset + 7)]);
+        let mut trial = Trial::new(b, order, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
+        trial.op.keys = KeyForm::Unrotated;
+        trial.check(b, "unrotated keys")?;
+        trial.op.rope = Some(Arc::clone(&scaled));
+        trial.op.window = Some(7);
+        trial.check(b, "unrotated keys under an attention factor and a window")?;
+        trial.op.rope = None;
+        let result = b.stream.attend(&trial.op);
+        ensure(matches!(result, Err(Error::InvalidRope(_))), || {
+            format!("no rotary embedding gave {result:?}")
+        })?;
+        // Token 9999 of the chunk's place is past the table, however its query is turned.
+        trial.op.rope = Some(Arc::clone(&scaled));
+        trial.op.batch = vec![entry(0..2, reused(9999, &[0, 2]))].into();
+        let result = b.stream.attend(&trial.op);
+        ensure(matches!(result, Err(Error::OutOfRange { .. })), || format!("position 9999 gave {result:?}"))?;
+    }
+    Ok(())
 }
 
 pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {

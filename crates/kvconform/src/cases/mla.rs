@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::kernels::{AttendMla, AttendRows, QueryRow, RotateKeys, Rotation, SelectionUnit};
-use kvcore::{BlockOrder, DType, Error, KvFormat, KvShape, TensorView};
+use kvcore::{BlockOrder, DType, Error, KeyForm, KvFormat, KvShape, TensorView};
 
 use super::attend::{HEADS, Trial, UNTOUCHED, entry, reused, rows, segment};
 use super::blocks::pairs;
@@ -98,6 +98,15 @@ pub(super) fn latents_may_be_quantised(b: &Bench) -> Outcome {
     each(b, |format| {
         let (at, batch) = mixed();
         Latents::new(b, BlockOrder::HeadMajor, format, &at, batch)?.check(b, "quantised latents")
+    })
+}
+
+pub(super) fn rotated_parts_may_lie_unrotated(b: &Bench) -> Outcome {
+    each(b, |format| {
+        let (at, batch) = mixed();
+        let mut latents = Latents::new(b, BlockOrder::TokenMajor, format, &at, batch)?;
+        latents.trial.op.keys = KeyForm::Unrotated;
+        latents.check(b, "latents with keys that are not rotated")
     })
 }
 

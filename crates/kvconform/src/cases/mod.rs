@@ -110,6 +110,7 @@ cases! {
     attend::rows_that_see_nothing_are_zero,
     attend::nan_reaches_the_output,
     attend::rotated_queries_need_no_table,
+    attend::keys_may_lie_unrotated,
     attend::wrong_attends_are_refused,
     attend::output_in_the_element_type,
     quant::rows_read_back_within_the_bound_of_their_format,
@@ -130,6 +131,7 @@ cases! {
     mla::queries_may_come_rotated needs ["attend_mla"],
     mla::latents_may_be_selected needs ["attend_mla", "selection"],
     mla::latents_may_be_quantised needs ["attend_mla"],
+    mla::rotated_parts_may_lie_unrotated needs ["attend_mla"],
     mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
     mla::wrong_latent_attends_are_refused needs ["attend_mla"],
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvcore::kernels::{CopyBlocks, Dequantize, Gather, Quantize, RotateKeys, Rotation, Scatter, SwapBlocks};
 use kvcore::{
-    BlockOrder, DType, Error, Fp8Kind, KvArena, KvFormat, KvPlane, KvShape, ScaleScope, TensorView,
+    BlockOrder, DType, Error, Fp8Kind, KeyForm, KvArena, KvFormat, KvPlane, KvShape, ScaleScope, TensorView,
 };
 
 use super::attend::{Trial, entry, reused, rows, segment};
@@ -275,7 +275,10 @@ pub(super) fn attend_reads_quantised_blocks(b: &Bench) -> Outcome {
         for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
             let at = rows(&[(9, 46), (10, 47), (5, 5)]);
             let batch = vec![entry(0..2, reused(40, &[0, 2])), entry(2..3, vec![segment(&[1, 8], 6, 0, 0)])];
-            Trial::over(b, arena(b, format, order)?, &at, batch)?.check(b, "quantised blocks")?;
+            let mut trial = Trial::over(b, arena(b, format, order)?, &at, batch)?;
+            trial.check(b, "quantised blocks")?;
+            trial.op.keys = KeyForm::Unrotated;
+            trial.check(b, "quantised blocks of keys that are not rotated")?;
         }
         Ok(())
     })

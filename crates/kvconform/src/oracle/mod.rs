@@ -2,7 +2,7 @@
 
 use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment, SelectionUnit};
 use kvcore::rope::Rope;
-use kvcore::{KvLayout, KvPlane, Pairing, PlaneStrides, TensorView};
+use kvcore::{KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, TensorView};
 
 mod quant;
 
@@ -109,7 +109,8 @@ fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a 
         let turned = match &op.rope {
             Some(rope) => {
                 let factor = f64::from(rope.attention_factor());
-                rotate(q, rope, row.position - segment.position_offset, factor)
+                let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
+                rotate(q, rope, row.position - moved, factor)
             }
             None => q.iter().map(|&x| f64::from(x)).collect(),
         };
@@ -131,7 +132,13 @@ fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a 
                     )
                 };
                 let (key, value) = (row(&op.arena.k_plane(), k), row(&op.arena.v_plane(), v));
-                let dot: f64 = turned.iter().zip(key).map(|(a, &b)| a * f64::from(b)).sum();
+                let key = match (&op.rope, op.keys) {
+                    (Some(rope), KeyForm::Unrotated) => {
+                        rotate(key, rope, position, f64::from(rope.attention_factor()))
+                    }
+                    _ => key.iter().map(|&x| f64::from(x)).collect(),
+                };
+                let dot: f64 = turned.iter().zip(key).map(|(a, b)| a * b).sum();
                 let latent = query.latent.unwrap_or_default().iter().zip(value);
                 let dot = dot + latent.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
                 let mut logit = dot * f64::from(op.scale) * f64::from(segment.logit_scale);

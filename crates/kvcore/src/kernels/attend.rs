@@ -12,7 +12,7 @@ use super::{KvArena, Selection, apart, computable, innermost_dense, writable};
 use crate::block::BlockId;
 use crate::dtype::DType;
 use crate::error::{Error, Result, same};
-use crate::rope::Rope;
+use crate::rope::{KeyForm, Rope};
 use crate::tensor::TensorView;
 
 /// A run of cached tokens as one request uses it.
@@ -46,6 +46,11 @@ impl Segment {
             logit_scale: 1.0,
             merge_group: 0,
         }
+    }
+
+    /// Where the key of token `token` is used.
+    pub fn position(&self, token: i64) -> i64 {
+        self.stored_start.saturating_add(self.position_offset).saturating_add(token)
     }
 
     /// The same tokens used `offset` positions further on.
@@ -135,6 +140,10 @@ pub struct Attend {
     /// Rotates each query by its position minus the segment's offset. Without it queries come
     /// rotated and every offset must be 0.
     pub rope: Option<Arc<Rope>>,
+    /// How the arena's keys lie there. Unrotated ones are rotated as they are read, token `j` of a segment
+    /// to `stored_start + position_offset + j` with the attention factor, and queries to their own
+    /// position; `rope` must be given then.
+    pub keys: KeyForm,
     /// One entry per row of `q`.
     pub rows: Arc<[QueryRow]>,
     /// Which rows see which segments; rows in no entry are left alone.
@@ -252,7 +261,14 @@ impl Attend {
     }
 
     fn check_positions(&self) -> Result<()> {
-        let Some(rope) = &self.rope else { return Ok(()) };
+        let Some(rope) = &self.rope else {
+            return match self.keys {
+                KeyForm::Rotated => Ok(()),
+                KeyForm::Unrotated => {
+                    Err(Error::InvalidRope("unrotated keys need one to be read".to_owned()))
+                }
+            };
+        };
         let (rotary, dim) = (rope.config().rotary_dim, self.arena.layout().shape().k_dim);
         if rotary > dim {
             return Err(Error::range("rotary_dim", rotary, dim + 1));
@@ -261,9 +277,12 @@ impl Attend {
             let positions = self.rows[entry.rows.clone()].iter().map(|row| row.position);
             let (Some(low), Some(high)) = (positions.clone().min(), positions.max()) else { continue };
             rope.table([low, high])?;
-            for segment in entry.segments.iter() {
-                let moved = |position: i64| position.saturating_sub(segment.position_offset);
-                rope.table([moved(low), moved(high)])?;
+            for segment in entry.segments.iter().filter(|segment| segment.len > 0) {
+                let turns = match self.keys {
+                    KeyForm::Rotated => [low, high].map(|at| at.saturating_sub(segment.position_offset)),
+                    KeyForm::Unrotated => [0, segment.len as i64 - 1].map(|token| segment.position(token)),
+                };
+                rope.table(turns)?;
             }
         }
         Ok(())

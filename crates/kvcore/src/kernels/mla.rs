@@ -17,7 +17,7 @@ use crate::tensor::TensorView;
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::kernels::{Attend, AttendMla, AttendRows, MergeGroup, QueryRow};
 /// use kvcore::{
-///     Backend, BlockId, BlockOrder, DType, Kernels, KvArena, KvLayout, KvShape, MemoryKind, Segment,
+///     Backend, BlockId, BlockOrder, DType, KeyForm, Kernels, KvArena, KvLayout, KvShape, MemoryKind, Segment,
 ///     allocate_tensor,
 /// };
 ///
@@ -32,7 +32,7 @@ use crate::tensor::TensorView;
 /// let rows = |dim| allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 16, dim]);
 /// let segment = Segment::new([BlockId(0), BlockId(1)].into(), 20, 0, 0);
 /// let attend = Attend {
-///     arena, layer: 0, q: rows(64)?, rope: None,
+///     arena, layer: 0, q: rows(64)?, rope: None, keys: KeyForm::Rotated,
 ///     rows: [QueryRow { logical: 19, position: 19 }].into(),
 ///     batch: [AttendRows::new(0..1, [segment])].into(),
 ///     groups: [MergeGroup::default()].into(),

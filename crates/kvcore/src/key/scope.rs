@@ -2,7 +2,7 @@
 
 use crate::key::BlockKey;
 use crate::layout::{BlockOrder, KvShape};
-use crate::rope::{LayerRopes, Pairing, Rope};
+use crate::rope::{KeyForm, LayerRopes, Pairing, Rope};
 
 /// Version of the encoding below; a change of it separates old keys from new ones.
 const VERSION: &str = "kvcore key scope v2";
@@ -69,6 +69,13 @@ impl KeyScope {
             bytes.extend((extent as u64).to_le_bytes());
         }
         self.0.field("layout", &bytes);
+        self
+    }
+
+    /// Whether keys lie rotated or not.
+    #[must_use]
+    pub fn keys(mut self, form: KeyForm) -> Self {
+        self.0.field("keys", form.to_string().as_bytes());
         self
     }
 

@@ -10,12 +10,14 @@
 
 mod config;
 mod family;
+mod form;
 mod frequencies;
 mod regime;
 mod table;
 
 pub use config::{Pairing, RopeConfig, RopeScaling};
 pub use family::{LayerRopes, RopeFamily};
+pub use form::KeyForm;
 pub use regime::Regime;
 pub use table::{Rope, RopeTable};
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ChunkCacheManager};
 use kvcore::{
-    Backend, BlockKey, CacheKind, DType, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler, Stream,
+    Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler,
+    Stream,
 };
 
 use crate::error::Result;
@@ -26,6 +27,8 @@ pub use request::{FinishReason, Generation, Request};
 pub struct EngineConfig {
     /// How keys and values are stored.
     pub kv_format: KvFormat,
+    /// Whether keys are stored rotated.
+    pub keys: KeyForm,
     /// Tokens per block.
     pub block_size: usize,
     /// Which cache holds sequences. A static one keeps no chunks: a prompt in parts must ask for full
@@ -48,6 +51,7 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             kv_format: KvFormat::Dense(DType::F32),
+            keys: KeyForm::default(),
             block_size: 16,
             cache: CacheKind::Paged,
             max_len: MaxLen::Model,
@@ -69,6 +73,7 @@ pub struct Engine {
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
     caches: Caches,
+    keys: KeyForm,
     /// What is in every key, but for the rotary embeddings of a request.
     scope: KeyScope,
     profiler: Profiler,
@@ -89,10 +94,11 @@ impl Engine {
         let scope = KeyScope::new("kvmodel", model.revision())
             .tokenizer(tokenizer)
             .layout(caches.sequences().arena().layout().shape())
+            .keys(config.keys)
             .tenant_salt(&config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let stream = backend.stream()?;
-        Ok(Self { model, backend, stream, caches, scope, profiler })
+        Ok(Self { model, backend, stream, caches, keys: config.keys, scope, profiler })
     }
 
     /// The model.
@@ -147,6 +153,7 @@ impl Engine {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
             arena: self.caches.sequences().arena(),
+            keys: self.keys,
             profiler: &self.profiler,
         }
     }

@@ -1,7 +1,9 @@
 //! The forward pass: dense layers on the host, KV and attention on the backend.
 
 use candle_core::Tensor;
-use kvcore::{Backend, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, Stream};
+use kvcore::{
+    Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, Stream,
+};
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -52,6 +54,8 @@ pub struct ComputeDevice<'a> {
     pub stream: &'a dyn Stream,
     /// Holds keys and values.
     pub arena: &'a KvArena,
+    /// In which form keys are stored there.
+    pub keys: KeyForm,
     /// Records where time goes.
     pub profiler: &'a Profiler,
 }

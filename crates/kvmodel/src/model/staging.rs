@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use kvcore::kernels::{ApplyRope, Attend, AttendMla, AttendRows, MergeGroup, QueryRow, Scatter};
-use kvcore::{Backend, DType, KvExtents, MemoryKind, Rope, Stream, TensorView, allocate_tensor};
+use kvcore::{Backend, DType, KeyForm, KvExtents, MemoryKind, Rope, Stream, TensorView, allocate_tensor};
 
 use super::rows::Rows;
 use super::{ComputeDevice, FreshKv};
@@ -51,8 +51,8 @@ impl Staging {
         })
     }
 
-    /// Keys and values go up, and keys are rotated to where they are stored.
-    fn rotated(
+    /// Keys and values go up, and keys are brought into the form in which they are stored.
+    fn formed(
         &self,
         device: &ComputeDevice,
         layer: &LayerAttention,
@@ -65,13 +65,15 @@ impl Staging {
             upload(device.stream, &k, &projected.k)?;
             upload(device.stream, &v, &projected.v)
         })?;
-        let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
-        let apply = ApplyRope { rows: k.clone(), positions, rope };
-        device.profiler.span("rope and scatter", || device.stream.rope(&apply))?;
+        if device.keys == KeyForm::Rotated {
+            let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+            let apply = ApplyRope { rows: k.clone(), positions, rope };
+            device.profiler.span("rope and scatter", || device.stream.rope(&apply))?;
+        }
         Ok((k, v))
     }
 
-    /// Keys and values go up, keys are rotated, both are scattered to their slots.
+    /// Keys and values go up and are scattered to their slots.
     pub(super) fn store(
         &self,
         device: &ComputeDevice,
@@ -79,7 +81,7 @@ impl Staging {
         rows: &Rows,
         projected: &Projected,
     ) -> Result<()> {
-        let (k, v) = self.rotated(device, layer, rows, projected)?;
+        let (k, v) = self.formed(device, layer, rows, projected)?;
         let (arena, slots) = (device.arena.clone(), Arc::clone(rows.slots.slots()));
         let scatter = Scatter { arena, layer: layer.index, k, v, slots };
         Ok(device.profiler.span("rope and scatter", || device.stream.scatter(&scatter))?)
@@ -93,7 +95,7 @@ impl Staging {
         rows: &Rows,
         projected: &Projected,
     ) -> Result<FreshKv> {
-        let (k, v) = self.rotated(device, layer, rows, projected)?;
+        let (k, v) = self.formed(device, layer, rows, projected)?;
         let down = |view: &TensorView| -> Result<Vec<f32>> {
             let mut host = vec![0.0f32; view.len()];
             device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
@@ -126,6 +128,7 @@ impl Staging {
             layer: layer.index,
             q,
             rope: Some(Arc::clone(layer.rope)),
+            keys: device.keys,
             rows: Arc::clone(rows),
             batch: Arc::clone(batch),
             groups: Arc::clone(groups),

@@ -10,8 +10,8 @@ use kvchunk::{
 };
 use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPlane, LayerRopes, Logits,
-    MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream,
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyForm, KeyScope, KvArena, KvLayout, KvPlane, LayerRopes,
+    Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream,
     allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
@@ -60,6 +60,7 @@ pub(crate) fn load_model(name: &str) -> Model {
 #[derive(Clone, Copy)]
 pub(crate) struct Setup {
     pub(crate) dtype: DType,
+    pub(crate) keys: KeyForm,
     pub(crate) max_chunk_tokens: usize,
     pub(crate) chunk_blocks: u32,
     pub(crate) execution: Execution,
@@ -67,7 +68,13 @@ pub(crate) struct Setup {
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { dtype: DType::F32, max_chunk_tokens: 4096, chunk_blocks: 32, execution: Execution::Immediate }
+        Self {
+            dtype: DType::F32,
+            keys: KeyForm::Rotated,
+            max_chunk_tokens: 4096,
+            chunk_blocks: 32,
+            execution: Execution::Immediate,
+        }
     }
 }
 
@@ -78,6 +85,7 @@ pub(crate) struct Lab {
     pub(crate) main: PagedKvCache,
     pub(crate) chunks: ChunkCacheManager,
     pub(crate) scope: KeyScope,
+    pub(crate) keys: KeyForm,
     pub(crate) profiler: Profiler,
 }
 
@@ -103,9 +111,9 @@ impl Lab {
             ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
         let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");
         let chunks = ChunkCacheManager::new(config, pool).expect("a cache");
-        let scope = KeyScope::new(name, model.revision());
+        let (keys, scope) = (setup.keys, KeyScope::new(name, model.revision()).keys(setup.keys));
         let stream = backend.stream().expect("a stream");
-        Self { model, backend, stream, main, chunks, scope, profiler: Profiler::disabled() }
+        Self { model, backend, stream, main, chunks, scope, keys, profiler: Profiler::disabled() }
     }
 
     /// Rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
@@ -120,6 +128,7 @@ impl Lab {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
             arena: self.main.arena(),
+            keys: self.keys,
             profiler: &self.profiler,
         };
         let pass = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");

@@ -9,3 +9,4 @@ mod recompute;
 mod rope;
 mod rules;
 mod tiny_rag;
+mod unrotated;
