@@ -1,4 +1,4 @@
-//! Kernels against `memcpy` of the same bytes, both on one thread, and attention against a streaming
+//! Kernels against `memcpy` of the same bytes, both on one thread and on all, and attention against a streaming
 //! read of the KV bytes, both on all threads; limits are measured in the same run.
 //!
 //! `--mib N` sets the largest size of each side (default 64).
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvcore::kernels::{
     ApplyRope, Attend, AttendRows, CopyBlocks, CopyTensor, Gather, MergeGroup, QueryRow, RotateKeys,
     Rotation, Scatter,
@@ -42,6 +42,10 @@ fn read_seconds(bytes: usize) -> f64 {
     })
 }
 
+fn all_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
 struct Setup {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
@@ -52,10 +56,11 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(dtype: DType, mib: usize) -> kvcore::Result<Self> {
+    fn new(dtype: DType, mib: usize, threads: usize) -> kvcore::Result<Self> {
         let row = HEADS * DIM * dtype.bits() / 8;
         let tokens = (mib << 20) / (2 * row) / BLOCK * BLOCK;
-        let backend = CpuBackend::new();
+        let options = CpuOptions { threads: Some(threads), ..CpuOptions::default() };
+        let backend = CpuBackend::with_options(&options)?;
         let layout = KvLayout::new(KvShape {
             num_layers: 1,
             // a second half, so that copies have somewhere to go
@@ -92,14 +97,14 @@ impl Setup {
     }
 }
 
-fn movement(dtype: DType, mib: usize) -> kvcore::Result<()> {
-    let s = Setup::new(dtype, mib)?;
+fn movement(dtype: DType, mib: usize, threads: usize) -> kvcore::Result<()> {
+    let s = Setup::new(dtype, mib, threads)?;
     let bytes = s.tokens * HEADS * DIM * 2 * dtype.bits() / 8;
-    let memcpy = memcpy_seconds(bytes);
+    let memcpy = memcpy_seconds(bytes, threads);
     let (k, v) = (s.rows(HEADS)?, s.rows(HEADS)?);
     let report = |what: &str, bytes: usize, seconds: f64| {
         let limit = memcpy * bytes as f64 / (s.tokens * HEADS * DIM * 2 * dtype.bits() / 8) as f64;
-        row(&format!("{what} {dtype}"), bytes, seconds, "memcpy", limit);
+        row(&format!("{what} {dtype}, {threads} threads"), bytes, seconds, "memcpy", limit);
     };
     let scatter = Scatter { arena: s.arena.clone(), layer: 0, k: k.clone(), v: v.clone(), slots: s.slots() };
     report("scatter", bytes, time(|| s.stream.scatter(&scatter).expect("scatter")));
@@ -128,7 +133,7 @@ fn movement(dtype: DType, mib: usize) -> kvcore::Result<()> {
 
 fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
     let row_bytes = 2 * HEADS * DIM * dtype.bits() / 8;
-    let s = Setup::new(dtype, (context * row_bytes).div_ceil(1 << 20))?;
+    let s = Setup::new(dtype, (context * row_bytes).div_ceil(1 << 20), all_threads())?;
     let bytes = context * row_bytes;
     let tensor = |dtype| allocate_tensor(s.backend.as_ref(), MemoryKind::Device, dtype, &[1, 4 * HEADS, DIM]);
     let blocks: Arc<[BlockId]> = s.order.iter().map(|&b| BlockId(b)).collect();
@@ -157,7 +162,9 @@ fn main() -> kvcore::Result<()> {
     let mib = option("--mib", 64);
     for dtype in [DType::BF16, DType::F32] {
         for size in [mib / 4, mib / 2, mib] {
-            movement(dtype, size.max(1))?;
+            for threads in [1, all_threads()] {
+                movement(dtype, size.max(1), threads)?;
+            }
         }
         for context in [1024, 4096, 16 * 1024] {
             decode(dtype, context)?;

@@ -1,8 +1,8 @@
-//! The CPU backend: host memory, ordered streams and reference kernels.
+//! The CPU backend: host memory, ordered streams, reference kernels and fast ones.
 //!
-//! The kernels here are the plain ones: each says in a loop what the contract of
-//! [`kvcore::kernels`] says in words, in f32 arithmetic whatever the element type. They are the
-//! oracle for every fast kernel, on this device and on others.
+//! Each reference kernel says in a loop what the contract of [`kvcore::kernels`] says in words, in f32
+//! arithmetic whatever the element type. They are the oracle for every fast kernel, on this device and on
+//! others. [`CpuOptions`] chooses between them, and the instruction set and threads of the fast ones.
 //!
 //! ```
 //! use kvbackend_cpu::CpuBackend;
@@ -24,10 +24,16 @@
 struct Readme;
 
 mod element;
+mod fast;
 mod kernels;
 mod memory;
+mod options;
 mod plane;
+mod raw;
+mod reference;
+mod simd;
 mod stream;
+mod workers;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,9 +43,16 @@ use kvcore::backend::ReservedStorage;
 use kvcore::backend::{Backend, Capabilities, CounterSnapshot, Counters, MemoryKind, Storage, Stream};
 use kvcore::{DType, KvFormat, Result};
 
+use fast::Fast;
+use kernels::KernelTable;
+use simd::Available;
+use workers::Workers;
+
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
 pub use memory::CpuStorage;
+pub use options::{CpuOptions, KernelSet};
+pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};
 
 /// Name of this backend in errors and on command lines.
@@ -60,19 +73,50 @@ pub enum Execution {
 #[derive(Debug)]
 pub struct CpuBackend {
     execution: Execution,
+    simd: SimdLevel,
+    kernels: KernelTable,
     counters: Arc<Counters>,
     streams: AtomicU64,
 }
 
 impl CpuBackend {
-    /// A backend that runs work at once.
+    /// A backend that runs fast kernels at once.
     pub fn new() -> Arc<Self> {
         Self::with_execution(Execution::Immediate)
     }
 
-    /// A backend with the given order of execution.
+    /// The same with the given order of execution.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
-        Arc::new(Self { execution, counters: Arc::default(), streams: AtomicU64::new(0) })
+        Self::made(execution, KernelSet::Fast, Available::best(), Workers::of_the_machine())
+    }
+
+    /// A backend that computes as `options` say.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::Unsupported`] for instructions that the processor lacks, [`kvcore::Error::Zero`] for
+    /// no threads.
+    pub fn with_options(options: &CpuOptions) -> Result<Arc<Self>> {
+        let level = options.simd.map_or_else(|| Ok(Available::best()), Available::new)?;
+        let workers = match options.threads {
+            None => Workers::of_the_machine(),
+            Some(0) => return Err(kvcore::Error::Zero { what: "threads" }),
+            Some(threads) => Arc::new(Workers::new(threads)),
+        };
+        Ok(Self::made(options.execution, options.kernels, level, workers))
+    }
+
+    fn made(execution: Execution, set: KernelSet, level: Available, workers: Arc<Workers>) -> Arc<Self> {
+        let kernels = match set {
+            KernelSet::Reference => KernelTable::Reference,
+            KernelSet::Fast => KernelTable::Fast(Arc::new(Fast::new(level, workers))),
+        };
+        let (simd, counters, streams) = (level.level(), Arc::default(), AtomicU64::new(0));
+        Arc::new(Self { execution, simd, kernels, counters, streams })
+    }
+
+    /// The instruction set of its fast kernels.
+    pub fn simd(&self) -> SimdLevel {
+        self.simd
     }
 }
 
@@ -101,7 +145,7 @@ impl Backend for CpuBackend {
 
     fn stream(&self) -> Result<Arc<dyn Stream>> {
         let id = self.streams.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(CpuStream::new(id, self.execution, Arc::clone(&self.counters))))
+        Ok(Arc::new(CpuStream::new(id, self.execution, Arc::clone(&self.counters), self.kernels.clone())))
     }
 
     fn counters(&self) -> CounterSnapshot {

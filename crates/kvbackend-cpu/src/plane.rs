@@ -65,6 +65,21 @@ impl Span {
         start..start + self.row_bytes()
     }
 
+    /// Strides in elements.
+    pub(crate) fn strides(&self) -> PlaneStrides {
+        self.strides
+    }
+
+    /// Bytes from one head's row to the next.
+    pub(crate) fn head_bytes(&self) -> usize {
+        self.strides.head * self.bits / 8
+    }
+
+    /// Elements of one row.
+    pub(crate) fn row_elements(&self) -> usize {
+        self.elements
+    }
+
     /// Bytes of one row.
     pub(crate) fn row_bytes(&self) -> usize {
         self.elements * self.bits / 8

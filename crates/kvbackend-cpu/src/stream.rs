@@ -14,8 +14,9 @@ use kvcore::kernels::{
 use kvcore::{Error, Result, Storage, TensorView};
 use parking_lot::Mutex;
 
+use crate::kernels::KernelTable;
 use crate::memory::{Access, cpu};
-use crate::{Execution, NAME, kernels};
+use crate::{Execution, NAME};
 
 type Work = Box<dyn FnOnce() -> Result<()> + Send>;
 
@@ -24,6 +25,7 @@ pub struct CpuStream {
     id: u64,
     execution: Execution,
     counters: Arc<Counters>,
+    kernels: KernelTable,
     queue: Arc<Queue>,
 }
 
@@ -88,8 +90,8 @@ impl Event for CpuEvent {
 }
 
 impl CpuStream {
-    pub(crate) fn new(id: u64, execution: Execution, counters: Arc<Counters>) -> Self {
-        Self { id, execution, counters, queue: Arc::default() }
+    pub(crate) fn new(id: u64, execution: Execution, counters: Arc<Counters>, kernels: KernelTable) -> Self {
+        Self { id, execution, counters, kernels, queue: Arc::default() }
     }
 
     fn enqueue(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
@@ -103,6 +105,24 @@ impl CpuStream {
                 items.push_back(Box::new(work));
                 self.queue.enqueued.fetch_add(1, Ordering::Release);
                 Ok(())
+            }
+        }
+    }
+
+    /// Runs a kernel now, on the operation itself, or later on a copy of it.
+    fn launch<O: Clone + Send + 'static>(
+        &self,
+        op: &O,
+        kernel: fn(&KernelTable, &O) -> Result<()>,
+    ) -> Result<()> {
+        match self.execution {
+            Execution::Immediate => {
+                let _running = self.queue.running.lock();
+                kernel(&self.kernels, op)
+            }
+            Execution::Deferred => {
+                let (op, kernels) = (op.clone(), self.kernels.clone());
+                self.enqueue(move || kernel(&kernels, &op))
             }
         }
     }
@@ -196,63 +216,55 @@ impl Kernels for CpuStream {
         op.check()?;
         ours(&[&op.arena], &[&op.k, &op.v])?;
         Counters::add(&self.counters.scatter_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::scatter(&op))
+        self.launch(op, KernelTable::scatter)
     }
 
     fn gather(&self, op: &Gather) -> Result<()> {
         op.check()?;
         ours(&[&op.arena], &[&op.k, &op.v])?;
         Counters::add(&self.counters.gather_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::gather(&op))
+        self.launch(op, KernelTable::gather)
     }
 
     fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
         op.check()?;
         ours(&[&op.arena], &[])?;
         Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::copy_blocks(&op))
+        self.launch(op, KernelTable::copy_blocks)
     }
 
     fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
         op.check()?;
         ours(&[&op.src, &op.dst], &[])?;
         Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::swap_blocks(&op))
+        self.launch(op, KernelTable::swap_blocks)
     }
 
     fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
         op.check()?;
         ours(&[], &[&op.src, &op.dst])?;
         Counters::add(&self.counters.tensor_copy_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::copy_tensor(&op))
+        self.launch(op, KernelTable::copy_tensor)
     }
 
     fn rope(&self, op: &ApplyRope) -> Result<()> {
         op.check()?;
         ours(&[], &[&op.rows])?;
-        let op = op.clone();
-        self.enqueue(move || kernels::rope(&op))
+        self.launch(op, KernelTable::rope)
     }
 
     fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
         op.check()?;
         ours(&[&op.src, &op.dst], &[])?;
         Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::rotate_keys(&op))
+        self.launch(op, KernelTable::rotate_keys)
     }
 
     fn attend(&self, op: &Attend) -> Result<()> {
         op.check()?;
         ours_in_attend(op)?;
         Counters::add(&self.counters.attend_calls, 1);
-        let op = op.clone();
-        self.enqueue(move || kernels::attend(&op))
+        self.launch(op, KernelTable::attend)
     }
 
     fn attend_mla(&self, op: &AttendMla) -> Result<()> {
@@ -260,23 +272,20 @@ impl Kernels for CpuStream {
         ours_in_attend(&op.attend)?;
         ours(&[], &[&op.q_latent])?;
         Counters::add(&self.counters.attend_calls, 1);
-        let op = op.clone();
-        self.enqueue(move || kernels::attend_mla(&op))
+        self.launch(op, KernelTable::attend_mla)
     }
 
     fn quantize(&self, op: &Quantize) -> Result<()> {
         op.check()?;
         ours(&[&op.src, &op.dst], &[])?;
         Counters::add(&self.counters.quantize_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::quantize(&op))
+        self.launch(op, KernelTable::quantize)
     }
 
     fn dequantize(&self, op: &Dequantize) -> Result<()> {
         op.check()?;
         ours(&[&op.src, &op.dst], &[])?;
         Counters::add(&self.counters.dequantize_bytes, op.bytes());
-        let op = op.clone();
-        self.enqueue(move || kernels::dequantize(&op))
+        self.launch(op, KernelTable::dequantize)
     }
 }

@@ -24,11 +24,15 @@ fn main() -> ExitCode {
     let (mut passed, mut failed) = (0, 0);
     for backend in backends {
         println!("{} ({})", backend.name, backend.variant);
+        if let Err(reason) = (backend.make)() {
+            println!("  SKIPPED: {reason}");
+            continue;
+        }
         for case in CASES {
             let mut line = format!("  {:<55}", case.name);
             let mut failures = Vec::new();
             for dtype in DType::COMPUTE {
-                let bench = Bench::new((backend.make)(), dtype);
+                let bench = (backend.make)().and_then(|backend| Bench::new(backend, dtype));
                 let outcome = match bench {
                     Ok(bench) => case.run(&bench).map_err(|failure| failure.to_string()),
                     Err(error) => Err(error.to_string()),

@@ -29,10 +29,22 @@ pub(crate) fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_sec
     ratio
 }
 
-/// One thread copying `bytes` bytes once.
-pub(crate) fn memcpy_seconds(bytes: usize) -> f64 {
+/// Threads that copy `bytes` bytes once, each its part.
+pub(crate) fn memcpy_seconds(bytes: usize, threads: usize) -> f64 {
     let (src, mut dst) = (vec![1u8; bytes], vec![0u8; bytes]);
-    time(|| black_box(&mut dst).copy_from_slice(black_box(&src)))
+    let part = bytes.div_ceil(threads);
+    time(|| {
+        std::thread::scope(|scope| {
+            let mut parts = dst.chunks_mut(part).zip(src.chunks(part));
+            let own = parts.next();
+            for (to, from) in parts {
+                scope.spawn(move || black_box(to).copy_from_slice(black_box(from)));
+            }
+            if let Some((to, from)) = own {
+                black_box(to).copy_from_slice(black_box(from));
+            }
+        });
+    })
 }
 
 /// The number after a flag of the command line.

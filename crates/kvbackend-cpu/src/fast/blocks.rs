@@ -1,0 +1,177 @@
+//! Whole blocks: copies inside an arena and between arenas, and copies with keys rotated.
+
+use std::sync::Arc;
+
+use kvcore::kernels::{CopyBlocks, RotateKeys, SwapBlocks};
+use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, Storage};
+
+use super::pieces::Pieces;
+use super::rotate::{RotateRows, Turn};
+use super::{Fast, STREAM_FROM, lanes, share};
+use crate::memory::Access;
+use crate::plane::{RowAt, Span};
+use crate::raw::{Origin, Target};
+use crate::reference;
+
+impl Fast {
+    pub(crate) fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
+        self.copy_layers(&op.arena, &op.arena, &op.pairs)
+    }
+
+    pub(crate) fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
+        self.copy_layers(&op.src, &op.dst, &op.pairs)
+    }
+
+    pub(crate) fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
+        let KvFormat::Dense(dtype) = op.dst.layout().shape().format else {
+            return reference::rotate_keys(op);
+        };
+        let s = op.src.layout().shape();
+        let turn = Turn::new(&op.rotation.rope, &[op.rotation.delta])?;
+        let copy = BlockCopy::new(&op.src, op.layer..op.layer + 1, &op.pairs);
+        let (k, to_k) = (op.src.k_plane(), op.dst.k_plane());
+        let (a, b) = (Span::codes(&k), Span::codes(&to_k));
+        with_ends((k.storage, to_k.storage), |from, to| {
+            let bytes = op.pairs.len() * s.block_size * k.heads * a.row_bytes();
+            let (parts, stream) = (self.workers.parts(op.pairs.len(), bytes), bytes >= STREAM_FROM);
+            self.workers.run(parts, &|part| {
+                let tokens = copy.tokens(share(0..op.pairs.len(), part, parts));
+                let tokens = tokens.map(|(x, y)| (a.bytes(x).start, b.bytes(y).start, op.rotation.delta));
+                let head_strides = (a.head_bytes(), b.head_bytes());
+                self.level.run(RotateRows {
+                    from,
+                    to,
+                    heads: k.heads,
+                    head_strides,
+                    dim: k.dim,
+                    dtype,
+                    turn: &turn,
+                    factor: 1.0,
+                    stream,
+                    tokens,
+                });
+            });
+        })?;
+        self.copy_plane(&copy, &op.src.v_plane(), &op.dst.v_plane())
+    }
+
+    fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
+        let copy = BlockCopy::new(src, 0..src.layout().shape().num_layers, pairs);
+        self.copy_plane(&copy, &src.k_plane(), &dst.k_plane())?;
+        self.copy_plane(&copy, &src.v_plane(), &dst.v_plane())
+    }
+
+    /// Copies codes, and the scales that go with blocks.
+    fn copy_plane(&self, copy: &BlockCopy, src: &KvPlane, dst: &KvPlane) -> Result<()> {
+        let codes = (Span::codes(src), Span::codes(dst));
+        with_ends((src.storage, dst.storage), |from, to| self.pieces(copy, src.heads, codes, (from, to)))?;
+        if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
+            && let (Some(a), Some(b)) = (Span::scales(src), Span::scales(dst))
+            && !scales.is_static()
+        {
+            with_ends((from, to), |from, to| self.pieces(copy, src.heads, (a, b), (from, to)))?;
+        }
+        Ok(())
+    }
+
+    fn pieces(&self, copy: &BlockCopy, heads: usize, (a, b): (Span, Span), (from, to): (Origin, Target)) {
+        let bytes = copy.layers.len() * copy.pairs.len() * copy.block_size * heads * a.row_bytes();
+        let (parts, stream) = (self.workers.parts(copy.pairs.len(), bytes), bytes >= STREAM_FROM);
+        let run = copy.run(heads, a, b);
+        self.workers.run(parts, &|part| {
+            let places = lanes(share(0..copy.pairs.len(), part, parts), |pairs| {
+                copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
+            });
+            self.level.run(Pieces { from, to, bytes: run.rows * a.row_bytes(), places, stream });
+        });
+    }
+}
+
+/// Calls `work` with both ends locked. They may be one storage, in which no block is read and written.
+fn with_ends(
+    (src, dst): (&Arc<dyn Storage>, &Arc<dyn Storage>),
+    work: impl FnOnce(Origin<'_>, Target<'_>),
+) -> Result<()> {
+    let mut access = Access::new(&[src], &[dst])?;
+    if src.address() == dst.address() {
+        let to = Target::new(access.write(dst)?);
+        work(to.as_origin(), to);
+    } else {
+        let mut parts = access.parts();
+        let (from, to) = (Origin::new(parts.read(src)?), Target::new(parts.write(dst)?));
+        work(from, to);
+    }
+    Ok(())
+}
+
+/// Blocks of some layers that are copied.
+struct BlockCopy<'a> {
+    layers: std::ops::Range<usize>,
+    block_size: usize,
+    pairs: &'a [(BlockId, BlockId)],
+}
+
+/// Rows that lie beside each other in both arenas.
+#[derive(Clone, Copy)]
+struct Run {
+    /// Rows of a run.
+    rows: usize,
+    /// A run for each head.
+    by_head: bool,
+    /// A run for each token.
+    by_token: bool,
+}
+
+impl<'a> BlockCopy<'a> {
+    fn new(arena: &KvArena, layers: std::ops::Range<usize>, pairs: &'a [(BlockId, BlockId)]) -> Self {
+        Self { layers, block_size: arena.layout().shape().block_size, pairs }
+    }
+
+    /// What of a block is dense in both arenas: all of it, a token, a head, or a row.
+    fn run(&self, heads: usize, a: Span, b: Span) -> Run {
+        let dense = |rows: usize, inner: usize, outer: Option<usize>| {
+            [a, b].iter().all(|span| {
+                let (head, token) = (span.strides().head, span.strides().token);
+                let (inner, outer) =
+                    if inner == 0 { (head, outer.map(|_| token)) } else { (token, outer.map(|_| head)) };
+                inner == span.row_elements() && outer.is_none_or(|outer| outer == rows * inner)
+            })
+        };
+        let block = self.block_size;
+        if dense(heads, 0, Some(0)) || dense(block, 1, Some(0)) {
+            Run { rows: heads * block, by_head: false, by_token: false }
+        } else if dense(heads, 0, None) {
+            Run { rows: heads, by_head: false, by_token: true }
+        } else if dense(block, 1, None) {
+            Run { rows: block, by_head: true, by_token: false }
+        } else {
+            Run { rows: 1, by_head: true, by_token: true }
+        }
+    }
+
+    /// First rows of the runs of some pairs.
+    fn runs(
+        &self,
+        run: Run,
+        heads: usize,
+        pairs: std::ops::Range<usize>,
+    ) -> impl Iterator<Item = (RowAt, RowAt)> {
+        let (layers, tokens) = (self.layers.clone(), if run.by_token { self.block_size } else { 1 });
+        let heads = if run.by_head { heads } else { 1 };
+        layers.flat_map(move |layer| {
+            self.pairs[pairs.clone()].iter().flat_map(move |&(from, to)| {
+                (0..tokens).flat_map(move |token| {
+                    (0..heads).map(move |head| {
+                        let at = RowAt { layer, block: from.index(), token, head };
+                        (at, at.block(to))
+                    })
+                })
+            })
+        })
+    }
+
+    /// The first head's rows of all tokens of some pairs.
+    fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
+        self.runs(Run { rows: 1, by_head: false, by_token: true }, 1, pairs)
+    }
+}

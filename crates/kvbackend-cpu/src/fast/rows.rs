@@ -1,0 +1,204 @@
+//! Scatter and gather: rows to slots, slots to rows.
+
+use std::cell::RefCell;
+
+use kvcore::kernels::{Gather, Rotation, Scatter};
+use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
+
+use super::pieces::Pieces;
+use super::rotate::{RotateRows, Turn};
+use super::{Fast, STREAM_FROM, lanes, share};
+use crate::memory::Access;
+use crate::raw::{Origin, Target};
+use crate::reference;
+use crate::simd::{Simd, Task};
+
+/// One plane of one layer, the rows that go there or come from there, and their slots.
+struct Movement<'a> {
+    plane: KvPlane<'a>,
+    rows: &'a TensorView,
+    layer: usize,
+    block_size: usize,
+    slots: &'a [i64],
+}
+
+/// How rows lie on both sides, as pieces of equal size.
+#[derive(Clone, Copy)]
+struct Cut {
+    /// Pieces of a token: one, or one for each head.
+    pieces: usize,
+    /// Elements of a piece.
+    elements: usize,
+}
+
+impl<'a> Movement<'a> {
+    fn new(
+        arena: &KvArena,
+        plane: KvPlane<'a>,
+        rows: &'a TensorView,
+        layer: usize,
+        slots: &'a [i64],
+    ) -> Self {
+        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
+    }
+
+    /// Heads that lie beside each other on both sides are one piece.
+    fn cut(&self) -> Cut {
+        let (heads, dim) = (self.plane.heads, self.plane.dim);
+        if heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim) {
+            Cut { pieces: 1, elements: heads * dim }
+        } else {
+            Cut { pieces: heads, elements: dim }
+        }
+    }
+
+    /// First elements of the pieces of some rows, in the rows and in the plane. Padding is skipped.
+    fn places(&self, cut: Cut, rows: std::ops::Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+        let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
+        let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
+        // Then tokens of different blocks are as far apart as their slots, and nothing is to be divided.
+        let linear = strides.block == block_size * strides.token;
+        let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);
+        slots.flat_map(move |(&slot, row)| {
+            let slot = slot as usize;
+            let at = if linear {
+                strides.at(layer, 0, slot, 0)
+            } else {
+                strides.at(layer, slot / block_size, slot % block_size, 0)
+            };
+            let row = first + row * row_strides[0];
+            (0..cut.pieces).map(move |head| (row + head * row_strides[1], at + head * strides.head))
+        })
+    }
+
+    fn bytes(&self) -> usize {
+        self.slots.len() * self.plane.heads * self.plane.dim * self.rows.dtype().bits() / 8
+    }
+}
+
+thread_local! {
+    /// A bit for each slot.
+    static SEEN: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether a slot is written twice: then threads must not share the work.
+fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
+    SEEN.with_borrow_mut(|seen| {
+        seen.clear();
+        seen.resize(num_slots.div_ceil(64), 0);
+        slots.iter().filter(|slot| **slot >= 0).any(|&slot| {
+            let (word, bit) = (&mut seen[slot as usize / 64], 1 << (slot % 64));
+            let before = *word & bit != 0;
+            *word |= bit;
+            before
+        })
+    })
+}
+
+impl Fast {
+    /// Parts for threads, which must not write the same slot.
+    fn parts_of_scatter(&self, m: &Movement, num_slots: usize) -> usize {
+        match self.workers.parts(m.slots.len(), m.bytes()) {
+            1 => 1,
+            _ if has_duplicates(m.slots, num_slots) => 1,
+            parts => parts,
+        }
+    }
+
+    pub(crate) fn scatter(&self, op: &Scatter) -> Result<()> {
+        let KvFormat::Dense(dtype) = op.arena.layout().shape().format else { return reference::scatter(op) };
+        let num_slots = op.arena.layout().num_slots();
+        for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+            let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+            let mut access = Access::new(&[rows.storage()], &[plane.storage])?;
+            let mut locked = access.parts();
+            let from = Origin::new(locked.read(rows.storage())?);
+            let to = Target::new(locked.write(plane.storage)?);
+            let (cut, parts) = (m.cut(), self.parts_of_scatter(&m, num_slots));
+            let stream = m.bytes() >= STREAM_FROM;
+            self.workers.run(parts, &|part| {
+                let range = share(0..op.slots.len(), part, parts);
+                if rows.dtype() == dtype {
+                    let size = dtype.bits() / 8;
+                    let places = lanes(range, |rows| {
+                        m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
+                    });
+                    self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                } else {
+                    let places = m.places(cut, range);
+                    self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
+                }
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn gather(&self, op: &Gather) -> Result<()> {
+        let KvFormat::Dense(dtype) = op.arena.layout().shape().format else { return reference::gather(op) };
+        for (plane, rows, rotation) in
+            [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+        {
+            let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+            let mut access = Access::new(&[plane.storage], &[rows.storage()])?;
+            let mut locked = access.parts();
+            let from = Origin::new(locked.read(plane.storage)?);
+            let to = Target::new(locked.write(rows.storage())?);
+            let size = dtype.bits() / 8;
+            let stream = m.bytes() >= STREAM_FROM;
+            let turn = rotation.map(|Rotation { rope, delta }| Turn::new(rope, &[*delta])).transpose()?;
+            // Rows are apart from each other, whatever slots they come from.
+            let parts = self.workers.parts(op.slots.len(), m.bytes());
+            self.workers.run(parts, &|part| {
+                let range = share(0..op.slots.len(), part, parts);
+                if let (Some(turn), Some(rotation)) = (&turn, rotation) {
+                    let token = Cut { pieces: 1, elements: plane.dim };
+                    let tokens = m.places(token, range);
+                    let tokens = tokens.map(|(row, slot)| (slot * size, row * size, rotation.delta));
+                    let head_strides = (plane.strides.head * size, rows.strides()[1] * size);
+                    self.level.run(RotateRows {
+                        from,
+                        to,
+                        heads: plane.heads,
+                        head_strides,
+                        dim: plane.dim,
+                        dtype,
+                        turn,
+                        factor: 1.0,
+                        stream,
+                        tokens,
+                    });
+                } else {
+                    let cut = m.cut();
+                    let places = lanes(range, |rows| {
+                        m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size))
+                    });
+                    self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                }
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Rows of f32 rounded into a narrower cache. Places are in elements.
+struct Narrow<'a, I> {
+    from: Origin<'a>,
+    to: Target<'a>,
+    elements: usize,
+    dtype: DType,
+    places: I,
+}
+
+impl<I: Iterator<Item = (usize, usize)>> Task for Narrow<'_, I> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for (from, to) in self.places {
+            let from = self.from.at(from * 4, self.elements * 4).cast::<f32>();
+            let to = self.to.at(to * 2, self.elements * 2).cast::<u16>();
+            // SAFETY: `at` has checked both ends; they lie in different storages.
+            unsafe { super::rotate::narrow::<S>(from, to, self.elements, self.dtype == DType::BF16) };
+        }
+    }
+}

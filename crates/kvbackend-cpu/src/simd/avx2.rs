@@ -1,0 +1,179 @@
+//! AVX2 with FMA and F16C: eight lanes.
+
+use std::arch::x86_64::{
+    __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
+    _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps,
+    _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence, _mm_storeu_si128,
+    _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8, _mm256_castps_si256,
+    _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128,
+    _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps,
+    _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
+    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps,
+    _mm256_or_si256, _mm256_permute_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_slli_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps,
+    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+};
+
+use super::Simd;
+
+/// The instruction set.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "the contract of Simd covers all of them alike")]
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const ROWS: usize = 4;
+    const STREAMS: bool = true;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn round(a: __m256) -> __m256 {
+        unsafe { _mm256_round_ps::<NEAREST>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn scale_by_power(a: __m256, n: __m256) -> __m256 {
+        unsafe {
+            let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(a: __m256) -> f32 {
+        unsafe {
+            let x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(a: __m256) -> f32 {
+        unsafe {
+            let x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn swap_pairs(a: __m256) -> __m256 {
+        unsafe { _mm256_permute_ps::<0b10_11_00_01>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_twice(from: *const f32) -> __m256 {
+        unsafe {
+            let x = _mm256_castps128_ps256(_mm_loadu_ps(from));
+            let (low, high) = (_mm256_unpacklo_ps(x, x), _mm256_unpackhi_ps(x, x));
+            _mm256_insertf128_ps::<1>(low, _mm256_castps256_ps128(high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, a: __m256) {
+        unsafe { _mm256_storeu_ps(to, a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m256 {
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast::<__m128i>()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+
+    /// To nearest, ties to even; what is not a number is made quiet.
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, a: __m256) {
+        unsafe {
+            let bits = _mm256_castps_si256(a);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a));
+            let kept: __m256i = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let (low, high) = (_mm256_castsi256_si128(kept), _mm256_extracti128_si256::<1>(kept));
+            _mm_storeu_si128(to.cast::<__m128i>(), _mm_packus_epi32(low, high));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast::<__m128i>())) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, a: __m256) {
+        unsafe { _mm_storeu_si128(to.cast::<__m128i>(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast::<__m128i>()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_line(to: *mut u8, from: *const u8) {
+        unsafe {
+            let (from, to) = (from.cast::<__m256i>(), to.cast::<__m256i>());
+            let (a, b) = (_mm256_loadu_si256(from), _mm256_loadu_si256(from.add(1)));
+            _mm256_stream_si256(to, a);
+            _mm256_stream_si256(to.add(1), b);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        unsafe { _mm_sfence() };
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>()) }
+    }
+}

@@ -1,0 +1,197 @@
+//! AVX-512 F, BW, DQ and VL: sixteen lanes.
+
+use std::arch::x86_64::{
+    __m128i, __m256i, __m512, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
+    _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512,
+    _mm512_castps256_ps512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32,
+    _mm512_cvtps_ph, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_epi32,
+    _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps,
+    _mm512_permutex2var_epi16, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
+    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_slli_epi32,
+    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps,
+};
+
+use super::Simd;
+
+/// The instruction set.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+/// `1, 3, 5, …`: the upper halves of 32-bit elements, as 16-bit ones.
+const UPPER: [u16; 32] = {
+    let mut places = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        places[i] = 2 * i as u16 + 1;
+        i += 1;
+    }
+    places
+};
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+/// Bits whose upper half is the number rounded to bf16, ties to even.
+#[inline(always)]
+unsafe fn rounded(a: __m512) -> __m512i {
+    // SAFETY: the instruction set is the caller's.
+    unsafe {
+        let bits = _mm512_castps_si512(a);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)))
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "the contract of Simd covers all of them alike")]
+impl Simd for Avx512 {
+    type V = __m512;
+    const LANES: usize = 16;
+    const ROWS: usize = 8;
+    const STREAMS: bool = true;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn round(a: __m512) -> __m512 {
+        unsafe { _mm512_roundscale_ps::<NEAREST>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn scale_by_power(a: __m512, n: __m512) -> __m512 {
+        unsafe {
+            let exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+            _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(a: __m512) -> f32 {
+        unsafe { _mm512_reduce_add_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(a: __m512) -> f32 {
+        unsafe { _mm512_reduce_max_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn swap_pairs(a: __m512) -> __m512 {
+        unsafe { _mm512_permute_ps::<0b10_11_00_01>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_twice(from: *const f32) -> __m512 {
+        unsafe {
+            let twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+            _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(from)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, a: __m512) {
+        unsafe { _mm512_storeu_ps(to, a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m512 {
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast::<__m256i>()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    /// To nearest, ties to even; what is not a number is made quiet.
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, a: __m512) {
+        unsafe {
+            let quiet = _mm512_or_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x0040_0000));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
+            let kept: __m512i = _mm512_srli_epi32::<16>(_mm512_mask_mov_epi32(rounded(a), nan, quiet));
+            _mm256_storeu_si256(to.cast::<__m256i>(), _mm512_cvtepi32_epi16(kept));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16_twice(to: *mut u16, a: __m512, b: __m512) {
+        unsafe {
+            if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, b) != 0 {
+                Self::store_bf16(to, a);
+                Self::store_bf16(to.add(16), b);
+                return;
+            }
+            let (a, b) = (rounded(a), rounded(b));
+            // The upper half of every element, of `a` and then of `b`.
+            let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
+            _mm512_storeu_si512(to.cast::<__m512i>(), _mm512_permutex2var_epi16(a, upper, b));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast::<__m256i>())) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, a: __m512) {
+        unsafe { _mm256_storeu_si256(to.cast::<__m256i>(), _mm512_cvtps_ph::<NEAREST>(a)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast::<__m128i>()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_line(to: *mut u8, from: *const u8) {
+        unsafe { _mm512_stream_si512(to.cast::<__m512i>(), _mm512_loadu_si512(from.cast::<__m512i>())) }
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        unsafe { _mm_sfence() };
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>()) }
+    }
+}

@@ -1,0 +1,157 @@
+//! Which instruction set kernels use.
+
+use std::fmt;
+use std::str::FromStr;
+
+use kvcore::{Error, Result};
+
+use super::Simd;
+use super::portable::Portable;
+use crate::NAME;
+
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512::Avx512};
+
+/// An instruction set that fast kernels are compiled for.
+///
+/// ```
+/// use kvbackend_cpu::SimdLevel;
+/// let best = SimdLevel::best();
+/// assert!(best.is_available() && SimdLevel::Portable <= best);
+/// assert_eq!("avx2".parse(), Ok(SimdLevel::Avx2));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SimdLevel {
+    /// Whatever the program was compiled for: SSE2 on x86-64, NEON on AArch64.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL. Conversions to bf16 are integer arithmetic: the instruction for it
+    /// (`AVX512_BF16`) flushes denormals, which no other backend does.
+    Avx512,
+}
+
+/// Code that is generic over the instruction set.
+pub(crate) trait Task {
+    /// What it gives.
+    type Output;
+
+    /// Runs it.
+    ///
+    /// # Safety
+    /// The processor has the instruction set of `S`, and the caller is compiled for it.
+    unsafe fn run<S: Simd>(self) -> Self::Output;
+}
+
+impl SimdLevel {
+    /// All of them, the plainest first.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// The best that this processor has.
+    pub fn best() -> Self {
+        Self::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Self::Portable)
+    }
+
+    /// Whether this processor has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+
+    /// This level, if the processor has it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn checked(self) -> Result<Self> {
+        if self.is_available() {
+            Ok(self)
+        } else {
+            Err(Error::Unsupported { backend: NAME, what: format!("{self} on this processor") })
+        }
+    }
+}
+
+/// A level that the processor has: the only way to run a task.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Available(SimdLevel);
+
+impl Available {
+    pub(crate) fn new(level: SimdLevel) -> Result<Self> {
+        level.checked().map(Self)
+    }
+
+    pub(crate) fn best() -> Self {
+        Self(SimdLevel::best())
+    }
+
+    pub(crate) fn level(self) -> SimdLevel {
+        self.0
+    }
+
+    pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
+        match self.0 {
+            // SAFETY: every processor that the program runs on has what it was compiled for.
+            SimdLevel::Portable => unsafe { task.run::<Portable>() },
+            // SAFETY: `new` and `best` have found these instructions.
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => unsafe { with_avx2(task) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512 => unsafe { with_avx512(task) },
+            #[cfg(not(target_arch = "x86_64"))]
+            SimdLevel::Avx2 | SimdLevel::Avx512 => unsafe { task.run::<Portable>() },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
+    // SAFETY: the caller has these instructions, and this function is compiled for them.
+    unsafe { task.run::<Avx2>() }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
+    // SAFETY: the caller has these instructions, and this function is compiled for them.
+    unsafe { task.run::<Avx512>() }
+}
+
+impl fmt::Display for SimdLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        })
+    }
+}
+
+impl FromStr for SimdLevel {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|level| level.to_string() == s).ok_or_else(|| Error::Unsupported {
+            backend: NAME,
+            what: format!("SIMD level {s:?} (portable, avx2 and avx512 are)"),
+        })
+    }
+}

@@ -1,0 +1,69 @@
+//! Functions of vectors that are the same for all instruction sets.
+
+use super::Simd;
+
+/// `e^x` to about one unit in the last place for `x ≤ 88`; 0 below −88; what is not a number stays so.
+///
+/// `e^x = 2^n · e^r` with whole `n` and `|r| ≤ ln 2 / 2`; `e^r` by its Taylor polynomial of degree 7, whose
+/// remainder is below 2⁻²⁷ there.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
+        let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
+        // ln 2 in two parts, the first with trailing zeros, so that n times it is exact.
+        let r = S::mul_add(n, S::splat(-0.693_359_4), x);
+        let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
+        let mut p = S::splat(1.0 / 5040.0);
+        for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+            p = S::mul_add(p, r, S::splat(c));
+        }
+        S::scale_by_power(p, n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Available, SimdLevel, Task};
+    use super::*;
+
+    struct Exp<'a>(&'a [f32], &'a mut Vec<f32>);
+
+    impl Task for Exp<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            let mut lanes = [0.0; 16];
+            for &x in self.0 {
+                // SAFETY: `lanes` holds the largest vector.
+                unsafe { S::store(lanes.as_mut_ptr(), exp::<S>(S::splat(x))) };
+                assert!(lanes[..S::LANES].iter().all(|y| y.to_bits() == lanes[0].to_bits()));
+                self.1.push(lanes[0]);
+            }
+        }
+    }
+
+    #[test]
+    fn exp_is_good_to_the_last_places_on_every_level() {
+        let x: Vec<f32> = (-8700..=0).map(|i| i as f32 / 100.0).chain([1.5, 20.0, 88.0]).collect();
+        for level in SimdLevel::ALL.into_iter().filter(|level| level.is_available()) {
+            let mut got = Vec::new();
+            Available::new(level).unwrap().run(Exp(&x, &mut got));
+            for (x, y) in x.iter().zip(&got) {
+                let expected = f64::from(*x).exp();
+                let error = (f64::from(*y) - expected).abs() / expected;
+                assert!(error < 3e-7, "{level}: e^{x} = {y}, off by {error:e}");
+            }
+            let mut edges = Vec::new();
+            let odd = [f32::NEG_INFINITY, -200.0, f32::NAN];
+            Available::new(level).unwrap().run(Exp(&odd, &mut edges));
+            assert_eq!(edges[..2], [0.0, 0.0], "{level}");
+            assert!(edges[2].is_nan(), "{level}");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Eight lanes in plain Rust, which the compiler turns into whatever the program is compiled for.
+
+use half::{bf16, f16};
+
+use super::Simd;
+
+/// No instruction set in particular.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+const LANES: usize = 8;
+
+#[inline(always)]
+fn each(f: impl Fn(usize) -> f32) -> [f32; LANES] {
+    std::array::from_fn(f)
+}
+
+impl Simd for Portable {
+    type V = [f32; LANES];
+    const LANES: usize = LANES;
+    const ROWS: usize = 4;
+    const STREAMS: bool = false;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] * b[i])
+    }
+
+    /// Where there is no instruction for it, a fused one would be a call of a function.
+    #[inline(always)]
+    unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            each(|i| a[i].mul_add(b[i], c[i]))
+        } else {
+            each(|i| a[i] * b[i] + c[i])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    /// Adding and taking away 1.5 · 2²³ leaves no room for a fraction; good for |a| < 2²².
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        const MAGIC: f32 = 12_582_912.0;
+        each(|i| (a[i] + MAGIC) - MAGIC)
+    }
+
+    #[inline(always)]
+    unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V {
+        each(|i| a[i] * f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
+    }
+
+    #[inline(always)]
+    unsafe fn sum(a: Self::V) -> f32 {
+        (a[0] + a[4] + (a[2] + a[6])) + (a[1] + a[5] + (a[3] + a[7]))
+    }
+
+    #[inline(always)]
+    unsafe fn largest(a: Self::V) -> f32 {
+        a.iter().fold(f32::NEG_INFINITY, |m, &x| if m > x { m } else { x })
+    }
+
+    #[inline(always)]
+    unsafe fn swap_pairs(a: Self::V) -> Self::V {
+        each(|i| a[i ^ 1])
+    }
+
+    #[inline(always)]
+    unsafe fn load_twice(from: *const f32) -> Self::V {
+        // SAFETY: the caller's half vector.
+        each(|i| unsafe { from.add(i / 2).read() })
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::V {
+        // SAFETY: the caller's.
+        unsafe { from.cast::<Self::V>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, a: Self::V) {
+        // SAFETY: the caller's.
+        unsafe { to.cast::<Self::V>().write(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self::V {
+        // SAFETY: the caller's.
+        each(|i| unsafe { f32::from_bits(u32::from(from.add(i).read()) << 16) })
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, a: Self::V) {
+        // SAFETY: the caller's.
+        (0..LANES).for_each(|i| unsafe { to.add(i).write(bf16::from_f32(a[i]).to_bits()) });
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::V {
+        // SAFETY: the caller's.
+        each(|i| unsafe { f16::from_bits(from.add(i).read()).to_f32() })
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, a: Self::V) {
+        // SAFETY: the caller's.
+        (0..LANES).for_each(|i| unsafe { to.add(i).write(f16::from_f32(a[i]).to_bits()) });
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self::V {
+        // SAFETY: the caller's.
+        each(|i| unsafe { f32::from(from.add(i).read()) })
+    }
+
+    #[inline(always)]
+    unsafe fn stream_line(to: *mut u8, from: *const u8) {
+        // SAFETY: the caller's.
+        unsafe { to.cast::<[u64; 8]>().write_unaligned(from.cast::<[u64; 8]>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {}
+
+    #[inline(always)]
+    unsafe fn prefetch(_at: *const u8) {}
+}

@@ -1,0 +1,233 @@
+//! A few threads that wait for work, so that a kernel can be cut into parts.
+//!
+//! Kernels are short: a decode step has some ten of them per millisecond. So the caller works too, nothing
+//! is allocated per call, and whoever finds the threads busy with another stream's work does its own alone.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::{Builder, JoinHandle};
+
+use parking_lot::{Condvar, Mutex};
+
+/// Bytes that one thread moves in about the time in which another is woken.
+const WORTH_A_THREAD: usize = 256 << 10;
+
+/// Threads that share the parts of one job at a time.
+pub(crate) struct Workers {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// Held while a job runs.
+    busy: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+    done: Condvar,
+    /// The next part that nobody has taken.
+    next: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    job: Option<Job>,
+    /// Counts jobs, so that a thread takes part in each once.
+    number: u64,
+    /// Threads that are inside the job.
+    inside: usize,
+    panic: Option<Box<dyn Any + Send>>,
+    stop: bool,
+}
+
+/// What to call for each part. The reference lives as long as `Workers::run` waits.
+#[derive(Clone, Copy)]
+struct Job {
+    work: *const (dyn Fn(usize) + Sync),
+    parts: usize,
+}
+
+// SAFETY: the work is `Sync`, and `Workers::run` keeps it alive until no thread is inside.
+unsafe impl Send for Job {}
+
+impl Shared {
+    /// Takes parts until none is left.
+    fn take_parts(&self, work: &(dyn Fn(usize) + Sync), parts: usize) {
+        loop {
+            let part = self.next.fetch_add(1, Ordering::Relaxed);
+            if part >= parts {
+                return;
+            }
+            work(part);
+        }
+    }
+
+    fn serve(&self) {
+        let mut seen = 0;
+        let mut state = self.state.lock();
+        loop {
+            if state.stop {
+                return;
+            }
+            match state.job {
+                Some(job) if state.number != seen => {
+                    seen = state.number;
+                    state.inside += 1;
+                    drop(state);
+                    // SAFETY: the job was there under the lock, and `run` does not return while `inside` counts us.
+                    let work = unsafe { &*job.work };
+                    let result = catch_unwind(AssertUnwindSafe(|| self.take_parts(work, job.parts)));
+                    state = self.state.lock();
+                    state.inside -= 1;
+                    if let Err(panic) = result {
+                        state.panic.get_or_insert(panic);
+                    }
+                    if state.inside == 0 {
+                        self.done.notify_one();
+                    }
+                }
+                _ => self.wake.wait(&mut state),
+            }
+        }
+    }
+}
+
+impl Workers {
+    /// `threads` in all, the caller among them; fewer if the system gives no more.
+    pub(crate) fn new(threads: usize) -> Self {
+        let shared: Arc<Shared> = Arc::default();
+        let threads = (1..threads)
+            .map_while(|i| {
+                let shared = Arc::clone(&shared);
+                Builder::new().name(format!("kv-cpu-{i}")).spawn(move || shared.serve()).ok()
+            })
+            .collect();
+        Self { shared, threads, busy: Mutex::new(()) }
+    }
+
+    /// One thread per processor, shared by all backends that ask for no number of their own.
+    pub(crate) fn of_the_machine() -> Arc<Self> {
+        static ALL: OnceLock<Arc<Workers>> = OnceLock::new();
+        let threads = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Arc::clone(ALL.get_or_init(|| Arc::new(Self::new(threads()))))
+    }
+
+    /// Threads, the caller among them.
+    pub(crate) fn count(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Into how many parts `units` of work that move `bytes` in all are best cut.
+    pub(crate) fn parts(&self, units: usize, bytes: usize) -> usize {
+        (bytes / WORTH_A_THREAD).min(self.count()).min(units).max(1)
+    }
+
+    /// Calls `work` once for each of `0..parts`, on several threads, and waits for all.
+    ///
+    /// A panic of a part is passed on, after all others have ended.
+    pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
+        let alone = || (0..parts).for_each(work);
+        if parts <= 1 || self.threads.is_empty() {
+            return alone();
+        }
+        let Some(_busy) = self.busy.try_lock() else { return alone() };
+        let shared = &self.shared;
+        shared.next.store(0, Ordering::Relaxed);
+        // SAFETY: only the lifetime changes; the job is taken back below before `work` goes out of scope.
+        let erased = unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(
+                work,
+            )
+        };
+        {
+            let mut state = shared.state.lock();
+            state.job = Some(Job { work: erased, parts });
+            state.number += 1;
+        }
+        shared.wake.notify_all();
+        let own = catch_unwind(AssertUnwindSafe(|| shared.take_parts(work, parts)));
+        let mut state = shared.state.lock();
+        state.job = None;
+        while state.inside > 0 {
+            shared.done.wait(&mut state);
+        }
+        let panic = state.panic.take();
+        drop(state);
+        if let Some(panic) = own.err().or(panic) {
+            resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shared.state.lock().stop = true;
+        self.shared.wake.notify_all();
+        for thread in self.threads.drain(..) {
+            // A thread ends without a panic: it catches those of its work.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_runs_once_on_any_number_of_threads() {
+        for threads in [1, 2, 5] {
+            let workers = Workers::new(threads);
+            for parts in [0, 1, 2, 7, 1000] {
+                let counts: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
+                workers.run(parts, &|i| {
+                    counts[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn several_callers_at_once_all_get_their_work_done() {
+        let workers = Workers::new(3);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        let sum = AtomicUsize::new(0);
+                        workers.run(9, &|i| {
+                            sum.fetch_add(i, Ordering::Relaxed);
+                        });
+                        assert_eq!(sum.load(Ordering::Relaxed), 36);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_panic_is_passed_on_and_the_threads_live() {
+        let workers = Workers::new(2);
+        for bad in [0, 63] {
+            let result = catch_unwind(AssertUnwindSafe(|| workers.run(64, &|i| assert_ne!(i, bad))));
+            assert!(result.is_err());
+        }
+        let sum = AtomicUsize::new(0);
+        workers.run(64, &|i| {
+            sum.fetch_add(i, Ordering::Relaxed);
+        });
+        assert_eq!(sum.load(Ordering::Relaxed), 2016);
+    }
+
+    #[test]
+    fn little_work_stays_with_the_caller() {
+        let workers = Workers::new(4);
+        assert_eq!(workers.parts(1000, 1000), 1);
+        assert_eq!(workers.parts(1, 1 << 30), 1);
+        assert_eq!(workers.parts(1000, 1 << 30), 4);
+        assert_eq!(workers.parts(0, 0), 1);
+    }
+}
