@@ -5,17 +5,47 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
-    AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
-    ChunkedPrompt, PositionPlan, ReuseCell, TenantId,
+    ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
+    ChunkedPrompt, PositionPlan, ReuseCell, SleepForm, SleepStore, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyForm, KeyScope, KvArena, KvLayout, KvPlane, LayerRopes,
-    Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput, SequenceStart, Stream,
-    allocate_tensor,
+    Backend, BlockId, BlockKey, BlockPool, DType, KeyForm, KeyScope, KvArena, KvFormat, KvLayout, KvPlane,
+    LayerRopes, Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput,
+    SequenceStart, Stream, SystemClock, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
 use safetensors::SafeTensors;
+
+/// A test for every golden model: each family, and each kind of rotary embedding. The first argument is the
+/// model's name, further ones are those of `rstest`.
+macro_rules! for_every_model {
+    ($(#[$meta:meta])* fn $test:ident($name:ident: &str $(, $($more:tt)+)?) $body:block) => {
+        $(#[$meta])*
+        #[rstest::rstest]
+        fn $test(
+            #[values(
+                "llama",
+                "llama3",
+                "llama-yarn",
+                "llama-linear",
+                "llama-ntk",
+                "llama-dynamic",
+                "llama-longrope",
+                "llama-partial",
+                "mistral",
+                "qwen2",
+                "qwen2-layers",
+                "qwen3",
+                "deepseek-v3",
+                "deepseek-v3-plain"
+            )]
+            $name: &str
+            $(, $($more)+)?
+        ) $body
+    };
+}
+pub(crate) use for_every_model;
 
 /// Where a golden model lies.
 pub(crate) fn folder(name: &str) -> PathBuf {
@@ -59,21 +89,26 @@ pub(crate) fn load_model(name: &str) -> Model {
 /// How a laboratory is made.
 #[derive(Clone, Copy)]
 pub(crate) struct Setup {
-    pub(crate) dtype: DType,
+    pub(crate) format: KvFormat,
     pub(crate) keys: KeyForm,
     pub(crate) max_chunk_tokens: usize,
     pub(crate) chunk_blocks: u32,
     pub(crate) execution: Execution,
+    pub(crate) cross_system_reuse: bool,
+    /// Chunks can be put to sleep in this form.
+    pub(crate) sleep: Option<SleepForm>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         Self {
-            dtype: DType::F32,
+            format: KvFormat::Dense(DType::F32),
             keys: KeyForm::Rotated,
             max_chunk_tokens: 4096,
             chunk_blocks: 32,
             execution: Execution::Immediate,
+            cross_system_reuse: false,
+            sleep: None,
         }
     }
 }
@@ -103,16 +138,24 @@ impl Lab {
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
         // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
         let num_blocks = 64 + setup.chunk_blocks as usize;
-        let shape = model.kv_extents(setup.dtype).shape(&RankInfo::default(), num_blocks, 4);
+        let shape = model.kv_extents(setup.format).shape(&RankInfo::default(), num_blocks, 4);
         let layout = Arc::new(KvLayout::new(shape.expect("a shape")).expect("a layout"));
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).expect("memory");
-        let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
-        let config =
-            ChunkCacheConfig { max_chunk_tokens: setup.max_chunk_tokens, ..ChunkCacheConfig::default() };
-        let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");
-        let chunks = ChunkCacheManager::new(config, pool).expect("a cache");
-        let (keys, scope) = (setup.keys, KeyScope::new(name, model.revision()).keys(setup.keys));
         let stream = backend.stream().expect("a stream");
+        let sleep = setup.sleep.map(|form| -> Arc<dyn SleepStore> {
+            let (backend, stream) = (Arc::clone(&backend), Arc::clone(&stream));
+            Arc::new(ArenaSleep::new(backend, arena.clone(), stream, form, 1 << 20).expect("a place"))
+        });
+        let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
+        let config = ChunkCacheConfig {
+            max_chunk_tokens: setup.max_chunk_tokens,
+            cross_system_reuse: setup.cross_system_reuse,
+            ..ChunkCacheConfig::default()
+        };
+        let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");
+        let clock = Arc::new(SystemClock::default());
+        let chunks = ChunkCacheManager::build(config, pool, sleep, clock).expect("a cache");
+        let (keys, scope) = (setup.keys, KeyScope::new(name, model.revision()).keys(setup.keys));
         Self { model, backend, stream, main, chunks, scope, keys, profiler: Profiler::disabled() }
     }
 
@@ -248,7 +291,12 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
 }
 
-/// The golden of a cell under one mask and one set of positions.
+/// A cell in words.
+pub(crate) fn cell_name(cell: ReuseCell) -> String {
+    format!("{:?}, {:?}", cell.strategy, cell.mode)
+}
+
+/// The golden that a cell's logits equal: of one pass, or of two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     use kvchunk::{
         ComputeMode::{Alone, WithSystem},
@@ -258,6 +306,7 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
         (Overlapped, WithSystem) => "overlapped_with_system",
         (Overlapped, Alone) => "overlapped_alone",
         (Sequential | Absolute, Alone) => "sequential_alone",
-        (Sequential | Absolute, WithSystem) => "sequential_with_system_single",
+        (Sequential, WithSystem) => "sequential_with_system_two_phase",
+        (Absolute, WithSystem) => "sequential_with_system_single",
     }
 }
