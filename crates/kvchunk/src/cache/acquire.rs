@@ -193,7 +193,7 @@ impl Shared {
                 return Found::Here(Acquired::Hit(chunk));
             }
         } else if self.config.cross_system_reuse
-            && let Some(slot) = state.find_any_system(piece)
+            && let Some(slot) = state.find_any_system(piece, wanted.stored_start)
             && let Some(chunk) = self.hit_as(state, tenant, slot, now, false)
         {
             return Found::Here(Acquired::Hit(chunk));

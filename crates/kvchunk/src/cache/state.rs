@@ -112,11 +112,14 @@ impl State {
         self.entry(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
-    /// A piece of the same tokens under another system prompt that is awake.
-    pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
+    /// A piece of the same tokens under another system prompt that is awake, stored no further on than
+    /// `stored_start`: moved forward only, no query is turned to a position that its request does not reach.
+    pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = *self.any_system.get(&piece.any_system()?)?;
         let same = |entry: &&Entry| {
-            entry.evidence.proves_under_any_system(piece) && matches!(entry.place, Place::Awake(_))
+            entry.evidence.proves_under_any_system(piece)
+                && entry.stored_start <= stored_start
+                && matches!(entry.place, Place::Awake(_))
         };
         self.entry(slot).filter(same).map(|_| slot)
     }

@@ -50,8 +50,8 @@ pub struct ChunkCacheConfig {
     /// Whether the times of lookups, placements and computations are measured.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
-    /// Whether a chunk that was computed under another system prompt is used where none is found under
-    /// this one. No bound holds for such a hit; it is counted as approximate.
+    /// Whether a chunk that was computed under another system prompt, no longer than this one, is used where
+    /// none is found under this one. No bound holds for such a hit; it is counted as approximate.
     pub cross_system_reuse: bool,
 }
 

@@ -134,3 +134,23 @@ fn another_systems_chunk_is_an_approximate_hit_if_asked_for() {
         w.check();
     }
 }
+
+/// Backward, queries would be turned to positions past those that the request reaches.
+#[test]
+fn another_systems_chunk_moves_forward_only() {
+    let config = ChunkCacheConfig { cross_system_reuse: true, ..ChunkCacheConfig::default() };
+    let mut w = World::with(8, config, None);
+    let tokens = [7; 6];
+    let acquire = |w: &World, start: i64| {
+        let piece = w.hasher.pieces(&tokens, usize::MAX).next().unwrap();
+        w.cache.acquire(TenantId::default(), &piece, start)
+    };
+    w.hasher = hasher(HashAlgorithm::Blake3, ComputeMode::WithSystem, &[1; 5]);
+    let Acquired::Compute(reservation) = acquire(&w, 5) else { panic!("nothing is stored") };
+    drop(reservation.store());
+    for (start, hits) in [(4, false), (5, true), (6, true)] {
+        w.hasher = hasher(HashAlgorithm::Blake3, ComputeMode::WithSystem, &vec![2; start as usize]);
+        assert_eq!(matches!(acquire(&w, start), Acquired::Hit(_)), hits, "{start}");
+    }
+    w.check();
+}

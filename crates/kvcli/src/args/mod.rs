@@ -121,8 +121,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
-    /// Use a document that was computed under another system prompt where there is none under this one:
-    /// faster, and no bound holds for the error.
+    /// Use a document that was computed under another system prompt, no longer than this one, where there is
+    /// none under this one: faster, and no bound holds for the error.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 

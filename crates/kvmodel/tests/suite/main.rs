@@ -2,6 +2,7 @@
 //! end, and the model in the repository.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod approximate;
 mod common;
 mod engine;
 mod exactness;

@@ -1,0 +1,133 @@
+//! What is not exact, measured: quantised caches, chunks of another system prompt, chunks that slept in fewer
+//! bits. Every measurement is printed as a row of a table. No format bounds the error of a logit, so none is
+//! asserted: only what it follows from, and that what is approximate says so.
+
+use std::time::Duration;
+
+use crate::common::{Golden, Lab, Run, Setup, cell_name, distance, for_every_model, golden_name, reordered};
+use kvchunk::{ChunkedPrompt, ColdRule, ComputeMode, PositionStrategy, ReuseCell, SleepForm};
+
+/// Everything that nobody holds is cold.
+const AT_ONCE: ColdRule =
+    ColdRule { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
+
+/// From the finest to the coarsest: steps of 1/127 and 1/7 of a group's largest, and between them three bits of
+/// mantissa.
+const FORMATS: [&str; 3] = ["int8:4", "fp8-e4m3", "int4:4"];
+
+/// The second answer to a prompt whose chunks were first used elsewhere, if the cell lets them move.
+fn hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Run {
+    let prompt = &golden.prompt;
+    let absolute = cell.strategy == PositionStrategy::Absolute;
+    drop(lab.run(&if absolute { prompt.clone() } else { reordered(prompt) }, cell, true));
+    let hit = lab.run(prompt, cell, true);
+    assert!(hit.reports.iter().all(|r| r.hit));
+    hit
+}
+
+/// Integers of eight bits are finer than either other format by a factor of 16 at least.
+fn assert_eight_bits_are_finest(errors: [f32; 3]) {
+    assert!(errors.iter().all(|error| *error > 1e-4 && error.is_finite()), "{errors:?}");
+    assert!(errors[0] < errors[1] && errors[0] < errors[2], "{errors:?}");
+}
+
+for_every_model! {
+    fn quantised_caches_add_no_error_by_reuse(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
+        let cell = ReuseCell::ALL[cell];
+        let golden = Golden::load(name);
+        let errors = FORMATS.map(|format| {
+            let mut lab = Lab::new(name, Setup { format: format.parse().unwrap(), ..Setup::default() });
+            let anew = lab.run(&golden.prompt, cell, false).logits;
+            let hit = hit(&mut lab, &golden, cell);
+            assert!(hit.reports.iter().all(|r| r.exact), "its format is in the key");
+            assert_eq!(lab.chunks.metrics().approximate_hits, 0);
+            let by_reuse = distance(&hit.logits, &anew);
+            assert!(by_reuse < 1e-4, "the same codes: {by_reuse}");
+            let gap = distance(&hit.logits, &golden.logits(golden_name(cell)));
+            println!("| {name} | {} | {format} | all chunks hit | {gap:.1e} |", cell_name(cell));
+            gap
+        });
+        assert_eight_bits_are_finest(errors);
+    }
+}
+
+/// The prompt under a system prompt of other tokens and `more` of them; the question is shorter by as many, so that
+/// the regime of the embedding is the same.
+fn under_another_system_prompt(prompt: &ChunkedPrompt, more: isize) -> ChunkedPrompt {
+    let system = prompt.system().len().checked_add_signed(more).unwrap() as u32;
+    let question = prompt.question().len().checked_add_signed(-more).unwrap() as u32;
+    let system = (0..system).map(|i| (i * 11 + 3) % 48).collect();
+    ChunkedPrompt::new(system, prompt.chunks().to_vec(), (1..=question).collect()).unwrap()
+}
+
+for_every_model! {
+    fn chunks_of_another_system_prompt_are_approximate_where_they_saw_it(
+        name: &str,
+        #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+        #[values(-1, 0, 1)] more: isize
+    ) {
+        let cell = ReuseCell::ALL[cell];
+        let golden = Golden::load(name);
+        let (prompt, expected) = (&golden.prompt, golden.logits(golden_name(cell)));
+        let saw = cell.mode == ComputeMode::WithSystem;
+        let moved = cell.strategy == PositionStrategy::Absolute && more != 0;
+        for cross_system_reuse in [false, true] {
+            let mut lab = Lab::new(name, Setup { cross_system_reuse, ..Setup::default() });
+            drop(lab.run(&under_another_system_prompt(prompt, more), cell, true));
+            let run = lab.run(prompt, cell, true);
+            // Chunks move forward only.
+            let approximate = cross_system_reuse && saw && !moved && more <= 0;
+            for report in &run.reports {
+                assert_eq!((report.hit, report.exact), (approximate || !saw && !moved, !approximate));
+            }
+            let counted = lab.chunks.metrics().approximate_hits;
+            assert_eq!(counted, if approximate { run.reports.len() as u64 } else { 0 });
+            let gap = distance(&run.logits, &expected);
+            if approximate {
+                println!("| {name} | {} | f32 | another system prompt | {gap:.1e} |", cell_name(cell));
+            }
+            // At its place in the prompt, the chunk in the question's window is further from the system prompt than a
+            // window of Mistral's is wide.
+            let unseen = name == "mistral" && cell.strategy == PositionStrategy::Absolute;
+            assert_eq!(gap > 1e-3, approximate && !unseen, "{gap}");
+            assert!(if approximate { gap.is_finite() } else { gap < 1e-4 }, "{gap}");
+        }
+    }
+}
+
+for_every_model! {
+    fn chunks_that_slept_in_fewer_bits_are_approximate(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
+        let cell = ReuseCell::ALL[cell];
+        let golden = Golden::load(name);
+        let expected = golden.logits(golden_name(cell));
+        let woken = |form: SleepForm| {
+            let mut lab = Lab::new(name, Setup { sleep: Some(form), ..Setup::default() });
+            let awake = hit(&mut lab, &golden, cell).logits;
+            assert_eq!(lab.chunks.sleep_cold_chunks(AT_ONCE).unwrap(), golden.prompt.chunks().len());
+            let exact = !matches!(form, SleepForm::Quantised(_));
+            let mut woken = Vec::new();
+            // As approximate as it woke it stays.
+            for hits in [3, 6] {
+                let run = lab.run(&golden.prompt, cell, true);
+                assert!(run.reports.iter().all(|r| r.hit && r.exact == exact), "{form:?}");
+                let counted = lab.chunks.metrics();
+                assert_eq!((counted.slept, counted.woken, counted.sleeping_chunks), (3, 3, 0));
+                assert_eq!(counted.approximate_hits, if exact { 0 } else { hits });
+                woken.push(run.logits);
+            }
+            lab.assert_nothing_held();
+            assert_eq!(woken[0], woken[1]);
+            (awake, woken.remove(0))
+        };
+        for form in [SleepForm::Plain, SleepForm::Compressed] {
+            let (awake, woken) = woken(form);
+            assert_eq!(awake, woken, "{form:?}");
+        }
+        let errors = FORMATS.map(|format| {
+            let gap = distance(&woken(SleepForm::Quantised(format.parse().unwrap())).1, &expected);
+            println!("| {name} | {} | f32 | slept in {format} | {gap:.1e} |", cell_name(cell));
+            gap
+        });
+        assert_eight_bits_are_finest(errors);
+    }
+}
