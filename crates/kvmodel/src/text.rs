@@ -203,6 +203,20 @@ mod tests {
         assert_eq!(codec(None).prompt("a b", "##", false).unwrap(), PromptTokens::Plain(vec![3, 4]));
     }
 
+    /// A vocabulary in which the separator is within tokens, as byte-pair merges make it.
+    #[test]
+    fn rule_1_a_separator_within_a_token_delimits() {
+        let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;
+        let text = TOKENIZER.replace(r#""a":3,"b":4,"c":5"#, words);
+        let text = text.replace(r#"{"type":"Whitespace"}"#, r#"{"type":"WhitespaceSplit"}"#);
+        let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
+        assert_eq!(codec.encode("a##b ##b b## ##", false).unwrap(), [6, 7, 9, 8], "one token each");
+        let cut = ChunkedPrompt::new(vec![3], vec![vec![4]], vec![5]).unwrap();
+        assert_eq!(codec.prompt("a##b##c", "##", false).unwrap(), PromptTokens::Chunked(cut));
+        // One separator is not enough: the text is unchanged, and a token again.
+        assert_eq!(codec.prompt("a##b", "##", false).unwrap(), PromptTokens::Plain(vec![6]));
+    }
+
     #[test]
     fn a_template_is_rendered_and_a_missing_one_is_an_error() {
         let config = r#"{"bos_token":{"content":"<s>"},"chat_template":

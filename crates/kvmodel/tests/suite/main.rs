@@ -6,6 +6,8 @@ mod approximate;
 mod common;
 mod engine;
 mod exactness;
+mod failure;
+mod faulty;
 mod recompute;
 mod rope;
 mod rules;

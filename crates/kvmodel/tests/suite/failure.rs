@@ -1,0 +1,126 @@
+//! Rule 8 inside the engine: whatever operation of a request fails, the request holds nothing afterwards, what it
+//! had reserved can be computed by the next one, and that one's answer is right.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kvchunk::{Recompute, ReuseCell};
+use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
+use rstest::rstest;
+
+use crate::common::{Golden, distance, load_model, reordered};
+use crate::faulty::Faulty;
+
+/// What a request under test is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Case {
+    /// An ordinary prompt.
+    Plain,
+    /// Chunks of which nothing is cached.
+    Cold,
+    /// Chunks that are cached, but for the first one.
+    Warm,
+}
+
+fn engine(name: &str, backend: Arc<Faulty>) -> Engine {
+    let config = EngineConfig { block_size: 4, kv_memory: Some(1 << 20), ..EngineConfig::default() };
+    Engine::new(load_model(name), backend, b"t", &config).unwrap()
+}
+
+fn assert_nothing_held(engine: &Engine) {
+    engine.check_invariants().unwrap();
+    assert_eq!(engine.cache().num_sequences(), 0);
+    let report = engine.report();
+    for counts in [report.main, report.chunks].into_iter().flatten() {
+        assert_eq!((counts.mutable, counts.complete, counts.shared), (0, 0, 0), "{counts:?}");
+    }
+    let chunks = engine.chunks().unwrap();
+    assert!(chunks.chunks().iter().all(|chunk| chunk.ref_count == 0));
+}
+
+/// Makes the n-th operation of a request fail, for all n, each in an engine of its own; returns what was refused.
+fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'static str> {
+    let prompt = Golden::load(name).prompt;
+    let request = Request {
+        recompute: Arc::new(strategy.parse::<Recompute>().unwrap()),
+        cell: ReuseCell::ALL[0],
+        max_new_tokens: 2,
+        keep_logits: true,
+        ..Request::new(match case {
+            Case::Plain => PromptTokens::Plain(prompt.flatten()),
+            _ => PromptTokens::Chunked(prompt.clone()),
+        })
+    };
+    let known = kvchunk::ChunkedPrompt::new(
+        prompt.system().to_vec(),
+        prompt.chunks()[1..].to_vec(),
+        reordered(&prompt).question().to_vec(),
+    );
+    let known = Request::new(PromptTokens::Chunked(known.unwrap()));
+    let prepared = |backend: &Arc<Faulty>| {
+        let mut engine = engine(name, Arc::clone(backend));
+        if case == Case::Warm {
+            engine.generate(&known, &mut ()).unwrap();
+        }
+        engine
+    };
+    let ask = |engine: &mut Engine| -> Generation {
+        let answer = engine.generate(&request, &mut ()).unwrap();
+        assert_nothing_held(engine);
+        answer
+    };
+    let backend = Faulty::new();
+    let expected = ask(&mut prepared(&backend));
+    for n in 0.. {
+        let mut engine = prepared(&backend);
+        let before = engine.report();
+        backend.refuse_after(n);
+        let failed = engine.generate(&request, &mut ());
+        if backend.disarm() {
+            failed.unwrap();
+            assert!(n > 20, "only {n} operations");
+            break;
+        }
+        let error = failed.unwrap_err().to_string();
+        assert!(error.contains("faulty"), "{n}: {error}");
+        assert_nothing_held(&engine);
+        // Chunks are stored all together, when the prefill is done.
+        let stored = |report: kvmodel::CacheReport| report.chunk_cache.unwrap().cached_chunks;
+        let (before, after) = (stored(before), stored(engine.report()));
+        assert!(after == before || after == prompt.chunks().len(), "{n}: {before} pieces, then {after}");
+        let answer = ask(&mut engine);
+        assert_eq!(answer.tokens, expected.tokens, "{n}: {error}");
+        for (got, expected) in answer.logits.iter().zip(&expected.logits) {
+            let gap = distance(got, expected);
+            assert!(gap < 1e-5, "{n}: {gap} after {error}");
+            // As if the other request had never been.
+            assert!(after > before || case == Case::Plain || gap == 0.0, "{n}: {gap} after {error}");
+        }
+    }
+    backend.refused()
+}
+
+#[rstest]
+fn rule_8_a_request_that_fails_anywhere_holds_nothing(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values(
+        (Case::Plain, "none"),
+        (Case::Cold, "none"),
+        (Case::Cold, "link:2"),
+        (Case::Warm, "none"),
+        (Case::Warm, "link:2"),
+        (Case::Warm, "blend:0.5@1:both")
+    )]
+    request: (Case, &str),
+) {
+    let (case, strategy) = request;
+    let mut expected: BTreeSet<&str> = ["allocate", "write", "rope", "scatter", "read"].into();
+    expected.insert(if name == "deepseek-v3" { "attend_mla" } else { "attend" });
+    match strategy {
+        "none" => {}
+        "link:2" => expected.extend(["copy_blocks"]),
+        _ => expected.extend(["copy_blocks", "gather"]),
+    }
+    let refused = refuse_everything(name, case, strategy);
+    assert!(refused.is_superset(&expected), "{refused:?}");
+}

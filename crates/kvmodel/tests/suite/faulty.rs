@@ -1,0 +1,132 @@
+//! A backend that refuses one operation: the n-th that it is asked for once it is armed.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use kvbackend_cpu::CpuBackend;
+use kvcore::kernels::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
+    SwapBlocks,
+};
+use kvcore::{
+    Backend, Capabilities, CounterSnapshot, Error, Event, Kernels, MemoryKind, Result, Storage, Stream,
+    TensorView,
+};
+
+/// The CPU backend, but for one operation.
+#[derive(Debug)]
+pub(crate) struct Faulty {
+    cpu: Arc<CpuBackend>,
+    fuse: Arc<Fuse>,
+}
+
+/// How many operations are still to pass, and the names of those that were refused.
+#[derive(Debug, Default)]
+struct Fuse {
+    left: Mutex<Option<usize>>,
+    refused: Mutex<BTreeSet<&'static str>>,
+}
+
+impl Fuse {
+    fn check(&self, operation: &'static str) -> Result<()> {
+        let mut left = self.left.lock().unwrap();
+        match &mut *left {
+            Some(0) => {
+                *left = None;
+                self.refused.lock().unwrap().insert(operation);
+                Err(Error::Unsupported { backend: "faulty", what: operation.to_owned() })
+            }
+            Some(n) => {
+                *n -= 1;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Faulty {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default() })
+    }
+
+    /// From now on `passing` operations are done, the next one is refused, and all after it are done.
+    pub(crate) fn refuse_after(&self, passing: usize) {
+        *self.fuse.left.lock().unwrap() = Some(passing);
+    }
+
+    /// Nothing is refused any more; whether something was to be.
+    pub(crate) fn disarm(&self) -> bool {
+        self.fuse.left.lock().unwrap().take().is_some()
+    }
+
+    /// The names of everything that was refused so far.
+    pub(crate) fn refused(&self) -> BTreeSet<&'static str> {
+        self.fuse.refused.lock().unwrap().clone()
+    }
+}
+
+impl Backend for Faulty {
+    fn name(&self) -> &'static str {
+        self.cpu.name()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.cpu.capabilities()
+    }
+    fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
+        self.fuse.check("allocate")?;
+        self.cpu.allocate(kind, bytes)
+    }
+    fn stream(&self) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(FaultyStream { stream: self.cpu.stream()?, fuse: Arc::clone(&self.fuse) }))
+    }
+    fn counters(&self) -> CounterSnapshot {
+        self.cpu.counters()
+    }
+}
+
+#[derive(Debug)]
+struct FaultyStream {
+    stream: Arc<dyn Stream>,
+    fuse: Arc<Fuse>,
+}
+
+macro_rules! pass_on {
+    ($($name:ident: $op:ty),* $(,)?) => {
+        impl Kernels for FaultyStream {
+            $(fn $name(&self, op: &$op) -> Result<()> {
+                self.fuse.check(stringify!($name))?;
+                self.stream.$name(op)
+            })*
+        }
+    };
+}
+
+pass_on! {
+    scatter: Scatter, gather: Gather, copy_blocks: CopyBlocks, swap_blocks: SwapBlocks, copy_tensor: CopyTensor,
+    rope: ApplyRope, rotate_keys: RotateKeys, attend: Attend, attend_mla: AttendMla, quantize: Quantize,
+    dequantize: Dequantize,
+}
+
+impl Stream for FaultyStream {
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        self.fuse.check("record")?;
+        self.stream.record()
+    }
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
+        self.fuse.check("wait_for")?;
+        self.stream.wait_for(event)
+    }
+    fn synchronize(&self) -> Result<()> {
+        self.fuse.check("synchronize")?;
+        self.stream.synchronize()
+    }
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
+        self.fuse.check("write")?;
+        self.stream.write(dst, src)
+    }
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
+        self.fuse.check("read")?;
+        self.stream.read(src, dst)
+    }
+}
