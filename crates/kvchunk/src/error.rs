@@ -56,6 +56,12 @@ pub enum Error {
         "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], random:R[@SEED], full"
     )]
     UnknownStrategy(String),
+    /// A form of sleep that is none.
+    #[error(
+        "{0:?} is no form of sleep: plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \
+         fp8-e5m2[:head] are"
+    )]
+    UnknownSleepForm(String),
     /// A share that is none.
     #[error("{what} is {value}; it must be above 0 and below 1")]
     NotAShare {

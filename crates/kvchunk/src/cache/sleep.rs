@@ -55,6 +55,10 @@ impl Default for ColdRule {
 }
 
 impl ColdRule {
+    /// Everything that nobody holds is cold.
+    pub const EVERYTHING: Self =
+        Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
+
     pub(super) fn is_cold(&self, age: Duration, idle: Duration, accesses: u64) -> bool {
         age >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
     }
@@ -97,5 +101,6 @@ mod tests {
         assert!(!rule.is_cold(minute, Duration::ZERO, 5));
         assert!(!rule.is_cold(2 * hour, 59 * minute, 100));
         assert!(rule.is_cold(2 * hour, hour, 100), "not used for an hour");
+        assert!(ColdRule::EVERYTHING.is_cold(Duration::ZERO, Duration::ZERO, 1 << 40));
     }
 }

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 
 /// What sleeps in an [`ArenaSleep`](crate::ArenaSleep).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SleepUsage {
     /// Pieces that sleep.
     pub pieces: usize,

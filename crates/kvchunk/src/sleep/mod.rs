@@ -8,34 +8,23 @@
 
 use std::sync::Arc;
 
-use kvcore::{Backend, BlockId, KvArena, KvFormat, Stream};
+use kvcore::{Backend, BlockId, KvArena, Stream};
 
 use crate::cache::{SleepStore, Sleeping};
 use crate::error::Result;
 
 mod compressed;
+mod form;
 mod host;
 mod ledger;
 mod planes;
 
+pub use form::SleepForm;
 pub use ledger::SleepUsage;
 
 use compressed::CompressedStore;
 use host::HostStore;
 use ledger::Ledger;
-
-/// In which form pieces sleep.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SleepForm {
-    /// As they are, in blocks of a host arena. Copies are enqueued, nothing waits.
-    Plain,
-    /// Without loss: the bytes of elements are sorted into planes, sign and exponent apart from the rest of
-    /// the mantissa, and each plane is compressed by zstd with a checksum. Waits for the stream.
-    Compressed,
-    /// In a quantised format. What wakes is not what fell asleep: pieces are marked as approximate, and hits
-    /// on them are counted so.
-    Quantised(KvFormat),
-}
 
 /// A place for pieces of one device arena to sleep in, within a budget of host memory.
 ///

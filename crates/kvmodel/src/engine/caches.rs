@@ -1,22 +1,22 @@
-//! What an engine keeps keys and values in: a paged cache with its chunks, or a static one.
+//! What an engine keeps keys and values in: a paged cache with its chunks, where they sleep, or a static one.
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics};
+use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
 use kvcore::{
     Backend, BlockOrder, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedCacheConfig,
-    PagedKvCache, PoolCounts, RankInfo, StaticCacheConfig, StaticKvCache,
+    PagedKvCache, PoolCounts, RankInfo, StaticCacheConfig, StaticKvCache, Stream, SystemClock,
 };
 use serde::Serialize;
 
-use super::{DEFAULT_KV_MEMORY, EngineConfig};
-use crate::error::Result;
+use super::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig};
+use crate::error::{Error, Result};
 use crate::model::Model;
 
 /// The caches of an engine.
 #[derive(Debug)]
 pub(super) enum Caches {
-    Paged { main: PagedKvCache, chunks: ChunkCacheManager },
+    Paged { main: PagedKvCache, chunks: ChunkCacheManager, sleep: Option<Arc<ArenaSleep>> },
     Static(StaticKvCache),
 }
 
@@ -31,19 +31,35 @@ pub struct CacheReport {
     pub chunks: Option<PoolCounts>,
     /// Counts of the chunk cache.
     pub chunk_cache: Option<ChunkCacheMetrics>,
+    /// What sleeps at this moment, if chunks have a place to.
+    pub chunk_sleep: Option<SleepUsage>,
 }
 
 impl Caches {
-    pub(super) fn new(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
+    /// `stream` is the one that computes: chunks that fall asleep or wake are copied in its order.
+    pub(super) fn new(
+        model: &Model,
+        backend: &Arc<dyn Backend>,
+        stream: &Arc<dyn Stream>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
         config.chunks.check()?;
         match config.cache {
-            CacheKind::Paged => Self::paged(model, backend, config),
-            CacheKind::Static => Self::fixed(model, backend, config),
+            CacheKind::Paged => Self::paged(model, backend, stream, config),
+            CacheKind::Static if config.chunk_sleep.is_some() => {
+                Err(Error::Config("a static cache keeps no chunks that could sleep".to_owned()))
+            }
+            CacheKind::Static => Self::fixed(model, backend.as_ref(), config),
         }
     }
 
     /// Blocks within the budget, two at least: one for each pool.
-    fn paged(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
+    fn paged(
+        model: &Model,
+        backend: &Arc<dyn Backend>,
+        stream: &Arc<dyn Stream>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
         let (extents, rank) = (model.kv_extents(config.kv_format), RankInfo::default());
         let block_bytes = KvLayout::new(extents.shape(&rank, 1, config.block_size)?)?.block_bytes();
         let most = extents.max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
@@ -60,13 +76,21 @@ impl Caches {
             let block_bytes = 2 * block_bytes;
             return Err(kvcore::Error::NotEnoughMemory { budget: max_memory, block_bytes }.into());
         }
-        let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
         let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
         let pool = |blocks| BlockPool::with_config(blocks, paged.pool());
+        let on_device = for_chunks.len() * arena.layout().block_bytes();
+        let place = |ChunkSleep { form, memory }: ChunkSleep| {
+            let (backend, stream) = (Arc::clone(backend), Arc::clone(stream));
+            ArenaSleep::new(backend, arena.clone(), stream, form, memory.unwrap_or(on_device)).map(Arc::new)
+        };
+        let sleep = config.chunk_sleep.map(place).transpose()?;
         let main = PagedKvCache::new(arena, pool(for_main)?)?;
         let pool = ChunkBlockPool::over(pool(for_chunks)?, config.block_size)?;
-        let chunks = ChunkCacheManager::new(config.chunks.clone(), pool)?;
-        Ok(Self::Paged { main, chunks })
+        let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
+        let clock = Arc::new(SystemClock::default());
+        let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, clock)?;
+        Ok(Self::Paged { main, chunks, sleep })
     }
 
     /// One entry of the longest length.
@@ -106,17 +130,22 @@ impl Caches {
 
     pub(super) fn report(&self) -> CacheReport {
         let chunks = self.chunks();
+        let chunk_sleep = match self {
+            Self::Paged { sleep, .. } => sleep.as_ref().map(|sleep| sleep.usage()),
+            Self::Static(_) => None,
+        };
         CacheReport {
             cache: self.sequences().kind(),
             main: self.sequences().as_paged().map(|main| main.pool().counts()),
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
             chunk_cache: chunks.map(ChunkCacheManager::metrics),
+            chunk_sleep,
         }
     }
 
     pub(super) fn check_invariants(&self) -> std::result::Result<(), String> {
         match self {
-            Self::Paged { main, chunks } => {
+            Self::Paged { main, chunks, .. } => {
                 main.pool().check_invariants()?;
                 chunks.check_invariants()
             }

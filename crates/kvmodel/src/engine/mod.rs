@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCacheConfig, ChunkCacheManager};
+use kvchunk::{ChunkCacheConfig, ChunkCacheManager, SleepForm};
 use kvcore::{
     Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler,
     Stream,
@@ -41,10 +41,24 @@ pub struct EngineConfig {
     pub kv_memory: Option<usize>,
     /// Settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
+    /// Where chunks sleep; nowhere if `None`. They do when
+    /// [`sleep_cold_chunks`](ChunkCacheManager::sleep_cold_chunks) is called on [`Engine::chunks`], and a hit wakes
+    /// them.
+    pub chunk_sleep: Option<ChunkSleep>,
     /// Separates tenants in keys; given by whoever runs the engine, never by a client.
     pub tenant_salt: Vec<u8>,
     /// Whether spans are recorded.
     pub profile: bool,
+}
+
+/// A place in host memory for chunks that are seldom used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSleep {
+    /// In which form they sleep.
+    pub form: SleepForm,
+    /// Most bytes of host memory, or `None` for as many as chunks have on the device. All of it is allocated at
+    /// once, unless chunks are compressed.
+    pub memory: Option<usize>,
 }
 
 impl Default for EngineConfig {
@@ -57,6 +71,7 @@ impl Default for EngineConfig {
             max_len: MaxLen::Model,
             kv_memory: None,
             chunks: ChunkCacheConfig::default(),
+            chunk_sleep: None,
             tenant_salt: Vec::new(),
             profile: false,
         }
@@ -83,21 +98,23 @@ impl Engine {
     /// Allocates the caches. `tokenizer` identifies the tokenizer in keys.
     ///
     /// # Errors
-    /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool.
+    /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool, or the one for sleep
+    /// none in its form; those of [`ArenaSleep::new`](kvchunk::ArenaSleep::new); [`Error::Config`](crate::Error) for a
+    /// place to sleep beside a static cache, which keeps no chunks.
     pub fn new(
         model: Model,
         backend: Arc<dyn Backend>,
         tokenizer: &[u8],
         config: &EngineConfig,
     ) -> Result<Self> {
-        let caches = Caches::new(&model, backend.as_ref(), config)?;
+        let stream = backend.stream()?;
+        let caches = Caches::new(&model, &backend, &stream, config)?;
         let scope = KeyScope::new("kvmodel", model.revision())
             .tokenizer(tokenizer)
             .layout(caches.sequences().arena().layout().shape())
             .keys(config.keys)
             .tenant_salt(&config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
-        let stream = backend.stream()?;
         Ok(Self { model, backend, stream, caches, keys: config.keys, scope, profiler })
     }
 

@@ -2,14 +2,8 @@
 //! bits. Every measurement is printed as a row of a table. No format bounds the error of a logit, so none is
 //! asserted: only what it follows from, and that what is approximate says so.
 
-use std::time::Duration;
-
 use crate::common::{Golden, Lab, Run, Setup, cell_name, distance, for_every_model, golden_name, reordered};
 use kvchunk::{ChunkedPrompt, ColdRule, ComputeMode, PositionStrategy, ReuseCell, SleepForm};
-
-/// Everything that nobody holds is cold.
-const AT_ONCE: ColdRule =
-    ColdRule { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 
 /// From the finest to the coarsest: steps of 1/127 and 1/7 of a group's largest, and between them three bits of
 /// mantissa.
@@ -103,7 +97,7 @@ for_every_model! {
         let woken = |form: SleepForm| {
             let mut lab = Lab::new(name, Setup { sleep: Some(form), ..Setup::default() });
             let awake = hit(&mut lab, &golden, cell).logits;
-            assert_eq!(lab.chunks.sleep_cold_chunks(AT_ONCE).unwrap(), golden.prompt.chunks().len());
+            assert_eq!(lab.chunks.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap(), golden.prompt.chunks().len());
             let exact = !matches!(form, SleepForm::Quantised(_));
             let mut woken = Vec::new();
             // As approximate as it woke it stays.

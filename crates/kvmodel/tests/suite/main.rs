@@ -11,5 +11,6 @@ mod faulty;
 mod recompute;
 mod rope;
 mod rules;
+mod sleeping;
 mod tiny_rag;
 mod unrotated;

@@ -1,0 +1,77 @@
+//! The forms of sleep and their words.
+
+use std::fmt;
+use std::str::FromStr;
+
+use kvcore::KvFormat;
+
+use crate::error::{Error, Result};
+
+/// In which form pieces sleep. As a word: `plain`, `compressed`, or that of a quantised format.
+///
+/// ```
+/// use kvchunk::SleepForm;
+/// use kvcore::KvFormat;
+/// assert_eq!("compressed".parse(), Ok(SleepForm::Compressed));
+/// assert_eq!("int8:64".parse(), Ok(SleepForm::Quantised(KvFormat::Int8 { group: 64 })));
+/// assert_eq!(SleepForm::Quantised(KvFormat::Int8 { group: 64 }).to_string(), "int8:64");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SleepForm {
+    /// As they are, in blocks of a host arena. Copies are enqueued, nothing waits.
+    Plain,
+    /// Without loss: the bytes of elements are sorted into planes, sign and exponent apart from the rest of
+    /// the mantissa, and each plane is compressed by zstd with a checksum. Waits for the stream.
+    Compressed,
+    /// In a quantised format. What wakes is not what fell asleep: pieces are marked as approximate, and hits
+    /// on them are counted so.
+    Quantised(KvFormat),
+}
+
+impl SleepForm {
+    /// Whether what wakes is bit for bit what fell asleep.
+    pub fn is_exact(self) -> bool {
+        !matches!(self, Self::Quantised(_))
+    }
+}
+
+impl FromStr for SleepForm {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "plain" => Ok(Self::Plain),
+            "compressed" => Ok(Self::Compressed),
+            _ => match text.parse::<KvFormat>() {
+                Ok(format) if format.is_quantized() => Ok(Self::Quantised(format)),
+                _ => Err(Error::UnknownSleepForm(text.to_owned())),
+            },
+        }
+    }
+}
+
+impl fmt::Display for SleepForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain => f.write_str("plain"),
+            Self::Compressed => f.write_str("compressed"),
+            Self::Quantised(format) => format.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_read_back_and_others_refused() {
+        let words = ["plain", "compressed", "int8:32", "int4:16", "fp8-e4m3", "fp8-e5m2:head"];
+        let forms = words.map(|word| word.parse::<SleepForm>().unwrap());
+        assert_eq!(forms.map(|form| form.to_string()), words);
+        assert_eq!(forms.map(SleepForm::is_exact), [true, true, false, false, false, false]);
+        for word in ["", "none", "f16", "int8:0", "zstd"] {
+            assert_eq!(word.parse::<SleepForm>(), Err(Error::UnknownSleepForm(word.to_owned())));
+        }
+    }
+}
