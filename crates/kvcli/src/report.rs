@@ -1,9 +1,10 @@
 //! What commands print: tables for people, one object for programs.
 
+use std::fmt;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
-use kvchunk::{ChunkReport, ReuseCell};
+use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{PoolCounts, ProfileReport, Profiler};
 use kvmodel::{CacheReport, FinishReason, Generation};
 use serde::Serialize;
@@ -24,6 +25,8 @@ pub(crate) struct AnswerJson<'a> {
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
     #[serde(skip_serializing_if = "Option::is_none")]
+    sleep: Option<SleepJson>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<ProfileReport>,
 }
 
@@ -36,6 +39,53 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
+/// Documents that slept before a prompt was asked, and what became of them.
+#[derive(Serialize)]
+pub(crate) struct SleepJson {
+    form: String,
+    /// Pieces that ever fell asleep, and that hits woke; those that could not be read back.
+    slept: u64,
+    woken: u64,
+    lost: u64,
+    /// Of those that slept before the prompt: bytes they had had on the device, bytes of host memory they took,
+    /// and the difference.
+    device_bytes: usize,
+    host_bytes: usize,
+    saved_bytes: usize,
+}
+
+impl SleepJson {
+    /// `asleep` is what slept before the prompt, `report` is of after it.
+    pub(crate) fn new(form: SleepForm, asleep: SleepUsage, report: &CacheReport) -> Option<Self> {
+        let counted = report.chunk_cache?;
+        Some(Self {
+            form: form.to_string(),
+            slept: counted.slept,
+            woken: counted.woken,
+            lost: counted.lost,
+            device_bytes: asleep.device_bytes,
+            host_bytes: asleep.host_bytes,
+            saved_bytes: asleep.saved_bytes(),
+        })
+    }
+}
+
+impl fmt::Display for SleepJson {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kib = |bytes: usize| bytes as f64 / 1024.0;
+        write!(
+            f,
+            "{} chunks put to sleep ({}), {} woken by hits: {:.1} KiB of the device freed for {:.1} KiB of host memory",
+            self.slept,
+            self.form,
+            self.woken,
+            kib(self.device_bytes),
+            kib(self.host_bytes),
+        )?;
+        if self.lost > 0 { write!(f, "; {} could not be read back", self.lost) } else { Ok(()) }
+    }
+}
+
 /// The object of one answer.
 pub(crate) fn answer_json<'a>(
     text: String,
@@ -43,6 +93,7 @@ pub(crate) fn answer_json<'a>(
     cell: ReuseCell,
     caches: &CacheReport,
     profiler: &Profiler,
+    sleep: Option<SleepJson>,
 ) -> AnswerJson<'a> {
     let all = [caches.main, caches.chunks].into_iter().flatten().sum();
     AnswerJson {
@@ -58,6 +109,7 @@ pub(crate) fn answer_json<'a>(
         cell,
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: *caches },
+        sleep,
         profile: profiler.is_enabled().then(|| profiler.report()),
     }
 }

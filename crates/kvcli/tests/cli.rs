@@ -116,6 +116,38 @@ fn the_json_has_every_field_and_blocks_add_up() {
 }
 
 #[test]
+fn documents_sleep_after_each_warm_prompt_and_hits_wake_them() {
+    let (ask, warm) = (prompt(&[SYSTEM, A, B, "bora ?"]), prompt(&[SYSTEM, B, A, "cedo ?"]));
+    let args = ["--prompt", &ask, "--warm", &warm];
+    let awake = json(&args);
+    assert_eq!((&awake["sleep"], &awake["blocks"]["chunk_sleep"]), (&Value::Null, &Value::Null));
+    for form in ["plain", "compressed", "int8:32", "fp8-e4m3"] {
+        let row = json(&[&args[..], &["--chunk-sleep", form, "--chunk-sleep-memory", "1"]].concat());
+        assert_eq!((&row["tokens"], &row["cached_tokens"]), (&awake["tokens"], &awake["cached_tokens"]));
+        let exact = !form.contains('8');
+        for chunk in row["chunks"].as_array().unwrap() {
+            assert_eq!((&chunk["hit"], &chunk["exact"]), (&Value::from(true), &Value::from(exact)), "{form}");
+        }
+        let (sleep, approximate) = (&row["sleep"], &row["blocks"]["chunk_cache"]["approximate_hits"]);
+        assert_eq!(
+            (&sleep["form"], approximate),
+            (&Value::from(form), &Value::from(if exact { 0 } else { 2 }))
+        );
+        let number = |name: &str| sleep[name].as_u64().unwrap();
+        assert_eq!((number("slept"), number("woken"), number("lost")), (2, 2, 0));
+        assert_eq!(number("device_bytes") - number("host_bytes"), number("saved_bytes"), "{form}");
+        assert_eq!(number("saved_bytes") > 0, form != "plain", "{form}");
+        assert_eq!(row["blocks"]["chunk_sleep"]["limit_bytes"], 1 << 20);
+    }
+    let output = kvc(&[&["run", "--chunk-sleep", "compressed"], &args[..]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("2 chunks put to sleep (compressed), 2 woken by hits"), "{stderr}");
+    fails(&["run", "--prompt", "a", "--chunk-sleep", "f16"], 2, "plain, compressed, int8[:GROUP]");
+    fails(&["run", "--prompt", "a", "--chunk-sleep-memory", "1"], 2, "--chunk-sleep <FORM>");
+    fails(&["run", "--prompt", "a", "--chunk-sleep", "plain", "--cache", "static"], 1, "keeps no chunks");
+}
+
+#[test]
 fn a_static_cache_gives_the_tokens_of_a_paged_one() {
     let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
     let args = ["--full-attention", "--prompt", &ask];
@@ -371,6 +403,19 @@ fn bench_rag_reports_what_the_seed_asks_for() {
     let any = |i: usize| workloads[i]["any_hit_rate"].as_f64().unwrap();
     assert!(any(2) > 0.7 && any(3) > 0.2, "{} {}", any(2), any(3));
     assert!(std::fs::read_to_string(&plot).unwrap().contains("with reuse"));
+    // Sleep changes what documents cost, not which are found.
+    let zipf =
+        [&["bench", "rag", "--json", "--zipf", "1", "--chunk-sleep", "compressed"][..], &small].concat();
+    let asleep = &run_json(&zipf)["workloads"][0];
+    assert_eq!(asleep["document_hit_rate"], workloads[0]["document_hit_rate"]);
+    let number = |name: &str| asleep["chunk_sleep"][name].as_u64().unwrap();
+    assert!(number("pieces") > 0 && number("host_bytes") < number("device_bytes"));
+    assert!(asleep["chunk_cache"]["woken"].as_u64().unwrap() > 0);
+    assert_eq!(asleep["chunk_cache"]["sleeping_chunks"], number("pieces"));
+    assert!(asleep["used_bytes"].as_u64().unwrap() < workloads[0]["used_bytes"].as_u64().unwrap());
+    assert_eq!(workloads[0]["chunk_sleep"], Value::Null);
+    let table = kvc(&[&["bench", "rag", "--chunk-sleep", "int8"][..], &small].concat());
+    assert!(String::from_utf8_lossy(&table.stdout).contains("documents put to sleep / woken"));
     fails(&["bench", "rag", "--size", "8"], 2, "8x1024");
     fails(&["bench", "rag", "--repetition", "2"], 1, "between 0 and 1");
     fails(&["bench", "rag", "--size", "2x100"], 1, "multiple of 64");

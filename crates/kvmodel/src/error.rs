@@ -26,6 +26,9 @@ pub enum Error {
     /// A chat template that is missing or fails.
     #[error("chat template: {0}")]
     Template(String),
+    /// Something that needs chunks, asked of a static cache; what to do instead.
+    #[error("a static cache keeps no chunks: {0}")]
+    NoChunks(&'static str),
     /// A workload that cannot be.
     #[error("workload: {0}")]
     Workload(String),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvcore::KvFormat;
 
-use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, kv_format};
+use super::{BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, kv_format};
 
 /// Options of `kvc bench`.
 #[derive(Debug, Args)]
@@ -31,7 +31,8 @@ Examples:
     kvc bench rag --repetition 0.5 --system-changes 0.1 --json
 
 Without --zipf and --repetition four workloads are served: documents by Zipf's law, and documents of which
-80, 50 and 10 % were used before.")]
+80, 50 and 10 % were used before. With --chunk-sleep documents that were used less than five times fall asleep
+after every request; what waking them takes is in the times to first token.")]
 pub(crate) struct RagArgs {
     /// A Hugging Face directory. Without it, and without --size: the built-in model.
     #[arg(long, value_name = "DIR", conflicts_with = "size")]
@@ -88,6 +89,9 @@ pub(crate) struct RagArgs {
     /// Memory for keys and values in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub(crate) kv_memory: usize,
+
+    #[command(flatten)]
+    pub(crate) sleep: SleepArgs,
 
     /// How keys and values are stored.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]

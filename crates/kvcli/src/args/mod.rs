@@ -4,9 +4,11 @@ use std::path::PathBuf;
 
 mod bench;
 mod eval;
+mod sleep;
 
 pub(crate) use bench::{Bench, BenchArgs, RagArgs};
 pub(crate) use eval::EvalArgs;
+pub(crate) use sleep::SleepArgs;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
@@ -62,7 +64,9 @@ Examples:
 
     kvc run --prompt 'you answer questions ## alba is red . ## bora is blue . ## alba ?'
     kvc run --model ./Qwen3-0.6B --chat --prompt 'Why is the sky blue?'
-    cat prompt.txt | kvc run --model ./model --json -")]
+    cat prompt.txt | kvc run --model ./model --json -
+
+With --chunk-sleep all documents fall asleep after each --warm prompt, and those that the prompt has are woken.")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin"]))]
 pub(crate) struct RunArgs {
     /// A Hugging Face directory: config.json, safetensors, tokenizer.json. Without it: the built-in model.
@@ -84,6 +88,9 @@ pub(crate) struct RunArgs {
     /// An earlier prompt, answered silently first, so that its chunks are cached. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) sleep: SleepArgs,
 
     /// Put the prompt into the model's chat template; otherwise it is raw text.
     #[arg(long)]

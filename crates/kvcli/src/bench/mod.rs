@@ -95,6 +95,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         kv_format: args.dtype,
         kv_memory: Some(args.kv_memory.saturating_mul(1 << 20)),
         chunks,
+        chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
     Ok(Engine::new(model, backend::open(args.backend)?, &tokenizer, &config)?)

@@ -32,7 +32,7 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     let times = |t: &Times| format!("{:.1} / {:.1} ms", t.p50, t.p95);
     let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
     let ms = |ms: f64| format!("{ms:.4} ms");
-    let rows: Vec<(&str, Cell<'_>)> = vec![
+    let mut rows: Vec<(&str, Cell<'_>)> = vec![
         ("documents found", Box::new(|r| percent(r.document_hit_rate))),
         ("requests with at least one found", Box::new(|r| percent(r.any_hit_rate))),
         (
@@ -56,6 +56,14 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
         ("memory for documents, used", Box::new(|r| mib(r.used_bytes))),
         ("  of", Box::new(|r| mib(r.chunk_pool_bytes))),
     ];
+    if reports.iter().any(|report| report.chunk_sleep.is_some()) {
+        let asleep = |r: &RagReport| r.chunk_sleep.unwrap_or_default();
+        let counts = |r: &RagReport| format!("{} / {}", r.chunk_cache.slept, r.chunk_cache.woken);
+        rows.push(("documents put to sleep / woken", Box::new(counts)));
+        rows.push(("asleep at the end", Box::new(move |r| asleep(r).pieces.to_string())));
+        rows.push(("  freed on the device", Box::new(move |r| mib(asleep(r).device_bytes))));
+        rows.push(("  in host memory", Box::new(move |r| mib(asleep(r).host_bytes))));
+    }
     for (what, cell) in &rows {
         table.add_row([(*what).to_owned()].into_iter().chain(reports.iter().map(cell)));
     }

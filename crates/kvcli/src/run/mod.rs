@@ -3,13 +3,13 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 
-use kvchunk::{ChunkCacheConfig, ContextScaling, ReuseCell};
+use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
 use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
 use crate::args::RunArgs;
 use crate::error::{Error, Result};
 use crate::progress::Live;
-use crate::report::{answer_json, ms};
+use crate::report::{SleepJson, answer_json, ms};
 use crate::{backend, load};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
@@ -32,19 +32,24 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             separator: args.separator.clone(),
             ..ChunkCacheConfig::default()
         },
+        chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     for earlier in &args.warm {
         let request = request(args, &engine, &codec, earlier)?;
         engine.generate(&request, &mut Live::new(&codec, false))?;
+        if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
+            chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvmodel::Error::from)?;
+        }
     }
+    let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
     let request = request(args, &engine, &codec, &text)?;
     let mut live = Live::new(&codec, !args.json);
     let generation = engine.generate(&request, &mut live)?;
     live.finish()?;
-    show(args, &engine, &codec, &generation)
+    show(args, &engine, &codec, &generation, asleep)
 }
 
 fn prompt_text(args: &RunArgs) -> Result<String> {
@@ -81,11 +86,20 @@ fn cell(args: &RunArgs) -> ReuseCell {
     ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() }
 }
 
-fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generation) -> Result<()> {
+/// `asleep` is what slept before the prompt was asked.
+fn show(
+    args: &RunArgs,
+    engine: &Engine,
+    codec: &TextCodec,
+    generation: &Generation,
+    asleep: Option<SleepUsage>,
+) -> Result<()> {
     let mut out = std::io::stdout().lock();
+    let report = engine.report();
+    let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
         let text = codec.decode(&generation.tokens)?;
-        let json = answer_json(text, generation, cell(args), &engine.report(), engine.profiler());
+        let json = answer_json(text, generation, cell(args), &report, engine.profiler(), sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
@@ -109,6 +123,9 @@ fn show(args: &RunArgs, engine: &Engine, codec: &TextCodec, generation: &Generat
         generation.tokens.len(),
         ms(generation.total),
     );
+    if let Some(sleep) = sleep {
+        eprintln!("{sleep}");
+    }
     if args.profile {
         eprint!("{}", engine.profiler().report());
     }

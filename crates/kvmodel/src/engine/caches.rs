@@ -47,7 +47,7 @@ impl Caches {
         match config.cache {
             CacheKind::Paged => Self::paged(model, backend, stream, config),
             CacheKind::Static if config.chunk_sleep.is_some() => {
-                Err(Error::Config("a static cache keeps no chunks that could sleep".to_owned()))
+                Err(Error::NoChunks("let none sleep, or take a paged cache"))
             }
             CacheKind::Static => Self::fixed(model, backend.as_ref(), config),
         }

@@ -52,9 +52,7 @@ impl Engine {
     fn main(&self) -> Result<&PagedKvCache> {
         match &self.caches {
             Caches::Paged { main, .. } => Ok(main),
-            Caches::Static(_) => Err(Error::Config(
-                "a static cache keeps no chunks: ask for full attention, or take a paged cache".to_owned(),
-            )),
+            Caches::Static(_) => Err(Error::NoChunks("ask for full attention, or take a paged cache")),
         }
     }
 

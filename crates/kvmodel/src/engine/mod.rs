@@ -99,7 +99,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool, or the one for sleep
-    /// none in its form; those of [`ArenaSleep::new`](kvchunk::ArenaSleep::new); [`Error::Config`](crate::Error) for a
+    /// none in its form; those of [`ArenaSleep::new`](kvchunk::ArenaSleep::new); [`Error::NoChunks`](crate::Error) for a
     /// place to sleep beside a static cache, which keeps no chunks.
     pub fn new(
         model: Model,

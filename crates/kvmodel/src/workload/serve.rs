@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvchunk::{ChunkCacheMetrics, ChunkedPrompt, ReuseCell};
+use kvchunk::{ChunkCacheMetrics, ChunkedPrompt, ColdRule, ReuseCell, SleepUsage};
 use serde::Serialize;
 
 use super::RagWorkload;
@@ -74,6 +74,8 @@ pub struct RagReport {
     pub used_bytes: usize,
     /// What the chunk cache counted and timed.
     pub chunk_cache: ChunkCacheMetrics,
+    /// What slept at the end, if documents may.
+    pub chunk_sleep: Option<SleepUsage>,
     /// Request by request.
     pub arrivals: Vec<ArrivalTimes>,
 }
@@ -81,7 +83,14 @@ pub struct RagReport {
 /// Requests of a workload that are also measured without reuse.
 const SAMPLE: usize = 20;
 
+/// Documents are cold at any age, so that a workload needs not last for minutes.
+const COLD: ColdRule =
+    ColdRule { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::ZERO };
+
 /// Serves a workload's prompts one after another, each up to its first token. The engine should be new.
+/// If it has a place for chunks to sleep, documents used less than five times sleep after every request, as far as
+/// there is room; a hit wakes them on the way to its first token.
+///
 /// `progress` is told how many of how many are served.
 ///
 /// # Errors
@@ -93,14 +102,13 @@ pub fn serve(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<RagReport> {
     let prompts = workload.prompts(engine.model().config().vocab_size)?;
-    let mut ask = |prompt: &ChunkedPrompt, reuse, full| ask_of(engine, cell, prompt, reuse, full);
     // Threads and memory warm up.
-    ask(&prompts[0], false, false)?;
+    ask_of(engine, cell, &prompts[0], false, false)?;
     let (mut served, mut arrivals, mut hits, mut any) = (Vec::new(), Vec::new(), 0, 0);
     let (every, total) = (prompts.len().div_ceil(SAMPLE), prompts.len());
     let mut reused = (0, 0);
     for (request, prompt) in prompts.iter().enumerate() {
-        let got = ask(prompt, true, false)?;
+        let got = ask_of(engine, cell, prompt, true, false)?;
         let found = got.chunks.iter().filter(|chunk| chunk.hit);
         hits += found.clone().count();
         any += usize::from(found.clone().count() > 0);
@@ -112,8 +120,9 @@ pub fn serve(
         let ttft_ms = got.ttft.as_secs_f64() * 1e3;
         arrivals.push(ArrivalTimes { request, ttft_ms, without_reuse_ms: None });
         progress(request + 1, total);
+        sleep(engine)?;
     }
-    let chunk_cache = counts(engine);
+    let (chunk_cache, chunk_sleep) = (counts(engine), engine.report().chunk_sleep);
     // Afterwards, so that it is not in the counts: a sample with everything cached, and with nothing.
     let (mut anew, mut full, mut sampled, mut all_hit) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for request in (0..total).step_by(every) {
@@ -147,8 +156,20 @@ pub fn serve(
         chunk_pool_bytes: chunk_cache.total_blocks * block_bytes,
         used_bytes: chunk_cache.used_blocks * block_bytes,
         chunk_cache,
+        chunk_sleep,
         arrivals,
     })
+}
+
+/// Cold documents fall asleep. Those for which there is no room stay awake.
+fn sleep(engine: &Engine) -> Result<()> {
+    if let (Some(chunks), Some(_)) = (engine.chunks(), engine.report().chunk_sleep) {
+        match chunks.sleep_cold_chunks(COLD) {
+            Ok(_) | Err(kvchunk::Error::SleepFull { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 fn counts(engine: &Engine) -> ChunkCacheMetrics {
