@@ -11,7 +11,7 @@ use kvcore::{KvFormat, Logits, SequenceInput, SequenceStart};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use rstest::rstest;
 
-use crate::common::{Golden, Lab, Setup, distance, for_every_model, load_model};
+use crate::common::{Golden, Lab, Setup, assert_rounded_alike, distance, for_every_model, load_model};
 
 /// An engine in blocks of four tokens with room for everything.
 fn engine(name: &str, kv_format: KvFormat) -> Engine {
@@ -79,25 +79,59 @@ for_every_model! {
     }
 }
 
+/// What the cache rounds, the strategies round alike: rows meet the same stored KV in every one.
+fn assert_strategies_agree(
+    name: &str,
+    cells: &[ReuseCell],
+    format: &str,
+    (strategies, like): (&[&str], &str),
+    limit: f32,
+) {
+    let golden = Golden::load(name);
+    let new_engine = |format: &str| {
+        let mut engine = engine(name, format.parse().unwrap());
+        for cell in cells {
+            ask(&mut engine, &golden.prompt, with("none", *cell));
+        }
+        engine
+    };
+    let (mut exact, mut rounded) = (new_engine("f32"), new_engine(format));
+    let last = |engine: &mut Engine, strategy, cell| {
+        ask(engine, &golden.prompt, with(strategy, cell)).logits.remove(0)
+    };
+    for strategy in strategies {
+        let answers: Vec<_> = cells
+            .iter()
+            .map(|&cell| {
+                let (got, expected) = (last(&mut rounded, strategy, cell), last(&mut rounded, like, cell));
+                let rounding = distance(&expected, &last(&mut exact, like, cell));
+                (distance(&got, &expected), rounding)
+            })
+            .collect();
+        println!("{name} {format}, {strategy} like {like}: {answers:?}");
+        if format == "f32" {
+            assert!(answers.iter().all(|(gap, _)| *gap < limit), "{strategy}: {answers:?}");
+        } else {
+            assert_rounded_alike(&answers, limit);
+        }
+    }
+}
+
 for_every_model! {
-    fn rule_4_all_strategies_end_at_the_same_logits(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
-        let cell = ReuseCell::ALL[cell];
-        let golden = Golden::load(name);
-        // What the cache rounds, the strategies round alike: rows meet the same stored KV in every one. Sequential
-        // ends in half precision are those of full attention, above.
-        let formats: &[_] = match cell.strategy {
-            PositionStrategy::Overlapped => &["f32", "f16", "bf16", "int8:4"],
-            _ => &["f32", "int8:4"],
-        };
-        for format in formats {
-            let mut engine = engine(name, format.parse().unwrap());
-            let full = ask(&mut engine, &golden.prompt, with("full", cell));
-            assert_eq!(full.recomputed_tokens, golden.prompt.chunks().iter().map(Vec::len).sum::<usize>());
-            for strategy in ["link:100", "blend:1"] {
-                let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
-                let gap = distance(&got.logits[0], &full.logits[0]);
-                assert!(gap < 1e-4, "{strategy} {cell:?} {format}: {gap}");
-            }
+    fn rule_4_all_strategies_end_at_the_same_logits(
+        name: &str,
+        #[values("f32", "f16", "bf16", "int8:4")] format: &str
+    ) {
+        let ends = ["link:100", "blend:1"];
+        let (overlapped, sequential) = ReuseCell::ALL.split_at(2);
+        assert!(overlapped.iter().all(|cell| cell.strategy == PositionStrategy::Overlapped));
+        for cells in [overlapped, sequential] {
+            assert_strategies_agree(name, cells, format, (&ends, "full"), 1e-4);
+        }
+        let (prompt, mut engine) = (Golden::load(name).prompt, engine(name, format.parse().unwrap()));
+        for strategy in ["full", "blend:1"] {
+            let got = ask(&mut engine, &prompt, with(strategy, ReuseCell::ALL[1]));
+            assert_eq!(got.recomputed_tokens, prompt.chunks().iter().map(Vec::len).sum::<usize>());
         }
     }
 }
@@ -107,18 +141,11 @@ for_every_model! {
         name: &str,
         #[values("f32", "f16", "bf16", "int8:4")] format: &str
     ) {
-        let golden = Golden::load(name);
-        for cell in ReuseCell::ALL {
-            let mut engine = engine(name, format.parse().unwrap());
-            ask(&mut engine, &golden.prompt, with("none", cell));
-            // Hits, as below: the shape of a batch moves roundings.
-            let none = ask(&mut engine, &golden.prompt, with("none", cell));
-            for strategy in ["link:0", "blend:0", "random:0"] {
-                let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
-                let gap = distance(&got.logits[0], &none.logits[0]);
-                assert!(gap < 1e-5, "{strategy} {cell:?} {format}: {gap}");
-                assert_eq!(got.recomputed_tokens, 0);
-            }
+        let nothing = ["link:0", "blend:0", "random:0"];
+        assert_strategies_agree(name, &ReuseCell::ALL, format, (&nothing, "none"), 1e-5);
+        let (prompt, mut engine) = (Golden::load(name).prompt, engine(name, format.parse().unwrap()));
+        for strategy in nothing {
+            assert_eq!(ask(&mut engine, &prompt, with(strategy, ReuseCell::ALL[0])).recomputed_tokens, 0);
         }
     }
 }
