@@ -39,6 +39,8 @@ either! {
     swap_blocks: SwapBlocks,
     rope: ApplyRope,
     rotate_keys: RotateKeys,
+    attend: Attend,
+    attend_mla: AttendMla,
 }
 
 /// Those that are plain loops in both.
@@ -55,8 +57,6 @@ macro_rules! plain {
 
 plain! {
     copy_tensor: CopyTensor,
-    attend: Attend,
-    attend_mla: AttendMla,
     quantize: Quantize,
     dequantize: Dequantize,
 }

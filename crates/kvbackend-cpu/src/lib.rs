@@ -24,6 +24,11 @@
 struct Readme;
 
 mod element;
+#[allow(
+    clippy::inline_always,
+    clippy::cast_ptr_alignment,
+    reason = "what is not inlined is not compiled for the instruction set; views are aligned for their elements"
+)]
 mod fast;
 mod kernels;
 mod memory;
@@ -31,6 +36,11 @@ mod options;
 mod plane;
 mod raw;
 mod reference;
+#[allow(
+    clippy::inline_always,
+    clippy::cast_ptr_alignment,
+    reason = "as for `fast`; vectors are loaded unaligned"
+)]
 mod simd;
 mod stream;
 mod workers;
@@ -51,7 +61,7 @@ use workers::Workers;
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
 pub use memory::CpuStorage;
-pub use options::{CpuOptions, KernelSet};
+pub use options::{CpuOptions, KernelSet, Thresholds};
 pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};
 
@@ -87,7 +97,8 @@ impl CpuBackend {
 
     /// The same with the given order of execution.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
-        Self::made(execution, KernelSet::Fast, Available::best(), Workers::of_the_machine())
+        let options = CpuOptions { execution, ..CpuOptions::default() };
+        Self::made(&options, Available::best(), Workers::of_the_machine())
     }
 
     /// A backend that computes as `options` say.
@@ -102,16 +113,16 @@ impl CpuBackend {
             Some(0) => return Err(kvcore::Error::Zero { what: "threads" }),
             Some(threads) => Arc::new(Workers::new(threads)),
         };
-        Ok(Self::made(options.execution, options.kernels, level, workers))
+        Ok(Self::made(options, level, workers))
     }
 
-    fn made(execution: Execution, set: KernelSet, level: Available, workers: Arc<Workers>) -> Arc<Self> {
-        let kernels = match set {
+    fn made(options: &CpuOptions, level: Available, workers: Arc<Workers>) -> Arc<Self> {
+        let kernels = match options.kernels {
             KernelSet::Reference => KernelTable::Reference,
-            KernelSet::Fast => KernelTable::Fast(Arc::new(Fast::new(level, workers))),
+            KernelSet::Fast => KernelTable::Fast(Arc::new(Fast::new(level, workers, options.thresholds))),
         };
-        let (simd, counters, streams) = (level.level(), Arc::default(), AtomicU64::new(0));
-        Arc::new(Self { execution, simd, kernels, counters, streams })
+        let (execution, simd) = (options.execution, level.level());
+        Arc::new(Self { execution, simd, kernels, counters: Arc::default(), streams: AtomicU64::new(0) })
     }
 
     /// The instruction set of its fast kernels.

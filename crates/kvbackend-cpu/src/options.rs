@@ -33,4 +33,22 @@ pub struct CpuOptions {
     /// Threads of a kernel, the caller's among them. By default one per processor, from threads that all such
     /// backends share.
     pub threads: Option<usize>,
+    /// From which sizes on fast kernels take threads and pass the caches.
+    pub thresholds: Thresholds,
+}
+
+/// Sizes at which a fast kernel changes its way. Results are the same on either side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Bytes of work for each thread: about what one moves in the time in which another is woken.
+    pub bytes_per_thread: usize,
+    /// Bytes from which on copies go past the caches: whoever reads so much later would not find it there.
+    pub stream_bytes: usize,
+}
+
+impl Default for Thresholds {
+    /// 256 KiB and 4 MiB.
+    fn default() -> Self {
+        Self { bytes_per_thread: 256 << 10, stream_bytes: 4 << 20 }
+    }
 }

@@ -101,13 +101,23 @@ impl<'a> Rows<'a> {
         Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
     }
 
+    /// All codes.
+    pub(crate) fn codes(&self) -> &'a [u8] {
+        self.codes.1
+    }
+
+    /// A row's codes, and its scales if it has any.
+    pub(crate) fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
+        let scales = self.scales.map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
+        (&self.codes.1[self.codes.0.bytes(at)], scales)
+    }
+
     /// A row: where it lies if it is f32, otherwise decoded into `buffer`.
     pub(crate) fn read<'b>(&'b self, at: RowAt, buffer: &'b mut [f32]) -> Result<&'b [f32]> {
-        let codes = &self.codes.1[self.codes.0.bytes(at)];
+        let (codes, scales) = self.row(at);
         if self.format == KvFormat::Dense(DType::F32) {
             return elements(codes);
         }
-        let scales = self.scales.map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
         decode(self.format, codes, scales, buffer)?;
         Ok(buffer)
     }

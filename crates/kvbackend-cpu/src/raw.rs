@@ -41,7 +41,7 @@ impl<'a> Target<'a> {
     ///
     /// # Panics
     /// If they are not all inside.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
         self.start.wrapping_add(offset)
@@ -62,7 +62,7 @@ impl<'a> Origin<'a> {
     ///
     /// # Panics
     /// If they are not all inside.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *const u8 {
         assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
         self.start.wrapping_add(offset)

@@ -11,9 +11,6 @@ use std::thread::{Builder, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Bytes that one thread moves in about the time in which another is woken.
-const WORTH_A_THREAD: usize = 256 << 10;
-
 /// Threads that share the parts of one job at a time.
 pub(crate) struct Workers {
     shared: Arc<Shared>,
@@ -120,8 +117,8 @@ impl Workers {
     }
 
     /// Into how many parts `units` of work that move `bytes` in all are best cut.
-    pub(crate) fn parts(&self, units: usize, bytes: usize) -> usize {
-        (bytes / WORTH_A_THREAD).min(self.count()).min(units).max(1)
+    pub(crate) fn parts(&self, units: usize, bytes: usize, bytes_per_thread: usize) -> usize {
+        (bytes / bytes_per_thread.max(1)).min(self.count()).min(units).max(1)
     }
 
     /// Calls `work` once for each of `0..parts`, on several threads, and waits for all.
@@ -136,11 +133,7 @@ impl Workers {
         let shared = &self.shared;
         shared.next.store(0, Ordering::Relaxed);
         // SAFETY: only the lifetime changes; the job is taken back below before `work` goes out of scope.
-        let erased = unsafe {
-            std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(
-                work,
-            )
-        };
+        let erased: &'static (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
         {
             let mut state = shared.state.lock();
             state.job = Some(Job { work: erased, parts });
@@ -225,9 +218,10 @@ mod tests {
     #[test]
     fn little_work_stays_with_the_caller() {
         let workers = Workers::new(4);
-        assert_eq!(workers.parts(1000, 1000), 1);
-        assert_eq!(workers.parts(1, 1 << 30), 1);
-        assert_eq!(workers.parts(1000, 1 << 30), 4);
-        assert_eq!(workers.parts(0, 0), 1);
+        assert_eq!(workers.parts(1000, 999, 1000), 1);
+        assert_eq!(workers.parts(1000, 3000, 1000), 3);
+        assert_eq!(workers.parts(1, 1 << 30, 1000), 1);
+        assert_eq!(workers.parts(1000, 1 << 30, 1000), 4);
+        assert_eq!(workers.parts(0, 0, 0), 1);
     }
 }

@@ -7,7 +7,7 @@ use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, Storage};
 
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
-use super::{Fast, STREAM_FROM, lanes, share};
+use super::{Fast, lanes, share};
 use crate::memory::Access;
 use crate::plane::{RowAt, Span};
 use crate::raw::{Origin, Target};
@@ -33,7 +33,7 @@ impl Fast {
         let (a, b) = (Span::codes(&k), Span::codes(&to_k));
         with_ends((k.storage, to_k.storage), |from, to| {
             let bytes = op.pairs.len() * s.block_size * k.heads * a.row_bytes();
-            let (parts, stream) = (self.workers.parts(op.pairs.len(), bytes), bytes >= STREAM_FROM);
+            let (parts, stream) = (self.parts(op.pairs.len(), bytes), self.streams(bytes));
             self.workers.run(parts, &|part| {
                 let tokens = copy.tokens(share(0..op.pairs.len(), part, parts));
                 let tokens = tokens.map(|(x, y)| (a.bytes(x).start, b.bytes(y).start, op.rotation.delta));
@@ -76,7 +76,7 @@ impl Fast {
 
     fn pieces(&self, copy: &BlockCopy, heads: usize, (a, b): (Span, Span), (from, to): (Origin, Target)) {
         let bytes = copy.layers.len() * copy.pairs.len() * copy.block_size * heads * a.row_bytes();
-        let (parts, stream) = (self.workers.parts(copy.pairs.len(), bytes), bytes >= STREAM_FROM);
+        let (parts, stream) = (self.parts(copy.pairs.len(), bytes), self.streams(bytes));
         let run = copy.run(heads, a, b);
         self.workers.run(parts, &|part| {
             let places = lanes(share(0..copy.pairs.len(), part, parts), |pairs| {

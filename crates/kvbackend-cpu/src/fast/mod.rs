@@ -8,6 +8,7 @@
 //! What only moves or rotates elements gives the reference's bits. Attention adds in another order and takes
 //! its own exponential: it agrees to rounding.
 
+mod attend;
 mod blocks;
 mod pieces;
 mod rope;
@@ -18,21 +19,30 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::Thresholds;
 use crate::simd::Available;
 use crate::workers::Workers;
-
-/// From this many bytes on, copies go past the caches: whoever reads so much later would not find it there.
-const STREAM_FROM: usize = 4 << 20;
 
 /// The fast kernels of one backend.
 pub(crate) struct Fast {
     level: Available,
     workers: Arc<Workers>,
+    thresholds: Thresholds,
 }
 
 impl Fast {
-    pub(crate) fn new(level: Available, workers: Arc<Workers>) -> Self {
-        Self { level, workers }
+    pub(crate) fn new(level: Available, workers: Arc<Workers>, thresholds: Thresholds) -> Self {
+        Self { level, workers, thresholds }
+    }
+
+    /// Parts for threads of `units` of work that move `bytes` in all.
+    fn parts(&self, units: usize, bytes: usize) -> usize {
+        self.workers.parts(units, bytes, self.thresholds.bytes_per_thread)
+    }
+
+    /// Whether to pass the caches.
+    fn streams(&self, bytes: usize) -> bool {
+        bytes >= self.thresholds.stream_bytes
     }
 }
 

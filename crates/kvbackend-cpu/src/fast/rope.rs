@@ -16,7 +16,7 @@ impl Fast {
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
         // `check` has refused rows that share elements.
-        let parts = self.workers.parts(shape[0], op.rows.len() * size);
+        let parts = self.parts(shape[0], op.rows.len() * size);
         self.workers.run(parts, &|part| {
             let tokens = share(0..shape[0], part, parts).map(|row| {
                 let at = (op.rows.offset() + row * strides[0]) * size;

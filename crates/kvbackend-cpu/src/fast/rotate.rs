@@ -15,12 +15,20 @@ pub(super) struct Turn {
     table: Arc<RopeTable>,
     half: usize,
     pairing: Pairing,
+    /// What a first rotation multiplies by.
+    pub(super) factor: f32,
 }
 
 impl Turn {
     pub(super) fn new(rope: &Rope, positions: &[i64]) -> Result<Self> {
         let table = rope.table(positions.iter().copied())?;
-        Ok(Self { table, half: rope.frequencies().len(), pairing: rope.pairing() })
+        let (half, factor) = (rope.frequencies().len(), rope.attention_factor());
+        Ok(Self { table, half, pairing: rope.pairing(), factor })
+    }
+
+    /// For an operation whose check has grown the table to all its positions.
+    pub(super) fn of_checked(rope: &Rope) -> Result<Self> {
+        Self::new(rope, &[])
     }
 
     /// Cosines and sines at the distance of a position from 0, and the sign of the sines.

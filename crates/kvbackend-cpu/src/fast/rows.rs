@@ -7,7 +7,7 @@ use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
 
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
-use super::{Fast, STREAM_FROM, lanes, share};
+use super::{Fast, lanes, share};
 use crate::memory::Access;
 use crate::raw::{Origin, Target};
 use crate::reference;
@@ -98,7 +98,7 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 impl Fast {
     /// Parts for threads, which must not write the same slot.
     fn parts_of_scatter(&self, m: &Movement, num_slots: usize) -> usize {
-        match self.workers.parts(m.slots.len(), m.bytes()) {
+        match self.parts(m.slots.len(), m.bytes()) {
             1 => 1,
             _ if has_duplicates(m.slots, num_slots) => 1,
             parts => parts,
@@ -115,7 +115,7 @@ impl Fast {
             let from = Origin::new(locked.read(rows.storage())?);
             let to = Target::new(locked.write(plane.storage)?);
             let (cut, parts) = (m.cut(), self.parts_of_scatter(&m, num_slots));
-            let stream = m.bytes() >= STREAM_FROM;
+            let stream = self.streams(m.bytes());
             self.workers.run(parts, &|part| {
                 let range = share(0..op.slots.len(), part, parts);
                 if rows.dtype() == dtype {
@@ -144,10 +144,10 @@ impl Fast {
             let from = Origin::new(locked.read(plane.storage)?);
             let to = Target::new(locked.write(rows.storage())?);
             let size = dtype.bits() / 8;
-            let stream = m.bytes() >= STREAM_FROM;
+            let stream = self.streams(m.bytes());
             let turn = rotation.map(|Rotation { rope, delta }| Turn::new(rope, &[*delta])).transpose()?;
             // Rows are apart from each other, whatever slots they come from.
-            let parts = self.workers.parts(op.slots.len(), m.bytes());
+            let parts = self.parts(op.slots.len(), m.bytes());
             self.workers.run(parts, &|part| {
                 let range = share(0..op.slots.len(), part, parts);
                 if let (Some(turn), Some(rotation)) = (&turn, rotation) {

@@ -170,7 +170,7 @@ impl Inputs<'_> {
 }
 
 /// Runs of tokens that a row sees, in order.
-fn seen<'a>(op: &Attend, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
+pub(crate) fn seen<'a>(op: &Attend, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
     let Some(selection) = &entry.selection else {
         return entry.segments.iter().map(|segment| (segment, visible(op, segment, op.rows[row]))).collect();
     };
@@ -191,7 +191,7 @@ fn seen<'a>(op: &Attend, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment,
 
 /// Tokens of a segment that a row could see: up to its own place in logical order, and from the first
 /// that is inside the window.
-fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> Range<usize> {
+pub(crate) fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> Range<usize> {
     let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
     let Some(window) = op.window else { return 0..end };
     let distance =

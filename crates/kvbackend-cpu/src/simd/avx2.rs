@@ -3,15 +3,15 @@
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
     _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps,
-    _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence, _mm_storeu_si128,
-    _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8, _mm256_castps_si256,
-    _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128,
-    _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps,
-    _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
-    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps,
-    _mm256_or_si256, _mm256_permute_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_slli_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps,
-    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence, _mm_storeu_ps,
+    _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8,
+    _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_ps,
+    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256,
+    _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_min_ps,
+    _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_srli_epi32,
+    _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::Simd;
@@ -92,6 +92,45 @@ impl Simd for Avx2 {
             let x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
             let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
             _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+        }
+    }
+
+    /// Transposes while it adds.
+    #[inline(always)]
+    unsafe fn sum_four(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
+        unsafe {
+            let ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            let cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+            let low = _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd);
+            let high = _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd);
+            let x = _mm256_add_ps(low, high);
+            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), x);
+            sums
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(square: &mut [__m256; 16]) {
+        unsafe {
+            // Pairs of rows, then quarters of rows, then halves.
+            let mut pairs = *square;
+            for i in (0..8).step_by(2) {
+                pairs[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
+                pairs[i + 1] = _mm256_unpackhi_ps(square[i], square[i + 1]);
+            }
+            let mut fours = pairs;
+            for i in [0, 4] {
+                fours[i] = _mm256_shuffle_ps::<0b01_00_01_00>(pairs[i], pairs[i + 2]);
+                fours[i + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(pairs[i], pairs[i + 2]);
+                fours[i + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(pairs[i + 1], pairs[i + 3]);
+                fours[i + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(pairs[i + 1], pairs[i + 3]);
+            }
+            for i in 0..4 {
+                square[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[i + 4]);
+                square[i + 4] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[i + 4]);
+            }
         }
     }
 

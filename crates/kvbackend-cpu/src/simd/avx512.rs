@@ -2,15 +2,17 @@
 
 use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512,
-    _mm512_castps256_ps512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
+    _MM_HINT_T0, _mm_add_ps, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_storeu_ps, _mm256_add_ps,
+    _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_si256,
+    _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castps256_ps512,
+    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
     _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32,
-    _mm512_cvtps_ph, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_epi32,
-    _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps,
+    _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_mov_epi32, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps,
     _mm512_permutex2var_epi16, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
-    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_slli_epi32,
-    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps,
+    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_shuffle_f32x4,
+    _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512,
+    _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
 use super::Simd;
@@ -106,6 +108,52 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn largest(a: __m512) -> f32 {
         unsafe { _mm512_reduce_max_ps(a) }
+    }
+
+    /// Transposes while it adds: 13 instructions instead of four times ten.
+    #[inline(always)]
+    unsafe fn sum_four(a: __m512, b: __m512, c: __m512, d: __m512) -> [f32; 4] {
+        unsafe {
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let low = _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd);
+            let high = _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd);
+            let x = _mm512_add_ps(low, high);
+            let x = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x));
+            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), x);
+            sums
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(square: &mut [__m512; 16]) {
+        unsafe {
+            // Pairs of rows, then fours, as in each quarter of AVX2's; then quarters find their places.
+            let mut pairs = *square;
+            for i in (0..16).step_by(2) {
+                pairs[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
+                pairs[i + 1] = _mm512_unpackhi_ps(square[i], square[i + 1]);
+            }
+            let mut fours = pairs;
+            for i in (0..16).step_by(4) {
+                fours[i] = _mm512_shuffle_ps::<0b01_00_01_00>(pairs[i], pairs[i + 2]);
+                fours[i + 1] = _mm512_shuffle_ps::<0b11_10_11_10>(pairs[i], pairs[i + 2]);
+                fours[i + 2] = _mm512_shuffle_ps::<0b01_00_01_00>(pairs[i + 1], pairs[i + 3]);
+                fours[i + 3] = _mm512_shuffle_ps::<0b11_10_11_10>(pairs[i + 1], pairs[i + 3]);
+            }
+            for i in 0..4 {
+                let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(fours[i], fours[i + 4]);
+                let odd = _mm512_shuffle_f32x4::<0b11_01_11_01>(fours[i], fours[i + 4]);
+                let low_b = _mm512_shuffle_f32x4::<0b10_00_10_00>(fours[i + 8], fours[i + 12]);
+                let odd_b = _mm512_shuffle_f32x4::<0b11_01_11_01>(fours[i + 8], fours[i + 12]);
+                square[i] = _mm512_shuffle_f32x4::<0b10_00_10_00>(low, low_b);
+                square[i + 4] = _mm512_shuffle_f32x4::<0b10_00_10_00>(odd, odd_b);
+                square[i + 8] = _mm512_shuffle_f32x4::<0b11_01_11_01>(low, low_b);
+                square[i + 12] = _mm512_shuffle_f32x4::<0b11_01_11_01>(odd, odd_b);
+            }
+        }
     }
 
     #[inline(always)]

@@ -22,7 +22,7 @@ use super::{avx2::Avx2, avx512::Avx512};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SimdLevel {
-    /// Whatever the program was compiled for: SSE2 on x86-64, NEON on AArch64.
+    /// Whatever the program was compiled for: SSE2 on x86-64, NEON on 64-bit ARM.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,

@@ -49,6 +49,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     unsafe fn sum(a: Self::V) -> f32;
     unsafe fn largest(a: Self::V) -> f32;
+    /// The sums of four vectors.
+    #[inline(always)]
+    unsafe fn sum_four(a: Self::V, b: Self::V, c: Self::V, d: Self::V) -> [f32; 4] {
+        // SAFETY: the caller's.
+        unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
+    }
+    /// Exchanges rows and columns of the first `LANES` vectors.
+    unsafe fn transpose(square: &mut [Self::V; 16]);
     /// Exchanges the elements of each pair `(2 i, 2 i + 1)`.
     unsafe fn swap_pairs(a: Self::V) -> Self::V;
     /// `(x0, x0, x1, x1, …)` of the first half of the lanes at `from`.

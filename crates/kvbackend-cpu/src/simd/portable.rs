@@ -84,6 +84,14 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn transpose(square: &mut [Self::V; 16]) {
+        let before = *square;
+        for (i, row) in square[..LANES].iter_mut().enumerate() {
+            *row = each(|j| before[j][i]);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn swap_pairs(a: Self::V) -> Self::V {
         each(|i| a[i ^ 1])
     }

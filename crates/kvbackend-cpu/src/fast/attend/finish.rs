@@ -1,0 +1,130 @@
+//! From open softmaxes to output rows: parts of the same tokens first, then merge groups.
+
+use half::{bf16, f16};
+use kvcore::DType;
+use kvcore::kernels::Attend;
+
+use super::{Outputs, State};
+use crate::fast::rotate::Lane;
+use crate::simd::Simd;
+
+/// Merges the states of one row and head, and writes output and log-sum-exp. The state of group `g` and part `p`
+/// lies at `states + g * group stride + p * part stride`.
+///
+/// # Safety
+/// All these states are there, and no other thread touches this row and head of the outputs. What lies in the
+/// states is used up.
+#[inline(always)]
+pub(super) unsafe fn finish<S: Simd>(
+    op: &Attend,
+    outputs: &Outputs<'_>,
+    (row, head): (usize, usize),
+    states: *mut f32,
+    (parts, part_stride): (usize, usize),
+    state: State,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        for (index, group) in op.groups.iter().enumerate() {
+            let first = states.add(index * state.count * state.stride());
+            for part in 1..parts {
+                merge::<S>(first, first.add(part * part_stride), state.v_dim);
+            }
+            // From here on the state of a group is a single element: its log-sum-exp, and its mean value.
+            let (max, sum) = (*first, *first.add(1));
+            if sum != 0.0 {
+                scale::<S>(first.add(2), state.v_dim, 1.0 / sum);
+                (*first, *first.add(1)) = ((max + sum.ln()) * group.lse_scale, 1.0);
+            }
+            if index > 0 {
+                merge::<S>(states, first, state.v_dim);
+            }
+        }
+        let (max, sum, values) = (*states, *states.add(1), states.add(2));
+        let lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
+        if sum != 0.0 && sum != 1.0 {
+            scale::<S>(values, state.v_dim, 1.0 / sum);
+        }
+        outputs.write::<S>(row, head, values, state.v_dim, lse);
+    }
+}
+
+/// Adds one open softmax to another.
+#[inline(always)]
+unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
+    // SAFETY: the caller's.
+    unsafe {
+        let (a, b) = (*into, *from);
+        if *from.add(1) == 0.0 {
+            return;
+        }
+        let max = if a > b { a } else { b };
+        // Of nothing nothing remains; −∞ less −∞ is no number.
+        let keep = if *into.add(1) == 0.0 { 0.0 } else { (a - max).exp() };
+        let take = (b - max).exp();
+        *into = max;
+        *into.add(1) = *into.add(1) * keep + *from.add(1) * take;
+        let (mut i, keeps, takes) = (2, S::splat(keep), S::splat(take));
+        while i + S::LANES <= v_dim + 2 {
+            let sum = S::mul_add(S::load(from.add(i)), takes, S::mul(S::load(into.add(i)), keeps));
+            S::store(into.add(i), sum);
+            i += S::LANES;
+        }
+        for i in i..v_dim + 2 {
+            *into.add(i) = *into.add(i) * keep + *from.add(i) * take;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn scale<S: Simd>(values: *mut f32, n: usize, by: f32) {
+    let mut i = 0;
+    // SAFETY: the caller's.
+    unsafe {
+        while i + S::LANES <= n {
+            S::store(values.add(i), S::mul(S::load(values.add(i)), S::splat(by)));
+            i += S::LANES;
+        }
+        for i in i..n {
+            *values.add(i) *= by;
+        }
+    }
+}
+
+impl Outputs<'_> {
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, row: usize, head: usize, values: *const f32, n: usize, lse: f32) {
+        let (view, bytes) = self.out;
+        let (strides, size) = (view.strides(), view.dtype().bits() / 8);
+        let at = (view.offset() + row * strides[0] + head * strides[1]) * size;
+        let to = bytes.at(at, n * size);
+        // SAFETY: `at` has checked the row; nobody else writes it.
+        unsafe {
+            match view.dtype() {
+                DType::F16 => store::<S, f16>(values, to.cast(), n),
+                DType::BF16 => store::<S, bf16>(values, to.cast(), n),
+                _ => std::ptr::copy_nonoverlapping(values, to.cast::<f32>(), n),
+            }
+            if let Some((view, bytes)) = self.lse {
+                let strides = view.strides();
+                let at = (view.offset() + row * strides[0] + head * strides[1]) * 4;
+                *bytes.at(at, 4).cast::<f32>() = lse;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn store<S: Simd, E: Lane>(from: *const f32, to: *mut E, n: usize) {
+    let mut i = 0;
+    // SAFETY: the caller's.
+    unsafe {
+        while i + S::LANES <= n {
+            E::store::<S>(to.add(i), S::load(from.add(i)));
+            i += S::LANES;
+        }
+        for i in i..n {
+            to.add(i).write(E::from_f32(*from.add(i)));
+        }
+    }
+}

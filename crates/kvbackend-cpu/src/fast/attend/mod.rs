@@ -1,0 +1,207 @@
+//! Attention: decode at the speed of reading the cache, prefill at that of its products.
+//!
+//! ```text
+//!   plan      a call as items: some rows, some heads, some tokens
+//!   item      an item's tokens, a tile of 64 at a time:
+//!     source    rows where they lie, or widened once for many queries
+//!     products  queries · keys, in blocks of registers
+//!     softmax   logits to weights, the maximum so far kept
+//!     products  weights · values
+//!   finish    items that share rows are merged, then merge groups; output
+//! ```
+//!
+//! A softmax stays open between tiles as *state*: largest logit, sum of weights, weighted sum of values.
+
+mod codes;
+mod finish;
+mod item;
+mod plan;
+mod products;
+mod softmax;
+mod source;
+
+use std::cell::RefCell;
+
+use kvcore::kernels::{Attend, AttendMla};
+use kvcore::{Error, Result, TensorView};
+use parking_lot::Mutex;
+
+use self::finish::finish;
+use self::item::{Compute, Inputs, Part, Queries, Scratch};
+use self::plan::{Plan, Units};
+use self::source::Source;
+use super::Fast;
+use super::rotate::Turn;
+use crate::memory::Access;
+use crate::raw::Target;
+use crate::reference;
+use crate::simd::{Simd, Task};
+
+/// How states lie: largest logit, sum, values; a state per query.
+#[derive(Clone, Copy)]
+struct State {
+    v_dim: usize,
+    /// States of one merge group.
+    count: usize,
+}
+
+impl State {
+    /// Elements of a state.
+    #[inline(always)]
+    fn stride(self) -> usize {
+        self.v_dim + 2
+    }
+
+    /// Makes the states of all groups those of nothing.
+    ///
+    /// # Safety
+    /// There is room for them.
+    unsafe fn open(self, states: *mut f32, groups: usize) {
+        // SAFETY: the caller's.
+        let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
+        states.fill(0.0);
+        states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
+    }
+}
+
+/// Where results go.
+struct Outputs<'a> {
+    out: (&'a TensorView, Target<'a>),
+    lse: Option<(&'a TensorView, Target<'a>)>,
+}
+
+/// What a thread keeps between calls.
+#[derive(Default)]
+struct Kept {
+    plan: Plan,
+    shared: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static KEPT: RefCell<Kept> = RefCell::default();
+}
+
+impl Fast {
+    pub(crate) fn attend(&self, op: &Attend) -> Result<()> {
+        if in_one_storage(op, None) { reference::attend(op) } else { self.attend_rows(op, None) }
+    }
+
+    pub(crate) fn attend_mla(&self, op: &AttendMla) -> Result<()> {
+        if in_one_storage(&op.attend, Some(&op.q_latent)) {
+            reference::attend_mla(op)
+        } else {
+            self.attend_rows(&op.attend, Some(&op.q_latent))
+        }
+    }
+
+    fn attend_rows(&self, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
+        let s = op.arena.layout().shape();
+        let units = Units::new(op.q.shape()[1], s.k_heads, s.v_heads);
+        let storage = |view: &'_ TensorView| view.storage().address();
+        let reads: smallvec::SmallVec<[_; 8]> = op
+            .arena
+            .storages()
+            .chain([Some(&op.q), latent].into_iter().flatten().map(TensorView::storage))
+            .collect();
+        let writes: smallvec::SmallVec<[_; 2]> =
+            [Some(&op.out), op.lse.as_ref()].into_iter().flatten().map(TensorView::storage).collect();
+        let mut access = Access::new(&reads, &writes)?;
+        let mut parts = access.parts();
+        let keys = Source::new(&op.arena.k_plane(), &mut parts)?;
+        let values = Source::new(&op.arena.v_plane(), &mut parts)?;
+        let q = parts.read(op.q.storage())?;
+        let latent = match latent {
+            Some(view) if storage(view) == storage(&op.q) => Some(Queries::new(view, q)),
+            Some(view) => Some(Queries::new(view, parts.read(view.storage())?)),
+            None => None,
+        };
+        let turn = op.rope.as_deref().map(Turn::of_checked).transpose()?;
+        let inputs = Inputs { op, units, keys, values, q: Queries::new(&op.q, q), latent, turn };
+        let out = (&op.out, Target::new(parts.write(op.out.storage())?));
+        let lse = match &op.lse {
+            Some(view) => Some((view, Target::new(parts.write(view.storage())?))),
+            None => None,
+        };
+        let outputs = Outputs { out, lse };
+        KEPT.with_borrow_mut(|kept| self.run_plan(&inputs, &outputs, kept))
+    }
+
+    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, kept: &mut Kept) -> Result<()> {
+        let Kept { plan, shared } = kept;
+        plan.make(inputs.op, inputs.units, self.workers.count());
+        if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
+            plan.make(inputs.op, inputs.units, 1);
+        }
+        shared.resize(plan.shared.max(shared.len()), 0.0);
+        let shared = Target::new(bytemuck::cast_slice_mut(shared));
+        let failed: Mutex<Option<Error>> = Mutex::new(None);
+        let work = |i: usize| {
+            // The last rows of a prefill see most: they go first.
+            let item = &plan.items[plan.items.len() - 1 - i];
+            let part = Part { inputs, item, outputs, shared };
+            // Not inside the task: a closure there would be compiled without its instructions.
+            let result = SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
+            if let Err(error) = result {
+                failed.lock().get_or_insert(error);
+            }
+        };
+        if self.parts(plan.items.len(), plan.cost) == 1 {
+            (0..plan.items.len()).for_each(work);
+        } else {
+            self.workers.run(plan.items.len(), &work);
+        }
+        if let Some(error) = failed.into_inner() {
+            return Err(error);
+        }
+        self.level.run(Merge { inputs, plan, outputs, shared });
+        Ok(())
+    }
+}
+
+/// Whether results lie in a storage that is read, or both in one: then all must be computed before any is written.
+fn in_one_storage(op: &Attend, latent: Option<&TensorView>) -> bool {
+    let address = |view: &TensorView| view.storage().address();
+    let out = address(&op.out);
+    let lse = op.lse.as_ref().map(address);
+    let reads = [Some(&op.q), latent].into_iter().flatten().map(address);
+    lse == Some(out) || reads.into_iter().any(|read| read == out || Some(read) == lse)
+}
+
+/// Rows whose tokens were divided.
+struct Merge<'a> {
+    inputs: &'a Inputs<'a>,
+    plan: &'a Plan,
+    outputs: &'a Outputs<'a>,
+    shared: Target<'a>,
+}
+
+impl Task for Merge<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (op, units) = (self.inputs.op, self.inputs.units);
+        for divided in &self.plan.divided {
+            let item = &self.plan.items[divided.item];
+            let Some(start) = item.shared else { continue };
+            let count = item.units.len() * units.size * item.rows.len();
+            let state = State { v_dim: self.inputs.values.dim, count };
+            let part = op.groups.len() * count * state.stride();
+            let states = self.shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
+            let mut query = 0;
+            for unit in item.units.clone() {
+                for row in item.rows.clone() {
+                    for head in unit * units.size..(unit + 1) * units.size {
+                        // SAFETY: all items have run, and each has left a state for every query.
+                        unsafe {
+                            let at = states.add(query * state.stride());
+                            finish::<S>(op, self.outputs, (row, head), at, (divided.parts, part), state);
+                        }
+                        query += 1;
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The two products of attention, over rows that lie anywhere: queries with keys, weights with values.
+
+use crate::fast::rotate::Lane;
+use crate::simd::Simd;
+
+/// Tokens whose products with a query are summed together.
+const TOKENS: usize = 4;
+
+/// Rows that come next, asked for while others are computed.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Ahead<'a> {
+    pub(super) keys: &'a [*const u8],
+    pub(super) values: &'a [*const u8],
+    /// Bytes of a key and of a value.
+    pub(super) bytes: (usize, usize),
+}
+
+impl Ahead<'_> {
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&self, tokens: std::ops::Range<usize>) {
+        for (rows, bytes) in [(self.keys, self.bytes.0), (self.values, self.bytes.1)] {
+            for t in tokens.clone() {
+                let Some(row) = rows.get(t) else { break };
+                let mut at = 0;
+                while at < bytes {
+                    // SAFETY: any address may be asked for.
+                    unsafe { S::prefetch(row.wrapping_add(at)) };
+                    at += 64;
+                }
+            }
+        }
+    }
+}
+
+/// `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
+///
+/// # Safety
+/// Queries have `Q * dim` elements, each row `dim`, and logits room for `rows.len()` at each stride.
+#[inline(always)]
+pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
+    queries: *const f32,
+    dim: usize,
+    rows: &[*const u8],
+    (logits, stride): (*mut f32, usize),
+    add: bool,
+    ahead: Ahead<'_>,
+) {
+    let mut t = 0;
+    // SAFETY: `t` stays below the number of rows.
+    unsafe {
+        while t + TOKENS <= rows.len() {
+            ahead.ask::<S>(t..t + TOKENS);
+            let four = [rows[t].cast::<E>(), rows[t + 1].cast(), rows[t + 2].cast(), rows[t + 3].cast()];
+            let sums = block::<S, E, Q>(queries, dim, four);
+            for (a, sums) in sums.iter().enumerate() {
+                put(logits.add(a * stride + t), sums, add);
+            }
+            t += TOKENS;
+        }
+        if t < rows.len() {
+            let left = rows.len() - t;
+            let at = |j: usize| rows[t + j.min(left - 1)].cast::<E>();
+            let sums = block::<S, E, Q>(queries, dim, [at(0), at(1), at(2), at(3)]);
+            for (a, sums) in sums.iter().enumerate() {
+                put(logits.add(a * stride + t), &sums[..left], add);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn put(to: *mut f32, sums: &[f32], add: bool) {
+    for (j, sum) in sums.iter().enumerate() {
+        // SAFETY: the caller's.
+        unsafe { *to.add(j) = if add { *to.add(j) + sum } else { *sum } };
+    }
+}
+
+#[inline(always)]
+unsafe fn block<S: Simd, E: Lane, const Q: usize>(
+    queries: *const f32,
+    dim: usize,
+    rows: [*const E; TOKENS],
+) -> [[f32; TOKENS]; Q] {
+    // SAFETY: `i + LANES <= dim` wherever a vector is loaded.
+    unsafe {
+        let mut acc = [[S::splat(0.0); TOKENS]; Q];
+        let mut i = 0;
+        while i + S::LANES <= dim {
+            let keys = [
+                E::load::<S>(rows[0].add(i)),
+                E::load::<S>(rows[1].add(i)),
+                E::load::<S>(rows[2].add(i)),
+                E::load::<S>(rows[3].add(i)),
+            ];
+            for (a, acc) in acc.iter_mut().enumerate() {
+                let q = S::load(queries.add(a * dim + i));
+                for (acc, key) in acc.iter_mut().zip(keys) {
+                    *acc = S::mul_add(q, key, *acc);
+                }
+            }
+            i += S::LANES;
+        }
+        let mut sums = [[0.0; TOKENS]; Q];
+        for (a, (sums, acc)) in sums.iter_mut().zip(acc).enumerate() {
+            *sums = S::sum_four(acc[0], acc[1], acc[2], acc[3]);
+            for i in i..dim {
+                let q = *queries.add(a * dim + i);
+                for (sum, row) in sums.iter_mut().zip(rows) {
+                    *sum += q * row.add(i).read().to_f32();
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows of output of
+/// `dim` elements each, `N` vectors of them at a time.
+///
+/// # Safety
+/// Each row has `dim` elements, weights has `rows.len()` at each stride, and out room for `dim` at each of its.
+#[inline(always)]
+pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize>(
+    weights: *const f32,
+    stride: usize,
+    rows: &[*const u8],
+    dim: usize,
+    (out, out_stride): (*mut f32, usize),
+    shrink: [f32; Q],
+) {
+    let mut i = 0;
+    // SAFETY: `i` plus the width of each strip stays within `dim`.
+    unsafe {
+        while i + N * S::LANES <= dim {
+            strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink);
+            i += N * S::LANES;
+        }
+        while i + S::LANES <= dim {
+            strip::<S, E, Q, 1>(weights, stride, rows, i, (out, out_stride), shrink);
+            i += S::LANES;
+        }
+        for i in i..dim {
+            for (a, shrink) in shrink.into_iter().enumerate() {
+                let mut sum = *out.add(a * out_stride + i) * shrink;
+                for (t, row) in rows.iter().enumerate() {
+                    sum += *weights.add(a * stride + t) * row.cast::<E>().add(i).read().to_f32();
+                }
+                *out.add(a * out_stride + i) = sum;
+            }
+        }
+    }
+}
+
+/// `N` vectors of each output, from element `i` on.
+#[inline(always)]
+unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
+    weights: *const f32,
+    stride: usize,
+    rows: &[*const u8],
+    i: usize,
+    (out, out_stride): (*mut f32, usize),
+    shrink: [f32; Q],
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut acc = [[S::splat(0.0); N]; Q];
+        for (a, acc) in acc.iter_mut().enumerate() {
+            for (n, acc) in acc.iter_mut().enumerate() {
+                let before = S::load(out.add(a * out_stride + i + n * S::LANES));
+                *acc = S::mul(before, S::splat(shrink[a]));
+            }
+        }
+        for (t, row) in rows.iter().enumerate() {
+            let row = row.cast::<E>().add(i);
+            let mut values = [S::splat(0.0); N];
+            for (n, value) in values.iter_mut().enumerate() {
+                *value = E::load::<S>(row.add(n * S::LANES));
+            }
+            for (a, acc) in acc.iter_mut().enumerate() {
+                let weight = S::splat(*weights.add(a * stride + t));
+                for (acc, value) in acc.iter_mut().zip(values) {
+                    *acc = S::mul_add(weight, value, *acc);
+                }
+            }
+        }
+        for (a, acc) in acc.into_iter().enumerate() {
+            for (n, acc) in acc.into_iter().enumerate() {
+                S::store(out.add(a * out_stride + i + n * S::LANES), acc);
+            }
+        }
+    }
+}
+
+/// `to[i * stride + t] = rows[t][i]` for rows of `dim` elements; columns past the last row are filled with it.
+///
+/// # Safety
+/// There is at least one row, each has `dim` elements, and `to` room for `dim` times `stride`, which is a multiple
+/// of the vector.
+#[inline(always)]
+pub(super) unsafe fn transpose<S: Simd, E: Lane>(
+    rows: &[*const u8],
+    dim: usize,
+    to: *mut f32,
+    stride: usize,
+) {
+    let mut t = 0;
+    // SAFETY: `t` stays below `stride`, `i` below `dim`.
+    unsafe {
+        while t < stride {
+            let mut i = 0;
+            while i + S::LANES <= dim {
+                let mut square = [S::splat(0.0); 16];
+                for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
+                    *vector = E::load::<S>(rows[(t + lane).min(rows.len() - 1)].cast::<E>().add(i));
+                }
+                S::transpose(&mut square);
+                for (lane, vector) in square[..S::LANES].iter().enumerate() {
+                    S::store(to.add((i + lane) * stride + t), *vector);
+                }
+                i += S::LANES;
+            }
+            for i in i..dim {
+                for lane in 0..S::LANES {
+                    let row = rows[(t + lane).min(rows.len() - 1)].cast::<E>();
+                    *to.add(i * stride + t + lane) = row.add(i).read().to_f32();
+                }
+            }
+            t += S::LANES;
+        }
+    }
+}

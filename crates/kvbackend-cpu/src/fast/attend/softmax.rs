@@ -1,0 +1,85 @@
+//! Logits to weights, a tile at a time (Milakov and Gimelshein, 2018).
+
+use crate::simd::{Simd, exp};
+
+/// How a tile's products become logits.
+#[derive(Clone, Copy)]
+pub(super) struct Scaling {
+    pub(super) factor: f32,
+    pub(super) softcap: Option<f32>,
+}
+
+/// Turns `n` products into weights relative to the largest logit so far, `state[0]`, and adds them to the sum,
+/// `state[1]`. Returns by what earlier weights shrink, or nothing if all logits are −∞.
+///
+/// # Safety
+/// `row` has room for `n` elements and one vector more, `state` for two.
+#[inline(always)]
+pub(super) unsafe fn weights<S: Simd>(
+    row: *mut f32,
+    n: usize,
+    scaling: Scaling,
+    state: *mut f32,
+) -> Option<f32> {
+    // SAFETY: whole vectors lie within `n` elements and one vector more.
+    unsafe {
+        let largest = scaled::<S>(row, n, scaling);
+        let before = *state;
+        let mut max = if largest > before { largest } else { before };
+        if max == f32::NEG_INFINITY {
+            // A maximum passes over what is not a number; it must reach the output all the same.
+            if !(0..n).any(|t| (*row.add(t)).is_nan()) {
+                return None;
+            }
+            max = f32::NAN;
+        }
+        for t in n..n + S::LANES {
+            *row.add(t) = f32::NEG_INFINITY;
+        }
+        let (mut sum, top) = (S::splat(0.0), S::splat(max));
+        let mut t = 0;
+        while t < n {
+            let weight = exp::<S>(S::sub(S::load(row.add(t)), top));
+            S::store(row.add(t), weight);
+            sum = S::add(sum, weight);
+            t += S::LANES;
+        }
+        let shrink = if before == max { 1.0 } else { (before - max).exp() };
+        *state = max;
+        *state.add(1) = *state.add(1) * shrink + S::sum(sum);
+        Some(shrink)
+    }
+}
+
+/// Scales and caps the products, and gives the largest.
+#[inline(always)]
+unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: Scaling) -> f32 {
+    // SAFETY: the caller's.
+    unsafe {
+        if let Some(cap) = scaling.softcap {
+            let mut largest = f32::NEG_INFINITY;
+            for t in 0..n {
+                let logit = cap * (*row.add(t) * scaling.factor / cap).tanh();
+                *row.add(t) = logit;
+                largest = if largest > logit { largest } else { logit };
+            }
+            return largest;
+        }
+        let factor = S::splat(scaling.factor);
+        let mut largest = S::splat(f32::NEG_INFINITY);
+        let mut t = 0;
+        while t + S::LANES <= n {
+            let logits = S::mul(S::load(row.add(t)), factor);
+            S::store(row.add(t), logits);
+            largest = S::max(largest, logits);
+            t += S::LANES;
+        }
+        let mut largest = S::largest(largest);
+        for t in t..n {
+            let logit = *row.add(t) * scaling.factor;
+            *row.add(t) = logit;
+            largest = if largest > logit { largest } else { logit };
+        }
+        largest
+    }
+}

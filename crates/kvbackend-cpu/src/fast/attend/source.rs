@@ -1,0 +1,61 @@
+//! K or V as rows: where they lie if they are dense, decoded otherwise.
+
+use kvcore::{DType, KvFormat, KvPlane, Result};
+
+use super::codes::decode;
+use crate::memory::Parts;
+use crate::plane::{RowAt, Rows, Span};
+use crate::raw::Origin;
+use crate::simd::Simd;
+
+/// One plane of an arena, to read.
+pub(super) struct Source<'a> {
+    rows: Rows<'a>,
+    codes: Origin<'a>,
+    span: Span,
+    format: KvFormat,
+    /// The element type of a dense plane.
+    pub(super) dense: Option<DType>,
+    /// Elements of a row.
+    pub(super) dim: usize,
+}
+
+impl<'a> Source<'a> {
+    pub(super) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
+        let rows = Rows::new(plane, parts)?;
+        let dense = match plane.format {
+            KvFormat::Dense(dtype) => Some(dtype),
+            _ => None,
+        };
+        let (codes, span) = (Origin::new(rows.codes()), Span::codes(plane));
+        Ok(Self { rows, codes, span, format: plane.format, dense, dim: plane.dim })
+    }
+
+    /// Where a row's codes begin.
+    #[inline(always)]
+    pub(super) fn row(&self, at: RowAt) -> *const u8 {
+        let bytes = self.span.bytes(at);
+        self.codes.at(bytes.start, bytes.end - bytes.start)
+    }
+
+    /// Bytes of a row.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.span.row_bytes()
+    }
+
+    /// A row of a quantised plane.
+    ///
+    /// # Safety
+    /// There is room for a row.
+    #[inline(always)]
+    pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) -> Result<()> {
+        let (codes, scales) = self.rows.row(at);
+        // SAFETY: the caller's; the layout has whole groups.
+        unsafe {
+            if !decode::<S>(self.format, codes, scales, to) {
+                self.rows.read(at, std::slice::from_raw_parts_mut(to, self.dim))?;
+            }
+        }
+        Ok(())
+    }
+}

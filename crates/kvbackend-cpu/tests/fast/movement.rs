@@ -1,0 +1,164 @@
+//! Rows and blocks that are moved or rotated: the same bits.
+
+use std::sync::Arc;
+
+use kvcore::kernels::{ApplyRope, CopyBlocks, Gather, RotateKeys, Rotation, Scatter, SwapBlocks};
+use kvcore::rope::RopeScaling;
+use kvcore::{BlockId, BlockOrder, DType, KvShape, Pairing, Rope, RopeConfig};
+use proptest::prelude::*;
+
+use super::{compare, encode, equal, numbers, shape};
+
+/// Each slot once at most, and padding between them.
+fn slots(shape: &KvShape, picks: &[u16]) -> Arc<[i64]> {
+    let total = shape.num_blocks * shape.block_size;
+    let mut taken = vec![false; total];
+    let mut slot = |&pick: &u16| {
+        let slot = usize::from(pick) % (total + 3);
+        if slot >= total || std::mem::replace(&mut taken[slot], true) { -1 } else { slot as i64 }
+    };
+    picks.iter().map(&mut slot).collect()
+}
+
+fn rope(dim: usize, rotary: usize, interleaved: bool, yarn: bool) -> Arc<Rope> {
+    let scaling = RopeScaling::Yarn {
+        factor: 4.0,
+        attention_factor: 1.138_629_4,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position: 64,
+        truncate: true,
+    };
+    let rotary_dim = (rotary % dim + 1).next_multiple_of(2).min(dim / 2 * 2).max(2);
+    let pairing = if interleaved { Pairing::Interleaved } else { Pairing::HalfSplit };
+    let base = RopeConfig { rotary_dim, pairing, ..RopeConfig::new(dim, 1000.0) };
+    let config = if yarn && rotary_dim > 2 { RopeConfig { scaling, ..base } } else { base };
+    Arc::new(Rope::new(config, 5000).unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 80, ..ProptestConfig::default() })]
+
+    #[test]
+    fn rows_are_scattered(shape in shape(), picks in prop::collection::vec(any::<u16>(), 0..150), gap in 0..3usize, wide in any::<bool>()) {
+        let slots = slots(&shape, &picks);
+        compare(|lab| {
+            let arena = lab.arena(&shape, 1);
+            let dtype = if wide { DType::F32 } else { shape.format.storage_dtype() };
+            let k = lab.rows(dtype, [slots.len(), shape.k_heads, shape.k_dim], gap, 3);
+            let v = lab.rows(dtype, [slots.len(), shape.v_heads, shape.v_dim], gap, 4);
+            let layer = shape.num_layers - 1;
+            lab.stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots: Arc::clone(&slots) }).unwrap();
+            lab.contents(&arena)
+        }, equal)?;
+    }
+
+    #[test]
+    fn rows_are_gathered_and_rotated_on_the_way(
+        shape in shape(),
+        picks in prop::collection::vec(any::<u16>(), 0..150),
+        gap in 0..3usize,
+        turn in prop::option::of((-4000i64..4000, 0..150usize, any::<bool>())),
+    ) {
+        let slots = slots(&shape, &picks);
+        compare(|lab| {
+            let arena = lab.arena(&shape, 1);
+            let dtype = shape.format.storage_dtype();
+            let k = lab.rows(dtype, [slots.len(), shape.k_heads, shape.k_dim], gap, 3);
+            let v = lab.rows(dtype, [slots.len(), shape.v_heads, shape.v_dim], gap, 4);
+            let rotation = turn.map(|(delta, rotary, interleaved)| {
+                Rotation { rope: rope(shape.k_dim, rotary, interleaved, false), delta }
+            });
+            let op = Gather { arena, layer: 0, slots: Arc::clone(&slots), k: k.clone(), v: v.clone(), rotation };
+            lab.stream.gather(&op).unwrap();
+            [lab.bytes(k.storage()), lab.bytes(v.storage())].concat()
+        }, equal)?;
+    }
+
+    #[test]
+    fn rows_are_rotated_in_place(
+        rows in 0..60usize,
+        heads in 1..5usize,
+        dim in prop::sample::select(vec![2usize, 6, 16, 32, 48, 64, 66, 80, 128, 192]),
+        (rotary, interleaved, yarn) in (0..200usize, any::<bool>(), any::<bool>()),
+        dtype in prop::sample::select(DType::COMPUTE.to_vec()),
+        gap in 0..3usize,
+        first in -2000i64..2000,
+    ) {
+        let rope = rope(dim, rotary, interleaved, yarn);
+        compare(|lab| {
+            let view = lab.rows(dtype, [rows, heads, dim], gap, 5);
+            let positions = (0..rows as i64).map(|i| first + i * i % 977).collect();
+            lab.stream.rope(&ApplyRope { rows: view.clone(), positions, rope: Arc::clone(&rope) }).unwrap();
+            lab.bytes(view.storage())
+        }, equal)?;
+    }
+
+    #[test]
+    fn blocks_are_copied_swapped_and_rotated(
+        shape in shape(),
+        chosen in any::<u16>(),
+        other_order in any::<bool>(),
+        (delta, rotary, interleaved) in (-4000i64..4000, 0..150usize, any::<bool>()),
+    ) {
+        // Some of the first half of the blocks go to the second half.
+        let half = shape.num_blocks as u32 / 2;
+        let pairs: Arc<[_]> = (0..half)
+            .filter(|i| chosen >> i & 1 == 1)
+            .map(|i| (BlockId(half - 1 - i), BlockId(half + i)))
+            .collect();
+        let order = match (other_order, shape.order) {
+            (true, BlockOrder::HeadMajor) => BlockOrder::TokenMajor,
+            (true, BlockOrder::TokenMajor) => BlockOrder::HeadMajor,
+            (false, order) => order,
+        };
+        compare(|lab| {
+            let (here, there) = (lab.arena(&shape, 1), lab.arena(&KvShape { order, ..shape.clone() }, 2));
+            let pairs = Arc::clone(&pairs);
+            lab.stream.copy_blocks(&CopyBlocks { arena: here.clone(), pairs: Arc::clone(&pairs) }).unwrap();
+            let swap = SwapBlocks { src: here.clone(), dst: there.clone(), pairs: Arc::clone(&pairs) };
+            lab.stream.swap_blocks(&swap).unwrap();
+            let swapped = lab.contents(&there);
+            let rotation = Rotation { rope: rope(shape.k_dim, rotary, interleaved, false), delta };
+            for dst in [&here, &there] {
+                let (src, dst, rotation) = (here.clone(), dst.clone(), rotation.clone());
+                let op = RotateKeys { src, dst, layer: shape.num_layers - 1, pairs: Arc::clone(&pairs), rotation };
+                lab.stream.rotate_keys(&op).unwrap();
+            }
+            [swapped, lab.contents(&here), lab.contents(&there)].concat()
+        }, equal)?;
+    }
+}
+
+/// Which row wins is open, but it is one of them, whole.
+#[test]
+fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
+    let shape = KvShape {
+        num_layers: 1,
+        num_blocks: 2,
+        block_size: 4,
+        k_heads: 2,
+        v_heads: 2,
+        k_dim: 64,
+        v_dim: 64,
+        format: DType::BF16.into(),
+        order: BlockOrder::TokenMajor,
+    };
+    let slots: Arc<[i64]> = (0..600).map(|i| i % 3).collect();
+    for way in super::ways() {
+        let lab = super::Lab::new(&way);
+        let arena = lab.arena(&shape, 1);
+        let rows = |seed| lab.rows(DType::BF16, [600, 2, 64], 0, seed);
+        let (k, v) = (rows(3), rows(4));
+        lab.stream
+            .scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: Arc::clone(&slots) })
+            .unwrap();
+        let offered = encode(DType::BF16, &numbers(600 * 128, 3));
+        let cache = lab.bytes(arena.k());
+        for slot in 0..3 {
+            let row = &cache[slot * 256..][..256];
+            let one_of = (slot..600).step_by(3).any(|i| &offered[i * 256..][..256] == row);
+            assert!(one_of, "{way:?}: slot {slot}");
+        }
+    }
+}
