@@ -82,6 +82,16 @@ pub enum Error {
     /// A tenant's tag that is taken.
     #[error("tenant {0:?} is there already")]
     TenantExists(String),
+    /// A tenant's salt that another one has, or that is empty, as the default tenant's is.
+    #[error(
+        "tenant {tag:?} has the salt of tenant {other:?}, so that they would share chunks; give it its own"
+    )]
+    SharedSalt {
+        /// The tenant that is refused.
+        tag: String,
+        /// The one that is there.
+        other: String,
+    },
     /// A cache that was built without a [`SleepStore`](crate::SleepStore).
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,

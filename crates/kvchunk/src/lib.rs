@@ -40,8 +40,8 @@ mod sleep;
 
 pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, Scratch};
 pub use cache::{
-    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkInfo, ChunkKvCache, ChunkReservation, ChunkWaiter,
-    ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
+    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkKvCache,
+    ChunkReservation, ChunkWaiter, ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};

@@ -23,8 +23,9 @@ pub struct ChunkKvCache(Arc<Held>);
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) cache: Arc<Shared>,
-    /// The entry and its generation; `None` for a piece that is not kept.
-    pub(super) entry: Option<(u32, u64)>,
+    /// Where the piece is in the index; `None` for one that is not kept.
+    pub(super) slot: Option<u32>,
+    pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
     /// `None` only while it is dropped.
     pub(super) blocks: Option<SharedBlocks>,
@@ -37,9 +38,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         // The blocks first: once the cache hears of it, it may evict the piece and wants them back.
         drop(self.blocks.take());
-        if let Some((entry, generation)) = self.entry {
-            self.cache.release(entry, generation);
-        }
+        self.cache.release(self.slot, self.generation);
     }
 }
 

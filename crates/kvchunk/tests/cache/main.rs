@@ -4,6 +4,7 @@
 mod collisions;
 mod flight;
 mod keeping;
+mod moving;
 mod sleeping;
 mod stress;
 mod tenants;
@@ -109,6 +110,7 @@ impl Memory {
 #[derive(Debug)]
 struct Saved {
     memory: Arc<Memory>,
+    blocks: usize,
     exact: bool,
 }
 
@@ -127,7 +129,7 @@ impl SleepStore for Store {
             return Err(kvchunk::Error::SleepFull { asked: blocks.len(), free: 0, limit: 0 });
         }
         self.memory.log.lock().push(format!("save {}", blocks.len()));
-        Ok(Box::new(Saved { memory: Arc::clone(&self.memory), exact: self.exact }))
+        Ok(Box::new(Saved { memory: Arc::clone(&self.memory), blocks: blocks.len(), exact: self.exact }))
     }
 }
 
@@ -141,7 +143,7 @@ impl Sleeping for Saved {
     }
 
     fn bytes(&self) -> usize {
-        1
+        self.blocks
     }
 
     fn is_exact(&self) -> bool {
