@@ -1,5 +1,7 @@
 //! The error type of this crate.
 
+use std::time::Duration;
+
 /// What can go wrong between a prompt and its placed chunks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -95,6 +97,20 @@ pub enum Error {
     /// A cache that was built without a [`SleepStore`](crate::SleepStore).
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,
+    /// A rank that did not come to an agreement.
+    #[error("a rank has left, or did not answer within {limit:?}; end the request on all ranks")]
+    RankLost {
+        /// How long the others wait.
+        limit: Duration,
+    },
+    /// Ranks that assemble different prompts.
+    #[error("ranks compute different prompts: {own} flags to agree on here, {others} elsewhere")]
+    RanksDiffer {
+        /// Flags of this rank.
+        own: usize,
+        /// Flags of another one.
+        others: usize,
+    },
     /// A place to sleep that is full.
     #[error("no room to sleep: {asked} bytes asked, {free} of {limit} free")]
     SleepFull {

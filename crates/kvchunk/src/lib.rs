@@ -38,7 +38,10 @@ mod recompute;
 mod scaling;
 mod sleep;
 
-pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, Scratch};
+pub use assembly::{
+    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, LocalRank, RankAgreement, Recomputation,
+    Scratch,
+};
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkKvCache,
     ChunkReservation, ChunkWaiter, ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,

@@ -7,7 +7,8 @@ use kvcore::{BlockPool, KvLayout, MutableBlocks};
 use crate::error::{Error, Result};
 
 /// Blocks for chunks. It shares the arena and the block ids with the main pool, so that one attend reads
-/// both, and never takes a block from it nor gives one.
+/// both, and never takes a block from it nor gives one. A piece that finds no room here is computed into blocks of
+/// the *main* pool, for its request alone and until that ends.
 ///
 /// ```
 /// use kvchunk::ChunkBlockPool;

@@ -43,6 +43,39 @@ impl ChunkCacheManager {
         Some(found)
     }
 
+    /// As [`hold`](Self::hold), and wakes the piece if it sleeps.
+    pub(crate) fn hold_woken(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+        let now = self.0.clock.millis();
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        let slot = state.find(piece)?;
+        let waking = state.begin_waking(&self.0.pool, slot, now)?;
+        drop(state);
+        let now = self.0.clock.millis();
+        self.0.wake(waking, |state, slot| self.0.hit(state, tenant, slot, now)).ok().flatten()
+    }
+
+    /// Counts a piece that a request computes for itself.
+    pub(crate) fn go_without(&self, tenant: TenantId) {
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        no_room(&mut state, tenant);
+    }
+
+    /// Lets go of a piece that was found and is computed for the request all the same: it counts as a miss.
+    pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        let counted = &mut state.account(tenant).counted;
+        counted.hit_count -= 1;
+        counted.miss_count += 1;
+        counted.uncached += 1;
+        counted.approximate_hits -= u64::from(!chunk.is_exact());
+        counted.tokens_reused -= chunk.num_tokens() as u64;
+        drop(state);
+        drop(chunk);
+    }
+
     /// Looks a piece up for a tenant, and reserves room for it if it is missing. `stored_start` is the
     /// position that its first key is rotated to if it is computed now.
     ///
@@ -93,7 +126,8 @@ impl ChunkCacheManager {
     /// # Ok::<(), kvchunk::Error>(())
     /// ```
     ///
-    /// Returns `None` when there is no room for it: compute it as part of an ordinary prompt.
+    /// Returns `None` when there is no room for it, or when whoever computes it takes longer than
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms): compute it as part of an ordinary prompt.
     ///
     /// # Errors
     /// What `compute` gives; the blocks are free again then, and the next request computes the piece. An
@@ -108,6 +142,7 @@ impl ChunkCacheManager {
         compute: impl FnOnce(&ChunkReservation) -> Result<(), E>,
     ) -> Result<Option<ReindexedChunkKv>, E> {
         reindexer.check(new_position_start, piece.tokens().len())?;
+        let (since, limit) = (Instant::now(), self.0.config.max_wait());
         let chunk = loop {
             match self.acquire(tenant, piece, stored_start) {
                 Acquired::Hit(chunk) => break chunk,
@@ -115,7 +150,12 @@ impl ChunkCacheManager {
                     compute(&reservation)?;
                     break reservation.store();
                 }
-                Acquired::Busy(waiter) => waiter.wait(),
+                Acquired::Busy(waiter) => {
+                    if !waiter.wait_for(limit.saturating_sub(since.elapsed())) {
+                        self.go_without(tenant);
+                        return Ok(None);
+                    }
+                }
                 Acquired::NoRoom => return Ok(None),
             }
         };

@@ -10,6 +10,7 @@ use super::flight::Flight;
 use super::tenant::TenantId;
 use crate::error::Result;
 use crate::hash::{ChunkHash, Evidence};
+use crate::position::Stored;
 
 /// A hold on a stored piece of a chunk: its KV, where it lies, and where its keys were rotated to.
 ///
@@ -60,6 +61,11 @@ impl ChunkKvCache {
     /// The physical blocks, in order.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.0.ids
+    }
+
+    /// What a placement goes by.
+    pub(crate) fn stored(&self) -> Stored<'_> {
+        Stored { blocks: &self.0.ids, len: self.num_tokens(), start: self.0.stored_start }
     }
 
     /// Tokens per block.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
-    ChunkedPrompt, PositionPlan, ReuseCell, SleepForm, SleepStore, TenantId,
+    ChunkedPrompt, PositionPlan, PositionReindexer, ReuseCell, SleepForm, SleepStore, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
@@ -178,10 +178,14 @@ impl Lab {
         pass.logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
     }
 
-    pub(crate) fn assembler(&self, root: BlockKey, cell: ReuseCell) -> Assembler<'_> {
+    pub(crate) fn assembler<'a>(
+        &'a self,
+        root: BlockKey,
+        cell: ReuseCell,
+        reindexer: &'a PositionReindexer,
+    ) -> Assembler<'a> {
         let (chunks, tenant) = (Some(&self.chunks), TenantId::default());
-        let max_positions = self.model.config().max_positions;
-        Assembler { chunks, tenant, main: &self.main, root, cell, max_positions }
+        Assembler { chunks, tenant, main: &self.main, root, prefixes: true, cell, reindexer, ranks: None }
     }
 
     /// Logits of every token of an ordinary prompt.
@@ -211,8 +215,10 @@ impl Lab {
         let max_positions = self.model.config().max_positions;
         let plan = PositionPlan::new(prompt, cell, max_positions).expect("a plan");
         let (ropes, root) = self.regime(plan.question_position as usize + prompt.question().len() + more);
-        let assembler = self.assembler(root, cell);
-        let assembler = Assembler { chunks: assembler.chunks.filter(|_| reuse), ..assembler };
+        let reindexer = PositionReindexer::for_layers(&ropes);
+        let assembler = self.assembler(root, cell, &reindexer);
+        let assembler =
+            Assembler { chunks: assembler.chunks.filter(|_| reuse), prefixes: reuse, ..assembler };
         let assembly = assembler.assemble(prompt).expect("an assembly");
         let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
         let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");

@@ -1,7 +1,7 @@
 //! The rules of chunk reuse, one test each, named after the rule.
 
 use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
-use kvchunk::{ChunkedPrompt, PositionStrategy, ReuseCell};
+use kvchunk::{ChunkedPrompt, PositionReindexer, PositionStrategy, ReuseCell};
 use rstest::rstest;
 
 const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
@@ -248,13 +248,14 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let cell = ReuseCell::ALL[0];
     let mut lab = Lab::new("llama", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
-    let a = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
-    let mut b = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    let reindexer = PositionReindexer::for_layers(&ropes);
+    let a = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
+    let mut b = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
     assert!(a.is_ready() && !b.is_ready(), "the chunks are computed once");
     assert_eq!((a.inputs().len(), b.inputs().len()), (4, 1));
     lab.forward(&ropes, &[a.inputs(), b.inputs()].concat());
     let a = a.commit().unwrap();
-    b.advance(&lab.assembler(root, cell), &golden.prompt).unwrap();
+    b.advance(&lab.assembler(root, cell, &reindexer), &golden.prompt).unwrap();
     assert!(b.is_ready() && b.inputs().is_empty());
     assert!(b.reports().iter().all(|report| report.hit));
     let b = b.commit().unwrap();
@@ -293,7 +294,8 @@ fn a_pass_that_wants_no_logits_fills_the_cache() {
     let cell = ReuseCell::ALL[2];
     let mut lab = Lab::new("qwen2", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
-    let assembly = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    let reindexer = PositionReindexer::for_layers(&ropes);
+    let assembly = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
     assert!(lab.forward(&ropes, assembly.inputs()).is_empty());
     drop(assembly.commit().unwrap());
     let run = lab.run(&golden.prompt, cell, true);
