@@ -97,6 +97,14 @@ pub enum Error {
     /// A cache that was built without a [`SleepStore`](crate::SleepStore).
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,
+    /// A run of tokens that is no single segment for whoever goes by position.
+    #[error("token {index} of the run has position {position}; one segment cannot say so")]
+    NotInARow {
+        /// The first token whose position is not its index.
+        index: i64,
+        /// Its position.
+        position: i64,
+    },
     /// A rank that did not come to an agreement.
     #[error("a rank has left, or did not answer within {limit:?}; end the request on all ranks")]
     RankLost {

@@ -40,7 +40,7 @@ mod sleep;
 
 pub use assembly::{
     AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, LocalRank, RankAgreement, Recomputation,
-    Scratch,
+    RotatedCopy, Scratch,
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkKvCache,

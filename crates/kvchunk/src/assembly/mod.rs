@@ -27,10 +27,12 @@ use crate::prompt::ChunkedPrompt;
 mod assembled;
 mod ranks;
 mod resolve;
+mod rotated;
 mod scratch;
 
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
 pub use ranks::{LocalRank, RankAgreement};
+pub use rotated::RotatedCopy;
 pub use scratch::Scratch;
 
 /// How prompts are assembled.
