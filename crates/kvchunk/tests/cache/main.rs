@@ -8,6 +8,7 @@ mod moving;
 mod sleeping;
 mod stress;
 mod tenants;
+mod times;
 
 use std::sync::Arc;
 use std::time::Duration;

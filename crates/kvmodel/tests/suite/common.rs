@@ -167,9 +167,19 @@ impl Lab {
     }
 
     pub(crate) fn forward(&self, ropes: &LayerRopes, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+        self.forward_on(self.stream.as_ref(), ropes, batch)
+    }
+
+    /// On a stream of its own, so that several threads can.
+    pub(crate) fn forward_on(
+        &self,
+        stream: &dyn Stream,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+    ) -> Vec<Vec<f32>> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
-            stream: self.stream.as_ref(),
+            stream,
             arena: self.main.arena(),
             keys: self.keys,
             profiler: &self.profiler,
