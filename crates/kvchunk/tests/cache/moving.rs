@@ -14,14 +14,23 @@ type Later = Arc<OnceLock<ChunkCacheManager>>;
 struct Meddler {
     cache: Later,
     calls: Arc<AtomicUsize>,
-    clears: bool,
+    clears: Clears,
+}
+
+/// When it forgets every piece.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+enum Clears {
+    #[default]
+    Never,
+    FallingAsleep,
+    Waking,
 }
 
 #[derive(Debug)]
-struct Meddled(Later, Arc<AtomicUsize>);
+struct Meddled(Later, Arc<AtomicUsize>, Clears);
 
 impl Meddler {
-    fn world(blocks: u32, config: ChunkCacheConfig, clears: bool) -> (World, Arc<AtomicUsize>) {
+    fn world(blocks: u32, config: ChunkCacheConfig, clears: Clears) -> (World, Arc<AtomicUsize>) {
         let store = Self { clears, ..Self::default() };
         let (later, calls) = (Arc::clone(&store.cache), Arc::clone(&store.calls));
         let w = World::with(blocks, config, Some(Arc::new(store)));
@@ -40,16 +49,19 @@ fn meddle(cache: &Later, calls: &AtomicUsize) {
 impl SleepStore for Meddler {
     fn save(&self, _: &[BlockId]) -> kvchunk::Result<Box<dyn Sleeping>> {
         meddle(&self.cache, &self.calls);
-        if self.clears {
+        if self.clears == Clears::FallingAsleep {
             self.cache.get().unwrap().clear();
         }
-        Ok(Box::new(Meddled(Arc::clone(&self.cache), Arc::clone(&self.calls))))
+        Ok(Box::new(Meddled(Arc::clone(&self.cache), Arc::clone(&self.calls), self.clears)))
     }
 }
 
 impl Sleeping for Meddled {
     fn restore(&self, _: &[BlockId]) -> kvchunk::Result<()> {
         meddle(&self.0, &self.1);
+        if self.2 == Clears::Waking {
+            self.0.get().unwrap().clear();
+        }
         Ok(())
     }
 
@@ -72,7 +84,7 @@ impl Drop for Meddled {
 #[test]
 fn accounts_are_right_at_every_moment_and_a_store_may_use_the_cache() {
     let config = ChunkCacheConfig { max_chunks: 2, ..ChunkCacheConfig::default() };
-    let (w, calls) = Meddler::world(8, config, false);
+    let (w, calls) = Meddler::world(8, config, Clears::Never);
     drop(w.store(&[1; 8]));
     let under_way = w.reserve(&[2; 4]);
     assert_eq!(w.cache.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap(), 1);
@@ -94,10 +106,23 @@ fn accounts_are_right_at_every_moment_and_a_store_may_use_the_cache() {
 
 #[test]
 fn a_piece_that_is_cleared_while_it_falls_asleep_is_gone() {
-    let (w, calls) = Meddler::world(8, ChunkCacheConfig::default(), true);
+    let (w, calls) = Meddler::world(8, ChunkCacheConfig::default(), Clears::FallingAsleep);
     drop(w.store(&[1; 8]));
     assert_eq!(w.cache.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap(), 1);
     assert_eq!((calls.load(SeqCst), w.cache.metrics().cached_chunks, w.free()), (2, 0, 8));
+    w.check();
+}
+
+#[test]
+fn a_piece_that_is_cleared_while_it_wakes_for_a_request_is_its_until_it_ends() {
+    let (w, _) = Meddler::world(8, ChunkCacheConfig::default(), Clears::Waking);
+    drop(w.store(&[1; 8]));
+    w.cache.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap();
+    let held = w.hit(&[1; 8]);
+    assert_eq!((w.cache.metrics().cached_chunks, w.cache.tenant_metrics(w.tenant).used_blocks), (0, 2));
+    w.check();
+    drop(held);
+    assert_eq!((w.free(), w.cache.tenant_metrics(w.tenant).used_blocks), (8, 0));
     w.check();
 }
 
