@@ -245,18 +245,22 @@ impl Lab {
         Run { logits, reports, held, reused }
     }
 
-    /// K and V of whole blocks in every layer, as they lie in memory.
+    /// K and V of whole blocks in every layer, as they lie in memory; of a quantised cache as they read back.
     pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = self.main.arena().layout().shape().clone();
         let slots: Arc<[i64]> =
             blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
+        let dtype = match shape.format {
+            KvFormat::Dense(dtype) => dtype,
+            _ => DType::F32,
+        };
         let mut all = Vec::new();
         for layer in 0..shape.num_layers {
             let rows = |plane: KvPlane| {
                 allocate_tensor(
                     self.backend.as_ref(),
                     MemoryKind::Device,
-                    shape.format.storage_dtype(),
+                    dtype,
                     &[slots.len(), plane.heads, plane.dim],
                 )
                 .expect("memory")

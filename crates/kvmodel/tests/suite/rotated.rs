@@ -103,6 +103,24 @@ fn unrotated_keys_are_copied_as_they_are(
     assert!(gap < 1e-4, "{gap}");
 }
 
+/// Moved keys are dequantised, rotated and quantised anew; what does not move reads back as it was.
+#[rstest]
+fn a_quantised_cache_is_copied_within_three_times_its_own_error(
+    #[values("int8:4", "int4:4", "fp8-e4m3")] format: &str,
+    #[values(0, 1, 2)] cell: usize,
+) {
+    let cell = ReuseCell::ALL[cell];
+    let golden = Golden::load("llama");
+    let expected = golden.logits(golden_name(cell));
+    let setup = Setup { format: format.parse().unwrap(), ..Setup::default() };
+    let own = Lab::new("llama", setup).run(&golden.prompt, cell, true).logits;
+    let copied = over_a_copy("llama", setup, cell).0.unwrap();
+    let (own_gap, gap) = (distance(&own, &expected), distance(&copied, &expected));
+    assert!(own_gap > 1e-3 && gap <= 3.0 * own_gap, "{gap} against {own_gap}");
+    let offsets = cell != ReuseCell::ALL[0];
+    assert_eq!(distance(&own, &copied) > 1e-4, offsets, "only what moves is rounded again");
+}
+
 #[test]
 fn what_lies_as_the_run_needs_it_is_shared() {
     // Blocks of 4 tokens. System prompt (5 tokens) and first chunk (7) meet within a block; the other two chunks
