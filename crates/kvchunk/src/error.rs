@@ -111,6 +111,9 @@ pub enum Error {
         /// How long the others wait.
         limit: Duration,
     },
+    /// A prompt for which another rank has no room.
+    #[error("another rank cannot compute this prompt; its own error says why")]
+    RankFailed,
     /// Ranks that assemble different prompts.
     #[error("ranks compute different prompts: {own} flags to agree on here, {others} elsewhere")]
     RanksDiffer {

@@ -157,20 +157,25 @@ impl Assembler<'_> {
     /// cached the same of it compute all of it, and those that have nothing keep it then.
     fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
         let root = self.prefixes.then_some(self.root);
-        let filled = self.main.fill_prefix(root, tokens)?;
-        let Some(ranks) = self.ranks else { return Ok(filled) };
-        if ranks::agree_on_length(ranks, filled.cached(), tokens.len())? || filled.cached() == 0 {
-            return Ok(filled);
-        }
-        drop(filled);
-        Ok(self.main.fill_prefix(None, tokens)?)
+        let filled = self.main.fill_prefix(root, tokens);
+        let Some(ranks) = self.ranks else { return Ok(filled?) };
+        let cached = filled.as_ref().map_or(0, PrefixFill::cached);
+        let same = ranks::agree_on_length(ranks, cached, tokens.len())?;
+        let filled = if same || cached == 0 {
+            filled
+        } else {
+            drop(filled);
+            self.main.fill_prefix(None, tokens)
+        };
+        ranks::together(self.ranks, filled.map_err(Into::into))
     }
 
     /// Looks up and reserves everything that `prompt` needs.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`], or [`kvcore::Error::OutOfBlocks`] when the main pool has no room for
-    /// what the chunk pool does not take; what the agreement of [`ranks`](Self::ranks) gives. Nothing is held then.
+    /// what the chunk pool does not take; what the agreement of [`ranks`](Self::ranks) gives,
+    /// [`crate::Error::RankFailed`] where another rank has such an error. Nothing is held then, on any rank.
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
         let system = self.fill_system(prompt.system())?;
@@ -193,7 +198,8 @@ impl Assembler<'_> {
             plan,
         };
         assembly.add_system(prompt.system());
-        self.resolve(&mut assembly, prompt)?;
+        let resolved = self.resolve(&mut assembly, prompt);
+        ranks::together(self.ranks, resolved)?;
         Ok(assembly)
     }
 }

@@ -14,8 +14,9 @@ use crate::error::{Error, Result};
 /// Their caches may differ: one has evicted, lost or quantised what another still holds. Yet all compute the same tokens
 /// in the same pass, so that a piece is a hit on all or on none.
 ///
-/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt and then on the pieces of the
-/// prompt. All ranks must assemble the same prompts in the same order.
+/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt, then on the pieces of the prompt, and
+/// whether every rank has found room for them. All ranks must assemble the same prompts in the same order, under the
+/// same settings.
 pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
@@ -32,6 +33,14 @@ pub(super) fn agree_on_length(ranks: &dyn RankAgreement, length: usize, most: us
     let mut same = [reached.iter().filter(|&&reached| reached).count() == length];
     ranks.agree(&mut same)?;
     Ok(same[0])
+}
+
+/// The result of something that all ranks do, if all have succeeded: none goes on alone.
+pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) -> Result<T> {
+    let Some(ranks) = ranks else { return result };
+    let mut all = [result.is_ok()];
+    ranks.agree(&mut all)?;
+    if all[0] { result } else { result.and(Err(Error::RankFailed)) }
 }
 
 /// A rank that is a thread of this process.

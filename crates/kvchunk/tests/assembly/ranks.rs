@@ -62,6 +62,37 @@ fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
 }
 
 #[test]
+fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
+    let mut ranks = Ranks::new(16);
+    // The main pool of rank 1 has room for the system prompt at most, that of rank 2 not even for it; and a chunk
+    // of 80 tokens is larger than any chunk pool.
+    let long = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 80]], vec![9]).unwrap();
+    for (rank, taken) in [(1, 30), (2, 31)] {
+        let w = &mut ranks.0[rank].0;
+        let id = w.main.create(kvcore::SequenceStart::default()).unwrap();
+        w.main.grow(id, taken * BLOCK).unwrap();
+        let errors = std::thread::scope(|scope| {
+            let assemble = |(w, rank): &(World, LocalRank)| {
+                let ranks: &dyn RankAgreement = rank;
+                Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(&long).unwrap_err()
+            };
+            let threads: Vec<_> = ranks.0.iter().map(|of| scope.spawn(move || assemble(of))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        for (of, error) in errors.iter().enumerate() {
+            let own = matches!(error, kvchunk::Error::Core(kvcore::Error::OutOfBlocks { .. }));
+            assert!(if of == rank { own } else { *error == kvchunk::Error::RankFailed }, "{of}: {error}");
+        }
+        ranks.0[rank].0.main.free(id).unwrap();
+        for (w, _) in &ranks.0 {
+            w.check();
+            assert_eq!(w.main.pool().counts().free, 32, "nothing is held");
+        }
+    }
+    assert_eq!(ranks.agreed(&long), (vec![5, 80], vec![false]), "the next request is answered");
+}
+
+#[test]
 fn rule_8_ranks_that_cached_another_part_of_the_system_prompt_compute_it() {
     let ranks = Ranks::new(16);
     assert_eq!(ranks.agreed(&prompt(&[2])).0, [5, 7]);
