@@ -62,7 +62,9 @@ fn main() -> kvchunk::Result<()> {
                 for piece in hasher.pieces(black_box(&tokens), 4096) {
                     if let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 200) {
                         position = (position + 17) % 100_000 + 200;
-                        let placed = reindexer.reindex(chunk, position).map(|placed| placed.segment());
+                        // As the assembler does it.
+                        let placed = cache.reindex(&reindexer, chunk, position);
+                        let placed = placed.map(|placed| placed.at_offset_in_merged_kv(200).segment());
                         black_box(placed.is_ok());
                     }
                 }

@@ -1,5 +1,7 @@
 //! The error type of this crate.
 
+use std::time::Duration;
+
 /// What can go wrong between a prompt and its placed chunks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -82,9 +84,44 @@ pub enum Error {
     /// A tenant's tag that is taken.
     #[error("tenant {0:?} is there already")]
     TenantExists(String),
+    /// A tenant's salt that another one has, or that is empty, as the default tenant's is.
+    #[error(
+        "tenant {tag:?} has the salt of tenant {other:?}, so that they would share chunks; give it its own"
+    )]
+    SharedSalt {
+        /// The tenant that is refused.
+        tag: String,
+        /// The one that is there.
+        other: String,
+    },
     /// A cache that was built without a [`SleepStore`](crate::SleepStore).
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,
+    /// A run of tokens that is no single segment for whoever goes by position.
+    #[error("token {index} of the run has position {position}; one segment cannot say so")]
+    NotInARow {
+        /// The first token whose position is not its index.
+        index: i64,
+        /// Its position.
+        position: i64,
+    },
+    /// A rank that did not come to an agreement.
+    #[error("a rank has left, or did not answer within {limit:?}; end the request on all ranks")]
+    RankLost {
+        /// How long the others wait.
+        limit: Duration,
+    },
+    /// A prompt for which another rank has no room.
+    #[error("another rank cannot compute this prompt; its own error says why")]
+    RankFailed,
+    /// Ranks that assemble different prompts.
+    #[error("ranks compute different prompts: {own} flags to agree on here, {others} elsewhere")]
+    RanksDiffer {
+        /// Flags of this rank.
+        own: usize,
+        /// Flags of another one.
+        others: usize,
+    },
     /// A place to sleep that is full.
     #[error("no room to sleep: {asked} bytes asked, {free} of {limit} free")]
     SleepFull {

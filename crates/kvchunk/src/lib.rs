@@ -38,10 +38,13 @@ mod recompute;
 mod scaling;
 mod sleep;
 
-pub use assembly::{AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, Scratch};
+pub use assembly::{
+    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, LocalRank, RankAgreement, Recomputation,
+    RotatedCopy, Scratch,
+};
 pub use cache::{
-    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkInfo, ChunkKvCache, ChunkReservation, ChunkWaiter,
-    ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
+    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkKvCache,
+    ChunkReservation, ChunkWaiter, ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};

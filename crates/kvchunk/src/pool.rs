@@ -7,7 +7,8 @@ use kvcore::{BlockPool, KvLayout, MutableBlocks};
 use crate::error::{Error, Result};
 
 /// Blocks for chunks. It shares the arena and the block ids with the main pool, so that one attend reads
-/// both, and never takes a block from it nor gives one.
+/// both, and never takes a block from it nor gives one. A piece that finds no room here is computed into blocks of
+/// the *main* pool, for its request alone and until that ends.
 ///
 /// ```
 /// use kvchunk::ChunkBlockPool;
@@ -92,16 +93,6 @@ impl ChunkBlockPool {
         self.blocks.counts().free
     }
 
-    /// Whether `n` blocks are free.
-    pub fn has_enough_blocks(&self, n: usize) -> bool {
-        self.num_free_blocks() >= n
-    }
-
-    /// Blocks that `tokens` tokens take.
-    pub fn blocks_for(&self, tokens: usize) -> usize {
-        tokens.div_ceil(self.block_size)
-    }
-
     /// Tokens per block.
     pub fn block_size(&self) -> usize {
         self.block_size
@@ -133,9 +124,10 @@ mod tests {
     fn blocks_are_taken_all_or_none() {
         let pool = ChunkBlockPool::new(10..14, 16).unwrap();
         let held = pool.allocate_blocks(3).unwrap();
-        assert!(pool.allocate_blocks(2).is_err() && pool.has_enough_blocks(1) && !pool.has_enough_blocks(2));
+        assert!(pool.allocate_blocks(2).is_err());
+        assert_eq!(pool.num_free_blocks(), 1);
         drop(held);
-        assert_eq!((pool.num_free_blocks(), pool.blocks_for(33)), (4, 3));
+        assert_eq!(pool.num_free_blocks(), 4);
         assert!(matches!(ChunkBlockPool::new(0..4, 0), Err(Error::Zero { what: "block_size" })));
         assert!(ChunkBlockPool::new(4..4, 16).is_err());
     }

@@ -99,6 +99,11 @@ impl AssembledPrompt {
         &self.places
     }
 
+    /// Blocks of the request's own, until it ends.
+    pub(super) fn hold(&mut self, own: MutableBlocks) {
+        self.private.push(own);
+    }
+
     pub(super) fn block_size(&self) -> usize {
         self.block_size
     }

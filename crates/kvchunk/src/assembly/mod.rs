@@ -11,8 +11,9 @@
 //! [commits](Assembly::commit). Dropping the assembly instead gives every block back: nothing partial can
 //! ever be found.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment, SequenceInput};
 
@@ -20,14 +21,18 @@ use crate::cache::{ChunkCacheManager, ChunkKvCache, ChunkReservation, ChunkWaite
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::Evidence;
-use crate::position::{ChunkPlace, PositionPlan};
+use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
 use crate::prompt::ChunkedPrompt;
 
 mod assembled;
+mod ranks;
 mod resolve;
+mod rotated;
 mod scratch;
 
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
+pub use ranks::{LocalRank, RankAgreement};
+pub use rotated::RotatedCopy;
 pub use scratch::Scratch;
 
 /// How prompts are assembled.
@@ -41,10 +46,14 @@ pub struct Assembler<'a> {
     pub main: &'a PagedKvCache,
     /// Root of all keys.
     pub root: BlockKey,
+    /// Whether system prompts are looked up in the main cache, and kept there.
+    pub prefixes: bool,
     /// Strategy and mode.
     pub cell: ReuseCell,
-    /// Positions that the model has.
-    pub max_positions: usize,
+    /// What places pieces, of the request's regime.
+    pub reindexer: &'a PositionReindexer,
+    /// The other ranks, if several compute the prompt together: a piece is a hit on all of them or on none.
+    pub ranks: Option<&'a dyn RankAgreement>,
 }
 
 /// What happened to one chunk of a prompt.
@@ -82,6 +91,12 @@ struct Piece {
     source: Source,
 }
 
+impl Piece {
+    fn stored(&self) -> Stored<'_> {
+        Stored { blocks: &self.blocks, len: self.len, start: self.stored_start }
+    }
+}
+
 /// A piece that this prompt computes, should it occur again in it.
 #[derive(Debug)]
 struct Own {
@@ -103,19 +118,6 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// The piece that begins `start` tokens into the chunk, as the question sees it.
-    fn used(&self, piece: &Piece, start: usize) -> Segment {
-        let logical = self.place.logical_start + start;
-        let offset = self.place.used_start + start as i64 - piece.stored_start;
-        Segment::new(Arc::clone(&piece.blocks), piece.len, logical, piece.stored_start).at_offset(offset)
-    }
-
-    /// The same as the chunk's own later tokens see it while they are computed.
-    fn stored(&self, piece: &Piece, start: usize) -> Segment {
-        let offset = self.place.stored_start + start as i64 - piece.stored_start;
-        self.used(piece, start).at_offset(offset)
-    }
-
     /// Pieces with the tokens before each.
     fn with_starts(&self) -> impl Iterator<Item = (usize, &Piece)> {
         self.pieces.iter().scan(0, |start, piece| {
@@ -138,7 +140,12 @@ pub struct Assembly {
     own: HashMap<BlockKey, Own>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
-    waiting: Vec<ChunkWaiter>,
+    /// Pieces that other requests compute.
+    waiting: Vec<(BlockKey, ChunkWaiter)>,
+    /// How long it has waited for such.
+    waited: Duration,
+    /// Those of them that it waits for no more.
+    overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
     segments: Vec<Segment>,
     plan: PositionPlan,
@@ -146,16 +153,32 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
+    /// The system prompt, under the same chain as an ordinary prompt that begins with it. Ranks that have not
+    /// cached the same of it compute all of it, and those that have nothing keep it then.
+    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
+        let root = self.prefixes.then_some(self.root);
+        let filled = self.main.fill_prefix(root, tokens);
+        let Some(ranks) = self.ranks else { return Ok(filled?) };
+        let cached = filled.as_ref().map_or(0, PrefixFill::cached);
+        let same = ranks::agree_on_length(ranks, cached, tokens.len())?;
+        let filled = if same || cached == 0 {
+            filled
+        } else {
+            drop(filled);
+            self.main.fill_prefix(None, tokens)
+        };
+        ranks::together(self.ranks, filled.map_err(Into::into))
+    }
+
     /// Looks up and reserves everything that `prompt` needs.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`], or [`kvcore::Error::OutOfBlocks`] when the main pool has no room for
-    /// what the chunk pool does not take. Nothing is held then.
+    /// what the chunk pool does not take; what the agreement of [`ranks`](Self::ranks) gives,
+    /// [`crate::Error::RankFailed`] where another rank has such an error. Nothing is held then, on any rank.
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
-        let plan = PositionPlan::new(prompt, self.cell, self.max_positions)?;
-        // The same chain as an ordinary prompt that begins with the system prompt.
-        let system_root = self.chunks.map(|_| self.root);
-        let system = self.main.fill_prefix(system_root, prompt.system())?;
+        let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
+        let system = self.fill_system(prompt.system())?;
         let chunk =
             |&place: &ChunkPlace| Chunk { place, pieces: Vec::new(), tokens: 0, hit: true, exact: true };
         let mut assembly = Assembly {
@@ -168,12 +191,15 @@ impl Assembler<'_> {
             reserved: Vec::new(),
             private: Vec::new(),
             waiting: Vec::new(),
+            waited: Duration::ZERO,
+            overdue: HashSet::new(),
             inputs: Vec::new(),
             segments: Vec::new(),
             plan,
         };
         assembly.add_system(prompt.system());
-        self.resolve(&mut assembly, prompt)?;
+        let resolved = self.resolve(&mut assembly, prompt);
+        ranks::together(self.ranks, resolved)?;
         Ok(assembly)
     }
 }
@@ -250,14 +276,23 @@ impl Assembly {
     /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again:
     /// for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
     ///
+    /// All waits of one assembly together take no longer than
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms); what is not there then is among the new inputs, to be
+    /// computed for this request alone.
+    ///
     /// # Errors
     /// As [`Assembler::assemble`]; drop the assembly then.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
         self.store();
-        for waiter in self.waiting.drain(..) {
-            waiter.wait();
+        let limit = assembler.chunks.map_or(Duration::ZERO, |cache| cache.config().max_wait());
+        let (since, left) = (Instant::now(), limit.saturating_sub(self.waited));
+        for (key, waiter) in self.waiting.drain(..) {
+            if !waiter.wait_for(left.saturating_sub(since.elapsed())) {
+                self.overdue.insert(key);
+            }
         }
+        self.waited += since.elapsed();
         assembler.resolve(self, prompt)
     }
 

@@ -1,17 +1,27 @@
 //! Finding or reserving the pieces of a prompt's chunks.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use kvcore::{SequenceInput, SlotMapping};
+use kvcore::{Segment, SequenceInput, SlotMapping};
 
 use super::{Assembler, Assembly, Own, Piece, Source};
-use crate::cache::{Acquired, ChunkKvCache};
+use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache};
 use crate::config::{ComputeMode, PositionStrategy};
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
-use crate::position::PositionPlan;
+use crate::position::{PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
+
+/// What there is of a piece.
+#[derive(Debug)]
+enum Found {
+    Here(ChunkKvCache),
+    /// Held, and not exact on another rank.
+    Approximate(ChunkKvCache),
+    /// Held here and not on all ranks: it is computed for this request.
+    GivenUp,
+    Missing,
+}
 
 impl Assembler<'_> {
     /// One hasher for all chunks, or one for each where positions are part of the hash.
@@ -42,13 +52,10 @@ impl Assembler<'_> {
                 hasher(i).pieces(tokens, piece_len).skip(assembly.chunks[i].pieces.len()).collect()
             })
             .collect();
-        // All hits are held before anything is reserved, so that a prompt never evicts its own chunks.
-        let hold = |piece: &ChunkPiece<'_>| self.chunks?.hold(self.tenant, piece);
-        let held: Vec<Vec<Option<ChunkKvCache>>> =
-            pieces.iter().map(|pieces| pieces.iter().map(hold).collect()).collect();
-        for (i, (pieces, held)) in pieces.iter().zip(held).enumerate() {
-            for (piece, held) in pieces.iter().zip(held) {
-                if !self.add(assembly, i, piece, held)? {
+        let found = self.find(&pieces)?;
+        for (i, (pieces, found)) in pieces.iter().zip(found).enumerate() {
+            for (piece, found) in pieces.iter().zip(found) {
+                if !self.add(assembly, i, piece, found)? {
                     break;
                 }
             }
@@ -56,14 +63,60 @@ impl Assembler<'_> {
         assembly.segments = vec![assembly.system.segment()];
         for chunk in &assembly.chunks {
             for (start, piece) in chunk.with_starts() {
-                let since = Instant::now();
-                assembly.segments.push(chunk.used(piece, start));
-                if let (Source::Cached(_), Some(cache)) = (&piece.source, self.chunks) {
-                    cache.reindexed(since);
-                }
+                let position = chunk.place.used_start + start as i64;
+                assembly.segments.push(self.place(piece, position, chunk.place.logical_start + start)?);
             }
         }
         Ok(())
+    }
+
+    /// A piece as the question sees it.
+    fn place(&self, piece: &Piece, position: i64, logical: usize) -> Result<Segment> {
+        match (&piece.source, self.chunks) {
+            (Source::Cached(chunk), Some(cache)) => {
+                let placed = cache.reindex(self.reindexer, chunk.clone(), position)?;
+                Ok(placed.at_offset_in_merged_kv(logical).segment())
+            }
+            _ => self.reindexer.place(piece.stored(), position, logical),
+        }
+    }
+
+    /// What there is of the pieces. All hits are held before anything is reserved, so that a prompt never evicts
+    /// its own chunks.
+    fn find(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Found>>> {
+        let held = |piece: &ChunkPiece<'_>| self.chunks?.hold(self.tenant, piece);
+        let found = |piece: &ChunkPiece<'_>| held(piece).map_or(Found::Missing, Found::Here);
+        let mut all: Vec<Vec<Found>> =
+            pieces.iter().map(|pieces| pieces.iter().map(found).collect()).collect();
+        let (Some(ranks), Some(cache)) = (self.ranks, self.chunks) else { return Ok(all) };
+        let each = || pieces.iter().flatten();
+        for (piece, found) in each().zip(all.iter_mut().flatten()) {
+            if let Found::Missing = found
+                && let Some(woken) = cache.hold_woken(self.tenant, piece)
+            {
+                *found = Found::Here(woken);
+            }
+        }
+        // Who holds it, and whether what all hold is exact everywhere.
+        let here = all.iter().flatten().map(|found| matches!(found, Found::Here(_)));
+        let exact = all.iter().flatten().map(|found| match found {
+            Found::Here(chunk) => chunk.is_exact(),
+            _ => true,
+        });
+        let mut flags: Vec<bool> = here.chain(exact).collect();
+        ranks.agree(&mut flags)?;
+        let (here, exact) = flags.split_at(flags.len() / 2);
+        for ((found, here), exact) in all.iter_mut().flatten().zip(here).zip(exact) {
+            *found = match std::mem::replace(found, Found::Missing) {
+                Found::Here(chunk) if !here => {
+                    cache.give_up(self.tenant, chunk);
+                    Found::GivenUp
+                }
+                Found::Here(chunk) if !exact => Found::Approximate(chunk),
+                found => found,
+            };
+        }
+        Ok(all)
     }
 
     /// Gives a chunk's next piece its blocks; `false` if another request computes it.
@@ -72,12 +125,21 @@ impl Assembler<'_> {
         assembly: &mut Assembly,
         chunk: usize,
         piece: &ChunkPiece<'_>,
-        held: Option<ChunkKvCache>,
+        found: Found,
     ) -> Result<bool> {
-        if let Some(cached) = held {
-            assembly.add_cached(chunk, cached);
-            return Ok(true);
-        }
+        let given_up = match found {
+            Found::Here(cached) => {
+                assembly.add_cached(chunk, cached);
+                return Ok(true);
+            }
+            Found::Approximate(cached) => {
+                assembly.chunks[chunk].exact = false;
+                assembly.add_cached(chunk, cached);
+                return Ok(true);
+            }
+            Found::GivenUp => true,
+            Found::Missing => false,
+        };
         // The same piece twice in one prompt: two segments over the same blocks.
         let own = assembly.own.get(&piece.hash().key).filter(|own| own.evidence.proves(piece));
         if let Some(Own { piece: known, exact, .. }) = own {
@@ -90,8 +152,12 @@ impl Assembler<'_> {
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
         // What is computed after an approximate piece is no function of its hash: it is not stored.
-        let acquired = match self.chunks.filter(|_| state.exact) {
-            Some(cache) => cache.acquire(self.tenant, piece, stored_start),
+        let acquired = match self.chunks.filter(|_| state.exact && !given_up) {
+            Some(cache) if assembly.overdue.contains(&piece.hash().key) => {
+                cache.go_without(self.tenant);
+                Acquired::NoRoom
+            }
+            Some(cache) => self.in_step(cache, cache.acquire(self.tenant, piece, stored_start)),
             None => Acquired::NoRoom,
         };
         let computed = match acquired {
@@ -100,7 +166,7 @@ impl Assembler<'_> {
                 return Ok(true);
             }
             Acquired::Busy(waiter) => {
-                assembly.waiting.push(waiter);
+                assembly.waiting.push((piece.hash().key, waiter));
                 return Ok(false);
             }
             Acquired::Compute(reservation) => {
@@ -122,8 +188,24 @@ impl Assembler<'_> {
         assembly.own.insert(piece.hash().key, own);
         assembly.push(chunk, computed.clone());
         assembly.chunks[chunk].hit = false;
-        assembly.add_input(chunk, &computed, piece.tokens())?;
+        assembly.add_input(self.reindexer, chunk, &computed, piece.tokens())?;
         Ok(true)
+    }
+
+    /// Ranks compute the same pieces in the same pass: of what they have agreed to compute none waits for another
+    /// request, nor takes what has come since.
+    fn in_step(&self, cache: &ChunkCacheManager, acquired: Acquired) -> Acquired {
+        match (self.ranks, acquired) {
+            (Some(_), Acquired::Hit(chunk)) => {
+                cache.give_up(self.tenant, chunk);
+                Acquired::NoRoom
+            }
+            (Some(_), Acquired::Busy(_)) => {
+                cache.go_without(self.tenant);
+                Acquired::NoRoom
+            }
+            (_, acquired) => acquired,
+        }
     }
 }
 
@@ -148,17 +230,25 @@ impl Assembly {
 
     /// A piece, the last that its chunk has so far, is to be computed: it sees those before it, and the system
     /// prompt if the mode says so, at the places where its keys are stored.
-    fn add_input(&mut self, chunk: usize, piece: &Piece, tokens: &[u32]) -> Result<()> {
+    fn add_input(
+        &mut self,
+        reindexer: &PositionReindexer,
+        chunk: usize,
+        piece: &Piece,
+        tokens: &[u32],
+    ) -> Result<()> {
         let chunk = &self.chunks[chunk];
         let mut segments = match self.mode {
             ComputeMode::WithSystem => vec![self.system.segment()],
             ComputeMode::Alone => Vec::new(),
         };
-        segments.extend(chunk.with_starts().map(|(start, piece)| chunk.stored(piece, start)));
+        let (logical, stored) = (chunk.place.logical_start, chunk.place.stored_start);
+        for (start, piece) in chunk.with_starts() {
+            segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);
+        }
         let start = chunk.tokens - piece.len;
         let slots = SlotMapping::in_blocks(&piece.blocks, self.block_size, 0..piece.len)?;
-        let (logical, position) =
-            (chunk.place.logical_start + start, chunk.place.stored_start + start as i64);
+        let (logical, position) = (logical + start, stored + start as i64);
         self.inputs.push(SequenceInput::new(tokens.to_vec(), logical, position, slots, segments));
         Ok(())
     }

@@ -1,12 +1,13 @@
 //! Acquiring a piece: hit, compute, wait for whoever computes it, or go without.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::flight::{ChunkWaiter, Flight};
 use super::handle::Held;
-use super::state::{Awake, Entry, Place, State};
+use super::state::{Awake, Entry, Place, State, UnderWay};
 use super::tenant::TenantId;
+use super::wake::Waking;
 use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, Shared, Wanted, known};
 use crate::hash::{ChunkPiece, Evidence};
 use crate::position::{PositionReindexer, ReindexedChunkKv};
@@ -33,30 +34,54 @@ impl ChunkCacheManager {
     pub(crate) fn hold(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
         let since = Instant::now();
         let now = self.0.clock.millis();
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         let tenant = known(&state, tenant);
         let slot = state.find(piece)?;
         let found = self.0.hit(&mut state, tenant, slot, now)?;
         drop(state);
-        self.looked_up(since);
+        self.0.looked_up(since.elapsed());
         Some(found)
     }
 
-    fn looked_up(&self, since: Instant) {
-        if self.0.config.stats {
-            self.0.lookups.record(since.elapsed());
-        }
+    /// As [`hold`](Self::hold), and wakes the piece if it sleeps.
+    pub(crate) fn hold_woken(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+        let now = self.0.clock.millis();
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        let slot = state.find(piece)?;
+        let waking = state.begin_waking(&self.0.pool, slot, now)?;
+        drop(state);
+        let now = self.0.clock.millis();
+        self.0.wake(waking, |state, slot| self.0.hit(state, tenant, slot, now)).ok().flatten()
+    }
+
+    /// Counts a piece that a request computes for itself.
+    pub(crate) fn go_without(&self, tenant: TenantId) {
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        no_room(&mut state, tenant);
+    }
+
+    /// Lets go of a piece that was found and is computed for the request all the same: it counts as a miss.
+    pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        let counted = &mut state.account(tenant).counted;
+        counted.hit_count -= 1;
+        counted.miss_count += 1;
+        counted.uncached += 1;
+        counted.approximate_hits -= u64::from(!chunk.is_exact());
+        counted.tokens_reused -= chunk.num_tokens() as u64;
+        drop(state);
+        drop(chunk);
     }
 
     /// Looks a piece up for a tenant, and reserves room for it if it is missing. `stored_start` is the
     /// position that its first key is rotated to if it is computed now.
     ///
-    /// A piece that sleeps is woken, without the lock.
+    /// A piece that sleeps is woken, without the lock, and held as soon as it is awake.
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
-        let since = Instant::now();
-        let acquired = self.0.acquire(tenant, piece, stored_start);
-        self.looked_up(since);
-        acquired
+        self.0.acquire(tenant, piece, stored_start)
     }
 
     /// The stored piece, or `None`: a lookup that reserves nothing, waits for nothing and wakes nothing.
@@ -64,11 +89,11 @@ impl ChunkCacheManager {
         let since = Instant::now();
         let found = self.hold(tenant, piece);
         if found.is_none() {
-            let mut state = self.0.state.lock();
+            let mut state = self.0.lock();
             let tenant = known(&state, tenant);
             state.account(tenant).counted.miss();
             drop(state);
-            self.looked_up(since);
+            self.0.looked_up(since.elapsed());
         }
         found
     }
@@ -101,7 +126,8 @@ impl ChunkCacheManager {
     /// # Ok::<(), kvchunk::Error>(())
     /// ```
     ///
-    /// Returns `None` when there is no room for it: compute it as part of an ordinary prompt.
+    /// Returns `None` when there is no room for it, or when whoever computes it takes longer than
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms): compute it as part of an ordinary prompt.
     ///
     /// # Errors
     /// What `compute` gives; the blocks are free again then, and the next request computes the piece. An
@@ -116,6 +142,7 @@ impl ChunkCacheManager {
         compute: impl FnOnce(&ChunkReservation) -> Result<(), E>,
     ) -> Result<Option<ReindexedChunkKv>, E> {
         reindexer.check(new_position_start, piece.tokens().len())?;
+        let (since, limit) = (Instant::now(), self.0.config.max_wait());
         let chunk = loop {
             match self.acquire(tenant, piece, stored_start) {
                 Acquired::Hit(chunk) => break chunk,
@@ -123,7 +150,12 @@ impl ChunkCacheManager {
                     compute(&reservation)?;
                     break reservation.store();
                 }
-                Acquired::Busy(waiter) => waiter.wait(),
+                Acquired::Busy(waiter) => {
+                    if !waiter.wait_for(limit.saturating_sub(since.elapsed())) {
+                        self.go_without(tenant);
+                        return Ok(None);
+                    }
+                }
                 Acquired::NoRoom => return Ok(None),
             }
         };
@@ -148,30 +180,41 @@ impl ChunkCacheManager {
 }
 
 /// What was found under the lock.
-#[expect(clippy::large_enum_variant, reason = "as above")]
 enum Found {
     Here(Acquired),
-    /// It sleeps, in this slot.
-    Asleep(u32),
+    /// It slept, and has room to wake in.
+    Waking(Waking),
 }
 
 impl Shared {
     fn acquire(self: &Arc<Self>, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        let mut looked = Duration::ZERO;
         loop {
-            let now = self.clock.millis();
-            let mut state = self.state.lock();
+            let (since, now) = (Instant::now(), self.clock.millis());
+            let mut state = self.lock();
             let wanted = Wanted { piece, tenant: known(&state, tenant), stored_start };
-            match self.find_or_reserve(&mut state, &wanted, now) {
-                Found::Here(acquired) => return acquired,
-                Found::Asleep(slot) => {
-                    drop(state);
-                    // Whatever came of it, the next look says what there is now.
-                    if !self.wake_slot(slot, piece.hash().key).may_look_again() {
-                        let mut state = self.state.lock();
-                        return no_room(&mut state, wanted.tenant);
+            let found = self.find_or_reserve(&mut state, &wanted, now);
+            drop(state);
+            looked += since.elapsed();
+            let acquired = match found {
+                Found::Here(acquired) => acquired,
+                Found::Waking(waking) => {
+                    let now = self.clock.millis();
+                    match self.wake(waking, |state, slot| self.hit(state, wanted.tenant, slot, now)) {
+                        Ok(Some(chunk)) => Acquired::Hit(chunk),
+                        // What is lost can be computed now.
+                        Ok(None) | Err(_) => continue,
                     }
                 }
-            }
+            };
+            self.looked_up(looked);
+            return acquired;
+        }
+    }
+
+    fn looked_up(&self, took: Duration) {
+        if self.config.stats {
+            self.lookups.record(took);
         }
     }
 
@@ -181,10 +224,13 @@ impl Shared {
             return Found::Here(no_room(state, tenant));
         }
         if let Some(slot) = state.find(piece) {
-            let flight = match state.entry(slot).map(|entry| &entry.place) {
-                Some(Place::Asleep(_)) => return Found::Asleep(slot),
+            let flight = match state.index.at(slot).map(|entry| &entry.place) {
+                Some(Place::Asleep(_)) => {
+                    let waking = state.begin_waking(&self.pool, slot, now).map(Found::Waking);
+                    return waking.unwrap_or_else(|| Found::Here(no_room(state, tenant)));
+                }
                 Some(Place::Moving(flight)) => Some(Arc::clone(flight)),
-                _ => None,
+                Some(Place::Awake(_)) | None => None,
             };
             if let Some(flight) = flight {
                 return Found::Here(Acquired::Busy(ChunkWaiter(flight)));
@@ -200,15 +246,15 @@ impl Shared {
         }
         let key = piece.hash().key;
         // A piece that only shares its hash with one under way is computed beside it and not kept.
-        let known_flight = state.flights.get(&key).map(|(evidence, flight)| (evidence.proves(piece), flight));
-        let known_flight = known_flight.map(|(same, flight)| same.then(|| Arc::clone(flight)));
+        let flight_of = |known: &UnderWay| known.evidence.proves(piece).then(|| Arc::clone(&known.flight));
+        let known_flight = state.under_way.get(&key).map(flight_of);
         match known_flight {
             Some(Some(flight)) => {
                 state.account(tenant).counted.shared_flights += 1;
                 Found::Here(Acquired::Busy(ChunkWaiter(flight)))
             }
             Some(None) => Found::Here(no_room(state, tenant)),
-            None if state.slot_of(&key).is_some() => Found::Here(no_room(state, tenant)),
+            None if state.index.slot_of(&key).is_some() => Found::Here(no_room(state, tenant)),
             None => Found::Here(self.reserve(state, wanted, now)),
         }
     }
@@ -245,7 +291,8 @@ impl Shared {
     fn held(self: &Arc<Self>, entry: &Entry, awake: &Awake, slot: u32, exact: bool) -> Held {
         Held {
             cache: Arc::clone(self),
-            entry: Some((slot, entry.generation)),
+            slot: Some(slot),
+            generation: entry.generation,
             ids: Arc::clone(&awake.ids),
             blocks: Some(awake.pinned.share()),
             hash: entry.hash,
@@ -262,7 +309,13 @@ impl Shared {
         };
         state.account(tenant).counted.miss();
         let (flight, evidence): (Arc<Flight>, Evidence) = (Arc::default(), piece.evidence());
-        state.flights.insert(hash.key, (evidence.clone(), Arc::clone(&flight)));
+        let known = UnderWay {
+            evidence: evidence.clone(),
+            flight: Arc::clone(&flight),
+            tenant,
+            blocks: hash.num_blocks,
+        };
+        state.under_way.insert(hash.key, known);
         Acquired::Compute(ChunkReservation {
             cache: Arc::clone(self),
             hash,
@@ -280,55 +333,51 @@ impl Shared {
     /// Stores a piece that has been computed.
     pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> ChunkKvCache {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
-        let mut held = Held {
-            cache: Arc::clone(self),
-            entry: None,
-            ids: Arc::clone(&reservation.ids),
-            blocks: reservation.blocks.take().map(kvcore::MutableBlocks::share),
-            hash,
-            stored_start: reservation.stored_start,
-            exact: true,
-        };
+        let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
+        let blocks = blocks.map(kvcore::MutableBlocks::share);
         let now = self.clock.millis();
         if self.config.stats {
             self.computes.record(reservation.since.elapsed());
         }
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         state.account(tenant).counted.tokens_computed += hash.token_count as u64;
-        // What sleeps is colder than what is awake.
-        let room =
-            state.len() < self.config.max_chunks || state.evict_sleeper() || state.evict_any(tenant, now);
-        if let (true, Some(blocks)) = (room, &held.blocks) {
-            state.account(tenant).counted.insertions += 1;
-            held.entry = Some(state.insert(Entry {
-                hash,
-                any_system: reservation.any_system,
-                evidence: reservation.evidence.clone(),
-                tenant,
-                generation: 0,
-                stored_start: reservation.stored_start,
-                place: Place::Awake(Awake { pinned: blocks.pin(), ids: Arc::clone(&held.ids), number: 0 }),
-                exact: true,
-                holders: 1,
-                doomed: false,
-                created: now,
-                last_accessed: now,
-                access_count: 0,
-            }));
-        } else {
-            state.account(tenant).used -= hash.num_blocks;
-        }
-        state.flights.remove(&hash.key);
+        let place = state.index.len() < self.config.max_chunks || state.make_place(tenant, now);
+        let number = if place { state.account(tenant).order.admit() } else { None };
+        let (slot, generation) = match (number, &blocks) {
+            (Some(number), Some(blocks)) => {
+                state.account(tenant).counted.insertions += 1;
+                let (slot, generation) = state.insert(Entry {
+                    hash,
+                    any_system: reservation.any_system,
+                    evidence: reservation.evidence.clone(),
+                    tenant,
+                    generation: 0,
+                    stored_start: reservation.stored_start,
+                    place: Place::Awake(Awake { pinned: blocks.pin(), ids: Arc::clone(&ids), number }),
+                    exact: true,
+                    holders: 1,
+                    doomed: false,
+                    created: now,
+                    awake_since: now,
+                    last_accessed: now,
+                    access_count: 0,
+                });
+                (Some(slot), generation)
+            }
+            _ => (None, state.insert_orphan(tenant, hash.num_blocks)),
+        };
+        state.under_way.remove(&hash.key);
         drop(state);
         reservation.flight.land();
-        ChunkKvCache::new(held)
+        let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
+        ChunkKvCache::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
     /// Ends a reservation that was not computed; one that was stored has ended already.
     pub(super) fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
-        let mut state = self.state.lock();
-        state.flights.remove(&reservation.hash.key);
+        let mut state = self.lock();
+        state.under_way.remove(&reservation.hash.key);
         state.account(reservation.tenant).used -= reservation.hash.num_blocks;
         drop(blocks);
         drop(state);
@@ -336,9 +385,9 @@ impl Shared {
     }
 
     /// A holder has gone.
-    pub(super) fn release(&self, slot: u32, generation: u64) {
+    pub(super) fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
-        self.state.lock().let_go(slot, generation, now);
+        self.lock().let_go(slot, generation, now);
     }
 }
 

@@ -10,6 +10,7 @@ use super::flight::Flight;
 use super::tenant::TenantId;
 use crate::error::Result;
 use crate::hash::{ChunkHash, Evidence};
+use crate::position::Stored;
 
 /// A hold on a stored piece of a chunk: its KV, where it lies, and where its keys were rotated to.
 ///
@@ -23,8 +24,9 @@ pub struct ChunkKvCache(Arc<Held>);
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) cache: Arc<Shared>,
-    /// The entry and its generation; `None` for a piece that is not kept.
-    pub(super) entry: Option<(u32, u64)>,
+    /// Where the piece is in the index; `None` for one that is not kept.
+    pub(super) slot: Option<u32>,
+    pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
     /// `None` only while it is dropped.
     pub(super) blocks: Option<SharedBlocks>,
@@ -37,9 +39,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         // The blocks first: once the cache hears of it, it may evict the piece and wants them back.
         drop(self.blocks.take());
-        if let Some((entry, generation)) = self.entry {
-            self.cache.release(entry, generation);
-        }
+        self.cache.release(self.slot, self.generation);
     }
 }
 
@@ -61,6 +61,11 @@ impl ChunkKvCache {
     /// The physical blocks, in order.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.0.ids
+    }
+
+    /// What a placement goes by.
+    pub(crate) fn stored(&self) -> Stored<'_> {
+        Stored { blocks: &self.0.ids, len: self.num_tokens(), start: self.0.stored_start }
     }
 
     /// Tokens per block.

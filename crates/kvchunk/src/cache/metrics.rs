@@ -41,13 +41,18 @@ pub struct ChunkCacheMetrics {
     pub cached_chunks: usize,
     /// Those of them that sleep.
     pub sleeping_chunks: usize,
+    /// Bytes that these take where they sleep, as the store counts them.
+    pub sleeping_bytes: usize,
     /// Blocks of the pool; of a tenant: its quota.
     pub total_blocks: usize,
     /// Blocks of the pool in use or cached; of a tenant: those of its pieces.
     pub used_blocks: usize,
-    /// How long lookups took.
+    /// How long lookups took, without waking what was found asleep.
     #[serde(rename = "lookup_time")]
     pub lookups: Latencies,
+    /// How long it took to wake a piece.
+    #[serde(rename = "wake_time")]
+    pub wakes: Latencies,
     /// How long it took to place a piece at its position.
     #[serde(rename = "reindex_time")]
     pub reindexes: Latencies,
@@ -97,6 +102,11 @@ impl ChunkCacheMetrics {
         mean_ms(&self.lookups)
     }
 
+    /// Average time to wake a piece in milliseconds.
+    pub fn avg_wake_time_ms(&self) -> f64 {
+        mean_ms(&self.wakes)
+    }
+
     /// Average time to place a piece in milliseconds.
     pub fn avg_reindex_time_ms(&self) -> f64 {
         mean_ms(&self.reindexes)
@@ -137,7 +147,7 @@ impl ChunkCacheMetrics {
 /// A number of the metrics, with its name, kind and meaning.
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
-const COLUMNS: [Column; 16] = [
+const COLUMNS: [Column; 17] = [
     ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
     ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
@@ -162,6 +172,9 @@ const COLUMNS: [Column; 16] = [
     }),
     ("kvchunk_chunks", MetricKind::Gauge, "Pieces held.", |m| m.cached_chunks as f64),
     ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Pieces that sleep.", |m| m.sleeping_chunks as f64),
+    ("kvchunk_sleeping_bytes", MetricKind::Gauge, "Bytes that sleeping pieces take.", |m| {
+        m.sleeping_bytes as f64
+    }),
     ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks for chunks.", |m| m.total_blocks as f64),
     ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks.", |m| m.used_blocks as f64),
 ];
@@ -169,8 +182,9 @@ const COLUMNS: [Column; 16] = [
 /// Latencies of the metrics, with their name and meaning.
 type Histogram = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
 
-const HISTOGRAMS: [Histogram; 3] = [
+const HISTOGRAMS: [Histogram; 4] = [
     ("kvchunk_lookup_seconds", "How long lookups took.", |m| &m.lookups),
+    ("kvchunk_wake_seconds", "How long waking a piece took.", |m| &m.wakes),
     ("kvchunk_reindex_seconds", "How long placing a piece took.", |m| &m.reindexes),
     ("kvchunk_compute_seconds", "From reserving a piece to storing it.", |m| &m.computes),
 ];

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvcore::{Clock, LatencyHistogram, SystemClock};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::ChunkCacheConfig;
 use crate::error::{Error, Result};
@@ -31,6 +31,7 @@ use crate::pool::ChunkBlockPool;
 mod acquire;
 mod flight;
 mod handle;
+mod index;
 mod metrics;
 mod pool_sleep;
 mod sleep;
@@ -41,6 +42,7 @@ mod wake;
 pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
 pub use handle::{ChunkKvCache, ChunkReservation};
+pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
 pub use pool_sleep::PoolSleep;
 pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
@@ -81,8 +83,43 @@ struct Shared {
     sleep: Option<Arc<dyn SleepStore>>,
     state: Mutex<State>,
     lookups: LatencyHistogram,
+    wakes: LatencyHistogram,
     reindexes: LatencyHistogram,
     computes: LatencyHistogram,
+}
+
+/// The state under its lock. What is discarded meanwhile is dropped after the lock: code of a store's runs then,
+/// which may use the cache.
+struct Locked<'a> {
+    /// Unlocked first: fields are dropped in this order.
+    state: MutexGuard<'a, State>,
+    discarded: Vec<Box<dyn Sleeping>>,
+}
+
+impl Shared {
+    fn lock(&self) -> Locked<'_> {
+        Locked { state: self.state.lock(), discarded: Vec::new() }
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.discarded = std::mem::take(&mut self.state.discarded);
+    }
+}
+
+impl std::ops::Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl std::ops::DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
 }
 
 /// A stored piece as it is now.
@@ -138,6 +175,7 @@ impl ChunkCacheManager {
             clock,
             sleep,
             lookups: LatencyHistogram::default(),
+            wakes: LatencyHistogram::default(),
             reindexes: LatencyHistogram::default(),
             computes: LatencyHistogram::default(),
         })))
@@ -156,11 +194,17 @@ impl ChunkCacheManager {
     /// Adds a tenant.
     ///
     /// # Errors
-    /// [`Error::TenantExists`].
+    /// [`Error::TenantExists`]; [`Error::SharedSalt`] for a salt that is empty, as the default tenant's, or
+    /// another one's: the two would find each other's chunks.
     pub fn add_tenant(&self, tenant: Tenant) -> Result<TenantId> {
-        let mut state = self.0.state.lock();
-        if state.accounts.iter().any(|account| account.tenant.tag == tenant.tag) {
-            return Err(Error::TenantExists(tenant.tag));
+        let mut state = self.0.lock();
+        for Account { tenant: other, .. } in &state.accounts {
+            if other.tag == tenant.tag {
+                return Err(Error::TenantExists(tenant.tag));
+            }
+            if other.salt == tenant.salt {
+                return Err(Error::SharedSalt { tag: tenant.tag, other: other.tag.clone() });
+            }
         }
         let blocks = self.0.pool.blocks().range().len();
         let (most, policy) = (self.0.config.max_chunks, self.0.config.cache_policy);
@@ -173,7 +217,7 @@ impl ChunkCacheManager {
     /// # Errors
     /// [`Error::UnknownTenant`].
     pub fn tenant(&self, tag: &str) -> Result<(TenantId, Tenant)> {
-        let state = self.0.state.lock();
+        let state = self.0.lock();
         let at = state.accounts.iter().position(|account| account.tenant.tag == tag);
         let at = at.ok_or_else(|| Error::UnknownTenant(tag.to_owned()))?;
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
@@ -183,12 +227,12 @@ impl ChunkCacheManager {
     /// the one that has slept longest. `false` if there is none.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
-        let mut state = self.0.state.lock();
-        state.evict_fullest(now) || state.evict_sleeper()
+        let mut state = self.0.lock();
+        state.evict_fullest(now) || state.evict_sleeper(|_| true)
     }
 
-    /// Forgets every piece. Those that requests hold are freed when the last of these ends; those that are
-    /// being computed are stored afterwards.
+    /// Forgets every piece. Those that requests hold are freed when the last of these ends, and count to their
+    /// tenants until then; those that are being computed are stored afterwards.
     pub fn clear(&self) {
         self.clear_where(|_| true);
     }
@@ -199,9 +243,9 @@ impl ChunkCacheManager {
     }
 
     fn clear_where(&self, of: impl Fn(TenantId) -> bool) {
-        let mut state = self.0.state.lock();
-        for slot in 0..state.entries.len() as u32 {
-            let Some(entry) = state.entry_mut(slot).filter(|entry| of(entry.tenant)) else { continue };
+        let mut state = self.0.lock();
+        for slot in 0..state.index.slots() {
+            let Some(entry) = state.index.at_mut(slot).filter(|entry| of(entry.tenant)) else { continue };
             if matches!(entry.place, Place::Moving(_)) {
                 entry.doomed = true;
             } else {
@@ -212,9 +256,14 @@ impl ChunkCacheManager {
 
     /// Every stored piece.
     pub fn chunks(&self) -> Vec<ChunkInfo> {
+        self.index().iter().cloned().collect()
+    }
+
+    /// The index as it is now, a copy: every stored piece by its hash.
+    pub fn index(&self) -> ChunkHashIndex<ChunkInfo> {
         let now = self.0.clock.millis();
-        let state = self.0.state.lock();
-        let info = |entry: &state::Entry| ChunkInfo {
+        let state = self.0.lock();
+        state.index.map(|entry| ChunkInfo {
             chunk_hash: entry.hash,
             tenant: state.accounts[entry.tenant.0 as usize].tenant.tag.clone(),
             cached_position_start: entry.stored_start,
@@ -224,24 +273,25 @@ impl ChunkCacheManager {
             idle_ms: now.saturating_sub(entry.last_accessed),
             asleep: !matches!(entry.place, Place::Awake(_)),
             exact: entry.exact,
-        };
-        state.entries.iter().flatten().map(info).collect()
+        })
     }
 
     /// Counts so far, and what is held now.
     pub fn metrics(&self) -> ChunkCacheMetrics {
-        let state = self.0.state.lock();
+        let state = self.0.lock();
         let counts = self.0.pool.blocks().counts();
         let sum = state
             .accounts
             .iter()
             .fold(ChunkCacheMetrics::default(), |sum, account| sum.plus(&account.counted));
         ChunkCacheMetrics {
-            cached_chunks: state.len(),
+            cached_chunks: state.index.len(),
             sleeping_chunks: asleep(&state, |_| true),
+            sleeping_bytes: state.accounts.iter().map(|account| account.sleeping_bytes).sum(),
             total_blocks: counts.total,
             used_blocks: counts.total - counts.free,
             lookups: self.0.lookups.snapshot(),
+            wakes: self.0.wakes.snapshot(),
             reindexes: self.0.reindexes.snapshot(),
             computes: self.0.computes.snapshot(),
             ..sum
@@ -250,13 +300,14 @@ impl ChunkCacheManager {
 
     /// The same of one tenant, without times. A tenant that was never added has done nothing.
     pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
-        let state = self.0.state.lock();
+        let state = self.0.lock();
         let Some(account) = state.accounts.get(tenant.0 as usize) else {
             return ChunkCacheMetrics::default();
         };
         ChunkCacheMetrics {
-            cached_chunks: state.entries.iter().flatten().filter(|entry| entry.tenant == tenant).count(),
+            cached_chunks: state.index.iter().filter(|entry| entry.tenant == tenant).count(),
             sleeping_chunks: asleep(&state, |of| of == tenant),
+            sleeping_bytes: account.sleeping_bytes,
             total_blocks: account.quota,
             used_blocks: account.used,
             ..account.counted
@@ -265,7 +316,7 @@ impl ChunkCacheManager {
 
     /// Recounts everything; `Err` says what is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.0.state.lock().check()?;
+        self.0.lock().check()?;
         self.0.pool.blocks().check_invariants()
     }
 
@@ -280,7 +331,7 @@ impl ChunkCacheManager {
 /// Pieces that do not lie in blocks.
 fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&state::Entry| of(entry.tenant) && !matches!(entry.place, Place::Awake(_));
-    state.entries.iter().flatten().filter(sleeps).count()
+    state.index.iter().filter(sleeps).count()
 }
 
 /// The tenant, or the default one for a number of another cache: keys keep them apart, this is about quotas.

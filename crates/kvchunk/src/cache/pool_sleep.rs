@@ -50,7 +50,7 @@ impl ChunkCacheManager {
     pub fn sleep_pool(&self, arena: &ReservedArena, stream: &dyn Stream) -> Result<PoolSleep> {
         let keep = self.fall()?;
         let slept = arena.sleep(Self::POOL_TAG, self.0.pool.blocks().range(), &keep, stream);
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         match slept {
             Ok(asleep) => {
                 let (released_bytes, saved_bytes) = (asleep.released_bytes(), asleep.saved_bytes());
@@ -70,7 +70,7 @@ impl ChunkCacheManager {
     /// # Errors
     /// [`Error::PoolMoving`], and those of [`SleepingBlocks::wake`]; the pool sleeps on then.
     pub fn wake_pool(&self, stream: &dyn Stream) -> Result<bool> {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         let asleep = match std::mem::replace(&mut state.pool, PoolPlace::Moving) {
             PoolPlace::Asleep(asleep) => asleep,
             PoolPlace::Moving => return Err(Error::PoolMoving),
@@ -81,7 +81,7 @@ impl ChunkCacheManager {
         };
         drop(state);
         let woken = asleep.wake(stream);
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         match woken {
             Ok(()) => {
                 state.pool = PoolPlace::Awake;
@@ -96,12 +96,12 @@ impl ChunkCacheManager {
 
     /// Whether the pool's blocks have memory; `false` also while it falls asleep or wakes.
     pub fn is_pool_awake(&self) -> bool {
-        self.0.state.lock().pool.is_awake()
+        self.0.lock().pool.is_awake()
     }
 
     /// Closes the pool and says which blocks hold pieces.
     fn fall(&self) -> Result<Vec<BlockId>> {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         match state.pool {
             PoolPlace::Awake => {}
             PoolPlace::Moving => return Err(Error::PoolMoving),
@@ -114,7 +114,7 @@ impl ChunkCacheManager {
             return Err(Error::PoolInUse { held, flights, others });
         }
         state.pool = PoolPlace::Moving;
-        let ids = state.entries.iter().flatten().filter_map(|entry| match &entry.place {
+        let ids = state.index.iter().filter_map(|entry| match &entry.place {
             Place::Awake(awake) => Some(awake.ids.iter().copied()),
             _ => None,
         });
@@ -122,11 +122,11 @@ impl ChunkCacheManager {
     }
 }
 
-/// Pieces that are held, pieces under way, and blocks that tenants are charged with.
+/// Pieces that are held, pieces under way, and blocks of all pieces that can be found or will be.
 fn in_use(state: &State) -> (usize, usize, usize) {
-    let entries = || state.entries.iter().flatten();
+    let entries = || state.index.iter();
     let held = entries().filter(|entry| entry.holders > 0).count();
     let moving = entries().filter(|entry| matches!(entry.place, Place::Moving(_))).count();
-    let charged = state.accounts.iter().map(|account| account.used).sum();
-    (held, state.flights.len() + moving, charged)
+    let charged: usize = state.accounts.iter().map(|account| account.used).sum();
+    (held, state.under_way.len() + moving, charged - state.orphaned_blocks())
 }

@@ -7,7 +7,7 @@ use kvcore::BlockId;
 
 use crate::error::Result;
 
-/// Where pieces sleep. What it does runs without any lock of the cache.
+/// Where pieces sleep. What it does runs without any lock of the cache, dropping what is saved included.
 ///
 /// Copies may be enqueued instead of done, if they are ordered with whatever reads and writes the blocks
 /// later: [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that computes.
@@ -36,14 +36,14 @@ pub trait Sleeping: Send + Sync + fmt::Debug {
     }
 }
 
-/// Which pieces are cold. Pieces that somebody holds never are, nor are those just made.
+/// Which pieces are cold. Pieces that somebody holds never are, nor are those just stored or woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColdRule {
     /// Pieces used less often than this are cold.
     pub min_accesses: u64,
     /// Pieces not used for this long are cold.
     pub idle: Duration,
-    /// Younger pieces are spared: a new one has not had the time to be used.
+    /// Pieces that were stored or woken more recently are spared: they have not had the time to be used.
     pub spare_younger_than: Duration,
 }
 
@@ -59,8 +59,9 @@ impl ColdRule {
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 
-    pub(super) fn is_cold(&self, age: Duration, idle: Duration, accesses: u64) -> bool {
-        age >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
+    /// `awake` is the time since the piece was stored or woken.
+    pub(super) fn is_cold(&self, awake: Duration, idle: Duration, accesses: u64) -> bool {
+        awake >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
     }
 }
 

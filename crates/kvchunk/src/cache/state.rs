@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
 
 use super::flight::Flight;
+use super::index::{ChunkHashIndex, Indexed};
 use super::pool_sleep::PoolPlace;
 use super::sleep::Sleeping;
 use super::tenant::{Account, TenantId};
@@ -17,10 +18,10 @@ use crate::pool::ChunkBlockPool;
 pub(super) enum Place {
     /// In blocks of the pool.
     Awake(Awake),
-    /// On its way into sleep or out of it.
+    /// On its way into sleep or out of it: its blocks are its tenant's, and whoever moves it has them.
     Moving(Arc<Flight>),
     /// In a lower memory.
-    Asleep(Box<dyn Sleeping>),
+    Asleep(Dormant),
 }
 
 #[derive(Debug)]
@@ -31,6 +32,14 @@ pub(super) struct Awake {
     pub(super) number: u32,
 }
 
+/// A piece's contents in a lower memory, and what the store said of them.
+#[derive(Debug)]
+pub(super) struct Dormant {
+    pub(super) saved: Box<dyn Sleeping>,
+    pub(super) bytes: usize,
+    pub(super) exact: bool,
+}
+
 /// A stored piece.
 #[derive(Debug)]
 pub(super) struct Entry {
@@ -38,7 +47,7 @@ pub(super) struct Entry {
     pub(super) any_system: Option<BlockKey>,
     pub(super) evidence: Evidence,
     pub(super) tenant: TenantId,
-    /// Tells an entry from a later one in the same slot.
+    /// Tells a hold on this entry from one on a later entry in the same slot.
     pub(super) generation: u64,
     pub(super) stored_start: i64,
     pub(super) place: Place,
@@ -48,6 +57,8 @@ pub(super) struct Entry {
     pub(super) doomed: bool,
     /// In milliseconds of the cache's clock.
     pub(super) created: u64,
+    /// When it was stored or woken last.
+    pub(super) awake_since: u64,
     pub(super) last_accessed: u64,
     pub(super) access_count: u64,
 }
@@ -58,70 +69,81 @@ impl Entry {
     }
 }
 
+impl Indexed for Entry {
+    fn hash(&self) -> ChunkHash {
+        self.hash
+    }
+
+    fn any_system(&self) -> Option<BlockKey> {
+        self.any_system
+    }
+}
+
+/// A piece that a request computes.
+#[derive(Debug)]
+pub(super) struct UnderWay {
+    pub(super) evidence: Evidence,
+    pub(super) flight: Arc<Flight>,
+    pub(super) tenant: TenantId,
+    pub(super) blocks: usize,
+}
+
+/// A piece that is held and cannot be found: it was cleared, or there was no place for it. Its blocks are its
+/// tenant's until the last holder ends.
+#[derive(Debug)]
+pub(super) struct Orphan {
+    tenant: TenantId,
+    blocks: usize,
+    holders: u32,
+}
+
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) entries: Vec<Option<Entry>>,
-    free: Vec<u32>,
-    index: HashMap<BlockKey, u32>,
-    /// The latest piece of the same tokens under any system prompt.
-    any_system: HashMap<BlockKey, u32>,
-    pub(super) flights: HashMap<BlockKey, (Evidence, Arc<Flight>)>,
+    pub(super) index: ChunkHashIndex<Entry>,
+    pub(super) under_way: HashMap<BlockKey, UnderWay>,
+    /// By generation.
+    orphans: HashMap<u64, Orphan>,
     pub(super) accounts: Vec<Account>,
     /// Whether the blocks have memory.
     pub(super) pool: PoolPlace,
     generations: u64,
+    /// What is dropped once the lock is free: dropping it runs code of the store's.
+    pub(super) discarded: Vec<Box<dyn Sleeping>>,
 }
 
 impl State {
     pub(super) fn new(first: Account) -> Self {
         Self {
-            entries: Vec::new(),
-            free: Vec::new(),
-            index: HashMap::new(),
-            any_system: HashMap::new(),
-            flights: HashMap::new(),
+            index: ChunkHashIndex::new(),
+            under_way: HashMap::new(),
+            orphans: HashMap::new(),
             accounts: vec![first],
             pool: PoolPlace::Awake,
             generations: 0,
+            discarded: Vec::new(),
         }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.index.len()
     }
 
     pub(super) fn account(&mut self, tenant: TenantId) -> &mut Account {
         &mut self.accounts[tenant.0 as usize]
     }
 
-    pub(super) fn entry(&self, slot: u32) -> Option<&Entry> {
-        self.entries.get(slot as usize)?.as_ref()
-    }
-
-    pub(super) fn entry_mut(&mut self, slot: u32) -> Option<&mut Entry> {
-        self.entries.get_mut(slot as usize)?.as_mut()
-    }
-
-    pub(super) fn slot_of(&self, key: &BlockKey) -> Option<u32> {
-        self.index.get(key).copied()
-    }
-
     /// The stored piece, if what is stored under its hash is it.
     pub(super) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
-        let slot = self.slot_of(&piece.hash().key)?;
-        self.entry(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
+        let slot = self.index.slot_of(&piece.hash().key)?;
+        self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
     /// A piece of the same tokens under another system prompt that is awake, stored no further on than
     /// `stored_start`: moved forward only, no query is turned to a position that its request does not reach.
     pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
-        let slot = *self.any_system.get(&piece.any_system()?)?;
+        let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
         let same = |entry: &&Entry| {
             entry.evidence.proves_under_any_system(piece)
                 && entry.stored_start <= stored_start
                 && matches!(entry.place, Place::Awake(_))
         };
-        self.entry(slot).filter(same).map(|_| slot)
+        self.index.at(slot).filter(same).map(|_| slot)
     }
 
     /// Counts a use of an awake piece in an awake pool and takes it out of the order of eviction.
@@ -129,7 +151,7 @@ impl State {
         if !self.pool.is_awake() {
             return None;
         }
-        let entry = self.entries.get_mut(slot as usize)?.as_mut()?;
+        let entry = self.index.at_mut(slot)?;
         let Place::Awake(awake) = &entry.place else { return None };
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.hit(awake.number, &entry.hash.key);
@@ -144,11 +166,11 @@ impl State {
     }
 
     /// One holder fewer.
-    pub(super) fn let_go(&mut self, slot: u32, generation: u64, now: u64) {
-        let Some(entry) = self.entries.get_mut(slot as usize).and_then(Option::as_mut) else { return };
-        if entry.generation != generation {
-            return;
-        }
+    pub(super) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
+        let entry = slot.and_then(|slot| self.index.at_mut(slot));
+        let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
+            return self.let_go_orphan(generation);
+        };
         entry.holders -= 1;
         if entry.holders == 0
             && let Place::Awake(awake) = &entry.place
@@ -159,55 +181,56 @@ impl State {
         }
     }
 
-    /// Puts a piece into the index; its blocks are counted to its tenant already.
+    fn let_go_orphan(&mut self, generation: u64) {
+        let Some(orphan) = self.orphans.get_mut(&generation) else { return };
+        orphan.holders -= 1;
+        if orphan.holders == 0 {
+            let (tenant, blocks) = (orphan.tenant, orphan.blocks);
+            self.orphans.remove(&generation);
+            self.account(tenant).used -= blocks;
+        }
+    }
+
+    /// Blocks of pieces that are held and cannot be found.
+    pub(super) fn orphaned_blocks(&self) -> usize {
+        self.orphans.values().map(|orphan| orphan.blocks).sum()
+    }
+
+    /// Blocks that its tenant has been charged with are a piece's that nobody can find, with one holder.
+    pub(super) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
+        self.generations += 1;
+        self.orphans.insert(self.generations, Orphan { tenant, blocks, holders: 1 });
+        self.generations
+    }
+
+    /// Puts a piece, which is awake and held, into the index; its blocks are counted to its tenant and it has a
+    /// number in the order already.
     pub(super) fn insert(&mut self, mut entry: Entry) -> (u32, u64) {
         self.generations += 1;
-        entry.generation = self.generations;
-        let slot = self.free.pop().unwrap_or_else(|| {
-            self.entries.push(None);
-            self.entries.len() as u32 - 1
-        });
-        self.index.insert(entry.hash.key, slot);
-        if let Some(key) = entry.any_system {
-            self.any_system.insert(key, slot);
+        let (generation, tenant) = (self.generations, entry.tenant);
+        entry.generation = generation;
+        let number = match &entry.place {
+            Place::Awake(awake) => Some(awake.number),
+            Place::Moving(_) | Place::Asleep(_) => None,
+        };
+        let slot = self.index.insert(entry);
+        if let Some(number) = number {
+            self.account(tenant).order.assign(number, slot);
         }
-        if let Place::Awake(awake) = &mut entry.place {
-            // There are as many numbers as pieces can be awake.
-            awake.number = self.accounts[entry.tenant.0 as usize].order.admit(slot).unwrap_or_default();
-        }
-        let generation = entry.generation;
-        self.entries[slot as usize] = Some(entry);
         (slot, generation)
     }
 
-    /// A piece that could be evicted leaves the order of eviction.
-    fn unorder(&mut self, slot: u32) {
-        let Some(entry) = self.entry(slot).filter(|entry| entry.is_evictable()) else { return };
-        let (Place::Awake(awake), tenant, blocks) = (&entry.place, entry.tenant, entry.hash.num_blocks)
-        else {
-            return;
-        };
-        let number = awake.number;
-        let account = self.account(tenant);
-        account.order.remove(number);
-        account.idle -= blocks;
-    }
-
-    /// The blocks of a piece, which is in no order, are no longer its tenant's.
-    fn discharge(&mut self, entry: &Entry) {
-        if let Place::Awake(awake) = &entry.place {
-            let account = self.account(entry.tenant);
-            account.order.retire(awake.number);
-            account.used -= entry.hash.num_blocks;
-        }
-    }
-
-    /// A piece that nobody holds starts to move into sleep: its blocks stay until it has arrived.
+    /// A piece that nobody holds starts to move into sleep: its blocks stay until it has arrived, and it keeps
+    /// its place in the order, though nothing evicts it meanwhile.
     pub(super) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
-        self.unorder(slot);
-        let entry = self.entries.get_mut(slot as usize)?.as_mut()?;
+        let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(flight))) {
-            Place::Awake(awake) => Some(awake),
+            Place::Awake(awake) => {
+                let account = &mut self.accounts[entry.tenant.0 as usize];
+                account.order.depart(awake.number);
+                account.idle -= entry.hash.num_blocks;
+                Some(awake)
+            }
             other => {
                 entry.place = other;
                 None
@@ -215,60 +238,71 @@ impl State {
         }
     }
 
-    /// A piece that had departed stays awake after all.
-    pub(super) fn stay(&mut self, slot: u32, awake: Awake, now: u64) {
-        let Some(entry) = self.entries.get_mut(slot as usize).and_then(Option::as_mut) else { return };
+    /// A piece that had departed stays awake after all, where it was in the order.
+    pub(super) fn stay(&mut self, slot: u32, awake: Awake) {
+        let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.insert(awake.number, &entry.hash.key, now);
+        account.order.stay(awake.number);
         account.idle += entry.hash.num_blocks;
         entry.place = Place::Awake(awake);
     }
 
     /// A piece that had departed sleeps now, and its blocks are free.
-    pub(super) fn arrive(&mut self, slot: u32, awake: Awake, asleep: Box<dyn Sleeping>) {
-        let Some(entry) = self.entries.get_mut(slot as usize).and_then(Option::as_mut) else { return };
+    pub(super) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
+        let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.retire(awake.number);
+        account.order.arrive(awake.number);
         account.used -= entry.hash.num_blocks;
-        entry.exact &= asleep.is_exact();
-        entry.place = Place::Asleep(asleep);
+        account.sleeping_bytes += dormant.bytes;
+        account.counted.slept += 1;
+        entry.exact &= dormant.exact;
+        entry.place = Place::Asleep(dormant);
         drop(awake); // its blocks are free
     }
 
-    /// A sleeping piece is awake again, in blocks that its tenant has been charged with; nobody holds it.
-    pub(super) fn wake(&mut self, slot: u32, pinned: PinnedBlocks, ids: Arc<[BlockId]>, now: u64) {
-        let Some(entry) = self.entries.get_mut(slot as usize).and_then(Option::as_mut) else { return };
-        let account = &mut self.accounts[entry.tenant.0 as usize];
-        let number = account.order.admit(slot).unwrap_or_default();
-        account.order.insert(number, &entry.hash.key, now);
-        account.idle += entry.hash.num_blocks;
-        entry.last_accessed = now; // it is not cold at once
-        entry.place = Place::Awake(Awake { pinned, ids, number });
-    }
-
-    /// Forgets a piece that is in no order.
-    fn forget(&mut self, slot: u32) -> Option<Entry> {
-        let entry = self.entries.get_mut(slot as usize)?.take()?;
-        self.discharge(&entry);
-        self.index.remove(&entry.hash.key);
-        if let Some(key) = entry.any_system
-            && self.any_system.get(&key) == Some(&slot)
-        {
-            self.any_system.remove(&key);
+    /// A piece that could be evicted leaves the order of eviction.
+    fn unorder(&mut self, slot: u32) {
+        let Some(entry) = self.index.at(slot).filter(|entry| entry.is_evictable()) else { return };
+        if let Place::Awake(awake) = &entry.place {
+            let account = &mut self.accounts[entry.tenant.0 as usize];
+            account.order.remove(awake.number);
+            account.idle -= entry.hash.num_blocks;
         }
-        self.free.push(slot);
-        Some(entry)
     }
 
-    /// Forgets a piece. What is held lives on until its holders end.
-    pub(super) fn remove(&mut self, slot: u32) -> Option<Entry> {
+    /// Forgets a piece that is in no order; whether it was there. Blocks of one that is held are its tenant's
+    /// until the last holder ends, those of one that moves the business of whoever moves it.
+    fn forget(&mut self, slot: u32) -> bool {
+        let Some(entry) = self.index.remove(slot) else { return false };
+        let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
+        let account = &mut self.accounts[tenant.0 as usize];
+        match entry.place {
+            Place::Awake(awake) => {
+                account.order.retire(awake.number);
+                if holders == 0 {
+                    account.used -= blocks;
+                } else {
+                    self.orphans.insert(entry.generation, Orphan { tenant, blocks, holders });
+                }
+            }
+            Place::Moving(_) => {}
+            Place::Asleep(dormant) => {
+                account.sleeping_bytes -= dormant.bytes;
+                self.discarded.push(dormant.saved);
+            }
+        }
+        true
+    }
+
+    /// Forgets a piece; whether it was there. What is held lives on until its holders end.
+    pub(super) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
     }
 
     /// Forgets a piece that was cleared while it moved.
     pub(super) fn bury(&mut self, slot: u32) {
-        if self.entry(slot).is_some_and(|entry| entry.doomed) {
+        if self.index.at(slot).is_some_and(|entry| entry.doomed) {
             self.remove(slot);
         }
     }
@@ -278,12 +312,12 @@ impl State {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
         account.counted.evictions += 1;
-        let Some(entry) = self.forget(slot) else { return false };
-        self.account(tenant).idle -= entry.hash.num_blocks;
-        true
+        let blocks = self.index.at(slot).map_or(0, |entry| entry.hash.num_blocks);
+        self.account(tenant).idle -= blocks;
+        self.forget(slot)
     }
 
-    /// Evicts any piece: of this tenant, or else of the one that uses most of its quota.
+    /// Evicts any piece that is awake: of this tenant, or else of the one that uses most of its quota.
     pub(super) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
@@ -298,15 +332,23 @@ impl State {
         idle.max_by(|(_, a), (_, b)| a.pressure().total_cmp(&b.pressure())).map(|(i, _)| TenantId(i as u32))
     }
 
-    /// Forgets the piece that has slept longest.
-    pub(super) fn evict_sleeper(&mut self) -> bool {
-        let sleepers = self.entries.iter().enumerate().filter_map(|(slot, entry)| {
-            let entry = entry.as_ref().filter(|entry| matches!(entry.place, Place::Asleep(_)))?;
-            Some((entry.last_accessed, slot as u32, entry.tenant))
-        });
-        let Some((_, slot, tenant)) = sleepers.min() else { return false };
+    /// Forgets one piece, so that a tenant can store another: what sleeps before what is awake, since it is
+    /// colder, and all of the tenant's own before any of the others'.
+    pub(super) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
+        self.evict_sleeper(|of| of == tenant)
+            || self.evict(tenant, now)
+            || self.evict_sleeper(|_| true)
+            || self.evict_fullest(now)
+    }
+
+    /// Forgets the piece that has slept longest, of some tenants.
+    pub(super) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
+        let sleeps = |entry: &Entry| matches!(entry.place, Place::Asleep(_)) && of(entry.tenant);
+        let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
+        let longest = sleepers.map(|(slot, entry)| (entry.last_accessed, slot, entry.tenant)).min();
+        let Some((_, slot, tenant)) = longest else { return false };
         self.account(tenant).counted.evictions += 1;
-        self.remove(slot).is_some()
+        self.remove(slot)
     }
 
     /// `n` blocks for a tenant, evicting pieces that nobody holds as needed. `None` when even that does
@@ -342,45 +384,61 @@ impl State {
 
     /// Recounts everything; `Err` says what is inconsistent.
     pub(super) fn check(&self) -> Result<(), String> {
-        let mut sums: Vec<(usize, usize, usize)> = vec![(0, 0, 0); self.accounts.len()];
-        for (slot, entry) in self.entries.iter().enumerate() {
-            let Some(entry) = entry else { continue };
-            if self.index.get(&entry.hash.key) != Some(&(slot as u32)) {
-                return Err(format!("piece {slot} is not in the index"));
-            }
+        self.index.check()?;
+        let mut sums = vec![Sum::default(); self.accounts.len()];
+        for (slot, entry) in self.index.with_slots() {
             let sum = &mut sums[entry.tenant.0 as usize];
-            if let Place::Awake(awake) = &entry.place {
-                sum.0 += awake.pinned.len();
-                if awake.pinned.len() != entry.hash.num_blocks {
-                    return Err(format!("piece {slot} has {} blocks", awake.pinned.len()));
+            match &entry.place {
+                Place::Awake(awake) => {
+                    sum.used += awake.pinned.len();
+                    if awake.pinned.len() != entry.hash.num_blocks {
+                        return Err(format!("piece {slot} has {} blocks", awake.pinned.len()));
+                    }
                 }
-            } else if entry.holders > 0 {
+                Place::Moving(_) => sum.used += entry.hash.num_blocks,
+                Place::Asleep(dormant) => sum.sleeping_bytes += dormant.bytes,
+            }
+            if entry.holders > 0 && !matches!(entry.place, Place::Awake(_)) {
                 return Err(format!("piece {slot} is held and not awake"));
             }
             if entry.is_evictable() {
-                sum.1 += entry.hash.num_blocks;
-                sum.2 += 1;
+                sum.idle += entry.hash.num_blocks;
+                sum.evictable += 1;
             }
         }
-        if self.index.len() != self.entries.iter().flatten().count() {
-            return Err(format!("the index has {} pieces", self.index.len()));
+        for under_way in self.under_way.values() {
+            sums[under_way.tenant.0 as usize].used += under_way.blocks;
         }
-        for (account, (awake, idle, evictable)) in self.accounts.iter().zip(sums) {
-            let tag = &account.tenant.tag;
-            if account.idle != idle || account.order.len() != evictable {
-                return Err(format!(
-                    "{tag}: {} of {idle} idle blocks, {} of {evictable} pieces in order",
-                    account.idle,
-                    account.order.len()
-                ));
-            }
-            // Reservations are counted as used, too.
-            if account.used < awake || (self.flights.is_empty() && account.used != awake) {
-                return Err(format!("{tag}: {} blocks used, {awake} awake", account.used));
-            }
-            if account.used > account.quota {
-                return Err(format!("{tag}: {} blocks used of {}", account.used, account.quota));
-            }
+        for orphan in self.orphans.values() {
+            sums[orphan.tenant.0 as usize].used += orphan.blocks;
+        }
+        self.accounts.iter().zip(sums).try_for_each(|(account, sum)| sum.check(account))
+    }
+}
+
+/// What a tenant's account must say.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sum {
+    used: usize,
+    idle: usize,
+    evictable: usize,
+    sleeping_bytes: usize,
+}
+
+impl Sum {
+    fn check(self, account: &Account) -> Result<(), String> {
+        let pairs = [
+            ("idle blocks", account.idle, self.idle),
+            ("pieces in order", account.order.len(), self.evictable),
+            ("blocks used", account.used, self.used),
+            ("bytes asleep", account.sleeping_bytes, self.sleeping_bytes),
+        ];
+        let tag = &account.tenant.tag;
+        if let Some((what, counted, found)) = pairs.into_iter().find(|(_, counted, found)| counted != found) {
+            return Err(format!("{tag}: {counted} {what}, {found} found"));
+        }
+        if account.used > account.quota {
+            return Err(format!("{tag}: {} blocks used of {}", account.used, account.quota));
         }
         Ok(())
     }

@@ -1,32 +1,28 @@
 //! Putting pieces to sleep and waking them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvcore::BlockKey;
+use kvcore::MutableBlocks;
 
 use super::flight::Flight;
 use super::sleep::{ColdRule, NotWoken, SleepStore};
-use super::state::{Entry, Place};
+use super::state::{Awake, Dormant, Entry, Place, State};
 use super::tenant::TenantId;
-use super::{ChunkCacheManager, Shared};
+use super::{ChunkCacheManager, Locked, Shared};
 use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
+use crate::pool::ChunkBlockPool;
 
-/// What came of waking a piece.
-pub(super) enum Woken {
-    /// It is awake, or was no longer asleep.
-    Awake,
-    /// Somebody else moves it.
-    Moving(Arc<Flight>),
-    NotWoken(NotWoken),
-}
-
-impl Woken {
-    /// Whether asking the cache again gives another answer than "it sleeps and there is no room".
-    pub(super) fn may_look_again(&self) -> bool {
-        !matches!(self, Self::NotWoken(NotWoken::NoRoom | NotWoken::PoolAsleep))
-    }
+/// A sleeping piece that has blocks to wake in.
+pub(super) struct Waking {
+    slot: u32,
+    tenant: TenantId,
+    blocks: MutableBlocks,
+    /// Its number in the order of its tenant.
+    number: u32,
+    dormant: Dormant,
+    flight: Arc<Flight>,
 }
 
 impl ChunkCacheManager {
@@ -35,7 +31,8 @@ impl ChunkCacheManager {
     ///
     /// # Errors
     /// [`Error::NoSleep`] for a cache without a place to sleep. The store's error, for instance when it is
-    /// full, if no piece could be put to sleep; else what fitted sleeps and the rest stays awake.
+    /// full, if no piece could be put to sleep; else what fitted sleeps and the rest stays awake, and goes in
+    /// the order in which it would have gone.
     pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
         self.sleep_cold_where(rule, |_| true)
     }
@@ -51,11 +48,11 @@ impl ChunkCacheManager {
     fn sleep_cold_where(&self, rule: ColdRule, of: impl Fn(TenantId) -> bool) -> Result<usize> {
         let store = self.0.sleep.as_ref().ok_or(Error::NoSleep)?;
         let now = self.0.clock.millis();
-        let slots = self.0.state.lock().entries.len() as u32;
+        let slots = self.0.lock().index.slots();
         let mut slept = 0;
         for slot in 0..slots {
-            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, age, idle| {
-                of(entry.tenant) && rule.is_cold(age, idle, entry.access_count)
+            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, awake, idle| {
+                of(entry.tenant) && rule.is_cold(awake, idle, entry.access_count)
             }) {
                 Ok(true) => slept += 1,
                 Ok(false) => {}
@@ -66,17 +63,9 @@ impl ChunkCacheManager {
         Ok(slept)
     }
 
-    /// Wakes pieces; says of each that is not awake now why.
+    /// Wakes pieces; says of each that is not awake now why. Waits for those that others move at this moment.
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
-        let wake = |hash: &ChunkHash| loop {
-            let Some(slot) = self.0.state.lock().slot_of(&hash.key) else { return Some(NotWoken::Unknown) };
-            match self.0.wake_slot(slot, hash.key) {
-                Woken::Awake => return None,
-                Woken::Moving(flight) => super::ChunkWaiter(flight).wait(),
-                Woken::NotWoken(why) => return Some(why),
-            }
-        };
-        hashes.iter().filter_map(|hash| wake(hash).map(|why| (*hash, why))).collect()
+        hashes.iter().filter_map(|hash| self.0.wake_up(hash).err().map(|why| (*hash, why))).collect()
     }
 }
 
@@ -95,28 +84,27 @@ impl Shared {
         is_cold: impl Fn(&Entry, Duration, Duration) -> bool,
     ) -> Result<bool> {
         let flight = Arc::new(Flight::default());
-        let mut state = self.state.lock();
-        let cold = state.entry(slot).is_some_and(|entry| {
+        let mut state = self.lock();
+        let cold = state.index.at(slot).is_some_and(|entry| {
             let since = |then: u64| Duration::from_millis(now.saturating_sub(then));
-            let (age, idle) = (since(entry.created), since(entry.last_accessed));
-            entry.is_evictable() && is_cold(entry, age, idle)
+            is_cold(entry, since(entry.awake_since), since(entry.last_accessed))
         });
         let cold = cold && state.pool.is_awake();
         let Some(awake) = cold.then(|| state.depart(slot, &flight)).flatten() else { return Ok(false) };
         drop(state);
-        let saved = guarded(|| store.save(&awake.ids));
-        let mut state = self.state.lock();
+        let saved = guarded(|| {
+            let saved = store.save(&awake.ids)?;
+            let (bytes, exact) = (saved.bytes(), saved.is_exact());
+            Ok(Dormant { saved, bytes, exact })
+        });
+        let mut state = self.lock();
         let result = match saved {
-            Ok(asleep) => {
-                if let Some(entry) = state.entry(slot) {
-                    let tenant = entry.tenant;
-                    state.account(tenant).counted.slept += 1;
-                }
-                state.arrive(slot, awake, asleep);
+            Ok(dormant) => {
+                state.arrive(slot, awake, dormant);
                 Ok(true)
             }
             Err(error) => {
-                state.stay(slot, awake, now);
+                state.stay(slot, awake);
                 Err(error)
             }
         };
@@ -126,55 +114,100 @@ impl Shared {
         result
     }
 
-    /// Wakes the piece in `slot`, if it is still the one with this key.
-    pub(super) fn wake_slot(&self, slot: u32, key: BlockKey) -> Woken {
+    /// Wakes the piece under a hash, unless it is awake.
+    fn wake_up(&self, hash: &ChunkHash) -> std::result::Result<(), NotWoken> {
+        loop {
+            let now = self.clock.millis();
+            let mut state = self.lock();
+            let slot = state.index.slot_of(&hash.key).ok_or(NotWoken::Unknown)?;
+            if !state.pool.is_awake() {
+                return Err(NotWoken::PoolAsleep);
+            }
+            let moving = match state.index.at(slot).map(|entry| &entry.place) {
+                Some(Place::Moving(flight)) => Arc::clone(flight),
+                Some(Place::Asleep(_)) => {
+                    let waking = state.begin_waking(&self.pool, slot, now).ok_or(NotWoken::NoRoom)?;
+                    drop(state);
+                    return self.wake(waking, |_, _| ()).map_err(NotWoken::Lost);
+                }
+                Some(Place::Awake(_)) | None => return Ok(()),
+            };
+            drop(state);
+            super::ChunkWaiter(moving).wait();
+        }
+    }
+
+    /// Wakes a piece, without the lock while it is copied, and passes its slot to `then`, under the lock that it
+    /// became awake under: nothing can have put it back to sleep. An error for contents that are lost; the piece
+    /// is gone then.
+    pub(super) fn wake<T>(&self, waking: Waking, then: impl FnOnce(&mut Locked<'_>, u32) -> T) -> Result<T> {
+        let since = Instant::now();
+        let Waking { slot, tenant, blocks, number, dormant, flight } = waking;
+        let restored = guarded(|| dormant.saved.restore(blocks.ids()));
+        if self.config.stats {
+            self.wakes.record(since.elapsed());
+        }
         let now = self.clock.millis();
-        let flight = Arc::new(Flight::default());
-        let mut state = self.state.lock();
-        if !state.pool.is_awake() {
-            return Woken::NotWoken(NotWoken::PoolAsleep);
-        }
-        let Some(entry) = state.entry(slot).filter(|entry| entry.hash.key == key) else {
-            return Woken::Awake;
-        };
-        match &entry.place {
-            Place::Awake(_) => return Woken::Awake,
-            Place::Moving(flight) => return Woken::Moving(Arc::clone(flight)),
-            Place::Asleep(_) => {}
-        }
-        let (tenant, blocks) = (entry.tenant, entry.hash.num_blocks);
-        let Some(blocks) = state.room(&self.pool, tenant, blocks, now) else {
-            return Woken::NotWoken(NotWoken::NoRoom);
-        };
-        // Evicting touches no sleeping piece, so the entry is still there.
-        let moving = Place::Moving(Arc::clone(&flight));
-        let place = state.entry_mut(slot).map(|entry| std::mem::replace(&mut entry.place, moving));
-        drop(state);
-        let restored = match &place {
-            Some(Place::Asleep(asleep)) => guarded(|| asleep.restore(blocks.ids())),
-            _ => Ok(()),
-        };
-        let mut state = self.state.lock();
-        let counted = &mut state.account(tenant).counted;
+        let mut state = self.lock();
         let woken = match restored {
             Ok(()) => {
-                counted.woken += 1;
-                let ids: Arc<[_]> = blocks.ids().into();
-                let shared = blocks.share();
-                state.wake(slot, shared.pin(), ids, now);
-                Woken::Awake
+                state.awaken(slot, blocks, number, now);
+                Ok(then(&mut state, slot))
             }
             Err(error) => {
-                counted.lost += 1;
-                state.account(tenant).used -= blocks.len();
-                drop(blocks); // before anybody who waited asks for room
-                state.remove(slot);
-                Woken::NotWoken(NotWoken::Lost(error))
+                state.lose(slot, tenant, blocks, number);
+                Err(error)
             }
         };
         state.bury(slot);
         drop(state);
         flight.land();
         woken
+    }
+}
+
+impl State {
+    /// Makes room for a sleeping piece, which moves from now on. `None` if it does not sleep or there is no room;
+    /// it sleeps on then.
+    pub(super) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
+        let entry = self.index.at(slot).filter(|entry| matches!(entry.place, Place::Asleep(_)))?;
+        let (tenant, needed) = (entry.tenant, entry.hash.num_blocks);
+        let blocks = self.room(pool, tenant, needed, now)?;
+        let Some(number) = self.account(tenant).order.admit() else {
+            self.account(tenant).used -= needed;
+            return None;
+        };
+        let flight = Arc::new(Flight::default());
+        // Making room touches no sleeping piece, so this one is still there, and asleep.
+        let entry = self.index.at_mut(slot)?;
+        let Place::Asleep(dormant) = std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(&flight)))
+        else {
+            return None;
+        };
+        self.account(tenant).sleeping_bytes -= dormant.bytes;
+        Some(Waking { slot, tenant, blocks, number, dormant, flight })
+    }
+
+    /// A piece that was waking is awake; nobody holds it.
+    fn awaken(&mut self, slot: u32, blocks: MutableBlocks, number: u32, now: u64) {
+        let Some(entry) = self.index.at_mut(slot) else { return };
+        let account = &mut self.accounts[entry.tenant.0 as usize];
+        account.order.assign(number, slot);
+        account.order.insert(number, &entry.hash.key, now);
+        account.idle += entry.hash.num_blocks;
+        account.counted.woken += 1;
+        (entry.awake_since, entry.last_accessed) = (now, now);
+        let ids = blocks.ids().into();
+        entry.place = Place::Awake(Awake { pinned: blocks.share().pin(), ids, number });
+    }
+
+    /// A piece that was waking cannot be had back: it is gone, and its blocks are free.
+    fn lose(&mut self, slot: u32, tenant: TenantId, blocks: MutableBlocks, number: u32) {
+        let account = self.account(tenant);
+        account.counted.lost += 1;
+        account.used -= blocks.len();
+        account.order.retire(number);
+        drop(blocks); // before anybody who waited asks for room
+        self.remove(slot);
     }
 }

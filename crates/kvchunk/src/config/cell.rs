@@ -20,6 +20,7 @@ pub enum ComputeMode {
 pub enum PositionStrategy {
     /// Every chunk right after the system prompt; the question after the longest chunk.
     #[default]
+    #[serde(alias = "virtual")]
     Overlapped,
     /// One chunk after the other, as in an ordinary prompt.
     Sequential,

@@ -1,5 +1,7 @@
 //! Settings of a chunk cache.
 
+use std::time::Duration;
+
 use kvcore::PolicyKind;
 use serde::{Deserialize, Serialize};
 
@@ -41,7 +43,8 @@ pub struct ChunkCacheConfig {
     /// How chunks are hashed.
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
-    /// Where chunks stand when they are used.
+    /// Where chunks stand when they are used. The seed's word `virtual`, how chunks are stored under every strategy
+    /// but the absolute one, is read as the default strategy.
     pub position_strategy: PositionStrategy,
     /// What chunks see while they are computed.
     pub compute_mode: ComputeMode,
@@ -50,6 +53,9 @@ pub struct ChunkCacheConfig {
     /// Whether the times of lookups, placements and computations are measured.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
+    /// Longest time in milliseconds that a request waits for pieces that other requests compute. Afterwards it
+    /// computes them for itself.
+    pub max_wait_ms: u64,
     /// Whether a chunk that was computed under another system prompt, no longer than this one, is used where
     /// none is found under this one. No bound holds for such a hit; it is counted as approximate.
     pub cross_system_reuse: bool,
@@ -68,12 +74,18 @@ impl Default for ChunkCacheConfig {
             compute_mode: ComputeMode::default(),
             cache_policy: PolicyKind::default(),
             stats: true,
+            max_wait_ms: 60_000,
             cross_system_reuse: false,
         }
     }
 }
 
 impl ChunkCacheConfig {
+    /// [`max_wait_ms`](Self::max_wait_ms) as a duration.
+    pub fn max_wait(&self) -> Duration {
+        Duration::from_millis(self.max_wait_ms)
+    }
+
     /// Strategy and mode.
     pub fn cell(&self) -> ReuseCell {
         ReuseCell { mode: self.compute_mode, strategy: self.position_strategy }
@@ -109,7 +121,20 @@ mod tests {
         assert_eq!((c.enabled, c.memory_share, c.max_chunks, c.max_chunk_tokens), (true, 0.15, 500, 4096));
         assert_eq!((c.separator.as_str(), c.cache_policy, c.stats), ("##", PolicyKind::Lru, true));
         assert_eq!((c.hash_algorithm, c.cross_system_reuse), (HashAlgorithm::Blake3, false));
-        assert_eq!(c.cell(), ReuseCell::default());
+        assert_eq!((c.cell(), c.max_wait()), (ReuseCell::default(), Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn the_seeds_recommended_configuration_is_read_word_for_word() {
+        let seed = r###"{"chunk_cache_gpu_memory_utilization": 0.15, "max_chunks": 500, "max_chunk_tokens": 4096,
+            "chunk_separator": "##", "chunk_hash_algo": "xxhash", "position_strategy": "virtual",
+            "cache_policy": "lru", "log_chunk_cache_stats": true}"###;
+        let config: ChunkCacheConfig = serde_json::from_str(seed).unwrap();
+        config.check().unwrap();
+        let same = ChunkCacheConfig { hash_algorithm: HashAlgorithm::Xxh3, ..ChunkCacheConfig::default() };
+        assert_eq!(config, same, "its defaults are ours, but for the hash");
+        assert_eq!(config.position_strategy, PositionStrategy::Overlapped);
+        assert!(serde_json::to_string(&config).unwrap().contains(r#""position_strategy":"overlapped""#));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::error::Result;
 ///
 /// Positions are those at which tokens are *used*; keys lie rotated where they were stored. A kernel that
 /// takes one table for all therefore needs parts without an offset (the overlapped strategy in with-system
-/// mode, the absolute one), or copies rotated by [`rotate_keys`](kvcore::Kernels::rotate_keys).
+/// mode, the absolute one), or the run of a [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```
 /// use kvchunk::MergedKvCache;
@@ -51,10 +51,5 @@ impl MergedKvCache {
             block_ids: parts.iter().flat_map(|part| part.blocks.iter().copied()).collect(),
             total_tokens: parts.iter().map(|part| part.len).sum(),
         })
-    }
-
-    /// Whether every key lies where it is used, so that the run serves a kernel without segments.
-    pub fn needs_no_rotation(parts: &[Segment]) -> bool {
-        parts.iter().all(|part| part.position_offset == 0)
     }
 }

@@ -6,4 +6,5 @@ mod reindex;
 
 pub use merged::MergedKvCache;
 pub use plan::{ChunkPlace, PositionPlan};
+pub(crate) use reindex::Stored;
 pub use reindex::{PositionReindexer, ReindexedChunkKv};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Rope, Segment, SlotMapping};
+use kvcore::{BlockId, LayerRopes, Rope, Segment, SlotMapping};
 
 use crate::cache::ChunkKvCache;
 use crate::error::{Error, Result};
@@ -24,6 +24,12 @@ impl PositionReindexer {
         Self { rope }
     }
 
+    /// For the embeddings of a request: positions are the same in all layers, and so is the regime.
+    pub fn for_layers(ropes: &LayerRopes) -> Self {
+        // There is a layer: a family without one is refused.
+        Self::new(Arc::clone(&ropes.layers()[0]))
+    }
+
     /// Places a piece with its first token at `new_position_start`, at the start of the merged KV; see
     /// [`ReindexedChunkKv::at_offset_in_merged_kv`].
     ///
@@ -43,12 +49,28 @@ impl PositionReindexer {
         Err(Error::TooLong { largest, limit: self.rope.max_positions() })
     }
 
-    /// Whether keys rotated for `old_offset` serve at `new_offset`: whether the model has both positions
-    /// and the way between them. For one vector of frequencies that is all there is to it.
-    pub fn can_reuse_rope(&self, old_offset: i64, new_offset: i64) -> bool {
-        let way = new_offset.checked_sub(old_offset).map(i64::unsigned_abs);
-        let most = self.rope.max_positions() as u64;
-        self.has(old_offset, 1) && self.has(new_offset, 1) && way.is_some_and(|way| way < most)
+    /// Whether keys that `rotated_by` rotated for `old_offset` serve at `new_offset`: whether it rotates as the
+    /// model does now, by the same frequencies, pairs and factor, and the model has both positions. Another regime of
+    /// dynamic NTK or LongRoPE does not serve, at no distance.
+    pub fn can_reuse_rope(&self, rotated_by: &Rope, old_offset: i64, new_offset: i64) -> bool {
+        let same = rotated_by.frequencies() == self.rope.frequencies()
+            && rotated_by.pairing() == self.rope.pairing()
+            && rotated_by.attention_factor() == self.rope.attention_factor();
+        same && self.has(old_offset, 1) && self.has(new_offset, 1)
+    }
+
+    /// One past the largest position of the model.
+    pub fn max_positions(&self) -> usize {
+        self.rope.max_positions()
+    }
+
+    /// What lies in blocks, placed with its first token at `position`, after `logical` tokens of the merged KV.
+    ///
+    /// # Errors
+    /// As [`reindex`](Self::reindex).
+    pub(crate) fn place(&self, stored: Stored<'_>, position: i64, logical: usize) -> Result<Segment> {
+        self.check(position, stored.len)?;
+        Ok(stored.used_at(position, logical))
     }
 
     fn has(&self, start: i64, len: i64) -> bool {
@@ -69,6 +91,22 @@ impl PositionReindexer {
             cos.extend_from_slice(table.at(*position, sin));
         }
         Ok((cos, sin))
+    }
+}
+
+/// Keys and values in blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stored<'a> {
+    pub(crate) blocks: &'a Arc<[BlockId]>,
+    pub(crate) len: usize,
+    /// Position that the first key is rotated to.
+    pub(crate) start: i64,
+}
+
+impl Stored<'_> {
+    /// As an attend reads it whose tokens have the positions from `position` on.
+    fn used_at(self, position: i64, logical: usize) -> Segment {
+        Segment::new(Arc::clone(self.blocks), self.len, logical, self.start).at_offset(position - self.start)
     }
 }
 
@@ -127,9 +165,7 @@ impl ReindexedChunkKv {
 
     /// The piece as an attend reads it.
     pub fn segment(&self) -> Segment {
-        let (blocks, len) = (Arc::clone(self.original.block_ids()), self.original.num_tokens());
-        Segment::new(blocks, len, self.offset_in_merged_kv, self.original.cached_position_start())
-            .at_offset(self.position_offset())
+        self.original.stored().used_at(self.new_position_start, self.offset_in_merged_kv)
     }
 }
 
@@ -140,7 +176,7 @@ mod tests {
         Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher,
         ComputeMode, HashAlgorithm, TenantId,
     };
-    use kvcore::{KeyScope, RopeConfig};
+    use kvcore::{KeyScope, RopeConfig, RopeScaling};
 
     fn reindexer(max_positions: usize) -> PositionReindexer {
         PositionReindexer::new(Arc::new(Rope::new(RopeConfig::new(8, 10_000.0), max_positions).unwrap()))
@@ -176,6 +212,28 @@ mod tests {
     }
 
     #[test]
+    fn rule_6_keys_of_other_frequencies_do_not_serve() {
+        let rope = |theta, scaling| {
+            let config = RopeConfig { scaling, ..RopeConfig::new(8, theta) };
+            Arc::new(Rope::new(config, 100).unwrap())
+        };
+        let plain = rope(10_000.0, RopeScaling::None);
+        let reindexer = PositionReindexer::new(Arc::clone(&plain));
+        assert!(reindexer.can_reuse_rope(&rope(10_000.0, RopeScaling::None), 0, 7));
+        assert!(!reindexer.can_reuse_rope(&rope(20_000.0, RopeScaling::None), 0, 7), "another model");
+        let dynamic = RopeConfig {
+            scaling: RopeScaling::DynamicNtk { factor: 4.0, original_max_position: 32 },
+            ..RopeConfig::new(8, 10_000.0)
+        };
+        let regime = |longest| Rope::in_regime(dynamic.clone(), dynamic.regime(longest), 100).unwrap();
+        let reindexer = PositionReindexer::new(Arc::new(regime(60)));
+        assert!(reindexer.can_reuse_rope(&regime(60), 3, 7));
+        for longest in [20, 61] {
+            assert!(!reindexer.can_reuse_rope(&regime(longest), 3, 7), "another regime, of the same model");
+        }
+    }
+
+    #[test]
     fn rule_6_positions_past_the_model_are_errors_and_never_wrap() {
         let reindexer = reindexer(100);
         assert!(reindexer.reindex(chunk(&[1; 6]), 94).is_ok());
@@ -185,9 +243,10 @@ mod tests {
                 Err(Error::TooLong { limit: 100, .. })
             ));
         }
-        assert!(reindexer.can_reuse_rope(0, 99) && reindexer.can_reuse_rope(99, 0));
-        assert!(!reindexer.can_reuse_rope(0, 100) && !reindexer.can_reuse_rope(-1, 5));
-        assert!(!reindexer.can_reuse_rope(i64::MIN, i64::MAX));
+        let rope = Rope::new(RopeConfig::new(8, 10_000.0), 50).unwrap();
+        let can = |old, new| reindexer.can_reuse_rope(&rope, old, new);
+        assert!(can(0, 99) && can(99, 0));
+        assert!(!can(0, 100) && !can(-1, 5) && !can(i64::MIN, i64::MAX));
         let (cos, sin) = reindexer.compute_rope_for_positions(&[0, 3, 99]).unwrap();
         assert_eq!((cos.len(), sin.len()), (12, 12));
         assert_eq!((cos[8], sin[8]), (99f64.cos() as f32, 99f64.sin() as f32));

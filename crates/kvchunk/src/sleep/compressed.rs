@@ -22,14 +22,24 @@ pub(super) struct CompressedStore {
     ledger: Arc<Ledger>,
 }
 
+/// Most blocks that lie between device and compressor at a time: memory beside the budget that does not grow with the
+/// piece.
+const STAGED_BLOCKS: usize = 8;
+
 /// A compressed piece.
 #[derive(Debug)]
 pub(super) struct CompressedPiece {
     store: Arc<CompressedStore>,
     blocks: usize,
-    /// K, V, and the scales that go with blocks.
-    buffers: Vec<Planes>,
+    /// One for every [`STAGED_BLOCKS`] blocks.
+    groups: Vec<Group>,
     charge: Charge,
+}
+
+/// A few blocks: K, V, and the scales that go with them.
+#[derive(Debug)]
+struct Group {
+    buffers: Vec<Planes>,
 }
 
 impl CompressedStore {
@@ -42,27 +52,37 @@ impl CompressedStore {
         Self { backend, device, stream, ledger }
     }
 
-    /// Host blocks between the device and the compressor, for as long as one piece takes.
-    fn staging(&self, num_blocks: usize) -> Result<KvArena> {
+    /// Host blocks between the device and the compressor: those there are, if they are as many as needed.
+    fn staging(&self, num_blocks: usize, there: Option<KvArena>) -> Result<KvArena> {
+        if let Some(staging) = there.filter(|arena| arena.layout().shape().num_blocks == num_blocks) {
+            return Ok(staging);
+        }
         let shape = KvShape { num_blocks, ..self.device.layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape)?);
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
     }
 
+    /// A piece that does not fit is given up as soon as that is known, not when all of it is compressed.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
-        let staging = self.staging(blocks.len())?;
-        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
-        self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: staging.clone(), pairs })?;
-        let compress = |buffer: Buffer<'_>| {
-            let mut bytes = vec![0; buffer.bytes];
-            self.stream.read(&buffer.view()?, &mut bytes)?;
-            Planes::compress(&bytes, buffer.element)
-        };
-        let buffers = buffers(&staging).into_iter().map(compress).collect::<Result<Vec<_>>>()?;
-        let bytes = buffers.iter().map(Planes::bytes).sum();
+        let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
+        for group in blocks.chunks(STAGED_BLOCKS) {
+            let dst = self.staging(group.len(), staging.take())?;
+            let pairs = group.iter().copied().zip((0..).map(BlockId)).collect();
+            self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: dst.clone(), pairs })?;
+            let compress = |buffer: Buffer<'_>| {
+                let mut bytes = vec![0; buffer.bytes];
+                self.stream.read(&buffer.view()?, &mut bytes)?;
+                Planes::compress(&bytes, buffer.element)
+            };
+            let buffers = buffers(&dst).into_iter().map(compress).collect::<Result<Vec<_>>>()?;
+            bytes += buffers.iter().map(Planes::bytes).sum::<usize>();
+            self.ledger.has_room(bytes)?;
+            groups.push(Group { buffers });
+            staging = Some(dst);
+        }
         let device_bytes = blocks.len() * self.device.layout().block_bytes();
         let charge = self.ledger.charge(device_bytes, bytes)?;
-        Ok(CompressedPiece { store: Arc::clone(self), blocks: blocks.len(), buffers, charge })
+        Ok(CompressedPiece { store: Arc::clone(self), blocks: blocks.len(), groups, charge })
     }
 }
 
@@ -72,14 +92,18 @@ impl Sleeping for CompressedPiece {
         if expected != got {
             return Err(CoreError::Mismatch { what: "blocks of a sleeping piece", expected, got }.into());
         }
-        let store = &self.store;
-        let staging = store.staging(got)?;
-        for (buffer, planes) in buffers(&staging).into_iter().zip(&self.buffers) {
-            store.stream.write(&buffer.view()?, &planes.decompress(buffer.bytes)?)?;
+        let (store, mut staging) = (&self.store, None);
+        for (blocks, group) in blocks.chunks(STAGED_BLOCKS).zip(&self.groups) {
+            let src = store.staging(blocks.len(), staging.take())?;
+            for (buffer, planes) in buffers(&src).into_iter().zip(&group.buffers) {
+                store.stream.write(&buffer.view()?, &planes.decompress(buffer.bytes)?)?;
+            }
+            let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
+            let dst = store.device.clone();
+            store.stream.swap_blocks(&SwapBlocks { src: src.clone(), dst, pairs })?;
+            staging = Some(src);
         }
-        let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
-        let dst = store.device.clone();
-        Ok(store.stream.swap_blocks(&SwapBlocks { src: staging, dst, pairs })?)
+        Ok(())
     }
 
     fn bytes(&self) -> usize {
@@ -117,8 +141,10 @@ fn buffers(arena: &KvArena) -> Vec<Buffer<'_>> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
     use kvbackend_cpu::CpuBackend;
-    use kvcore::{BlockOrder, KeyScope, KvFormat, ManualClock};
+    use kvcore::{BlockOrder, Capabilities, CounterSnapshot, KeyScope, KvFormat, ManualClock};
 
     use super::*;
     use crate::{
@@ -136,7 +162,7 @@ mod tests {
     impl SleepStore for Rotting {
         fn save(&self, blocks: &[BlockId]) -> Result<Box<dyn Sleeping>> {
             let mut piece = self.store.save(blocks)?;
-            let frame = &mut piece.buffers[self.buffer].frames[0];
+            let frame = &mut piece.groups[0].buffers[self.buffer].frames[0];
             let middle = frame.len() / 2;
             frame[middle] ^= 0x10;
             Ok(Box::new(piece))
@@ -189,6 +215,100 @@ mod tests {
             assert_eq!((cache.metrics().lost, ledger.usage().pieces), (1, 0));
             cache.check_invariants().unwrap();
         }
+    }
+
+    /// A backend that remembers the largest allocation that it was asked for.
+    #[derive(Debug)]
+    struct Watched {
+        backend: Arc<CpuBackend>,
+        largest: AtomicUsize,
+    }
+
+    impl Backend for Watched {
+        fn name(&self) -> &'static str {
+            self.backend.name()
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            self.backend.capabilities()
+        }
+
+        fn allocate(&self, kind: MemoryKind, bytes: usize) -> kvcore::Result<Arc<dyn Storage>> {
+            self.largest.fetch_max(bytes, SeqCst);
+            self.backend.allocate(kind, bytes)
+        }
+
+        fn stream(&self) -> kvcore::Result<Arc<dyn Stream>> {
+            self.backend.stream()
+        }
+
+        fn counters(&self) -> CounterSnapshot {
+            self.backend.counters()
+        }
+    }
+
+    /// A store over an arena of 64 blocks of noise, 1 KiB each in K and in V.
+    fn noisy(limit: usize) -> (Arc<CompressedStore>, Arc<Watched>) {
+        let shape = KvShape {
+            num_layers: 2,
+            num_blocks: 64,
+            block_size: 4,
+            k_heads: 2,
+            v_heads: 2,
+            k_dim: 16,
+            v_dim: 16,
+            format: DType::F32.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let (layout, backend) = (Arc::new(KvLayout::new(shape).unwrap()), CpuBackend::new());
+        let device = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).unwrap();
+        let stream = backend.stream().unwrap();
+        let mut random = 1u32;
+        for plane in buffers(&device) {
+            let mut next = || {
+                random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (random >> 24) as u8
+            };
+            let bytes: Vec<u8> = (0..plane.bytes).map(|_| next()).collect();
+            stream.write(&plane.view().unwrap(), &bytes).unwrap();
+        }
+        let watched = Arc::new(Watched { backend, largest: AtomicUsize::new(0) });
+        let ledger = Arc::new(Ledger::new(limit));
+        (Arc::new(CompressedStore::new(watched.clone(), device, stream, ledger)), watched)
+    }
+
+    #[test]
+    fn what_is_staged_does_not_grow_with_the_piece() {
+        let (store, watched) = noisy(1 << 20);
+        let blocks: Vec<BlockId> = (0..21).map(|i| BlockId(i * 3)).collect();
+        let bytes = |blocks: &[BlockId]| -> Vec<Vec<u8>> {
+            let all = buffers(&store.device).into_iter().map(|plane| {
+                let mut bytes = vec![0; plane.bytes];
+                store.stream.read(&plane.view().unwrap(), &mut bytes).unwrap();
+                bytes
+            });
+            let pick = |bytes: Vec<u8>| {
+                let of = |layer: usize| blocks.iter().map(move |block| (layer * 64 + block.index()) * 512);
+                (0..2).flat_map(of).flat_map(|at| bytes[at..at + 512].to_vec()).collect()
+            };
+            all.map(pick).collect()
+        };
+        let before = bytes(&blocks);
+        let piece = store.save(&blocks).unwrap();
+        let elsewhere: Vec<BlockId> = (0..21).map(|i| BlockId(62 - i * 3)).collect();
+        piece.restore(&elsewhere).unwrap();
+        assert_eq!(bytes(&elsewhere), before);
+        assert_eq!(watched.largest.load(SeqCst), STAGED_BLOCKS * 1024);
+    }
+
+    #[test]
+    fn a_piece_that_does_not_fit_is_given_up_early() {
+        let (store, watched) = noisy(20 << 10);
+        let blocks: Vec<BlockId> = (0..60).map(BlockId).collect();
+        let refused = store.save(&blocks).unwrap_err();
+        assert!(matches!(refused, Error::SleepFull { asked, limit, .. } if asked > limit), "{refused}");
+        // Eight blocks fit and sixteen do not: noise does not shrink.
+        assert_eq!(watched.counters().block_copy_bytes, 16 * 2048);
     }
 
     #[test]

@@ -27,6 +27,16 @@ impl SleepUsage {
     }
 }
 
+impl SleepUsage {
+    fn check(&self, host: usize) -> Result<()> {
+        let (limit, free) = (self.limit_bytes, self.limit_bytes - self.host_bytes);
+        if host > free {
+            return Err(Error::SleepFull { asked: host, free, limit });
+        }
+        Ok(())
+    }
+}
+
 /// The account of a place to sleep.
 #[derive(Debug)]
 pub(super) struct Ledger(Mutex<SleepUsage>);
@@ -48,16 +58,21 @@ impl Ledger {
         *self.0.lock()
     }
 
+    /// Whether `host` bytes are free at this moment.
+    ///
+    /// # Errors
+    /// [`Error::SleepFull`].
+    pub(super) fn has_room(&self, host: usize) -> Result<()> {
+        self.0.lock().check(host)
+    }
+
     /// Books a piece.
     ///
     /// # Errors
     /// [`Error::SleepFull`].
     pub(super) fn charge(self: &Arc<Self>, device: usize, host: usize) -> Result<Charge> {
         let mut usage = self.0.lock();
-        let free = usage.limit_bytes - usage.host_bytes;
-        if host > free {
-            return Err(Error::SleepFull { asked: host, free, limit: usage.limit_bytes });
-        }
+        usage.check(host)?;
         usage.pieces += 1;
         usage.device_bytes += device;
         usage.host_bytes += host;

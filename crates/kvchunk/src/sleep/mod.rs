@@ -29,7 +29,8 @@ use ledger::Ledger;
 /// A place for pieces of one device arena to sleep in, within a budget of host memory.
 ///
 /// All copies are enqueued on one stream, which must be the one that computes into the arena and reads it,
-/// or be ordered with it by events. With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the
+/// or be ordered with it by events. Compressing takes memory for a few blocks beside the budget, however long the
+/// piece. With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the
 /// budget is allocated at once.
 ///
 /// ```

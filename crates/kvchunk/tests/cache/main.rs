@@ -4,9 +4,11 @@
 mod collisions;
 mod flight;
 mod keeping;
+mod moving;
 mod sleeping;
 mod stress;
 mod tenants;
+mod times;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -109,6 +111,7 @@ impl Memory {
 #[derive(Debug)]
 struct Saved {
     memory: Arc<Memory>,
+    blocks: usize,
     exact: bool,
 }
 
@@ -127,7 +130,7 @@ impl SleepStore for Store {
             return Err(kvchunk::Error::SleepFull { asked: blocks.len(), free: 0, limit: 0 });
         }
         self.memory.log.lock().push(format!("save {}", blocks.len()));
-        Ok(Box::new(Saved { memory: Arc::clone(&self.memory), exact: self.exact }))
+        Ok(Box::new(Saved { memory: Arc::clone(&self.memory), blocks: blocks.len(), exact: self.exact }))
     }
 }
 
@@ -141,7 +144,7 @@ impl Sleeping for Saved {
     }
 
     fn bytes(&self) -> usize {
-        1
+        self.blocks
     }
 
     fn is_exact(&self) -> bool {

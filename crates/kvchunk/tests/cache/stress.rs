@@ -75,9 +75,17 @@ fn eight_threads_under_memory_pressure_get_every_answer_right() {
         contents.computing[chunk as usize].fetch_sub(1, SeqCst);
     };
     let rule = ColdRule { min_accesses: 3, spare_younger_than: Duration::ZERO, ..ColdRule::default() };
+    let (working, checks) = (AtomicU64::new(THREADS), AtomicU64::new(0));
     std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while working.load(SeqCst) > 0 {
+                w.check();
+                checks.fetch_add(1, SeqCst);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
         for thread in 0..THREADS {
-            let (w, verify, compute) = (&w, &verify, &compute);
+            let (w, verify, compute, working) = (&w, &verify, &compute, &working);
             scope.spawn(move || {
                 let mut random = 0x1234_5678_9abc_def1 ^ (thread << 7);
                 let mut held: Vec<(u32, ChunkKvCache)> = Vec::new();
@@ -115,10 +123,12 @@ fn eight_threads_under_memory_pressure_get_every_answer_right() {
                         verify(chunk, &first);
                     }
                 }
+                working.fetch_sub(1, SeqCst);
             });
         }
     });
     w.check();
+    assert!(checks.into_inner() > 10, "while the others worked");
     let m = w.cache.metrics();
     assert!(m.hit_count > 1000 && m.evictions > 1000 && m.slept > 100 && m.woken > 10, "{m:?}");
     w.cache.clear();

@@ -22,9 +22,9 @@ struct Report<'a> {
 }
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
-    let questions = questions(args)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let questions = questions(args, &chunks.separator)?;
     let config = EngineConfig { kv_format: args.dtype, keys: args.keys, chunks, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend::open(args.backend)?, codec.digest(), &config)?;
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
@@ -71,13 +71,13 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
 }
 
 /// Questions for each seed.
-fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
+fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| args.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &std::path::Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let all = Question::read_all(&read(&path)?)?;
+        let all = Question::read_all(&read(&path)?, separator)?;
         // Every so-manyth question: the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..args.seeds).map(part).filter(|part| !part.is_empty()).collect());

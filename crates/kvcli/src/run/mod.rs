@@ -67,9 +67,9 @@ fn prompt_text(args: &RunArgs) -> Result<String> {
 
 fn request(args: &RunArgs, engine: &Engine, codec: &TextCodec, text: &str) -> Result<Request> {
     let prompt = if args.chat {
-        codec.chat_prompt(text, &args.separator)?
+        codec.chat_prompt(text, engine.separator())?
     } else {
-        codec.prompt(text, &args.separator, true)?
+        codec.prompt(text, engine.separator(), true)?
     };
     Ok(Request {
         reuse: !args.no_chunk_cache,

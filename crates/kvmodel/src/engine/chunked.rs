@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use kvchunk::{AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, TokenSelection};
+use kvchunk::{
+    AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, PositionReindexer, TokenSelection,
+};
 use kvcore::kernels::CopyBlocks;
 use kvcore::{LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart};
 
@@ -35,7 +37,8 @@ impl Engine {
                 return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
             }
         }
-        let assembler = self.assembler(request, &ropes)?;
+        let reindexer = PositionReindexer::for_layers(&ropes);
+        let assembler = self.assembler(request, &ropes, &reindexer)?;
         let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
         let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
         let own = self.caches.sequences_mut().create(start)?;
@@ -56,11 +59,16 @@ impl Engine {
         }
     }
 
-    fn assembler(&self, request: &Request, ropes: &LayerRopes) -> Result<Assembler<'_>> {
+    fn assembler<'a>(
+        &'a self,
+        request: &Request,
+        ropes: &LayerRopes,
+        reindexer: &'a PositionReindexer,
+    ) -> Result<Assembler<'a>> {
         let (main, (tenant, root)) = (self.main()?, self.keys(request, ropes)?);
         let chunks = self.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
-        let max_positions = self.model.config().max_positions;
-        Ok(Assembler { chunks, tenant, main, root, cell: request.cell, max_positions })
+        let (prefixes, cell) = (request.reuse, request.cell);
+        Ok(Assembler { chunks, tenant, main, root, prefixes, cell, reindexer, ranks: None })
     }
 
     fn prefill_chunks(
@@ -74,9 +82,10 @@ impl Engine {
         let request = asked.request;
         let mut flops = 0;
         // Pieces that another request computes at this moment are waited for, after this one's own.
+        let reindexer = PositionReindexer::for_layers(&asked.ropes);
         while !assembly.is_ready() {
             flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
-            assembly.advance(&self.assembler(request, &asked.ropes)?, prompt)?;
+            assembly.advance(&self.assembler(request, &asked.ropes, &reindexer)?, prompt)?;
         }
         let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
         let selection = match request.recompute.check() {

@@ -91,6 +91,7 @@ pub struct Engine {
     keys: KeyForm,
     /// What is in every key, but for the rotary embeddings of a request.
     scope: KeyScope,
+    separator: String,
     profiler: Profiler,
 }
 
@@ -115,7 +116,8 @@ impl Engine {
             .keys(config.keys)
             .tenant_salt(&config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
-        Ok(Self { model, backend, stream, caches, keys: config.keys, scope, profiler })
+        let (keys, separator) = (config.keys, config.chunks.separator.clone());
+        Ok(Self { model, backend, stream, caches, keys, scope, separator, profiler })
     }
 
     /// The model.
@@ -127,6 +129,12 @@ impl Engine {
     pub fn request(&self, prompt: PromptTokens) -> Request {
         let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
         Request { cell, ..Request::new(prompt) }
+    }
+
+    /// What stands between the parts of a prompt: that of [`EngineConfig::chunks`]. For
+    /// [`TextCodec::prompt`](crate::TextCodec::prompt).
+    pub fn separator(&self) -> &str {
+        &self.separator
     }
 
     /// The backend, whose counters show what moved.

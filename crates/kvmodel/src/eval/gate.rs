@@ -159,7 +159,7 @@ fn identity(
     let order: Vec<usize> = (0..question.documents.len()).collect();
     let arm = Arm::reuse(cell, recompute);
     let mut ask = |arm: Arm, reuse: bool| -> Result<Generation> {
-        let request = arm.request(question, &order, codec)?;
+        let request = arm.request(question, &order, codec, engine.separator())?;
         let reuse = reuse && request.reuse;
         engine.generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())
     };

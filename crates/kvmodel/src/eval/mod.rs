@@ -64,9 +64,15 @@ impl Arm {
         format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
     }
 
-    /// Asks for an answer to a prompt.
-    fn request(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<Request> {
-        let prompt = codec.prompt(&question.prompt(order), kvchunk::DEFAULT_SEPARATOR, true)?;
+    /// Asks for an answer to a prompt in parts.
+    fn request(
+        &self,
+        question: &Question,
+        order: &[usize],
+        codec: &TextCodec,
+        separator: &str,
+    ) -> Result<Request> {
+        let prompt = codec.prompt(&question.prompt(order, separator), separator, true)?;
         let mut request = Request::new(prompt);
         request.full_attention = self.cell.is_none();
         // Full attention computes its prompt: the prefixes of other arms would make it look faster.
@@ -162,10 +168,10 @@ fn ask(
             elsewhere.rotate_left(rng.random_range(1..order.len()));
         }
         let warm = Arm { recompute: Recompute::None, ..*arm };
-        let warm = warm.request(question, &elsewhere, codec)?;
+        let warm = warm.request(question, &elsewhere, codec, engine.separator())?;
         engine.generate(&Request { max_new_tokens, ..warm }, &mut ())?;
     }
-    let request = Request { max_new_tokens, ..arm.request(question, &order, codec)? };
+    let request = Request { max_new_tokens, ..arm.request(question, &order, codec, engine.separator())? };
     let generation = engine.generate(&request, &mut ())?;
     let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
     let found: usize = generation.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum();

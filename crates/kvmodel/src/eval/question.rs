@@ -35,9 +35,9 @@ impl QuestionKind {
 /// ```
 /// use kvmodel::eval::{Question, QuestionKind};
 /// let line = r#"{"system": "be brief", "documents": ["a is b", "c is d"], "question": "c?", "answer": "d"}"#;
-/// let [question] = &Question::read_all(line)?[..] else { panic!() };
+/// let [question] = &Question::read_all(line, "##")?[..] else { panic!() };
 /// assert_eq!(question.kind, QuestionKind::Local);
-/// assert_eq!(question.prompt(&[1, 0]), "be brief##c is d##a is b##c?");
+/// assert_eq!(question.prompt(&[1, 0], "##"), "be brief##c is d##a is b##c?");
 /// assert!(question.accepts(" D.") && !question.accepts("dd"));
 /// # Ok::<(), kvmodel::Error>(())
 /// ```
@@ -62,12 +62,12 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, a JSON object a line.
+    /// Reads a file of questions, a JSON object a line, to be asked with `separator` between their parts.
     ///
     /// # Errors
     /// [`Error::Dataset`] with the number of the line: not such an object, no document, or a part that is
     /// empty or contains the separator.
-    pub fn read_all(text: &str) -> Result<Vec<Self>> {
+    pub fn read_all(text: &str, separator: &str) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
             .map(|(i, line)| {
@@ -78,7 +78,7 @@ impl Question {
                     return Err(bad("no documents".to_owned()));
                 }
                 for part in parts.into_iter().chain(&question.documents) {
-                    if part.trim().is_empty() || part.contains(kvchunk::DEFAULT_SEPARATOR) {
+                    if part.trim().is_empty() || part.contains(separator) {
                         return Err(bad(format!("{part:?} is empty or contains the separator")));
                     }
                 }
@@ -93,12 +93,12 @@ impl Question {
         }
     }
 
-    /// The prompt with its documents in an order.
-    pub fn prompt(&self, order: &[usize]) -> String {
+    /// The prompt with its documents in an order and `separator` between its parts.
+    pub fn prompt(&self, order: &[usize], separator: &str) -> String {
         let documents = order.iter().filter_map(|&i| self.documents.get(i).map(String::as_str));
         let parts: Vec<&str> =
             [self.system.as_str()].into_iter().chain(documents).chain([self.question.as_str()]).collect();
-        parts.join(kvchunk::DEFAULT_SEPARATOR)
+        parts.join(separator)
     }
 
     /// Whether an answer begins as it should, with whole words.
@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn lines_that_are_no_questions_are_named_by_their_number() {
         let good = r#"{"system":"s","documents":["d"],"question":"q","answer":"a","kind":"cross-start"}"#;
-        assert_eq!(Question::read_all(good).unwrap()[0].kind, QuestionKind::CrossStart);
+        assert_eq!(Question::read_all(good, "##").unwrap()[0].kind, QuestionKind::CrossStart);
         for (bad, reason) in [
             ("{", "EOF"),
             (r#"{"system":"s","documents":[],"question":"q","answer":"a"}"#, "no documents"),
@@ -124,9 +124,17 @@ mod tests {
             (r#"{"system":" ","documents":["d"],"question":"q","answer":"a"}"#, "empty"),
             (r#"{"system":"s","documents":["d"],"question":"q","answer":"a","more":1}"#, "more"),
         ] {
-            let error = Question::read_all(&format!("{good}\n\n{bad}")).unwrap_err().to_string();
+            let error = Question::read_all(&format!("{good}\n\n{bad}"), "##").unwrap_err().to_string();
             assert!(error.contains("line 3") && error.contains(reason), "{error}");
         }
-        assert!(Question::read_all("\n").is_err());
+        assert!(Question::read_all("\n", "##").is_err());
+    }
+
+    #[test]
+    fn questions_are_asked_with_the_separator_that_they_were_read_for() {
+        let line = r#"{"system":"s","documents":["a##b","c"],"question":"q","answer":"a"}"#;
+        let question = &Question::read_all(line, "@@").unwrap()[0];
+        assert_eq!(question.prompt(&[1, 0], "@@"), "s@@c@@a##b@@q");
+        assert!(Question::read_all(line, "c").is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
-    ChunkedPrompt, PositionPlan, ReuseCell, SleepForm, SleepStore, TenantId,
+    ChunkedPrompt, PositionPlan, PositionReindexer, ReuseCell, SleepForm, SleepStore, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
@@ -167,9 +167,19 @@ impl Lab {
     }
 
     pub(crate) fn forward(&self, ropes: &LayerRopes, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+        self.forward_on(self.stream.as_ref(), ropes, batch)
+    }
+
+    /// On a stream of its own, so that several threads can.
+    pub(crate) fn forward_on(
+        &self,
+        stream: &dyn Stream,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+    ) -> Vec<Vec<f32>> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
-            stream: self.stream.as_ref(),
+            stream,
             arena: self.main.arena(),
             keys: self.keys,
             profiler: &self.profiler,
@@ -178,10 +188,14 @@ impl Lab {
         pass.logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
     }
 
-    pub(crate) fn assembler(&self, root: BlockKey, cell: ReuseCell) -> Assembler<'_> {
+    pub(crate) fn assembler<'a>(
+        &'a self,
+        root: BlockKey,
+        cell: ReuseCell,
+        reindexer: &'a PositionReindexer,
+    ) -> Assembler<'a> {
         let (chunks, tenant) = (Some(&self.chunks), TenantId::default());
-        let max_positions = self.model.config().max_positions;
-        Assembler { chunks, tenant, main: &self.main, root, cell, max_positions }
+        Assembler { chunks, tenant, main: &self.main, root, prefixes: true, cell, reindexer, ranks: None }
     }
 
     /// Logits of every token of an ordinary prompt.
@@ -211,8 +225,10 @@ impl Lab {
         let max_positions = self.model.config().max_positions;
         let plan = PositionPlan::new(prompt, cell, max_positions).expect("a plan");
         let (ropes, root) = self.regime(plan.question_position as usize + prompt.question().len() + more);
-        let assembler = self.assembler(root, cell);
-        let assembler = Assembler { chunks: assembler.chunks.filter(|_| reuse), ..assembler };
+        let reindexer = PositionReindexer::for_layers(&ropes);
+        let assembler = self.assembler(root, cell, &reindexer);
+        let assembler =
+            Assembler { chunks: assembler.chunks.filter(|_| reuse), prefixes: reuse, ..assembler };
         let assembly = assembler.assemble(prompt).expect("an assembly");
         let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
         let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
@@ -229,18 +245,22 @@ impl Lab {
         Run { logits, reports, held, reused }
     }
 
-    /// K and V of whole blocks in every layer, as they lie in memory.
+    /// K and V of whole blocks in every layer, as they lie in memory; of a quantised cache as they read back.
     pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = self.main.arena().layout().shape().clone();
         let slots: Arc<[i64]> =
             blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
+        let dtype = match shape.format {
+            KvFormat::Dense(dtype) => dtype,
+            _ => DType::F32,
+        };
         let mut all = Vec::new();
         for layer in 0..shape.num_layers {
             let rows = |plane: KvPlane| {
                 allocate_tensor(
                     self.backend.as_ref(),
                     MemoryKind::Device,
-                    shape.format.storage_dtype(),
+                    dtype,
                     &[slots.len(), plane.heads, plane.dim],
                 )
                 .expect("memory")

@@ -2,7 +2,7 @@
 
 use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
-use kvchunk::{ChunkedPrompt, ReuseCell};
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, ReuseCell};
 use kvcore::CacheKind;
 use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
 use rstest::rstest;
@@ -51,6 +51,20 @@ fn chunks_in_another_order_are_hits_and_change_no_token(
     assert_eq!(warm.tokens, cold.tokens);
     assert_eq!(none.tokens, cold.tokens);
     assert_eq!((cold.tokens.len(), cold.finish), (12, FinishReason::Length));
+}
+
+#[test]
+fn without_a_chunk_cache_the_system_prompt_is_cached_all_the_same() {
+    let prompt = Golden::load("llama").prompt;
+    let chunks =
+        ChunkCacheConfig { enabled: false, separator: "@@".to_owned(), ..ChunkCacheConfig::default() };
+    let mut engine = engine("llama", &EngineConfig { chunks, block_size: 4, ..EngineConfig::default() });
+    assert_eq!(engine.separator(), "@@");
+    let first = run(&mut engine, &ask(&prompt, ReuseCell::default()));
+    let second = run(&mut engine, &ask(&prompt, ReuseCell::default()));
+    assert_eq!((first.cached_tokens, second.cached_tokens), (0, prompt.system().len()));
+    assert!(second.chunks.iter().all(|chunk| !chunk.hit));
+    assert_eq!(second.tokens, first.tokens);
 }
 
 #[test]

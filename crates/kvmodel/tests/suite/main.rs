@@ -10,6 +10,7 @@ mod failure;
 mod faulty;
 mod recompute;
 mod rope;
+mod rotated;
 mod rules;
 mod sleeping;
 mod tiny_rag;

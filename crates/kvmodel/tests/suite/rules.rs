@@ -1,7 +1,8 @@
 //! The rules of chunk reuse, one test each, named after the rule.
 
 use crate::common::{Golden, Lab, Setup, distance, golden_name, reordered};
-use kvchunk::{ChunkedPrompt, PositionStrategy, ReuseCell};
+use kvchunk::{AssembledPrompt, ChunkedPrompt, PositionReindexer, PositionStrategy, ReuseCell};
+use kvcore::{Logits, SequenceInput, SequenceStart};
 use rstest::rstest;
 
 const EXACT: [ReuseCell; 3] = [ReuseCell::ALL[0], ReuseCell::ALL[1], ReuseCell::ALL[2]];
@@ -100,6 +101,63 @@ fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
     assert!(distance(&again.logits, &alone.0) < 1e-5, "while the other request lives");
     drop((a, b, again));
     lab.assert_nothing_held();
+}
+
+#[rstest]
+fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "deepseek-v3")] name: &str) {
+    let golden = Golden::load(name);
+    let cell = ReuseCell::ALL[2];
+    let mut lab = Lab::new(name, Setup::default());
+    let (ropes, root) = lab.regime(lab.model.config().max_positions);
+    let reindexer = PositionReindexer::for_layers(&ropes);
+    // The same chunks after system prompts of one to four tokens, in three orders.
+    let prompts = (0..4usize).map(|i| {
+        let mut chunks = golden.prompt.chunks().to_vec();
+        chunks.rotate_left(i % 3);
+        ChunkedPrompt::new(vec![3; 1 + i], chunks, golden.prompt.question().to_vec()).unwrap()
+    });
+    let requests: Vec<(AssembledPrompt, SequenceInput)> = prompts
+        .map(|prompt| {
+            let assembly = lab.assembler(root, cell, &reindexer).assemble(&prompt).unwrap();
+            lab.forward(&ropes, assembly.inputs());
+            let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
+            let held = assembly.commit().unwrap();
+            let own = lab.main.create(SequenceStart { logical, position }).unwrap();
+            let slots = lab.main.grow(own, prompt.question().len()).unwrap();
+            let segments = held.segments().iter().cloned().chain([lab.main.segment(own).unwrap()]).collect();
+            let tokens = prompt.question().to_vec();
+            let question = SequenceInput::new(tokens, logical, position, slots, segments);
+            (held, question.with_logits(Logits::All))
+        })
+        .collect();
+    let blocks = requests[0].0.handles()[1].block_ids();
+    let offsets = requests.iter().map(|(held, _)| {
+        let segment = held.segments().iter().find(|segment| segment.blocks == *blocks);
+        segment.expect("all requests read it").position_offset
+    });
+    let mut offsets: Vec<i64> = offsets.collect();
+    offsets.sort_unstable();
+    offsets.dedup();
+    assert_eq!(offsets.len(), 4, "each at an offset of its own");
+    let alone: Vec<Vec<f32>> = requests
+        .iter()
+        .map(|(_, question)| lab.forward(&ropes, std::slice::from_ref(question)).remove(0))
+        .collect();
+    let (together, lab) = (std::sync::Barrier::new(requests.len()), &lab);
+    std::thread::scope(|scope| {
+        for ((_, question), alone) in requests.iter().zip(&alone) {
+            let (together, ropes) = (&together, &ropes);
+            scope.spawn(move || {
+                let stream = lab.backend.stream().unwrap();
+                let rounds = (0..20).map(|_| {
+                    together.wait();
+                    lab.forward_on(stream.as_ref(), ropes, std::slice::from_ref(question)).remove(0)
+                });
+                let rounds: Vec<Vec<f32>> = rounds.collect();
+                assert!(rounds.iter().all(|logits| logits == alone));
+            });
+        }
+    });
 }
 
 #[test]
@@ -248,13 +306,14 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let cell = ReuseCell::ALL[0];
     let mut lab = Lab::new("llama", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
-    let a = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
-    let mut b = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    let reindexer = PositionReindexer::for_layers(&ropes);
+    let a = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
+    let mut b = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
     assert!(a.is_ready() && !b.is_ready(), "the chunks are computed once");
     assert_eq!((a.inputs().len(), b.inputs().len()), (4, 1));
     lab.forward(&ropes, &[a.inputs(), b.inputs()].concat());
     let a = a.commit().unwrap();
-    b.advance(&lab.assembler(root, cell), &golden.prompt).unwrap();
+    b.advance(&lab.assembler(root, cell, &reindexer), &golden.prompt).unwrap();
     assert!(b.is_ready() && b.inputs().is_empty());
     assert!(b.reports().iter().all(|report| report.hit));
     let b = b.commit().unwrap();
@@ -293,7 +352,8 @@ fn a_pass_that_wants_no_logits_fills_the_cache() {
     let cell = ReuseCell::ALL[2];
     let mut lab = Lab::new("qwen2", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
-    let assembly = lab.assembler(root, cell).assemble(&golden.prompt).unwrap();
+    let reindexer = PositionReindexer::for_layers(&ropes);
+    let assembly = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
     assert!(lab.forward(&ropes, assembly.inputs()).is_empty());
     drop(assembly.commit().unwrap());
     let run = lab.run(&golden.prompt, cell, true);

@@ -1,0 +1,193 @@
+//! Ranks that compute a prompt together, and agree on what is cached.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+
+/// The other ranks of a model that is split over several, each with a chunk cache for its own part of every key
+/// and value.
+///
+/// Their caches may differ: one has evicted, lost or quantised what another still holds. Yet all compute the same tokens
+/// in the same pass, so that a piece is a hit on all or on none.
+///
+/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt, then on the pieces of the prompt, and
+/// whether every rank has found room for them. All ranks must assemble the same prompts in the same order, under the
+/// same settings.
+pub trait RankAgreement: fmt::Debug {
+    /// Waits for all ranks, and clears every flag that is not set on all of them.
+    ///
+    /// # Errors
+    /// [`Error::RankLost`], [`Error::RanksDiffer`], or another one of the implementation's: then no rank can
+    /// rely on the flags, and the request must end on all.
+    fn agree(&self, flags: &mut [bool]) -> Result<()>;
+}
+
+/// Whether all ranks have the same length, of at most `most`.
+pub(super) fn agree_on_length(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<bool> {
+    let mut reached: Vec<bool> = (0..most).map(|at| at < length).collect();
+    ranks.agree(&mut reached)?;
+    let mut same = [reached.iter().filter(|&&reached| reached).count() == length];
+    ranks.agree(&mut same)?;
+    Ok(same[0])
+}
+
+/// The result of something that all ranks do, if all have succeeded: none goes on alone.
+pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) -> Result<T> {
+    let Some(ranks) = ranks else { return result };
+    let mut all = [result.is_ok()];
+    ranks.agree(&mut all)?;
+    if all[0] { result } else { result.and(Err(Error::RankFailed)) }
+}
+
+/// A rank that is a thread of this process.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvchunk::{LocalRank, RankAgreement};
+/// let mut ranks = LocalRank::group(2, Duration::from_secs(5));
+/// let (a, b) = (ranks.remove(0), ranks.remove(0));
+/// let other = std::thread::spawn(move || b.agree(&mut [true, false]));
+/// let mut flags = [true, true];
+/// a.agree(&mut flags)?;
+/// assert_eq!(flags, [true, false]);
+/// # other.join().unwrap()?;
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+///
+/// # Drop behaviour
+/// A rank that is dropped has left: the others get [`Error::RankLost`] from then on.
+#[derive(Debug)]
+pub struct LocalRank(Arc<Group>);
+
+#[derive(Debug)]
+struct Group {
+    ranks: usize,
+    limit: Duration,
+    round: Mutex<Round>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Round {
+    /// Of those that have come so far.
+    flags: Vec<bool>,
+    come: usize,
+    /// Rounds that have ended, and what the last one ended with. No rank is a round ahead of another.
+    ended: u64,
+    agreed: Vec<bool>,
+    failed: Option<Error>,
+}
+
+impl LocalRank {
+    /// As many ranks as there are threads, one for each. A rank waits for the others no longer than `limit`.
+    pub fn group(ranks: usize, limit: Duration) -> Vec<Self> {
+        let (round, changed) = (Mutex::default(), Condvar::new());
+        let group = Arc::new(Group { ranks, limit, round, changed });
+        (0..ranks).map(|_| Self(Arc::clone(&group))).collect()
+    }
+}
+
+impl Group {
+    /// The round fails, for all ranks and for good.
+    fn fail(&self, round: &mut Round, error: Error) -> Error {
+        self.changed.notify_all();
+        round.failed.get_or_insert(error).clone()
+    }
+}
+
+impl RankAgreement for LocalRank {
+    fn agree(&self, flags: &mut [bool]) -> Result<()> {
+        let group = &self.0;
+        let (since, mut round) = (Instant::now(), group.round.lock());
+        if round.failed.is_none() && round.come > 0 && round.flags.len() != flags.len() {
+            let error = Error::RanksDiffer { own: flags.len(), others: round.flags.len() };
+            return Err(group.fail(&mut round, error));
+        }
+        if let Some(error) = &round.failed {
+            return Err(error.clone());
+        }
+        if round.come == 0 {
+            round.flags = flags.to_vec();
+        }
+        round.flags.iter_mut().zip(&*flags).for_each(|(all, own)| *all &= *own);
+        round.come += 1;
+        if round.come == group.ranks {
+            (round.agreed, round.come) = (std::mem::take(&mut round.flags), 0);
+            round.ended += 1;
+            group.changed.notify_all();
+        } else {
+            let this = round.ended;
+            while round.ended == this && round.failed.is_none() {
+                let left = group.limit.saturating_sub(since.elapsed());
+                if group.changed.wait_for(&mut round, left).timed_out() && round.ended == this {
+                    return Err(group.fail(&mut round, Error::RankLost { limit: group.limit }));
+                }
+            }
+            if round.ended == this
+                && let Some(error) = &round.failed
+            {
+                return Err(error.clone());
+            }
+        }
+        flags.copy_from_slice(&round.agreed);
+        Ok(())
+    }
+}
+
+impl Drop for LocalRank {
+    fn drop(&mut self) {
+        let group = &self.0;
+        group.fail(&mut group.round.lock(), Error::RankLost { limit: group.limit });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_kept_that_are_set_on_all_round_after_round() {
+        let ranks = LocalRank::group(3, Duration::from_secs(20));
+        std::thread::scope(|scope| {
+            for (i, rank) in (0..).zip(&ranks) {
+                scope.spawn(move || {
+                    for round in 0..500u64 {
+                        let of = |rank: u64| (0..5).map(move |at| (round * 7 + at * 3 + rank * 5) % 4 > 1);
+                        let mut flags: Vec<bool> = of(i).collect();
+                        rank.agree(&mut flags).unwrap();
+                        let all = of(0).zip(of(1)).zip(of(2)).map(|((a, b), c)| a && b && c);
+                        assert_eq!(flags, all.collect::<Vec<_>>(), "rank {i}, round {round}");
+                        assert_eq!(agree_on_length(rank, 3 + round as usize % 2, 9), Ok(true));
+                        let length = 3 + usize::from(i == round % 3);
+                        assert_eq!(agree_on_length(rank, length, 9), Ok(false));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_leaves_or_asks_something_else_ends_the_request_on_all() {
+        let lost = Error::RankLost { limit: Duration::from_millis(20) };
+        let mut ranks = LocalRank::group(3, Duration::from_millis(20));
+        assert_eq!(ranks[0].agree(&mut [true]), Err(lost.clone()), "nobody else came");
+        assert_eq!(ranks[1].agree(&mut [true]), Err(lost.clone()), "and it stays so");
+        ranks = LocalRank::group(2, Duration::from_secs(60));
+        let (a, b) = (ranks.remove(0), ranks.remove(0));
+        let waiting = std::thread::spawn(move || a.agree(&mut [true]));
+        drop(b);
+        assert!(matches!(waiting.join().unwrap(), Err(Error::RankLost { .. })));
+        ranks = LocalRank::group(2, Duration::from_secs(60));
+        let (a, b) = (ranks.remove(0), ranks.remove(0));
+        let results = std::thread::scope(|scope| {
+            let a = scope.spawn(|| a.agree(&mut [true]));
+            let b = scope.spawn(|| b.agree(&mut [true, true]));
+            [a.join().unwrap(), b.join().unwrap()]
+        });
+        assert!(results.iter().all(|result| matches!(result, Err(Error::RanksDiffer { .. }))), "{results:?}");
+    }
+}

@@ -1,0 +1,157 @@
+//! The rotated copy: an assembled prompt as one segment, for kernels that know no segments.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvcore::kernels::{Gather, KvArena, Rotation, Scatter};
+use kvcore::{
+    Backend, BlockId, BlockPool, DType, KeyForm, KvFormat, LayerRopes, MemoryKind, Segment, SlotMapping,
+    Stream, allocate_tensor,
+};
+
+use super::AssembledPrompt;
+use crate::error::{Error, Result};
+use crate::position::MergedKvCache;
+
+/// System prompt and chunks in a run of blocks, token after token, with their keys rotated to where they are used.
+///
+/// Blocks that lie as the run needs them are shared, the others are the request's own. Always from the stored
+/// original, out of place: keys are rounded once more than those that a query is turned for.
+#[derive(Debug, Clone)]
+pub struct RotatedCopy {
+    merged: MergedKvCache,
+    moves: Vec<Move>,
+}
+
+/// Tokens that are moved by one distance.
+#[derive(Debug, Clone)]
+struct Move {
+    delta: i64,
+    from: Arc<[i64]>,
+    to: Arc<[i64]>,
+}
+
+impl AssembledPrompt {
+    /// Gives the request blocks of its own, out of `pool`, for all tokens that do not lie where a single run needs
+    /// them, and says what to copy there. The blocks are held until this prompt is dropped; its own
+    /// [`segments`](Self::segments) stay as they are.
+    ///
+    /// Keys that are stored unrotated are copied as they are: whoever reads them rotates them.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::OutOfBlocks`]; nothing has changed then.
+    pub fn rotated_copy(&mut self, keys: KeyForm, pool: &BlockPool) -> Result<RotatedCopy> {
+        let block_size = self.block_size();
+        let parts = MergedKvCache::new(self.segments(), block_size)?;
+        let delta = |segment: &Segment| match keys {
+            KeyForm::Rotated => segment.position_offset,
+            KeyForm::Unrotated => 0,
+        };
+        let deltas = self.segments().iter().flat_map(|segment| (0..segment.len).map(move |_| delta(segment)));
+        let tokens: Vec<(i64, i64)> = parts.slot_mapping.slots().iter().copied().zip(deltas).collect();
+        let shared: Vec<Option<BlockId>> =
+            tokens.chunks(block_size).map(|tokens| as_it_lies(tokens, block_size)).collect();
+        let own = pool.allocate(shared.iter().filter(|block| block.is_none()).count())?;
+        let mut fresh = own.ids().iter();
+        let block_ids: Vec<BlockId> =
+            shared.iter().filter_map(|block| block.or_else(|| fresh.next().copied())).collect();
+        let slot_mapping = SlotMapping::in_blocks(&block_ids, block_size, 0..parts.total_tokens)?;
+        let mut moves: BTreeMap<i64, (Vec<i64>, Vec<i64>)> = BTreeMap::new();
+        for (at, (&(from, delta), &to)) in tokens.iter().zip(slot_mapping.slots().iter()).enumerate() {
+            if shared[at / block_size].is_none() {
+                let (sources, targets) = moves.entry(delta).or_default();
+                sources.push(from);
+                targets.push(to);
+            }
+        }
+        let moves =
+            moves.into_iter().map(|(delta, (from, to))| Move { delta, from: from.into(), to: to.into() });
+        let moves = moves.collect();
+        self.hold(own);
+        Ok(RotatedCopy { merged: MergedKvCache { slot_mapping, block_ids, ..parts }, moves })
+    }
+}
+
+/// The block that holds these tokens from its first slot on, each where it is used.
+fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
+    let (first, _) = tokens.first()?;
+    let in_place = |(at, &(slot, delta)): (i64, &(i64, i64))| slot == first + at && delta == 0;
+    let block = u32::try_from(first / block_size as i64).ok()?;
+    (first % block_size as i64 == 0 && (0..).zip(tokens).all(in_place)).then_some(BlockId(block))
+}
+
+impl RotatedCopy {
+    /// Enqueues the copies: per layer and distance a `gather`, which rotates, and a `scatter`. `ropes` are those of
+    /// the request; rows take memory for as long as the work is under way.
+    ///
+    /// # Errors
+    /// Of the backend; [`kvcore::Error::OutOfRange`] for fewer embeddings than layers.
+    pub fn enqueue(
+        &self,
+        backend: &dyn Backend,
+        stream: &dyn Stream,
+        arena: &KvArena,
+        ropes: &LayerRopes,
+    ) -> Result<()> {
+        let shape = arena.layout().shape();
+        let dtype = match shape.format {
+            KvFormat::Dense(dtype) => dtype,
+            _ => DType::F32,
+        };
+        for Move { delta, from, to } in &self.moves {
+            let rows =
+                |heads, dim| allocate_tensor(backend, MemoryKind::Device, dtype, &[from.len(), heads, dim]);
+            let (k, v) = (rows(shape.k_heads, shape.k_dim)?, rows(shape.v_heads, shape.v_dim)?);
+            for layer in 0..shape.num_layers {
+                let rope = ropes.layers().get(layer).map(Arc::clone).ok_or(kvcore::Error::OutOfRange {
+                    what: "layer with an embedding",
+                    value: layer as i128,
+                    limit: ropes.layers().len() as i128,
+                })?;
+                let rotation = (*delta != 0).then_some(Rotation { rope, delta: *delta });
+                let (arena, k, v) = (arena.clone(), k.clone(), v.clone());
+                let (slots, targets) = (Arc::clone(from), Arc::clone(to));
+                stream.gather(&Gather {
+                    arena: arena.clone(),
+                    layer,
+                    slots,
+                    k: k.clone(),
+                    v: v.clone(),
+                    rotation,
+                })?;
+                stream.scatter(&Scatter { arena, layer, k, v, slots: targets })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Slots, blocks and positions of the run.
+    pub fn merged(&self) -> &MergedKvCache {
+        &self.merged
+    }
+
+    /// Tokens that are copied; the others are in shared blocks.
+    pub fn copied_tokens(&self) -> usize {
+        self.moves.iter().map(|group| group.from.len()).sum()
+    }
+
+    /// The run as one segment without an offset, for rotated keys and kernels that go by order alone: the n-th
+    /// token counts as the n-th, whatever its position. Not for a sliding window, and not for unrotated keys: see
+    /// [`segment_by_position`](Self::segment_by_position).
+    pub fn segment(&self) -> Segment {
+        Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
+    }
+
+    /// The same where the n-th token has the position n, as one segment says of its tokens: then a sliding window
+    /// and unrotated keys go by it, too.
+    ///
+    /// # Errors
+    /// [`Error::NotInARow`] for chunks that overlap in position: no single segment says where they stand.
+    pub fn segment_by_position(&self) -> Result<Segment> {
+        let stray = (0..).zip(&self.merged.positions).find(|(index, position)| index != *position);
+        match stray {
+            Some((index, &position)) => Err(Error::NotInARow { index, position }),
+            None => Ok(self.segment()),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The index of stored pieces: from a hash to what is stored under it.
+
+use std::collections::HashMap;
+
+use kvcore::BlockKey;
+
+use crate::hash::ChunkHash;
+
+/// What an index must know of its values; nobody outside can name it.
+pub trait Indexed {
+    /// Under which hash the value is found.
+    fn hash(&self) -> ChunkHash;
+    /// The hash of the same tokens under any system prompt, if it is found by that, too.
+    fn any_system(&self) -> Option<BlockKey>;
+}
+
+/// Stored pieces by their hashes, and by those of the same tokens under any system prompt, of which the latest
+/// counts.
+///
+/// A cache keeps its pieces in one, behind its lock: there a change belongs to the account of a tenant, too, so
+/// that nothing is entered or removed from outside. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
+/// gives a copy to read.
+#[derive(Debug, Clone)]
+pub struct ChunkHashIndex<T> {
+    slots: Vec<Option<T>>,
+    free: Vec<u32>,
+    by_hash: HashMap<BlockKey, u32>,
+    by_tokens: HashMap<BlockKey, u32>,
+}
+
+impl<T> ChunkHashIndex<T> {
+    pub(super) fn new() -> Self {
+        Self { slots: Vec::new(), free: Vec::new(), by_hash: HashMap::new(), by_tokens: HashMap::new() }
+    }
+
+    /// Pieces in it.
+    pub fn len(&self) -> usize {
+        self.by_hash.len()
+    }
+
+    /// Whether it holds nothing.
+    pub fn is_empty(&self) -> bool {
+        self.by_hash.is_empty()
+    }
+
+    /// What is stored under a hash.
+    pub fn get(&self, hash: &ChunkHash) -> Option<&T> {
+        self.at(self.slot_of(&hash.key)?)
+    }
+
+    /// Whether something is stored under a hash.
+    pub fn contains(&self, hash: &ChunkHash) -> bool {
+        self.by_hash.contains_key(&hash.key)
+    }
+
+    /// All values, in no order that means anything.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.slots.iter().flatten()
+    }
+
+    /// Slots that there are, taken or not.
+    pub(super) fn slots(&self) -> u32 {
+        self.slots.len() as u32
+    }
+
+    /// Values with their slots.
+    pub(super) fn with_slots(&self) -> impl Iterator<Item = (u32, &T)> {
+        let numbered = (0..).zip(&self.slots);
+        numbered.filter_map(|(slot, value)| Some((slot, value.as_ref()?)))
+    }
+
+    pub(super) fn at(&self, slot: u32) -> Option<&T> {
+        self.slots.get(slot as usize)?.as_ref()
+    }
+
+    pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
+        self.slots.get_mut(slot as usize)?.as_mut()
+    }
+
+    pub(super) fn slot_of(&self, key: &BlockKey) -> Option<u32> {
+        self.by_hash.get(key).copied()
+    }
+
+    /// The latest of the same tokens under any system prompt.
+    pub(super) fn slot_under_any_system(&self, key: &BlockKey) -> Option<u32> {
+        self.by_tokens.get(key).copied()
+    }
+
+    /// The same hashes with other values.
+    pub(super) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
+        ChunkHashIndex {
+            slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),
+            free: self.free.clone(),
+            by_hash: self.by_hash.clone(),
+            by_tokens: self.by_tokens.clone(),
+        }
+    }
+}
+
+impl<T: Indexed> ChunkHashIndex<T> {
+    /// Enters a value whose hash is not there yet; returns its slot.
+    pub(super) fn insert(&mut self, value: T) -> u32 {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() as u32 - 1
+        });
+        self.by_hash.insert(value.hash().key, slot);
+        if let Some(key) = value.any_system() {
+            self.by_tokens.insert(key, slot);
+        }
+        self.slots[slot as usize] = Some(value);
+        slot
+    }
+
+    /// Takes a value out.
+    pub(super) fn remove(&mut self, slot: u32) -> Option<T> {
+        let value = self.slots.get_mut(slot as usize)?.take()?;
+        self.by_hash.remove(&value.hash().key);
+        if let Some(key) = value.any_system()
+            && self.by_tokens.get(&key) == Some(&slot)
+        {
+            self.by_tokens.remove(&key);
+        }
+        self.free.push(slot);
+        Some(value)
+    }
+
+    /// Recounts; `Err` says what is inconsistent.
+    pub(super) fn check(&self) -> Result<(), String> {
+        for (slot, value) in self.with_slots() {
+            if self.slot_of(&value.hash().key) != Some(slot) {
+                return Err(format!("piece {slot} is not in the index"));
+            }
+        }
+        if self.len() != self.iter().count() {
+            return Err(format!("the index has {} pieces", self.len()));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Clone, PartialEq)]
+    struct Piece(u8, Option<u8>);
+
+    fn key(n: u8) -> BlockKey {
+        BlockKey::from_bytes([n; 32])
+    }
+
+    fn hash(n: u8) -> ChunkHash {
+        ChunkHash { key: key(n), token_count: 1, num_blocks: 1 }
+    }
+
+    impl Indexed for Piece {
+        fn hash(&self) -> ChunkHash {
+            hash(self.0)
+        }
+
+        fn any_system(&self) -> Option<BlockKey> {
+            self.1.map(key)
+        }
+    }
+
+    #[test]
+    fn pieces_are_found_by_hash_and_the_latest_under_any_system() {
+        let mut index = ChunkHashIndex::new();
+        let first = index.insert(Piece(1, Some(9)));
+        let second = index.insert(Piece(2, Some(9)));
+        assert_eq!((index.get(&hash(1)), index.get(&hash(3))), (Some(&Piece(1, Some(9))), None));
+        assert_eq!(index.slot_under_any_system(&key(9)), Some(second));
+        assert_eq!(index.remove(first), Some(Piece(1, Some(9))));
+        assert_eq!(index.slot_under_any_system(&key(9)), Some(second), "the latest is still there");
+        assert_eq!(index.remove(first), None);
+        assert_eq!(index.insert(Piece(3, None)), first, "slots are used again");
+        index.remove(second);
+        assert_eq!(index.slot_under_any_system(&key(9)), None);
+        let numbers = index.map(|piece| piece.0);
+        assert_eq!((numbers.get(&hash(3)), numbers.len(), numbers.contains(&hash(2))), (Some(&3), 1, false));
+        assert_eq!(numbers.iter().collect::<Vec<_>>(), [&3]);
+        index.check().unwrap();
+    }
+}

@@ -1,0 +1,126 @@
+//! Prompts assembled without a model: what is found, waited for, and agreed on.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod pools;
+mod ranks;
+mod waiting;
+
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{
+    AssembledPrompt, Assembler, Assembly, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt,
+    PositionReindexer, RankAgreement, ReuseCell, TenantId,
+};
+use kvcore::{
+    BlockKey, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+    Rope, RopeConfig,
+};
+
+const BLOCK: usize = 4;
+
+/// A main cache and a chunk cache over one arena.
+struct World {
+    main: PagedKvCache,
+    cache: ChunkCacheManager,
+    reindexer: PositionReindexer,
+    root: BlockKey,
+}
+
+impl World {
+    fn new(main: u32, chunks: u32, config: ChunkCacheConfig) -> Self {
+        let shape = KvShape {
+            num_layers: 1,
+            num_blocks: (main + chunks) as usize,
+            block_size: BLOCK,
+            k_heads: 1,
+            v_heads: 1,
+            k_dim: 8,
+            v_dim: 8,
+            format: DType::F32.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let layout = Arc::new(KvLayout::new(shape).unwrap());
+        let arena = KvArena::allocate(CpuBackend::new().as_ref(), MemoryKind::Device, layout).unwrap();
+        let pool = ChunkBlockPool::new(main..main + chunks, BLOCK).unwrap();
+        Self {
+            main: PagedKvCache::new(arena, BlockPool::new(0..main).unwrap()).unwrap(),
+            cache: ChunkCacheManager::new(config, pool).unwrap(),
+            reindexer: PositionReindexer::new(Arc::new(
+                Rope::new(RopeConfig::new(8, 10_000.0), 1024).unwrap(),
+            )),
+            root: KeyScope::new("m", b"w").root(),
+        }
+    }
+
+    fn assembler(&self) -> Assembler<'_> {
+        Assembler {
+            chunks: Some(&self.cache),
+            tenant: TenantId::default(),
+            main: &self.main,
+            root: self.root,
+            prefixes: true,
+            cell: ReuseCell::default(),
+            reindexer: &self.reindexer,
+            ranks: None,
+        }
+    }
+
+    /// The prompt, all of whose missing parts count as computed.
+    fn run(&self, prompt: &ChunkedPrompt) -> AssembledPrompt {
+        self.assembler().assemble(prompt).unwrap().commit().unwrap()
+    }
+
+    fn check(&self) {
+        self.cache.check_invariants().unwrap();
+        self.main.pool().check_invariants().unwrap();
+    }
+}
+
+/// A prompt of a system prompt of five tokens and chunks of seven, each of one token.
+fn prompt(chunks: &[u32]) -> ChunkedPrompt {
+    ChunkedPrompt::new(vec![1; 5], chunks.iter().map(|&token| vec![token; 7]).collect(), vec![9]).unwrap()
+}
+
+fn tokens_of(assembly: &Assembly) -> Vec<usize> {
+    assembly.inputs().iter().map(|input| input.tokens.len()).collect()
+}
+
+fn hits(held: &AssembledPrompt) -> Vec<bool> {
+    held.reports().iter().map(|report| report.hit).collect()
+}
+
+#[test]
+fn without_chunks_the_system_prompt_is_cached_all_the_same() {
+    let w = World::new(16, 8, ChunkCacheConfig { enabled: false, ..ChunkCacheConfig::default() });
+    let without = |prefixes| Assembler {
+        chunks: Some(&w.cache).filter(|cache| cache.config().enabled),
+        prefixes,
+        ..w.assembler()
+    };
+    let first = without(true).assemble(&prompt(&[2])).unwrap();
+    assert_eq!(tokens_of(&first), [5, 7]);
+    drop(first.commit().unwrap());
+    let second = without(true).assemble(&prompt(&[2])).unwrap();
+    assert_eq!((tokens_of(&second), second.reused_tokens()), (vec![7], 5), "its chunk is computed anew");
+    drop(second);
+    let third = without(false).assemble(&prompt(&[2])).unwrap();
+    assert_eq!(tokens_of(&third), [5, 7], "each has a switch of its own");
+    drop(third);
+    w.check();
+}
+
+#[test]
+fn placements_of_a_request_are_those_of_the_reindexer_and_are_timed() {
+    let w = World::new(16, 8, ChunkCacheConfig::default());
+    drop(w.run(&prompt(&[2, 3])));
+    assert_eq!(w.cache.metrics().reindexes.count(), 0, "what is computed is not moved");
+    let cell = ReuseCell { strategy: kvchunk::PositionStrategy::Sequential, ..ReuseCell::default() };
+    let held = Assembler { cell, ..w.assembler() }.assemble(&prompt(&[3, 2])).unwrap().commit().unwrap();
+    let placed = held.handles().iter().zip([5, 12]).map(|(chunk, position)| {
+        let placed = w.reindexer.reindex(chunk.clone(), position).unwrap();
+        placed.at_offset_in_merged_kv(position as usize).segment()
+    });
+    assert_eq!(held.segments()[1..], placed.collect::<Vec<_>>());
+    assert_eq!((hits(&held), w.cache.metrics().reindexes.count()), (vec![true, true], 2));
+}

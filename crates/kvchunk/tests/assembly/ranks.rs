@@ -1,0 +1,117 @@
+//! Several ranks compute a prompt together.
+
+use super::*;
+use kvchunk::LocalRank;
+use std::time::Duration;
+
+/// Three ranks, each a thread with caches of its own.
+struct Ranks(Vec<(World, LocalRank)>);
+
+impl Ranks {
+    fn new(chunks: u32) -> Self {
+        let ranks = LocalRank::group(3, Duration::from_secs(20));
+        Self(
+            ranks
+                .into_iter()
+                .map(|rank| (World::new(32, chunks, ChunkCacheConfig::default()), rank))
+                .collect(),
+        )
+    }
+
+    /// Assembles a prompt on all ranks; on each the tokens of its inputs, and what came of every chunk.
+    fn run(&self, prompt: &ChunkedPrompt) -> Vec<(Vec<usize>, AssembledPrompt)> {
+        std::thread::scope(|scope| {
+            let run = |(w, rank): &(World, LocalRank)| {
+                let ranks: &dyn RankAgreement = rank;
+                let assembly = Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(prompt).unwrap();
+                assert!(assembly.is_ready(), "ranks wait for no other request");
+                (tokens_of(&assembly), assembly.commit().unwrap())
+            };
+            let threads: Vec<_> = self.0.iter().map(|of| scope.spawn(move || run(of))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// The same, of which all ranks must say the same.
+    fn agreed(&self, prompt: &ChunkedPrompt) -> (Vec<usize>, Vec<bool>) {
+        let all: Vec<_> = self.run(prompt).into_iter().map(|(inputs, held)| (inputs, hits(&held))).collect();
+        assert!(all.iter().all(|one| *one == all[0]), "{all:?}");
+        self.0.iter().for_each(|(w, _)| w.check());
+        all[0].clone()
+    }
+}
+
+#[test]
+fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
+    let ranks = Ranks::new(16);
+    let both = prompt(&[2, 3]);
+    assert_eq!(ranks.agreed(&both), (vec![5, 7, 7], vec![false, false]));
+    assert_eq!(ranks.agreed(&both), (vec![], vec![true, true]));
+    // Of rank 1 the older chunk goes.
+    assert!(ranks.0[1].0.cache.evict_lru());
+    let held = ranks.run(&both);
+    for (rank, (inputs, held)) in held.iter().enumerate() {
+        assert_eq!((&inputs[..], hits(held)), (&[7][..], vec![false, true]), "rank {rank}");
+        // Where it is cached it is computed beside what is cached, into blocks of the request's own.
+        assert_eq!(held.segments()[1].blocks[0].index() >= 32, rank == 1);
+    }
+    let m = ranks.0[0].0.cache.metrics();
+    assert_eq!((m.hit_count, m.miss_count, m.uncached, m.tokens_reused), (3, 3, 1, 21));
+    drop(held);
+    assert_eq!(ranks.agreed(&both), (vec![], vec![true, true]), "rank 1 has stored it again");
+}
+
+#[test]
+fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
+    let mut ranks = Ranks::new(16);
+    // The main pool of rank 1 has room for the system prompt at most, that of rank 2 not even for it; and a chunk
+    // of 80 tokens is larger than any chunk pool.
+    let long = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 80]], vec![9]).unwrap();
+    for (rank, taken) in [(1, 30), (2, 31)] {
+        let w = &mut ranks.0[rank].0;
+        let id = w.main.create(kvcore::SequenceStart::default()).unwrap();
+        w.main.grow(id, taken * BLOCK).unwrap();
+        let errors = std::thread::scope(|scope| {
+            let assemble = |(w, rank): &(World, LocalRank)| {
+                let ranks: &dyn RankAgreement = rank;
+                Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(&long).unwrap_err()
+            };
+            let threads: Vec<_> = ranks.0.iter().map(|of| scope.spawn(move || assemble(of))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        for (of, error) in errors.iter().enumerate() {
+            let own = matches!(error, kvchunk::Error::Core(kvcore::Error::OutOfBlocks { .. }));
+            assert!(if of == rank { own } else { *error == kvchunk::Error::RankFailed }, "{of}: {error}");
+        }
+        ranks.0[rank].0.main.free(id).unwrap();
+        for (w, _) in &ranks.0 {
+            w.check();
+            assert_eq!(w.main.pool().counts().free, 32, "nothing is held");
+        }
+    }
+    assert_eq!(ranks.agreed(&long), (vec![5, 80], vec![false]), "the next request is answered");
+}
+
+#[test]
+fn rule_8_ranks_that_cached_another_part_of_the_system_prompt_compute_it() {
+    let ranks = Ranks::new(16);
+    assert_eq!(ranks.agreed(&prompt(&[2])).0, [5, 7]);
+    // Rank 2 loses its system prompt.
+    let filler = |token| ChunkedPrompt::new(vec![token; 100], vec![vec![token; 4]], vec![9]).unwrap();
+    let w = &ranks.0[2].0;
+    drop(w.run(&filler(7)));
+    drop(w.run(&filler(8)));
+    assert_eq!(ranks.agreed(&prompt(&[2])), (vec![5], vec![true]));
+    assert_eq!(ranks.agreed(&prompt(&[2])), (vec![], vec![true]), "rank 2 has kept it");
+}
+
+#[test]
+fn rule_8_what_another_request_of_one_rank_computes_is_computed_on_all() {
+    let ranks = Ranks::new(16);
+    let w = &ranks.0[0].0;
+    let elsewhere = w.assembler().assemble(&prompt(&[2])).unwrap();
+    assert_eq!(ranks.agreed(&prompt(&[2])), (vec![5, 7], vec![false]));
+    drop(elsewhere);
+    assert_eq!(ranks.agreed(&prompt(&[2])).1, [false], "rank 0 has not kept it");
+    assert_eq!(ranks.agreed(&prompt(&[2])).1, [true]);
+}

@@ -1,0 +1,69 @@
+//! Waiting for others has a limit.
+
+use super::*;
+use kvchunk::{Acquired, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm};
+use std::time::{Duration, Instant};
+
+fn impatient() -> World {
+    World::new(16, 16, ChunkCacheConfig { max_wait_ms: 30, ..ChunkCacheConfig::default() })
+}
+
+#[test]
+fn a_request_whose_piece_never_comes_computes_it_for_itself() {
+    let w = impatient();
+    // A request that never ends computes chunks 2 and 3.
+    let stalled = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
+    let both = prompt(&[2, 4, 3]);
+    let mut assembly = w.assembler().assemble(&both).unwrap();
+    assert!(!assembly.is_ready());
+    assert_eq!(tokens_of(&assembly), [5, 7], "the system prompt and chunk 4");
+    let since = Instant::now();
+    while !assembly.is_ready() {
+        assembly.advance(&w.assembler(), &both).unwrap();
+    }
+    assert!(since.elapsed() >= Duration::from_millis(30), "it did wait");
+    assert_eq!(tokens_of(&assembly), [7, 7]);
+    let held = assembly.commit().unwrap();
+    assert_eq!((hits(&held), held.handles().len()), (vec![false; 3], 1), "only chunk 4 is kept");
+    assert_eq!(held.segments()[1].blocks[0].index() / 16, 0, "the others lie in blocks of the main pool");
+    assert_eq!(w.cache.metrics().uncached, 2);
+    w.check();
+    drop(stalled.commit().unwrap());
+    assert_eq!(hits(&w.run(&both)), [true; 3]);
+    drop(held);
+    w.check();
+}
+
+#[test]
+fn getting_a_piece_that_never_comes_ends_too() {
+    let w = impatient();
+    let hasher =
+        ChunkHasher::new(HashAlgorithm::Blake3, ChunkContext::new(w.root, ComputeMode::Alone, &[]), BLOCK);
+    let piece = hasher.pieces(&[2; 7], 64).next().unwrap();
+    let Acquired::Compute(stalled) = w.cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
+    let get = || {
+        let compute = |_: &kvchunk::ChunkReservation| Ok::<_, kvchunk::Error>(());
+        w.cache.get_or_compute_chunk(TenantId::default(), &piece, 0, &w.reindexer, 3, compute).unwrap()
+    };
+    assert!(get().is_none());
+    assert_eq!(w.cache.metrics().uncached, 1);
+    drop(stalled.store());
+    assert_eq!(get().unwrap().new_position_start(), 3);
+    w.check();
+}
+
+#[test]
+fn a_piece_that_comes_in_time_is_a_hit() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    let first = w.assembler().assemble(&prompt(&[2])).unwrap();
+    let mut second = w.assembler().assemble(&prompt(&[2])).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            drop(first.commit().unwrap());
+        });
+        second.advance(&w.assembler(), &prompt(&[2])).unwrap();
+    });
+    assert!(second.is_ready() && second.inputs().is_empty());
+    assert_eq!(w.cache.metrics().uncached, 0);
+}
