@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import common
 
 HEADS, QUERY_HEADS, DIM, BLOCK = 8, 32, 128, 16
-OPS = {"scatter": "index_copy_", "gather": "index_select", "decode": "SDPA, one row", "prefill": "SDPA, causal"}
+OPS = {"scatter": "`index_copy_`", "gather": "`index_select`", "decode": "SDPA, one row", "prefill": "SDPA, causal"}
 
 
 def memcpy(nbytes: int) -> float:
@@ -93,7 +93,7 @@ def main() -> None:
             kernel, tokens = what.split()
             moved = kernel in ("scatter", "gather")
             lines.append([
-                f"`{kernel}`, {tokens} tokens", str(threads), f"torch `{OPS[kernel]}`",
+                f"`{kernel}`, {tokens} tokens", str(threads), f"torch {OPS[kernel]}",
                 common.duration(them["seconds"]), common.duration(us["seconds"]),
                 f"{them['seconds'] / us['seconds']:.2f}",
                 f"{them['limit_seconds'] / them['seconds']:.2f}" if moved else "–",
