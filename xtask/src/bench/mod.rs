@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use clap::Args;
@@ -23,6 +24,9 @@ pub(crate) struct BenchArgs {
     /// Write the table to docs/benchmarks.md and the plots beside it.
     #[arg(long, conflicts_with = "quick")]
     write: bool,
+    /// Draw the plots into this folder.
+    #[arg(long, value_name = "DIR", conflicts_with = "write")]
+    plots: Option<PathBuf>,
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result {
@@ -54,8 +58,11 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
         let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
         let text = table::replaced(&text, &table).ok_or("docs/benchmarks.md lacks its table markers")?;
         fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
-        let plots = plot::write(&root().join("docs/benchmarks"), &sweeps)?;
-        println!("written to docs/benchmarks.md; docs/benchmarks: {}", plots.join(", "));
+        println!("written to docs/benchmarks.md");
+    }
+    let beside_the_table = || args.write.then(|| root().join("docs/benchmarks"));
+    if let Some(folder) = args.plots.clone().or_else(beside_the_table) {
+        println!("plots in {}: {}", folder.display(), plot::write(&folder, &sweeps)?.join(", "));
     }
     Ok(())
 }
