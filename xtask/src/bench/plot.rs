@@ -65,10 +65,22 @@ const CHART: u32 = 640;
 /// Height of a line of the legend.
 const LINE: i32 = 20;
 
+/// What stands at `2^x`; nothing between powers of two.
+fn mark(x: f64, bytes: bool) -> String {
+    let whole = x.round();
+    match whole {
+        _ if (x - whole).abs() > 1e-6 => String::new(),
+        w if bytes && w >= 20.0 => format!("{} Mi", (w - 20.0).exp2()),
+        w if bytes && w >= 10.0 => format!("{} Ki", (w - 10.0).exp2()),
+        w => w.exp2().to_string(),
+    }
+}
+
 fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), Box<dyn Error>> {
     let rows = || sweeps.iter().flat_map(|sweep| &sweep.rows);
-    let low = rows().map(|row| row.size).fold(f64::INFINITY, f64::min);
-    let high = rows().map(|row| row.size).fold(0.0, f64::max);
+    // Sizes double from one mark of the axis to the next.
+    let low = rows().map(|row| row.size.log2()).fold(f64::INFINITY, f64::min).floor();
+    let high = rows().map(|row| row.size.log2()).fold(0.0, f64::max).ceil();
     let top = rows().map(|row| row.ratio).fold(1.0, f64::max) * 1.08;
     let height = 480.max(60 + LINE as u32 * sweeps.len() as u32);
     let root = SVGBackend::new(path, (CHART + 480, height)).into_drawing_area();
@@ -79,20 +91,21 @@ fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), 
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(60)
-        .build_cartesian_2d((low * 0.9..high * 1.1).log_scale(), 0.0..top)?;
+        .build_cartesian_2d(low..high, 0.0..top)?;
     let bytes = rows().all(|row| row.unit == "bytes");
     let unit = sweeps.first().map_or("", |sweep| sweep.rows[0].unit.as_str());
     chart
         .configure_mesh()
-        .x_desc(if bytes { "MiB" } else { unit })
+        .x_desc(unit)
+        .x_labels((high - low) as usize + 1)
         .y_desc("times as fast as the limit or peer")
-        .x_label_formatter(&|x| if bytes { format!("{}", x / f64::from(1 << 20)) } else { format!("{x}") })
+        .x_label_formatter(&|x| mark(*x, bytes))
         .light_line_style(WHITE)
         .draw()?;
-    chart.draw_series(LineSeries::new([(low * 0.9, 1.0), (high * 1.1, 1.0)], BLACK.mix(0.4)))?;
+    chart.draw_series(LineSeries::new([(low, 1.0), (high, 1.0)], BLACK.mix(0.4)))?;
     for (i, sweep) in sweeps.iter().enumerate() {
         let colour = Palette99::pick(i).to_rgba();
-        let points = || sweep.rows.iter().map(|row| (row.size, row.ratio));
+        let points = || sweep.rows.iter().map(|row| (row.size.log2(), row.ratio));
         chart.draw_series(LineSeries::new(points(), colour.stroke_width(2)))?;
         chart.draw_series(points().map(|point| Circle::new(point, 3, colour.filled())))?;
         let y = 48 + LINE * i as i32;
@@ -108,6 +121,12 @@ fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), 
 mod tests {
     use super::*;
     use crate::bench::rows::{sweeps, tests::row};
+
+    #[test]
+    fn marks_are_powers_of_two() {
+        assert_eq!([mark(21.0, true), mark(19.0, true), mark(10.0, false)], ["2 Mi", "512 Ki", "1024"]);
+        assert_eq!(mark(20.5, true), "");
+    }
 
     #[test]
     fn sweeps_are_drawn_by_family_and_single_rows_are_not() {
