@@ -42,7 +42,9 @@ pub(crate) fn check() -> Result {
 
 fn formatting() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
-    cargo(&["fmt", "--all", "--check", "--manifest-path", "benches/block-pool/Cargo.toml"])
+    ["benches/block-pool/Cargo.toml", "benches/instructions/Cargo.toml"]
+        .iter()
+        .try_for_each(|manifest| cargo(&["fmt", "--all", "--check", "--manifest-path", manifest]))
 }
 
 fn docs() -> Result {

@@ -3,6 +3,7 @@
 
 mod bench;
 mod check;
+mod instructions;
 mod loom;
 mod run;
 mod sanitize;
@@ -35,6 +36,8 @@ enum Task {
     },
     /// All benchmarks of this machine, as one table of ratios.
     Bench(bench::BenchArgs),
+    /// Instructions that hot paths take, against the committed baseline (needs valgrind and gungraun-runner).
+    Instructions(instructions::InstructionsArgs),
     /// The block pool's concurrent paths under the interleavings of two threads.
     Loom(loom::LoomArgs),
     /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Task::Check => check::check(),
         Task::Conform { backend } => conform(&backend),
         Task::Bench(args) => bench::bench(&args),
+        Task::Instructions(args) => instructions::instructions(&args),
         Task::Loom(args) => loom::loom(&args),
         Task::Sanitize => sanitize::sanitize(),
     };

@@ -3,7 +3,7 @@
 //!
 //! Prints one JSON object a line, as the other benchmarks do; `cargo xtask bench` runs it. Sizes and
 //! times are of 16-token blocks; keys are made before the clock starts, on both sides. `--quick` measures
-//! one pool size.
+//! one small pool, briefly.
 
 mod ours;
 mod theirs;
@@ -71,15 +71,15 @@ impl Work {
     }
 }
 
-/// Seconds a block with `threads` threads working at once; best of three.
-fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize) -> f64 {
+/// Seconds a block with `threads` threads working at once; best of three. A round is cut by `shorter`.
+fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize, shorter: usize) -> f64 {
     let pool = P::new(blocks);
     let prompts = blocks / BATCH;
     if matches!(work, Work::Hit | Work::Churn) {
         (0..prompts).for_each(|prompt| pool.fill(prompt));
     }
     // Long enough that waking a thread does not count.
-    let calls = work.blocks_a_round() / work.batch() / threads;
+    let calls = work.blocks_a_round() / shorter / work.batch() / threads;
     let round = |thread: usize, round: usize| {
         for call in 0..calls {
             let n = (round * threads + thread) * calls + call;
@@ -119,10 +119,11 @@ fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize) -> f64 {
     best
 }
 
-fn row(what: &str, size: usize, unit: &str, seconds: f64, limit: &str, limit_seconds: f64) {
-    let ratio = limit_seconds / seconds;
+/// Prints a row. Rows of one sweep differ in size only, and all of them are shown.
+fn row(sweep: &str, what: &str, size: (usize, &str), seconds: f64, limit: &str, limit_seconds: f64) {
+    let (ratio, (size, unit)) = (limit_seconds / seconds, size);
     let line = serde_json::json!({
-        "what": what, "size": size, "unit": unit, "seconds": seconds,
+        "sweep": sweep, "what": what, "size": size, "unit": unit, "seconds": seconds,
         "limit": limit, "limit_seconds": limit_seconds, "ratio": ratio,
     });
     println!("{line}");
@@ -131,28 +132,35 @@ fn row(what: &str, size: usize, unit: &str, seconds: f64, limit: &str, limit_sec
 fn main() {
     let quick = std::env::args().any(|arg| arg == "--quick");
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let sizes: &[usize] = if quick { &[65_536] } else { &[8192, 65_536, 1_048_576] };
+    let sizes: &[usize] = if quick { &[8192] } else { &[8192, 65_536, 1_048_576] };
+    let shorter = if quick { 16 } else { 1 };
     for work in Work::ALL {
         for &blocks in sizes {
-            let ours = seconds::<ours::Ours>(work, blocks, 1);
+            let ours = seconds::<ours::Ours>(work, blocks, 1, shorter);
             // Above the size that the target names the peer takes minutes to fill.
-            let peer = seconds::<theirs::Theirs>(work, blocks.min(65_536), 1);
+            let peer = seconds::<theirs::Theirs>(work, blocks.min(65_536), 1, shorter);
+            let sweep = format!("block pool: {}, per block", work.name());
             let what = format!("block pool: {}, {blocks} blocks, per block", work.name());
             let limit = if blocks > 65_536 { "kvbm-logical 1.6.1 with 65,536" } else { "kvbm-logical 1.6.1" };
-            row(&what, blocks, "blocks", ours, limit, peer);
+            row(&sweep, &what, (blocks, "blocks"), ours, limit, peer);
             if cores > 1 {
-                let both = seconds::<ours::Ours>(work, blocks, 2);
+                let both = seconds::<ours::Ours>(work, blocks, 2, shorter);
+                let sweep = format!("block pool: {}, two threads, per block", work.name());
                 let what = format!("block pool: {}, {blocks} blocks, two threads, per block", work.name());
-                row(&what, blocks, "blocks", both, "one thread", ours);
+                row(&sweep, &what, (blocks, "blocks"), both, "one thread", ours);
             }
         }
     }
     keys();
 }
 
-/// Keys of an 8k-token prompt.
+/// Keys of prompts of up to 8k tokens.
 fn keys() {
-    let tokens: Vec<u32> = (0..8192).map(|i| i * 2_654_435 % 128_000).collect();
+    [2048u32, 4096, 8192].into_iter().for_each(keys_of);
+}
+
+fn keys_of(tokens: u32) {
+    let tokens: Vec<u32> = (0..tokens).map(|i| i.wrapping_mul(2_654_435) % 128_000).collect();
     let root = KeyScope::new("model", b"weights").root();
     let time = |work: &dyn Fn()| {
         work();
@@ -178,5 +186,6 @@ fn keys() {
         }
         drop(black_box(keys));
     });
-    row("256-bit chained keys, 16-token blocks", tokens.len(), "tokens", ours, "SHA-256 chain", sha);
+    let what = "256-bit chained keys, 16-token blocks";
+    row(what, what, (tokens.len(), "tokens"), ours, "SHA-256 chain", sha);
 }

@@ -1,7 +1,8 @@
 //! Kernels against `memcpy` of the same bytes, both on one thread and on all, and attention against a streaming
 //! read of the KV bytes, both on all threads; limits are measured in the same run.
 //!
-//! `--mib N` sets the largest size of each side (default 64).
+//! `--mib N` sets the largest size of each side (default 64), `--context N` the longest context of a decode step
+//! (default 16,384).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::hint::black_box;
@@ -159,15 +160,15 @@ fn decode(dtype: DType, context: usize) -> kvcore::Result<()> {
 }
 
 fn main() -> kvcore::Result<()> {
-    let mib = option("--mib", 64);
+    let (mib, context) = (option("--mib", 64), option("--context", 16 * 1024));
     for dtype in [DType::BF16, DType::F32] {
         for size in [mib / 4, mib / 2, mib] {
             for threads in [1, all_threads()] {
                 movement(dtype, size.max(1), threads)?;
             }
         }
-        for context in [1024, 4096, 16 * 1024] {
-            decode(dtype, context)?;
+        for context in [context / 16, context / 4, context] {
+            decode(dtype, context.max(BLOCK))?;
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Quantised caches: what each format costs in memory, in the accuracy of attention and in time.
 //!
-//! `--tokens N` sets the context (default 4096); `--markdown` prints the table of
-//! `docs/quantization.md` after the JSON lines.
+//! `--tokens N` sets the longest context (default 4096), of which a quarter and a half are measured too; `--markdown`
+//! prints the table of `docs/quantization.md` for the longest after the JSON lines.
 //!
 //! The data: K and V of one layer, 8 heads of 128, standard normal; in K four channels of each head
 //! are ten times as large, in V two channels five times, as activations of language models have them.
@@ -181,7 +181,7 @@ impl Lab {
         let dequantize = time(|| self.stream.dequantize(&op).expect("dequantize"));
         Ok([("quantize", &dense, quantize), ("dequantize", quantised, dequantize)].map(
             |(what, src, seconds)| {
-                let limit = memcpy_seconds(bytes(src));
+                let limit = memcpy_seconds(bytes(src), 1);
                 row(&format!("{what}, bf16 and {format}"), bytes(src), seconds, "memcpy of its source", limit)
             },
         ))
@@ -240,7 +240,19 @@ fn markdown(all: &[Measured]) {
 }
 
 fn main() -> Result<()> {
-    let lab = Lab::new(option("--tokens", 4096).next_multiple_of(BLOCK))?;
+    let longest = option("--tokens", 4096);
+    for tokens in [longest / 4, longest / 2, longest] {
+        let all = measure(tokens.next_multiple_of(BLOCK))?;
+        if tokens == longest && std::env::args().any(|arg| arg == "--markdown") {
+            markdown(&all);
+        }
+    }
+    Ok(())
+}
+
+/// All formats over a context of `tokens`.
+fn measure(tokens: usize) -> Result<Vec<Measured>> {
+    let lab = Lab::new(tokens)?;
     let all = FORMATS.iter().map(|format| lab.measure(format.parse()?)).collect::<Result<Vec<_>>>()?;
     for m in &all[2..] {
         let bytes = (m.bytes_per_element * (lab.tokens * 2 * HEADS * DIM) as f64) as usize;
@@ -250,8 +262,5 @@ fn main() -> Result<()> {
             row(&what, bytes, m.decode, &limit, dense.decode);
         }
     }
-    if std::env::args().any(|arg| arg == "--markdown") {
-        markdown(&all);
-    }
-    Ok(())
+    Ok(all)
 }

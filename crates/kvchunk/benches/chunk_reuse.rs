@@ -2,7 +2,7 @@
 //! segment for attention; against the BLAKE3 chain of the same tokens in blocks of 16.
 //!
 //! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbackend-cpu` does. No KV byte is touched:
-//! there is no KV here at all.
+//! there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -29,13 +29,20 @@ fn time(mut work: impl FnMut()) -> f64 {
     std::iter::repeat_with(once).take(20).fold(f64::INFINITY, f64::min)
 }
 
+/// The number after `--tokens` on the command line.
+fn longest() -> usize {
+    let args: Vec<String> = std::env::args().collect();
+    let given = args.iter().position(|arg| arg == "--tokens").and_then(|i| args.get(i + 1)?.parse().ok());
+    given.unwrap_or(4096)
+}
+
 fn main() -> kvchunk::Result<()> {
     let root = KeyScope::new("bench", b"w").root();
     let system: Vec<u32> = (0..200).collect();
     let rope = Arc::new(Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?);
     let reindexer = PositionReindexer::new(rope);
     for algorithm in HashAlgorithm::ALL {
-        for length in [1024usize, 2048, 4096] {
+        for length in [longest() / 4, longest() / 2, longest()] {
             let tokens: Vec<u32> = (0..length as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
             let chain = time(|| drop(black_box(root.chain(black_box(&tokens), BLOCK_SIZE))));
             // A cache with company: a thousand chunks beside the one that is asked for.

@@ -1,0 +1,106 @@
+//! `cargo xtask bench`: every benchmark, as one table of ratios to a limit of the same run.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use clap::Args;
+
+mod plot;
+mod rows;
+mod table;
+
+use rows::Row;
+
+use crate::run::{Result, cargo_command, root};
+
+/// Options of `cargo xtask bench`.
+#[derive(Args)]
+pub(crate) struct BenchArgs {
+    /// Small sizes: minutes become seconds, ratios become rough.
+    #[arg(long)]
+    quick: bool,
+    /// Write the table to docs/benchmarks.md and the plots beside it.
+    #[arg(long, conflicts_with = "quick")]
+    write: bool,
+    /// Draw the plots into this folder.
+    #[arg(long, value_name = "DIR", conflicts_with = "write")]
+    plots: Option<PathBuf>,
+}
+
+pub(crate) fn bench(args: &BenchArgs) -> Result {
+    let [kernels, formats, chunks, ttft]: [&[&str]; 4] = if args.quick {
+        [
+            &["--mib", "16", "--context", "1024"],
+            &["--tokens", "512"],
+            &["--tokens", "512"],
+            &["--layers", "2", "--hidden", "128", "--tokens", "64"],
+        ]
+    } else {
+        [
+            &["--mib", "1024"],
+            &["--tokens", "4096"],
+            &["--tokens", "4096"],
+            &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
+        ]
+    };
+    let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", kernels)?;
+    rows.extend(run_bench("kvbackend-cpu", "quantized_caches", formats)?);
+    rows.extend(run_bench("kvchunk", "chunk_reuse", chunks)?);
+    rows.extend(run_bench("kvmodel", "ttft", ttft)?);
+    rows.extend(block_pool(args.quick)?);
+    let sweeps = rows::sweeps(rows);
+    let table = table::table(&sweeps);
+    println!("{table}");
+    if args.write {
+        let path = root().join("docs/benchmarks.md");
+        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let text = table::replaced(&text, &table).ok_or("docs/benchmarks.md lacks its table markers")?;
+        fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+        println!("written to docs/benchmarks.md");
+    }
+    let beside_the_table = || args.write.then(|| root().join("docs/benchmarks"));
+    if let Some(folder) = args.plots.clone().or_else(beside_the_table) {
+        println!("plots in {}: {}", folder.display(), plot::write(&folder, &sweeps)?.join(", "));
+    }
+    Ok(())
+}
+
+fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
+    let mut command = cargo_command(&["bench", "--quiet", "-p", package, "--bench", name, "--"]);
+    command.args(args);
+    rows_of(command, name)
+}
+
+/// The block pool against its peer, which has a workspace of its own.
+fn block_pool(quick: bool) -> Result<Vec<Row>> {
+    let manifest = root().join("benches/block-pool/Cargo.toml");
+    let mut command = cargo_command(&["run", "--quiet", "--release", "--locked", "--manifest-path"]);
+    command.arg(manifest).env("CARGO_TARGET_DIR", root().join("target/bench-peers")).arg("--");
+    if quick {
+        command.arg("--quick");
+    }
+    rows_of(command, "block-pool")
+}
+
+fn rows_of(mut command: Command, name: &str) -> Result<Vec<Row>> {
+    eprintln!("bench: {name}");
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().map_err(|e| format!("`cargo bench` cannot be run: {e}"))?;
+    let mut rows = Vec::new();
+    if let Some(out) = child.stdout.take() {
+        for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
+            if let Ok(row) = serde_json::from_str::<Row>(&line) {
+                eprintln!("  {}: {:.2} times as fast as {}", row.what, row.ratio, row.limit);
+                rows.push(row);
+            }
+        }
+    }
+    let status = child.wait().map_err(|e| e.to_string())?;
+    if status.success() && !rows.is_empty() {
+        Ok(rows)
+    } else {
+        Err(format!("benchmark {name} failed ({status})"))
+    }
+}

@@ -1,0 +1,143 @@
+//! Plots of the sweeps: ratio to the limit against size, one file a family.
+
+use std::error::Error;
+use std::path::Path;
+
+use plotters::prelude::*;
+
+use super::rows::{Row, Sweep};
+use crate::run::Result;
+
+/// Sweeps that are seen together.
+struct Family {
+    file: &'static str,
+    title: &'static str,
+    /// Whether a row is one of them; a row belongs to the first family that says so.
+    has: fn(&Row) -> bool,
+}
+
+const FAMILIES: [Family; 8] = [
+    Family {
+        file: "moves",
+        title: "scatter, gather and copy_blocks",
+        has: |r| ["scatter", "gather", "copy_blocks"].iter().any(|kernel| r.what.starts_with(kernel)),
+    },
+    Family {
+        file: "copy-tensor",
+        title: "copy_tensor into other orders of axes",
+        has: |r| r.what.starts_with("copy_tensor"),
+    },
+    Family {
+        file: "rotation",
+        title: "rope and rotate_keys",
+        has: |r| r.what.starts_with("rope") || r.what.starts_with("rotate_keys"),
+    },
+    Family {
+        file: "quantized",
+        title: "Quantised formats",
+        has: |r| r.what.contains("quantize") || r.limit.starts_with("the same in"),
+    },
+    Family { file: "attend", title: "attend", has: |r| r.what.starts_with("attend") },
+    Family { file: "ttft", title: "Time to first token", has: |r| r.what.starts_with("TTFT") },
+    Family { file: "block-pool", title: "Block pool", has: |r| r.what.starts_with("block pool") },
+    Family { file: "keys", title: "Keys and reuse of chunks", has: |_| true },
+];
+
+/// Writes `FAMILY.svg` into `folder` for each family with a sweep, and returns the names.
+pub(super) fn write(folder: &Path, sweeps: &[Sweep]) -> Result<Vec<String>> {
+    std::fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let mut written = Vec::new();
+    for (i, family) in FAMILIES.iter().enumerate() {
+        let of = |row: &Row| FAMILIES.iter().position(|family| (family.has)(row)) == Some(i);
+        let shown: Vec<&Sweep> = sweeps.iter().filter(|s| s.rows.len() > 1 && of(&s.rows[0])).collect();
+        if shown.is_empty() {
+            continue;
+        }
+        let name = format!("{}.svg", family.file);
+        draw(&folder.join(&name), family.title, &shown).map_err(|e| format!("{name}: {e}"))?;
+        written.push(name);
+    }
+    Ok(written)
+}
+
+/// Width of the chart; the legend stands beside it.
+const CHART: u32 = 640;
+/// Height of a line of the legend.
+const LINE: i32 = 20;
+
+/// What stands at `2^x`; nothing between powers of two.
+fn mark(x: f64, bytes: bool) -> String {
+    let whole = x.round();
+    match whole {
+        _ if (x - whole).abs() > 1e-6 => String::new(),
+        w if bytes && w >= 20.0 => format!("{} Mi", (w - 20.0).exp2()),
+        w if bytes && w >= 10.0 => format!("{} Ki", (w - 10.0).exp2()),
+        w => w.exp2().to_string(),
+    }
+}
+
+fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), Box<dyn Error>> {
+    let rows = || sweeps.iter().flat_map(|sweep| &sweep.rows);
+    // Sizes double from one mark of the axis to the next.
+    let low = rows().map(|row| row.size.log2()).fold(f64::INFINITY, f64::min).floor();
+    let high = rows().map(|row| row.size.log2()).fold(0.0, f64::max).ceil();
+    let top = rows().map(|row| row.ratio).fold(1.0, f64::max) * 1.08;
+    let height = 480.max(60 + LINE as u32 * sweeps.len() as u32);
+    let root = SVGBackend::new(path, (CHART + 480, height)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let (left, right) = root.split_horizontally(CHART);
+    let mut chart = ChartBuilder::on(&left)
+        .caption(title, ("sans-serif", 20))
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(60)
+        .build_cartesian_2d(low..high, 0.0..top)?;
+    let bytes = rows().all(|row| row.unit == "bytes");
+    let unit = sweeps.first().map_or("", |sweep| sweep.rows[0].unit.as_str());
+    chart
+        .configure_mesh()
+        .x_desc(unit)
+        .x_labels((high - low) as usize + 1)
+        .y_desc("times as fast as the limit or peer")
+        .x_label_formatter(&|x| mark(*x, bytes))
+        .light_line_style(WHITE)
+        .draw()?;
+    chart.draw_series(LineSeries::new([(low, 1.0), (high, 1.0)], BLACK.mix(0.4)))?;
+    for (i, sweep) in sweeps.iter().enumerate() {
+        let colour = Palette99::pick(i).to_rgba();
+        let points = || sweep.rows.iter().map(|row| (row.size.log2(), row.ratio));
+        chart.draw_series(LineSeries::new(points(), colour.stroke_width(2)))?;
+        chart.draw_series(points().map(|point| Circle::new(point, 3, colour.filled())))?;
+        let y = 48 + LINE * i as i32;
+        right.draw(&PathElement::new([(0, y), (18, y)], colour.stroke_width(2)))?;
+        let name = format!("{} / {}", sweep.name, sweep.rows[0].limit);
+        right.draw(&Text::new(name, (24, y - 6), ("sans-serif", 12)))?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::rows::{sweeps, tests::row};
+
+    #[test]
+    fn marks_are_powers_of_two() {
+        assert_eq!([mark(21.0, true), mark(19.0, true), mark(10.0, false)], ["2 Mi", "512 Ki", "1024"]);
+        assert_eq!(mark(20.5, true), "");
+    }
+
+    #[test]
+    fn sweeps_are_drawn_by_family_and_single_rows_are_not() {
+        let folder = std::env::temp_dir().join(format!("xtask-plot-{}", std::process::id()));
+        let named = |what: &str, size| Row { what: what.to_owned(), ..row(size, 1.0) };
+        let all =
+            [("scatter bf16", 1.0), ("scatter bf16", 2.0), ("gather", 1.0), ("gather", 4.0), ("rope", 1.0)];
+        let written = write(&folder, &sweeps(all.map(|(what, size)| named(what, size)).to_vec()));
+        assert_eq!(written, Ok(vec!["moves.svg".to_owned()]));
+        let text = std::fs::read_to_string(folder.join("moves.svg")).unwrap_or_default();
+        assert!(text.contains("scatter bf16 / memcpy") && text.contains("gather / memcpy"));
+        let _ = std::fs::remove_dir_all(folder);
+    }
+}

@@ -1,0 +1,92 @@
+//! What benchmarks print, and how rows of several sizes become a sweep.
+
+use serde::Deserialize;
+
+/// One row, as a benchmark prints it.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Row {
+    pub(super) what: String,
+    /// What rows of other sizes have in common with it, if `what` names the size; all of these are shown.
+    pub(super) sweep: Option<String>,
+    pub(super) size: f64,
+    pub(super) unit: String,
+    pub(super) seconds: f64,
+    pub(super) limit: String,
+    pub(super) limit_seconds: f64,
+    pub(super) ratio: f64,
+}
+
+/// Rows that differ in size only, the smallest first.
+pub(super) struct Sweep {
+    pub(super) name: String,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Sweep {
+    /// Time grows with size to this power, from the smallest size to the largest.
+    pub(super) fn exponent(&self) -> Option<f64> {
+        let (first, last) = (self.rows.first()?, self.rows.last()?);
+        let grown = last.size / first.size;
+        (grown > 1.0).then(|| (last.seconds / first.seconds).ln() / grown.ln())
+    }
+
+    /// The rows of the table: the largest, or all that name their size.
+    pub(super) fn shown(&self) -> &[Row] {
+        match self.rows.last() {
+            Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {
+                &self.rows[self.rows.len() - 1..]
+            }
+            _ => &self.rows,
+        }
+    }
+}
+
+/// Groups rows by what they measure, in the order in which each first occurs.
+pub(super) fn sweeps(rows: Vec<Row>) -> Vec<Sweep> {
+    let mut all: Vec<Sweep> = Vec::new();
+    for row in rows {
+        let name = row.sweep.clone().unwrap_or_else(|| row.what.clone());
+        // A sweep that names itself keeps its name where the limit's does not stay the same.
+        let same = |s: &&mut Sweep| s.name == name && (row.sweep.is_some() || s.rows[0].limit == row.limit);
+        match all.iter_mut().find(same) {
+            Some(sweep) => sweep.rows.push(row),
+            None => all.push(Sweep { name, rows: vec![row] }),
+        }
+    }
+    for sweep in &mut all {
+        sweep.rows.sort_by(|a, b| a.size.total_cmp(&b.size));
+    }
+    all
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in crate::bench) fn row(size: f64, seconds: f64) -> Row {
+        let (what, unit, limit) = ("a".to_owned(), "bytes".to_owned(), "memcpy".to_owned());
+        let ratio = 1.0 / seconds;
+        Row { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio }
+    }
+
+    #[test]
+    fn a_sweep_shows_its_largest_size_and_its_exponent() {
+        let all = sweeps(vec![row(4.0, 16.0), row(1.0, 1.0), row(2.0, 4.0)]);
+        assert_eq!((all.len(), all[0].shown().len(), all[0].shown()[0].size), (1, 1, 4.0));
+        assert!(all[0].exponent().is_some_and(|e| (e - 2.0).abs() < 1e-9));
+        assert!(sweeps(vec![row(1.0, 1.0)])[0].exponent().is_none());
+    }
+
+    #[test]
+    fn rows_that_name_their_size_are_all_shown() {
+        let named = |size: f64| Row {
+            what: format!("a of {size}"),
+            sweep: Some("a".to_owned()),
+            limit: format!("b of {size}"),
+            ..row(size, size)
+        };
+        let all = sweeps(vec![named(1.0), named(4.0)]);
+        assert_eq!((all.len(), all[0].shown().len()), (1, 2));
+        assert!(all[0].exponent().is_some_and(|e| (e - 1.0).abs() < 1e-9));
+    }
+}

@@ -1,0 +1,75 @@
+//! The table of `docs/benchmarks.md`.
+
+use std::fmt::Write as _;
+
+use super::rows::Sweep;
+
+/// The table, in Markdown.
+pub(super) fn table(sweeps: &[Sweep]) -> String {
+    let mut text = String::from(
+        "| what | size | time | limit or peer | its time | ratio | exponent |\n|---|---|---|---|---|---|---|\n",
+    );
+    for sweep in sweeps {
+        let exponent = sweep.exponent().map_or_else(|| "–".to_owned(), |e| format!("{e:.2}"));
+        for r in sweep.shown() {
+            let _ = writeln!(
+                text,
+                "| {} | {} | {} | {} | {} | {:.2} | {exponent} |",
+                r.what,
+                size(r.size, &r.unit),
+                duration(r.seconds),
+                r.limit,
+                duration(r.limit_seconds),
+                r.ratio,
+            );
+        }
+    }
+    text
+}
+
+fn size(size: f64, unit: &str) -> String {
+    let mib = size / f64::from(1 << 20);
+    match unit {
+        "bytes" if mib < 1.0 => format!("{:.0} KiB", size / 1024.0),
+        "bytes" => format!("{mib:.0} MiB"),
+        unit => format!("{size:.0} {unit}"),
+    }
+}
+
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 1e-6 => format!("{:.1} ns", s * 1e9),
+        s if s < 1e-3 => format!("{:.1} µs", s * 1e6),
+        s if s < 1.0 => format!("{:.2} ms", s * 1e3),
+        s => format!("{s:.2} s"),
+    }
+}
+
+const BEGIN: &str = "<!-- table: written by `cargo xtask bench --write` -->";
+const END: &str = "<!-- end of table -->";
+
+/// `text` with another table between the markers.
+pub(super) fn replaced(text: &str, table: &str) -> Option<String> {
+    let (before, rest) = text.split_once(BEGIN)?;
+    let (_, after) = rest.split_once(END)?;
+    Some(format!("{before}{BEGIN}\n\n{table}\n{END}{after}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::rows::{sweeps, tests::row};
+
+    #[test]
+    fn a_row_of_the_table_ends_in_its_exponent() {
+        let text = table(&sweeps(vec![row(1024.0, 1.0), row(2048.0, 2.0)]));
+        assert_eq!(text.lines().last(), Some("| a | 2 KiB | 2.00 s | memcpy | 1.00 s | 0.50 | 1.00 |"));
+    }
+
+    #[test]
+    fn only_the_table_is_replaced() {
+        let text = format!("a\n{BEGIN}\nold\n{END}\nb");
+        assert_eq!(replaced(&text, "new\n"), Some(format!("a\n{BEGIN}\n\nnew\n\n{END}\nb")));
+        assert_eq!(replaced("no markers", "new"), None);
+    }
+}
