@@ -37,7 +37,7 @@ fn rope(dim: usize, rotary: usize, interleaved: bool, yarn: bool) -> Arc<Rope> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 80, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 80, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
     fn rows_are_scattered(shape in shape(), picks in prop::collection::vec(any::<u16>(), 0..150), gap in 0..3usize, wide in any::<bool>()) {

@@ -54,7 +54,7 @@ fn filled(lab: &Lab, shape: &KvShape, dtype: DType) -> kvcore::KvArena {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 30, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 30, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
     fn codes_and_what_they_mean_are_the_same(shape in shape(), dtype in prop::sample::select(DType::COMPUTE.to_vec())) {
