@@ -75,6 +75,11 @@ impl Span {
         self.strides.head * self.bits / 8
     }
 
+    /// Bytes from one token's row to the next, within a block.
+    pub(crate) fn token_bytes(&self) -> usize {
+        self.strides.token * self.bits / 8
+    }
+
     /// Elements of one row.
     pub(crate) fn row_elements(&self) -> usize {
         self.elements

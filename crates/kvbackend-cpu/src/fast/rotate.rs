@@ -8,7 +8,7 @@ use kvcore::rope::{Rope, RopeTable};
 use kvcore::{DType, Pairing, Result};
 
 use crate::raw::{Origin, Target};
-use crate::simd::{Simd, Task};
+use crate::simd::{Lane, Simd, Task};
 
 /// A table that holds all positions of a call.
 pub(super) struct Turn {
@@ -127,94 +127,6 @@ unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: 
                 }
             }
         }
-    }
-}
-
-/// An element that vectors of f32 are loaded from and rounded to.
-pub(super) trait Lane: Copy {
-    /// # Safety
-    /// As [`Simd`].
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
-    /// # Safety
-    /// As [`Simd`].
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
-    /// Two vectors, one after the other.
-    ///
-    /// # Safety
-    /// As [`Simd`].
-    #[inline(always)]
-    unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
-        // SAFETY: the caller's.
-        unsafe {
-            Self::store::<S>(to, a);
-            Self::store::<S>(to.add(S::LANES), b);
-        }
-    }
-    fn to_f32(self) -> f32;
-    fn from_f32(x: f32) -> Self;
-}
-
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for f32 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
-        unsafe { S::load(from) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
-        unsafe { S::store(to, a) }
-    }
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self
-    }
-    #[inline(always)]
-    fn from_f32(x: f32) -> Self {
-        x
-    }
-}
-
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for bf16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
-        unsafe { S::load_bf16(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
-        unsafe { S::store_bf16(to.cast(), a) }
-    }
-    #[inline(always)]
-    unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
-        unsafe { S::store_bf16_twice(to.cast(), a, b) }
-    }
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        Self::to_f32(self)
-    }
-    #[inline(always)]
-    fn from_f32(x: f32) -> Self {
-        Self::from_f32(x)
-    }
-}
-
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for f16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
-        unsafe { S::load_f16(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
-        unsafe { S::store_f16(to.cast(), a) }
-    }
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        Self::to_f32(self)
-    }
-    #[inline(always)]
-    fn from_f32(x: f32) -> Self {
-        Self::from_f32(x)
     }
 }
 
@@ -342,36 +254,5 @@ unsafe fn pair<E: Lane>(
         let (a, b) = (from.add(x).read().to_f32(), from.add(y).read().to_f32());
         to.add(x).write(E::from_f32((a * cos - b * sin) * factor));
         to.add(y).write(E::from_f32((a * sin + b * cos) * factor));
-    }
-}
-
-/// Rounds `n` elements to bf16 or f16.
-///
-/// # Safety
-/// Both ends have `n` elements.
-#[inline(always)]
-pub(super) unsafe fn narrow<S: Simd>(from: *const f32, to: *mut u16, n: usize, is_bf16: bool) {
-    // SAFETY: the caller's.
-    unsafe {
-        if is_bf16 {
-            round_to::<S, bf16>(from, to.cast(), n);
-        } else {
-            round_to::<S, f16>(from, to.cast(), n);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn round_to<S: Simd, E: Lane>(from: *const f32, to: *mut E, n: usize) {
-    let mut i = 0;
-    // SAFETY: `i` stays below `n`.
-    unsafe {
-        while i + 2 * S::LANES <= n {
-            E::store_twice::<S>(to.add(i), S::load(from.add(i)), S::load(from.add(i + S::LANES)));
-            i += 2 * S::LANES;
-        }
-        for i in i..n {
-            to.add(i).write(E::from_f32(from.add(i).read()));
-        }
     }
 }

@@ -11,7 +11,7 @@ use super::{Fast, lanes, share};
 use crate::memory::Access;
 use crate::raw::{Origin, Target};
 use crate::reference;
-use crate::simd::{Simd, Task};
+use crate::simd::{Simd, Task, narrow};
 
 /// One plane of one layer, the rows that go there or come from there, and their slots.
 struct Movement<'a> {
@@ -196,9 +196,9 @@ impl<I: Iterator<Item = (usize, usize)>> Task for Narrow<'_, I> {
     unsafe fn run<S: Simd>(self) {
         for (from, to) in self.places {
             let from = self.from.at(from * 4, self.elements * 4).cast::<f32>();
-            let to = self.to.at(to * 2, self.elements * 2).cast::<u16>();
+            let to = self.to.at(to * 2, self.elements * 2);
             // SAFETY: `at` has checked both ends; they lie in different storages.
-            unsafe { super::rotate::narrow::<S>(from, to, self.elements, self.dtype == DType::BF16) };
+            unsafe { narrow::<S>(self.dtype, from, to, self.elements) };
         }
     }
 }

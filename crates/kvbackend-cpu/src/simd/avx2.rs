@@ -14,7 +14,8 @@ use std::arch::x86_64::{
     _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
-use super::Simd;
+use super::level::with_avx2;
+use super::{Simd, Task};
 
 /// The instruction set.
 #[derive(Clone, Copy)]
@@ -28,6 +29,11 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const ROWS: usize = 4;
     const STREAMS: bool = true;
+
+    #[inline(always)]
+    unsafe fn call<T: Task>(task: T) -> T::Output {
+        unsafe { with_avx2(task) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {

@@ -15,7 +15,8 @@ use std::arch::x86_64::{
     _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
-use super::Simd;
+use super::level::with_avx512;
+use super::{Simd, Task};
 
 /// The instruction set.
 #[derive(Clone, Copy)]
@@ -51,6 +52,11 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const ROWS: usize = 8;
     const STREAMS: bool = true;
+
+    #[inline(always)]
+    unsafe fn call<T: Task>(task: T) -> T::Output {
+        unsafe { with_avx512(task) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {

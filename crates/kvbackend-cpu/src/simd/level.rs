@@ -108,7 +108,7 @@ impl Available {
     pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
             // SAFETY: every processor that the program runs on has what it was compiled for.
-            SimdLevel::Portable => unsafe { task.run::<Portable>() },
+            SimdLevel::Portable => unsafe { Portable::call(task) },
             // SAFETY: `new` and `best` have found these instructions.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => unsafe { with_avx2(task) },
@@ -116,21 +116,23 @@ impl Available {
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 => unsafe { with_avx512(task) },
             #[cfg(not(target_arch = "x86_64"))]
-            SimdLevel::Avx2 | SimdLevel::Avx512 => unsafe { task.run::<Portable>() },
+            SimdLevel::Avx2 | SimdLevel::Avx512 => unsafe { Portable::call(task) },
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
+#[inline(never)]
+pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
     // SAFETY: the caller has these instructions, and this function is compiled for them.
     unsafe { task.run::<Avx2>() }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
+#[inline(never)]
+pub(super) unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
     // SAFETY: the caller has these instructions, and this function is compiled for them.
     unsafe { task.run::<Avx512>() }
 }

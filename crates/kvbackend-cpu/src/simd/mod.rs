@@ -1,9 +1,12 @@
 //! Vectors of f32, one implementation per instruction set, and the choice between them at run time.
 //!
-//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`SimdLevel::run`] calls it inside a function
+//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`Available::run`] calls it inside a function
 //! that is compiled for the instruction set, so that everything inlined into it is too. Functions on this
-//! path are `#[inline(always)]`: one that is not inlined would be compiled without the instructions.
+//! path are `#[inline(always)]`: one that is not inlined would be compiled without the instructions. What is
+//! large, or used in many places, is a task of its own, called by [`Simd::call`]: one function for all places,
+//! or compile time grows with every way through them.
 
+mod lane;
 mod level;
 mod math;
 mod portable;
@@ -13,6 +16,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use lane::{Lane, narrow, widen};
 pub use level::SimdLevel;
 pub(crate) use level::{Available, Task};
 pub(crate) use math::exp;
@@ -32,6 +36,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const ROWS: usize;
     /// Whether [`stream_line`](Self::stream_line) passes the caches.
     const STREAMS: bool;
+
+    /// Runs a task in a function of its own.
+    unsafe fn call<T: Task>(task: T) -> T::Output;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;

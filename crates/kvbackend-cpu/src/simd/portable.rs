@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::Simd;
+use super::{Simd, Task};
 
 /// No instruction set in particular.
 #[derive(Clone, Copy)]
@@ -20,6 +20,12 @@ impl Simd for Portable {
     const LANES: usize = LANES;
     const ROWS: usize = 4;
     const STREAMS: bool = false;
+
+    #[inline(never)]
+    unsafe fn call<T: Task>(task: T) -> T::Output {
+        // SAFETY: the caller's.
+        unsafe { task.run::<Self>() }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {

@@ -1,51 +1,55 @@
 //! From open softmaxes to output rows: parts of the same tokens first, then merge groups.
 
-use half::{bf16, f16};
-use kvcore::DType;
 use kvcore::kernels::Attend;
 
 use super::{Outputs, State};
-use crate::fast::rotate::Lane;
-use crate::simd::Simd;
+use crate::simd::{Simd, Task, narrow};
 
-/// Merges the states of one row and head, and writes output and log-sum-exp. The state of group `g` and part `p`
-/// lies at `states + g * group stride + p * part stride`.
+/// Merges the states of one row and head, and writes output and log-sum-exp.
 ///
-/// # Safety
-/// All these states are there, and no other thread touches this row and head of the outputs. What lies in the
-/// states is used up.
-#[inline(always)]
-pub(super) unsafe fn finish<S: Simd>(
-    op: &Attend,
-    outputs: &Outputs<'_>,
-    (row, head): (usize, usize),
-    states: *mut f32,
-    (parts, part_stride): (usize, usize),
-    state: State,
-) {
-    // SAFETY: the caller's.
-    unsafe {
-        for (index, group) in op.groups.iter().enumerate() {
-            let first = states.add(index * state.count * state.stride());
-            for part in 1..parts {
-                merge::<S>(first, first.add(part * part_stride), state.v_dim);
+/// Nothing else touches this row and head of the outputs while it runs; what lies in the states is used up.
+pub(super) struct Finish<'a> {
+    pub(super) op: &'a Attend,
+    pub(super) outputs: &'a Outputs<'a>,
+    /// Row and head.
+    pub(super) at: (usize, usize),
+    /// The state of group `g` and part `p` lies at `g * group stride + p * part stride`.
+    pub(super) states: *mut f32,
+    /// How many, and their stride.
+    pub(super) parts: (usize, usize),
+    pub(super) state: State,
+}
+
+impl Task for Finish<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), state } = self;
+        // SAFETY: the caller's.
+        unsafe {
+            for (index, group) in op.groups.iter().enumerate() {
+                let first = states.add(index * state.count * state.stride());
+                for part in 1..parts {
+                    merge::<S>(first, first.add(part * part_stride), state.v_dim);
+                }
+                // From here on the state of a group is a single element: its log-sum-exp, and its mean value.
+                let (max, sum) = (*first, *first.add(1));
+                if sum != 0.0 {
+                    scale::<S>(first.add(2), state.v_dim, 1.0 / sum);
+                    (*first, *first.add(1)) = ((max + sum.ln()) * group.lse_scale, 1.0);
+                }
+                if index > 0 {
+                    merge::<S>(states, first, state.v_dim);
+                }
             }
-            // From here on the state of a group is a single element: its log-sum-exp, and its mean value.
-            let (max, sum) = (*first, *first.add(1));
-            if sum != 0.0 {
-                scale::<S>(first.add(2), state.v_dim, 1.0 / sum);
-                (*first, *first.add(1)) = ((max + sum.ln()) * group.lse_scale, 1.0);
+            let (max, sum, values) = (*states, *states.add(1), states.add(2));
+            let lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
+            if sum != 0.0 && sum != 1.0 {
+                scale::<S>(values, state.v_dim, 1.0 / sum);
             }
-            if index > 0 {
-                merge::<S>(states, first, state.v_dim);
-            }
+            outputs.write::<S>(row, head, values, state.v_dim, lse);
         }
-        let (max, sum, values) = (*states, *states.add(1), states.add(2));
-        let lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
-        if sum != 0.0 && sum != 1.0 {
-            scale::<S>(values, state.v_dim, 1.0 / sum);
-        }
-        outputs.write::<S>(row, head, values, state.v_dim, lse);
     }
 }
 
@@ -100,31 +104,12 @@ impl Outputs<'_> {
         let to = bytes.at(at, n * size);
         // SAFETY: `at` has checked the row; nobody else writes it.
         unsafe {
-            match view.dtype() {
-                DType::F16 => store::<S, f16>(values, to.cast(), n),
-                DType::BF16 => store::<S, bf16>(values, to.cast(), n),
-                _ => std::ptr::copy_nonoverlapping(values, to.cast::<f32>(), n),
-            }
+            narrow::<S>(view.dtype(), values, to, n);
             if let Some((view, bytes)) = self.lse {
                 let strides = view.strides();
                 let at = (view.offset() + row * strides[0] + head * strides[1]) * 4;
                 *bytes.at(at, 4).cast::<f32>() = lse;
             }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn store<S: Simd, E: Lane>(from: *const f32, to: *mut E, n: usize) {
-    let mut i = 0;
-    // SAFETY: the caller's.
-    unsafe {
-        while i + S::LANES <= n {
-            E::store::<S>(to.add(i), S::load(from.add(i)));
-            i += S::LANES;
-        }
-        for i in i..n {
-            to.add(i).write(E::from_f32(*from.add(i)));
         }
     }
 }

@@ -2,23 +2,26 @@
 //!
 //! ```text
 //!   plan      a call as items: some rows, some heads, some tokens
-//!   item      an item's tokens, a tile of 64 at a time:
-//!     source    rows where they lie, or widened once for many queries
-//!     products  queries · keys, in blocks of registers
-//!     softmax   logits to weights, the maximum so far kept
-//!     products  weights · values
+//!   part      an item's tokens, a tile of 64 at a time
+//!     tile      rows where they lie, or widened once for many queries
+//!     block     some queries against a tile:
+//!       products  queries · keys, in registers
+//!       softmax   logits to weights, the maximum so far kept
+//!       products  weights · values
 //!   finish    items that share rows are merged, then merge groups; output
 //! ```
 //!
 //! A softmax stays open between tiles as *state*: largest logit, sum of weights, weighted sum of values.
 
+mod block;
 mod codes;
 mod finish;
-mod item;
+mod part;
 mod plan;
 mod products;
 mod softmax;
 mod source;
+mod tile;
 
 use std::cell::RefCell;
 
@@ -26,8 +29,8 @@ use kvcore::kernels::{Attend, AttendMla};
 use kvcore::{Error, Result, TensorView};
 use parking_lot::Mutex;
 
-use self::finish::finish;
-use self::item::{Compute, Inputs, Part, Queries, Scratch};
+use self::finish::Finish;
+use self::part::{Compute, Inputs, Part, Queries, Scratch};
 use self::plan::{Plan, Units};
 use self::source::Source;
 use super::Fast;
@@ -35,7 +38,6 @@ use super::rotate::Turn;
 use crate::memory::Access;
 use crate::raw::Target;
 use crate::reference;
-use crate::simd::{Simd, Task};
 
 /// How states lie: largest logit, sum, values; a state per query.
 #[derive(Clone, Copy)]
@@ -154,8 +156,31 @@ impl Fast {
         if let Some(error) = failed.into_inner() {
             return Err(error);
         }
-        self.level.run(Merge { inputs, plan, outputs, shared });
+        self.merge(inputs, plan, outputs, shared);
         Ok(())
+    }
+
+    /// Rows whose tokens were divided.
+    fn merge(&self, inputs: &Inputs, plan: &Plan, outputs: &Outputs, shared: Target<'_>) {
+        let (op, units) = (inputs.op, inputs.units);
+        for divided in &plan.divided {
+            let item = &plan.items[divided.item];
+            let Some(start) = item.shared else { continue };
+            let count = item.units.len() * units.size * item.rows.len();
+            let state = State { v_dim: inputs.values.dim, count };
+            let part = op.groups.len() * count * state.stride();
+            let mut states = shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
+            for unit in item.units.clone() {
+                for row in item.rows.clone() {
+                    for head in units.heads_of(unit) {
+                        // All items have run, and each has left a state for every query.
+                        let (at, parts) = ((row, head), (divided.parts, part));
+                        self.level.run(Finish { op, outputs, at, states, parts, state });
+                        states = states.wrapping_add(state.stride());
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -166,42 +191,4 @@ fn in_one_storage(op: &Attend, latent: Option<&TensorView>) -> bool {
     let lse = op.lse.as_ref().map(address);
     let reads = [Some(&op.q), latent].into_iter().flatten().map(address);
     lse == Some(out) || reads.into_iter().any(|read| read == out || Some(read) == lse)
-}
-
-/// Rows whose tokens were divided.
-struct Merge<'a> {
-    inputs: &'a Inputs<'a>,
-    plan: &'a Plan,
-    outputs: &'a Outputs<'a>,
-    shared: Target<'a>,
-}
-
-impl Task for Merge<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let (op, units) = (self.inputs.op, self.inputs.units);
-        for divided in &self.plan.divided {
-            let item = &self.plan.items[divided.item];
-            let Some(start) = item.shared else { continue };
-            let count = item.units.len() * units.size * item.rows.len();
-            let state = State { v_dim: self.inputs.values.dim, count };
-            let part = op.groups.len() * count * state.stride();
-            let states = self.shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
-            let mut query = 0;
-            for unit in item.units.clone() {
-                for row in item.rows.clone() {
-                    for head in unit * units.size..(unit + 1) * units.size {
-                        // SAFETY: all items have run, and each has left a state for every query.
-                        unsafe {
-                            let at = states.add(query * state.stride());
-                            finish::<S>(op, self.outputs, (row, head), at, (divided.parts, part), state);
-                        }
-                        query += 1;
-                    }
-                }
-            }
-        }
-    }
 }

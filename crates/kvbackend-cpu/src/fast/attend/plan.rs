@@ -34,6 +34,11 @@ impl Units {
     pub(super) fn count(self) -> usize {
         self.heads / self.size
     }
+
+    /// The heads of a run.
+    pub(super) fn heads_of(self, unit: usize) -> Range<usize> {
+        unit * self.size..(unit + 1) * self.size
+    }
 }
 
 /// Rows of one entry with some heads, over a part of the tokens they see.

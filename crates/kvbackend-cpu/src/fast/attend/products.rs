@@ -1,27 +1,53 @@
 //! The two products of attention, over rows that lie anywhere: queries with keys, weights with values.
 
-use crate::fast::rotate::Lane;
-use crate::simd::Simd;
+use std::ops::Range;
+
+use crate::simd::{Lane, Simd};
 
 /// Tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
 
+/// Rows that lie anywhere.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Rows<'a> {
+    /// Where those of head 0 begin, token by token.
+    pub(super) at: &'a [*const u8],
+    /// Bytes from there to the head at work.
+    pub(super) head: usize,
+}
+
+impl Rows<'_> {
+    /// Those of some tokens.
+    #[inline(always)]
+    pub(super) fn part(self, tokens: Range<usize>) -> Self {
+        Self { at: &self.at[tokens], ..self }
+    }
+
+    fn len(self) -> usize {
+        self.at.len()
+    }
+
+    #[inline(always)]
+    fn row<E>(self, t: usize) -> *const E {
+        self.at[t].wrapping_add(self.head).cast()
+    }
+}
+
 /// Rows that come next, asked for while others are computed.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Ahead<'a> {
-    pub(super) keys: &'a [*const u8],
-    pub(super) values: &'a [*const u8],
+    pub(super) keys: Rows<'a>,
+    pub(super) values: Rows<'a>,
     /// Bytes of a key and of a value.
     pub(super) bytes: (usize, usize),
 }
 
 impl Ahead<'_> {
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&self, tokens: std::ops::Range<usize>) {
+    unsafe fn ask<S: Simd>(&self, tokens: Range<usize>) {
         for (rows, bytes) in [(self.keys, self.bytes.0), (self.values, self.bytes.1)] {
-            for t in tokens.clone() {
-                let Some(row) = rows.get(t) else { break };
-                let mut at = 0;
+            for t in tokens.start..tokens.end.min(rows.len()) {
+                let (row, mut at) = (rows.row::<u8>(t), 0);
                 while at < bytes {
                     // SAFETY: any address may be asked for.
                     unsafe { S::prefetch(row.wrapping_add(at)) };
@@ -40,7 +66,7 @@ impl Ahead<'_> {
 pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     queries: *const f32,
     dim: usize,
-    rows: &[*const u8],
+    rows: Rows<'_>,
     (logits, stride): (*mut f32, usize),
     add: bool,
     ahead: Ahead<'_>,
@@ -50,7 +76,7 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     unsafe {
         while t + TOKENS <= rows.len() {
             ahead.ask::<S>(t..t + TOKENS);
-            let four = [rows[t].cast::<E>(), rows[t + 1].cast(), rows[t + 2].cast(), rows[t + 3].cast()];
+            let four = [rows.row::<E>(t), rows.row(t + 1), rows.row(t + 2), rows.row(t + 3)];
             let sums = block::<S, E, Q>(queries, dim, four);
             for (a, sums) in sums.iter().enumerate() {
                 put(logits.add(a * stride + t), sums, add);
@@ -59,7 +85,7 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
         }
         if t < rows.len() {
             let left = rows.len() - t;
-            let at = |j: usize| rows[t + j.min(left - 1)].cast::<E>();
+            let at = |j: usize| rows.row::<E>(t + j.min(left - 1));
             let sums = block::<S, E, Q>(queries, dim, [at(0), at(1), at(2), at(3)]);
             for (a, sums) in sums.iter().enumerate() {
                 put(logits.add(a * stride + t), &sums[..left], add);
@@ -124,7 +150,7 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
 pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: &[*const u8],
+    rows: Rows<'_>,
     dim: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
@@ -143,8 +169,8 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
         for i in i..dim {
             for (a, shrink) in shrink.into_iter().enumerate() {
                 let mut sum = *out.add(a * out_stride + i) * shrink;
-                for (t, row) in rows.iter().enumerate() {
-                    sum += *weights.add(a * stride + t) * row.cast::<E>().add(i).read().to_f32();
+                for t in 0..rows.len() {
+                    sum += *weights.add(a * stride + t) * rows.row::<E>(t).add(i).read().to_f32();
                 }
                 *out.add(a * out_stride + i) = sum;
             }
@@ -157,7 +183,7 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
 unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: &[*const u8],
+    rows: Rows<'_>,
     i: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
@@ -171,8 +197,8 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
                 *acc = S::mul(before, S::splat(shrink[a]));
             }
         }
-        for (t, row) in rows.iter().enumerate() {
-            let row = row.cast::<E>().add(i);
+        for t in 0..rows.len() {
+            let row = rows.row::<E>(t).add(i);
             let mut values = [S::splat(0.0); N];
             for (n, value) in values.iter_mut().enumerate() {
                 *value = E::load::<S>(row.add(n * S::LANES));
@@ -198,12 +224,7 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
 /// There is at least one row, each has `dim` elements, and `to` room for `dim` times `stride`, which is a multiple
 /// of the vector.
 #[inline(always)]
-pub(super) unsafe fn transpose<S: Simd, E: Lane>(
-    rows: &[*const u8],
-    dim: usize,
-    to: *mut f32,
-    stride: usize,
-) {
+pub(super) unsafe fn transpose<S: Simd, E: Lane>(rows: Rows<'_>, dim: usize, to: *mut f32, stride: usize) {
     let mut t = 0;
     // SAFETY: `t` stays below `stride`, `i` below `dim`.
     unsafe {
@@ -212,7 +233,7 @@ pub(super) unsafe fn transpose<S: Simd, E: Lane>(
             while i + S::LANES <= dim {
                 let mut square = [S::splat(0.0); 16];
                 for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
-                    *vector = E::load::<S>(rows[(t + lane).min(rows.len() - 1)].cast::<E>().add(i));
+                    *vector = E::load::<S>(rows.row::<E>((t + lane).min(rows.len() - 1)).add(i));
                 }
                 S::transpose(&mut square);
                 for (lane, vector) in square[..S::LANES].iter().enumerate() {
@@ -222,7 +243,7 @@ pub(super) unsafe fn transpose<S: Simd, E: Lane>(
             }
             for i in i..dim {
                 for lane in 0..S::LANES {
-                    let row = rows[(t + lane).min(rows.len() - 1)].cast::<E>();
+                    let row = rows.row::<E>((t + lane).min(rows.len() - 1));
                     *to.add(i * stride + t + lane) = row.add(i).read().to_f32();
                 }
             }

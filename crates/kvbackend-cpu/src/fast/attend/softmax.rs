@@ -1,6 +1,6 @@
 //! Logits to weights, a tile at a time (Milakov and Gimelshein, 2018).
 
-use crate::simd::{Simd, exp};
+use crate::simd::{Simd, Task, exp};
 
 /// How a tile's products become logits.
 #[derive(Clone, Copy)]
@@ -10,44 +10,50 @@ pub(super) struct Scaling {
 }
 
 /// Turns `n` products into weights relative to the largest logit so far, `state[0]`, and adds them to the sum,
-/// `state[1]`. Returns by what earlier weights shrink, or nothing if all logits are −∞.
+/// `state[1]`. Gives by what earlier weights shrink, or nothing if all logits are −∞.
 ///
-/// # Safety
 /// `row` has room for `n` elements and one vector more, `state` for two.
-#[inline(always)]
-pub(super) unsafe fn weights<S: Simd>(
-    row: *mut f32,
-    n: usize,
-    scaling: Scaling,
-    state: *mut f32,
-) -> Option<f32> {
-    // SAFETY: whole vectors lie within `n` elements and one vector more.
-    unsafe {
-        let largest = scaled::<S>(row, n, scaling);
-        let before = *state;
-        let mut max = if largest > before { largest } else { before };
-        if max == f32::NEG_INFINITY {
-            // A maximum passes over what is not a number; it must reach the output all the same.
-            if !(0..n).any(|t| (*row.add(t)).is_nan()) {
-                return None;
+pub(super) struct Weights {
+    pub(super) row: *mut f32,
+    pub(super) n: usize,
+    pub(super) scaling: Scaling,
+    pub(super) state: *mut f32,
+}
+
+impl Task for Weights {
+    type Output = Option<f32>;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> Option<f32> {
+        let Self { row, n, scaling, state } = self;
+        // SAFETY: whole vectors lie within `n` elements and one vector more.
+        unsafe {
+            let largest = scaled::<S>(row, n, scaling);
+            let before = *state;
+            let mut max = if largest > before { largest } else { before };
+            if max == f32::NEG_INFINITY {
+                // A maximum passes over what is not a number; it must reach the output all the same.
+                if !(0..n).any(|t| (*row.add(t)).is_nan()) {
+                    return None;
+                }
+                max = f32::NAN;
             }
-            max = f32::NAN;
+            for t in n..n + S::LANES {
+                *row.add(t) = f32::NEG_INFINITY;
+            }
+            let (mut sum, top) = (S::splat(0.0), S::splat(max));
+            let mut t = 0;
+            while t < n {
+                let weight = exp::<S>(S::sub(S::load(row.add(t)), top));
+                S::store(row.add(t), weight);
+                sum = S::add(sum, weight);
+                t += S::LANES;
+            }
+            let shrink = if before == max { 1.0 } else { (before - max).exp() };
+            *state = max;
+            *state.add(1) = *state.add(1) * shrink + S::sum(sum);
+            Some(shrink)
         }
-        for t in n..n + S::LANES {
-            *row.add(t) = f32::NEG_INFINITY;
-        }
-        let (mut sum, top) = (S::splat(0.0), S::splat(max));
-        let mut t = 0;
-        while t < n {
-            let weight = exp::<S>(S::sub(S::load(row.add(t)), top));
-            S::store(row.add(t), weight);
-            sum = S::add(sum, weight);
-            t += S::LANES;
-        }
-        let shrink = if before == max { 1.0 } else { (before - max).exp() };
-        *state = max;
-        *state.add(1) = *state.add(1) * shrink + S::sum(sum);
-        Some(shrink)
     }
 }
 

@@ -18,6 +18,9 @@ pub(super) struct Source<'a> {
     pub(super) dense: Option<DType>,
     /// Elements of a row.
     pub(super) dim: usize,
+    /// Bytes from one head's codes to the next.
+    pub(super) head_bytes: usize,
+    heads: usize,
 }
 
 impl<'a> Source<'a> {
@@ -28,7 +31,17 @@ impl<'a> Source<'a> {
             _ => None,
         };
         let (codes, span) = (Origin::new(rows.codes()), Span::codes(plane));
-        Ok(Self { rows, codes, span, format: plane.format, dense, dim: plane.dim })
+        let head_bytes = span.head_bytes();
+        Ok(Self {
+            rows,
+            codes,
+            span,
+            format: plane.format,
+            dense,
+            dim: plane.dim,
+            head_bytes,
+            heads: plane.heads,
+        })
     }
 
     /// Where a row's codes begin.
@@ -36,6 +49,19 @@ impl<'a> Source<'a> {
     pub(super) fn row(&self, at: RowAt) -> *const u8 {
         let bytes = self.span.bytes(at);
         self.codes.at(bytes.start, bytes.end - bytes.start)
+    }
+
+    /// Where the codes of tokens of one block begin, from that at `first` on, which is of head 0. All heads' rows
+    /// lie inside.
+    pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
+        let head = (self.heads - 1) * self.head_bytes;
+        let step = self.span.token_bytes();
+        let start = self.span.bytes(first).start;
+        let all = (to.len().max(1) - 1) * step + head + self.row_bytes();
+        let start = self.codes.at(start, all);
+        for (t, row) in to.iter_mut().enumerate() {
+            *row = start.wrapping_add(t * step);
+        }
     }
 
     /// Bytes of a row.

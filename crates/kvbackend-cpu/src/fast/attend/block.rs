@@ -1,0 +1,242 @@
+//! Queries against a tile, a block of registers at a time: logits, weights, and sums of values.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use kvcore::kernels::{Attend, AttendRows};
+
+use super::State;
+use super::products::{Ahead, Rows, accumulate, dots};
+use super::softmax::{Scaling, Weights};
+use super::tile::{TILE, Tile};
+use crate::reference::visible;
+use crate::simd::{Lane, Simd, Task};
+
+/// Logits of a query, and a vector more.
+const STRIDE: usize = TILE + 16;
+/// Most queries of a register block.
+const QUERIES: usize = 8;
+
+/// Queries of one unit of heads, and the tile that they meet.
+pub(super) struct Meeting<'a> {
+    pub(super) op: &'a Attend,
+    pub(super) entry: &'a AttendRows,
+    /// Query rows, and heads of each.
+    pub(super) rows: Range<usize>,
+    pub(super) heads: usize,
+    /// Elements of a key and of a value.
+    pub(super) dims: (usize, usize),
+    pub(super) q: *const f32,
+    /// Of latent attention: what meets the values.
+    pub(super) latents: Option<*const f32>,
+    /// States of the segment's merge group.
+    pub(super) states: *mut f32,
+    pub(super) state: State,
+    pub(super) tile: &'a Tile<'a>,
+    pub(super) keys: Rows<'a>,
+    pub(super) values: Rows<'a>,
+    pub(super) columns: &'a [*const u8],
+    pub(super) ahead: Ahead<'a>,
+}
+
+/// What the queries of a block see of a tile.
+struct Sight<const Q: usize> {
+    each: [Range<usize>; Q],
+    /// From the first that any sees to the last.
+    all: Range<usize>,
+    /// Those that all see.
+    common: Range<usize>,
+}
+
+impl Meeting<'_> {
+    fn queries(&self) -> usize {
+        self.rows.len() * self.heads
+    }
+
+    /// All queries against rows where they lie.
+    ///
+    /// # Safety
+    /// The pointers lead to queries, states and rows of `E` of the sizes named.
+    #[inline(always)]
+    pub(super) unsafe fn in_place<S: Simd, E: Lane>(&self) {
+        let (mut m, count) = (0, self.queries());
+        // SAFETY: `m` plus the size of each block stays within the queries.
+        unsafe {
+            if const { S::ROWS >= 8 } {
+                while m + 4 <= count {
+                    S::call(Block::<E, 4, 4, false>::new(self, m));
+                    m += 4;
+                }
+            }
+            while m + 2 <= count {
+                S::call(Block::<E, 2, 4, false>::new(self, m));
+                m += 2;
+            }
+            while m < count {
+                S::call(Block::<E, 1, 4, false>::new(self, m));
+                m += 1;
+            }
+        }
+    }
+
+    /// All queries against keys in columns and values in rows of f32.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    pub(super) unsafe fn packed<S: Simd>(&self) {
+        let (mut m, count) = (0, self.queries());
+        // SAFETY: as above.
+        unsafe {
+            if const { S::ROWS >= 8 } {
+                while m + 8 <= count {
+                    S::call(Block::<f32, 8, 2, true>::new(self, m));
+                    m += 8;
+                }
+            }
+            while m + 4 <= count {
+                S::call(Block::<f32, 4, 2, true>::new(self, m));
+                m += 4;
+            }
+            while m < count {
+                S::call(Block::<f32, 1, 2, true>::new(self, m));
+                m += 1;
+            }
+        }
+    }
+
+    /// Tokens that query `m` sees, counted from the tile's first.
+    fn seen(&self, m: usize) -> Range<usize> {
+        let (tile, n) = (self.tile, self.tile.len());
+        if self.entry.selection.is_some() {
+            return 0..n;
+        }
+        let row = self.op.rows[self.rows.start + m / self.heads];
+        let seen = visible(self.op, tile.segment, row);
+        let at = |token: usize| token.saturating_sub(tile.tokens.start).min(n);
+        at(seen.start)..at(seen.end).max(at(seen.start))
+    }
+
+    fn sight<const Q: usize>(&self, first: usize) -> Sight<Q> {
+        let each: [_; Q] = std::array::from_fn(|a| self.seen(first + a));
+        let (mut all, mut common) = (0..0, 0..self.tile.len());
+        for one in &each {
+            if one.start < one.end {
+                let start = if all.end == 0 { one.start } else { one.start.min(all.start) };
+                all = start..one.end.max(all.end);
+            }
+            common = common.start.max(one.start)..common.end.min(one.end);
+        }
+        Sight { each, all, common }
+    }
+}
+
+/// `Q` queries from query `first` on. `N`: vectors of output at a time. `PACKED`: keys are columns.
+struct Block<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
+    meeting: &'a Meeting<'a>,
+    first: usize,
+    element: PhantomData<E>,
+}
+
+impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> Block<'a, E, Q, N, PACKED> {
+    #[inline(always)]
+    fn new(meeting: &'a Meeting<'a>, first: usize) -> Self {
+        Self { meeting, first, element: PhantomData }
+    }
+}
+
+impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block<'_, E, Q, N, PACKED> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (meeting, (k_dim, v_dim)) = (self.meeting, self.meeting.dims);
+        let Sight { mut each, all, mut common } = meeting.sight::<Q>(self.first);
+        if all.end == 0 {
+            return;
+        }
+        let mut logits = [0.0f32; QUERIES * STRIDE];
+        let row = logits.as_mut_ptr();
+        let factor = meeting.op.scale * meeting.tile.segment.logit_scale;
+        let scaling = Scaling { factor, softcap: meeting.op.softcap };
+        let stride = meeting.state.stride();
+        // SAFETY: `logits` has a stride for each query, and states and queries are the meeting's.
+        unsafe {
+            let q = meeting.q.add(self.first * k_dim);
+            let latents = meeting.latents.map(|all| all.add(self.first * v_dim));
+            if PACKED {
+                let (keys, latent_keys) = meeting.columns.split_at(k_dim);
+                let columns = |at| Rows { at, head: 0 };
+                accumulate::<S, f32, Q, N>(q, k_dim, columns(keys), TILE, (row, STRIDE), [1.0; Q]);
+                if let Some(q) = latents {
+                    accumulate::<S, f32, Q, N>(q, v_dim, columns(latent_keys), TILE, (row, STRIDE), [1.0; Q]);
+                }
+            } else {
+                let (keys, to) = (meeting.keys.part(all.clone()), (row.add(all.start), STRIDE));
+                // What comes next is asked for once.
+                let ahead = if self.first == 0 { meeting.ahead } else { Ahead::default() };
+                dots::<S, E, Q>(q, k_dim, keys, to, false, ahead);
+                if let Some(q) = latents {
+                    dots::<S, E, Q>(q, v_dim, meeting.values.part(all), to, true, Ahead::default());
+                }
+            }
+            let mut shrink = [1.0; Q];
+            for (a, seen) in each.iter_mut().enumerate() {
+                let state = meeting.states.add((self.first + a) * stride);
+                let row = row.add(a * STRIDE + seen.start);
+                match S::call(Weights { row, n: seen.len(), scaling, state }) {
+                    Some(by) if seen.start < seen.end => shrink[a] = by,
+                    _ => {
+                        *seen = 0..0;
+                        common = 0..0;
+                    }
+                }
+            }
+            let out = meeting.states.add(self.first * stride + 2);
+            if common.start < common.end {
+                let (weights, values) = (row.add(common.start), meeting.values.part(common.clone()));
+                accumulate::<S, E, Q, N>(weights, STRIDE, values, v_dim, (out, stride), shrink);
+                shrink = [1.0; Q];
+            } else {
+                common = 0..0;
+            }
+            // What only some of the queries see: on the diagonal, at a window's edge.
+            for (a, seen) in each.into_iter().enumerate() {
+                let (before, after) = if common.is_empty() {
+                    (seen, 0..0)
+                } else {
+                    (seen.start..common.start, common.end..seen.end)
+                };
+                let mut shrink = shrink[a];
+                for part in [before, after].into_iter().filter(|part| part.start < part.end) {
+                    let weights = row.add(a * STRIDE + part.start);
+                    let values = meeting.values.part(part);
+                    let out = out.add(a * stride);
+                    S::call(Single::<E, N> { weights, values, v_dim, out, shrink, element: PhantomData });
+                    shrink = 1.0;
+                }
+            }
+        }
+    }
+}
+
+/// Values for one query.
+struct Single<'a, E, const N: usize> {
+    weights: *const f32,
+    values: Rows<'a>,
+    v_dim: usize,
+    out: *mut f32,
+    shrink: f32,
+    element: PhantomData<E>,
+}
+
+impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let to = (self.out, 0);
+        // SAFETY: the caller's.
+        unsafe { accumulate::<S, E, 1, N>(self.weights, 0, self.values, self.v_dim, to, [self.shrink]) }
+    }
+}

@@ -1,0 +1,115 @@
+//! Elements that vectors of f32 are loaded from and rounded to, and rows of them.
+
+use half::{bf16, f16};
+use kvcore::DType;
+
+use super::Simd;
+use crate::element::Element;
+
+/// An element type that every instruction set converts.
+///
+/// # Safety
+/// Each function as [`Simd`].
+#[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
+pub(crate) trait Lane: Element {
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
+    unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
+    /// Two vectors, one after the other.
+    #[inline(always)]
+    unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
+        // SAFETY: the caller's.
+        unsafe {
+            Self::store::<S>(to, a);
+            Self::store::<S>(to.add(S::LANES), b);
+        }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+impl Lane for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        unsafe { S::load(from) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
+        unsafe { S::store(to, a) }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+impl Lane for bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        unsafe { S::load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
+        unsafe { S::store_bf16(to.cast(), a) }
+    }
+    #[inline(always)]
+    unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
+        unsafe { S::store_bf16_twice(to.cast(), a, b) }
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+impl Lane for f16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        unsafe { S::load_f16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
+        unsafe { S::store_f16(to.cast(), a) }
+    }
+}
+
+/// `n` elements of a float type as f32.
+///
+/// # Safety
+/// As [`Simd`]; both ends have `n` elements.
+#[inline(always)]
+pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, n: usize) {
+    // SAFETY: the caller's.
+    unsafe {
+        match dtype {
+            DType::F16 => convert::<S, f16, f32>(from.cast(), to, n),
+            DType::BF16 => convert::<S, bf16, f32>(from.cast(), to, n),
+            _ => std::ptr::copy_nonoverlapping(from.cast::<f32>(), to, n),
+        }
+    }
+}
+
+/// `n` elements of f32 rounded to a float type.
+///
+/// # Safety
+/// As [`widen`].
+#[inline(always)]
+pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, n: usize) {
+    // SAFETY: the caller's.
+    unsafe {
+        match dtype {
+            DType::F16 => convert::<S, f32, f16>(from, to.cast(), n),
+            DType::BF16 => convert::<S, f32, bf16>(from, to.cast(), n),
+            _ => std::ptr::copy_nonoverlapping(from, to.cast::<f32>(), n),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn convert<S: Simd, A: Lane, B: Lane>(from: *const A, to: *mut B, n: usize) {
+    let mut i = 0;
+    // SAFETY: `i` plus the vectors at work stays within `n`.
+    unsafe {
+        while i + 2 * S::LANES <= n {
+            let (a, b) = (A::load::<S>(from.add(i)), A::load::<S>(from.add(i + S::LANES)));
+            B::store_twice::<S>(to.add(i), a, b);
+            i += 2 * S::LANES;
+        }
+        while i < n {
+            to.add(i).write(B::from_f32(from.add(i).read().to_f32()));
+            i += 1;
+        }
+    }
+}
