@@ -1,6 +1,6 @@
 //! Host storage: owned, lent or reserved bytes behind a lock, so that safe code cannot race.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc, dealloc};
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
@@ -13,6 +13,8 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::NAME;
 
 #[cfg(target_os = "linux")]
+mod pages;
+#[cfg(target_os = "linux")]
 mod reserved;
 
 #[cfg(target_os = "linux")]
@@ -20,6 +22,9 @@ pub use reserved::CpuReserved;
 
 /// A cache line; also suits every SIMD width.
 const ALIGN: usize = 64;
+
+/// A large page. Rows of a pool lie anywhere: with small pages most of them would miss the table of pages too.
+const LARGE_PAGE: usize = 2 << 20;
 
 /// Bytes of host memory.
 ///
@@ -57,7 +62,7 @@ unsafe impl Sync for Bytes {}
 impl Drop for Bytes {
     fn drop(&mut self) {
         if let Owner::Allocated(layout) = self.owner {
-            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed once.
+            // SAFETY: `ptr` came from `alloc` with this layout and is freed once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
     }
@@ -85,11 +90,18 @@ impl CpuStorage {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
+        let align = if bytes < 2 * LARGE_PAGE { ALIGN } else { LARGE_PAGE };
         let layout =
-            Layout::from_size_align(bytes, ALIGN).map_err(|_| refused("larger than the address space"))?;
+            Layout::from_size_align(bytes, align).map_err(|_| refused("larger than the address space"))?;
         // SAFETY: the layout's size is not zero.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })
-            .ok_or_else(|| refused("the system is out of memory"))?;
+        let ptr =
+            NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| refused("the system is out of memory"))?;
+        #[cfg(target_os = "linux")]
+        if align == LARGE_PAGE {
+            pages::prefer(ptr, bytes);
+        }
+        // SAFETY: just allocated, for this many bytes.
+        unsafe { ptr.write_bytes(0, bytes) };
         Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
     }
 

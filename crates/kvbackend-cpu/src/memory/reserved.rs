@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::param::page_size;
 
-use super::{Bytes, CpuStorage, Owner};
+use super::{Bytes, CpuStorage, LARGE_PAGE, Owner, pages};
 
 /// Host memory that can sleep: a [`CpuStorage`] to every kernel.
 ///
@@ -62,6 +62,9 @@ impl CpuReserved {
             unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| refused("the system gave no address"))?;
+        if len >= 2 * LARGE_PAGE {
+            pages::prefer(ptr, len);
+        }
         let owner = Owner::Reserved(Mapping { ptr, len });
         let storage = CpuStorage::new(Bytes { ptr, len, owner }, kind);
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })

@@ -230,6 +230,7 @@ impl Part<'_> {
         let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
         let (keys, values) = (beside(room.keys, k_dim), beside(room.values, v_dim));
         let beside = |at| Rows { at, head: 0 };
+        let units = item.units.len();
         for (i, unit) in item.units.clone().enumerate() {
             let heads = inputs.kv_heads(unit);
             let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
@@ -252,9 +253,11 @@ impl Part<'_> {
                     values: beside(&values),
                     columns: room.columns,
                     ahead: Ahead {
-                        keys: Rows { at: &next.keys[..next.len()], head: at.0 },
-                        values: Rows { at: &next.values[..next.len()], head: at.1 },
-                        bytes: (inputs.keys.row_bytes(), inputs.values.row_bytes()),
+                        planes: [
+                            inputs.keys.ahead(&next.keys[..next.len()], (i, units), heads.0),
+                            inputs.values.ahead(&next.values[..next.len()], (i, units), heads.1),
+                        ],
+                        ..Ahead::default()
                     },
                 };
                 match form {

@@ -36,22 +36,33 @@ impl Rows<'_> {
 /// Rows that come next, asked for while others are computed.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Ahead<'a> {
-    pub(super) keys: Rows<'a>,
-    pub(super) values: Rows<'a>,
-    /// Bytes of a key and of a value.
-    pub(super) bytes: (usize, usize),
+    /// Rows of keys and of values, and their bytes.
+    pub(super) planes: [(Rows<'a>, usize); 2],
+    /// How far this has come.
+    pub(super) next: [(usize, usize); 2],
 }
 
 impl Ahead<'_> {
+    /// Lines of each plane to ask for at each of `steps` steps, so that all are by the last.
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&self, tokens: Range<usize>) {
-        for (rows, bytes) in [(self.keys, self.bytes.0), (self.values, self.bytes.1)] {
-            for t in tokens.start..tokens.end.min(rows.len()) {
-                let (row, mut at) = (rows.row::<u8>(t), 0);
-                while at < bytes {
-                    // SAFETY: any address may be asked for.
-                    unsafe { S::prefetch(row.wrapping_add(at)) };
-                    at += 64;
+    fn lines(&self, steps: usize) -> usize {
+        let lines = |(rows, bytes): &(Rows<'_>, usize)| rows.len() * bytes.div_ceil(64);
+        self.planes.iter().map(lines).fold(0, usize::max).div_ceil(steps.max(1))
+    }
+
+    /// Asks for up to `lines` cache lines of each plane.
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self, lines: usize) {
+        for ((rows, bytes), (t, at)) in self.planes.iter().zip(&mut self.next) {
+            for _ in 0..lines {
+                if *t >= rows.len() {
+                    break;
+                }
+                // SAFETY: any address may be asked for.
+                unsafe { S::prefetch(rows.row::<u8>(*t).wrapping_add(*at)) };
+                *at += 64;
+                if *at >= *bytes {
+                    (*t, *at) = (*t + 1, 0);
                 }
             }
         }
@@ -69,13 +80,14 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     rows: Rows<'_>,
     (logits, stride): (*mut f32, usize),
     add: bool,
-    ahead: Ahead<'_>,
+    mut ahead: Ahead<'_>,
 ) {
     let mut t = 0;
+    let lines = ahead.lines(rows.len() / TOKENS);
     // SAFETY: `t` stays below the number of rows.
     unsafe {
         while t + TOKENS <= rows.len() {
-            ahead.ask::<S>(t..t + TOKENS);
+            ahead.ask::<S>(lines);
             let four = [rows.row::<E>(t), rows.row(t + 1), rows.row(t + 2), rows.row(t + 3)];
             let sums = block::<S, E, Q>(queries, dim, four);
             for (a, sums) in sums.iter().enumerate() {

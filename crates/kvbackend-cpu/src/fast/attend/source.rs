@@ -3,14 +3,16 @@
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
 use super::codes::decode;
+use super::products::Rows;
+use crate::fast::share;
 use crate::memory::Parts;
-use crate::plane::{RowAt, Rows, Span};
+use crate::plane::{self, RowAt, Span};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
 /// One plane of an arena, to read.
 pub(super) struct Source<'a> {
-    rows: Rows<'a>,
+    rows: plane::Rows<'a>,
     codes: Origin<'a>,
     span: Span,
     format: KvFormat,
@@ -25,7 +27,7 @@ pub(super) struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub(super) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let rows = Rows::new(plane, parts)?;
+        let rows = plane::Rows::new(plane, parts)?;
         let dense = match plane.format {
             KvFormat::Dense(dtype) => Some(dtype),
             _ => None,
@@ -61,6 +63,23 @@ impl<'a> Source<'a> {
         let start = self.codes.at(start, all);
         for (t, row) in to.iter_mut().enumerate() {
             *row = start.wrapping_add(t * step);
+        }
+    }
+
+    /// What of the rows to come is asked for while unit `i` of `units` is at work with `head`, and the bytes of each.
+    /// Where the heads of a token lie beside each other, that is all of them for some of the tokens, in the order of
+    /// memory; elsewhere it is the same head.
+    pub(super) fn ahead<'b>(
+        &self,
+        rows: &'b [*const u8],
+        (i, units): (usize, usize),
+        head: usize,
+    ) -> (Rows<'b>, usize) {
+        if self.head_bytes == self.row_bytes() && units > 1 {
+            let tokens = share(0..rows.len(), i, units);
+            (Rows { at: &rows[tokens], head: 0 }, self.heads * self.head_bytes)
+        } else {
+            (Rows { at: rows, head: head * self.head_bytes }, self.row_bytes())
         }
     }
 
