@@ -5,100 +5,41 @@
 //! `kernels_against_memcpy` does, against `memcpy` of the same bytes with the same threads.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use kvbackend_cpu::{CpuBackend, CpuOptions};
-use kvcore::kernels::{Attend, AttendRows, Gather, MergeGroup, QueryRow, Scatter};
-use kvcore::{
-    Backend, BlockId, BlockOrder, BlockPool, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind,
-    PagedKvCache, Result, Segment, SequenceStart, Stream, TensorView, allocate_tensor,
-};
+use kvbackend_cpu::CpuOptions;
+use kvcore::{BlockPool, DType, PagedKvCache, Result, SequenceStart, TensorView};
 
 mod measure;
 
-use measure::{memcpy_seconds, option, row, shuffled, time};
+use measure::lab::{BLOCK, HEADS, Lab};
+use measure::limits::memcpy_seconds;
+use measure::{option, row, time};
 
-const HEADS: usize = 8;
-const QUERY_HEADS: usize = 32;
-const DIM: usize = 128;
-const BLOCK: usize = 16;
-const DTYPE: DType = DType::BF16;
-
-/// Tokens in blocks of an arena twice their size, in the order in which a pool in use hands them out.
-struct Lab {
-    backend: Arc<CpuBackend>,
-    stream: Arc<dyn Stream>,
-    arena: KvArena,
-    blocks: Vec<u32>,
-    tokens: usize,
-    threads: usize,
+fn lab(tokens: usize, threads: usize) -> Result<Lab> {
+    Lab::new(DType::BF16, tokens, &CpuOptions { threads: Some(threads), ..CpuOptions::default() })
 }
 
-impl Lab {
-    fn new(tokens: usize, threads: usize) -> Result<Self> {
-        let backend =
-            CpuBackend::with_options(&CpuOptions { threads: Some(threads), ..CpuOptions::default() })?;
-        let layout = KvLayout::new(KvShape {
-            num_layers: 1,
-            num_blocks: 2 * tokens / BLOCK,
-            block_size: BLOCK,
-            k_heads: HEADS,
-            v_heads: HEADS,
-            k_dim: DIM,
-            v_dim: DIM,
-            format: DTYPE.into(),
-            order: BlockOrder::TokenMajor,
-        })?;
-        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
-        let blocks = shuffled((2 * tokens / BLOCK) as u32)[..tokens / BLOCK].to_vec();
-        Ok(Self { stream: backend.stream()?, backend, arena, blocks, tokens, threads })
-    }
-
-    fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
-        allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DTYPE, &[rows, heads, DIM])
-    }
-
-    fn report(&self, what: &str, seconds: f64) {
-        let bytes = self.tokens * 2 * HEADS * DIM * DTYPE.bits() / 8;
-        row(what, bytes, seconds, "memcpy", memcpy_seconds(bytes, self.threads));
-    }
+fn report(what: &str, bytes: usize, seconds: f64, threads: usize) {
+    row(what, bytes, seconds, "memcpy", memcpy_seconds(bytes, threads));
 }
 
 fn moves(tokens: usize, threads: usize) -> Result<()> {
-    let lab = Lab::new(tokens, threads)?;
-    let (k, v) = (lab.rows(tokens, HEADS)?, lab.rows(tokens, HEADS)?);
-    let of = |&block: &u32| (0..BLOCK as i64).map(move |i| i64::from(block) * BLOCK as i64 + i);
-    let slots: Arc<[i64]> = lab.blocks.iter().flat_map(of).collect();
-    let (arena, layer) = (lab.arena.clone(), 0);
-    let op = Scatter { arena, layer, k: k.clone(), v: v.clone(), slots: Arc::clone(&slots) };
-    lab.report(&format!("scatter {tokens}"), time(|| lab.stream.scatter(&op).expect("scatter")));
-    let op = Gather { arena: lab.arena.clone(), layer, k, v, slots, rotation: None };
-    lab.report(&format!("gather {tokens}"), time(|| lab.stream.gather(&op).expect("gather")));
+    let lab = lab(tokens, threads)?;
+    let (scatter, gather, bytes) = (lab.scatter()?, lab.gather()?, lab.bytes());
+    let seconds = time(|| lab.stream.scatter(&scatter).expect("scatter"));
+    report(&format!("scatter {tokens}"), bytes, seconds, threads);
+    let seconds = time(|| lab.stream.gather(&gather).expect("gather"));
+    report(&format!("gather {tokens}"), bytes, seconds, threads);
     Ok(())
 }
 
 /// The last `rows` tokens attend to all of `tokens`, causally, with queries that are rotated already.
 fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> {
-    let lab = Lab::new(tokens, threads)?;
-    let blocks: Arc<[BlockId]> = lab.blocks.iter().map(|&block| BlockId(block)).collect();
-    let row = |i: usize| QueryRow { logical: i, position: i as i64 };
-    let op = Attend {
-        arena: lab.arena.clone(),
-        layer: 0,
-        q: lab.rows(rows, QUERY_HEADS)?,
-        rope: None,
-        keys: KeyForm::default(),
-        rows: (tokens - rows..tokens).map(row).collect(),
-        batch: [AttendRows::new(0..rows, [Segment::new(blocks, tokens, 0, 0)])].into(),
-        groups: [MergeGroup::default()].into(),
-        scale: 1.0 / (DIM as f32).sqrt(),
-        window: None,
-        softcap: None,
-        out: lab.rows(rows, QUERY_HEADS)?,
-        lse: None,
-    };
-    lab.report(&format!("{what} {tokens}"), time(|| lab.stream.attend(&op).expect("attend")));
+    let lab = lab(tokens, threads)?;
+    let op = lab.attend(rows, false)?;
+    let seconds = time(|| lab.stream.attend(&op).expect("attend"));
+    report(&format!("{what} {tokens}"), lab.bytes(), seconds, threads);
     Ok(())
 }
 
@@ -108,7 +49,7 @@ const STEPS: usize = 256;
 /// A sequence of `context` tokens grows by a slot of its table and a row that is scattered there, as a decode step
 /// does in each layer; the median of the steps.
 fn append(context: usize) -> Result<()> {
-    let lab = Lab::new((context + STEPS).next_multiple_of(BLOCK), 1)?;
+    let lab = lab((context + STEPS).next_multiple_of(BLOCK), 1)?;
     let blocks = lab.arena.layout().shape().num_blocks as u32;
     let mut cache = PagedKvCache::new(lab.arena.clone(), BlockPool::new(0..blocks)?)?;
     let sequence = cache.create(SequenceStart::default())?;
@@ -125,8 +66,7 @@ fn append(context: usize) -> Result<()> {
         seconds.push(start.elapsed().as_secs_f64());
     }
     seconds.sort_by(f64::total_cmp);
-    let bytes = 2 * HEADS * DIM * DTYPE.bits() / 8;
-    row(&format!("append {context}"), bytes, seconds[STEPS / 2], "memcpy", memcpy_seconds(bytes, 1));
+    report(&format!("append {context}"), lab.bytes() / lab.tokens, seconds[STEPS / 2], 1);
     Ok(())
 }
 

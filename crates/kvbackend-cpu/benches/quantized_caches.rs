@@ -21,12 +21,10 @@ use kvcore::{
 
 mod measure;
 
-use measure::{memcpy_seconds, option, row, shuffled, time};
+use measure::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, shuffled};
+use measure::limits::memcpy_seconds;
+use measure::{option, row, time};
 
-const HEADS: usize = 8;
-const QUERY_HEADS: usize = 32;
-const DIM: usize = 128;
-const BLOCK: usize = 16;
 /// Queries over which errors are taken.
 const QUERIES: usize = 16;
 const FORMATS: [&str; 10] = [

@@ -18,7 +18,7 @@ pub(crate) enum KernelTable {
     Fast(Arc<Fast>),
 }
 
-/// A method for each kernel that has both forms.
+/// A method for each kernel.
 macro_rules! either {
     ($($name:ident: $op:ty),* $(,)?) => {
         impl KernelTable {
@@ -41,22 +41,7 @@ either! {
     rotate_keys: RotateKeys,
     attend: Attend,
     attend_mla: AttendMla,
-}
-
-/// Those that are plain loops in both.
-macro_rules! plain {
-    ($($name:ident: $op:ty),* $(,)?) => {
-        impl KernelTable {
-            $(#[allow(clippy::unused_self, reason = "as its siblings")]
-            pub(crate) fn $name(&self, op: &$op) -> Result<()> {
-                reference::$name(op)
-            })*
-        }
-    };
-}
-
-plain! {
-    copy_tensor: CopyTensor,
     quantize: Quantize,
     dequantize: Dequantize,
+    copy_tensor: CopyTensor,
 }

@@ -5,13 +5,11 @@ use std::sync::Arc;
 use kvcore::kernels::{CopyBlocks, RotateKeys, SwapBlocks};
 use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, Storage};
 
+use super::ends::with_ends;
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
 use super::{Fast, lanes, share};
-use crate::memory::Access;
 use crate::plane::{RowAt, Span};
-use crate::raw::{Origin, Target};
-use crate::reference;
 
 impl Fast {
     pub(crate) fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
@@ -23,15 +21,17 @@ impl Fast {
     }
 
     pub(crate) fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
-        let KvFormat::Dense(dtype) = op.dst.layout().shape().format else {
-            return reference::rotate_keys(op);
-        };
         let s = op.src.layout().shape();
-        let turn = Turn::new(&op.rotation.rope, &[op.rotation.delta])?;
         let copy = BlockCopy::new(&op.src, op.layer..op.layer + 1, &op.pairs);
+        let KvFormat::Dense(dtype) = s.format else {
+            self.rotate_codes(op, &copy)?;
+            return self.copy_plane(&copy, &op.src.v_plane(), &op.dst.v_plane());
+        };
+        let turn = Turn::of_rotation(&op.rotation)?;
         let (k, to_k) = (op.src.k_plane(), op.dst.k_plane());
         let (a, b) = (Span::codes(&k), Span::codes(&to_k));
-        with_ends((k.storage, to_k.storage), |from, to| {
+        with_ends(&[k.storage], &[to_k.storage], |ends| {
+            let (from, to) = (ends.origin(k.storage)?, ends.target(to_k.storage)?);
             let bytes = op.pairs.len() * s.block_size * k.heads * a.row_bytes();
             let (parts, stream) = (self.parts(op.pairs.len(), bytes), self.streams(bytes));
             self.workers.run(parts, &|part| {
@@ -51,6 +51,7 @@ impl Fast {
                     tokens,
                 });
             });
+            Ok(())
         })?;
         self.copy_plane(&copy, &op.src.v_plane(), &op.dst.v_plane())
     }
@@ -64,48 +65,41 @@ impl Fast {
     /// Copies codes, and the scales that go with blocks.
     fn copy_plane(&self, copy: &BlockCopy, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         let codes = (Span::codes(src), Span::codes(dst));
-        with_ends((src.storage, dst.storage), |from, to| self.pieces(copy, src.heads, codes, (from, to)))?;
+        self.pieces(copy, src.heads, codes, (src.storage, dst.storage))?;
         if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
             && let (Some(a), Some(b)) = (Span::scales(src), Span::scales(dst))
             && !scales.is_static()
         {
-            with_ends((from, to), |from, to| self.pieces(copy, src.heads, (a, b), (from, to)))?;
+            self.pieces(copy, src.heads, (a, b), (from, to))?;
         }
         Ok(())
     }
 
-    fn pieces(&self, copy: &BlockCopy, heads: usize, (a, b): (Span, Span), (from, to): (Origin, Target)) {
-        let bytes = copy.layers.len() * copy.pairs.len() * copy.block_size * heads * a.row_bytes();
-        let (parts, stream) = (self.parts(copy.pairs.len(), bytes), self.streams(bytes));
+    fn pieces(
+        &self,
+        copy: &BlockCopy,
+        heads: usize,
+        (a, b): (Span, Span),
+        (src, dst): (&Arc<dyn Storage>, &Arc<dyn Storage>),
+    ) -> Result<()> {
+        let bytes = copy.rows() * heads * a.row_bytes();
+        let (parts, stream) = (self.parts(copy.pairs(), bytes), self.streams(bytes));
         let run = copy.run(heads, a, b);
-        self.workers.run(parts, &|part| {
-            let places = lanes(share(0..copy.pairs.len(), part, parts), |pairs| {
-                copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
+        with_ends(&[src], &[dst], |ends| {
+            let (from, to) = (ends.origin(src)?, ends.target(dst)?);
+            self.workers.run(parts, &|part| {
+                let places = lanes(share(0..copy.pairs(), part, parts), |pairs| {
+                    copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
+                });
+                self.level.run(Pieces { from, to, bytes: run.rows * a.row_bytes(), places, stream });
             });
-            self.level.run(Pieces { from, to, bytes: run.rows * a.row_bytes(), places, stream });
-        });
+            Ok(())
+        })
     }
-}
-
-/// Calls `work` with both ends locked. They may be one storage, in which no block is read and written.
-fn with_ends(
-    (src, dst): (&Arc<dyn Storage>, &Arc<dyn Storage>),
-    work: impl FnOnce(Origin<'_>, Target<'_>),
-) -> Result<()> {
-    let mut access = Access::new(&[src], &[dst])?;
-    if src.address() == dst.address() {
-        let to = Target::new(access.write(dst)?);
-        work(to.as_origin(), to);
-    } else {
-        let mut parts = access.parts();
-        let (from, to) = (Origin::new(parts.read(src)?), Target::new(parts.write(dst)?));
-        work(from, to);
-    }
-    Ok(())
 }
 
 /// Blocks of some layers that are copied.
-struct BlockCopy<'a> {
+pub(super) struct BlockCopy<'a> {
     layers: std::ops::Range<usize>,
     block_size: usize,
     pairs: &'a [(BlockId, BlockId)],
@@ -123,8 +117,21 @@ struct Run {
 }
 
 impl<'a> BlockCopy<'a> {
-    fn new(arena: &KvArena, layers: std::ops::Range<usize>, pairs: &'a [(BlockId, BlockId)]) -> Self {
+    pub(super) fn new(
+        arena: &KvArena,
+        layers: std::ops::Range<usize>,
+        pairs: &'a [(BlockId, BlockId)],
+    ) -> Self {
         Self { layers, block_size: arena.layout().shape().block_size, pairs }
+    }
+
+    pub(super) fn pairs(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// Rows of one head.
+    pub(super) fn rows(&self) -> usize {
+        self.layers.len() * self.pairs.len() * self.block_size
     }
 
     /// What of a block is dense in both arenas: all of it, a token, a head, or a row.
@@ -171,7 +178,7 @@ impl<'a> BlockCopy<'a> {
     }
 
     /// The first head's rows of all tokens of some pairs.
-    fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
+    pub(super) fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
         self.runs(Run { rows: 1, by_head: false, by_token: true }, 1, pairs)
     }
 }

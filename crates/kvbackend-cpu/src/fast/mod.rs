@@ -10,10 +10,14 @@
 
 mod attend;
 mod blocks;
+mod codes;
+mod convert;
+mod ends;
 mod pieces;
 mod rope;
 mod rotate;
 mod rows;
+mod tensor;
 
 use std::fmt;
 use std::ops::Range;

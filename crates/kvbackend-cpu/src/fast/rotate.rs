@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use half::{bf16, f16};
+use kvcore::kernels::Rotation;
 use kvcore::rope::{Rope, RopeTable};
 use kvcore::{DType, Pairing, Result};
 
@@ -24,6 +25,10 @@ impl Turn {
         let table = rope.table(positions.iter().copied())?;
         let (half, factor) = (rope.frequencies().len(), rope.attention_factor());
         Ok(Self { table, half, pairing: rope.pairing(), factor })
+    }
+
+    pub(super) fn of_rotation(rotation: &Rotation) -> Result<Self> {
+        Self::new(&rotation.rope, &[rotation.delta])
     }
 
     /// For an operation whose check has grown the table to all its positions.

@@ -1,20 +1,21 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
-use kvcore::kernels::{Gather, Rotation, Scatter};
+use kvcore::kernels::{Gather, Scatter};
 use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
 
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
 use super::{Fast, lanes, share};
 use crate::memory::Access;
+use crate::plane::RowAt;
 use crate::raw::{Origin, Target};
-use crate::reference;
 use crate::simd::{Simd, Task, narrow};
 
 /// One plane of one layer, the rows that go there or come from there, and their slots.
-struct Movement<'a> {
+pub(super) struct Movement<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
     layer: usize,
@@ -32,7 +33,7 @@ struct Cut {
 }
 
 impl<'a> Movement<'a> {
-    fn new(
+    pub(super) fn new(
         arena: &KvArena,
         plane: KvPlane<'a>,
         rows: &'a TensorView,
@@ -53,7 +54,7 @@ impl<'a> Movement<'a> {
     }
 
     /// First elements of the pieces of some rows, in the rows and in the plane. Padding is skipped.
-    fn places(&self, cut: Cut, rows: std::ops::Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+    fn places(&self, cut: Cut, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
         let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
         // Then tokens of different blocks are as far apart as their slots, and nothing is to be divided.
@@ -71,7 +72,14 @@ impl<'a> Movement<'a> {
         })
     }
 
-    fn bytes(&self) -> usize {
+    /// Rows, and where head 0 of their slots lies. Padding is skipped.
+    pub(super) fn tokens(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, RowAt)> {
+        let (layer, block_size) = (self.layer, self.block_size);
+        let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);
+        slots.map(move |(&slot, row)| (row, RowAt::slot(layer, slot as usize, block_size)))
+    }
+
+    pub(super) fn bytes(&self) -> usize {
         self.slots.len() * self.plane.heads * self.plane.dim * self.rows.dtype().bits() / 8
     }
 }
@@ -97,7 +105,7 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 
 impl Fast {
     /// Parts for threads, which must not write the same slot.
-    fn parts_of_scatter(&self, m: &Movement, num_slots: usize) -> usize {
+    pub(super) fn parts_of_scatter(&self, m: &Movement, num_slots: usize) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
             1 => 1,
             _ if has_duplicates(m.slots, num_slots) => 1,
@@ -106,9 +114,12 @@ impl Fast {
     }
 
     pub(crate) fn scatter(&self, op: &Scatter) -> Result<()> {
-        let KvFormat::Dense(dtype) = op.arena.layout().shape().format else { return reference::scatter(op) };
         let num_slots = op.arena.layout().num_slots();
         for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+            let KvFormat::Dense(dtype) = plane.format else {
+                self.scatter_codes(op, &plane, rows)?;
+                continue;
+            };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let mut access = Access::new(&[rows.storage()], &[plane.storage])?;
             let mut locked = access.parts();
@@ -134,10 +145,13 @@ impl Fast {
     }
 
     pub(crate) fn gather(&self, op: &Gather) -> Result<()> {
-        let KvFormat::Dense(dtype) = op.arena.layout().shape().format else { return reference::gather(op) };
         for (plane, rows, rotation) in
             [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
         {
+            let KvFormat::Dense(dtype) = plane.format else {
+                self.gather_codes(op, &plane, rows, rotation)?;
+                continue;
+            };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let mut access = Access::new(&[plane.storage], &[rows.storage()])?;
             let mut locked = access.parts();
@@ -145,7 +159,7 @@ impl Fast {
             let to = Target::new(locked.write(rows.storage())?);
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
-            let turn = rotation.map(|Rotation { rope, delta }| Turn::new(rope, &[*delta])).transpose()?;
+            let turn = rotation.map(Turn::of_rotation).transpose()?;
             // Rows are apart from each other, whatever slots they come from.
             let parts = self.parts(op.slots.len(), m.bytes());
             self.workers.run(parts, &|part| {

@@ -2,6 +2,7 @@
 
 use kvcore::Result;
 use kvcore::kernels::CopyTensor;
+use smallvec::SmallVec;
 
 use crate::memory::Access;
 
@@ -21,27 +22,28 @@ pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
 }
 
 /// A copy as runs of bytes that are dense on both sides.
-struct Runs {
+pub(crate) struct Runs {
     /// Bytes of a run.
-    bytes: usize,
+    pub(crate) bytes: usize,
     /// Where the first run begins, in bytes.
-    start: (usize, usize),
+    pub(crate) start: (usize, usize),
     /// Axes over the runs, outermost first.
-    axes: Vec<Axis>,
+    pub(crate) axes: SmallVec<[Axis; 6]>,
 }
 
 /// Extent, and strides of source and destination in bytes.
-struct Axis {
-    n: usize,
-    src: usize,
-    dst: usize,
+#[derive(Clone)]
+pub(crate) struct Axis {
+    pub(crate) n: usize,
+    pub(crate) src: usize,
+    pub(crate) dst: usize,
 }
 
 impl Runs {
-    fn new(op: &CopyTensor) -> Self {
+    pub(crate) fn new(op: &CopyTensor) -> Self {
         let bytes = |elements: usize| elements * op.dst.dtype().bits() / 8;
         let strides = op.src.strides().iter().zip(op.dst.strides());
-        let mut axes: Vec<(usize, (usize, usize))> = (op.dst.shape().iter().copied())
+        let mut axes: SmallVec<[(usize, (usize, usize)); 6]> = (op.dst.shape().iter().copied())
             .zip(strides.map(|(&src, &dst)| (src, dst)))
             .filter(|&(n, _)| n != 1)
             .collect();

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{ApplyRope, CopyBlocks, Gather, RotateKeys, Rotation, Scatter, SwapBlocks};
+use kvcore::kernels::{ApplyRope, CopyBlocks, CopyTensor, Gather, RotateKeys, Rotation, Scatter, SwapBlocks};
 use kvcore::rope::RopeScaling;
-use kvcore::{BlockId, BlockOrder, DType, KvShape, Pairing, Rope, RopeConfig};
+use kvcore::{BlockId, BlockOrder, DType, KvShape, MemoryKind, Pairing, Rope, RopeConfig, allocate_tensor};
 use proptest::prelude::*;
 
 use super::{compare, encode, equal, numbers, shape};
@@ -160,5 +160,33 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
             let one_of = (slot..600).step_by(3).any(|i| &offered[i * 256..][..256] == row);
             assert!(one_of, "{way:?}: slot {slot}");
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, max_shrink_iters: 50, ..ProptestConfig::default() })]
+
+    #[test]
+    fn tensors_are_copied_whatever_their_strides(
+        extents in prop::collection::vec(1usize..40, 1..4),
+        last in prop::sample::select(vec![1usize, 2, 7, 40]),
+        order in any::<[u8; 4]>(),
+        gap in 0..3usize,
+        dtype in prop::sample::select(vec![DType::F32, DType::BF16, DType::U8]),
+    ) {
+        let all: Vec<usize> = extents.iter().map(|n| n + gap).chain([last]).collect();
+        let mut axes: Vec<usize> = (0..all.len()).collect();
+        axes.sort_by_key(|&axis| order[axis]);
+        compare(|lab| {
+            let tensor = |shape: &[usize]| allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, dtype, shape).unwrap();
+            let src = tensor(&all);
+            let bytes: Vec<u8> = (0..src.len() * dtype.bits() / 8).map(|i| (i % 251) as u8).collect();
+            lab.stream.write(&src, &bytes).unwrap();
+            let src = (0..extents.len()).fold(src, |view, axis| view.slice(axis, gap, gap + extents[axis]).unwrap());
+            let src = src.permute(&axes).unwrap();
+            let dst = tensor(src.shape());
+            lab.stream.copy_tensor(&CopyTensor { src, dst: dst.clone() }).unwrap();
+            lab.bytes(dst.storage())
+        }, equal)?;
     }
 }

@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Attend, AttendRows, Dequantize, Gather, MergeGroup, Quantize, QueryRow, Scatter};
-use kvcore::{BlockId, BlockOrder, DType, KeyForm, KvFormat, KvShape, Segment};
+use kvcore::kernels::{
+    Attend, AttendRows, Dequantize, Gather, MergeGroup, Quantize, QueryRow, RotateKeys, Rotation, Scatter,
+};
+use kvcore::{
+    BlockId, BlockOrder, DType, KeyForm, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, Segment,
+    allocate_tensor,
+};
 use proptest::prelude::*;
 
 use super::{Lab, compare};
@@ -34,6 +39,14 @@ fn shape() -> impl Strategy<Value = KvShape> {
     )
 }
 
+/// The bits of numbers of every size, now and then of what is no number.
+fn any_float() -> impl Strategy<Value = u32> {
+    let near = (-2.0f32..2.0).prop_map(f32::to_bits);
+    let halves = (-600i32..600).prop_map(|x| (x as f32 / 2.0).to_bits());
+    let tiny = (-1e-3f32..1e-3).prop_map(f32::to_bits);
+    prop_oneof![200 => near, 100 => halves, 100 => tiny, 1 => any::<u32>()]
+}
+
 /// An arena with rows scattered into all its slots of every layer.
 fn filled(lab: &Lab, shape: &KvShape, dtype: DType) -> kvcore::KvArena {
     let arena = lab.arena(shape, 0);
@@ -57,13 +70,15 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 30, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn codes_and_what_they_mean_are_the_same(shape in shape(), dtype in prop::sample::select(DType::COMPUTE.to_vec())) {
+    fn codes_and_what_they_mean_are_the_same(shape in shape(), dtype in prop::sample::select(DType::COMPUTE.to_vec()), turn in any::<bool>()) {
+        let rope = Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap();
+        let rotation = Rotation { rope: Arc::new(rope), delta: -37 };
         compare(|lab| {
             let arena = filled(lab, &shape, dtype);
             let slots: Arc<[i64]> = (-1..arena.layout().num_slots() as i64).collect();
             let k = lab.rows(dtype, [slots.len(), shape.k_heads, shape.k_dim], 2, 5);
             let v = lab.rows(dtype, [slots.len(), shape.v_heads, shape.v_dim], 0, 6);
-            let op = Gather { arena: arena.clone(), layer: 0, slots, k: k.clone(), v: v.clone(), rotation: None };
+            let op = Gather { arena: arena.clone(), layer: 0, slots, k: k.clone(), v: v.clone(), rotation: turn.then(|| rotation.clone()) };
             lab.stream.gather(&op).unwrap();
             let dense = lab.arena(&KvShape { format: KvFormat::Dense(dtype), ..shape.clone() }, 9);
             let pairs: Arc<[_]> = [(BlockId(1), BlockId(0)), (BlockId(5), BlockId(3))].into();
@@ -71,7 +86,32 @@ proptest! {
             lab.stream.dequantize(&op).unwrap();
             let back: Arc<[_]> = [(BlockId(3), BlockId(2)), (BlockId(4), BlockId(1))].into();
             lab.stream.quantize(&Quantize { src: dense.clone(), dst: arena.clone(), pairs: back }).unwrap();
+            let (src, dst, pairs) = (arena.clone(), arena.clone(), [(BlockId(0), BlockId(3))].into());
+            lab.stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs, rotation: rotation.clone() }).unwrap();
             [lab.contents(&arena), lab.contents(&dense), lab.bytes(k.storage()), lab.bytes(v.storage())].concat()
+        }, super::equal)?;
+    }
+
+    #[test]
+    fn any_float_has_the_same_code(
+        format in prop::sample::select(vec!["int8:32", "int4:32", "fp8-e4m3", "fp8-e5m2"]),
+        bits in prop::collection::vec(any_float(), 128),
+        scale in prop::sample::select(vec![1.0f32, 0.02, 1e-30, 3e30]),
+    ) {
+        let one = KvShape {
+            num_layers: 1, num_blocks: 1, block_size: 1, k_heads: 1, v_heads: 1, k_dim: 128, v_dim: 128,
+            format: format.parse().unwrap(), order: BlockOrder::TokenMajor,
+        };
+        compare(|lab| {
+            let arena = lab.arena(&one, 0);
+            if arena.layout().k_scales().is_some_and(|scales| scales.is_static()) {
+                arena.set_scales(lab.stream.as_ref(), &[scale], &[scale]).unwrap();
+            }
+            let row = allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 1, 128]).unwrap();
+            lab.stream.write(&row, bytemuck::cast_slice(&bits)).unwrap();
+            let (k, v) = (row.clone(), row);
+            lab.stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: [0].into() }).unwrap();
+            lab.contents(&arena)
         }, super::equal)?;
     }
 
@@ -81,7 +121,7 @@ proptest! {
             let tokens = shape.num_blocks * shape.block_size;
             let blocks = (0..6).map(BlockId).collect();
             let out = lab.rows(DType::F32, [rows, 2 * shape.k_heads, shape.v_dim], 0, 1);
-            let rope = kvcore::Rope::new(kvcore::RopeConfig::new(shape.k_dim, 100.0), 400).unwrap();
+            let rope = Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap();
             let op = Attend {
                 arena: filled(lab, &shape, DType::F32),
                 layer: 0,

@@ -14,7 +14,6 @@
 //! A softmax stays open between tiles as *state*: largest logit, sum of weights, weighted sum of values.
 
 mod block;
-mod codes;
 mod finish;
 mod part;
 mod plan;
@@ -26,8 +25,7 @@ mod tile;
 use std::cell::RefCell;
 
 use kvcore::kernels::{Attend, AttendMla};
-use kvcore::{Error, Result, TensorView};
-use parking_lot::Mutex;
+use kvcore::{Result, TensorView};
 
 use self::finish::Finish;
 use self::part::{Compute, Inputs, Part, Queries, Scratch};
@@ -126,10 +124,11 @@ impl Fast {
             None => None,
         };
         let outputs = Outputs { out, lse };
-        KEPT.with_borrow_mut(|kept| self.run_plan(&inputs, &outputs, kept))
+        KEPT.with_borrow_mut(|kept| self.run_plan(&inputs, &outputs, kept));
+        Ok(())
     }
 
-    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, kept: &mut Kept) -> Result<()> {
+    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, kept: &mut Kept) {
         let Kept { plan, shared } = kept;
         plan.make(inputs.op, inputs.units, self.workers.count());
         if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
@@ -137,27 +136,19 @@ impl Fast {
         }
         shared.resize(plan.shared.max(shared.len()), 0.0);
         let shared = Target::new(bytemuck::cast_slice_mut(shared));
-        let failed: Mutex<Option<Error>> = Mutex::new(None);
         let work = |i: usize| {
             // The last rows of a prefill see most: they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
             let part = Part { inputs, item, outputs, shared };
             // Not inside the task: a closure there would be compiled without its instructions.
-            let result = SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
-            if let Err(error) = result {
-                failed.lock().get_or_insert(error);
-            }
+            SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
         };
         if self.parts(plan.items.len(), plan.cost) == 1 {
             (0..plan.items.len()).for_each(work);
         } else {
             self.workers.run(plan.items.len(), &work);
         }
-        if let Some(error) = failed.into_inner() {
-            return Err(error);
-        }
         self.merge(inputs, plan, outputs, shared);
-        Ok(())
     }
 
     /// Rows whose tokens were divided.

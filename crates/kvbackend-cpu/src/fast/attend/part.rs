@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, Result, TensorView};
+use kvcore::{DType, KeyForm, TensorView};
 
 use super::block::Meeting;
 use super::finish::Finish;
@@ -148,10 +148,10 @@ struct Open<'a> {
 }
 
 impl Task for Compute<'_> {
-    type Output = Result<()>;
+    type Output = ();
 
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> Result<()> {
+    unsafe fn run<S: Simd>(self) {
         let (part, scratch) = (self.part, self.scratch);
         let (inputs, item, op) = (part.inputs, part.item, part.inputs.op);
         runs_of(op, item, &mut scratch.runs);
@@ -198,7 +198,7 @@ impl Task for Compute<'_> {
                 let mut now = Tile::new(inputs, segment, run.start, run.end);
                 while now.len() > 0 {
                     let next = Tile::new(inputs, segment, now.tokens.end, run.end);
-                    part.tile::<S>(&open, form, &now, &next)?;
+                    part.tile::<S>(&open, form, &now, &next);
                     now = next;
                 }
             }
@@ -206,7 +206,6 @@ impl Task for Compute<'_> {
                 part.write::<S>(&open);
             }
         }
-        Ok(())
     }
 }
 
@@ -225,7 +224,7 @@ impl Part<'_> {
 
     /// All units of heads against a tile.
     #[inline(always)]
-    unsafe fn tile<S: Simd>(&self, open: &Open, form: Form, tile: &Tile, next: &Tile) -> Result<()> {
+    unsafe fn tile<S: Simd>(&self, open: &Open, form: Form, tile: &Tile, next: &Tile) {
         let (inputs, item, room) = (self.inputs, self.item, &open.room);
         let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
         let (keys, values) = (beside(room.keys, k_dim), beside(room.values, v_dim));
@@ -271,17 +270,16 @@ impl Part<'_> {
                         }
                     }
                     Form::Widened => {
-                        inputs.widen::<S>(tile, heads, room)?;
+                        inputs.widen::<S>(tile, heads, room);
                         meeting.in_place::<S, f32>();
                     }
                     Form::Packed => {
-                        inputs.pack::<S>(tile, heads, room)?;
+                        inputs.pack::<S>(tile, heads, room);
                         meeting.packed::<S>();
                     }
                 }
             }
         }
-        Ok(())
     }
 
     /// Writes the results of rows whose tokens are all seen.

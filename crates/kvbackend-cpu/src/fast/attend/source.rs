@@ -2,8 +2,8 @@
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
-use super::codes::decode;
 use super::products::Rows;
+use crate::fast::codes::Decode;
 use crate::fast::share;
 use crate::memory::Parts;
 use crate::plane::{self, RowAt, Span};
@@ -46,13 +46,6 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// Where a row's codes begin.
-    #[inline(always)]
-    pub(super) fn row(&self, at: RowAt) -> *const u8 {
-        let bytes = self.span.bytes(at);
-        self.codes.at(bytes.start, bytes.end - bytes.start)
-    }
-
     /// Where the codes of tokens of one block begin, from that at `first` on, which is of head 0. All heads' rows
     /// lie inside.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
@@ -88,19 +81,15 @@ impl<'a> Source<'a> {
         self.span.row_bytes()
     }
 
-    /// A row of a quantised plane.
+    /// A row as f32.
     ///
     /// # Safety
     /// There is room for a row.
     #[inline(always)]
-    pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) -> Result<()> {
+    pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
         let (codes, scales) = self.rows.row(at);
+        let (codes, scales) = (codes.as_ptr(), scales.as_ptr());
         // SAFETY: the caller's; the layout has whole groups.
-        unsafe {
-            if !decode::<S>(self.format, codes, scales, to) {
-                self.rows.read(at, std::slice::from_raw_parts_mut(to, self.dim))?;
-            }
-        }
-        Ok(())
+        unsafe { S::call(Decode { format: self.format, codes, scales, to, dim: self.dim }) }
     }
 }

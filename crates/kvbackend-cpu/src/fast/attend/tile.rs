@@ -3,14 +3,14 @@
 use std::ops::Range;
 
 use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, Result, Segment};
+use kvcore::{DType, KeyForm, Segment};
 
 use super::part::Inputs;
 use super::products::{Rows, transpose};
 use super::source::Source;
 use crate::fast::rotate::{Turn, rotate};
 use crate::plane::RowAt;
-use crate::simd::{Lane, Simd, Task, widen};
+use crate::simd::{Lane, Simd, Task};
 
 /// Tokens of a tile, at most: if it is packed, its keys and values stay in the first cache for all queries.
 pub(super) const TILE: usize = 64;
@@ -84,27 +84,23 @@ struct Widen<'a> {
 }
 
 impl Task for Widen<'_> {
-    type Output = Result<()>;
+    type Output = ();
 
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> Result<()> {
+    unsafe fn run<S: Simd>(self) {
         let dim = self.source.dim;
         for t in 0..self.tile.len() {
             // SAFETY: there is room for a tile of rows.
             unsafe {
                 let to = self.to.add(t * dim);
                 let at = self.tile.row(t).head(self.head);
-                match self.source.dense {
-                    Some(dtype) => widen::<S>(dtype, self.source.row(at), to, dim),
-                    None => self.source.decode::<S>(at, to)?,
-                }
+                self.source.decode::<S>(at, to);
                 if let Some(turn) = self.turn {
                     let angle = turn.at(self.tile.segment.position((self.tile.tokens.start + t) as i64));
                     rotate::<S, f32>(to, to, dim, angle, turn.factor);
                 }
             }
         }
-        Ok(())
     }
 }
 
@@ -156,28 +152,23 @@ impl Inputs<'_> {
     /// # Safety
     /// There is room for them.
     #[inline(always)]
-    pub(super) unsafe fn widen<S: Simd>(
-        &self,
-        tile: &Tile<'_>,
-        heads: (usize, usize),
-        room: &Room<'_>,
-    ) -> Result<()> {
+    pub(super) unsafe fn widen<S: Simd>(&self, tile: &Tile<'_>, heads: (usize, usize), room: &Room<'_>) {
         // SAFETY: the caller's.
         unsafe {
-            self.widen_keys::<S>(tile, heads.0, room)?;
+            self.widen_keys::<S>(tile, heads.0, room);
             self.widen_values::<S>(tile, heads.1, room)
         }
     }
 
     #[inline(always)]
-    unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) -> Result<()> {
+    unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
         let (source, turn) = (&self.keys, self.turn_of_keys());
         // SAFETY: the caller's.
         unsafe { S::call(Widen { source, tile, head, turn, to: room.keys }) }
     }
 
     #[inline(always)]
-    unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) -> Result<()> {
+    unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
         // SAFETY: the caller's.
         unsafe { S::call(Widen { source: &self.values, tile, head, turn: None, to: room.values }) }
     }
@@ -192,12 +183,12 @@ impl Inputs<'_> {
         tile: &Tile<'_>,
         (k_head, v_head): (usize, usize),
         room: &Room<'_>,
-    ) -> Result<()> {
+    ) {
         let (n, dim) = (tile.len(), self.keys.dim);
         let to = room.columns[0].cast_mut().cast::<f32>();
         // SAFETY: there are columns for keys, and for values where those are keys too.
         unsafe {
-            self.widen_values::<S>(tile, v_head, room)?;
+            self.widen_values::<S>(tile, v_head, room);
             if self.latent.is_some() {
                 let rows = beside(room.values, self.values.dim);
                 let rows = Rows { at: &rows[..n], head: 0 };
@@ -207,11 +198,10 @@ impl Inputs<'_> {
                 let rows = Rows { at: &tile.keys[..n], head: k_head * self.keys.head_bytes };
                 S::call(Turned { rows, dtype: self.keys.dense, dim, to });
             } else {
-                self.widen_keys::<S>(tile, k_head, room)?;
+                self.widen_keys::<S>(tile, k_head, room);
                 let rows = beside(room.keys, dim);
                 S::call(Turned { rows: Rows { at: &rows[..n], head: 0 }, dtype: None, dim, to });
             }
         }
-        Ok(())
     }
 }

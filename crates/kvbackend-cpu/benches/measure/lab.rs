@@ -1,0 +1,140 @@
+//! What the kernels' benchmarks work on: an arena of 8 heads of 128 in blocks of 16 tokens, in the order in which a
+//! pool in use hands them out, and one operation of each kind over all of them.
+#![allow(dead_code, reason = "each benchmark uses its part")]
+
+use std::sync::Arc;
+
+use kvbackend_cpu::{CpuBackend, CpuOptions};
+use kvcore::kernels::{
+    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation, Scatter,
+};
+use kvcore::{
+    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind, Result, Rope,
+    RopeConfig, Segment, Stream, TensorView, allocate_tensor,
+};
+
+/// KV heads.
+pub(crate) const HEADS: usize = 8;
+/// Query heads: four to a KV head.
+pub(crate) const QUERY_HEADS: usize = 32;
+/// Elements of a head.
+pub(crate) const DIM: usize = 128;
+/// Tokens of a block.
+pub(crate) const BLOCK: usize = 16;
+
+/// Tokens in an arena of twice their size: what is copied has somewhere to go.
+pub(crate) struct Lab {
+    pub(crate) backend: Arc<CpuBackend>,
+    pub(crate) stream: Arc<dyn Stream>,
+    pub(crate) arena: KvArena,
+    pub(crate) dtype: DType,
+    pub(crate) tokens: usize,
+    /// Blocks of the tokens, in the first half of the arena.
+    blocks: Vec<u32>,
+    rope: Arc<Rope>,
+}
+
+impl Lab {
+    /// Memory for at least one block of tokens.
+    pub(crate) fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
+        let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
+        let backend = CpuBackend::with_options(options)?;
+        let layout = KvLayout::new(KvShape {
+            num_layers: 1,
+            num_blocks: 2 * tokens / BLOCK,
+            block_size: BLOCK,
+            k_heads: HEADS,
+            v_heads: HEADS,
+            k_dim: DIM,
+            v_dim: DIM,
+            format: dtype.into(),
+            order: BlockOrder::TokenMajor,
+        })?;
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 17)?);
+        let blocks = shuffled((tokens / BLOCK) as u32);
+        Ok(Self { stream: backend.stream()?, backend, arena, dtype, tokens, blocks, rope })
+    }
+
+    /// Bytes of K and V of all tokens.
+    pub(crate) fn bytes(&self) -> usize {
+        self.tokens * 2 * HEADS * DIM * self.dtype.bits() / 8
+    }
+
+    /// Rows of the arena's element type.
+    pub(crate) fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
+        allocate_tensor(self.backend.as_ref(), MemoryKind::Device, self.dtype, &[rows, heads, DIM])
+    }
+
+    fn slots(&self) -> Arc<[i64]> {
+        let of = |&block: &u32| (0..BLOCK as i64).map(move |i| i64::from(block) * BLOCK as i64 + i);
+        self.blocks.iter().flat_map(of).collect()
+    }
+
+    fn pairs(&self) -> Arc<[(BlockId, BlockId)]> {
+        let half = self.blocks.len() as u32;
+        self.blocks.iter().zip(half..).map(|(&from, to)| (BlockId(from), BlockId(to))).collect()
+    }
+
+    /// Rows of all tokens to their slots.
+    pub(crate) fn scatter(&self) -> Result<Scatter> {
+        let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
+        Ok(Scatter { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots() })
+    }
+
+    /// The way back.
+    pub(crate) fn gather(&self) -> Result<Gather> {
+        let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
+        Ok(Gather { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots(), rotation: None })
+    }
+
+    /// All blocks into the second half.
+    pub(crate) fn copy_blocks(&self) -> CopyBlocks {
+        CopyBlocks { arena: self.arena.clone(), pairs: self.pairs() }
+    }
+
+    /// The same, with keys rotated on the way.
+    pub(crate) fn rotate_keys(&self) -> RotateKeys {
+        let rotation = Rotation { rope: Arc::clone(&self.rope), delta: 777 };
+        let (src, dst) = (self.arena.clone(), self.arena.clone());
+        RotateKeys { src, dst, layer: 0, pairs: self.pairs(), rotation }
+    }
+
+    /// A key of each token rotated to its position, at most 8191.
+    pub(crate) fn rope(&self) -> Result<ApplyRope> {
+        let positions = (0..self.tokens as i64).map(|i| i % 8192).collect();
+        Ok(ApplyRope { rows: self.rows(self.tokens, HEADS)?, positions, rope: Arc::clone(&self.rope) })
+    }
+
+    /// The last `rows` tokens attend to all, causally. `rotate`: whether queries are still to be rotated.
+    pub(crate) fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
+        let blocks: Arc<[BlockId]> = self.blocks.iter().map(|&block| BlockId(block)).collect();
+        let row = |i: usize| QueryRow { logical: i, position: i as i64 };
+        Ok(Attend {
+            arena: self.arena.clone(),
+            layer: 0,
+            q: self.rows(rows, QUERY_HEADS)?,
+            rope: rotate.then(|| Arc::clone(&self.rope)),
+            keys: KeyForm::default(),
+            rows: (self.tokens - rows..self.tokens).map(row).collect(),
+            batch: [AttendRows::new(0..rows, [Segment::new(blocks, self.tokens, 0, 0)])].into(),
+            groups: [MergeGroup::default()].into(),
+            scale: 1.0 / (DIM as f32).sqrt(),
+            window: None,
+            softcap: None,
+            out: self.rows(rows, QUERY_HEADS)?,
+            lse: None,
+        })
+    }
+}
+
+/// Block numbers in the order in which a pool in use hands them out.
+pub(crate) fn shuffled(blocks: u32) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..blocks).collect();
+    let mut state = 1u64;
+    for i in (1..order.len()).rev() {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        order.swap(i, (state >> 33) as usize % (i + 1));
+    }
+    order
+}

@@ -1,0 +1,230 @@
+//! Codes to f32 and back, a row at a time: the reference's bits (`kvcore::quant`).
+//!
+//! Loops without branches, which the compiler turns into vectors of whatever instruction set they are compiled for.
+
+use half::f16;
+use kvcore::quant::IntKind;
+use kvcore::{Fp8Kind, KvFormat};
+
+use crate::simd::{Simd, Task, narrow, widen};
+
+/// Adding it to a number below 2²² in magnitude leaves the nearest integer, ties to even, in the lowest bits.
+const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
+
+/// A row to decode: `dim` elements of a float type, or codes in whole groups and their scales.
+pub(super) struct Decode {
+    pub(super) format: KvFormat,
+    pub(super) codes: *const u8,
+    pub(super) scales: *const u8,
+    pub(super) to: *mut f32,
+    pub(super) dim: usize,
+}
+
+/// A row to encode.
+pub(super) struct Encode {
+    pub(super) format: KvFormat,
+    pub(super) from: *const f32,
+    pub(super) codes: *mut u8,
+    /// Written with codes that have groups, read with others.
+    pub(super) scales: *mut u8,
+    pub(super) dim: usize,
+}
+
+impl Task for Decode {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { format, mut codes, scales, mut to, dim } = self;
+        // SAFETY: the caller's rows, whose groups follow each other.
+        unsafe {
+            match format {
+                KvFormat::Dense(dtype) => widen::<S>(dtype, codes, to, dim),
+                KvFormat::Int8 { group } => {
+                    for g in 0..dim / group {
+                        times::<S>(codes.cast(), scale_at(scales, g), to, group);
+                        (codes, to) = (codes.add(group), to.add(group));
+                    }
+                }
+                KvFormat::Int4 { group } => {
+                    for g in 0..dim / group {
+                        nibbles::<S>(codes, scale_at(scales, g), to, group);
+                        (codes, to) = (codes.add(group / 2), to.add(group));
+                    }
+                }
+                KvFormat::Fp8 { kind, .. } => {
+                    let scale = scales.cast::<f32>().read_unaligned();
+                    kind.decode_row(slice(codes, dim), scale, std::slice::from_raw_parts_mut(to, dim));
+                }
+                _ => unreachable!("formats are checked before a kernel runs"),
+            }
+        }
+    }
+}
+
+impl Task for Encode {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { format, from, codes, scales, dim } = self;
+        // SAFETY: the caller's rows.
+        unsafe {
+            let row = std::slice::from_raw_parts(from, dim);
+            match format {
+                KvFormat::Dense(dtype) => narrow::<S>(dtype, from, codes, dim),
+                KvFormat::Int8 { group } => {
+                    let codes = std::slice::from_raw_parts_mut(codes, dim);
+                    for (g, (part, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
+                        let step = put_scale(IntKind::Int8, part, scales, g);
+                        integers(part, step, 127.0, codes);
+                    }
+                }
+                KvFormat::Int4 { group } => {
+                    let codes = std::slice::from_raw_parts_mut(codes, dim / 2);
+                    for (g, (part, codes)) in row.chunks(group).zip(codes.chunks_mut(group / 2)).enumerate() {
+                        let step = put_scale(IntKind::Int4, part, scales, g);
+                        for (part, codes) in part.chunks(64).zip(codes.chunks_mut(32)) {
+                            let mut wide = [0; 64];
+                            integers(part, step, 7.0, &mut wide);
+                            for (byte, pair) in codes.iter_mut().zip(wide.chunks_exact(2)) {
+                                *byte = pair[0] & 0xf | pair[1] << 4;
+                            }
+                        }
+                    }
+                }
+                KvFormat::Fp8 { kind, .. } => {
+                    let scale = scales.cast::<f32>().read_unaligned();
+                    let codes = std::slice::from_raw_parts_mut(codes, dim);
+                    match kind {
+                        Fp8Kind::E4M3 => floats(&E4M3, row, scale, codes),
+                        Fp8Kind::E5M2 => floats(&E5M2, row, scale, codes),
+                    }
+                }
+                _ => unreachable!("formats are checked before a kernel runs"),
+            }
+        }
+    }
+}
+
+unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
+    // SAFETY: the caller's.
+    unsafe { std::slice::from_raw_parts(at, n) }
+}
+
+/// The scale of group `g`.
+#[inline(always)]
+unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
+    // SAFETY: the caller's.
+    unsafe { scales.cast::<f16>().add(g).read_unaligned() }.to_f32()
+}
+
+/// `to[i] = codes[i] * step`.
+#[inline(always)]
+unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
+    let mut i = 0;
+    // SAFETY: `i` stays below `n`.
+    unsafe {
+        while i + S::LANES <= n {
+            S::store(to.add(i), S::mul(S::load_i8(codes.add(i)), S::splat(step)));
+            i += S::LANES;
+        }
+        for i in i..n {
+            *to.add(i) = f32::from(*codes.add(i)) * step;
+        }
+    }
+}
+
+/// The same of two codes in a byte, the first in the low half.
+#[inline(always)]
+unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group: usize) {
+    let mut wide = [0i8; 64];
+    // SAFETY: the caller's.
+    unsafe {
+        for part in slice(codes, group / 2).chunks(32) {
+            for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {
+                // An arithmetic shift extends the sign.
+                pair[0] = (byte << 4).cast_signed() >> 4;
+                pair[1] = byte.cast_signed() >> 4;
+            }
+            times::<S>(wide.as_ptr(), step, to, 2 * part.len());
+            to = to.add(2 * part.len());
+        }
+    }
+}
+
+/// Writes the scale of a group and returns it; NaN for a group with an element that is not finite.
+#[inline(always)]
+unsafe fn put_scale(kind: IntKind, group: &[f32], scales: *mut u8, g: usize) -> f32 {
+    // Magnitudes are in the order of their bits, and what is not finite is above all others.
+    let largest = group.iter().fold(0u32, |max, x| max.max(x.to_bits() & 0x7fff_ffff));
+    let scale = kind.scale_of(&[f32::from_bits(largest)]);
+    // SAFETY: the caller's.
+    unsafe { scales.cast::<f16>().add(g).write_unaligned(scale) };
+    scale.to_f32()
+}
+
+/// The nearest codes of `row / step`; all 0 of a step that is 0 or no number.
+#[inline(always)]
+fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
+    if step > 0.0 {
+        for (code, x) in codes.iter_mut().zip(row) {
+            let x = x / step;
+            let x = if x > limit { limit } else { x };
+            let x = if x < -limit { -limit } else { x };
+            *code = (x + NEAREST).to_bits() as u8;
+        }
+    } else {
+        codes[..row.len()].fill(0);
+    }
+}
+
+/// What the bits of an 8-bit float are.
+struct Float {
+    /// Mantissa bits of f32 that are dropped.
+    dropped: u32,
+    /// Of the exponents, in the place of the codes.
+    bias: u32,
+    max: f32,
+    smallest_normal: f32,
+    /// One by the smallest number.
+    per_smallest: f32,
+    infinity: u32,
+}
+
+const E4M3: Float = Float {
+    dropped: 20,
+    bias: 120 << 3,
+    max: 448.0,
+    smallest_normal: 1.0 / 64.0,
+    per_smallest: 512.0,
+    infinity: 0x7f,
+};
+
+const E5M2: Float = Float {
+    dropped: 21,
+    bias: 112 << 2,
+    max: 57_344.0,
+    smallest_normal: 1.0 / 16_384.0,
+    per_smallest: 65_536.0,
+    infinity: 0x7c,
+};
+
+/// The nearest codes of `row / scale`, ties to even; what is finite saturates.
+#[inline(always)]
+fn floats(float: &Float, row: &[f32], scale: f32, codes: &mut [u8]) {
+    for (code, x) in codes.iter_mut().zip(row) {
+        let bits = (x / scale).to_bits();
+        let magnitude = f32::from_bits(bits & 0x7fff_ffff);
+        let endless = x.to_bits() & 0x7fff_ffff >= 0x7f80_0000 && magnitude == f32::INFINITY;
+        let kept = if magnitude > float.max { float.max } else { magnitude };
+        let kept_bits = kept.to_bits();
+        let even = (1 << (float.dropped - 1)) - 1 + ((kept_bits >> float.dropped) & 1);
+        let normal = (kept_bits.wrapping_add(even) >> float.dropped).wrapping_sub(float.bias);
+        let small = (kept * float.per_smallest + NEAREST).to_bits();
+        let finite = if kept < float.smallest_normal { small } else { normal };
+        let number = if endless { float.infinity } else { finite };
+        let magnitude = if kept.is_nan() { 0x7f } else { number };
+        *code = (magnitude as u8 & 0x7f) | (bits >> 24) as u8 & 0x80;
+    }
+}

@@ -1,0 +1,210 @@
+//! Rows of one format as rows of another, rotated on the way if wanted: all movement to and from quantised caches.
+
+use kvcore::kernels::{Dequantize, Gather, Quantize, RotateKeys, Rotation, Scatter};
+use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, TensorView};
+use smallvec::{SmallVec, smallvec};
+
+use super::blocks::BlockCopy;
+use super::codes::{Decode, Encode};
+use super::ends::{Ends, storages, with_ends};
+use super::rotate::{Turn, rotate};
+use super::rows::Movement;
+use super::{Fast, share};
+use crate::plane::{RowAt, Span};
+use crate::raw::{Origin, Target};
+use crate::simd::{Simd, Task};
+
+/// Elements of a row that lie on the stack.
+const ROW: usize = 512;
+
+/// One side's rows: elements of a float type, or codes and scales.
+#[derive(Clone, Copy)]
+struct Side<B> {
+    format: KvFormat,
+    /// Bytes of a row.
+    bytes: usize,
+    codes: B,
+    /// And bytes of a row's scales.
+    scales: Option<(B, usize)>,
+}
+
+/// Where a row's codes and scales begin, in bytes.
+#[derive(Clone, Copy)]
+struct Place {
+    codes: usize,
+    scales: usize,
+}
+
+/// Where rows of a plane lie.
+#[derive(Clone, Copy)]
+struct Places {
+    codes: Span,
+    scales: Option<Span>,
+}
+
+impl Places {
+    fn new(plane: &KvPlane) -> Self {
+        Self { codes: Span::codes(plane), scales: Span::scales(plane) }
+    }
+
+    fn at(&self, row: RowAt) -> Place {
+        Place {
+            codes: self.codes.bytes(row).start,
+            scales: self.scales.map_or(0, |span| span.bytes(row).start),
+        }
+    }
+}
+
+impl<B> Side<B> {
+    fn new(plane: &KvPlane, codes: B, scales: Option<B>) -> Self {
+        let scales = scales.zip(Span::scales(plane)).map(|(scales, span)| (scales, span.row_bytes()));
+        Self { format: plane.format, bytes: Span::codes(plane).row_bytes(), codes, scales }
+    }
+
+    fn of_rows(view: &TensorView, codes: B) -> Self {
+        let bytes = view.shape()[2] * view.dtype().bits() / 8;
+        Self { format: KvFormat::Dense(view.dtype()), bytes, codes, scales: None }
+    }
+}
+
+fn source<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Origin<'a>>> {
+    let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
+    Ok(Side::new(plane, ends.origin(plane.storage)?, scales))
+}
+
+fn target<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Target<'a>>> {
+    let scales = plane.scales.map(|(storage, _)| ends.target(storage)).transpose()?;
+    Ok(Side::new(plane, ends.target(plane.storage)?, scales))
+}
+
+/// Rows of `dim` elements, from the first to the second place of each pair.
+///
+/// No other thread touches the rows written.
+struct Convert<'a, I> {
+    from: Side<Origin<'a>>,
+    to: Side<Target<'a>>,
+    dim: usize,
+    turn: Option<(&'a Turn, i64)>,
+    places: I,
+}
+
+impl<I: Iterator<Item = (Place, Place)>> Task for Convert<'_, I> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (from, to, dim) = (self.from, self.to, self.dim);
+        let mut row: SmallVec<[f32; ROW]> = smallvec![0.0; dim];
+        let row = row.as_mut_ptr();
+        let turn = self.turn.map(|(turn, delta)| turn.at(delta));
+        for (a, b) in self.places {
+            // SAFETY: `at` checks both ends of each row; the row between has `dim` elements.
+            unsafe {
+                let codes = from.codes.at(a.codes, from.bytes);
+                let scales = from.scales.map_or(std::ptr::null(), |(scales, n)| scales.at(a.scales, n));
+                S::call(Decode { format: from.format, codes, scales, to: row, dim });
+                if let Some(angle) = turn {
+                    rotate::<S, f32>(row, row, dim, angle, 1.0);
+                }
+                let codes = to.codes.at(b.codes, to.bytes);
+                let scales = to.scales.map_or(std::ptr::null_mut(), |(scales, n)| scales.at(b.scales, n));
+                S::call(Encode { format: to.format, from: row, codes, scales, dim });
+            }
+        }
+    }
+}
+
+/// Where a head's row of a view begins.
+fn row_of(view: &TensorView, row: usize, head: usize) -> Place {
+    let at = view.offset() + row * view.strides()[0] + head * view.strides()[1];
+    Place { codes: at * view.dtype().bits() / 8, scales: 0 }
+}
+
+impl Fast {
+    /// Rows into a quantised plane.
+    pub(super) fn scatter_codes(&self, op: &Scatter, plane: &KvPlane, rows: &TensorView) -> Result<()> {
+        let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
+        let (places, parts) = (Places::new(plane), self.parts_of_scatter(&m, op.arena.layout().num_slots()));
+        with_ends(&[rows.storage()], &storages(plane), |ends| {
+            let from = Side::of_rows(rows, ends.origin(rows.storage())?);
+            let to = target(plane, ends)?;
+            self.workers.run(parts, &|part| {
+                let tokens = m.tokens(share(0..op.slots.len(), part, parts));
+                let places = tokens.flat_map(|(row, at)| {
+                    (0..plane.heads).map(move |head| (row_of(rows, row, head), places.at(at.head(head))))
+                });
+                self.level.run(Convert { from, to, dim: plane.dim, turn: None, places });
+            });
+            Ok(())
+        })
+    }
+
+    /// And back.
+    pub(super) fn gather_codes(
+        &self,
+        op: &Gather,
+        plane: &KvPlane,
+        rows: &TensorView,
+        rotation: Option<&Rotation>,
+    ) -> Result<()> {
+        let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
+        let turn = rotation.map(Turn::of_rotation).transpose()?;
+        let turn = turn.as_ref().zip(rotation.map(|rotation| rotation.delta));
+        let (places, parts) = (Places::new(plane), self.parts(op.slots.len(), m.bytes()));
+        with_ends(&storages(plane), &[rows.storage()], |ends| {
+            let from = source(plane, ends)?;
+            let to = Side::of_rows(rows, ends.target(rows.storage())?);
+            self.workers.run(parts, &|part| {
+                let tokens = m.tokens(share(0..op.slots.len(), part, parts));
+                let places = tokens.flat_map(|(row, at)| {
+                    (0..plane.heads).map(move |head| (places.at(at.head(head)), row_of(rows, row, head)))
+                });
+                self.level.run(Convert { from, to, dim: plane.dim, turn, places });
+            });
+            Ok(())
+        })
+    }
+
+    pub(crate) fn quantize(&self, op: &Quantize) -> Result<()> {
+        self.convert_blocks(&op.src, &op.dst, &op.pairs)
+    }
+
+    pub(crate) fn dequantize(&self, op: &Dequantize) -> Result<()> {
+        self.convert_blocks(&op.src, &op.dst, &op.pairs)
+    }
+
+    fn convert_blocks(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
+        let copy = BlockCopy::new(src, 0..src.layout().shape().num_layers, pairs);
+        self.convert_plane(&copy, &src.k_plane(), &dst.k_plane(), None)?;
+        self.convert_plane(&copy, &src.v_plane(), &dst.v_plane(), None)
+    }
+
+    /// The keys of a quantised arena, rotated and quantised anew.
+    pub(super) fn rotate_codes(&self, op: &RotateKeys, copy: &BlockCopy) -> Result<()> {
+        self.convert_plane(copy, &op.src.k_plane(), &op.dst.k_plane(), Some(&op.rotation))
+    }
+
+    fn convert_plane(
+        &self,
+        copy: &BlockCopy,
+        src: &KvPlane,
+        dst: &KvPlane,
+        rotation: Option<&Rotation>,
+    ) -> Result<()> {
+        let turn = rotation.map(Turn::of_rotation).transpose()?;
+        let turn = turn.as_ref().zip(rotation.map(|rotation| rotation.delta));
+        let (a, b) = (Places::new(src), Places::new(dst));
+        let parts = self.parts(copy.pairs(), copy.rows() * src.heads * src.dim * size_of::<f32>());
+        with_ends(&storages(src), &storages(dst), |ends| {
+            let (from, to) = (source(src, ends)?, target(dst, ends)?);
+            self.workers.run(parts, &|part| {
+                let tokens = copy.tokens(share(0..copy.pairs(), part, parts));
+                let places = tokens.flat_map(|(x, y)| {
+                    (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head))))
+                });
+                self.level.run(Convert { from, to, dim: src.dim, turn, places });
+            });
+            Ok(())
+        })
+    }
+}

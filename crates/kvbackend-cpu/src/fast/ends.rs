@@ -1,0 +1,58 @@
+//! What an operation reads and writes, locked as a whole. A storage may be on both sides.
+
+use std::sync::Arc;
+
+use kvcore::{Error, KvPlane, Result, Storage};
+use smallvec::SmallVec;
+
+use crate::NAME;
+use crate::memory::Access;
+use crate::raw::{Origin, Target};
+
+/// Locked storages by address.
+pub(super) struct Ends<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 4]>);
+
+/// Calls `work` with all storages locked.
+pub(super) fn with_ends<R>(
+    reads: &[&Arc<dyn Storage>],
+    writes: &[&Arc<dyn Storage>],
+    work: impl FnOnce(&Ends<'_>) -> Result<R>,
+) -> Result<R> {
+    let mut access = Access::new(reads, writes)?;
+    let mut parts = access.parts();
+    let mut ends = SmallVec::new();
+    for storage in writes.iter().chain(reads) {
+        let address = storage.address();
+        if ends.iter().any(|(known, _, _)| *known == address) {
+            continue;
+        }
+        ends.push(if writes.iter().any(|written| written.address() == address) {
+            let target = Target::new(parts.write(storage)?);
+            (address, target.as_origin(), Some(target))
+        } else {
+            (address, Origin::new(parts.read(storage)?), None)
+        });
+    }
+    work(&Ends(ends))
+}
+
+impl<'a> Ends<'a> {
+    fn find(&self, storage: &Arc<dyn Storage>) -> Option<&(u64, Origin<'a>, Option<Target<'a>>)> {
+        self.0.iter().find(|(address, _, _)| *address == storage.address())
+    }
+
+    pub(super) fn origin(&self, storage: &Arc<dyn Storage>) -> Result<Origin<'a>> {
+        let end = self.find(storage).map(|(_, origin, _)| *origin);
+        end.ok_or(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME })
+    }
+
+    pub(super) fn target(&self, storage: &Arc<dyn Storage>) -> Result<Target<'a>> {
+        let end = self.find(storage).and_then(|(_, _, target)| *target);
+        end.ok_or(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME })
+    }
+}
+
+/// The storages of a plane.
+pub(super) fn storages<'a>(plane: &KvPlane<'a>) -> SmallVec<[&'a Arc<dyn Storage>; 2]> {
+    std::iter::once(plane.storage).chain(plane.scales.map(|(storage, _)| storage)).collect()
+}

@@ -1,0 +1,116 @@
+//! Strided copies: runs that are dense on both sides, or squares where the two sides run along different axes.
+
+use kvcore::Result;
+use kvcore::kernels::CopyTensor;
+
+use super::ends::with_ends;
+use super::{Fast, share};
+use crate::raw::{Origin, Target};
+use crate::reference::{Axis, Runs};
+
+/// Elements of a side of a square: its lines on both sides stay in the first cache.
+const SIDE: usize = 32;
+
+impl Fast {
+    pub(crate) fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
+        let runs = Runs::new(op);
+        if op.dst.is_empty() {
+            return Ok(());
+        }
+        let (src, dst) = (op.src.storage(), op.dst.storage());
+        // Threads share the longest axis.
+        let longest = (0..runs.axes.len()).max_by_key(|&i| runs.axes[i].n);
+        let parts = longest.map_or(1, |axis| self.parts(runs.axes[axis].n, op.bytes()));
+        with_ends(&[src], &[dst], |ends| {
+            let copy = Copy { from: ends.origin(src)?, to: ends.target(dst)?, bytes: runs.bytes };
+            let end = |stride: fn(&Axis) -> usize| {
+                runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
+            };
+            // All that is copied lies inside.
+            copy.from.at(runs.start.0, end(|axis| axis.src));
+            copy.to.at(runs.start.1, end(|axis| axis.dst));
+            self.workers.run(parts, &|part| {
+                let (mut start, mut axes) = (runs.start, runs.axes.clone());
+                if let Some(i) = longest {
+                    let axis = &mut axes[i];
+                    let own = share(0..axis.n, part, parts);
+                    start = (start.0 + own.start * axis.src, start.1 + own.start * axis.dst);
+                    axis.n = own.len();
+                }
+                let first = nearest(&axes, |axis| axis.dst).map(|i| axes.remove(i));
+                let second = nearest(&axes, |axis| axis.src).map(|i| axes.remove(i));
+                let one = || Axis { n: 1, src: 0, dst: 0 };
+                let inner = (second.unwrap_or_else(one), first.unwrap_or_else(one));
+                // SAFETY: checked above; no thread writes what another does, and nothing is both read and written.
+                unsafe { copy.over(&axes, start, &inner) };
+            });
+            Ok(())
+        })
+    }
+}
+
+/// The axis of the smallest stride.
+fn nearest(axes: &[Axis], stride: fn(&Axis) -> usize) -> Option<usize> {
+    (0..axes.len()).min_by_key(|&i| stride(&axes[i]))
+}
+
+/// A copy of runs of `bytes` bytes.
+#[derive(Clone, Copy)]
+struct Copy<'a> {
+    from: Origin<'a>,
+    to: Target<'a>,
+    bytes: usize,
+}
+
+impl Copy<'_> {
+    /// # Safety
+    /// All runs lie inside, and none is both read and written.
+    unsafe fn over(&self, axes: &[Axis], at: (usize, usize), inner: &(Axis, Axis)) {
+        // SAFETY: the caller's.
+        unsafe {
+            if let Some((axis, rest)) = axes.split_first() {
+                for i in 0..axis.n {
+                    self.over(rest, (at.0 + i * axis.src, at.1 + i * axis.dst), inner);
+                }
+                return;
+            }
+            let (from, to) = (self.from.at(at.0, 0), self.to.at(at.1, 0));
+            match self.bytes {
+                1 => squares::<[u8; 1]>(from, to, inner),
+                2 => squares::<[u8; 2]>(from, to, inner),
+                4 => squares::<[u8; 4]>(from, to, inner),
+                bytes => runs(from, to, inner, bytes),
+            }
+        }
+    }
+}
+
+/// Elements of `T` along two axes.
+unsafe fn squares<T: std::marker::Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
+    each_square(axes, |from_at, to_at| {
+        // SAFETY: the caller's.
+        unsafe { to.add(to_at).cast::<T>().write_unaligned(from.add(from_at).cast::<T>().read_unaligned()) }
+    });
+}
+
+/// Runs of `bytes` bytes along two axes.
+unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) {
+    each_square(axes, |from_at, to_at| {
+        // SAFETY: the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(from_at), to.add(to_at), bytes) }
+    });
+}
+
+/// Places on both sides, a square of the two axes at a time.
+#[inline(always)]
+fn each_square((outer, inner): &(Axis, Axis), mut copy: impl FnMut(usize, usize)) {
+    for i in (0..outer.n).step_by(SIDE) {
+        for j in (0..inner.n).step_by(SIDE) {
+            for i in i..outer.n.min(i + SIDE) {
+                for j in j..inner.n.min(j + SIDE) {
+                    copy(i * outer.src + j * inner.src, i * outer.dst + j * inner.dst);
+                }
+            }
+        }
+    }
+}
