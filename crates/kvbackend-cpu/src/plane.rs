@@ -106,13 +106,8 @@ impl<'a> Rows<'a> {
         Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
     }
 
-    /// All codes.
-    pub(crate) fn codes(&self) -> &'a [u8] {
-        self.codes.1
-    }
-
     /// A row's codes, and its scales if it has any.
-    pub(crate) fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
+    fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
         let scales = self.scales.map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
         (&self.codes.1[self.codes.0.bytes(at)], scales)
     }

@@ -67,4 +67,12 @@ impl<'a> Origin<'a> {
         assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
         self.start.wrapping_add(offset)
     }
+
+    /// `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they are not all inside.
+    pub(crate) fn part(self, offset: usize, len: usize) -> Self {
+        Self { start: self.at(offset, len), len, life: PhantomData }
+    }
 }

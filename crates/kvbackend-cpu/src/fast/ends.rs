@@ -10,7 +10,7 @@ use crate::memory::Access;
 use crate::raw::{Origin, Target};
 
 /// Locked storages by address.
-pub(super) struct Ends<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 4]>);
+pub(super) struct Ends<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 8]>);
 
 /// Calls `work` with all storages locked.
 pub(super) fn with_ends<R>(

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use kvcore::backend::{MemoryKind, Storage};
 use kvcore::{Error, Result};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use smallvec::SmallVec;
 
 use crate::NAME;
 
@@ -178,7 +179,10 @@ pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
 
 /// Locks of the storages that one operation touches, each taken once and in order of address, so
 /// that operations on different streams cannot wait for each other in a circle.
-pub(crate) struct Access<'a>(Vec<(u64, Lock<'a>)>);
+pub(crate) struct Access<'a>(Few<(u64, Lock<'a>)>);
+
+/// As many as operations touch: not on the heap.
+type Few<T> = SmallVec<[T; 8]>;
 
 enum Lock<'a> {
     Read(RwLockReadGuard<'a, Bytes>),
@@ -188,7 +192,7 @@ enum Lock<'a> {
 impl<'a> Access<'a> {
     /// Locks `reads` for reading and `writes` for writing; a storage in both is written.
     pub(crate) fn new(reads: &[&'a Arc<dyn Storage>], writes: &[&'a Arc<dyn Storage>]) -> Result<Self> {
-        let mut wanted: Vec<(&CpuStorage, bool)> = Vec::with_capacity(reads.len() + writes.len());
+        let mut wanted: Few<(&CpuStorage, bool)> = Few::new();
         for (list, write) in [(writes, true), (reads, false)] {
             for storage in list {
                 let storage = cpu(storage)?;
@@ -197,7 +201,7 @@ impl<'a> Access<'a> {
                 }
             }
         }
-        wanted.sort_by_key(|(storage, _)| storage.address);
+        wanted.sort_unstable_by_key(|(storage, _)| storage.address);
         Ok(Self(
             wanted
                 .into_iter()
@@ -244,7 +248,7 @@ impl<'a> Access<'a> {
 }
 
 /// Bytes of several storages at the same time; each storage can be taken once.
-pub(crate) struct Parts<'a>(Vec<(u64, Part<'a>)>);
+pub(crate) struct Parts<'a>(Few<(u64, Part<'a>)>);
 
 enum Part<'a> {
     Read(&'a [u8]),

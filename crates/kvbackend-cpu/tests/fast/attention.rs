@@ -22,6 +22,8 @@ struct Call {
     latent: bool,
     q_dtype: DType,
     gap: usize,
+    /// Results lie in the memory of the queries, this many elements further on.
+    in_place: Option<usize>,
 }
 
 fn call() -> impl Strategy<Value = Call> {
@@ -38,11 +40,26 @@ fn call() -> impl Strategy<Value = Call> {
         prop::bool::weighted(0.3),
         prop::sample::select(DType::COMPUTE.to_vec()),
         0..3usize,
+        prop::option::weighted(0.3, 0..3usize),
     );
     (shape(), 1..9usize, rows, cuts, options).prop_map(|(shape, group, rows, cuts, options)| {
-        let (window, softcap, unrotated, selected, latent, q_dtype, gap) = options;
+        let (window, softcap, unrotated, selected, latent, q_dtype, gap, in_place) = options;
+        let q_dtype = if in_place.is_some() { DType::F32 } else { q_dtype };
         let shape = if latent { KvShape { k_heads: 1, v_heads: 1, ..shape } } else { shape };
-        Call { shape, group, rows, cuts, window, softcap, unrotated, selected, latent, q_dtype, gap }
+        Call {
+            shape,
+            group,
+            rows,
+            cuts,
+            window,
+            softcap,
+            unrotated,
+            selected,
+            latent,
+            q_dtype,
+            gap,
+            in_place,
+        }
     })
 }
 
@@ -80,11 +97,23 @@ impl Call {
         let tensor = |shape: &[usize]| {
             allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, DType::F32, shape).unwrap()
         };
-        let (out, lse) = (tensor(&[rows, heads, shape.v_dim]), tensor(&[rows, heads]));
+        let lse = tensor(&[rows, heads]);
+        let (q, out) = match self.in_place {
+            None => {
+                let q = lab.rows(self.q_dtype, [rows, heads, shape.k_dim], self.gap, 7);
+                (q, tensor(&[rows, heads, shape.v_dim]))
+            }
+            Some(further) => {
+                let both =
+                    lab.rows(DType::F32, [rows, heads, shape.k_dim.max(shape.v_dim) + further], self.gap, 7);
+                let end = further + shape.v_dim;
+                (both.slice(2, 0, shape.k_dim).unwrap(), both.slice(2, further, end).unwrap())
+            }
+        };
         let attend = Attend {
             arena: lab.arena(shape, 1),
             layer: shape.num_layers - 1,
-            q: lab.rows(self.q_dtype, [rows, heads, shape.k_dim], self.gap, 7),
+            q,
             rope: Some(Arc::new(Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap())),
             keys: if self.unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
             rows: self.rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
@@ -103,7 +132,8 @@ impl Call {
         } else {
             lab.stream.attend(&attend).unwrap();
         }
-        (lab.f32s(&out), lab.f32s(&lse))
+        let out = lab.bytes(out.storage());
+        (out.chunks_exact(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect(), lab.f32s(&lse))
     }
 }
 

@@ -120,6 +120,14 @@ impl BlockTable {
     /// is shared ([`unshare_tail`](Self::unshare_tail) makes a copy of it), [`Error::Overflow`]. The
     /// table is as before then.
     pub fn grow(&mut self, tokens: usize) -> Result<Vec<i64>> {
+        Ok(self.extend(tokens)?.collect())
+    }
+
+    /// The same, as an iterator: nothing is allocated unless blocks are added.
+    ///
+    /// # Errors
+    /// As [`grow`](Self::grow).
+    pub fn extend(&mut self, tokens: usize) -> Result<impl ExactSizeIterator<Item = i64>> {
         let end = self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
         if tokens > 0 && self.tail_is_shared() {
             return Err(self.shared_at(self.len));
@@ -130,7 +138,7 @@ impl BlockTable {
             self.refresh();
         }
         let start = std::mem::replace(&mut self.len, end);
-        Ok((start..end).map(|token| self.slot_unchecked(token)).collect())
+        Ok((start..end).map(|token| self.slot_unchecked(token)))
     }
 
     /// As [`grow`](Self::grow) for a new sequence, with blocks that [`BlockPool::admit`] gave.

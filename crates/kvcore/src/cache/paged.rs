@@ -258,6 +258,16 @@ impl PagedKvCache {
         Ok(self.get_mut(id)?.table.grow(tokens)?.into())
     }
 
+    /// The same, in place of the slots of the step before: a step of decoding allocates nothing unless it takes a
+    /// block, provided that no operation of the last step is held any more.
+    ///
+    /// # Errors
+    /// As [`grow`](Self::grow); `slots` are as before then.
+    pub fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut SlotMapping) -> Result<()> {
+        slots.refill(self.get_mut(id)?.table.extend(tokens)?);
+        Ok(())
+    }
+
     /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
     ///
     /// # Errors

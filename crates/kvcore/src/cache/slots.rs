@@ -43,6 +43,16 @@ impl SlotMapping {
         Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
+    /// Takes other slots in place of these: in the same memory, if there are as many and no operation holds it.
+    pub(super) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
+        match Arc::get_mut(&mut self.0) {
+            Some(own) if own.len() == slots.len() => {
+                own.iter_mut().zip(slots).for_each(|(own, slot)| *own = slot);
+            }
+            _ => self.0 = slots.collect(),
+        }
+    }
+
     /// Rows.
     pub fn len(&self) -> usize {
         self.0.len()

@@ -185,16 +185,28 @@ impl Attend {
                 selection.check(entry.rows.len(), &entry.segments, block_size)?;
             }
         }
-        let mut claimed: Vec<_> =
-            self.batch.iter().map(|e| e.rows.clone()).filter(|r| !r.is_empty()).collect();
-        claimed.sort_by_key(|r| r.start);
-        if let Some(w) = claimed.windows(2).find(|w| w[0].end > w[1].start) {
-            return Err(Error::InvalidStrides {
-                what: "batch",
-                reason: format!("row {} is in two entries", w[1].start),
-            });
-        }
+        self.check_rows_apart()?;
         self.check_positions()
+    }
+
+    /// No row is in two entries.
+    fn check_rows_apart(&self) -> Result<()> {
+        let twice = |row: usize| {
+            Err(Error::InvalidStrides { what: "batch", reason: format!("row {row} is in two entries") })
+        };
+        let mut end = 0;
+        for rows in self.batch.iter().map(|entry| &entry.rows).filter(|rows| !rows.is_empty()) {
+            if rows.start < end {
+                // Not in order, so that they must be sorted first, or not apart.
+                let mut claimed: Vec<_> = self.batch.iter().map(|entry| entry.rows.clone()).collect();
+                claimed.retain(|rows| !rows.is_empty());
+                claimed.sort_by_key(|rows| rows.start);
+                let both = claimed.windows(2).find(|pair| pair[0].end > pair[1].start);
+                return both.map_or(Ok(()), |pair| twice(pair[1].start));
+            }
+            end = rows.end;
+        }
+        Ok(())
     }
 
     fn check_views(&self) -> Result<()> {

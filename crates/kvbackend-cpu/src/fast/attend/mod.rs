@@ -26,16 +26,16 @@ use std::cell::RefCell;
 
 use kvcore::kernels::{Attend, AttendMla};
 use kvcore::{Result, TensorView};
+use smallvec::SmallVec;
 
 use self::finish::Finish;
 use self::part::{Compute, Inputs, Part, Queries, Scratch};
 use self::plan::{Plan, Units};
 use self::source::Source;
 use super::Fast;
+use super::ends::with_ends;
 use super::rotate::Turn;
-use crate::memory::Access;
 use crate::raw::Target;
-use crate::reference;
 
 /// How states lie: largest logit, sum, values; a state per query.
 #[derive(Clone, Copy)]
@@ -75,6 +75,8 @@ struct Outputs<'a> {
 struct Kept {
     plan: Plan,
     shared: Vec<f32>,
+    /// Queries where results will lie.
+    copies: [Vec<u8>; 2],
 }
 
 thread_local! {
@@ -84,52 +86,41 @@ thread_local! {
 
 impl Fast {
     pub(crate) fn attend(&self, op: &Attend) -> Result<()> {
-        if in_one_storage(op, None) { reference::attend(op) } else { self.attend_rows(op, None) }
+        self.attend_rows(op, None)
     }
 
     pub(crate) fn attend_mla(&self, op: &AttendMla) -> Result<()> {
-        if in_one_storage(&op.attend, Some(&op.q_latent)) {
-            reference::attend_mla(op)
-        } else {
-            self.attend_rows(&op.attend, Some(&op.q_latent))
-        }
+        self.attend_rows(&op.attend, Some(&op.q_latent))
     }
 
     fn attend_rows(&self, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
         let s = op.arena.layout().shape();
         let units = Units::new(op.q.shape()[1], s.k_heads, s.v_heads);
-        let storage = |view: &'_ TensorView| view.storage().address();
-        let reads: smallvec::SmallVec<[_; 8]> = op
-            .arena
-            .storages()
-            .chain([Some(&op.q), latent].into_iter().flatten().map(TensorView::storage))
-            .collect();
-        let writes: smallvec::SmallVec<[_; 2]> =
-            [Some(&op.out), op.lse.as_ref()].into_iter().flatten().map(TensorView::storage).collect();
-        let mut access = Access::new(&reads, &writes)?;
-        let mut parts = access.parts();
-        let keys = Source::new(&op.arena.k_plane(), &mut parts)?;
-        let values = Source::new(&op.arena.v_plane(), &mut parts)?;
-        let q = parts.read(op.q.storage())?;
-        let latent = match latent {
-            Some(view) if storage(view) == storage(&op.q) => Some(Queries::new(view, q)),
-            Some(view) => Some(Queries::new(view, parts.read(view.storage())?)),
-            None => None,
-        };
-        let turn = op.rope.as_deref().map(Turn::of_checked).transpose()?;
-        let inputs = Inputs { op, units, keys, values, q: Queries::new(&op.q, q), latent, turn };
-        let out = (&op.out, Target::new(parts.write(op.out.storage())?));
-        let lse = match &op.lse {
-            Some(view) => Some((view, Target::new(parts.write(view.storage())?))),
-            None => None,
-        };
-        let outputs = Outputs { out, lse };
-        KEPT.with_borrow_mut(|kept| self.run_plan(&inputs, &outputs, kept));
-        Ok(())
+        let queries = [Some(&op.q), latent].into_iter().flatten();
+        let reads: SmallVec<[_; 8]> = op.arena.storages().chain(queries.map(TensorView::storage)).collect();
+        let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
+        let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
+        with_ends(&reads, &writes, |ends| {
+            KEPT.with_borrow_mut(|Kept { plan, shared, copies: [q, q_latent] }| {
+                let q = Queries::new(&op.q, &op.out, ends, q)?;
+                let latent = latent.map(|view| Queries::new(view, &op.out, ends, q_latent)).transpose()?;
+                let keys = Source::new(&op.arena.k_plane(), ends)?;
+                let values = Source::new(&op.arena.v_plane(), ends)?;
+                let turn = op.rope.as_deref().map(Turn::of_checked).transpose()?;
+                let outputs = Outputs {
+                    out: (&op.out, ends.target(op.out.storage())?),
+                    lse: match &op.lse {
+                        Some(view) => Some((view, ends.target(view.storage())?)),
+                        None => None,
+                    },
+                };
+                self.run_plan(&Inputs { op, units, keys, values, q, latent, turn }, &outputs, plan, shared);
+                Ok(())
+            })
+        })
     }
 
-    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, kept: &mut Kept) {
-        let Kept { plan, shared } = kept;
+    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, plan: &mut Plan, shared: &mut Vec<f32>) {
         plan.make(inputs.op, inputs.units, self.workers.count());
         if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
             plan.make(inputs.op, inputs.units, 1);
@@ -173,13 +164,4 @@ impl Fast {
             }
         }
     }
-}
-
-/// Whether results lie in a storage that is read, or both in one: then all must be computed before any is written.
-fn in_one_storage(op: &Attend, latent: Option<&TensorView>) -> bool {
-    let address = |view: &TensorView| view.storage().address();
-    let out = address(&op.out);
-    let lse = op.lse.as_ref().map(address);
-    let reads = [Some(&op.q), latent].into_iter().flatten().map(address);
-    lse == Some(out) || reads.into_iter().any(|read| read == out || Some(read) == lse)
 }

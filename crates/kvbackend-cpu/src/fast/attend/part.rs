@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, TensorView};
+use kvcore::{DType, KeyForm, Result, TensorView};
 
 use super::block::Meeting;
 use super::finish::Finish;
@@ -13,6 +13,7 @@ use super::products::{Ahead, Rows};
 use super::source::Source;
 use super::tile::{Form, Room, TILE, Tile, beside};
 use super::{Outputs, State};
+use crate::fast::ends::Ends;
 use crate::fast::rotate::{Turn, rotate};
 use crate::raw::{Origin, Target};
 use crate::reference::seen;
@@ -34,12 +35,30 @@ pub(super) struct Inputs<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Queries<'a> {
     view: &'a TensorView,
+    /// From the view's first element on.
     bytes: Origin<'a>,
 }
 
 impl<'a> Queries<'a> {
-    pub(super) fn new(view: &'a TensorView, bytes: &'a [u8]) -> Self {
-        Self { view, bytes: Origin::new(bytes) }
+    /// Queries that lie where results will are copied first.
+    pub(super) fn new<'b: 'a>(
+        view: &'a TensorView,
+        out: &TensorView,
+        ends: &Ends<'b>,
+        copy: &'a mut Vec<u8>,
+    ) -> Result<Self> {
+        let size = view.dtype().bits() / 8;
+        let last: usize =
+            view.shape().iter().zip(view.strides()).map(|(n, stride)| n.max(&1) * stride - stride).sum();
+        let len = if view.is_empty() { 0 } else { (last + 1) * size };
+        let bytes = ends.origin(view.storage())?.part(view.offset() * size, len);
+        if !view.overlaps(out)? {
+            return Ok(Self { view, bytes });
+        }
+        copy.clear();
+        // SAFETY: `part` has checked that they are inside, and nothing is written yet.
+        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
+        Ok(Self { view, bytes: Origin::new(copy) })
     }
 
     /// Elements of a row.
@@ -68,7 +87,7 @@ impl Task for Read<'_> {
         for unit in self.item.units.clone() {
             for row in self.item.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
-                    let at = (view.offset() + row * strides[0] + head * strides[1]) * size;
+                    let at = (row * strides[0] + head * strides[1]) * size;
                     // SAFETY: `at` checks the row, and there is room for `dim` elements of each query.
                     unsafe {
                         widen::<S>(view.dtype(), self.queries.bytes.at(at, dim * size), to, dim);

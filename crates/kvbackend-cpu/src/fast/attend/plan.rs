@@ -66,6 +66,8 @@ pub(super) struct Divided {
 pub(super) struct Plan {
     pub(super) items: Vec<Item>,
     pub(super) divided: Vec<Divided>,
+    /// Items that are being divided; memory that is kept.
+    whole: Vec<Item>,
     /// Elements of the shared buffer.
     pub(super) shared: usize,
     /// Products of a query with a key or a weight with a value, counted in bytes of the cache.
@@ -110,7 +112,8 @@ impl Plan {
 
     /// Divides the tokens of each item into up to `parts` parts.
     fn divide(&mut self, op: &Attend, units: Units, parts: usize, state: usize) {
-        for item in std::mem::take(&mut self.items) {
+        std::mem::swap(&mut self.items, &mut self.whole);
+        for item in self.whole.drain(..) {
             let parts = parts.min(item.tokens.len() / FEWEST_TOKENS).max(1);
             if parts == 1 {
                 self.items.push(item);

@@ -4,17 +4,16 @@ use kvcore::{DType, KvFormat, KvPlane, Result};
 
 use super::products::Rows;
 use crate::fast::codes::Decode;
+use crate::fast::ends::Ends;
 use crate::fast::share;
-use crate::memory::Parts;
-use crate::plane::{self, RowAt, Span};
+use crate::plane::{RowAt, Span};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
 /// One plane of an arena, to read.
 pub(super) struct Source<'a> {
-    rows: plane::Rows<'a>,
-    codes: Origin<'a>,
-    span: Span,
+    codes: (Span, Origin<'a>),
+    scales: Option<(Span, Origin<'a>)>,
     format: KvFormat,
     /// The element type of a dense plane.
     pub(super) dense: Option<DType>,
@@ -26,22 +25,20 @@ pub(super) struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    pub(super) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let rows = plane::Rows::new(plane, parts)?;
+    pub(super) fn new<'b: 'a>(plane: &KvPlane, ends: &Ends<'b>) -> Result<Self> {
+        let codes = (Span::codes(plane), ends.origin(plane.storage)?);
+        let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
         let dense = match plane.format {
             KvFormat::Dense(dtype) => Some(dtype),
             _ => None,
         };
-        let (codes, span) = (Origin::new(rows.codes()), Span::codes(plane));
-        let head_bytes = span.head_bytes();
         Ok(Self {
-            rows,
             codes,
-            span,
+            scales: Span::scales(plane).zip(scales),
             format: plane.format,
             dense,
             dim: plane.dim,
-            head_bytes,
+            head_bytes: codes.0.head_bytes(),
             heads: plane.heads,
         })
     }
@@ -50,10 +47,10 @@ impl<'a> Source<'a> {
     /// lie inside.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
         let head = (self.heads - 1) * self.head_bytes;
-        let step = self.span.token_bytes();
-        let start = self.span.bytes(first).start;
+        let step = self.codes.0.token_bytes();
+        let start = self.codes.0.bytes(first).start;
         let all = (to.len().max(1) - 1) * step + head + self.row_bytes();
-        let start = self.codes.at(start, all);
+        let start = self.codes.1.at(start, all);
         for (t, row) in to.iter_mut().enumerate() {
             *row = start.wrapping_add(t * step);
         }
@@ -78,7 +75,7 @@ impl<'a> Source<'a> {
 
     /// Bytes of a row.
     pub(super) fn row_bytes(&self) -> usize {
-        self.span.row_bytes()
+        self.codes.0.row_bytes()
     }
 
     /// A row as f32.
@@ -87,8 +84,11 @@ impl<'a> Source<'a> {
     /// There is room for a row.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
-        let (codes, scales) = self.rows.row(at);
-        let (codes, scales) = (codes.as_ptr(), scales.as_ptr());
+        let place = |(span, origin): &(Span, Origin<'a>)| {
+            let bytes = span.bytes(at);
+            origin.at(bytes.start, bytes.end - bytes.start)
+        };
+        let (codes, scales) = (place(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), place));
         // SAFETY: the caller's; the layout has whole groups.
         unsafe { S::call(Decode { format: self.format, codes, scales, to, dim: self.dim }) }
     }
