@@ -13,33 +13,33 @@ pub(crate) trait Element: Pod + Send + Sync {
 }
 
 impl Element for f32 {
-    #[inline(always)]
+    #[inline]
     fn to_f32(self) -> f32 {
         self
     }
-    #[inline(always)]
+    #[inline]
     fn from_f32(x: f32) -> Self {
         x
     }
 }
 
 impl Element for f16 {
-    #[inline(always)]
+    #[inline]
     fn to_f32(self) -> f32 {
         Self::to_f32(self)
     }
-    #[inline(always)]
+    #[inline]
     fn from_f32(x: f32) -> Self {
         Self::from_f32(x)
     }
 }
 
 impl Element for bf16 {
-    #[inline(always)]
+    #[inline]
     fn to_f32(self) -> f32 {
         Self::to_f32(self)
     }
-    #[inline(always)]
+    #[inline]
     fn from_f32(x: f32) -> Self {
         Self::from_f32(x)
     }

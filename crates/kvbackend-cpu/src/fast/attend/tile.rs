@@ -156,7 +156,7 @@ impl Inputs<'_> {
         // SAFETY: the caller's.
         unsafe {
             self.widen_keys::<S>(tile, heads.0, room);
-            self.widen_values::<S>(tile, heads.1, room)
+            self.widen_values::<S>(tile, heads.1, room);
         }
     }
 
