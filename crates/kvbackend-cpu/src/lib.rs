@@ -32,6 +32,7 @@ mod element;
 mod fast;
 mod kernels;
 mod memory;
+mod movement;
 mod options;
 mod plane;
 mod raw;

@@ -4,24 +4,15 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use kvcore::kernels::{Gather, Scatter};
-use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
+use kvcore::{DType, KvFormat, Result};
 
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
 use super::{Fast, lanes, share};
 use crate::memory::Access;
-use crate::plane::RowAt;
+use crate::movement::Movement;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, narrow};
-
-/// One plane of one layer, the rows that go there or come from there, and their slots.
-pub(super) struct Movement<'a> {
-    plane: KvPlane<'a>,
-    rows: &'a TensorView,
-    layer: usize,
-    block_size: usize,
-    slots: &'a [i64],
-}
 
 /// How rows lie on both sides, as pieces of equal size.
 #[derive(Clone, Copy)]
@@ -32,17 +23,7 @@ struct Cut {
     elements: usize,
 }
 
-impl<'a> Movement<'a> {
-    pub(super) fn new(
-        arena: &KvArena,
-        plane: KvPlane<'a>,
-        rows: &'a TensorView,
-        layer: usize,
-        slots: &'a [i64],
-    ) -> Self {
-        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
-    }
-
+impl Movement<'_> {
     /// Heads that lie beside each other on both sides are one piece.
     fn cut(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
@@ -70,13 +51,6 @@ impl<'a> Movement<'a> {
             let row = first + row * row_strides[0];
             (0..cut.pieces).map(move |head| (row + head * row_strides[1], at + head * strides.head))
         })
-    }
-
-    /// Rows, and where head 0 of their slots lies. Padding is skipped.
-    pub(super) fn tokens(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, RowAt)> {
-        let (layer, block_size) = (self.layer, self.block_size);
-        let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);
-        slots.map(move |(&slot, row)| (row, RowAt::slot(layer, slot as usize, block_size)))
     }
 
     pub(super) fn bytes(&self) -> usize {

@@ -1,39 +1,20 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
 use kvcore::kernels::{Gather, Rotation, Scatter};
-use kvcore::{DType, KvArena, KvFormat, KvPlane, Result, TensorView};
+use kvcore::{DType, KvFormat, Result};
 
 use super::{Rotator, locks};
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
+use crate::movement::Movement;
 use crate::plane::{RowAt, Rows, RowsMut};
 
-/// Slots of one layer of an arena, and one plane with the rows that go there or come from there.
-struct Movement<'a> {
-    plane: KvPlane<'a>,
-    rows: &'a TensorView,
-    layer: usize,
-    block_size: usize,
-    slots: &'a [i64],
-}
-
-impl<'a> Movement<'a> {
-    fn new(
-        arena: &KvArena,
-        plane: KvPlane<'a>,
-        rows: &'a TensorView,
-        layer: usize,
-        slots: &'a [i64],
-    ) -> Self {
-        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
-    }
-
+impl Movement<'_> {
     /// Calls `work` with the first element of each head's row and with its place in the plane. Slots
     /// that are padding are skipped.
     fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
         let strides = self.rows.strides();
-        for (row, &slot) in self.slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
-            let at = RowAt::slot(self.layer, slot as usize, self.block_size);
+        for (row, at) in self.tokens(0..self.slots.len()) {
             for head in 0..self.plane.heads {
                 work(self.rows.offset() + row * strides[0] + head * strides[1], at.head(head))?;
             }

@@ -30,44 +30,11 @@ impl Simd for Avx2 {
     const ROWS: usize = 4;
     const STREAMS: bool = true;
 
+    intrinsics! { splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, mul_add: _mm256_fmadd_ps, max: _mm256_max_ps, min: _mm256_min_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps }
+
     #[inline(always)]
     unsafe fn call<T: Task>(task: T) -> T::Output {
         unsafe { with_avx2(task) }
-    }
-
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m256 {
-        unsafe { _mm256_set1_ps(x) }
-    }
-
-    #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    unsafe fn max(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn min(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_min_ps(a, b) }
     }
 
     #[inline(always)]
@@ -152,16 +119,6 @@ impl Simd for Avx2 {
             let (low, high) = (_mm256_unpacklo_ps(x, x), _mm256_unpackhi_ps(x, x));
             _mm256_insertf128_ps::<1>(low, _mm256_castps256_ps128(high))
         }
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> __m256 {
-        unsafe { _mm256_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(to: *mut f32, a: __m256) {
-        unsafe { _mm256_storeu_ps(to, a) }
     }
 
     #[inline(always)]

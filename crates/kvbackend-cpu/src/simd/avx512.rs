@@ -53,44 +53,11 @@ impl Simd for Avx512 {
     const ROWS: usize = 8;
     const STREAMS: bool = true;
 
+    intrinsics! { splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, mul_add: _mm512_fmadd_ps, max: _mm512_max_ps, min: _mm512_min_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps }
+
     #[inline(always)]
     unsafe fn call<T: Task>(task: T) -> T::Output {
         unsafe { with_avx512(task) }
-    }
-
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m512 {
-        unsafe { _mm512_set1_ps(x) }
-    }
-
-    #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    unsafe fn max(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn min(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
     }
 
     #[inline(always)]
@@ -173,16 +140,6 @@ impl Simd for Avx512 {
             let twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
             _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(from)))
         }
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> __m512 {
-        unsafe { _mm512_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(to: *mut f32, a: __m512) {
-        unsafe { _mm512_storeu_ps(to, a) }
     }
 
     #[inline(always)]

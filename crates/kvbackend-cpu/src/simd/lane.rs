@@ -37,33 +37,29 @@ impl Lane for f32 {
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for bf16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
-        unsafe { S::load_bf16(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
-        unsafe { S::store_bf16(to.cast(), a) }
-    }
-    #[inline(always)]
-    unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
-        unsafe { S::store_bf16_twice(to.cast(), a, b) }
-    }
+/// Elements of two bytes, by functions of [`Simd`].
+macro_rules! half {
+    ($element:ty, $load:ident, $store:ident, $store_twice:ident) => {
+        #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+        impl Lane for $element {
+            #[inline(always)]
+            unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+                unsafe { S::$load(from.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
+                unsafe { S::$store(to.cast(), a) }
+            }
+            #[inline(always)]
+            unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
+                unsafe { S::$store_twice(to.cast(), a, b) }
+            }
+        }
+    };
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for f16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
-        unsafe { S::load_f16(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(to: *mut Self, a: S::V) {
-        unsafe { S::store_f16(to.cast(), a) }
-    }
-}
+half!(bf16, load_bf16, store_bf16, store_bf16_twice);
+half!(f16, load_f16, store_f16, store_f16_twice);
 
 /// `n` elements of a float type as f32.
 ///

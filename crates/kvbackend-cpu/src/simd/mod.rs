@@ -6,6 +6,47 @@
 //! large, or used in many places, is a task of its own, called by [`Simd::call`]: one function for all places,
 //! or compile time grows with every way through them.
 
+/// Functions of [`Simd`] that are an intrinsic each.
+#[cfg(target_arch = "x86_64")]
+macro_rules! intrinsics {
+    (splat: $splat:ident, $($name:ident: $intrinsic:ident),* $(,)?) => {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self::V {
+            unsafe { $splat(x) }
+        }
+        $(intrinsic! { $name: $intrinsic })*
+    };
+}
+
+/// One of them, by its name.
+#[cfg(target_arch = "x86_64")]
+macro_rules! intrinsic {
+    (load: $intrinsic:ident) => {
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self::V {
+            unsafe { $intrinsic(from) }
+        }
+    };
+    (store: $intrinsic:ident) => {
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, a: Self::V) {
+            unsafe { $intrinsic(to, a) }
+        }
+    };
+    (mul_add: $intrinsic:ident) => {
+        #[inline(always)]
+        unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+            unsafe { $intrinsic(a, b, c) }
+        }
+    };
+    ($name:ident: $intrinsic:ident) => {
+        #[inline(always)]
+        unsafe fn $name(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { $intrinsic(a, b) }
+        }
+    };
+}
+
 mod lane;
 mod level;
 mod math;
@@ -84,6 +125,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
     unsafe fn load_f16(from: *const u16) -> Self::V;
     unsafe fn store_f16(to: *mut u16, a: Self::V);
+    /// Two vectors, one after the other.
+    #[inline(always)]
+    unsafe fn store_f16_twice(to: *mut u16, a: Self::V, b: Self::V) {
+        // SAFETY: the caller's.
+        unsafe {
+            Self::store_f16(to, a);
+            Self::store_f16(to.add(Self::LANES), b);
+        }
+    }
     unsafe fn load_i8(from: *const i8) -> Self::V;
     /// Copies 64 bytes past the caches; `to` is aligned to 64.
     unsafe fn stream_line(to: *mut u8, from: *const u8);

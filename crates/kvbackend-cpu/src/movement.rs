@@ -1,0 +1,35 @@
+//! Rows that go to the slots of one layer, or come from there.
+
+use std::ops::Range;
+
+use kvcore::{KvArena, KvPlane, TensorView};
+
+use crate::plane::RowAt;
+
+/// One plane of one layer, the rows that go there or come from there, and their slots.
+pub(crate) struct Movement<'a> {
+    pub(crate) plane: KvPlane<'a>,
+    pub(crate) rows: &'a TensorView,
+    pub(crate) layer: usize,
+    pub(crate) block_size: usize,
+    pub(crate) slots: &'a [i64],
+}
+
+impl<'a> Movement<'a> {
+    pub(crate) fn new(
+        arena: &KvArena,
+        plane: KvPlane<'a>,
+        rows: &'a TensorView,
+        layer: usize,
+        slots: &'a [i64],
+    ) -> Self {
+        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
+    }
+
+    /// Some of the rows, and where head 0 of their slots lies. Padding is skipped.
+    pub(crate) fn tokens(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, RowAt)> {
+        let (layer, block_size) = (self.layer, self.block_size);
+        let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);
+        slots.map(move |(&slot, row)| (row, RowAt::slot(layer, slot as usize, block_size)))
+    }
+}
