@@ -2,20 +2,24 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::run::{Result, cargo, cargo_command, has_tool, root, run};
 
 /// Longest source file.
 const MAX_LINES: usize = 600;
 
+/// Workspaces of their own, with lock files of their own.
+const BENCHES: [&str; 2] = ["benches/block-pool/Cargo.toml", "benches/instructions/Cargo.toml"];
+
 /// One check.
 type Step = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, Step); 8] = [
+    let steps: [(&str, Step); 9] = [
         ("formatting", formatting),
+        ("lock files", lock_files),
         ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
         ("docs", docs),
         ("feature combinations", features),
@@ -42,9 +46,16 @@ pub(crate) fn check() -> Result {
 
 fn formatting() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
-    ["benches/block-pool/Cargo.toml", "benches/instructions/Cargo.toml"]
-        .iter()
-        .try_for_each(|manifest| cargo(&["fmt", "--all", "--check", "--manifest-path", manifest]))
+    BENCHES.iter().try_for_each(|manifest| cargo(&["fmt", "--all", "--check", "--manifest-path", manifest]))
+}
+
+/// A dependency that a crate gained stands in every lock file.
+fn lock_files() -> Result {
+    BENCHES.iter().try_for_each(|manifest| {
+        let mut command =
+            cargo_command(&["metadata", "--locked", "--format-version", "1", "--manifest-path", manifest]);
+        run(command.stdout(Stdio::null()), &format!("cargo metadata --locked for {manifest}"))
+    })
 }
 
 fn docs() -> Result {
