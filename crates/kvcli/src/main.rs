@@ -10,6 +10,7 @@ mod embedded;
 mod error;
 mod eval;
 mod load;
+mod memory;
 mod plot;
 mod progress;
 mod report;

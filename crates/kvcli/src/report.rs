@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
-use kvcore::{PoolCounts, ProfileReport, Profiler};
-use kvmodel::{CacheReport, FinishReason, Generation};
+use kvcore::{PoolCounts, ProfileReport};
+use kvmodel::{CacheReport, Engine, FinishReason, Generation};
 use serde::Serialize;
+
+use crate::memory::MemoryJson;
 
 /// An answer as JSON.
 #[derive(Serialize)]
@@ -24,6 +26,7 @@ pub(crate) struct AnswerJson<'a> {
     cell: ReuseCell,
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
+    memory: MemoryJson,
     #[serde(skip_serializing_if = "Option::is_none")]
     sleep: Option<SleepJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,10 +94,10 @@ pub(crate) fn answer_json<'a>(
     text: String,
     generation: &'a Generation,
     cell: ReuseCell,
-    caches: &CacheReport,
-    profiler: &Profiler,
+    engine: &Engine,
     sleep: Option<SleepJson>,
 ) -> AnswerJson<'a> {
+    let (caches, profiler) = (engine.report(), engine.profiler());
     let all = [caches.main, caches.chunks].into_iter().flatten().sum();
     AnswerJson {
         text,
@@ -108,7 +111,8 @@ pub(crate) fn answer_json<'a>(
         total_ms: ms(generation.total),
         cell,
         chunks: &generation.chunks,
-        blocks: BlocksJson { all, pools: *caches },
+        blocks: BlocksJson { all, pools: caches },
+        memory: MemoryJson::of(engine),
         sleep,
         profile: profiler.is_enabled().then(|| profiler.report()),
     }

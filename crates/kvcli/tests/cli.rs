@@ -107,6 +107,13 @@ fn the_json_has_every_field_and_blocks_add_up() {
     assert_eq!(row["finish"], "stop");
     assert_eq!(row["chunks"][0]["tokens"], 8);
     assert!(row["ttft_ms"].as_f64().unwrap() > 0.0);
+    let memory = |part: &str| row["memory"][part].as_u64().unwrap();
+    assert!(memory("weight_bytes") > 312_704 * 4 - 1 && memory("kv_bytes") > 1 << 20);
+    if cfg!(target_os = "linux") {
+        // The program itself, its tokenizer and one prompt's activations take less than 64 MiB.
+        let known = memory("weight_bytes") + memory("kv_bytes");
+        assert!((known..known + (64 << 20)).contains(&memory("peak_bytes")), "{}", row["memory"]);
+    }
     let blocks = &row["blocks"];
     let sum: u64 =
         ["free", "mutable", "complete", "shared", "cached"].iter().map(|k| blocks[k].as_u64().unwrap()).sum();

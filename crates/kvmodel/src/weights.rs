@@ -16,6 +16,8 @@ use crate::error::{Error, Result};
 pub struct Weights {
     source: Source,
     digest: blake3::Hash,
+    /// Bytes of what has been taken, as it is held.
+    held: usize,
 }
 
 #[derive(Debug)]
@@ -59,24 +61,39 @@ impl Weights {
             tensors.extend(parse(&bytes).map_err(named)?);
         }
         progress(done, total);
-        Ok(Self { source: Source::Files(tensors), digest: hasher.finalize() })
+        Ok(Self { source: Source::Files(tensors), digest: hasher.finalize(), held: 0 })
     }
 
     /// Reads the bytes of one safetensors file.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        Ok(Self { source: Source::Files(parse(bytes)?), digest: blake3::hash(bytes) })
+        Ok(Self { source: Source::Files(parse(bytes)?), digest: blake3::hash(bytes), held: 0 })
     }
 
     /// Random weights of every shape, for benchmarks: norms and biases near 1 and 0, projections
     /// that keep the size of what goes through them.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
-        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
+        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest, held: 0 }
     }
 
     /// Hash of all files: part of the model's identity in keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
+    }
+
+    /// Bytes of all tensors taken so far, as the model holds them.
+    pub(crate) fn held(&self) -> usize {
+        self.held
+    }
+
+    /// A copy in another format is held too.
+    pub(crate) fn hold(&mut self, bytes: usize) {
+        self.held += bytes;
+    }
+
+    /// A tensor that was taken is held in another format.
+    pub(crate) fn held_as(&mut self, taken: &Tensor, bytes: usize) {
+        self.held = self.held + bytes - self::bytes(taken);
     }
 
     /// Takes the tensor `name`, which must have `shape`.
@@ -87,6 +104,7 @@ impl Weights {
         };
         let tensor = tensor.ok_or_else(|| Error::Weights(format!("{name} is missing")))?;
         if tensor.dims() == shape {
+            self.held += bytes(&tensor);
             Ok(tensor)
         } else {
             Err(Error::Weights(format!(
@@ -95,6 +113,11 @@ impl Weights {
             )))
         }
     }
+}
+
+/// Bytes of a tensor.
+pub(crate) fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
 fn random(rng: &mut StdRng, shape: &[usize]) -> Result<Tensor> {

@@ -8,6 +8,7 @@ use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Samplin
 
 use crate::args::RunArgs;
 use crate::error::{Error, Result};
+use crate::memory::MemoryJson;
 use crate::progress::Live;
 use crate::report::{SleepJson, answer_json, ms};
 use crate::{backend, load};
@@ -99,7 +100,7 @@ fn show(
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
         let text = codec.decode(&generation.tokens)?;
-        let json = answer_json(text, generation, cell(args), &report, engine.profiler(), sleep);
+        let json = answer_json(text, generation, cell(args), engine, sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
@@ -123,6 +124,7 @@ fn show(
         generation.tokens.len(),
         ms(generation.total),
     );
+    eprintln!("{}", MemoryJson::of(engine));
     if let Some(sleep) = sleep {
         eprintln!("{sleep}");
     }

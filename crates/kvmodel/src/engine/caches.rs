@@ -25,6 +25,8 @@ pub(super) enum Caches {
 pub struct CacheReport {
     /// Which cache it is.
     pub cache: CacheKind,
+    /// Bytes of the arena: keys and values of sequences and chunks, and scales of quantised ones.
+    pub kv_bytes: usize,
     /// Blocks of sequences and system prompts; a static cache has no pool.
     pub main: Option<PoolCounts>,
     /// Blocks of chunks.
@@ -136,6 +138,7 @@ impl Caches {
         };
         CacheReport {
             cache: self.sequences().kind(),
+            kv_bytes: self.sequences().arena().storages().map(|storage| storage.len()).sum(),
             main: self.sequences().as_paged().map(|main| main.pool().counts()),
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
             chunk_cache: chunks.map(ChunkCacheManager::metrics),

@@ -6,7 +6,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{Module, Tensor};
 
 use crate::error::Result;
-use crate::weights::Weights;
+use crate::weights::{Weights, bytes};
 
 /// How weights of projections are held while computing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
@@ -29,7 +29,7 @@ pub(crate) struct Linear {
 #[derive(Debug)]
 enum Matrix {
     Dense(Tensor),
-    Quantised(QMatMul),
+    Quantised { weight: QMatMul, bytes: usize },
 }
 
 impl Matrix {
@@ -37,9 +37,17 @@ impl Matrix {
         let width = weight.dim(1)?;
         if format == WeightFormat::Q8 && width.is_multiple_of(GgmlDType::Q8_0.block_size()) {
             let quantised = QTensor::quantize(weight, GgmlDType::Q8_0)?;
-            Ok(Self::Quantised(QMatMul::from_arc(Arc::new(quantised))?))
+            let bytes = quantised.storage_size_in_bytes();
+            Ok(Self::Quantised { weight: QMatMul::from_arc(Arc::new(quantised))?, bytes })
         } else {
             Ok(Self::Dense(weight.t()?))
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Dense(weight) => bytes(weight),
+            Self::Quantised { bytes, .. } => *bytes,
         }
     }
 }
@@ -59,13 +67,20 @@ impl Linear {
     ) -> Result<Self> {
         let weight = w.take(&format!("{name}.weight"), &[out, input])?;
         let bias = if bias { Some(w.take(&format!("{name}.bias"), &[out])?) } else { None };
-        Self::new(&weight, bias, format)
+        let linear = Self::new(&weight, bias, format)?;
+        w.held_as(&weight, linear.weight.bytes());
+        Ok(linear)
+    }
+
+    /// Bytes of the matrix.
+    pub(crate) fn bytes(&self) -> usize {
+        self.weight.bytes()
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &self.weight {
             Matrix::Dense(w) => x.matmul(w)?,
-            Matrix::Quantised(w) => w.forward(x)?,
+            Matrix::Quantised { weight, .. } => weight.forward(x)?,
         };
         Ok(match &self.bias {
             Some(bias) => y.broadcast_add(bias)?,

@@ -27,6 +27,7 @@ pub struct Model {
     head: Linear,
     ropes: RopeFamily,
     revision: [u8; 32],
+    weight_bytes: usize,
 }
 
 /// Told how a request advances. Both methods do nothing unless implemented; `()` is the observer
@@ -79,7 +80,20 @@ impl Model {
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
         let revision = revision(&config, w.digest(), format)?;
-        Ok(Self { embedding, layers, norm, head: Linear::new(&head, None, format)?, ropes, revision, config })
+        let linear = Linear::new(&head, None, format)?;
+        // A tied head in f32 is the embedding itself.
+        match (config.tied_head, format) {
+            (true, WeightFormat::F32) => {}
+            (true, WeightFormat::Q8) => w.hold(linear.bytes()),
+            (false, _) => w.held_as(&head, linear.bytes()),
+        }
+        let weight_bytes = w.held();
+        Ok(Self { embedding, layers, norm, head: linear, ropes, revision, weight_bytes, config })
+    }
+
+    /// Bytes of the weights as they are held.
+    pub fn weight_bytes(&self) -> usize {
+        self.weight_bytes
     }
 
     /// The configuration.

@@ -1,0 +1,42 @@
+//! What a run took of the machine's memory.
+
+use std::fmt;
+
+use kvmodel::Engine;
+use serde::Serialize;
+
+/// Bytes in memory at most, and what of them is the model and its cache.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(crate) struct MemoryJson {
+    /// The most that the process ever had in memory, where the system tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_bytes: Option<usize>,
+    weight_bytes: usize,
+    kv_bytes: usize,
+}
+
+impl MemoryJson {
+    pub(crate) fn of(engine: &Engine) -> Self {
+        let (weight_bytes, kv_bytes) = (engine.model().weight_bytes(), engine.report().kv_bytes);
+        Self { peak_bytes: peak(), weight_bytes, kv_bytes }
+    }
+}
+
+impl fmt::Display for MemoryJson {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+        write!(f, "{:.1} MiB of weights, {:.1} MiB for KV", mib(self.weight_bytes), mib(self.kv_bytes))?;
+        match self.peak_bytes {
+            Some(peak) => write!(f, "; {:.1} MiB in memory at most", mib(peak)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The largest resident size so far, as Linux counts it.
+fn peak() -> Option<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
