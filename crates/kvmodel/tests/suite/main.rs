@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod approximate;
+mod asking;
+mod blending;
 mod common;
 mod engine;
 mod exactness;
@@ -12,6 +14,7 @@ mod recompute;
 mod rope;
 mod rotated;
 mod rules;
+mod scaling;
 mod sleeping;
 mod tiny_rag;
 mod unrotated;

@@ -1,6 +1,8 @@
 //! The rotated copy: a prompt as one segment without an offset, for kernels that know no segments.
 
-use crate::common::{Golden, Lab, Setup, cell_name, distance, for_every_model, golden_name, reordered};
+use crate::common::{
+    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, reordered,
+};
 use kvbackend_cpu::Execution;
 use kvchunk::{Error, PositionPlan, PositionReindexer, ReuseCell, RotatedCopy};
 use kvcore::{DType, KeyForm, Logits, SequenceInput, SequenceStart};
@@ -83,10 +85,10 @@ for_every_model! {
         let (logits, _) = over_a_copy(name, Setup { format: dtype.into(), ..Setup::default() }, cell);
         let Some(logits) = logits else { return };
         let golden = Golden::load(name);
-        let own = golden.logits(&format!("error_{dtype}.{}", golden_name(cell)))[0];
+        let own = golden.own_error(&format!("{dtype}_copied"), cell);
         let gap = distance(&logits, &golden.logits(golden_name(cell)));
         println!("| {name} | {}, rotated copy | {dtype} | all chunks hit | {gap:.1e} | {own:.1e} |", cell_name(cell));
-        assert!(own > 1e-6 && gap <= 3.0 * own, "{gap} against {own}");
+        assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 }
 
