@@ -17,9 +17,9 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
                                             the two-phase result must NOT equal
     overlapped_full                         logits of the question, every token seeing all before it, at overlapped
                                             positions
-    error_f16.NAME, error_bf16.NAME         the reference's own error: of each row of the question, the largest
+    error_f16.NAME, error_int8:4.NAME, …    the reference's own error: of each row of the question, the largest
                                             difference of logits in each of these when transformers caches keys and
-                                            values in that element type. A key is rounded once, where a cache of chunks
+                                            values in that format. A key is rounded once, where a cache of chunks
                                             stores it: what is computed alone at positions from 0 on, what is computed
                                             with the system prompt right after it. `absolute_alone` is sequential_alone
                                             with keys rounded where they are used
@@ -66,7 +66,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from blending import Blended, chosen
-from rounding import Rounded, before_rotation
+from rounding import FORMATS, Rounded, before_rotation
 from scaled_attention import scaled
 
 BASE = dict(
@@ -254,16 +254,18 @@ def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
     return torch.cat((before, asked))
 
 
-def own_errors(name, model, parts, dtype, word, passes, exact, **how_rounded):
-    """Of each row of the question: how far its logits are off when `dtype` is what is cached."""
+def own_errors(name, model, parts, rounded, word, passes, exact, **how_rounded):
+    """Of each row of the question: how far its logits are off when what is cached is `rounded`."""
     flat, asked = [t for p in parts for t in p], -len(parts[-1])
-    cache = lambda **more: Rounded(dtype, latent=name.startswith("deepseek"), **how_rounded, **more)
-    error = lambda rounded, exact: (rounded - exact)[asked:].abs().amax(dim=-1)
+    interleaved = getattr(model.config, "rope_interleave", False)
+    cache = lambda **more: Rounded(
+        rounded, latent=name.startswith("deepseek"), interleaved=interleaved, **how_rounded, **more)
+    error = lambda got, exact: (got - exact)[asked:].abs().amax(dim=-1)
     out = {}
     for what, how in passes.items():
         model.model.rotary_emb = rotary_of(name, model.config)
-        rounded = logits(model, flat, *how, cache=cache())
-        out[f"{word}.{'absolute_alone' if what == 'sequential_alone' else what}"] = error(rounded, exact[what])
+        got = logits(model, flat, *how, cache=cache())
+        out[f"{word}.{'absolute_alone' if what == 'sequential_alone' else what}"] = error(got, exact[what])
     for what, overlapped in (("overlapped_alone", True), ("sequential_alone", False)):
         out[f"{word}.{what}"] = error(two_phase(name, model, parts, cache(), overlapped, False), exact[what])
     for what, (overlapped, with_system) in CELLS.items():
@@ -273,10 +275,10 @@ def own_errors(name, model, parts, dtype, word, passes, exact, **how_rounded):
         delta = torch.tensor([s - u for s, u in zip(stored, used)], dtype=torch.float64)
         there = lambda keys, layer, back: move(keys, -delta if back else delta, frequencies(name, rotary, layer))
         causal = torch.tril(torch.ones(len(flat), len(flat), dtype=torch.bool))
-        rounded = logits(model, flat, used, causal, cache=cache(stored=there))
-        out[f"{word}.full.{what}"] = error(rounded, exact["overlapped_full" if overlapped else "full"])
-    rounded = two_phase(name, model, parts, cache())
-    out[f"{word}.sequential_with_system_two_phase"] = error(rounded, exact["two_phase"])
+        got = logits(model, flat, used, causal, cache=cache(stored=there))
+        out[f"{word}.full.{what}"] = error(got, exact["overlapped_full" if overlapped else "full"])
+    got = two_phase(name, model, parts, cache())
+    out[f"{word}.sequential_with_system_two_phase"] = error(got, exact["two_phase"])
     return out
 
 
@@ -389,13 +391,14 @@ def main():
         for cell, overlapped in (("overlapped_alone", True), ("sequential_alone", False)):
             moved = two_phase(name, model, parts, DynamicCache(), overlapped, False)[asked:]
             assert torch.allclose(moved, golden[cell], atol=1e-5), "what sees itself alone may be moved"
-        for word, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
-            exact = {**single, "two_phase": phases}
-            errors = lambda word, **how: own_errors(name, model, parts, dtype, f"error_{word}", passes, exact, **how)
+        exact = {**single, "two_phase": phases}
+        for word, rounded in FORMATS.items():
+            errors = lambda word, **how: own_errors(name, model, parts, rounded, f"error_{word}", passes, exact, **how)
             golden.update(errors(word))
-            golden.update(errors(f"{word}_copied", copied=True))
-            with before_rotation(model, dtype):
-                golden.update(errors(f"{word}_unrotated", unrotated=True))
+            if word in ("f16", "bf16"):
+                golden.update(errors(f"{word}_copied", copied=True))
+                with before_rotation(model, rounded):
+                    golden.update(errors(f"{word}_unrotated", unrotated=True))
         documents = torch.zeros(len(flat), dtype=torch.bool)
         documents[len(parts[0]):asked] = True
         golden["scaling"] = torch.tensor(SCALING)

@@ -88,7 +88,7 @@ impl Golden {
         data.chunks_exact(4).map(|b| of(b.try_into().expect("four bytes"))).collect()
     }
 
-    /// Errors of transformers with a cache of this type (`f16`, `bf16_unrotated`, …) under the mask of `name`: of each
+    /// Errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …) under the mask of `name`: of each
     /// row of the question the largest difference of its logits.
     pub(crate) fn own_errors(&self, cache: &str, name: &str) -> Vec<f32> {
         let errors = self.logits(&format!("error_{cache}.{name}"));
@@ -319,8 +319,8 @@ impl Lab {
     }
 }
 
-/// Errors of half precision are at most so many times those of transformers that rounds the same numbers: a sum in
-/// another order puts single ones on the other side of a rounding.
+/// Errors of a format are at most so many times those of transformers that rounds the same numbers: a sum in another
+/// order puts single ones on the other side of a rounding.
 pub(crate) const OWN_ERRORS: f32 = 1.5;
 
 /// The largest difference of two lists of numbers.
@@ -328,17 +328,6 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     // What is not a number is further than anything.
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
-}
-
-/// Asserts of answers that round the same numbers, in batches of different shapes, that they are equal to `limit`.
-/// Each comes with its difference and with what rounding costs against f32.
-///
-/// A number on the edge of a rounding may fall to either side then. That moves the answer by less than rounding all
-/// numbers does, and seldom: at least half of the answers are equal, whatever the processor.
-pub(crate) fn assert_rounded_alike(answers: &[(f32, f32)], limit: f32) {
-    let alike = answers.iter().filter(|(gap, _)| *gap < limit).count();
-    assert!(2 * alike >= answers.len(), "{answers:?}");
-    assert!(answers.iter().all(|(gap, rounding)| gap < rounding), "{answers:?}");
 }
 
 /// The same parts with chunks in another order and another question of the same length.
