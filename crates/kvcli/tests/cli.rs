@@ -373,6 +373,11 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--floor=-1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stdout).contains("NOT fit"));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("what does not hold: 2 local questions") && !said.contains("recomputing"),
+        "{said}"
+    );
     std::fs::write(file, "{").unwrap();
     fails(&["eval", "--dataset", file], 1, "line 1");
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
