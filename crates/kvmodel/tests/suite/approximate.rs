@@ -40,7 +40,7 @@ for_every_model! {
                 assert_eq!(lab.chunks.metrics().approximate_hits, 0);
                 let (expected, own) = (golden.logits(golden_name(cell)), golden.own_error(format, cell));
                 let gap = distance(&hit.logits, &expected);
-                println!("| {name} | {} | {format} | all chunks hit | {gap:.1e} | {own:.1e} |", cell_name(cell));
+                println!("| {name} | {} | {format} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
                 for gap in [gap, distance(&anew, &expected)] {
                     assert!(gap <= OWN_ERRORS * own, "{format}, {cell:?}: {gap} against {own}");
                 }
@@ -86,7 +86,7 @@ for_every_model! {
             assert_eq!(counted, if approximate { run.reports.len() as u64 } else { 0 });
             let gap = distance(&run.logits, &expected);
             if approximate {
-                println!("| {name} | {} | f32 | another system prompt | {gap:.1e} |", cell_name(cell));
+                println!("| {name} | {} | f32 | another system prompt | {gap:.3e} |", cell_name(cell));
             }
             // At its place in the prompt, the chunk in the question's window is further from the system prompt than a
             // window of Mistral's is wide.
@@ -127,7 +127,7 @@ for_every_model! {
         }
         let errors = FORMATS.map(|format| {
             let gap = distance(&woken(SleepForm::Quantised(format.parse().unwrap())).1, &expected);
-            println!("| {name} | {} | f32 | slept in {format} | {gap:.1e} |", cell_name(cell));
+            println!("| {name} | {} | f32 | slept in {format} | {gap:.3e} |", cell_name(cell));
             gap
         });
         assert_eight_bits_are_finest(errors);

@@ -90,7 +90,7 @@ fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
         for (logits, what) in got.logits.iter().zip(["blend", "blend_next"]) {
             let expected = golden.logits(&of(what));
             let gap = distance(logits, last(&expected, vocabulary));
-            println!("| {name} | {}@{layer} | f32 | {what} | {gap:.1e} |", golden_name(cell));
+            println!("| {name} | {}@{layer} | f32 | {what} | {gap:.3e} |", golden_name(cell));
             assert!(gap < 1e-4, "round {round}, {what}: {gap}");
         }
         assert_eq!(got.logits.len(), 2);

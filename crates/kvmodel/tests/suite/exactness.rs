@@ -15,7 +15,7 @@ for_every_model! {
         let golden = Golden::load(name);
         let mut lab = Lab::new(name, Setup::default());
         let gap = distance(&lab.plain(&golden.prompt.flatten()), &golden.logits("full"));
-        println!("| {name} | full attention | f32 | | {gap:.1e} |");
+        println!("| {name} | full attention | f32 | | {gap:.3e} |");
         assert!(gap < 1e-4, "{gap}");
         lab.assert_nothing_held();
     }
@@ -54,7 +54,7 @@ for_every_model! {
             [("without reuse", &uncached.logits), ("nothing cached", &cold.logits), ("all chunks hit", &hit)]
         {
             let gap = distance(logits, &expected);
-            println!("| {name} | {} | f32 | {what} | {gap:.1e} |", cell_name(cell));
+            println!("| {name} | {} | f32 | {what} | {gap:.3e} |", cell_name(cell));
             assert!(gap < 1e-4, "{what}: {gap}");
         }
         drop(uncached);
@@ -69,7 +69,7 @@ for_every_model! {
         let golden = Golden::load(name);
         let hit = all_hit(&mut Lab::new(name, Setup::default()), &golden, ReuseCell::ALL[3]);
         let single = distance(&hit, &golden.logits("sequential_with_system_single"));
-        println!("| {name} | {} | f32 | against one pass | {single:.1e} |", cell_name(ReuseCell::ALL[3]));
+        println!("| {name} | {} | f32 | against one pass | {single:.3e} |", cell_name(ReuseCell::ALL[3]));
         assert!(single > 1e-2, "{single}");
     }
 }
@@ -87,7 +87,7 @@ for_every_model! {
         let own = golden.own_error(&dtype.to_string(), cell);
         let mut lab = Lab::new(name, Setup { format: dtype.into(), ..Setup::default() });
         let gap = distance(&all_hit(&mut lab, &golden, cell), &golden.logits(golden_name(cell)));
-        println!("| {name} | {} | {dtype} | all chunks hit | {gap:.1e} | {own:.1e} |", cell_name(cell));
+        println!("| {name} | {} | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 }

@@ -69,7 +69,7 @@ for_every_model! {
         assert_eq!(logits.is_some(), in_a_row || !has_windows(name));
         let Some(logits) = logits else { return };
         let gap = distance(&logits, &Golden::load(name).logits(golden_name(cell)));
-        println!("| {name} | {}, rotated copy | f32 | all chunks hit | {gap:.1e} |", cell_name(cell));
+        println!("| {name} | {}, rotated copy | f32 | all chunks hit | {gap:.3e} |", cell_name(cell));
         assert!(gap < 1e-4, "{gap}");
     }
 }
@@ -87,7 +87,7 @@ for_every_model! {
         let golden = Golden::load(name);
         let own = golden.own_error(&format!("{dtype}_copied"), cell);
         let gap = distance(&logits, &golden.logits(golden_name(cell)));
-        println!("| {name} | {}, rotated copy | {dtype} | all chunks hit | {gap:.1e} | {own:.1e} |", cell_name(cell));
+        println!("| {name} | {}, rotated copy | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 }

@@ -47,7 +47,7 @@ for_every_model! {
         let hit = lab.run(&golden.prompt, cell, true);
         assert!(hit.reports.iter().all(|report| report.hit));
         let gap = distance(&hit.logits, &golden.logits(golden_name(cell)));
-        println!("| {name} | {}, unrotated keys | {dtype} | all chunks hit | {gap:.1e} | {own:.1e} |", cell_name(cell));
+        println!("| {name} | {}, unrotated keys | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 }
