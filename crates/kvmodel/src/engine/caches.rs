@@ -22,7 +22,7 @@ pub(super) enum Caches {
         chunks: ChunkCacheManager,
         sleep: Option<Arc<ArenaSleep>>,
         /// Of an engine whose pools can sleep.
-        mode: Option<SleepMode>,
+        mode: Option<Box<SleepMode>>,
     },
     Static(StaticKvCache),
 }
@@ -89,7 +89,7 @@ impl Caches {
         let (layout, kind) = (Arc::new(layout), MemoryKind::Device);
         let (arena, mode) = if config.enable_sleep_mode {
             let reserved = ReservedArena::create(Arc::clone(backend), kind, layout)?;
-            (reserved.arena().clone(), Some(SleepMode::new(reserved)))
+            (reserved.arena().clone(), Some(Box::new(SleepMode::new(reserved))))
         } else {
             (KvArena::allocate(backend.as_ref(), kind, layout)?, None)
         };
