@@ -86,8 +86,8 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
 fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result<()> {
     let mut table = table(header);
     let bound = |goal: &Goal| match goal.target {
-        Target::Above(limit) => format!("> {}", value(goal.unit, limit)),
-        Target::Below(limit) => format!("< {}", value(goal.unit, limit)),
+        Target::Above(limit) => format!("> {}", limit_in(goal.unit, limit)),
+        Target::Below(limit) => format!("< {}", limit_in(goal.unit, limit)),
     };
     let mut add = |what: &str, of: fn(&RagReport) -> &[Goal], words: [&str; 2]| {
         for (at, goal) in reports.first().map_or(&[][..], of).iter().enumerate() {
@@ -109,6 +109,11 @@ fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result
     add("alarm unless", |report| &report.alarms, [", ALARM", ""]);
     writeln!(out, "{table}")?;
     Ok(())
+}
+
+/// The bound of a goal, in few digits.
+fn limit_in(unit: &str, limit: f64) -> String {
+    if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
 }
 
 /// A number in the unit of a goal, for people.

@@ -75,8 +75,8 @@ for_every_model! {
 }
 
 for_every_model! {
-    /// The error of reuse against f32 is at most twice that of transformers with a cache of the same element
-    /// type under the same mask.
+    /// The error of reuse against f32 is that of transformers with a cache of the same element type under the same
+    /// mask.
     fn half_precision_adds_no_error_by_reuse(
         name: &str,
         #[values(DType::F16, DType::BF16)] dtype: DType,
