@@ -15,11 +15,24 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
                                             rotated to sequential ones, then the question
     sequential_with_system_single           the same mask in one pass at sequential positions, which
                                             the two-phase result must NOT equal
-    error_f16.NAME, error_bf16.NAME         the reference's own error: largest difference of all logits in each of
-                                            these when transformers caches keys and values in that element type. With
-                                            experts, of the question's logits: rounding changes the experts of some
-                                            chunk's row, which is far off then and is not compared. A moved key is
-                                            rounded once, where it is stored
+    overlapped_full                         logits of the question, every token seeing all before it, at overlapped
+                                            positions
+    error_f16.NAME, error_int8:4.NAME, …    the reference's own error: of each row of the question, the largest
+                                            difference of logits in each of these when transformers caches keys and
+                                            values in that format. A key is rounded once, where a cache of chunks
+                                            stores it: what is computed alone at positions from 0 on, what is computed
+                                            with the system prompt right after it. `absolute_alone` is sequential_alone
+                                            with keys rounded where they are used
+    error_f16.full.CELL, …                  the same of full attention at the cell's positions, when keys are rounded at
+                                            the positions where the cell stores chunks
+    error_f16_unrotated.NAME, …             the same with keys rounded before their rotation
+    error_f16_copied.NAME, …                the same with keys that move rounded a second time, after it
+    scaled.CELL                             logits of the question in the overlapped cells, which looks at documents
+                                            with a temperature and a scale, `scaling` (see scaled_attention.py)
+    blend.CELL.LAYER, blend_chosen.CELL.LAYER, blend_next.CELL.LAYER
+                                            of some models, recomputation by deviation at a layer (see blending.py):
+                                            logits of the question, the tokens that were computed anew, counted from the
+                                            first of the first chunk, and logits of the likeliest next token
 
 Masks are explicit. Under a sliding window `w` a row sees a key if `position − key position < w`, with the
 positions that the pass gives them: a chunk that is moved is seen where it is used, and its own rows, which
@@ -51,6 +64,10 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
+
+from blending import Blended, chosen
+from rounding import FORMATS, Rounded, before_rotation
+from scaled_attention import scaled
 
 BASE = dict(
     vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -99,10 +116,20 @@ MODELS = {
         **{**BASE, **DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True,
            "rope_interleave": False},
         rope_parameters=DEFAULT)),
+    # A check in the middle of a model has layers before and after it.
+    "llama-deep": (LlamaForCausalLM, LlamaConfig(**{**BASE, "num_hidden_layers": 4}, rope_parameters=DEFAULT)),
 }
+# Temperature and scale of the context, to the bit in every float.
+SCALING = (0.5, 0.75)
+# Layers at which a blend looks, of models whose frequencies no length changes; and the share that it computes anew.
+BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,)}
+SHARE = 0.4
 # Cells in one pass: whether positions overlap, whether chunks see the system prompt.
 SINGLE = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
               sequential_with_system_single=(False, True))
+# Cells whose chunks move, or might: the same two words.
+CELLS = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
+             sequential_with_system_two_phase=(False, True))
 # What config.json says where it is not what transformers runs.
 SAYS = {"llama-ntk": dict(rope_parameters=NTK), "qwen2-layers": dict(rope_parameters=BY_TYPE)}
 
@@ -152,18 +179,6 @@ def windows_of(config):
     return {None: window}
 
 
-class RoundedCache(DynamicCache):
-    """Keys and values as a cache of another element type gives them back."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def update(self, keys, values, *args, **rest):
-        rounded = (x.to(self.dtype).float() for x in (keys, values))
-        return super().update(*rounded, *args, **rest)
-
-
 def logits(model, tokens, positions, mask, key_positions=None, cache=None):
     """Logits `[n, vocab]`; `mask` is `[n, keys]`, true where a row sees a key if its layer's window allows."""
     q, k = torch.tensor(positions)[:, None], torch.tensor(key_positions or positions)[None]
@@ -210,22 +225,92 @@ def move(keys, delta, inv_freq):
     return torch.cat(((rotated * angle.cos() + rotate_half(rotated) * angle.sin()).float(), rest), dim=-1)
 
 
-def two_phase(name, model, parts, cache):
-    """Chunks at their stored positions, cached keys moved to sequential ones, then the question: logits of all."""
+def stored_positions(parts, with_system):
+    """Right after the system prompt, or from 0 on."""
+    return positions_of(parts, True) if with_system else [i for p in parts for i in range(len(p))]
+
+
+def frequencies(name, rotary, layer):
+    return (rotary.kinds[LAYER_TYPES[layer]] if name == "qwen2-layers" else rotary).inv_freq
+
+
+def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
+    """Chunks at their stored positions, cached keys moved to the used ones, then the question: logits of all."""
     flat = [t for p in parts for t in p]
     context = len(flat) - len(parts[-1])
-    stored, used = positions_of(parts, True), positions_of(parts, False)
-    rotary = model.model.rotary_emb = pinned(rotary_of(name, model.config), model.config, len(flat))
-    before = logits(model, flat[:context], stored[:context], mask_of(parts, True)[:context, :context], cache=cache)
+    used, stored = positions_of(parts, overlapped), stored_positions(parts, with_system)
+    rotary = model.model.rotary_emb = pinned(rotary_of(name, model.config), model.config, max(used) + 1)
+    mask = mask_of(parts, with_system)
+    before = logits(model, flat[:context], stored[:context], mask[:context, :context], cache=cache)
     delta = torch.tensor([u - s for s, u in zip(stored[:context], used[:context])], dtype=torch.float64)
+    after = getattr(cache, "moved", lambda keys: keys)
     for index, layer in enumerate(cache.layers):
-        inv_freq = (rotary.kinds[LAYER_TYPES[index]] if name == "qwen2-layers" else rotary).inv_freq
+        inv_freq = frequencies(name, rotary, index)
         if name.startswith("deepseek"):
-            layer.values = move(layer.values, delta, inv_freq)
+            layer.values = after(move(layer.values, delta, inv_freq))
         else:
-            layer.keys = move(layer.keys, delta, inv_freq)
-    asked = logits(model, parts[-1], used[context:], mask_of(parts, True)[context:], used, cache)
+            layer.keys = after(move(layer.keys, delta, inv_freq))
+    asked = logits(model, parts[-1], used[context:], mask[context:], used, cache)
     return torch.cat((before, asked))
+
+
+def own_errors(name, model, parts, rounded, word, passes, exact, **how_rounded):
+    """Of each row of the question: how far its logits are off when what is cached is `rounded`."""
+    flat, asked = [t for p in parts for t in p], -len(parts[-1])
+    interleaved = getattr(model.config, "rope_interleave", False)
+    cache = lambda **more: Rounded(
+        rounded, latent=name.startswith("deepseek"), interleaved=interleaved, **how_rounded, **more)
+    error = lambda got, exact: (got - exact)[asked:].abs().amax(dim=-1)
+    out = {}
+    for what, how in passes.items():
+        model.model.rotary_emb = rotary_of(name, model.config)
+        got = logits(model, flat, *how, cache=cache())
+        out[f"{word}.{'absolute_alone' if what == 'sequential_alone' else what}"] = error(got, exact[what])
+    for what, overlapped in (("overlapped_alone", True), ("sequential_alone", False)):
+        out[f"{word}.{what}"] = error(two_phase(name, model, parts, cache(), overlapped, False), exact[what])
+    for what, (overlapped, with_system) in CELLS.items():
+        used, stored = positions_of(parts, overlapped), stored_positions(parts, with_system)
+        stored[asked:] = used[asked:]
+        rotary = model.model.rotary_emb = pinned(rotary_of(name, model.config), model.config, max(used) + 1)
+        delta = torch.tensor([s - u for s, u in zip(stored, used)], dtype=torch.float64)
+        there = lambda keys, layer, back: move(keys, -delta if back else delta, frequencies(name, rotary, layer))
+        causal = torch.tril(torch.ones(len(flat), len(flat), dtype=torch.bool))
+        got = logits(model, flat, used, causal, cache=cache(stored=there))
+        out[f"{word}.full.{what}"] = error(got, exact["overlapped_full" if overlapped else "full"])
+    got = two_phase(name, model, parts, cache())
+    out[f"{word}.sequential_with_system_two_phase"] = error(got, exact["two_phase"])
+    return out
+
+
+def blends(name, model, parts, single):
+    """Recomputation by deviation in every cell, at every layer of `BLENDS`."""
+    flat = [t for p in parts for t in p]
+    system, first, context = len(parts[0]), len(parts[0]) + len(parts[1]), len(flat) - len(parts[-1])
+    causal = torch.tril(torch.ones(len(flat), len(flat), dtype=torch.bool))
+    model.model.rotary_emb = rotary_of(name, model.config)
+    out = {}
+    for cell in (*SINGLE, "sequential_with_system_two_phase"):
+        stored, fresh = DynamicCache(), DynamicCache()
+        positions = positions_of(parts, cell.startswith("overlapped"))
+        if cell in SINGLE:
+            again = logits(model, flat, positions, single[cell][1], cache=stored)
+            assert torch.allclose(again, single[cell][2], atol=1e-5)
+        else:
+            two_phase(name, model, parts, stored)
+        logits(model, flat, positions, causal, cache=fresh)
+        # After a system prompt that it has seen, the first chunk is full attention's already.
+        candidates = list(range(first if "with_system" in cell else system, context))
+        for layer in BLENDS[name]:
+            anew = chosen(fresh, stored, layer, candidates, context - system, SHARE)
+            kept = [token for token in range(system, context) if token not in anew]
+            cache = Blended(stored, kept, layer)
+            asked = logits(model, flat, positions, causal, cache=cache)[context:]
+            cache.settle()
+            following, all_seen = positions[-1] + 1, torch.ones(1, len(flat) + 1, dtype=torch.bool)
+            more = logits(model, [asked[-1].argmax().item()], [following], all_seen, positions + [following], cache)
+            out[f"blend.{cell}.{layer}"], out[f"blend_next.{cell}.{layer}"] = asked, more
+            out[f"blend_chosen.{cell}.{layer}"] = torch.tensor([t - system for t in anew], dtype=torch.int32)
+    return out
 
 
 def randomise(model):
@@ -292,25 +377,36 @@ def main():
             assert torch.equal(result, logits(model, flat, positions, mask)), "a pass is of the regime of its length"
             return result
 
-        passes = {"full": (list(range(len(flat))), causal), **{
+        passes = {"full": (list(range(len(flat))), causal), "overlapped_full": (positions_of(parts, True), causal), **{
             cell: (positions_of(parts, overlapped), mask_of(parts, with_system))
             for cell, (overlapped, with_system) in SINGLE.items()}}
         single = {what: one_pass(*how) for what, how in passes.items()}
         phases = two_phase(name, model, parts, DynamicCache())
         golden = {
             "full": single["full"],
+            "overlapped_full": single["overlapped_full"][asked:],
             **{cell: single[cell][asked:] for cell in SINGLE},
             "sequential_with_system_two_phase": phases[asked:],
         }
-        for word, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
-            rows = slice(asked, None) if name.startswith("deepseek") else slice(None)
-            error = lambda rounded, exact: (rounded - exact)[rows].abs().max().reshape(1)
-            for what, how in passes.items():
-                model.model.rotary_emb = rotary_of(name, config)
-                rounded = logits(model, flat, *how, cache=RoundedCache(dtype))
-                golden[f"error_{word}.{what}"] = error(rounded, single[what])
-            rounded = two_phase(name, model, parts, RoundedCache(dtype))
-            golden[f"error_{word}.sequential_with_system_two_phase"] = error(rounded, phases)
+        for cell, overlapped in (("overlapped_alone", True), ("sequential_alone", False)):
+            moved = two_phase(name, model, parts, DynamicCache(), overlapped, False)[asked:]
+            assert torch.allclose(moved, golden[cell], atol=1e-5), "what sees itself alone may be moved"
+        exact = {**single, "two_phase": phases}
+        for word, rounded in FORMATS.items():
+            errors = lambda word, **how: own_errors(name, model, parts, rounded, f"error_{word}", passes, exact, **how)
+            golden.update(errors(word))
+            if word in ("f16", "bf16"):
+                golden.update(errors(f"{word}_copied", copied=True))
+                with before_rotation(model, rounded):
+                    golden.update(errors(f"{word}_unrotated", unrotated=True))
+        documents = torch.zeros(len(flat), dtype=torch.bool)
+        documents[len(parts[0]):asked] = True
+        golden["scaling"] = torch.tensor(SCALING)
+        for cell in ("overlapped_with_system", "overlapped_alone"):
+            with scaled(model, slice(len(flat) + asked, None), documents, *SCALING):
+                golden[f"scaled.{cell}"] = one_pass(*passes[cell])[asked:]
+        if name in BLENDS:
+            golden.update(blends(name, model, parts, {cell: (*passes[cell], single[cell]) for cell in SINGLE}))
         model.model.rotary_emb = rotary_of(name, config)
         with torch.no_grad():
             plain = model(torch.tensor([flat])).logits[0]

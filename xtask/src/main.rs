@@ -3,6 +3,7 @@
 
 mod bench;
 mod check;
+mod exactness;
 mod instructions;
 mod loom;
 mod run;
@@ -36,6 +37,8 @@ enum Task {
     },
     /// All benchmarks of this machine, as one table of ratios.
     Bench(bench::BenchArgs),
+    /// What the tests of exactness measure, as the table of docs/exactness.md.
+    Exactness(exactness::ExactnessArgs),
     /// Instructions that hot paths take, against the committed baseline (needs valgrind and gungraun-runner).
     Instructions(instructions::InstructionsArgs),
     /// The block pool's concurrent paths under the interleavings of two threads.
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
         Task::Check => check::check(),
         Task::Conform { backend } => conform(&backend),
         Task::Bench(args) => bench::bench(&args),
+        Task::Exactness(args) => exactness::exactness(&args),
         Task::Instructions(args) => instructions::instructions(&args),
         Task::Loom(args) => loom::loom(&args),
         Task::Sanitize => sanitize::sanitize(),

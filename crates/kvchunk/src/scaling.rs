@@ -73,3 +73,55 @@ impl ContextScaling {
         segments
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvcore::BlockId;
+
+    fn segments() -> Vec<Segment> {
+        let block = |at: u32| Arc::from([BlockId(at)]);
+        (0..3).map(|at| Segment::new(block(at), 4, 4 * at as usize, 0)).collect()
+    }
+
+    #[test]
+    fn documents_are_sharpened_and_merged_apart_and_the_system_prompt_is_as_it_was() {
+        let scaling = ContextScaling { temperature: 0.5, scale: 0.75 };
+        let scaled = scaling.apply(&segments());
+        assert_eq!(scaled[0], segments()[0]);
+        for (document, before) in scaled[1..].iter().zip(&segments()[1..]) {
+            assert_eq!((document.logit_scale, document.merge_group), (2.0, 1));
+            let plain = Segment { logit_scale: 1.0, merge_group: 0, ..document.clone() };
+            assert_eq!(plain, *before, "nothing else changes");
+        }
+        let groups = scaling.groups();
+        assert_eq!(groups.iter().map(|group| group.lse_scale).collect::<Vec<_>>(), [1.0, 0.75]);
+        assert!(scaled.iter().all(|segment| segment.merge_group < groups.len()));
+    }
+
+    #[test]
+    fn a_temperature_divides_what_a_segment_has_already() {
+        let mut own = segments();
+        own[2].logit_scale = 3.0;
+        let scaled = ContextScaling { temperature: 0.5, scale: 1.0 }.apply(&own);
+        assert_eq!(scaled.iter().map(|segment| segment.logit_scale).collect::<Vec<_>>(), [1.0, 2.0, 6.0]);
+    }
+
+    #[test]
+    fn at_one_nothing_changes_and_no_prompt_is_nothing() {
+        let plain = ContextScaling::default();
+        assert_eq!(plain.apply(&segments()), segments());
+        let scaling = ContextScaling { temperature: 0.5, scale: 0.75 };
+        assert_eq!(scaling.apply(&[]), []);
+        assert_eq!(scaling.apply(&segments()[..1]), segments()[..1], "a system prompt alone");
+    }
+
+    #[test]
+    fn numbers_that_are_not_positive_are_named() {
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            let named = |scaling: ContextScaling| scaling.check().unwrap_err().to_string();
+            assert!(named(ContextScaling { temperature: bad, scale: 1.0 }).contains("temperature"));
+            assert!(named(ContextScaling { temperature: 1.0, scale: bad }).contains("scale"));
+        }
+    }
+}

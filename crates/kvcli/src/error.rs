@@ -27,8 +27,8 @@ pub(crate) enum Error {
     )]
     NoDataset(PathBuf),
     /// A gate that did not open.
-    #[error("reuse is not fit for this model")]
-    GateClosed,
+    #[error("reuse is not fit for this model; what does not hold: {0}")]
+    GateClosed(String),
     /// A plot that cannot be drawn.
     #[error("cannot draw {path}: {reason}")]
     Plot { path: PathBuf, reason: String },

@@ -380,6 +380,11 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--floor=-1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stdout).contains("NOT fit"));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("what does not hold: 2 local questions") && !said.contains("recomputing"),
+        "{said}"
+    );
     std::fs::write(file, "{").unwrap();
     fails(&["eval", "--dataset", file], 1, "line 1");
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
@@ -405,6 +410,16 @@ fn bench_rag_reports_what_the_seed_asks_for() {
             assert!(cache[times]["count"].as_u64().unwrap() > 0, "{times}");
         }
         assert_eq!(workload["arrivals"].as_array().unwrap().len(), 30);
+        // The seed's goals and alarms, each with what was measured.
+        for (kind, count) in [("goals", 5), ("alarms", 4)] {
+            let goals = workload[kind].as_array().unwrap();
+            assert_eq!(goals.len(), count);
+            assert!(
+                goals.iter().all(|goal| goal["measured"].is_number() && goal["met"].is_boolean()),
+                "{goals:?}"
+            );
+        }
+        assert_eq!(workload["goals"][0]["measured"], workload["document_hit_rate"]);
     }
     // The seed's cases: half and a tenth of the documents were used before.
     let any = |i: usize| workloads[i]["any_hit_rate"].as_f64().unwrap();
@@ -423,6 +438,12 @@ fn bench_rag_reports_what_the_seed_asks_for() {
     assert_eq!(workloads[0]["chunk_sleep"], Value::Null);
     let table = kvc(&[&["bench", "rag", "--chunk-sleep", "int8"][..], &small].concat());
     assert!(String::from_utf8_lossy(&table.stdout).contains("documents put to sleep / woken"));
+    let text = String::from_utf8_lossy(&table.stdout).into_owned();
+    for row in
+        ["goal: hit rate > 70 %", "goal: reindex time p99 < 10 ms", "alarm unless: lookup time mean < 5 ms"]
+    {
+        assert!(text.contains(row), "{row}: {text}");
+    }
     fails(&["bench", "rag", "--size", "8"], 2, "8x1024");
     fails(&["bench", "rag", "--repetition", "2"], 1, "between 0 and 1");
     fails(&["bench", "rag", "--size", "2x100"], 1, "multiple of 64");

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::engine::PoolTag;
+
 /// What can go wrong between a model directory and an answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -29,6 +31,20 @@ pub enum Error {
     /// Something that needs chunks, asked of a static cache; what to do instead.
     #[error("a static cache keeps no chunks: {0}")]
     NoChunks(&'static str),
+    /// An engine whose memory cannot be released; what to do instead.
+    #[error("this engine's caches cannot sleep: {0}")]
+    NoSleepMode(&'static str),
+    /// A request while the caches sleep.
+    #[error("the {0} of this engine sleeps; call wake_up first")]
+    Asleep(PoolTag),
+    /// A pool that cannot sleep while somebody holds blocks of it.
+    #[error("{held} blocks of the {pool} are held; let the requests that hold them end, then let it sleep")]
+    InUse {
+        /// The pool.
+        pool: PoolTag,
+        /// Blocks.
+        held: usize,
+    },
     /// A workload that cannot be.
     #[error("workload: {0}")]
     Workload(String),

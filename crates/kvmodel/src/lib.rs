@@ -35,7 +35,9 @@ pub mod workload;
 use gemm as _;
 
 pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
-pub use engine::{CacheReport, ChunkSleep, Engine, EngineConfig, FinishReason, Generation, Request};
+pub use engine::{
+    CacheReport, ChunkSleep, Engine, EngineConfig, FinishReason, Generation, PoolTag, Request, Slept,
+};
 pub use error::{Error, Result};
 pub use layers::WeightFormat;
 pub use load::ModelDirectory;

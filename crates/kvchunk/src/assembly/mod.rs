@@ -153,20 +153,18 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
-    /// The system prompt, under the same chain as an ordinary prompt that begins with it. Ranks that have not
-    /// cached the same of it compute all of it, and those that have nothing keep it then.
+    /// The system prompt, under the same chain as an ordinary prompt that begins with it. Ranks take as much of it from
+    /// their caches as all have, and compute and keep the rest.
     fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
         let root = self.prefixes.then_some(self.root);
         let filled = self.main.fill_prefix(root, tokens);
         let Some(ranks) = self.ranks else { return Ok(filled?) };
         let cached = filled.as_ref().map_or(0, PrefixFill::cached);
-        let same = ranks::agree_on_length(ranks, cached, tokens.len())?;
-        let filled = if same || cached == 0 {
-            filled
-        } else {
-            drop(filled);
-            self.main.fill_prefix(None, tokens)
-        };
+        let shared = ranks::shortest(ranks, cached, tokens.len())?;
+        let filled = filled.and_then(|mut filled| {
+            filled.take_at_most(shared)?;
+            Ok(filled)
+        });
         ranks::together(self.ranks, filled.map_err(Into::into))
     }
 

@@ -30,6 +30,7 @@ use crate::pool::ChunkBlockPool;
 
 mod acquire;
 mod flight;
+mod goals;
 mod handle;
 mod index;
 mod metrics;

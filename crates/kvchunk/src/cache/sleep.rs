@@ -74,6 +74,11 @@ pub enum NotWoken {
     NoRoom,
     /// The whole pool sleeps: see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
+    /// Another thread was still putting it to sleep or waking it when the time to wait was over.
+    Moving {
+        /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+        limit: Duration,
+    },
     /// What was saved cannot be read back; the piece is gone and will be computed anew.
     Lost(crate::Error),
 }
@@ -84,6 +89,9 @@ impl fmt::Display for NotWoken {
             Self::Unknown => f.write_str("no chunk has this hash"),
             Self::NoRoom => f.write_str("the chunk pool has no room, even after evicting what nobody holds"),
             Self::PoolAsleep => f.write_str("the whole chunk pool sleeps; wake it first"),
+            Self::Moving { limit } => {
+                write!(f, "another thread still moves it after {limit:?}; ask again, or raise max_wait_ms")
+            }
             Self::Lost(error) => write!(f, "it could not be read back and is gone: {error}"),
         }
     }

@@ -63,9 +63,11 @@ impl ChunkCacheManager {
         Ok(slept)
     }
 
-    /// Wakes pieces; says of each that is not awake now why. Waits for those that others move at this moment.
+    /// Wakes pieces; says of each that is not awake now why. Waits for those that others move at this moment, for all of
+    /// them together no longer than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
-        hashes.iter().filter_map(|hash| self.0.wake_up(hash).err().map(|why| (*hash, why))).collect()
+        let since = Instant::now();
+        hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
     }
 }
 
@@ -114,8 +116,8 @@ impl Shared {
         result
     }
 
-    /// Wakes the piece under a hash, unless it is awake.
-    fn wake_up(&self, hash: &ChunkHash) -> std::result::Result<(), NotWoken> {
+    /// Wakes the piece under a hash, unless it is awake. `since` is when its caller began to wait.
+    fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
             let now = self.clock.millis();
             let mut state = self.lock();
@@ -133,7 +135,10 @@ impl Shared {
                 Some(Place::Awake(_)) | None => return Ok(()),
             };
             drop(state);
-            super::ChunkWaiter(moving).wait();
+            let limit = self.config.max_wait();
+            if !super::ChunkWaiter(moving).wait_for(limit.saturating_sub(since.elapsed())) {
+                return Err(NotWoken::Moving { limit });
+            }
         }
     }
 

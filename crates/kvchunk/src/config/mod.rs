@@ -54,7 +54,7 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// Longest time in milliseconds that a request waits for pieces that other requests compute. Afterwards it
-    /// computes them for itself.
+    /// computes them for itself. Whoever wakes pieces waits no longer for those that others move.
     pub max_wait_ms: u64,
     /// Whether a chunk that was computed under another system prompt, no longer than this one, is used where
     /// none is found under this one. No bound holds for such a hit; it is counted as approximate.

@@ -9,12 +9,14 @@ use kvcore::{
 };
 
 use super::ledger::{Charge, Ledger};
+use super::scales;
 use crate::cache::Sleeping;
 use crate::error::Result;
 
 /// A host arena with its own blocks.
 #[derive(Debug)]
 pub(super) struct HostStore {
+    backend: Arc<dyn Backend>,
     device: KvArena,
     host: KvArena,
     pool: BlockPool,
@@ -26,6 +28,8 @@ pub(super) struct HostStore {
 #[derive(Debug)]
 pub(super) struct HostPiece {
     store: Arc<HostStore>,
+    /// The host arena under the piece's own scales, if it has any.
+    scaled: Option<KvArena>,
     /// Before the charge: what the ledger has room for, the pool must have.
     blocks: MutableBlocks,
     charge: Charge,
@@ -33,7 +37,7 @@ pub(super) struct HostPiece {
 
 impl HostStore {
     pub(super) fn plain(
-        backend: &dyn Backend,
+        backend: Arc<dyn Backend>,
         device: KvArena,
         stream: Arc<dyn Stream>,
         ledger: &Arc<Ledger>,
@@ -43,7 +47,7 @@ impl HostStore {
     }
 
     pub(super) fn quantised(
-        backend: &dyn Backend,
+        backend: Arc<dyn Backend>,
         device: KvArena,
         stream: Arc<dyn Stream>,
         format: KvFormat,
@@ -67,7 +71,7 @@ impl HostStore {
     }
 
     fn build(
-        backend: &dyn Backend,
+        backend: Arc<dyn Backend>,
         device: KvArena,
         stream: Arc<dyn Stream>,
         format: KvFormat,
@@ -77,9 +81,9 @@ impl HostStore {
         let layout = KvLayout::within_budget(&shape, ledger.usage().limit_bytes)?;
         // The layout has checked that ids can name all blocks.
         let blocks = layout.shape().num_blocks as u32;
-        let host = KvArena::allocate(backend, MemoryKind::System, Arc::new(layout))?;
+        let host = KvArena::allocate(backend.as_ref(), MemoryKind::System, Arc::new(layout))?;
         let pool = BlockPool::new(0..blocks)?;
-        Ok(Self { device, host, pool, stream, ledger: Arc::clone(ledger) })
+        Ok(Self { backend, device, host, pool, stream, ledger: Arc::clone(ledger) })
     }
 
     pub(super) fn arena(&self) -> &KvArena {
@@ -95,13 +99,17 @@ impl HostStore {
         let charge = self.ledger.charge(bytes(&self.device), bytes(&self.host))?;
         let taken = self.pool.allocate(blocks.len())?;
         let pairs = blocks.iter().copied().zip(taken.ids().iter().copied()).collect();
-        let (src, dst) = (self.device.clone(), self.host.clone());
+        let src = self.device.clone();
+        let mut scaled = None;
         if self.is_exact() {
-            self.stream.swap_blocks(&SwapBlocks { src, dst, pairs })?;
+            self.stream.swap_blocks(&SwapBlocks { src, dst: self.host.clone(), pairs })?;
         } else {
+            let arenas = (&self.device, &self.host);
+            scaled = scales::of_piece(self.backend.as_ref(), self.stream.as_ref(), arenas, blocks)?;
+            let dst = scaled.clone().unwrap_or_else(|| self.host.clone());
             self.stream.quantize(&Quantize { src, dst, pairs })?;
         }
-        Ok(HostPiece { store: Arc::clone(self), blocks: taken, charge })
+        Ok(HostPiece { store: Arc::clone(self), scaled, blocks: taken, charge })
     }
 }
 
@@ -113,7 +121,8 @@ impl Sleeping for HostPiece {
         }
         let store = &self.store;
         let pairs = self.blocks.ids().iter().copied().zip(blocks.iter().copied()).collect();
-        let (src, dst) = (store.host.clone(), store.device.clone());
+        let src = self.scaled.clone().unwrap_or_else(|| store.host.clone());
+        let dst = store.device.clone();
         if self.is_exact() {
             store.stream.swap_blocks(&SwapBlocks { src, dst, pairs })?;
         } else {

@@ -18,6 +18,7 @@ mod form;
 mod host;
 mod ledger;
 mod planes;
+mod scales;
 
 pub use form::SleepForm;
 pub use ledger::SleepUsage;
@@ -31,7 +32,8 @@ use ledger::Ledger;
 /// All copies are enqueued on one stream, which must be the one that computes into the arena and reads it,
 /// or be ordered with it by events. Compressing takes memory for a few blocks beside the budget, however long the
 /// piece. With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the
-/// budget is allocated at once.
+/// budget is allocated at once. A piece that sleeps in eight-bit floats is looked at before, for its largest magnitudes, which
+/// waits for the stream; its scales, four bytes for each layer or head of K and of V, come on top.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -87,9 +89,9 @@ impl ArenaSleep {
     ) -> Result<Self> {
         let ledger = Arc::new(Ledger::new(budget));
         let store = match form {
-            SleepForm::Plain => Store::Host(Arc::new(HostStore::plain(&*backend, device, stream, &ledger)?)),
+            SleepForm::Plain => Store::Host(Arc::new(HostStore::plain(backend, device, stream, &ledger)?)),
             SleepForm::Quantised(format) => {
-                Store::Host(Arc::new(HostStore::quantised(&*backend, device, stream, format, &ledger)?))
+                Store::Host(Arc::new(HostStore::quantised(backend, device, stream, format, &ledger)?))
             }
             SleepForm::Compressed => {
                 let store = CompressedStore::new(backend, device, stream, Arc::clone(&ledger));
@@ -104,8 +106,8 @@ impl ArenaSleep {
         self.ledger.usage()
     }
 
-    /// The host arena; none where pieces are compressed. Static scales of fp8 are set
-    /// [here](KvArena::set_scales), before the first piece sleeps.
+    /// The host arena; none where pieces are compressed. Of eight-bit floats it has the codes: every piece has scales of
+    /// its own.
     pub fn host_arena(&self) -> Option<&KvArena> {
         match &self.store {
             Store::Host(store) => Some(store.arena()),

@@ -93,7 +93,7 @@ fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
 }
 
 #[test]
-fn rule_8_ranks_that_cached_another_part_of_the_system_prompt_compute_it() {
+fn rule_8_ranks_compute_what_one_of_them_lacks_of_the_system_prompt_and_keep_it() {
     let ranks = Ranks::new(16);
     assert_eq!(ranks.agreed(&prompt(&[2])).0, [5, 7]);
     // Rank 2 loses its system prompt.
@@ -103,6 +103,27 @@ fn rule_8_ranks_that_cached_another_part_of_the_system_prompt_compute_it() {
     drop(w.run(&filler(8)));
     assert_eq!(ranks.agreed(&prompt(&[2])), (vec![5], vec![true]));
     assert_eq!(ranks.agreed(&prompt(&[2])), (vec![], vec![true]), "rank 2 has kept it");
+}
+
+#[test]
+fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed_once() {
+    let ranks = Ranks::new(16);
+    // Two whole blocks of it are the start of another prompt's, which rank 1 alone has seen.
+    let long = |end: u32| {
+        let system = (0..8).chain([end; 3]).collect();
+        ChunkedPrompt::new(system, vec![vec![2; 7]], vec![9]).unwrap()
+    };
+    let before = |rank: usize, prompt: &ChunkedPrompt| drop(ranks.0[rank].0.run(prompt));
+    before(1, &long(70));
+    before(2, &long(71));
+    before(0, &long(71));
+    // Ranks 0 and 2 have all of it, rank 1 two blocks; of the chunk the context is another one there.
+    assert_eq!(ranks.agreed(&long(71)).0, [3, 7]);
+    assert_eq!(ranks.agreed(&long(71)), (vec![], vec![true]), "all have kept it");
+    for (w, _) in &ranks.0 {
+        let all = w.main.fill_prefix(Some(w.root), long(71).system()).unwrap();
+        assert_eq!(all.cached(), 11);
+    }
 }
 
 #[test]

@@ -229,3 +229,53 @@ fn what_a_full_store_refuses_keeps_its_place_in_the_order() {
     }
     w.check();
 }
+
+/// Does not end until it is let go.
+#[derive(Debug, Default)]
+struct Endless(AtomicBool);
+
+#[derive(Debug)]
+struct Nothing;
+
+impl SleepStore for Endless {
+    fn save(&self, _: &[BlockId]) -> kvchunk::Result<Box<dyn Sleeping>> {
+        while !self.0.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        Ok(Box::new(Nothing))
+    }
+}
+
+impl Sleeping for Nothing {
+    fn restore(&self, _: &[BlockId]) -> kvchunk::Result<()> {
+        Ok(())
+    }
+    fn bytes(&self) -> usize {
+        0
+    }
+}
+
+#[test]
+fn who_wakes_a_piece_that_is_moved_waits_no_longer_than_the_limit() {
+    let limit = std::time::Duration::from_millis(30);
+    let (store, config) =
+        (Arc::new(Endless::default()), ChunkCacheConfig { max_wait_ms: 30, ..Default::default() });
+    let w = World::with(8, config, Some(store.clone()));
+    drop((w.store(&[1; 8]), w.store(&[2; 8])));
+    std::thread::scope(|scope| {
+        scope.spawn(|| w.cache.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap());
+        while w.cache.metrics().sleeping_chunks == 0 {
+            std::thread::yield_now();
+        }
+        let moved = w.cache.chunks().into_iter().find(|chunk| chunk.asleep).unwrap().chunk_hash;
+        let since = std::time::Instant::now();
+        let why = w.cache.wake_up_chunks(&[moved, moved]);
+        assert_eq!(why, [moved, moved].map(|hash| (hash, kvchunk::NotWoken::Moving { limit })));
+        assert!(since.elapsed() >= limit, "it did wait");
+        assert!(why[0].1.to_string().contains("max_wait_ms"), "{}", why[0].1);
+        store.0.store(true, SeqCst);
+    });
+    let all: Vec<_> = w.cache.chunks().into_iter().map(|chunk| chunk.chunk_hash).collect();
+    assert_eq!(w.cache.wake_up_chunks(&all), []);
+    w.check();
+}

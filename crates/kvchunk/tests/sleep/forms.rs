@@ -83,6 +83,45 @@ fn quantised_sleep_stays_within_its_bound_and_counts_as_approximate(
     w.check();
 }
 
+#[rstest]
+fn eight_bit_floats_have_the_scales_of_each_piece(
+    #[values("f32", "bf16")] stored: &str,
+    #[values("fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2")] format: &str,
+) {
+    let w = World::new(stored, Execution::Deferred, SleepForm::Quantised(format.parse().unwrap()), 1 << 20);
+    // Below the smallest number of either format under a scale of 1, and above the largest.
+    let magnitudes = [1e-7, 1e6];
+    let chunks = [tokens(3), tokens(4)];
+    let values = |chunk: &ChunkKvCache| -> Vec<f32> {
+        let bytes = w.bytes(chunk.block_ids());
+        match stored {
+            "f32" => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+            _ => bytes
+                .chunks_exact(2)
+                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(b.try_into().unwrap())) << 16))
+                .collect(),
+        }
+    };
+    let before: Vec<Vec<f32>> = chunks
+        .iter()
+        .zip(magnitudes)
+        .map(|(chunk, magnitude)| {
+            let reservation = w.reserve(chunk);
+            w.compute_up_to(&reservation, magnitude);
+            values(&reservation.store())
+        })
+        .collect();
+    assert_eq!(w.sleep_all().unwrap(), 2);
+    overwrite(&w);
+    for ((chunk, before), magnitude) in chunks.iter().zip(before).zip(magnitudes) {
+        let after = values(&w.hit(chunk));
+        // Two bits of mantissa at least: an eighth of the largest number.
+        let largest = before.iter().zip(after).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(largest > 0.0 && largest <= magnitude / 8.0, "{largest} of {magnitude}");
+    }
+    w.check();
+}
+
 #[test]
 fn forms_that_do_not_fit_are_refused() {
     let w = World::plain("int8:8", Execution::Immediate);

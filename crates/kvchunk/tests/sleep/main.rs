@@ -126,13 +126,18 @@ impl World {
 
     /// Enqueues the rows of a chunk: numbers between −2 and 2 that follow from its tokens.
     fn compute(&self, reservation: &ChunkReservation) {
+        self.compute_up_to(reservation, 2.0);
+    }
+
+    /// The same up to another magnitude.
+    fn compute_up_to(&self, reservation: &ChunkReservation, largest: f32) {
         let tokens = Arc::clone(reservation.tokens());
         let slots = Arc::clone(reservation.slot_mapping().unwrap().slots());
         for layer in 0..LAYERS {
             let rows = |plane: usize| {
                 let value = |(i, token): (usize, &u32), at: usize| {
                     let x = (*token as usize * 31 + i * 17 + layer * 7 + plane * 3) as f32 + at as f32 * 0.7;
-                    (x * 0.37).sin() * 2.0
+                    (x * 0.37).sin() * largest
                 };
                 let row = |of| (0..HEADS * DIM).flat_map(move |at| value(of, at).to_le_bytes());
                 let bytes: Vec<u8> = tokens.iter().enumerate().flat_map(row).collect();

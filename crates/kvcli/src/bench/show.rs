@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::path::Path;
 
+use kvcore::{Goal, Target};
 use kvmodel::workload::{Popularity, RagReport, Times, TtftRow};
 
 use crate::args::RagArgs;
@@ -67,7 +68,8 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     for (what, cell) in &rows {
         table.add_row([(*what).to_owned()].into_iter().chain(reports.iter().map(cell)));
     }
-    writeln!(out, "{table}")?;
+    writeln!(out, "{table}\n")?;
+    goals(out, reports, &header)?;
     if let Some(first) = reports.first() {
         let w = first.workload;
         writeln!(
@@ -78,6 +80,45 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
         writeln!(out, "Times without reuse, α, β and the speed-ups are of a sample of the requests.\n")?;
     }
     Ok(())
+}
+
+/// The seed's goals and alarms, a column a workload.
+fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result<()> {
+    let mut table = table(header);
+    let bound = |goal: &Goal| match goal.target {
+        Target::Above(limit) => format!("> {}", limit_in(goal.unit, limit)),
+        Target::Below(limit) => format!("< {}", limit_in(goal.unit, limit)),
+    };
+    let mut add = |what: &str, of: fn(&RagReport) -> &[Goal], words: [&str; 2]| {
+        for (at, goal) in reports.first().map_or(&[][..], of).iter().enumerate() {
+            let name = goal.name.replace('_', " ");
+            let cell = |report: &RagReport| {
+                let Some((goal, measured)) = of(report).get(at).and_then(|goal| Some((goal, goal.measured?)))
+                else {
+                    return "not measured".to_owned();
+                };
+                let word = words[usize::from(goal.met == Some(true))];
+                format!("{}{word}", value(goal.unit, measured))
+            };
+            table.add_row(
+                [format!("{what}: {name} {}", bound(goal))].into_iter().chain(reports.iter().map(cell)),
+            );
+        }
+    };
+    add("goal", |report| &report.goals, [", missed", ", met"]);
+    add("alarm unless", |report| &report.alarms, [", ALARM", ""]);
+    writeln!(out, "{table}")?;
+    Ok(())
+}
+
+/// The bound of a goal, in few digits.
+fn limit_in(unit: &str, limit: f64) -> String {
+    if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
+}
+
+/// A number in the unit of a goal, for people.
+fn value(unit: &str, number: f64) -> String {
+    if unit == "seconds" { format!("{:.4} ms", 1e3 * number) } else { percent(number) }
 }
 
 /// One prompt, cold and cached.

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ComputeMode, PositionStrategy, Recompute, ReuseCell};
-use kvmodel::eval::{Arm, Gate, GateLimits, Question, QuestionKind, Score, World, evaluate};
+use kvmodel::eval::{Arm, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory};
 use serde::Serialize;
 
@@ -43,7 +43,8 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         } else {
             show::gate(out, &gate)?;
         }
-        return if gate.is_open() { Ok(()) } else { Err(Error::GateClosed) };
+        let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
+        return if failing.is_empty() { Ok(()) } else { Err(Error::GateClosed(failing.join("; "))) };
     }
     let arms = arms(&args.strategies, engine.model().config().num_layers());
     let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut progress)?;

@@ -463,6 +463,31 @@ mod tests {
     }
 
     #[test]
+    fn of_a_cached_prefix_less_may_be_taken_and_what_was_known_stays() {
+        let mut cache = cache(8);
+        let root = KeyScope::new("m", b"").root();
+        let tokens: Vec<u32> = (0..10).collect();
+        let known = cache.fill_prefix(Some(root), &tokens).unwrap().finish().unwrap();
+        for (most, taken) in [(10, 10), (9, 8), (8, 8), (5, 4), (0, 0)] {
+            let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+            fill.take_at_most(most).unwrap();
+            assert_eq!((fill.cached(), fill.slots().len(), fill.segment().len), (taken, 10 - taken, 10));
+            assert_eq!(fill.segment().blocks[..taken / 4], known.segment().blocks[..taken / 4]);
+            let filled = fill.finish().unwrap();
+            assert_eq!(filled.segment().blocks, known.segment().blocks, "what is known under its key");
+        }
+        drop(known);
+        assert_eq!((cache.pool().counts().cached, cache.pool().counts().free), (3, 5));
+        let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+        let taken = cache.pool().allocate(5).unwrap();
+        assert!(matches!(fill.take_at_most(0), Err(Error::OutOfBlocks { .. })) || fill.cached() == 0);
+        drop((fill, taken));
+        cache.pool().check_invariants().unwrap();
+        let id = cache.create(SequenceStart::default()).unwrap();
+        cache.free(id).unwrap();
+    }
+
+    #[test]
     fn a_filled_prefix_is_found_to_the_token() {
         let mut cache = cache(8);
         let root = KeyScope::new("m", b"").root();

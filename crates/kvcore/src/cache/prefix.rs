@@ -41,10 +41,11 @@ pub struct PrefixFill {
     table: BlockTable,
     cached: usize,
     slots: SlotMapping,
-    /// Key of the block before those that will be filled.
-    parent: Option<BlockKey>,
-    /// Keys of the blocks that will be filled, in order; empty if the prefix is not to be found again.
+    root: Option<BlockKey>,
+    /// Keys of all blocks, in order; empty if the prefix is not to be found again.
     keys: Vec<BlockKey>,
+    /// Blocks that were found.
+    known: usize,
 }
 
 /// A computed prefix, its partial last block included, held as long as this value lives.
@@ -62,17 +63,16 @@ impl PagedKvCache {
     /// [`crate::Error::OutOfBlocks`].
     pub fn fill_prefix(&self, root: Option<BlockKey>, tokens: &[u32]) -> Result<PrefixFill> {
         let block_size = self.block_size();
-        let mut keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
-        let known = self.pool().lookup_chain(&keys);
-        let parent = known.len().checked_sub(1).map_or(root, |last| keys.get(last).copied());
-        keys.drain(..known.len());
-        let mut table = BlockTable::with_prefix(known, block_size)?;
+        let keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
+        let found = self.pool().lookup_chain(&keys);
+        let known = found.len();
+        let mut table = BlockTable::with_prefix(found, block_size)?;
         let cached = table.len().min(tokens.len());
         if cached < table.len() {
             table.shorten_last(cached)?;
         }
         let slots = table.grow(tokens.len() - cached)?.into();
-        Ok(PrefixFill { table, cached, slots, parent, keys })
+        Ok(PrefixFill { table, cached, slots, root, keys, known })
     }
 }
 
@@ -80,6 +80,25 @@ impl PrefixFill {
     /// Tokens that need not be computed.
     pub fn cached(&self) -> usize {
         self.cached
+    }
+
+    /// Takes no more than the first `tokens` from the cache, rounded down to whole blocks, though more are cached: the
+    /// rest is computed into blocks of its own. What is cached already stays what is found under its key.
+    ///
+    /// Several ranks that compute a prompt together agree so on what they compute.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfBlocks`]; drop it then.
+    pub fn take_at_most(&mut self, tokens: usize) -> Result<()> {
+        if tokens >= self.cached {
+            return Ok(());
+        }
+        let (len, block_size) = (self.table.len(), self.table.block_size());
+        self.known = tokens / block_size;
+        self.cached = self.known * block_size;
+        self.table.truncate(self.cached)?;
+        self.slots = self.table.grow(len - self.cached)?.into();
+        Ok(())
     }
 
     /// Slots of the tokens from [`cached`](Self::cached) on.
@@ -98,7 +117,8 @@ impl PrefixFill {
     /// [`crate::Error::OutOfRange`] for more keys than blocks, which [`PagedKvCache::fill_prefix`] does not
     /// make.
     pub fn finish(mut self) -> Result<SealedPrefix> {
-        self.table.seal(self.parent, &self.keys)?;
+        let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());
+        self.table.seal(parent, self.keys.get(self.known..).unwrap_or_default())?;
         Ok(SealedPrefix(self.table))
     }
 }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
 use kvcore::{
     Backend, BlockOrder, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedCacheConfig,
-    PagedKvCache, PoolCounts, RankInfo, StaticCacheConfig, StaticKvCache, Stream, SystemClock,
+    PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig, StaticKvCache, Stream, SystemClock,
 };
 use serde::Serialize;
 
+use super::sleep::SleepMode;
 use super::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig};
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -16,7 +17,13 @@ use crate::model::Model;
 /// The caches of an engine.
 #[derive(Debug)]
 pub(super) enum Caches {
-    Paged { main: PagedKvCache, chunks: ChunkCacheManager, sleep: Option<Arc<ArenaSleep>> },
+    Paged {
+        main: PagedKvCache,
+        chunks: ChunkCacheManager,
+        sleep: Option<Arc<ArenaSleep>>,
+        /// Of an engine whose pools can sleep.
+        mode: Option<Box<SleepMode>>,
+    },
     Static(StaticKvCache),
 }
 
@@ -51,6 +58,9 @@ impl Caches {
             CacheKind::Static if config.chunk_sleep.is_some() => {
                 Err(Error::NoChunks("let none sleep, or take a paged cache"))
             }
+            CacheKind::Static if config.enable_sleep_mode => {
+                Err(Error::NoSleepMode("a static cache is not cut into blocks; take a paged one"))
+            }
             CacheKind::Static => Self::fixed(model, backend.as_ref(), config),
         }
     }
@@ -78,7 +88,13 @@ impl Caches {
             let block_bytes = 2 * block_bytes;
             return Err(kvcore::Error::NotEnoughMemory { budget: max_memory, block_bytes }.into());
         }
-        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let (layout, kind) = (Arc::new(layout), MemoryKind::Device);
+        let (arena, mode) = if config.enable_sleep_mode {
+            let reserved = ReservedArena::create(Arc::clone(backend), kind, layout)?;
+            (reserved.arena().clone(), Some(Box::new(SleepMode::new(reserved))))
+        } else {
+            (KvArena::allocate(backend.as_ref(), kind, layout)?, None)
+        };
         let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
         let pool = |blocks| BlockPool::with_config(blocks, paged.pool());
         let on_device = for_chunks.len() * arena.layout().block_bytes();
@@ -92,7 +108,7 @@ impl Caches {
         let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
         let clock = Arc::new(SystemClock::default());
         let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, clock)?;
-        Ok(Self::Paged { main, chunks, sleep })
+        Ok(Self::Paged { main, chunks, sleep, mode })
     }
 
     /// One entry of the longest length.

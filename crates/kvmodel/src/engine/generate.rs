@@ -54,10 +54,11 @@ impl Engine {
     /// Answers a request. `observer` is told the layers of the prefill and each token of the answer.
     ///
     /// # Errors
-    /// A prompt that is empty, too long, or outside the vocabulary; a pool too small for it. No block
-    /// is held then.
+    /// A prompt that is empty, too long, or outside the vocabulary; a pool too small for it, or one that
+    /// [sleeps](Self::sleep). No block is held then.
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
+        self.check_awake()?;
         self.check_vocabulary(&request.prompt)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {

@@ -17,10 +17,12 @@ mod caches;
 mod chunked;
 mod generate;
 mod request;
+mod sleep;
 
 pub use caches::CacheReport;
 use caches::Caches;
 pub use request::{FinishReason, Generation, Request};
+pub use sleep::{PoolTag, Slept};
 
 /// How much memory the caches take and how they are cut.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,6 +47,9 @@ pub struct EngineConfig {
     /// [`sleep_cold_chunks`](ChunkCacheManager::sleep_cold_chunks) is called on [`Engine::chunks`], and a hit wakes
     /// them.
     pub chunk_sleep: Option<ChunkSleep>,
+    /// Whether whole pools can [sleep](Engine::sleep): their memory is reserved then, so that it can be released and
+    /// come back at the same addresses.
+    pub enable_sleep_mode: bool,
     /// Separates tenants in keys; given by whoever runs the engine, never by a client.
     pub tenant_salt: Vec<u8>,
     /// Whether spans are recorded.
@@ -72,6 +77,7 @@ impl Default for EngineConfig {
             kv_memory: None,
             chunks: ChunkCacheConfig::default(),
             chunk_sleep: None,
+            enable_sleep_mode: false,
             tenant_salt: Vec::new(),
             profile: false,
         }
@@ -101,7 +107,8 @@ impl Engine {
     /// # Errors
     /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool, or the one for sleep
     /// none in its form; those of [`ArenaSleep::new`](kvchunk::ArenaSleep::new); [`Error::NoChunks`](crate::Error) for a
-    /// place to sleep beside a static cache, which keeps no chunks.
+    /// place to sleep beside a static cache, which keeps no chunks, [`Error::NoSleepMode`](crate::Error) for sleep mode
+    /// with one, and [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
     pub fn new(
         model: Model,
         backend: Arc<dyn Backend>,

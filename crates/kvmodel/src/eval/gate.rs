@@ -53,6 +53,11 @@ pub struct GateCheck {
 }
 
 impl GateCheck {
+    /// What was measured against what it may be, in words.
+    pub fn words(&self) -> String {
+        format!("{} (measured {:.2e}, at most {:.2e})", self.what, self.measured, self.limit)
+    }
+
     /// Whether it holds. What is not a number does not.
     pub fn holds(&self) -> bool {
         self.measured <= self.limit
@@ -69,7 +74,12 @@ pub struct Gate {
 impl Gate {
     /// Whether all checks hold: reuse in this cell is fit for this model.
     pub fn is_open(&self) -> bool {
-        self.checks.iter().all(GateCheck::holds)
+        self.failing().next().is_none()
+    }
+
+    /// What does not hold.
+    pub fn failing(&self) -> impl Iterator<Item = &GateCheck> {
+        self.checks.iter().filter(|check| !check.holds())
     }
 
     /// Checks an engine: that reuse equals computing anew under the same mask, that recomputing everything

@@ -19,6 +19,8 @@ pub struct World {
 const SYSTEM: &str = "you answer questions from short documents .";
 /// References at the start of the document that a question about its middle is asked of.
 const REFERENCES: usize = 3;
+/// Of local questions one fact in so many is a reference inside its document.
+const INSIDE: u32 = 6;
 
 impl World {
     /// Reads a `world.json`.
@@ -39,17 +41,20 @@ impl World {
     }
 
     /// `per_kind` questions of each kind, the same for the same seed. Every question has documents of its
-    /// own: three to six, of three to six facts.
+    /// own: three to six, of three to six facts. Those of local questions refer to facts before them in the same document
+    /// here and there, and so may what is asked about.
     pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
+        let mut inside = StdRng::seed_from_u64(!seed);
         let mut questions = Vec::new();
         for _ in 0..per_kind {
-            questions.extend(QuestionKind::ALL.map(|kind| self.question(kind, &mut rng)));
+            questions.extend(QuestionKind::ALL.map(|kind| self.question(kind, &mut rng, &mut inside)));
         }
         questions
     }
 
-    fn question(&self, kind: QuestionKind, rng: &mut StdRng) -> Question {
+    /// `inside` decides which facts are references inside a document.
+    fn question(&self, kind: QuestionKind, rng: &mut StdRng, inside: &mut StdRng) -> Question {
         let mut names = self.names.clone();
         names.shuffle(rng);
         let count = rng.random_range(3..=6);
@@ -72,9 +77,13 @@ impl World {
             let asked = rng.random_range(0..stated);
             for fact in 0..references + stated {
                 let name = names.pop().unwrap_or_default();
-                let is_reference = fact < references;
+                let mut is_reference = fact < references;
                 if !is_reference {
-                    last = self.values.choose(rng).cloned().unwrap_or_default();
+                    let value = self.values.choose(rng).cloned().unwrap_or_default();
+                    is_reference = kind == QuestionKind::Local && fact > 0 && inside.random_ratio(1, INSIDE);
+                    if !is_reference {
+                        last = value;
+                    }
                 }
                 let about_this = document == asked_document
                     && match kind {
@@ -106,13 +115,27 @@ mod tests {
     fn answers_are_where_their_kind_says() {
         let questions = world().questions(7, 20);
         assert_eq!(questions.len(), 60);
+        let mut inside = 0;
         for q in &questions {
             let name = q.question.trim_end_matches(" ?");
             let (at, document) =
                 q.documents.iter().enumerate().find(|(_, d)| d.contains(&format!("{name} is"))).unwrap();
-            let own = document.contains(&format!("{name} is {} .", q.answer));
-            assert_eq!(own, q.kind == QuestionKind::Local, "{q:?}");
-            if q.kind != QuestionKind::Local {
+            if q.kind == QuestionKind::Local {
+                // What is stated last up to the fact, in its own document.
+                let facts = document.split(" . ").map(|fact| fact.trim_end_matches(" ."));
+                let mut stated = String::new();
+                for (about, value) in facts.map(|fact| fact.split_once(" is ").unwrap()) {
+                    if value == "same" {
+                        inside += 1;
+                    } else {
+                        value.clone_into(&mut stated);
+                    }
+                    if about == name {
+                        assert_eq!(stated, q.answer, "{q:?}");
+                    }
+                }
+            } else {
+                assert!(!document.contains(&format!("{name} is {} .", q.answer)), "{q:?}");
                 let before = q.documents[at - 1].split_whitespace().rev().nth(1).unwrap();
                 assert_eq!(before, q.answer, "the value stated last before it");
                 let place =
@@ -120,6 +143,7 @@ mod tests {
                 assert_eq!(place, if q.kind == QuestionKind::CrossStart { 0 } else { 2 });
             }
         }
+        assert!((5..25).contains(&inside), "{inside} references inside the documents that are asked about");
         assert_eq!(questions, world().questions(7, 20));
         assert_ne!(questions, world().questions(8, 20));
     }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvchunk::{ChunkCacheMetrics, ChunkedPrompt, ColdRule, ReuseCell, SleepUsage};
+use kvcore::Goal;
 use serde::Serialize;
 
 use super::RagWorkload;
@@ -74,6 +75,10 @@ pub struct RagReport {
     pub used_bytes: usize,
     /// What the chunk cache counted and timed.
     pub chunk_cache: ChunkCacheMetrics,
+    /// The seed's goals for a chunk cache, beside what was measured.
+    pub goals: Vec<Goal>,
+    /// Its alarms: one that is missed is raised.
+    pub alarms: Vec<Goal>,
     /// What slept at the end, if documents may.
     pub chunk_sleep: Option<SleepUsage>,
     /// Request by request.
@@ -155,6 +160,8 @@ pub fn serve(
         measured_speedup: without_reuse.mean / sampled.mean,
         chunk_pool_bytes: chunk_cache.total_blocks * block_bytes,
         used_bytes: chunk_cache.used_blocks * block_bytes,
+        goals: chunk_cache.goals().to_vec(),
+        alarms: chunk_cache.alarms().to_vec(),
         chunk_cache,
         chunk_sleep,
         arrivals,

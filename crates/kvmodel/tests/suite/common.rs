@@ -6,7 +6,8 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
-    ChunkedPrompt, PositionPlan, PositionReindexer, ReuseCell, SleepForm, SleepStore, TenantId,
+    ChunkedPrompt, ComputeMode, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell, SleepForm,
+    SleepStore, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
@@ -73,9 +74,31 @@ impl Golden {
 
     /// Logits, row after row.
     pub(crate) fn logits(&self, name: &str) -> Vec<f32> {
+        self.numbers(name, f32::from_le_bytes)
+    }
+
+    /// Whole numbers.
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
+        self.numbers(name, u32::from_le_bytes)
+    }
+
+    fn numbers<T>(&self, name: &str, of: fn([u8; 4]) -> T) -> Vec<T> {
         let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
         let data = file.tensor(name).expect(name).data().to_vec();
-        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
+        data.chunks_exact(4).map(|b| of(b.try_into().expect("four bytes"))).collect()
+    }
+
+    /// Errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …) under the mask of `name`: of each
+    /// row of the question the largest difference of its logits.
+    pub(crate) fn own_errors(&self, cache: &str, name: &str) -> Vec<f32> {
+        let errors = self.logits(&format!("error_{cache}.{name}"));
+        assert!(errors.len() == self.prompt.question().len() && errors.iter().all(|error| *error > 1e-6));
+        errors
+    }
+
+    /// The largest of them: over the same rows as the logits of a [`Run`].
+    pub(crate) fn own_error(&self, cache: &str, cell: ReuseCell) -> f32 {
+        self.own_errors(cache, errors_of(cell)).into_iter().fold(0.0, f32::max)
     }
 }
 
@@ -296,22 +319,15 @@ impl Lab {
     }
 }
 
+/// Errors of a format are at most so many times those of transformers that rounds the same numbers: a sum in another
+/// order puts single ones on the other side of a rounding.
+pub(crate) const OWN_ERRORS: f32 = 1.5;
+
 /// The largest difference of two lists of numbers.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     // What is not a number is further than anything.
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
-}
-
-/// Asserts of answers that round the same numbers, in batches of different shapes, that they are equal to `limit`.
-/// Each comes with its difference and with what rounding costs against f32.
-///
-/// A number on the edge of a rounding may fall to either side then. That moves the answer by less than rounding all
-/// numbers does, and seldom: at least half of the answers are equal, whatever the processor.
-pub(crate) fn assert_rounded_alike(answers: &[(f32, f32)], limit: f32) {
-    let alike = answers.iter().filter(|(gap, _)| *gap < limit).count();
-    assert!(2 * alike >= answers.len(), "{answers:?}");
-    assert!(answers.iter().all(|(gap, rounding)| gap < rounding), "{answers:?}");
 }
 
 /// The same parts with chunks in another order and another question of the same length.
@@ -322,6 +338,21 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
 }
 
+/// Under which name goldens have a cell's errors: keys of an absolute one are rounded where they are used.
+pub(crate) fn errors_of(cell: ReuseCell) -> &'static str {
+    let absolute = cell.strategy == PositionStrategy::Absolute && cell.mode == ComputeMode::Alone;
+    if absolute { "absolute_alone" } else { golden_name(cell) }
+}
+
+/// Under which name goldens have the errors of full attention at a cell's positions, with chunks stored as the cell
+/// stores them.
+pub(crate) fn full_of(cell: ReuseCell) -> String {
+    match cell.strategy {
+        PositionStrategy::Absolute => "full".to_owned(),
+        PositionStrategy::Overlapped | PositionStrategy::Sequential => format!("full.{}", golden_name(cell)),
+    }
+}
+
 /// A cell in words.
 pub(crate) fn cell_name(cell: ReuseCell) -> String {
     format!("{:?}, {:?}", cell.strategy, cell.mode)
@@ -329,10 +360,8 @@ pub(crate) fn cell_name(cell: ReuseCell) -> String {
 
 /// The golden that a cell's logits equal: of one pass, or of two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
-    use kvchunk::{
-        ComputeMode::{Alone, WithSystem},
-        PositionStrategy::{Absolute, Overlapped, Sequential},
-    };
+    use ComputeMode::{Alone, WithSystem};
+    use PositionStrategy::{Absolute, Overlapped, Sequential};
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",
         (Overlapped, Alone) => "overlapped_alone",

@@ -3,15 +3,21 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod approximate;
+mod asking;
+mod blending;
 mod common;
 mod engine;
 mod exactness;
 mod failure;
 mod faulty;
+mod flops;
+mod gate;
 mod recompute;
 mod rope;
 mod rotated;
 mod rules;
+mod scaling;
+mod sleep_mode;
 mod sleeping;
 mod tiny_rag;
 mod unrotated;

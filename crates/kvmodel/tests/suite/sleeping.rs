@@ -1,4 +1,4 @@
-//! Chunks of an engine asleep: hits wake them, exactly where the form of sleep is exact.
+//! Chunks of an engine asleep, one by one or in whole pools: hits wake them, exactly where the form of sleep is exact.
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{ColdRule, ReuseCell, SleepForm, Tenant};

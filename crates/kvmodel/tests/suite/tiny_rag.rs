@@ -3,60 +3,9 @@
 use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::ReuseCell;
-use kvmodel::{Engine, EngineConfig, ModelDirectory, Request, TextCodec, WeightFormat};
-use rand::rngs::StdRng;
-use rand::seq::{IndexedRandom, SliceRandom};
-use rand::{RngExt, SeedableRng};
-
-/// Documents of facts and one question per fact whose answer stands in its own document.
-struct Trial {
-    documents: Vec<String>,
-    questions: Vec<(String, String)>,
-}
-
-struct World {
-    names: Vec<String>,
-    values: Vec<String>,
-}
-
-impl World {
-    fn load() -> Self {
-        let text = std::fs::read_to_string(folder().join("world.json")).unwrap();
-        let world: serde_json::Value = serde_json::from_str(&text).unwrap();
-        let list = |name: &str| {
-            world[name].as_array().unwrap().iter().map(|v| v.as_str().unwrap().to_owned()).collect()
-        };
-        Self { names: list("names"), values: list("values") }
-    }
-
-    /// Documents drawn anew; one fact in six is a local reference.
-    fn trial(&self, rng: &mut StdRng) -> Trial {
-        let mut names = self.names.clone();
-        names.shuffle(rng);
-        let (mut documents, mut questions) = (Vec::new(), Vec::new());
-        for _ in 0..rng.random_range(2..=8) {
-            let (mut facts, mut last): (Vec<String>, Option<&String>) = (Vec::new(), None);
-            for _ in 0..rng.random_range(2..=6) {
-                let name = names.pop().unwrap();
-                let (written, value) = match last {
-                    Some(value) if rng.random_range(0..6) == 0 => ("same", value),
-                    _ => {
-                        let value = self.values.choose(rng).unwrap();
-                        (value.as_str(), value)
-                    }
-                };
-                facts.push(format!("{name} is {written} ."));
-                questions.push((format!("{name} ?"), value.clone()));
-                last = Some(value);
-            }
-            documents.push(facts.join(" "));
-        }
-        questions.shuffle(rng);
-        questions.truncate(4);
-        Trial { documents, questions }
-    }
-}
+use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
+use kvmodel::eval::{Arm, Question, QuestionKind, World, evaluate};
+use kvmodel::{Engine, EngineConfig, ModelDirectory, WeightFormat};
 
 /// System prompts, most of them of words that are no single tokens.
 const SYSTEMS: [&str; 4] = [
@@ -66,57 +15,47 @@ const SYSTEMS: [&str; 4] = [
     "You are a helpful assistant. Context:",
 ];
 
-/// What a cell changes of a request.
-type Change = Box<dyn Fn(&mut Request)>;
-
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
 }
 
-fn right(
-    engine: &mut Engine,
-    codec: &TextCodec,
-    trial: &Trial,
-    rng: &mut StdRng,
-    change: &dyn Fn(&mut Request),
-) -> usize {
-    let mut documents = trial.documents.clone();
-    let ask = |(question, answer): &(String, String)| {
-        documents.shuffle(rng);
-        let system = SYSTEMS.choose(rng).unwrap();
-        let text = format!("{system}##{}##{question}", documents.join("##"));
-        let mut request =
-            Request { max_new_tokens: 4, ..Request::new(codec.prompt(&text, "##", true).unwrap()) };
-        change(&mut request);
-        let tokens = engine.generate(&request, &mut ()).unwrap().tokens;
-        usize::from(codec.decode(&tokens).unwrap().trim() == answer)
+/// Local questions in five draws, under changing system prompts.
+fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
+    let world = World::from_json(&std::fs::read_to_string(folder().join("world.json")).unwrap()).unwrap();
+    let of_draw = |seed| {
+        let all = world.questions(seed, per_draw).into_iter();
+        let local = all.filter(|question| question.kind == QuestionKind::Local);
+        let systems = SYSTEMS.iter().cycle();
+        local
+            .zip(systems)
+            .map(|(question, system)| Question { system: (*system).to_owned(), ..question })
+            .collect()
     };
-    trial.questions.iter().map(ask).sum()
+    (100..105).map(of_draw).collect()
 }
 
 #[test]
-fn local_questions_are_answered_under_full_attention_and_in_every_exact_cell() {
+fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
     let ModelDirectory { model, codec } =
         ModelDirectory::load(&folder(), WeightFormat::F32, &mut |_, _| ()).unwrap();
-    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &EngineConfig::default()).unwrap();
-    let world = World::load();
-    let cells: [(&str, Change); 4] = [
-        ("full attention", Box::new(|r| r.full_attention = true)),
-        ("overlapped, with-system", Box::new(|r| r.cell = ReuseCell::ALL[0])),
-        ("overlapped, alone", Box::new(|r| r.cell = ReuseCell::ALL[1])),
-        ("sequential, alone", Box::new(|r| r.cell = ReuseCell::ALL[2])),
-    ];
-    for (name, change) in cells {
-        let mut rng = StdRng::seed_from_u64(20_261_120);
-        let (mut correct, mut asked) = (0, 0);
-        for _ in 0..40 {
-            let trial = world.trial(&mut rng);
-            asked += trial.questions.len();
-            correct += right(&mut engine, &codec, &trial, &mut rng, &change);
-        }
-        let share = f64::from(correct as u32) / f64::from(asked as u32);
-        println!("{name}: {correct} of {asked} right ({:.1} %)", 100.0 * share);
-        assert!(share >= 0.95, "{name}: {share}");
+    // Room for all documents of a question, so that every one is found.
+    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let config = EngineConfig { chunks, ..EngineConfig::default() };
+    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    let questions = local_questions(40);
+    let reuse = ReuseCell::ALL.map(|cell| Arm::reuse(cell, Recompute::None));
+    let arms: Vec<Arm> = [Arm::full_attention()].into_iter().chain(reuse).collect();
+    let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut |_, _| ()).unwrap();
+    assert_eq!(scores.len(), 7);
+    for score in &scores {
+        println!("{}: {:.1} % of {}", score.name, 100.0 * score.accuracy.mean, score.asked);
+        assert!(score.asked == 200 && score.accuracy.mean >= 0.95, "{}: {:?}", score.name, score.accuracy);
+        let lost = scores[0].accuracy.mean - score.accuracy.mean;
+        assert!(lost <= 0.01, "{} loses {lost}", score.name);
+        // Through the real cache: every document is found, and none is computed anew.
+        let reused = score.arm.cell.is_some();
+        let expected = if reused { (1.0, 0.0) } else { (0.0, 1.0) };
+        assert_eq!((score.found, score.recomputed), expected, "{}", score.name);
     }
     engine.check_invariants().unwrap();
 }

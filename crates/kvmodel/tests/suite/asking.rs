@@ -1,0 +1,51 @@
+//! An engine over a golden model, and what it is asked.
+
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
+use kvcore::KvFormat;
+use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
+
+use crate::common::load_model;
+
+/// An engine in blocks of four tokens with room for everything.
+pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
+    let config = EngineConfig {
+        kv_format,
+        block_size: 4,
+        kv_memory: Some(8 << 20),
+        chunks,
+        ..EngineConfig::default()
+    };
+    Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+/// Answers with one token, unless `change` says otherwise: its logits are the prefill's.
+pub(crate) fn ask(
+    engine: &mut Engine,
+    prompt: &ChunkedPrompt,
+    change: impl FnOnce(&mut Request),
+) -> Generation {
+    let mut request = Request::new(PromptTokens::Chunked(prompt.clone()));
+    (request.max_new_tokens, request.keep_logits) = (1, true);
+    change(&mut request);
+    let generation = engine.generate(&request, &mut ()).unwrap();
+    engine.check_invariants().unwrap();
+    generation
+}
+
+/// A strategy in a cell.
+pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
+    let strategy: Arc<dyn RecomputeStrategy> = Arc::new(strategy.parse::<Recompute>().unwrap());
+    move |request| {
+        request.recompute = strategy;
+        request.cell = cell;
+    }
+}
+
+/// Logits of the last row of several.
+pub(crate) fn last(rows: &[f32], vocabulary: usize) -> &[f32] {
+    &rows[rows.len() - vocabulary..]
+}

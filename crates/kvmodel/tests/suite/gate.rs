@@ -1,0 +1,81 @@
+//! The gate closes when an identity fails, and says which.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvcore::kernels::Scatter;
+use kvcore::{DType, MemoryKind, allocate_tensor};
+use kvmodel::eval::{Gate, GateCheck, GateLimits, Question, World};
+use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
+
+fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
+    let world = World::from_json(&std::fs::read_to_string(folder.join("world.json")).unwrap()).unwrap();
+    let ModelDirectory { model, codec } =
+        ModelDirectory::load(&folder, WeightFormat::F32, &mut |_, _| ()).unwrap();
+    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let config = EngineConfig { chunks, kv_memory: Some(16 << 20), ..EngineConfig::default() };
+    let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    (engine, codec, vec![world.questions(3, 2)])
+}
+
+/// Writes over every key and value of the chunk pool.
+fn spoil(engine: &Engine) {
+    let arena = engine.cache().arena().clone();
+    let shape = arena.layout().shape().clone();
+    let stream = engine.backend().stream().unwrap();
+    let size = shape.block_size as i64;
+    for block in engine.chunks().unwrap().pool().blocks().range() {
+        let slots: Arc<[i64]> = (0..size).map(|at| i64::from(block) * size + at).collect();
+        for layer in 0..shape.num_layers {
+            let rows = |heads, dim| {
+                let rows = &[slots.len(), heads, dim];
+                let view = allocate_tensor(engine.backend(), MemoryKind::Device, DType::F32, rows).unwrap();
+                stream.write(&view, &vec![0; 4 * view.len()]).unwrap();
+                view
+            };
+            let (k, v) = (rows(shape.k_heads, shape.k_dim), rows(shape.v_heads, shape.v_dim));
+            let (arena, slots) = (arena.clone(), Arc::clone(&slots));
+            stream.scatter(&Scatter { arena, layer, k, v, slots }).unwrap();
+        }
+    }
+    stream.synchronize().unwrap();
+}
+
+fn check(engine: &mut Engine, codec: &TextCodec, questions: &[Vec<Question>], limits: GateLimits) -> Gate {
+    Gate::check(engine, codec, questions, ReuseCell::ALL[1], limits, &mut |_, _| ()).unwrap()
+}
+
+#[test]
+fn a_failing_identity_closes_the_gate_and_is_named() {
+    let (mut engine, codec, questions) = engine();
+    let gate = check(&mut engine, &codec, &questions, GateLimits::default());
+    assert!(gate.is_open() && gate.checks.len() == 5, "{gate:?}");
+    // What is stored is no longer what its keys say.
+    spoil(&engine);
+    let gate = check(&mut engine, &codec, &questions, GateLimits::default());
+    assert!(!gate.is_open());
+    let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
+    assert!(
+        failing[0].starts_with("reuse equals computing anew under the same mask (measured "),
+        "{failing:?}"
+    );
+    // Both sides of these read the same, or everything is computed anew: they hold all the same.
+    for what in ["recomputing no token", "recomputing every token", "linking whole documents"] {
+        assert!(!failing.iter().any(|words| words.contains(what)), "{failing:?}");
+    }
+    // What is forgotten is computed anew, and right again.
+    engine.chunks().unwrap().clear();
+    assert!(check(&mut engine, &codec, &questions, GateLimits::default()).is_open());
+}
+
+#[test]
+fn every_identity_is_measured_and_none_holds_under_a_limit_that_nothing_can_reach() {
+    let (mut engine, codec, questions) = engine();
+    let none = GateLimits { logits: -1.0, moved: -1.0, accuracy: -1.1 };
+    let gate = check(&mut engine, &codec, &questions, none);
+    assert_eq!(gate.failing().count(), 5, "{gate:?}");
+    assert!(gate.checks.iter().all(|check| check.measured.is_finite()), "{gate:?}");
+}

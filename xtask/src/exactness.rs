@@ -1,0 +1,125 @@
+//! `cargo xtask exactness`: what the tests of exactness measure, as the table of docs/exactness.md.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::process::Stdio;
+
+use clap::Args;
+
+use crate::run::{Result, cargo_command, root};
+
+/// Options of `cargo xtask exactness`.
+#[derive(Debug, Args)]
+pub(crate) struct ExactnessArgs {
+    /// Put the table into docs/exactness.md instead of printing it.
+    #[arg(long)]
+    write: bool,
+}
+
+/// The tests whose rows are gathered.
+const TESTS: [&str; 5] = ["exactness", "approximate", "rotated", "unrotated", "blending"];
+const PAGE: &str = "docs/exactness.md";
+const BEGIN: &str = "<!-- table: written by `cargo xtask exactness --write` -->";
+const END: &str = "<!-- end of table -->";
+
+pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
+    let fixed = ["test", "-p", "kvmodel", "--test", "suite", "--", "--nocapture"];
+    let mut command = cargo_command(&[&fixed[..], &TESTS].concat());
+    let output = command.stderr(Stdio::inherit()).output();
+    let output = output.map_err(|error| format!("`cargo test -p kvmodel` cannot be run: {error}"))?;
+    if !output.status.success() {
+        return Err("tests of exactness failed: run `cargo test -p kvmodel --test suite`".to_owned());
+    }
+    let table = table(&gathered(&String::from_utf8_lossy(&output.stdout)));
+    if !args.write {
+        print!("{table}");
+        return Ok(());
+    }
+    let path = root().join(PAGE);
+    let page = std::fs::read_to_string(&path).map_err(|error| format!("cannot read {PAGE}: {error}"))?;
+    let (before, rest) = page.split_once(BEGIN).ok_or_else(|| format!("{PAGE} lacks the line {BEGIN}"))?;
+    let (_, after) = rest.split_once(END).ok_or_else(|| format!("{PAGE} lacks the line {END}"))?;
+    let page = format!("{before}{BEGIN}\n\n{table}\n{END}{after}");
+    std::fs::write(&path, page).map_err(|error| format!("cannot write {PAGE}: {error}"))
+}
+
+/// Measurements of one kind.
+#[derive(Debug, Default, PartialEq)]
+struct Measured {
+    differences: Vec<f64>,
+    /// Each difference as a multiple of transformers' own error, where it has one.
+    ratios: Vec<f64>,
+}
+
+/// Differences by what was measured: the form of the cache and what was asked of it.
+fn gathered(output: &str) -> BTreeMap<String, Measured> {
+    let mut all: BTreeMap<String, Measured> = BTreeMap::new();
+    // With several threads the name of a test may stand before a row.
+    let rows = output.lines().filter_map(|line| Some(line.get(line.find("| ")?..)?.trim()));
+    for row in rows.filter_map(|row| row.strip_prefix('|')?.strip_suffix('|')) {
+        let columns: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, cell, format, what, difference, own @ ..] = &columns[..] else { continue };
+        let (Ok(difference), true) = (difference.parse::<f64>(), own.len() <= 1) else { continue };
+        let form = [", rotated copy", ", unrotated keys"].into_iter().find(|form| cell.ends_with(form));
+        let blend = what.starts_with("blend").then_some("blends between their ends");
+        let kind = match (*what, *cell) {
+            ("", cell) => cell,
+            (what, _) => blend.unwrap_or(what),
+        };
+        let measured = all.entry(format!("{format}{}: {kind}", form.unwrap_or_default())).or_default();
+        measured.differences.push(difference);
+        let own = own.first().and_then(|own| own.parse::<f64>().ok());
+        measured.ratios.extend(own.map(|own| difference / own));
+    }
+    all
+}
+
+fn table(all: &BTreeMap<String, Measured>) -> String {
+    let mut text =
+        "| measured over all models and cells | measurements | largest difference of logits | median \
+                    | of transformers' own, at most |\n|---|---|---|---|---|\n"
+            .to_owned();
+    for (what, Measured { differences, ratios }) in all {
+        let mut sorted = differences.clone();
+        sorted.sort_by(f64::total_cmp);
+        let (largest, median) = (sorted.last().copied(), sorted.get(sorted.len() / 2).copied());
+        let number = |x: Option<f64>| x.map_or("–".to_owned(), |x| format!("{x:.1e}"));
+        let ratio = ratios.iter().copied().max_by(f64::total_cmp);
+        let ratio = ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2} times"));
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "| {what} | {} | {} | {} | {ratio} |",
+            sorted.len(),
+            number(largest),
+            number(median)
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_gathered_by_kind_wherever_they_stand_in_a_line() {
+        let output = "\
+            running 3 tests\n\
+            test a ... | llama | Overlapped, Alone | f32 | all chunks hit | 1.000e-6 |\n\
+            | qwen2 | Overlapped, Alone | f32 | all chunks hit | 3.000e-6 |\n\
+            | qwen2 | full attention | f32 |  | 2.000e-6 |\n\
+            | qwen2 | Absolute, Alone | bf16 | all chunks hit | 2.000e-2 | 1.000e-2 |\n\
+            | qwen2 | Absolute, Alone, rotated copy | bf16 | all chunks hit | 1.000e-2 | 1.000e-2 |\n\
+            | no | row | at | all |\n";
+        let all = gathered(output);
+        let kinds: Vec<&str> = all.keys().map(String::as_str).collect();
+        let expected = ["bf16, rotated copy: all chunks hit", "bf16: all chunks hit", "f32: all chunks hit"];
+        assert_eq!(kinds, [&expected[..], &["f32: full attention"]].concat());
+        assert_eq!(all["f32: all chunks hit"].differences, [1e-6, 3e-6]);
+        assert_eq!(all["bf16: all chunks hit"].ratios, [2.0]);
+        let text = table(&all);
+        assert!(text.contains("| f32: all chunks hit | 2 | 3.0e-6 | 3.0e-6 | – |\n"), "{text}");
+        assert!(text.contains("| bf16: all chunks hit | 1 | 2.0e-2 | 2.0e-2 | 2.00 times |\n"), "{text}");
+    }
+}
