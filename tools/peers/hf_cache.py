@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = common.ours("kvbackend-cpu", "peer_ops", "--only", "append")
+    rows = common.ours("kvbench", "peer_ops", "--only", "append")
     mine = {row["what"]: row["seconds"] for row in rows}
     lines = []
     for context in CONTEXTS:

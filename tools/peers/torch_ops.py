@@ -84,7 +84,7 @@ def main() -> None:
     lines = []
     for threads in (1, 2):
         turns = [
-            (common.ours("kvbackend-cpu", "peer_ops", "--threads", str(threads)), theirs(threads))
+            (common.ours("kvbench", "peer_ops", "--threads", str(threads)), theirs(threads))
             for _ in range(args.rounds)
         ]
         mine, peer = faster([ours for ours, _ in turns]), faster([torchs for _, torchs in turns])

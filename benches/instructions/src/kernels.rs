@@ -1,14 +1,10 @@
 //! Kernels of the CPU backend on small fixed sizes: 256 tokens of 8 heads of 128, in blocks of 16.
 
-#[path = "../../../crates/kvbackend-cpu/benches/measure/lab.rs"]
-mod lab;
-
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuOptions, SimdLevel};
+use kvbench::lab::Lab;
 use kvcore::{DType, Result, Stream};
-
-use lab::Lab;
 
 const TOKENS: usize = 256;
 

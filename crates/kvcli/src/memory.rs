@@ -7,6 +7,7 @@ use serde::Serialize;
 
 /// Bytes in memory at most, and what of them is the model and its cache.
 #[derive(Debug, Clone, Copy, Serialize)]
+#[allow(clippy::struct_field_names, reason = "the names of the JSON")]
 pub(crate) struct MemoryJson {
     /// The most that the process ever had in memory, where the system tells.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -24,7 +25,7 @@ impl MemoryJson {
 
 impl fmt::Display for MemoryJson {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+        let mib = |bytes: usize| bytes as f64 / 1_048_576.0;
         write!(f, "{:.1} MiB of weights, {:.1} MiB for KV", mib(self.weight_bytes), mib(self.kv_bytes))?;
         match self.peak_bytes {
             Some(peak) => write!(f, "; {:.1} MiB in memory at most", mib(peak)),

@@ -45,8 +45,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
         ]
     };
-    let mut rows = run_bench("kvbackend-cpu", "kernels_against_memcpy", kernels)?;
-    rows.extend(run_bench("kvbackend-cpu", "quantized_caches", formats)?);
+    let mut rows = run_bench("kvbench", "kernels_against_memcpy", kernels)?;
+    rows.extend(run_bench("kvbench", "quantized_caches", formats)?);
     rows.extend(run_bench("kvchunk", "chunk_reuse", chunks)?);
     rows.extend(run_bench("kvmodel", "ttft", ttft)?);
     rows.extend(block_pool(args.quick)?);

@@ -1,4 +1,4 @@
-//! Kernels at a few sizes, timed for people: `cargo bench -p kvbackend-cpu --bench criterion_kernels`.
+//! Kernels at a few sizes, timed for people: `cargo bench -p kvbench --bench criterion_kernels`.
 //!
 //! Tokens have 8 heads of 128 in bf16 and lie in blocks of 16; throughput is of the K and V bytes that a kernel
 //! reads. Regressions are caught by `cargo xtask instructions`, comparisons are made by `cargo xtask bench`.
@@ -9,9 +9,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use kvbackend_cpu::CpuOptions;
 use kvcore::DType;
 
-mod measure;
-
-use measure::lab::Lab;
+use kvbench::lab::Lab;
 
 fn lab(tokens: usize) -> Lab {
     Lab::new(DType::BF16, tokens, &CpuOptions::default()).expect("memory")

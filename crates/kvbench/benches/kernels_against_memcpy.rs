@@ -6,15 +6,16 @@
 //! (default 16,384) and eight times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
+use std::hint::black_box;
+
+use gemm::Parallelism;
 use kvbackend_cpu::CpuOptions;
 use kvcore::kernels::CopyTensor;
 use kvcore::{DType, MemoryKind, Result, allocate_tensor};
 
-mod measure;
-
-use measure::lab::{DIM, HEADS, Lab, QUERY_HEADS};
-use measure::limits::{gemm_seconds, memcpy_seconds, read_seconds};
-use measure::{option, row, time};
+use kvbench::lab::{DIM, HEADS, Lab, QUERY_HEADS};
+use kvbench::limits::{memcpy_seconds, pool, read_seconds};
+use kvbench::{option, row, time};
 
 fn all_threads() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -72,6 +73,44 @@ fn prefill(dtype: DType, tokens: usize) -> Result<()> {
     let (what, limit) = (format!("attend, prefill, GQA 4, {dtype}"), "GEMM in f32");
     row(&what, lab.bytes(), seconds, limit, gemm_seconds(flops, all_threads()));
     Ok(())
+}
+
+/// Seconds of a product of square matrices of f32 on `threads` threads, for as many operations as `flops`.
+fn gemm_seconds(flops: f64, threads: usize) -> f64 {
+    const N: usize = 1024;
+    let (a, b, mut c) = (vec![1.0f32; N * N], vec![1.0f32; N * N], vec![0.0f32; N * N]);
+    let (pool, column) = (pool(threads), N as isize);
+    let parallelism = if threads == 1 { Parallelism::None } else { Parallelism::Rayon(threads) };
+    let seconds = time(|| {
+        pool.install(|| {
+            // SAFETY: each matrix has N rows of N elements, and the result is apart from what is read.
+            unsafe {
+                gemm::gemm(
+                    N,
+                    N,
+                    N,
+                    c.as_mut_ptr(),
+                    1,
+                    column,
+                    false,
+                    a.as_ptr(),
+                    1,
+                    column,
+                    b.as_ptr(),
+                    1,
+                    column,
+                    0.0,
+                    1.0,
+                    false,
+                    false,
+                    false,
+                    parallelism,
+                );
+            }
+        });
+        black_box(&mut c);
+    });
+    seconds * flops / (2.0 * (N * N * N) as f64)
 }
 
 fn main() -> Result<()> {

@@ -1,10 +1,8 @@
 //! What kernels are held against: by threads that stand ready, so that none is started inside a measurement, and in
 //! memory from the backend's own allocator, so that pages are of the same size.
-#![allow(dead_code, reason = "each benchmark uses its part")]
 
 use std::hint::black_box;
 
-use gemm::Parallelism;
 use kvbackend_cpu::CpuStorage;
 use kvcore::{MemoryKind, Storage};
 use rayon::prelude::*;
@@ -12,7 +10,8 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::time;
 
-fn pool(threads: usize) -> ThreadPool {
+/// Threads that stand ready.
+pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
@@ -32,7 +31,7 @@ impl Memory {
 }
 
 /// Seconds for which `threads` threads copy `bytes` bytes, each its part.
-pub(crate) fn memcpy_seconds(bytes: usize, threads: usize) -> f64 {
+pub fn memcpy_seconds(bytes: usize, threads: usize) -> f64 {
     let (mut src, mut dst) = (Memory::new(bytes), Memory::new(bytes));
     let (src, dst) = (src.bytes(), dst.bytes());
     src.fill(1);
@@ -46,7 +45,7 @@ pub(crate) fn memcpy_seconds(bytes: usize, threads: usize) -> f64 {
 }
 
 /// Seconds for which `threads` threads read `bytes` bytes: the least that one decode step must do.
-pub(crate) fn read_seconds(bytes: usize, threads: usize) -> f64 {
+pub fn read_seconds(bytes: usize, threads: usize) -> f64 {
     let (mut src, pool) = (Memory::new(bytes), pool(threads));
     src.bytes().fill(1);
     let src: &[u64] = bytemuck::cast_slice(src.bytes());
@@ -60,42 +59,4 @@ pub(crate) fn read_seconds(bytes: usize, threads: usize) -> f64 {
         let sums: Vec<[u64; 8]> = pool.install(|| black_box(src).par_chunks(1 << 16).map(sum).collect());
         black_box(sums);
     })
-}
-
-/// Seconds of a product of square matrices of f32 on `threads` threads, for as many operations as `flops`.
-pub(crate) fn gemm_seconds(flops: f64, threads: usize) -> f64 {
-    const N: usize = 1024;
-    let (a, b, mut c) = (vec![1.0f32; N * N], vec![1.0f32; N * N], vec![0.0f32; N * N]);
-    let (pool, column) = (pool(threads), N as isize);
-    let parallelism = if threads == 1 { Parallelism::None } else { Parallelism::Rayon(threads) };
-    let seconds = time(|| {
-        pool.install(|| {
-            // SAFETY: each matrix has N rows of N elements, and the result is apart from what is read.
-            unsafe {
-                gemm::gemm(
-                    N,
-                    N,
-                    N,
-                    c.as_mut_ptr(),
-                    1,
-                    column,
-                    false,
-                    a.as_ptr(),
-                    1,
-                    column,
-                    b.as_ptr(),
-                    1,
-                    column,
-                    0.0,
-                    1.0,
-                    false,
-                    false,
-                    false,
-                    parallelism,
-                );
-            }
-        });
-        black_box(&mut c);
-    });
-    seconds * flops / (2.0 * (N * N * N) as f64)
 }

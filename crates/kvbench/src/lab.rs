@@ -1,6 +1,5 @@
 //! What the kernels' benchmarks work on: an arena of 8 heads of 128 in blocks of 16 tokens, in the order in which a
 //! pool in use hands them out, and one operation of each kind over all of them.
-#![allow(dead_code, reason = "each benchmark uses its part")]
 
 use std::sync::Arc;
 
@@ -14,21 +13,27 @@ use kvcore::{
 };
 
 /// KV heads.
-pub(crate) const HEADS: usize = 8;
+pub const HEADS: usize = 8;
 /// Query heads: four to a KV head.
-pub(crate) const QUERY_HEADS: usize = 32;
+pub const QUERY_HEADS: usize = 32;
 /// Elements of a head.
-pub(crate) const DIM: usize = 128;
+pub const DIM: usize = 128;
 /// Tokens of a block.
-pub(crate) const BLOCK: usize = 16;
+pub const BLOCK: usize = 16;
 
 /// Tokens in an arena of twice their size: what is copied has somewhere to go.
-pub(crate) struct Lab {
-    pub(crate) backend: Arc<CpuBackend>,
-    pub(crate) stream: Arc<dyn Stream>,
-    pub(crate) arena: KvArena,
-    pub(crate) dtype: DType,
-    pub(crate) tokens: usize,
+#[allow(missing_debug_implementations, reason = "a benchmark prints times")]
+pub struct Lab {
+    /// Where the memory is.
+    pub backend: Arc<CpuBackend>,
+    /// Runs the operations.
+    pub stream: Arc<dyn Stream>,
+    /// One layer.
+    pub arena: KvArena,
+    /// Its element type.
+    pub dtype: DType,
+    /// Tokens in it.
+    pub tokens: usize,
     /// Blocks of the tokens, in the first half of the arena.
     blocks: Vec<u32>,
     rope: Arc<Rope>,
@@ -36,7 +41,7 @@ pub(crate) struct Lab {
 
 impl Lab {
     /// Memory for at least one block of tokens.
-    pub(crate) fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
+    pub fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
         let backend = CpuBackend::with_options(options)?;
         let layout = KvLayout::new(KvShape {
@@ -57,12 +62,12 @@ impl Lab {
     }
 
     /// Bytes of K and V of all tokens.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.tokens * 2 * HEADS * DIM * self.dtype.bits() / 8
     }
 
     /// Rows of the arena's element type.
-    pub(crate) fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
+    pub fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, self.dtype, &[rows, heads, DIM])
     }
 
@@ -77,37 +82,37 @@ impl Lab {
     }
 
     /// Rows of all tokens to their slots.
-    pub(crate) fn scatter(&self) -> Result<Scatter> {
+    pub fn scatter(&self) -> Result<Scatter> {
         let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
         Ok(Scatter { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots() })
     }
 
     /// The way back.
-    pub(crate) fn gather(&self) -> Result<Gather> {
+    pub fn gather(&self) -> Result<Gather> {
         let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
         Ok(Gather { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots(), rotation: None })
     }
 
     /// All blocks into the second half.
-    pub(crate) fn copy_blocks(&self) -> CopyBlocks {
+    pub fn copy_blocks(&self) -> CopyBlocks {
         CopyBlocks { arena: self.arena.clone(), pairs: self.pairs() }
     }
 
     /// The same, with keys rotated on the way.
-    pub(crate) fn rotate_keys(&self) -> RotateKeys {
+    pub fn rotate_keys(&self) -> RotateKeys {
         let rotation = Rotation { rope: Arc::clone(&self.rope), delta: 777 };
         let (src, dst) = (self.arena.clone(), self.arena.clone());
         RotateKeys { src, dst, layer: 0, pairs: self.pairs(), rotation }
     }
 
     /// A key of each token rotated to its position, at most 8191.
-    pub(crate) fn rope(&self) -> Result<ApplyRope> {
+    pub fn rope(&self) -> Result<ApplyRope> {
         let positions = (0..self.tokens as i64).map(|i| i % 8192).collect();
         Ok(ApplyRope { rows: self.rows(self.tokens, HEADS)?, positions, rope: Arc::clone(&self.rope) })
     }
 
     /// The last `rows` tokens attend to all, causally. `rotate`: whether queries are still to be rotated.
-    pub(crate) fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
+    pub fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
         let blocks: Arc<[BlockId]> = self.blocks.iter().map(|&block| BlockId(block)).collect();
         let row = |i: usize| QueryRow { logical: i, position: i as i64 };
         Ok(Attend {
@@ -129,7 +134,7 @@ impl Lab {
 }
 
 /// Block numbers in the order in which a pool in use hands them out.
-pub(crate) fn shuffled(blocks: u32) -> Vec<u32> {
+pub fn shuffled(blocks: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..blocks).collect();
     let mut state = 1u64;
     for i in (1..order.len()).rev() {

@@ -10,11 +10,9 @@ use std::time::Instant;
 use kvbackend_cpu::CpuOptions;
 use kvcore::{BlockPool, DType, PagedKvCache, Result, SequenceStart, TensorView};
 
-mod measure;
-
-use measure::lab::{BLOCK, HEADS, Lab};
-use measure::limits::memcpy_seconds;
-use measure::{option, row, time};
+use kvbench::lab::{BLOCK, HEADS, Lab};
+use kvbench::limits::memcpy_seconds;
+use kvbench::{option, row, time};
 
 fn lab(tokens: usize, threads: usize) -> Result<Lab> {
     Lab::new(DType::BF16, tokens, &CpuOptions { threads: Some(threads), ..CpuOptions::default() })

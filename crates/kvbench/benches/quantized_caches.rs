@@ -19,11 +19,9 @@ use kvcore::{
     Result, Segment, Stream, TensorView, allocate_tensor,
 };
 
-mod measure;
-
-use measure::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, shuffled};
-use measure::limits::memcpy_seconds;
-use measure::{option, row, time};
+use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, shuffled};
+use kvbench::limits::memcpy_seconds;
+use kvbench::{option, row, time};
 
 /// Queries over which errors are taken.
 const QUERIES: usize = 16;
