@@ -1,6 +1,7 @@
 //! `cargo xtask`: what CI and developers run. Nothing here installs anything; a tool that is missing
 //! is named with the command that brings it.
 
+mod arm;
 mod bench;
 mod check;
 mod exactness;
@@ -45,6 +46,8 @@ enum Task {
     Loom(loom::LoomArgs),
     /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
     Sanitize,
+    /// Tests of the fast kernels on 64-bit ARM, under an emulator (needs the target, a cross compiler and qemu).
+    Arm,
 }
 
 fn main() -> ExitCode {
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Task::Instructions(args) => instructions::instructions(&args),
         Task::Loom(args) => loom::loom(&args),
         Task::Sanitize => sanitize::sanitize(),
+        Task::Arm => arm::arm(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -17,7 +17,7 @@
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvcore::{Clock, LatencyHistogram, SystemClock};
@@ -75,6 +75,27 @@ use tenant::Account;
 /// ```
 #[derive(Debug, Clone)]
 pub struct ChunkCacheManager(Arc<Shared>);
+
+/// A cache that is not kept alive by this: for stores and clocks of a cache that use it.
+///
+/// ```
+/// use kvchunk::{ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager};
+/// let cache = ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(0..64, 16)?)?;
+/// let weak = cache.downgrade();
+/// assert!(weak.upgrade().is_some());
+/// drop(cache);
+/// assert!(weak.upgrade().is_none());
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct WeakChunkCache(Weak<Shared>);
+
+impl WeakChunkCache {
+    /// The cache, if anybody still has it.
+    pub fn upgrade(&self) -> Option<ChunkCacheManager> {
+        self.0.upgrade().map(ChunkCacheManager)
+    }
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -180,6 +201,11 @@ impl ChunkCacheManager {
             reindexes: LatencyHistogram::default(),
             computes: LatencyHistogram::default(),
         })))
+    }
+
+    /// The same cache for those whom it owns itself.
+    pub fn downgrade(&self) -> WeakChunkCache {
+        WeakChunkCache(Arc::downgrade(&self.0))
     }
 
     /// The settings.

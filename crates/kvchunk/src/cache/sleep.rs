@@ -7,7 +7,8 @@ use kvcore::BlockId;
 
 use crate::error::Result;
 
-/// Where pieces sleep. What it does runs without any lock of the cache, dropping what is saved included.
+/// Where pieces sleep. What it does runs without any lock of the cache, dropping what is saved included. A store that
+/// uses its cache holds a [`WeakChunkCache`](crate::WeakChunkCache), or neither would ever be freed.
 ///
 /// Copies may be enqueued instead of done, if they are ordered with whatever reads and writes the blocks
 /// later: [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that computes.

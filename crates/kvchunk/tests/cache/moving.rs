@@ -1,13 +1,25 @@
 //! While pieces move: the accounts, who waits, what goes next, and code of the store's that uses the cache.
 
 use super::*;
-use kvchunk::{ColdRule, Error};
+use kvchunk::{ColdRule, Error, WeakChunkCache};
 use kvcore::Clock;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
 /// The cache that a store belongs to, known once it is built.
-type Later = Arc<OnceLock<ChunkCacheManager>>;
+#[derive(Debug, Default, Clone)]
+struct Later(Arc<OnceLock<WeakChunkCache>>);
+
+impl Later {
+    fn set(&self, cache: &ChunkCacheManager) {
+        self.0.set(cache.downgrade()).unwrap();
+    }
+
+    /// Nothing before it is built and once it is gone.
+    fn get(&self) -> Option<ChunkCacheManager> {
+        self.0.get()?.upgrade()
+    }
+}
 
 /// Uses the cache in every call that the cache makes.
 #[derive(Debug, Default)]
@@ -32,9 +44,9 @@ struct Meddled(Later, Arc<AtomicUsize>, Clears);
 impl Meddler {
     fn world(blocks: u32, config: ChunkCacheConfig, clears: Clears) -> (World, Arc<AtomicUsize>) {
         let store = Self { clears, ..Self::default() };
-        let (later, calls) = (Arc::clone(&store.cache), Arc::clone(&store.calls));
+        let (later, calls) = (store.cache.clone(), Arc::clone(&store.calls));
         let w = World::with(blocks, config, Some(Arc::new(store)));
-        later.set(w.cache.clone()).unwrap();
+        later.set(&w.cache);
         (w, calls)
     }
 }
@@ -52,7 +64,7 @@ impl SleepStore for Meddler {
         if self.clears == Clears::FallingAsleep {
             self.cache.get().unwrap().clear();
         }
-        Ok(Box::new(Meddled(Arc::clone(&self.cache), Arc::clone(&self.calls), self.clears)))
+        Ok(Box::new(Meddled(self.cache.clone(), Arc::clone(&self.calls), self.clears)))
     }
 }
 
@@ -77,7 +89,7 @@ impl Sleeping for Meddled {
 impl Drop for Meddled {
     fn drop(&mut self) {
         self.1.fetch_add(1, SeqCst);
-        self.0.get().unwrap().metrics();
+        self.0.get().map(|cache| cache.metrics());
     }
 }
 
@@ -174,7 +186,7 @@ fn a_hit_on_a_sleeper_holds_it_before_anybody_can_put_it_back() {
     let acquire = || cache.acquire(TenantId::default(), &piece, 0);
     let Acquired::Compute(reservation) = acquire() else { panic!() };
     drop(reservation.store());
-    clock.cache.set(cache.clone()).unwrap();
+    clock.cache.set(&cache);
     for round in 1..4 {
         let Acquired::Hit(chunk) = acquire() else { panic!() };
         assert_eq!((cache.metrics().woken, cache.metrics().hit_count), (round, round));
