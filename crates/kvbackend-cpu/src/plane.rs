@@ -189,6 +189,6 @@ fn encode(format: KvFormat, row: &[f32], codes: &mut [u8], scales: &mut [u8]) ->
     }
 }
 
-fn unsupported(format: KvFormat) -> Error {
+pub(crate) fn unsupported(format: KvFormat) -> Error {
     Error::Unsupported { backend: NAME, what: format!("KV format {format}") }
 }

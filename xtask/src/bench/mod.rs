@@ -39,7 +39,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
         ]
     } else {
         [
-            &["--mib", "1024"],
+            &["--mib", "1024", "--context", "32768"],
             &["--tokens", "4096"],
             &["--tokens", "4096"],
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],

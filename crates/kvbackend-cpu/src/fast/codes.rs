@@ -4,12 +4,24 @@
 
 use half::f16;
 use kvcore::quant::IntKind;
-use kvcore::{Fp8Kind, KvFormat};
+use kvcore::{Fp8Kind, KvFormat, Result};
 
+use crate::plane::unsupported;
 use crate::simd::{Simd, Task, narrow, widen};
 
 /// Adding it to a number below 2²² in magnitude leaves the nearest integer, ties to even, in the lowest bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
+
+/// Whether rows of a format can be decoded and encoded.
+///
+/// # Errors
+/// [`kvcore::Error::Unsupported`].
+pub(super) fn check(format: KvFormat) -> Result<()> {
+    match format {
+        KvFormat::Dense(_) | KvFormat::Int8 { .. } | KvFormat::Int4 { .. } | KvFormat::Fp8 { .. } => Ok(()),
+        other => Err(unsupported(other)),
+    }
+}
 
 /// A row to decode: `dim` elements of a float type, or codes in whole groups and their scales.
 pub(super) struct Decode {
@@ -56,7 +68,7 @@ impl Task for Decode {
                     let scale = scales.cast::<f32>().read_unaligned();
                     kind.decode_row(slice(codes, dim), scale, std::slice::from_raw_parts_mut(to, dim));
                 }
-                _ => unreachable!("formats are checked before a kernel runs"),
+                _ => unreachable!("`check` refuses other formats"),
             }
         }
     }
@@ -101,7 +113,7 @@ impl Task for Encode {
                         Fp8Kind::E5M2 => floats(&E5M2, row, scale, codes),
                     }
                 }
-                _ => unreachable!("formats are checked before a kernel runs"),
+                _ => unreachable!("`check` refuses other formats"),
             }
         }
     }

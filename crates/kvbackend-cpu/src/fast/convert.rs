@@ -5,7 +5,7 @@ use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, TensorView};
 use smallvec::{SmallVec, smallvec};
 
 use super::blocks::BlockCopy;
-use super::codes::{Decode, Encode};
+use super::codes::{Decode, Encode, check};
 use super::ends::{Ends, storages, with_ends};
 use super::rotate::{Turn, rotate};
 use super::{Fast, share};
@@ -68,11 +68,13 @@ impl<B> Side<B> {
 }
 
 fn source<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Origin<'a>>> {
+    check(plane.format)?;
     let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
     Ok(Side::new(plane, ends.origin(plane.storage)?, scales))
 }
 
 fn target<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Target<'a>>> {
+    check(plane.format)?;
     let scales = plane.scales.map(|(storage, _)| ends.target(storage)).transpose()?;
     Ok(Side::new(plane, ends.target(plane.storage)?, scales))
 }

@@ -3,7 +3,7 @@
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
 use super::products::Rows;
-use crate::fast::codes::Decode;
+use crate::fast::codes::{Decode, check};
 use crate::fast::ends::Ends;
 use crate::fast::share;
 use crate::plane::{RowAt, Span};
@@ -26,6 +26,7 @@ pub(super) struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub(super) fn new<'b: 'a>(plane: &KvPlane, ends: &Ends<'b>) -> Result<Self> {
+        check(plane.format)?;
         let codes = (Span::codes(plane), ends.origin(plane.storage)?);
         let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
         let dense = match plane.format {
