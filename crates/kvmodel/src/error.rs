@@ -67,6 +67,9 @@ pub enum Error {
     /// A prompt without any token.
     #[error("the prompt is empty")]
     EmptyPrompt,
+    /// A request that its observer stopped.
+    #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
+    Cancelled,
     /// From dense mathematics.
     #[error("tensor operation: {0}")]
     Candle(#[from] candle_core::Error),
