@@ -13,7 +13,7 @@ mod serve;
 mod ttft;
 
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
-pub use ttft::{TtftRow, ttft_rows};
+pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
 /// How a request's documents are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
