@@ -45,8 +45,8 @@ pub enum Error {
     },
     /// A recompute strategy chose a token that is not there.
     #[error(
-        "token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}; a strategy may choose \
-         0..{len}"
+        "token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}; \
+         a strategy may choose 0..{len}"
     )]
     NoSuchToken {
         /// The chunk, counted from 0.
@@ -127,8 +127,8 @@ pub enum Error {
     },
     /// A place to sleep that is full.
     #[error(
-        "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller form, or \
-         clear chunks"
+        "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller \
+         form, or clear chunks"
     )]
     SleepFull {
         /// Bytes asked for.

@@ -281,7 +281,10 @@ mod tests {
         let reindexer = PositionReindexer::new(Arc::new(regime(60)));
         assert!(reindexer.can_reuse_rope(0, &regime(60), 3, 7));
         for longest in [20, 61] {
-            assert!(!reindexer.can_reuse_rope(0, &regime(longest), 3, 7), "another regime, of the same model");
+            assert!(
+                !reindexer.can_reuse_rope(0, &regime(longest), 3, 7),
+                "another regime, of the same model"
+            );
         }
     }
 

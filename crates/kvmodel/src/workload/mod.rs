@@ -174,7 +174,7 @@ impl RagWorkload {
             let mut id = used.len() as u64;
             if again {
                 id = used[rng.random_range(0..known)];
-                // A document once in a request: another one of those used before, of which there are more than chosen.
+                // A document once in a request: another one of those used before, which are more than chosen.
                 while chosen.contains(&id) {
                     id = used[rng.random_range(0..known)];
                 }

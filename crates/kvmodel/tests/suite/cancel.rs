@@ -64,14 +64,22 @@ fn rule_8_a_request_that_is_stopped_anywhere_holds_nothing_and_the_next_one_is_r
             Err(Error::Cancelled) => {}
             Ok(_) => {
                 let passes = if strategy == "none" { 1 } else { 2 };
-                assert_eq!(calls, passes * layers + expected.tokens.len(), "stopped after every layer and token");
+                assert_eq!(
+                    calls,
+                    passes * layers + expected.tokens.len(),
+                    "stopped after every layer and token"
+                );
                 break;
             }
             Err(error) => panic!("{calls}: {error}"),
         }
         assert_nothing_held(&engine);
         if calls < layers {
-            assert_eq!(engine.chunks().unwrap().metrics().cached_chunks, 0, "a piece half computed is not kept");
+            assert_eq!(
+                engine.chunks().unwrap().metrics().cached_chunks,
+                0,
+                "a piece half computed is not kept"
+            );
         }
         let answer = engine.generate(&request, &mut ()).unwrap();
         assert_nothing_held(&engine);
