@@ -22,7 +22,8 @@ pub(crate) fn check(tracked: &[String]) -> Result {
 }
 
 fn is_document(file: &str) -> bool {
-    let page = file.strip_prefix("docs/").is_some_and(|name| !name.contains('/') && name.ends_with(".md"));
+    let name = file.strip_prefix("docs/").and_then(|name| name.strip_suffix(".md"));
+    let page = name.is_some_and(|name| !name.contains('/'));
     page || ["README.md", "ARCHITECTURE.md"].contains(&file)
 }
 
@@ -54,7 +55,7 @@ fn links(markdown: &str) -> impl Iterator<Item = String> {
 /// A line without what stands between backticks, unless these are not in pairs.
 fn without_code(line: &str) -> String {
     let parts: Vec<&str> = line.split('`').collect();
-    if parts.len() % 2 == 0 { line.to_owned() } else { parts.into_iter().step_by(2).collect() }
+    if parts.len().is_multiple_of(2) { line.to_owned() } else { parts.into_iter().step_by(2).collect() }
 }
 
 /// Whether a link of a file leads to something tracked.

@@ -74,12 +74,7 @@ const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::Tim
 ///
 /// # Errors
 /// Of the engine: a prompt too long for the model, or a chunk pool too small for its documents.
-pub fn ttft_rows(
-    engine: &mut Engine,
-    chunks: usize,
-    length: usize,
-    cell: ReuseCell,
-) -> Result<Vec<TtftRow>> {
+pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseCell) -> Result<Vec<TtftRow>> {
     let workload = RagWorkload {
         requests: 1 + REPETITIONS,
         document_tokens: length,
