@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use crate::links;
 use crate::run::{Result, cargo, cargo_command, has_tool, root, run};
 
 /// Longest source file.
@@ -17,7 +18,7 @@ type Step = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, Step); 9] = [
+    let steps: [(&str, Step); 10] = [
         ("formatting", formatting),
         ("lock files", lock_files),
         ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
@@ -27,6 +28,7 @@ pub(crate) fn check() -> Result {
         ("file sizes", file_sizes),
         ("the README's commands", readme),
         ("the features' tests", features_have_tests),
+        ("the documents' links", || links::check(&tracked(&[""])?)),
     ];
     let mut failed = Vec::new();
     for (name, step) in steps {

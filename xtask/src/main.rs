@@ -6,6 +6,7 @@ mod bench;
 mod check;
 mod exactness;
 mod instructions;
+mod links;
 mod loom;
 mod run;
 mod sanitize;
@@ -28,7 +29,7 @@ enum Task {
     /// All tests, and one line that counts them.
     Test,
     /// Formatting, lints, docs, every feature combination, licences, file sizes, the README's
-    /// commands, the tests that docs/features.md names.
+    /// commands, the tests that docs/features.md names, the links of the documents.
     Check,
     /// The conformance suite on one backend, as a table.
     Conform {

@@ -1,7 +1,7 @@
 //! What the reuse of a stored chunk costs: hash, look-up with its comparison of tokens, placement and the
 //! segment for attention; against the BLAKE3 chain of the same tokens in blocks of 16.
 //!
-//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbackend-cpu` does. No KV byte is touched:
+//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbench` does. No KV byte is touched:
 //! there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
 
 use std::hint::black_box;

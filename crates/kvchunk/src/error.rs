@@ -13,7 +13,7 @@ pub enum Error {
         part: String,
     },
     /// An empty separator would split everywhere.
-    #[error("the separator is empty")]
+    #[error("the separator is empty and would split everywhere; give it at least one character, such as ##")]
     EmptySeparator,
     /// A prompt whose largest position the model does not have.
     #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
@@ -44,7 +44,10 @@ pub enum Error {
         pieces: usize,
     },
     /// A recompute strategy chose a token that is not there.
-    #[error("token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}")]
+    #[error(
+        "token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}; \
+         a strategy may choose 0..{len}"
+    )]
     NoSuchToken {
         /// The chunk, counted from 0.
         chunk: usize,
@@ -82,7 +85,7 @@ pub enum Error {
     #[error("tenant {0:?} is unknown; add it first")]
     UnknownTenant(String),
     /// A tenant's tag that is taken.
-    #[error("tenant {0:?} is there already")]
+    #[error("tenant {0:?} is there already; ask for it by its tag, or add another tag")]
     TenantExists(String),
     /// A tenant's salt that another one has, or that is empty, as the default tenant's is.
     #[error(
@@ -123,7 +126,10 @@ pub enum Error {
         others: usize,
     },
     /// A place to sleep that is full.
-    #[error("no room to sleep: {asked} bytes asked, {free} of {limit} free")]
+    #[error(
+        "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller \
+         form, or clear chunks"
+    )]
     SleepFull {
         /// Bytes asked for.
         asked: usize,
@@ -133,7 +139,7 @@ pub enum Error {
         limit: usize,
     },
     /// Saved contents that do not read back as they were.
-    #[error("saved chunk is damaged: {0}")]
+    #[error("saved chunk is damaged: {0}; compute it anew, which the next request for it does by itself")]
     Damaged(String),
     /// A pool that cannot sleep while it is in use.
     #[error(
@@ -149,7 +155,7 @@ pub enum Error {
         others: usize,
     },
     /// A pool that sleeps already.
-    #[error("the chunk pool sleeps already")]
+    #[error("the chunk pool sleeps already; wake it before putting it to sleep again")]
     PoolAsleep,
     /// A pool that another thread puts to sleep or wakes.
     #[error("the chunk pool is being put to sleep or woken by another thread; ask again")]

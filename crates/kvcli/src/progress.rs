@@ -1,6 +1,7 @@
 //! Progress on standard error, when that is a terminal; the answer as it grows on standard output.
 
 use std::io::{IsTerminal, Write};
+use std::ops::ControlFlow;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvmodel::{Observer, TextCodec};
@@ -50,17 +51,18 @@ impl Live<'_> {
 }
 
 impl Observer for Live<'_> {
-    fn layer(&mut self, done: usize, total: usize) {
+    fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         self.prefill.set_length(total as u64);
         self.prefill.set_position(done as u64);
         if done == total {
             self.prefill.finish_and_clear();
         }
+        ControlFlow::Continue(())
     }
 
-    fn token(&mut self, token: u32) {
+    fn token(&mut self, token: u32) -> ControlFlow<()> {
         if !self.stream {
-            return;
+            return ControlFlow::Continue(());
         }
         self.tokens.push(token);
         // A character may need more than one token: an unfinished one decodes to a replacement.
@@ -74,5 +76,6 @@ impl Observer for Live<'_> {
             let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
             self.printed = text.len();
         }
+        ControlFlow::Continue(())
     }
 }

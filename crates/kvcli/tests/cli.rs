@@ -375,7 +375,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
     let file = file.to_str().unwrap();
     let gate = run_json(&["eval", "--gate", "--json", "--seeds", "2", "--dataset", file]);
-    assert_eq!(gate["checks"].as_array().unwrap().len(), 5);
+    assert_eq!(gate["checks"].as_array().unwrap().len(), 10);
     // A floor that nothing can reach.
     let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--floor=-1"]);
     assert_eq!(output.status.code(), Some(1));

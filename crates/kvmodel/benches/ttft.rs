@@ -1,11 +1,11 @@
 //! Time to first token of a prompt of chunks: cold, all chunks hit, without reuse, and the floor, which
 //! is the question alone after the same KV.
 //!
-//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbackend-cpu` does; here a ratio is
+//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbench` does; here a ratio is
 //! "times as fast as the limit". `--layers L --hidden H --chunks N --tokens T` set the size.
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::ChunkCacheConfig;
+use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvmodel::workload::ttft_rows;
 use kvmodel::{Engine, EngineConfig, Model, ModelConfig, WeightFormat, Weights};
 
@@ -23,7 +23,7 @@ fn main() -> kvmodel::Result<()> {
         let model = Model::new(config.clone(), Weights::random(1), WeightFormat::F32)?;
         let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
         let mut engine = Engine::new(model, CpuBackend::new(), b"none", &engine)?;
-        for row in ttft_rows(&mut engine, chunks, length.max(1))? {
+        for row in ttft_rows(&mut engine, chunks, length.max(1), ReuseCell::default())? {
             let what = format!("TTFT, {}; {chunks} chunks, {layers} layers of {hidden}", row.what);
             let line = serde_json::json!({
                 "what": what, "size": row.tokens, "unit": "tokens", "seconds": row.took.as_secs_f64(),

@@ -57,7 +57,9 @@ pub enum Error {
         reason: String,
     },
     /// A token id that the model has no embedding for.
-    #[error("token id {token} is outside the vocabulary of {vocabulary}")]
+    #[error(
+        "token id {token} is outside the vocabulary of {vocabulary}; encode the prompt with the tokenizer of this model"
+    )]
     TokenOutOfVocabulary {
         /// The id.
         token: u32,
@@ -65,8 +67,11 @@ pub enum Error {
         vocabulary: usize,
     },
     /// A prompt without any token.
-    #[error("the prompt is empty")]
+    #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
+    /// A request that its observer stopped.
+    #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
+    Cancelled,
     /// From dense mathematics.
     #[error("tensor operation: {0}")]
     Candle(#[from] candle_core::Error),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::{Segment, SequenceInput, SlotMapping};
 
 use super::{Assembler, Assembly, Own, Piece, Source};
-use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache};
+use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, Tally};
 use crate::config::{ComputeMode, PositionStrategy};
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
@@ -84,7 +84,8 @@ impl Assembler<'_> {
     /// What there is of the pieces. All hits are held before anything is reserved, so that a prompt never evicts
     /// its own chunks.
     fn find(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Found>>> {
-        let held = |piece: &ChunkPiece<'_>| self.chunks?.hold(self.tenant, piece);
+        let tally = if self.ranks.is_some() { Tally::Later } else { Tally::Now };
+        let held = |piece: &ChunkPiece<'_>| self.chunks?.hold(self.tenant, piece, tally);
         let found = |piece: &ChunkPiece<'_>| held(piece).map_or(Found::Missing, Found::Here);
         let mut all: Vec<Vec<Found>> =
             pieces.iter().map(|pieces| pieces.iter().map(found).collect()).collect();
@@ -92,7 +93,7 @@ impl Assembler<'_> {
         let each = || pieces.iter().flatten();
         for (piece, found) in each().zip(all.iter_mut().flatten()) {
             if let Found::Missing = found
-                && let Some(woken) = cache.hold_woken(self.tenant, piece)
+                && let Some(woken) = cache.hold_woken(self.tenant, piece, tally)
             {
                 *found = Found::Here(woken);
             }
@@ -112,7 +113,10 @@ impl Assembler<'_> {
                     cache.give_up(self.tenant, chunk);
                     Found::GivenUp
                 }
-                Found::Here(chunk) if !exact => Found::Approximate(chunk),
+                Found::Here(chunk) => {
+                    cache.count_hit(self.tenant, &chunk);
+                    if *exact { Found::Here(chunk) } else { Found::Approximate(chunk) }
+                }
                 found => found,
             };
         }
@@ -157,7 +161,7 @@ impl Assembler<'_> {
                 cache.go_without(self.tenant);
                 Acquired::NoRoom
             }
-            Some(cache) => self.in_step(cache, cache.acquire(self.tenant, piece, stored_start)),
+            Some(cache) => self.acquire(cache, piece, stored_start),
             None => Acquired::NoRoom,
         };
         let computed = match acquired {
@@ -194,17 +198,20 @@ impl Assembler<'_> {
 
     /// Ranks compute the same pieces in the same pass: of what they have agreed to compute none waits for another
     /// request, nor takes what has come since.
-    fn in_step(&self, cache: &ChunkCacheManager, acquired: Acquired) -> Acquired {
-        match (self.ranks, acquired) {
-            (Some(_), Acquired::Hit(chunk)) => {
+    fn acquire(&self, cache: &ChunkCacheManager, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        if self.ranks.is_none() {
+            return cache.acquire(self.tenant, piece, stored_start);
+        }
+        match cache.acquire_counted(self.tenant, piece, stored_start, Tally::Later) {
+            Acquired::Hit(chunk) => {
                 cache.give_up(self.tenant, chunk);
                 Acquired::NoRoom
             }
-            (Some(_), Acquired::Busy(_)) => {
+            Acquired::Busy(_) => {
                 cache.go_without(self.tenant);
                 Acquired::NoRoom
             }
-            (_, acquired) => acquired,
+            acquired => acquired,
         }
     }
 }

@@ -8,7 +8,7 @@ use super::handle::Held;
 use super::state::{Awake, Entry, Place, State, UnderWay};
 use super::tenant::TenantId;
 use super::wake::Waking;
-use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, Shared, Wanted, known};
+use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, Shared, Tally, Wanted, known};
 use crate::hash::{ChunkPiece, Evidence};
 use crate::position::{PositionReindexer, ReindexedChunkKv};
 
@@ -29,22 +29,32 @@ pub enum Acquired {
 }
 
 impl ChunkCacheManager {
-    /// The piece if it is stored and awake, counted as a hit then and not at all otherwise: so that a prompt
-    /// holds all that it finds before it makes room for what it does not.
-    pub(crate) fn hold(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+    /// The piece if it is stored and awake, a hit by `tally` then and not counted at all otherwise: so that a
+    /// prompt holds all that it finds before it makes room for what it does not.
+    pub(crate) fn hold(
+        &self,
+        tenant: TenantId,
+        piece: &ChunkPiece<'_>,
+        tally: Tally,
+    ) -> Option<ChunkKvCache> {
         let since = Instant::now();
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
         let slot = state.find(piece)?;
-        let found = self.0.hit(&mut state, tenant, slot, now)?;
+        let found = self.0.hit(&mut state, tenant, slot, now, tally)?;
         drop(state);
         self.0.looked_up(since.elapsed());
         Some(found)
     }
 
     /// As [`hold`](Self::hold), and wakes the piece if it sleeps.
-    pub(crate) fn hold_woken(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+    pub(crate) fn hold_woken(
+        &self,
+        tenant: TenantId,
+        piece: &ChunkPiece<'_>,
+        tally: Tally,
+    ) -> Option<ChunkKvCache> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
@@ -52,7 +62,7 @@ impl ChunkCacheManager {
         let waking = state.begin_waking(&self.0.pool, slot, now)?;
         drop(state);
         let now = self.0.clock.millis();
-        self.0.wake(waking, |state, slot| self.0.hit(state, tenant, slot, now)).ok().flatten()
+        self.0.wake(waking, |state, slot| self.0.hit(state, tenant, slot, now, tally)).ok().flatten()
     }
 
     /// Counts a piece that a request computes for itself.
@@ -62,17 +72,17 @@ impl ChunkCacheManager {
         no_room(&mut state, tenant);
     }
 
-    /// Lets go of a piece that was found and is computed for the request all the same: it counts as a miss.
-    pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
+    /// Counts a piece that was held to be counted [later](Tally::Later) as a hit: the request uses it.
+    pub(crate) fn count_hit(&self, tenant: TenantId, chunk: &ChunkKvCache) {
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
-        let counted = &mut state.account(tenant).counted;
-        counted.hit_count -= 1;
-        counted.miss_count += 1;
-        counted.uncached += 1;
-        counted.approximate_hits -= u64::from(!chunk.is_exact());
-        counted.tokens_reused -= chunk.num_tokens() as u64;
-        drop(state);
+        state.account(tenant).counted.hit(chunk.num_tokens(), chunk.is_exact());
+    }
+
+    /// Lets go of a piece that was held to be counted [later](Tally::Later) and is computed for the request all the
+    /// same: it counts as a miss.
+    pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
+        self.go_without(tenant);
         drop(chunk);
     }
 
@@ -81,13 +91,24 @@ impl ChunkCacheManager {
     ///
     /// A piece that sleeps is woken, without the lock, and held as soon as it is awake.
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
-        self.0.acquire(tenant, piece, stored_start)
+        self.0.acquire(tenant, piece, stored_start, Tally::Now)
+    }
+
+    /// The same; what is found is counted by `tally`.
+    pub(crate) fn acquire_counted(
+        &self,
+        tenant: TenantId,
+        piece: &ChunkPiece<'_>,
+        stored_start: i64,
+        tally: Tally,
+    ) -> Acquired {
+        self.0.acquire(tenant, piece, stored_start, tally)
     }
 
     /// The stored piece, or `None`: a lookup that reserves nothing, waits for nothing and wakes nothing.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
         let since = Instant::now();
-        let found = self.hold(tenant, piece);
+        let found = self.hold(tenant, piece, Tally::Now);
         if found.is_none() {
             let mut state = self.0.lock();
             let tenant = known(&state, tenant);
@@ -187,12 +208,18 @@ enum Found {
 }
 
 impl Shared {
-    fn acquire(self: &Arc<Self>, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+    fn acquire(
+        self: &Arc<Self>,
+        tenant: TenantId,
+        piece: &ChunkPiece<'_>,
+        stored_start: i64,
+        tally: Tally,
+    ) -> Acquired {
         let mut looked = Duration::ZERO;
         loop {
             let (since, now) = (Instant::now(), self.clock.millis());
             let mut state = self.lock();
-            let wanted = Wanted { piece, tenant: known(&state, tenant), stored_start };
+            let wanted = Wanted { piece, tenant: known(&state, tenant), stored_start, tally };
             let found = self.find_or_reserve(&mut state, &wanted, now);
             drop(state);
             looked += since.elapsed();
@@ -200,7 +227,8 @@ impl Shared {
                 Found::Here(acquired) => acquired,
                 Found::Waking(waking) => {
                     let now = self.clock.millis();
-                    match self.wake(waking, |state, slot| self.hit(state, wanted.tenant, slot, now)) {
+                    let tenant = wanted.tenant;
+                    match self.wake(waking, |state, slot| self.hit(state, tenant, slot, now, tally)) {
                         Ok(Some(chunk)) => Acquired::Hit(chunk),
                         // What is lost can be computed now.
                         Ok(None) | Err(_) => continue,
@@ -219,7 +247,7 @@ impl Shared {
     }
 
     fn find_or_reserve(self: &Arc<Self>, state: &mut State, wanted: &Wanted<'_, '_>, now: u64) -> Found {
-        let Wanted { piece, tenant, .. } = *wanted;
+        let Wanted { piece, tenant, tally, .. } = *wanted;
         if !state.pool.is_awake() {
             return Found::Here(no_room(state, tenant));
         }
@@ -235,12 +263,12 @@ impl Shared {
             if let Some(flight) = flight {
                 return Found::Here(Acquired::Busy(ChunkWaiter(flight)));
             }
-            if let Some(chunk) = self.hit(state, tenant, slot, now) {
+            if let Some(chunk) = self.hit(state, tenant, slot, now, tally) {
                 return Found::Here(Acquired::Hit(chunk));
             }
         } else if self.config.cross_system_reuse
             && let Some(slot) = state.find_any_system(piece, wanted.stored_start)
-            && let Some(chunk) = self.hit_as(state, tenant, slot, now, false)
+            && let Some(chunk) = self.hit_as(state, tenant, slot, now, false, tally)
         {
             return Found::Here(Acquired::Hit(chunk));
         }
@@ -266,8 +294,9 @@ impl Shared {
         tenant: TenantId,
         slot: u32,
         now: u64,
+        tally: Tally,
     ) -> Option<ChunkKvCache> {
-        self.hit_as(state, tenant, slot, now, true)
+        self.hit_as(state, tenant, slot, now, true, tally)
     }
 
     fn hit_as(
@@ -277,14 +306,13 @@ impl Shared {
         slot: u32,
         now: u64,
         same_system: bool,
+        tally: Tally,
     ) -> Option<ChunkKvCache> {
         let (entry, awake) = state.hold(slot, now)?;
         let held = self.held(entry, awake, slot, entry.exact && same_system);
-        let counted = &mut state.account(tenant).counted;
-        counted.lookup_count += 1;
-        counted.hit_count += 1;
-        counted.approximate_hits += u64::from(!held.exact);
-        counted.tokens_reused += held.hash.token_count as u64;
+        if tally == Tally::Now {
+            state.account(tenant).counted.hit(held.hash.token_count, held.exact);
+        }
         Some(ChunkKvCache::new(held))
     }
 
@@ -302,7 +330,7 @@ impl Shared {
     }
 
     fn reserve(self: &Arc<Self>, state: &mut State, wanted: &Wanted<'_, '_>, now: u64) -> Acquired {
-        let Wanted { piece, tenant, stored_start } = *wanted;
+        let Wanted { piece, tenant, stored_start, .. } = *wanted;
         let hash = piece.hash();
         let Some(blocks) = state.room(&self.pool, tenant, hash.num_blocks, now) else {
             return no_room(state, tenant);

@@ -62,6 +62,13 @@ pub struct ChunkCacheMetrics {
 }
 
 impl ChunkCacheMetrics {
+    pub(super) fn hit(&mut self, tokens: usize, exact: bool) {
+        self.lookup_count += 1;
+        self.hit_count += 1;
+        self.approximate_hits += u64::from(!exact);
+        self.tokens_reused += tokens as u64;
+    }
+
     pub(super) fn miss(&mut self) {
         self.lookup_count += 1;
         self.miss_count += 1;

@@ -372,4 +372,14 @@ struct Wanted<'a, 't> {
     piece: &'a ChunkPiece<'t>,
     tenant: TenantId,
     stored_start: i64,
+    tally: Tally,
+}
+
+/// When what is found counts as a hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tally {
+    /// As soon as it is held.
+    Now,
+    /// Once it is settled, by [`ChunkCacheManager::count_hit`] or [`ChunkCacheManager::give_up`]: counts never fall.
+    Later,
 }

@@ -7,27 +7,52 @@ use kvcore::{BlockId, LayerRopes, Rope, Segment, SlotMapping};
 use crate::cache::ChunkKvCache;
 use crate::error::{Error, Result};
 
-/// Places stored pieces, and knows what the model's rotary embedding allows.
+/// Places stored pieces, and knows what the rotary embeddings of the model's layers allow.
 ///
 /// Keys stay as they are stored: rotated at their virtual positions. An attend rotates the *query* by
 /// its position less the piece's offset instead, which gives the same scores.
 #[derive(Debug, Clone)]
 pub struct PositionReindexer {
-    rope: Arc<Rope>,
+    ropes: Ropes,
+}
+
+/// The rotary embedding of each layer.
+#[derive(Debug, Clone)]
+enum Ropes {
+    /// One for all of them, however many they are.
+    Same(Arc<Rope>),
+    Each(LayerRopes),
+}
+
+impl Ropes {
+    /// All that there are; never none.
+    fn all(&self) -> &[Arc<Rope>] {
+        match self {
+            Self::Same(rope) => std::slice::from_ref(rope),
+            Self::Each(ropes) => ropes.layers(),
+        }
+    }
+
+    fn of(&self, layer: usize) -> Option<&Rope> {
+        match self {
+            Self::Same(rope) => Some(rope),
+            Self::Each(ropes) => ropes.layers().get(layer).map(Arc::as_ref),
+        }
+    }
 }
 
 impl PositionReindexer {
-    /// For a model with this rotary embedding. A `Rope` has one vector of frequencies; pieces that were
+    /// For a model with this rotary embedding in every layer. A `Rope` has one vector of frequencies; pieces that were
     /// computed under others (another regime of dynamic NTK or LongRoPE) have other hashes and never
     /// come here.
     pub fn new(rope: Arc<Rope>) -> Self {
-        Self { rope }
+        Self { ropes: Ropes::Same(rope) }
     }
 
-    /// For the embeddings of a request: positions are the same in all layers, and so is the regime.
+    /// For the embeddings of a request, one a layer. Positions and the longest of them are the same in all layers,
+    /// frequencies need not be.
     pub fn for_layers(ropes: &LayerRopes) -> Self {
-        // There is a layer: a family without one is refused.
-        Self::new(Arc::clone(&ropes.layers()[0]))
+        Self { ropes: Ropes::Each(ropes.clone()) }
     }
 
     /// Places a piece with its first token at `new_position_start`, at the start of the merged KV; see
@@ -46,22 +71,34 @@ impl PositionReindexer {
             return Ok(());
         }
         let largest = start.saturating_add(len as i64 - 1);
-        Err(Error::TooLong { largest, limit: self.rope.max_positions() })
+        Err(Error::TooLong { largest, limit: self.max_positions() })
     }
 
-    /// Whether keys that `rotated_by` rotated for `old_offset` serve at `new_offset`: whether it rotates as the
-    /// model does now, by the same frequencies, pairs and factor, and the model has both positions. Another regime of
-    /// dynamic NTK or LongRoPE does not serve, at no distance.
-    pub fn can_reuse_rope(&self, rotated_by: &Rope, old_offset: i64, new_offset: i64) -> bool {
-        let same = rotated_by.frequencies() == self.rope.frequencies()
-            && rotated_by.pairing() == self.rope.pairing()
-            && rotated_by.attention_factor() == self.rope.attention_factor();
-        same && self.has(old_offset, 1) && self.has(new_offset, 1)
+    /// Whether keys of a layer that `rotated_by` rotated for `old_offset` serve at `new_offset`: whether it rotates as
+    /// that layer does now, by the same frequencies, pairs and factor, and the model has both positions. Another regime
+    /// of dynamic NTK or LongRoPE does not serve, at no distance; nor does a layer that the model does not have.
+    pub fn can_reuse_rope(&self, layer: usize, rotated_by: &Rope, old_offset: i64, new_offset: i64) -> bool {
+        self.ropes.of(layer).is_some_and(|rope| rotates_alike(rope, rotated_by))
+            && self.has(old_offset, 1)
+            && self.has(new_offset, 1)
     }
 
-    /// One past the largest position of the model.
+    /// The same of a piece, which has keys of every layer: whether all of them serve.
+    pub fn can_reuse_ropes(&self, rotated_by: &LayerRopes, old_offset: i64, new_offset: i64) -> bool {
+        let layers = rotated_by.layers();
+        let as_many = match &self.ropes {
+            Ropes::Same(_) => true,
+            Ropes::Each(ropes) => ropes.layers().len() == layers.len(),
+        };
+        let serves = |(layer, rope): (usize, &Arc<Rope>)| {
+            self.can_reuse_rope(layer, rope.as_ref(), old_offset, new_offset)
+        };
+        as_many && layers.iter().enumerate().all(serves)
+    }
+
+    /// One past the largest position of the model: that of the layer with the fewest.
     pub fn max_positions(&self) -> usize {
-        self.rope.max_positions()
+        self.ropes.all().iter().map(|rope| rope.max_positions()).min().unwrap_or(0)
     }
 
     /// What lies in blocks, placed with its first token at `position`, after `logical` tokens of the merged KV.
@@ -75,23 +112,38 @@ impl PositionReindexer {
 
     fn has(&self, start: i64, len: i64) -> bool {
         let end = start.checked_add(len).and_then(|end| usize::try_from(end).ok());
-        start >= 0 && end.is_some_and(|end| end <= self.rope.max_positions())
+        start >= 0 && end.is_some_and(|end| end <= self.max_positions())
     }
 
-    /// Cosines and sines at `positions`, `[positions, rotary_dim / 2]` each, without the attention factor.
+    /// Cosines and sines of a layer at `positions`, `[positions, rotary_dim / 2]` each, without the attention factor.
     /// They are computed for these positions, never taken modulo the size of a table.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfRange`] for a position that the model does not have.
-    pub fn compute_rope_for_positions(&self, positions: &[i64]) -> Result<(Vec<f32>, Vec<f32>)> {
-        let table = self.rope.table(positions.iter().copied())?;
-        let half = self.rope.frequencies().len();
+    /// [`kvcore::Error::OutOfRange`] for a layer or a position that the model does not have.
+    pub fn compute_rope_for_positions(
+        &self,
+        layer: usize,
+        positions: &[i64],
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
+        let limit = self.ropes.all().len() as i128;
+        let missing =
+            kvcore::Error::OutOfRange { what: "layer of a rotary embedding", value: layer as i128, limit };
+        let rope = self.ropes.of(layer).ok_or(missing)?;
+        let table = rope.table(positions.iter().copied())?;
+        let half = rope.frequencies().len();
         let (mut cos, mut sin) = (Vec::new(), vec![0.0; positions.len() * half]);
         for (position, sin) in positions.iter().zip(sin.chunks_exact_mut(half)) {
             cos.extend_from_slice(table.at(*position, sin));
         }
         Ok((cos, sin))
     }
+}
+
+/// Whether two embeddings rotate by the same angles.
+fn rotates_alike(a: &Rope, b: &Rope) -> bool {
+    a.frequencies() == b.frequencies()
+        && a.pairing() == b.pairing()
+        && a.attention_factor() == b.attention_factor()
 }
 
 /// Keys and values in blocks.
@@ -176,7 +228,7 @@ mod tests {
         Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher,
         ComputeMode, HashAlgorithm, TenantId,
     };
-    use kvcore::{KeyScope, RopeConfig, RopeScaling};
+    use kvcore::{KeyScope, RopeConfig, RopeFamily, RopeScaling};
 
     fn reindexer(max_positions: usize) -> PositionReindexer {
         PositionReindexer::new(Arc::new(Rope::new(RopeConfig::new(8, 10_000.0), max_positions).unwrap()))
@@ -219,18 +271,48 @@ mod tests {
         };
         let plain = rope(10_000.0, RopeScaling::None);
         let reindexer = PositionReindexer::new(Arc::clone(&plain));
-        assert!(reindexer.can_reuse_rope(&rope(10_000.0, RopeScaling::None), 0, 7));
-        assert!(!reindexer.can_reuse_rope(&rope(20_000.0, RopeScaling::None), 0, 7), "another model");
+        assert!(reindexer.can_reuse_rope(0, &rope(10_000.0, RopeScaling::None), 0, 7));
+        assert!(!reindexer.can_reuse_rope(0, &rope(20_000.0, RopeScaling::None), 0, 7), "another model");
         let dynamic = RopeConfig {
             scaling: RopeScaling::DynamicNtk { factor: 4.0, original_max_position: 32 },
             ..RopeConfig::new(8, 10_000.0)
         };
         let regime = |longest| Rope::in_regime(dynamic.clone(), dynamic.regime(longest), 100).unwrap();
         let reindexer = PositionReindexer::new(Arc::new(regime(60)));
-        assert!(reindexer.can_reuse_rope(&regime(60), 3, 7));
+        assert!(reindexer.can_reuse_rope(0, &regime(60), 3, 7));
         for longest in [20, 61] {
-            assert!(!reindexer.can_reuse_rope(&regime(longest), 3, 7), "another regime, of the same model");
+            assert!(
+                !reindexer.can_reuse_rope(0, &regime(longest), 3, 7),
+                "another regime, of the same model"
+            );
         }
+    }
+
+    #[test]
+    fn rule_6_every_layer_is_asked_for_its_own_frequencies() {
+        let model = |thetas: &[f64]| {
+            let layers: Vec<RopeConfig> = thetas.iter().map(|&theta| RopeConfig::new(8, theta)).collect();
+            RopeFamily::new(&layers, 100).unwrap().at(100).unwrap()
+        };
+        let ropes = model(&[10_000.0, 1e6]);
+        let reindexer = PositionReindexer::for_layers(&ropes);
+        let [local, global] = ropes.layers() else { panic!() };
+        let can = |layer, rope: &Arc<Rope>| reindexer.can_reuse_rope(layer, rope, 3, 7);
+        assert!(can(0, local) && can(1, global));
+        assert!(!can(0, global) && !can(1, local) && !can(2, global), "each by its own");
+        assert!(reindexer.can_reuse_ropes(&ropes, 3, 7) && !reindexer.can_reuse_ropes(&ropes, 3, 100));
+        for other in [&[10_000.0, 2e6][..], &[10_000.0], &[10_000.0, 1e6, 1e6]] {
+            assert!(!reindexer.can_reuse_ropes(&model(other), 3, 7), "{other:?}");
+        }
+        let at = |layer| reindexer.compute_rope_for_positions(layer, &[5]).unwrap();
+        for (layer, rope) in ropes.layers().iter().enumerate() {
+            let angle = 5.0 * f64::from(rope.frequencies()[1]);
+            let (cos, sin) = at(layer);
+            assert!((f64::from(cos[1]) - angle.cos()).abs() < 1e-6, "layer {layer}");
+            assert!((f64::from(sin[1]) - angle.sin()).abs() < 1e-6, "layer {layer}");
+        }
+        assert_ne!(at(0), at(1));
+        assert!(reindexer.compute_rope_for_positions(2, &[5]).is_err());
     }
 
     #[test]
@@ -244,13 +326,13 @@ mod tests {
             ));
         }
         let rope = Rope::new(RopeConfig::new(8, 10_000.0), 50).unwrap();
-        let can = |old, new| reindexer.can_reuse_rope(&rope, old, new);
+        let can = |old, new| reindexer.can_reuse_rope(0, &rope, old, new);
         assert!(can(0, 99) && can(99, 0));
         assert!(!can(0, 100) && !can(-1, 5) && !can(i64::MIN, i64::MAX));
-        let (cos, sin) = reindexer.compute_rope_for_positions(&[0, 3, 99]).unwrap();
+        let (cos, sin) = reindexer.compute_rope_for_positions(0, &[0, 3, 99]).unwrap();
         assert_eq!((cos.len(), sin.len()), (12, 12));
         assert_eq!((cos[8], sin[8]), (99f64.cos() as f32, 99f64.sin() as f32));
         assert_eq!((cos[0], sin[0], sin[4]), (1.0, 0.0, 3f64.sin() as f32));
-        assert!(reindexer.compute_rope_for_positions(&[100]).is_err());
+        assert!(reindexer.compute_rope_for_positions(0, &[100]).is_err());
     }
 }

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepForm {
-    /// As they are, in blocks of a host arena. Copies are enqueued, nothing waits.
+    /// As they are, in blocks of a host arena, with a digest. Waits for the stream.
     Plain,
     /// Without loss: the bytes of elements are sorted into planes, sign and exponent apart from the rest of
     /// the mantissa, and each plane is compressed by zstd with a checksum. Waits for the stream.

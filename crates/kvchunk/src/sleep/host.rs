@@ -1,17 +1,19 @@
 //! Pieces in blocks of a host arena, as they are or quantised.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvcore::kernels::{Dequantize, Quantize, SwapBlocks};
 use kvcore::{
-    Backend, BlockId, BlockPool, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
-    MutableBlocks, Stream,
+    Backend, BlockId, BlockPool, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+    MutableBlocks, Storage, Stream, TensorView,
 };
+use xxhash_rust::xxh3::Xxh3;
 
 use super::ledger::{Charge, Ledger};
 use super::scales;
 use crate::cache::Sleeping;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A host arena with its own blocks.
 #[derive(Debug)]
@@ -33,6 +35,8 @@ pub(super) struct HostPiece {
     /// Before the charge: what the ledger has room for, the pool must have.
     blocks: MutableBlocks,
     charge: Charge,
+    /// Of what was saved.
+    digest: u64,
 }
 
 impl HostStore {
@@ -109,7 +113,40 @@ impl HostStore {
             let dst = scaled.clone().unwrap_or_else(|| self.host.clone());
             self.stream.quantize(&Quantize { src, dst, pairs })?;
         }
-        Ok(HostPiece { store: Arc::clone(self), scaled, blocks: taken, charge })
+        let digest = self.digest(scaled.as_ref().unwrap_or(&self.host), taken.ids())?;
+        Ok(HostPiece { store: Arc::clone(self), scaled, blocks: taken, charge, digest })
+    }
+
+    /// A digest of all that lies in blocks of a host arena, and of its static scales. Waits for the stream.
+    fn digest(&self, arena: &KvArena, blocks: &[BlockId]) -> Result<u64> {
+        let layout = arena.layout();
+        let planes = [arena.k_plane(), arena.v_plane()];
+        let scales = |fixed: bool| {
+            let of_kind = planes.iter().filter_map(move |p| p.scales.filter(|(_, s)| s.is_static() == fixed));
+            of_kind.map(|(storage, scales)| (storage, scales.bytes))
+        };
+        let codes = [(arena.k(), layout.k_bytes()), (arena.v(), layout.v_bytes())];
+        let buffers: Vec<(&Arc<dyn Storage>, usize)> = codes.into_iter().chain(scales(false)).collect();
+        let mut digest = Xxh3::new();
+        for block in blocks {
+            for ((storage, bytes), runs) in buffers.iter().zip(layout.runs(&(block.0..block.0 + 1))) {
+                for run in runs {
+                    self.add(&mut digest, storage, run.start..run.end.min(*bytes))?;
+                }
+            }
+        }
+        for (storage, bytes) in scales(true) {
+            self.add(&mut digest, storage, 0..bytes)?;
+        }
+        Ok(digest.digest())
+    }
+
+    fn add(&self, digest: &mut Xxh3, storage: &Arc<dyn Storage>, range: Range<usize>) -> Result<()> {
+        let all = TensorView::new(Arc::clone(storage), DType::U8, &[range.end])?;
+        let mut bytes = vec![0; range.len()];
+        self.stream.read(&all.slice(0, range.start, range.end)?, &mut bytes)?;
+        digest.update(&bytes);
+        Ok(())
     }
 }
 
@@ -122,6 +159,9 @@ impl Sleeping for HostPiece {
         let store = &self.store;
         let pairs = self.blocks.ids().iter().copied().zip(blocks.iter().copied()).collect();
         let src = self.scaled.clone().unwrap_or_else(|| store.host.clone());
+        if store.digest(&src, self.blocks.ids())? != self.digest {
+            return Err(Error::Damaged("its digest is another one than when it was saved".to_owned()));
+        }
         let dst = store.device.clone();
         if self.is_exact() {
             store.stream.swap_blocks(&SwapBlocks { src, dst, pairs })?;

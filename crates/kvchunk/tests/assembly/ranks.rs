@@ -1,7 +1,8 @@
 //! Several ranks compute a prompt together.
 
 use super::*;
-use kvchunk::LocalRank;
+use kvchunk::{ChunkCacheMetrics, LocalRank};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// Three ranks, each a thread with caches of its own.
@@ -135,4 +136,52 @@ fn rule_8_what_another_request_of_one_rank_computes_is_computed_on_all() {
     drop(elsewhere);
     assert_eq!(ranks.agreed(&prompt(&[2])).1, [false], "rank 0 has not kept it");
     assert_eq!(ranks.agreed(&prompt(&[2])).1, [true]);
+}
+
+/// An agreement that looks at the counts of a cache and then has the last word.
+#[derive(Debug)]
+struct Scraping<'a> {
+    cache: &'a ChunkCacheManager,
+    seen: Mutex<Vec<ChunkCacheMetrics>>,
+    others_have_it: bool,
+}
+
+impl RankAgreement for Scraping<'_> {
+    fn agree(&self, flags: &mut [bool]) -> kvchunk::Result<()> {
+        self.seen.lock().unwrap().push(self.cache.metrics());
+        // Of two flags the first says whether the one chunk is held, the second whether it is exact.
+        if !self.others_have_it && flags.len() == 2 {
+            flags[0] = false;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn hits_are_counted_when_the_ranks_have_agreed_and_no_count_ever_falls() {
+    let w = World::new(32, 16, ChunkCacheConfig::default());
+    let short = ChunkedPrompt::new(vec![1], vec![vec![2; 7]], vec![9]).unwrap();
+    drop(w.run(&short));
+    let counts = |m: &ChunkCacheMetrics| {
+        [m.lookup_count, m.hit_count, m.miss_count, m.approximate_hits, m.tokens_reused, m.uncached]
+    };
+    let mut last = counts(&w.cache.metrics());
+    for (others_have_it, hits) in [(false, 0), (true, 1), (false, 1), (true, 2)] {
+        let scraping = Scraping { cache: &w.cache, seen: Mutex::default(), others_have_it };
+        let ranks: &dyn RankAgreement = &scraping;
+        drop(Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(&short).unwrap().commit().unwrap());
+        let mut seen = scraping.seen.into_inner().unwrap();
+        assert!(seen.len() > 1, "it was asked while the chunk was held");
+        seen.push(w.cache.metrics());
+        for metrics in &seen {
+            let now = counts(metrics);
+            assert!(now.iter().zip(&last).all(|(now, before)| now >= before), "{last:?}, then {now:?}");
+            last = now;
+        }
+        let m = w.cache.metrics();
+        assert_eq!((m.hit_count, m.tokens_reused), (hits, 7 * hits));
+        assert_eq!(m.lookup_count, m.hit_count + m.miss_count);
+    }
+    assert_eq!(w.cache.metrics().uncached, 2);
+    w.check();
 }

@@ -67,3 +67,29 @@ fn a_piece_that_comes_in_time_is_a_hit() {
     assert!(second.is_ready() && second.inputs().is_empty());
     assert_eq!(w.cache.metrics().uncached, 0);
 }
+
+#[test]
+fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    let stopped = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
+    let mut waiting = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
+    assert!(!waiting.is_ready());
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            drop(stopped);
+        });
+        while !waiting.is_ready() {
+            waiting.advance(&w.assembler(), &prompt(&[2, 3])).unwrap();
+        }
+    });
+    assert!(since.elapsed() < w.cache.config().max_wait(), "it did not wait for the limit");
+    assert_eq!(tokens_of(&waiting), [7, 7], "both are computed by the request that waited");
+    let held = waiting.commit().unwrap();
+    assert_eq!((hits(&held), held.handles().len()), (vec![false; 2], 2), "and kept");
+    assert_eq!(w.cache.metrics().uncached, 0);
+    drop(held);
+    w.check();
+    assert_eq!(hits(&w.run(&prompt(&[2, 3]))), [true; 2]);
+}

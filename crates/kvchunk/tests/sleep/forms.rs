@@ -213,3 +213,39 @@ fn one_tenants_chunks_sleep_and_anothers_do_not() {
     assert_eq!((sleeping(alice), sleeping(bob), w.sleep.usage().pieces), (2, 2, 4));
     w.check();
 }
+
+#[rstest]
+fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_computed_anew(
+    #[values(Execution::Immediate, Execution::Deferred)] execution: Execution,
+    #[values("plain", "int8:8", "int4:8", "fp8-e4m3")] form: &str,
+) {
+    let form: SleepForm = form.parse().unwrap();
+    // An arena of eight-bit floats has codes only: each piece has scales of its own.
+    let storages = match form {
+        SleepForm::Quantised(kvcore::KvFormat::Fp8 { .. }) | SleepForm::Plain => 2,
+        _ => 4,
+    };
+    for storage in 0..storages {
+        let w = World::new("f32", execution, form, 1 << 20);
+        let chunk = tokens(3);
+        let first = w.store(&chunk);
+        let before = w.bytes(first.block_ids());
+        drop(first);
+        assert_eq!(w.sleep_all().unwrap(), 1);
+        let host = w.sleep.host_arena().unwrap().storages().nth(storage).unwrap();
+        let view = TensorView::new(Arc::clone(host), DType::U8, &[host.len()]).unwrap();
+        let mut bytes = vec![0; host.len()];
+        w.stream.read(&view, &mut bytes).unwrap();
+        // Nothing else was ever saved there.
+        let at = bytes.iter().rposition(|byte| *byte != 0).unwrap();
+        bytes[at] ^= 0x10;
+        w.stream.write(&view, &bytes).unwrap();
+        let reservation = w.reserve(&chunk);
+        assert_eq!((w.cache.metrics().lost, w.sleep.usage().pieces), (1, 0), "storage {storage}");
+        w.compute(&reservation);
+        let stored = reservation.store();
+        assert_eq!(w.bytes(stored.block_ids()), before);
+        assert!(stored.is_exact());
+        w.check();
+    }
+}

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use kvchunk::Recompute;
 
-use super::{BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, recompute};
+use super::{
+    BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, positive, recompute,
+};
 use kvcore::{KeyForm, KvFormat};
 
 /// Options of `kvc eval`.
@@ -16,6 +18,7 @@ Examples:
     kvc eval                                         the built-in model, all strategies
     kvc eval --gate                                  is reuse fit for it?
     kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
+    kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg
 
 A dataset has a JSON object a line:
@@ -50,9 +53,19 @@ pub(crate) struct EvalArgs {
     #[arg(long)]
     pub(crate) gate: bool,
 
-    /// For the gate: where documents stand.
-    #[arg(long, value_enum, default_value = "overlapped")]
-    pub(crate) positions: Positions,
+    /// Where documents stand: for the gate, by default overlapped, and for answers with recompute strategies or
+    /// under a context scaling, by default sequential.
+    #[arg(long, value_enum)]
+    pub(crate) positions: Option<Positions>,
+
+    /// With --context-scale: two rows more, one a mode, in which the question looks at documents so, see
+    /// `kvc run --help`.
+    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
+    pub(crate) context_temperature: f32,
+
+    /// See --context-temperature.
+    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
+    pub(crate) context_scale: f32,
 
     /// For the gate: what documents see while computed.
     #[arg(long, value_enum, default_value = "with-system")]

@@ -42,7 +42,7 @@ fn rag(args: &RagArgs) -> Result<()> {
         reports.push(serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
-    let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens)?;
+    let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
     if let (Some(path), Some(first)) = (&args.plot, reports.first()) {
         show::plot(path, first)?;
     }

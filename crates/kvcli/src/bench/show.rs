@@ -123,18 +123,23 @@ fn value(unit: &str, number: f64) -> String {
 
 /// One prompt, cold and cached.
 pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
-    let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast"]);
+    let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast", "target"]);
     let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);
     for row in rows {
         let against = row.limit.to_owned();
         let ratio = format!("{:.2}", row.ratio());
-        table.add_row([row.what.to_owned(), ms(row.took), against, ms(row.limit_took), ratio]);
+        let target = row.target.map_or_else(String::new, |target| {
+            let word = if row.is_met() == Some(true) { "met" } else { "missed" };
+            format!("{target}: {word}")
+        });
+        table.add_row([row.what.to_owned(), ms(row.took), against, ms(row.limit_took), ratio, target]);
     }
     let tokens = rows.first().map_or(0, |row| row.tokens);
     writeln!(out, "{table}")?;
     writeln!(
         out,
-        "\n{} documents of {} tokens, {tokens} tokens in all; the system prompt is cached.",
+        "\n{} documents of {} tokens, {tokens} tokens in all. Where chunks hit, the system prompt is cached, too; \
+         the other rows compute it.",
         args.per_request, args.document_tokens
     )?;
     Ok(())

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use kvchunk::{ChunkCacheConfig, ComputeMode, PositionStrategy, Recompute, ReuseCell};
+use kvchunk::{ChunkCacheConfig, ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
 use kvmodel::eval::{Arm, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory};
 use serde::Serialize;
@@ -34,7 +34,8 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     };
     let out = &mut std::io::stdout().lock();
     if args.gate {
-        let cell = ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() };
+        let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
+        let cell = ReuseCell { mode: args.chunks.into(), strategy };
         let limits = GateLimits { accuracy: args.floor / 100.0, ..GateLimits::of(args.dtype) };
         let gate = Gate::check(&mut engine, &codec, &questions, cell, limits, &mut progress)?;
         bar.finish_and_clear();
@@ -46,12 +47,14 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
         return if failing.is_empty() { Ok(()) } else { Err(Error::GateClosed(failing.join("; "))) };
     }
-    let arms = arms(&args.strategies, engine.model().config().num_layers());
+    let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
+    let scaling = ContextScaling { temperature: args.context_temperature, scale: args.context_scale };
+    let arms = arms(&args.strategies, engine.model().config().num_layers(), positions, scaling);
     let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut progress)?;
     bar.finish_and_clear();
     let asked = questions.iter().map(Vec::len).sum();
     if let Some(path) = &args.plot {
-        show::plot(path, &scores)?;
+        show::plot(path, &scores, positions)?;
     }
     if args.json {
         return json(out, &Report { questions: asked, seeds: questions.len(), scores: &scores });
@@ -91,8 +94,14 @@ fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
     Ok((0..args.seeds).map(|seed| world.questions(seed as u64, args.questions)).collect())
 }
 
-/// Full attention, every cell without recomputation, and strategies at the positions of an ordinary prompt.
-fn arms(strategies: &[Recompute], layers: usize) -> Vec<Arm> {
+/// Full attention, every cell without recomputation; strategies, and a scaling if there is one, in both modes at
+/// these positions.
+fn arms(
+    strategies: &[Recompute],
+    layers: usize,
+    positions: PositionStrategy,
+    scaling: ContextScaling,
+) -> Vec<Arm> {
     let chosen;
     let strategies = if strategies.is_empty() {
         chosen = usual(layers);
@@ -103,8 +112,11 @@ fn arms(strategies: &[Recompute], layers: usize) -> Vec<Arm> {
     let mut arms = vec![Arm::full_attention()];
     arms.extend(ReuseCell::ALL.map(|cell| Arm::reuse(cell, Recompute::None)));
     for mode in [ComputeMode::WithSystem, ComputeMode::Alone] {
-        let cell = ReuseCell { mode, strategy: PositionStrategy::Sequential };
+        let cell = ReuseCell { mode, strategy: positions };
         arms.extend(strategies.iter().map(|&strategy| Arm::reuse(cell, strategy)));
+        if !scaling.is_plain() {
+            arms.push(Arm { scaling, ..Arm::reuse(cell, Recompute::None) });
+        }
     }
     arms
 }
@@ -114,18 +126,60 @@ fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];
     let of = kvchunk::DeviationOf::default();
-    for layer in [1, layers / 2] {
-        if layer < layers {
-            strategies.extend(shares.map(|share| Recompute::Blend { share, layer, of }));
-        }
+    let mut at = vec![1, layers / 2];
+    at.sort_unstable();
+    at.dedup();
+    for layer in at.into_iter().filter(|&layer| layer < layers) {
+        strategies.extend(shares.map(|share| Recompute::Blend { share, layer, of }));
     }
     strategies.extend(shares.map(|share| Recompute::Random { share, seed: 0 }));
     strategies.push(Recompute::Full);
-    strategies.dedup();
     strategies
 }
 
 /// The kinds of question that scores have.
 fn kinds(scores: &[Score]) -> Vec<QuestionKind> {
     QuestionKind::ALL.into_iter().filter(|kind| scores.iter().any(|score| score.kind == *kind)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_arm_is_asked_once_whatever_the_number_of_layers() {
+        for layers in 1..=6 {
+            let arms = arms(&[], layers, PositionStrategy::Sequential, ContextScaling::default());
+            let mut names: Vec<String> = arms.iter().map(Arm::name).collect();
+            names.sort_unstable();
+            let all = names.len();
+            names.dedup();
+            assert_eq!(names.len(), all, "{layers} layers: {names:?}");
+            let blends = |arm: &&Arm| match arm.recompute {
+                Recompute::Blend { layer, .. } => {
+                    assert!(layer < layers, "layer {layer} of {layers}");
+                    true
+                }
+                _ => false,
+            };
+            let places = if layers < 4 { 1 } else { 2 };
+            assert_eq!(arms.iter().filter(blends).count(), 2 * 4 * places, "{layers} layers");
+        }
+    }
+
+    #[test]
+    fn strategies_and_a_scaling_stand_at_the_positions_that_were_asked_for() {
+        let scaling = ContextScaling { temperature: 0.9, scale: 0.8 };
+        let arms = arms(&[Recompute::Full], 4, PositionStrategy::Overlapped, scaling);
+        let rows: Vec<String> = arms[7..].iter().map(Arm::name).collect();
+        assert_eq!(
+            rows,
+            [
+                "overlapped, with-system, full",
+                "overlapped, with-system, none, T 0.9 S 0.8",
+                "overlapped, alone, full",
+                "overlapped, alone, none, T 0.9 S 0.8",
+            ]
+        );
+    }
 }

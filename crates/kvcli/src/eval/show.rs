@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::Path;
 
-use kvchunk::{ComputeMode, Recompute};
+use kvchunk::{ComputeMode, PositionStrategy, Recompute};
 use kvmodel::eval::{Gate, QuestionKind, Score};
 
 use super::kinds;
@@ -66,7 +66,7 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
 }
 
 /// Accuracy on the hardest kind of question that there is, against the share of tokens computed anew.
-pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
+pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -> Result<()> {
     /// Which of a family a strategy belongs to, if it does.
     type Member = fn(&Recompute) -> Option<usize>;
     let families: [(&str, Member); 3] = [
@@ -85,9 +85,8 @@ pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
         let of_kind = |score: &&Score| {
             let cell = score.arm.cell;
             score.kind == kind
-                && cell.is_some_and(|cell| {
-                    cell.mode == ComputeMode::Alone && cell.strategy == kvchunk::PositionStrategy::Sequential
-                })
+                && score.arm.scaling.is_plain()
+                && cell.is_some_and(|cell| cell.mode == ComputeMode::Alone && cell.strategy == positions)
         };
         for (name, member) in families {
             let mut parts: Vec<usize> =
@@ -109,8 +108,13 @@ pub(super) fn plot(path: &Path, scores: &[Score]) -> Result<()> {
             }
         }
     }
+    let positions = match positions {
+        PositionStrategy::Overlapped => "overlapped",
+        PositionStrategy::Sequential => "sequential",
+        PositionStrategy::Absolute => "absolute",
+    };
     let frame = Frame {
-        title: "Accuracy of reuse (documents computed alone, sequential positions)",
+        title: &format!("Accuracy of reuse (documents computed alone, {positions} positions)"),
         x: "document tokens computed anew, %",
         y: "right answers, %",
         x_range: 0.0..100.0,

@@ -19,10 +19,10 @@ struct Rows {
 impl KvLayout {
     /// The byte ranges that belong to `blocks` and to no other block, in ascending order, for each buffer
     /// that belongs to blocks at all: K, V, and the scales of K and of V unless they are static. What lies
-    /// behind the last block belongs to it.
+    /// behind the last block belongs to it, and its runs end at `usize::MAX`.
     ///
     /// Where layers are outermost, as they are unless the caller gave strides, a buffer has one run a layer.
-    pub(crate) fn runs(&self, blocks: &Range<u32>) -> Vec<Vec<Range<usize>>> {
+    pub fn runs(&self, blocks: &Range<u32>) -> Vec<Vec<Range<usize>>> {
         let s = &self.shape;
         let dtype = s.format.storage_dtype();
         let planes = [(&self.k, s.k_heads, s.k_dim), (&self.v, s.v_heads, s.v_dim)];

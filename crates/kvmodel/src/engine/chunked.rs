@@ -111,7 +111,7 @@ impl Engine {
             return Ok((assembled, prefilled));
         }
         if !assembly.inputs().is_empty() {
-            flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), &mut ())?.flops;
+            flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
         }
         let mut assembled = assembly.commit()?;
         let question = self.next_input(own, prompt.question(), &context(assembled.segments()))?;

@@ -51,10 +51,11 @@ pub(super) struct Prefilled {
 }
 
 impl Engine {
-    /// Answers a request. `observer` is told the layers of the prefill and each token of the answer.
+    /// Answers a request. `observer` is told the layers of the prefill and each token of the answer, and may stop it
+    /// there.
     ///
     /// # Errors
-    /// A prompt that is empty, too long, or outside the vocabulary; a pool too small for it, or one that
+    /// [`Error::Cancelled`] when the observer stops it. A prompt that is empty, too long, or outside the vocabulary; a pool too small for it, or one that
     /// [sleeps](Self::sleep). No block is held then.
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
@@ -192,7 +193,9 @@ impl Engine {
                 break;
             }
             generation.tokens.push(token);
-            observer.token(token);
+            if observer.token(token).is_break() {
+                return Err(Error::Cancelled);
+            }
             let full = next.position >= self.model.config().max_positions as i64;
             if full || generation.tokens.len() == request.max_new_tokens {
                 break;

@@ -1,6 +1,6 @@
 //! The gate: whether reuse is fit for a model, by identities that must hold and a floor under its quality.
 
-use kvchunk::{Recompute, ReuseCell};
+use kvchunk::{DeviationOf, PositionStrategy, Recompute, ReuseCell};
 use kvcore::{DType, KvFormat};
 use serde::Serialize;
 
@@ -82,9 +82,10 @@ impl Gate {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks an engine: that reuse equals computing anew under the same mask, that recomputing everything
-    /// equals full attention, that recomputing nothing changes nothing; and, of local questions, that reuse
-    /// answers them as well as full attention.
+    /// Checks an engine: that reuse equals computing anew under the same mask, that recomputing everything, by any
+    /// strategy, equals full attention at the positions of an ordinary prompt and itself at the cell's, that
+    /// recomputing nothing changes nothing; and, of local questions, that reuse answers them as well as full
+    /// attention. Documents are cached in another order than they are used in, unless places are part of their keys.
     ///
     /// # Errors
     /// Of the engine.
@@ -102,29 +103,13 @@ impl Gate {
             .map(|seed| seed.iter().filter(|q| q.kind == QuestionKind::Local).cloned().collect())
             .collect();
         let mut checks = Vec::new();
-        let identities: [(&str, ReuseCell, Recompute, Option<Recompute>); 4] = [
-            ("reuse equals computing anew under the same mask", cell, Recompute::None, None),
-            (
-                "recomputing no token changes nothing",
-                cell,
-                Recompute::Link { tokens: 0 },
-                Some(Recompute::None),
-            ),
-            ("recomputing every token is full attention", sequential(cell), Recompute::Full, None),
-            (
-                "linking whole documents is full attention",
-                sequential(cell),
-                Recompute::Link { tokens: usize::MAX },
-                None,
-            ),
-        ];
-        for (what, cell, recompute, against) in identities {
+        for identity in identities(cell, engine.model().config().num_layers()) {
             let mut worst: f64 = 0.0;
             for question in &samples {
-                worst = larger(worst, identity(engine, codec, question, cell, recompute, against)?);
+                worst = larger(worst, identity.measure(engine, codec, question)?);
             }
-            let limit = if full_attention(recompute, against) { limits.moved } else { limits.logits };
-            checks.push(GateCheck { what: what.to_owned(), measured: worst, limit });
+            let limit = if identity.computes_anew() { limits.moved } else { limits.logits };
+            checks.push(GateCheck { what: identity.what.to_owned(), measured: worst, limit });
         }
         let arms = [Arm::full_attention(), Arm::reuse(cell, Recompute::None)];
         let scores = evaluate(engine, codec, &local, &arms, progress)?;
@@ -141,9 +126,59 @@ impl Gate {
     }
 }
 
-/// Whether an identity is one with full attention.
-fn full_attention(recompute: Recompute, against: Option<Recompute>) -> bool {
-    against.is_none() && recompute != Recompute::None
+/// Two ways to compute the same.
+#[derive(Debug, Clone, Copy)]
+struct Identity {
+    what: &'static str,
+    cell: ReuseCell,
+    recompute: Recompute,
+    against: Against,
+}
+
+/// The other way.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Against {
+    /// The same without reuse.
+    Anew,
+    /// Full attention over the whole prompt.
+    FullAttention,
+    /// Another strategy in the same cell.
+    Strategy(Recompute),
+}
+
+/// What must be equal in a cell of a model with so many layers.
+fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
+    let of = DeviationOf::default();
+    let blend = |share| Recompute::Blend { share, layer: 0, of };
+    // A share just below one takes every token, rounded up, and looks at deviations all the same.
+    let through = (layers > 1).then_some(Recompute::Blend {
+        share: 1.0 - f64::EPSILON,
+        layer: (layers / 2).max(1),
+        of,
+    });
+    let whole = Recompute::Link { tokens: usize::MAX };
+    let none = |what, recompute| (what, cell, recompute, Against::Strategy(Recompute::None));
+    let overlapped = cell.strategy == PositionStrategy::Overlapped;
+    let strategy = if overlapped { PositionStrategy::Sequential } else { cell.strategy };
+    let ordinary = ReuseCell { strategy, ..cell };
+    let full = |what, recompute| (what, ordinary, recompute, Against::FullAttention);
+    let mut all = vec![
+        ("reuse equals computing anew under the same mask", cell, Recompute::None, Against::Anew),
+        none("recomputing no token changes nothing", Recompute::Link { tokens: 0 }),
+        none("blending no token changes nothing", blend(0.0)),
+        full("recomputing every token is full attention", Recompute::Full),
+        full("linking whole documents is full attention", whole),
+        full("blending every token is full attention", blend(1.0)),
+    ];
+    all.extend(through.map(|blend| full("blending every token at a checkpoint is full attention", blend)));
+    if overlapped {
+        let itself = |what, recompute| (what, cell, recompute, Against::Strategy(Recompute::Full));
+        all.push(itself("blending every token is recomputing it, in this cell", blend(1.0)));
+        let what = "blending every token at a checkpoint is recomputing it, in this cell";
+        all.extend(through.map(|blend| itself(what, blend)));
+    }
+    let identity = |(what, cell, recompute, against)| Identity { what, cell, recompute, against };
+    all.into_iter().map(identity).collect()
 }
 
 /// The larger one; what is not a number is larger than any.
@@ -151,38 +186,61 @@ fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
-/// The cell with the positions of an ordinary prompt.
-fn sequential(cell: ReuseCell) -> ReuseCell {
-    ReuseCell { strategy: kvchunk::PositionStrategy::Sequential, ..cell }
+impl Identity {
+    /// Whether keys and values are computed otherwise than they were stored.
+    fn computes_anew(&self) -> bool {
+        matches!(self.against, Against::FullAttention | Against::Strategy(Recompute::Full))
+    }
+
+    /// Difference of the logits of both ways, as a share of their range.
+    fn measure(&self, engine: &mut Engine, codec: &TextCodec, question: &Question) -> Result<f64> {
+        let order: Vec<usize> = (0..question.documents.len()).collect();
+        let mut elsewhere = order.clone();
+        if self.cell.strategy != PositionStrategy::Absolute && order.len() > 1 {
+            elsewhere.rotate_left(1);
+        }
+        let mut ask = |arm: Arm, order: &[usize], reuse: bool| -> Result<Generation> {
+            let request = arm.request(question, order, codec, engine.separator())?;
+            let reuse = reuse && request.reuse;
+            engine.generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())
+        };
+        let arm = Arm::reuse(self.cell, self.recompute);
+        ask(Arm::reuse(self.cell, Recompute::None), &elsewhere, true)?;
+        let got = ask(arm, &order, true)?;
+        let expected = match self.against {
+            Against::Anew => ask(arm, &order, false)?,
+            Against::FullAttention => ask(Arm::full_attention(), &order, false)?,
+            Against::Strategy(other) => ask(Arm::reuse(self.cell, other), &order, true)?,
+        };
+        let pairs = got.logits.iter().flatten().zip(expected.logits.iter().flatten());
+        let gap = pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, larger);
+        let all = expected.logits.iter().flatten().map(|&x| f64::from(x));
+        let (low, high) = all.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), x| (l.min(x), h.max(x)));
+        Ok(gap / (high - low).max(f64::MIN_POSITIVE))
+    }
 }
 
-/// Difference of the logits of two ways to compute the same, as a share of their range. Without `against`:
-/// reuse against no reuse, or against full attention where something is recomputed.
-fn identity(
-    engine: &mut Engine,
-    codec: &TextCodec,
-    question: &Question,
-    cell: ReuseCell,
-    recompute: Recompute,
-    against: Option<Recompute>,
-) -> Result<f64> {
-    let order: Vec<usize> = (0..question.documents.len()).collect();
-    let arm = Arm::reuse(cell, recompute);
-    let mut ask = |arm: Arm, reuse: bool| -> Result<Generation> {
-        let request = arm.request(question, &order, codec, engine.separator())?;
-        let reuse = reuse && request.reuse;
-        engine.generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())
-    };
-    ask(Arm::reuse(cell, Recompute::None), true)?;
-    let got = ask(arm, true)?;
-    let expected = match against {
-        Some(other) => ask(Arm::reuse(cell, other), true)?,
-        None if full_attention(recompute, against) => ask(Arm::full_attention(), false)?,
-        None => ask(arm, false)?,
-    };
-    let pairs = got.logits.iter().flatten().zip(expected.logits.iter().flatten());
-    let gap = pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, larger);
-    let all = expected.logits.iter().flatten().map(|&x| f64::from(x));
-    let (low, high) = all.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), x| (l.min(x), h.max(x)));
-    Ok(gap / (high - low).max(f64::MIN_POSITIVE))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cell_is_asked_for_itself_and_for_both_ends_of_a_blend() {
+        for cell in ReuseCell::ALL {
+            for layers in 1..4 {
+                let all = identities(cell, layers);
+                let checkpoints = usize::from(layers > 1);
+                let overlapped = usize::from(cell.strategy == PositionStrategy::Overlapped);
+                let expected = 6 + checkpoints + overlapped * (1 + checkpoints);
+                assert_eq!(all.len(), expected, "{cell:?}, {layers} layers");
+                let elsewhere = all.iter().filter(|identity| identity.cell != cell).count();
+                assert_eq!(elsewhere, overlapped * (3 + checkpoints), "{cell:?}, {layers} layers");
+                for identity in &all {
+                    let Recompute::Blend { share, layer, .. } = identity.recompute else { continue };
+                    assert!(layer < layers, "{identity:?}");
+                    assert_eq!(layer > 0, share > 0.0 && share < 1.0, "{identity:?}");
+                }
+            }
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! The forward pass: dense layers on the host, KV and attention on the backend.
 
+use std::ops::ControlFlow;
+
 use candle_core::Tensor;
 use kvcore::{
     Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, Stream,
@@ -30,17 +32,40 @@ pub struct Model {
     weight_bytes: usize,
 }
 
-/// Told how a request advances. Both methods do nothing unless implemented; `()` is the observer
-/// that does not care.
+/// Told how a request advances, and asked whether it goes on: a break ends it with [`Error::Cancelled`], and nothing is
+/// held for it any more. Both methods go on unless implemented; `()` is the observer that does not care.
+///
+/// ```
+/// use std::ops::ControlFlow;
+/// use std::sync::atomic::{AtomicBool, Ordering};
+/// use kvmodel::Observer;
+///
+/// /// Stops when another thread says so.
+/// struct Until<'a>(&'a AtomicBool);
+///
+/// impl Observer for Until<'_> {
+///     fn layer(&mut self, _done: usize, _total: usize) -> ControlFlow<()> {
+///         if self.0.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+///     }
+/// }
+///
+/// let stop = AtomicBool::new(false);
+/// assert!(Until(&stop).layer(1, 8).is_continue());
+/// stop.store(true, Ordering::Relaxed);
+/// assert!(Until(&stop).layer(2, 8).is_break());
+/// ```
 pub trait Observer {
-    /// `done` of `total` layers of the prefill are computed.
-    fn layer(&mut self, done: usize, total: usize) {
+    /// `done` of `total` layers of a pass of the prefill are computed. There is more than one pass where chunks of other
+    /// requests were waited for, or some tokens are computed anew.
+    fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         let _ = (done, total);
+        ControlFlow::Continue(())
     }
 
     /// The answer has one token more.
-    fn token(&mut self, token: u32) {
+    fn token(&mut self, token: u32) -> ControlFlow<()> {
         let _ = token;
+        ControlFlow::Continue(())
     }
 }
 

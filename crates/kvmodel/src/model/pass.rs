@@ -60,7 +60,8 @@ impl Model {
     /// All sequences are of one regime: `ropes` is what [`ropes`](Self::ropes) gave for their requests.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`] before anything is computed; errors of the backend.
+    /// [`Error::TokenOutOfVocabulary`] before anything is computed; [`Error::Cancelled`] when the observer stops it;
+    /// errors of the backend.
     pub fn forward(
         &self,
         device: &ComputeDevice,
@@ -134,7 +135,7 @@ impl Model {
             };
             if at.is_empty() {
                 device.stream.synchronize()?;
-                observer.layer(index + 1, layers);
+                advanced(observer, index + 1, layers)?;
                 return Ok(Forward { logits: Vec::new(), flops });
             }
             if let Some(n) = &wanted {
@@ -143,7 +144,7 @@ impl Model {
             let attention = staging.attend(device, &at_layer, &projected, (at, entries), &rows.groups)?;
             flops += self.attention_flops(Rows::visible(at, entries)) + self.finish_flops(index, at.len());
             x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
-            observer.layer(index + 1, layers);
+            advanced(observer, index + 1, layers)?;
         }
         device.profiler.span("head", || {
             let logits = self.head.forward(&self.norm.forward(&x)?)?;
@@ -173,4 +174,9 @@ impl Model {
         let index = Tensor::from_vec(narrowed.rows, expected, &Device::Cpu)?;
         Ok((rows, x.index_select(&index, 0)?, Some(projected.select(&index)?)))
     }
+}
+
+/// Says how far a pass is, and asks whether it goes on.
+fn advanced(observer: &mut dyn Observer, done: usize, total: usize) -> Result<()> {
+    if observer.layer(done, total).is_break() { Err(Error::Cancelled) } else { Ok(()) }
 }

@@ -35,7 +35,8 @@ fn engine(name: &str, case: Case, backend: Arc<Faulty>) -> Engine {
     Engine::new(load_model(name), backend, b"t", &config).unwrap()
 }
 
-fn assert_nothing_held(engine: &Engine) {
+/// Every block is free or cached, and no piece has a holder.
+pub(crate) fn assert_nothing_held(engine: &Engine) {
     engine.check_invariants().unwrap();
     assert_eq!(engine.cache().num_sequences(), 0);
     let report = engine.report();

@@ -5,6 +5,7 @@
 mod approximate;
 mod asking;
 mod blending;
+mod cancel;
 mod common;
 mod engine;
 mod exactness;
