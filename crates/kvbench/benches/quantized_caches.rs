@@ -15,11 +15,11 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvcore::kernels::{Attend, AttendRows, Dequantize, MergeGroup, Quantize, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvPlane, KvShape, MemoryKind,
-    Result, Segment, Stream, TensorView, allocate_tensor,
+    Backend, BlockId, DType, KeyForm, KvArena, KvFormat, KvPlane, MemoryKind, Result, Segment, Stream,
+    TensorView, allocate_tensor,
 };
 
-use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, shuffled};
+use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
 use kvbench::limits::memcpy_seconds;
 use kvbench::{option, row, time};
 
@@ -104,18 +104,7 @@ impl Lab {
 
     /// An arena that holds the data.
     fn filled(&self, format: KvFormat) -> Result<KvArena> {
-        let layout = KvLayout::new(KvShape {
-            num_layers: 1,
-            num_blocks: self.blocks.len(),
-            block_size: BLOCK,
-            k_heads: HEADS,
-            v_heads: HEADS,
-            k_dim: DIM,
-            v_dim: DIM,
-            format,
-            order: BlockOrder::TokenMajor,
-        })?;
-        let arena = KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let arena = arena(self.backend.as_ref(), format, self.blocks.len())?;
         if let KvFormat::Fp8 { .. } = format {
             let [k, v] = [(arena.k_plane(), &self.k), (arena.v_plane(), &self.v)]
                 .map(|(plane, values)| static_scales(&plane, values));

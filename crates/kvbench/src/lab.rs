@@ -8,8 +8,8 @@ use kvcore::kernels::{
     ApplyRope, Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation, Scatter,
 };
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind, Result, Rope,
-    RopeConfig, Segment, Stream, TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Result,
+    Rope, RopeConfig, Segment, Stream, TensorView, allocate_tensor,
 };
 
 /// KV heads.
@@ -44,18 +44,7 @@ impl Lab {
     pub fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
         let backend = CpuBackend::with_options(options)?;
-        let layout = KvLayout::new(KvShape {
-            num_layers: 1,
-            num_blocks: 2 * tokens / BLOCK,
-            block_size: BLOCK,
-            k_heads: HEADS,
-            v_heads: HEADS,
-            k_dim: DIM,
-            v_dim: DIM,
-            format: dtype.into(),
-            order: BlockOrder::TokenMajor,
-        })?;
-        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let arena = arena(backend.as_ref(), dtype.into(), 2 * tokens / BLOCK)?;
         let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 17)?);
         let blocks = shuffled((tokens / BLOCK) as u32);
         Ok(Self { stream: backend.stream()?, backend, arena, dtype, tokens, blocks, rope })
@@ -131,6 +120,22 @@ impl Lab {
             lse: None,
         })
     }
+}
+
+/// One layer of `blocks` blocks, tokens before heads.
+pub fn arena(backend: &CpuBackend, format: KvFormat, blocks: usize) -> Result<KvArena> {
+    let layout = KvLayout::new(KvShape {
+        num_layers: 1,
+        num_blocks: blocks,
+        block_size: BLOCK,
+        k_heads: HEADS,
+        v_heads: HEADS,
+        k_dim: DIM,
+        v_dim: DIM,
+        format,
+        order: BlockOrder::TokenMajor,
+    })?;
+    KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))
 }
 
 /// Block numbers in the order in which a pool in use hands them out.

@@ -33,8 +33,9 @@ use ledger::Ledger;
 /// or be ordered with it by events. Compressing takes memory for a few blocks beside the budget, however long the
 /// piece. With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the
 /// budget is allocated at once. What sleeps has a digest, in every form: what is damaged is not woken but computed
-/// anew; taking and comparing it reads the piece on the host and waits for the stream. A piece that sleeps in eight-bit floats is looked at before, for its largest magnitudes, which
-/// waits for the stream; its scales, four bytes for each layer or head of K and of V, come on top.
+/// anew; taking and comparing it reads the piece on the host and waits for the stream. A piece that sleeps in eight-bit
+/// floats is looked at before, for its largest magnitudes; its scales, four bytes for each layer or head of K and of V,
+/// come on top.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -55,8 +55,8 @@ impl Engine {
     /// there.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the observer stops it. A prompt that is empty, too long, or outside the vocabulary; a pool too small for it, or one that
-    /// [sleeps](Self::sleep). No block is held then.
+    /// [`Error::Cancelled`] when the observer stops it. A prompt that is empty, too long, or outside the vocabulary; a
+    /// pool too small for it, or one that [sleeps](Self::sleep). No block is held then.
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
         self.check_awake()?;
