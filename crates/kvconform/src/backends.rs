@@ -30,6 +30,7 @@ pub const BACKENDS: &[NamedBackend] = &[
     NamedBackend { name: "cpu", variant: "portable", make: || at(SimdLevel::Portable) },
     NamedBackend { name: "cpu", variant: "avx2", make: || at(SimdLevel::Avx2) },
     NamedBackend { name: "cpu", variant: "avx512", make: || at(SimdLevel::Avx512) },
+    NamedBackend { name: "cpu", variant: "amx", make: || at(SimdLevel::Amx) },
     NamedBackend {
         name: "cpu",
         variant: "reference",

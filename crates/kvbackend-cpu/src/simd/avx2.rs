@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
-    _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps,
-    _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence, _mm_storeu_ps,
-    _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8,
+    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128,
+    _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence,
+    _mm_storeu_ps, _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8,
     _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_ps,
     _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32,
     _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256,
@@ -177,5 +177,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>()) }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast::<i8>()) }
     }
 }

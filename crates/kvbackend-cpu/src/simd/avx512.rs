@@ -2,17 +2,17 @@
 
 use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_HINT_T0, _mm_add_ps, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_storeu_ps, _mm256_add_ps,
-    _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_si256,
-    _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castps256_ps512,
-    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32,
-    _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_mask_mov_epi32, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps,
-    _mm512_permutex2var_epi16, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
-    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_shuffle_f32x4,
-    _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512,
-    _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+    _MM_HINT_T0, _MM_HINT_T1, _mm_add_ps, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_storeu_ps,
+    _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512,
+    _mm512_castps256_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+    _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mask_mov_epi32, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512,
+    _mm512_permute_ps, _mm512_permutex2var_epi16, _mm512_permutexvar_ps, _mm512_reduce_add_ps,
+    _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32,
+    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
+    _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
 use super::level::with_avx512;
@@ -32,6 +32,19 @@ const UPPER: [u16; 32] = {
     }
     places
 };
+
+/// The upper half of every element, of `a` and then of `b`.
+///
+/// # Safety
+/// The processor has AVX-512 F and BW, and the caller is compiled for them.
+#[inline(always)]
+pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: the caller's.
+    unsafe {
+        let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
+        _mm512_permutex2var_epi16(a, upper, b)
+    }
+}
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
@@ -170,9 +183,7 @@ impl Simd for Avx512 {
                 return;
             }
             let (a, b) = (rounded(a), rounded(b));
-            // The upper half of every element, of `a` and then of `b`.
-            let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
-            _mm512_storeu_si512(to.cast::<__m512i>(), _mm512_permutex2var_epi16(a, upper, b));
+            _mm512_storeu_si512(to.cast::<__m512i>(), upper_halves(a, b));
         }
     }
 
@@ -204,5 +215,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>()) }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast::<i8>()) }
     }
 }

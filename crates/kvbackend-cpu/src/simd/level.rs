@@ -10,7 +10,7 @@ use super::portable::Portable;
 use crate::NAME;
 
 #[cfg(target_arch = "x86_64")]
-use super::{avx2::Avx2, avx512::Avx512};
+use super::{amx, avx2::Avx2, avx512::Avx512};
 
 /// An instruction set that fast kernels are compiled for.
 ///
@@ -29,6 +29,9 @@ pub enum SimdLevel {
     /// AVX-512 F, BW, DQ and VL. Conversions to bf16 are integer arithmetic: the instruction for it
     /// (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
+    /// AVX-512, and AMX with bf16: attention over keys and values of bf16 multiplies tiles of them, by queries and
+    /// weights in as many parts of bf16 as their numbers have.
+    Amx,
 }
 
 /// Code that is generic over the instruction set.
@@ -45,7 +48,7 @@ pub(crate) trait Task {
 
 impl SimdLevel {
     /// All of them, the plainest first.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// The best that this processor has.
     pub fn best() -> Self {
@@ -70,8 +73,10 @@ impl SimdLevel {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512.is_available() && amx::is_available(),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => false,
+            Self::Avx2 | Self::Avx512 | Self::Amx => false,
         }
     }
 
@@ -114,9 +119,9 @@ impl Available {
             SimdLevel::Avx2 => unsafe { with_avx2(task) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 => unsafe { with_avx512(task) },
+            SimdLevel::Avx512 | SimdLevel::Amx => unsafe { with_avx512(task) },
             #[cfg(not(target_arch = "x86_64"))]
-            SimdLevel::Avx2 | SimdLevel::Avx512 => unsafe { Portable::call(task) },
+            SimdLevel::Avx2 | SimdLevel::Avx512 | SimdLevel::Amx => unsafe { Portable::call(task) },
         }
     }
 }
@@ -143,6 +148,7 @@ impl fmt::Display for SimdLevel {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Amx => "amx",
         })
     }
 }
@@ -153,7 +159,7 @@ impl FromStr for SimdLevel {
     fn from_str(s: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|level| level.to_string() == s).ok_or_else(|| Error::Unsupported {
             backend: NAME,
-            what: format!("SIMD level {s:?} (portable, avx2 and avx512 are)"),
+            what: format!("SIMD level {s:?} (portable, avx2, avx512 and amx are)"),
         })
     }
 }

@@ -53,9 +53,11 @@ mod math;
 mod portable;
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
-mod avx512;
+pub(crate) mod avx512;
 
 pub(crate) use lane::{Lane, narrow, widen};
 pub use level::SimdLevel;
@@ -141,4 +143,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn fence();
     /// Asks for the cache line at an address, which may be any.
     unsafe fn prefetch(at: *const u8);
+    /// The same, no nearer than the second cache.
+    unsafe fn prefetch_far(at: *const u8);
 }

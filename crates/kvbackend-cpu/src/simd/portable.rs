@@ -161,4 +161,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
+
+    #[inline(always)]
+    unsafe fn prefetch_far(_at: *const u8) {}
 }

@@ -1,6 +1,7 @@
 //! Queries against a tile, a block of registers at a time: logits, weights, and sums of values.
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use kvcore::kernels::{Attend, AttendRows};
@@ -36,7 +37,8 @@ pub(super) struct Meeting<'a> {
     pub(super) keys: Rows<'a>,
     pub(super) values: Rows<'a>,
     pub(super) columns: &'a [*const u8],
-    pub(super) ahead: Ahead<'a>,
+    /// Keys and values that come next.
+    pub(super) ahead: [Ahead<'a>; 2],
 }
 
 /// What the queries of a block see of a tile.
@@ -49,7 +51,7 @@ struct Sight<const Q: usize> {
 }
 
 impl Meeting<'_> {
-    fn queries(&self) -> usize {
+    pub(super) fn queries(&self) -> usize {
         self.rows.len() * self.heads
     }
 
@@ -106,7 +108,7 @@ impl Meeting<'_> {
     }
 
     /// Tokens that query `m` sees, counted from the tile's first.
-    fn seen(&self, m: usize) -> Range<usize> {
+    pub(super) fn seen(&self, m: usize) -> Range<usize> {
         let (tile, n) = (self.tile, self.tile.len());
         if self.entry.selection.is_some() {
             return 0..n;
@@ -115,6 +117,16 @@ impl Meeting<'_> {
         let seen = visible(self.op, tile.segment, row);
         let at = |token: usize| token.saturating_sub(tile.tokens.start).min(n);
         at(seen.start)..at(seen.end).max(at(seen.start))
+    }
+
+    /// The state of query `m`.
+    ///
+    /// # Safety
+    /// There are so many.
+    #[inline(always)]
+    pub(super) unsafe fn state_of(&self, m: usize) -> *mut f32 {
+        // SAFETY: the caller's.
+        unsafe { self.states.add(m * self.state.stride()) }
     }
 
     fn sight<const Q: usize>(&self, first: usize) -> Sight<Q> {
@@ -155,34 +167,52 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
         if all.end == 0 {
             return;
         }
-        let mut logits = [0.0f32; QUERIES * STRIDE];
-        let row = logits.as_mut_ptr();
+        let mut logits = [const { MaybeUninit::<f32>::uninit() }; QUERIES * STRIDE];
+        let row = logits.as_mut_ptr().cast::<f32>();
         let factor = meeting.op.scale * meeting.tile.segment.logit_scale;
         let scaling = Scaling { factor, softcap: meeting.op.softcap };
         let stride = meeting.state.stride();
+        // What comes next is asked for once.
+        let ahead = if self.first == 0 { meeting.ahead } else { Default::default() };
         // SAFETY: `logits` has a stride for each query, and states and queries are the meeting's.
         unsafe {
             let q = meeting.q.add(self.first * k_dim);
             let latents = meeting.latents.map(|all| all.add(self.first * v_dim));
             if PACKED {
+                row.write_bytes(0, Q * STRIDE);
                 let (keys, latent_keys) = meeting.columns.split_at(k_dim);
                 let columns = |at| Rows { at, head: 0 };
-                accumulate::<S, f32, Q, N>(q, k_dim, columns(keys), TILE, (row, STRIDE), [1.0; Q]);
+                accumulate::<S, f32, Q, N>(
+                    q,
+                    k_dim,
+                    columns(keys),
+                    TILE,
+                    (row, STRIDE),
+                    [1.0; Q],
+                    Ahead::default(),
+                );
                 if let Some(q) = latents {
-                    accumulate::<S, f32, Q, N>(q, v_dim, columns(latent_keys), TILE, (row, STRIDE), [1.0; Q]);
+                    accumulate::<S, f32, Q, N>(
+                        q,
+                        v_dim,
+                        columns(latent_keys),
+                        TILE,
+                        (row, STRIDE),
+                        [1.0; Q],
+                        Ahead::default(),
+                    );
                 }
             } else {
                 let (keys, to) = (meeting.keys.part(all.clone()), (row.add(all.start), STRIDE));
                 // What comes next is asked for once.
-                let ahead = if self.first == 0 { meeting.ahead } else { Ahead::default() };
-                dots::<S, E, Q>(q, k_dim, keys, to, false, ahead);
+                dots::<S, E, Q>(q, k_dim, keys, to, false, ahead[0]);
                 if let Some(q) = latents {
                     dots::<S, E, Q>(q, v_dim, meeting.values.part(all), to, true, Ahead::default());
                 }
             }
             let mut shrink = [1.0; Q];
             for (a, seen) in each.iter_mut().enumerate() {
-                let state = meeting.states.add((self.first + a) * stride);
+                let state = meeting.state_of(self.first + a);
                 let row = row.add(a * STRIDE + seen.start);
                 match S::call(Weights { row, n: seen.len(), scaling, state }) {
                     Some(by) if seen.start < seen.end => shrink[a] = by,
@@ -192,10 +222,10 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                     }
                 }
             }
-            let out = meeting.states.add(self.first * stride + 2);
+            let out = meeting.state_of(self.first).add(2);
             if common.start < common.end {
                 let (weights, values) = (row.add(common.start), meeting.values.part(common.clone()));
-                accumulate::<S, E, Q, N>(weights, STRIDE, values, v_dim, (out, stride), shrink);
+                accumulate::<S, E, Q, N>(weights, STRIDE, values, v_dim, (out, stride), shrink, ahead[1]);
                 shrink = [1.0; Q];
             } else {
                 common = 0..0;
@@ -221,13 +251,13 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
 }
 
 /// Values for one query.
-struct Single<'a, E, const N: usize> {
-    weights: *const f32,
-    values: Rows<'a>,
-    v_dim: usize,
-    out: *mut f32,
-    shrink: f32,
-    element: PhantomData<E>,
+pub(super) struct Single<'a, E, const N: usize> {
+    pub(super) weights: *const f32,
+    pub(super) values: Rows<'a>,
+    pub(super) v_dim: usize,
+    pub(super) out: *mut f32,
+    pub(super) shrink: f32,
+    pub(super) element: PhantomData<E>,
 }
 
 impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
@@ -237,6 +267,16 @@ impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
     unsafe fn run<S: Simd>(self) {
         let to = (self.out, 0);
         // SAFETY: the caller's.
-        unsafe { accumulate::<S, E, 1, N>(self.weights, 0, self.values, self.v_dim, to, [self.shrink]) }
+        unsafe {
+            accumulate::<S, E, 1, N>(
+                self.weights,
+                0,
+                self.values,
+                self.v_dim,
+                to,
+                [self.shrink],
+                Ahead::default(),
+            );
+        }
     }
 }

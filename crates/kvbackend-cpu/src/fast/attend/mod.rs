@@ -8,6 +8,7 @@
 //!       products  queries · keys, in registers
 //!       softmax   logits to weights, the maximum so far kept
 //!       products  weights · values
+//!     matrix    the same by products of matrices, where the processor has them
 //!   finish    items that share rows are merged, then merge groups; output
 //! ```
 //!
@@ -15,6 +16,11 @@
 
 mod block;
 mod finish;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "no_matrix.rs"]
+mod matrix;
 mod part;
 mod plan;
 mod products;
@@ -103,6 +109,7 @@ impl Fast {
         with_ends(&reads, &writes, |ends| {
             KEPT.with_borrow_mut(|Kept { plan, shared, copies: [q, q_latent] }| {
                 let q = Queries::new(&op.q, &op.out, ends, q)?;
+                let latent_view = latent;
                 let latent = latent.map(|view| Queries::new(view, &op.out, ends, q_latent)).transpose()?;
                 let keys = Source::new(&op.arena.k_plane(), ends)?;
                 let values = Source::new(&op.arena.v_plane(), ends)?;
@@ -114,7 +121,9 @@ impl Fast {
                         None => None,
                     },
                 };
-                self.run_plan(&Inputs { op, units, keys, values, q, latent, turn }, &outputs, plan, shared);
+                let matrices = matrix::Form::of(self.level.level(), op, latent_view, [&keys, &values]);
+                let inputs = Inputs { op, units, keys, values, q, latent, turn, matrices };
+                self.run_plan(&inputs, &outputs, plan, shared);
                 Ok(())
             })
         })

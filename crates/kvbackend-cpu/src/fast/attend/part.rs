@@ -8,8 +8,9 @@ use kvcore::{DType, KeyForm, Result, TensorView};
 
 use super::block::Meeting;
 use super::finish::Finish;
+use super::matrix;
 use super::plan::{Item, MANY, Units, states, union};
-use super::products::{Ahead, Rows};
+use super::products::Rows;
 use super::source::Source;
 use super::tile::{Form, Room, TILE, Tile, beside};
 use super::{Outputs, State};
@@ -29,6 +30,8 @@ pub(super) struct Inputs<'a> {
     /// Of latent attention: queries that meet the values.
     pub(super) latent: Option<Queries<'a>>,
     pub(super) turn: Option<Turn>,
+    /// Whether products are those of matrices, and how.
+    pub(super) matrices: Option<matrix::Form>,
 }
 
 /// Query rows as they lie.
@@ -114,6 +117,7 @@ pub(super) struct Scratch {
     values: Vec<f32>,
     packed: Vec<f32>,
     columns: Vec<*const u8>,
+    matrices: Vec<f32>,
 }
 
 /// The runs of tokens that an item has, in order: segments, and tokens of each.
@@ -164,6 +168,20 @@ struct Open<'a> {
     states: *mut f32,
     state: State,
     room: Room<'a>,
+    matrices: Option<matrix::Room>,
+}
+
+impl Open<'_> {
+    /// Puts the queries of all units where products of matrices want them: those for keys, or for values.
+    unsafe fn put_queries(&self, which: usize, units: usize, from: *const f32, dim: usize) {
+        let queries = self.state.count / units;
+        if let Some(room) = &self.matrices {
+            for unit in 0..units {
+                // SAFETY: there is room for the queries of all units.
+                unsafe { room.put_queries(which, unit, queries, from.add(unit * queries * dim)) };
+            }
+        }
+    }
 }
 
 impl Task for Compute<'_> {
@@ -199,12 +217,17 @@ impl Task for Compute<'_> {
                 values: room(&mut scratch.values, TILE * v_dim),
                 columns: &scratch.columns,
             },
+            // SAFETY: this form is made for processors that have the instructions.
+            matrices: inputs.matrices.filter(|_| form == Form::Matrix).map(|form| unsafe {
+                form.room(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
+            }),
         };
         // SAFETY: each buffer has just been given its size.
         unsafe {
             state.open(open.states, op.groups.len());
             if let (Some(queries), Some(to)) = (&inputs.latent, open.latents) {
                 S::call(Read { inputs, item, queries, to, moved: None });
+                open.put_queries(1, item.units.len(), to, v_dim);
             }
             let mut turned = None;
             for (segment, run) in &scratch.runs {
@@ -212,6 +235,7 @@ impl Task for Compute<'_> {
                 let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
                 if turned != Some(moved) {
                     S::call(Read { inputs, item, queries: &inputs.q, to: open.q, moved: Some(moved) });
+                    open.put_queries(0, item.units.len(), open.q, k_dim);
                     turned = Some(moved);
                 }
                 let mut now = Tile::new(inputs, segment, run.start, run.end);
@@ -233,7 +257,7 @@ impl Part<'_> {
     fn form(&self) -> Form {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY {
-            Form::Packed
+            inputs.matrices.map_or(Form::Packed, |_| Form::Matrix)
         } else if inputs.keys.dense.is_none() || inputs.op.keys == KeyForm::Unrotated {
             Form::Widened
         } else {
@@ -270,27 +294,29 @@ impl Part<'_> {
                     keys: beside(&keys),
                     values: beside(&values),
                     columns: room.columns,
-                    ahead: Ahead {
-                        planes: [
-                            inputs.keys.ahead(&next.keys[..next.len()], (i, units), heads.0),
-                            inputs.values.ahead(&next.values[..next.len()], (i, units), heads.1),
-                        ],
-                        ..Ahead::default()
-                    },
+                    ahead: [
+                        inputs.keys.ahead(&next.keys[..next.len()], (i, units), heads.0),
+                        inputs.values.ahead(&next.values[..next.len()], (i, units), heads.1),
+                    ],
                 };
+                if matches!(form, Form::InPlace | Form::Matrix) {
+                    meeting.keys = Rows { at: &tile.keys[..tile.len()], head: at.0 };
+                    meeting.values = Rows { at: &tile.values[..tile.len()], head: at.1 };
+                }
                 match form {
-                    Form::InPlace => {
-                        meeting.keys = Rows { at: &tile.keys, head: at.0 };
-                        meeting.values = Rows { at: &tile.values, head: at.1 };
-                        match inputs.keys.dense {
-                            Some(DType::BF16) => meeting.in_place::<S, bf16>(),
-                            Some(DType::F16) => meeting.in_place::<S, f16>(),
-                            _ => meeting.in_place::<S, f32>(),
-                        }
-                    }
+                    Form::InPlace => match inputs.keys.dense {
+                        Some(DType::BF16) => meeting.in_place::<S, bf16>(),
+                        Some(DType::F16) => meeting.in_place::<S, f16>(),
+                        _ => meeting.in_place::<S, f32>(),
+                    },
                     Form::Widened => {
                         inputs.widen::<S>(tile, heads, room);
                         meeting.in_place::<S, f32>();
+                    }
+                    Form::Matrix => {
+                        if let Some(room) = &open.matrices {
+                            meeting.by_matrices(room, i);
+                        }
                     }
                     Form::Packed => {
                         inputs.pack::<S>(tile, heads, room);

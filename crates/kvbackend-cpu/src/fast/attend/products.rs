@@ -23,47 +23,49 @@ impl Rows<'_> {
         Self { at: &self.at[tokens], ..self }
     }
 
-    fn len(self) -> usize {
+    pub(super) fn len(self) -> usize {
         self.at.len()
     }
 
     #[inline(always)]
-    fn row<E>(self, t: usize) -> *const E {
+    pub(super) fn row<E>(self, t: usize) -> *const E {
         self.at[t].wrapping_add(self.head).cast()
     }
 }
 
-/// Rows that come next, asked for while others are computed.
+/// Rows of a plane that come next, asked for while others are computed: memory is kept busy by either product.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Ahead<'a> {
-    /// Rows of keys and of values, and their bytes.
-    pub(super) planes: [(Rows<'a>, usize); 2],
-    /// How far this has come.
-    pub(super) next: [(usize, usize); 2],
+    pub(super) rows: Rows<'a>,
+    /// Bytes of each.
+    pub(super) bytes: usize,
+    /// The row and the byte of it that this has come to.
+    pub(super) next: (usize, usize),
 }
 
 impl Ahead<'_> {
-    /// Lines of each plane to ask for at each of `steps` steps, so that all are by the last.
+    /// Lines to ask for at each of `steps` steps, so that all are by the last.
     #[inline(always)]
-    fn lines(&self, steps: usize) -> usize {
-        let lines = |(rows, bytes): &(Rows<'_>, usize)| rows.len() * bytes.div_ceil(64);
-        self.planes.iter().map(lines).fold(0, usize::max).div_ceil(steps.max(1))
+    pub(super) fn lines(&self, steps: usize) -> usize {
+        (self.rows.len() * self.bytes.div_ceil(64)).div_ceil(steps.max(1))
     }
 
-    /// Asks for up to `lines` cache lines of each plane.
+    /// Asks for up to `lines` cache lines. They come to the second cache: a tile's rows of all heads are more than
+    /// the first one holds.
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self, lines: usize) {
-        for ((rows, bytes), (t, at)) in self.planes.iter().zip(&mut self.next) {
-            for _ in 0..lines {
-                if *t >= rows.len() {
-                    break;
-                }
+    pub(super) unsafe fn ask<S: Simd>(&mut self, lines: usize) {
+        let (mut left, (t, at)) = (lines, &mut self.next);
+        while left > 0 && *t < self.rows.len() {
+            let start = self.rows.row::<u8>(*t).wrapping_add(*at);
+            let here = left.min((self.bytes - *at).div_ceil(64));
+            for line in 0..here {
                 // SAFETY: any address may be asked for.
-                unsafe { S::prefetch(rows.row::<u8>(*t).wrapping_add(*at)) };
-                *at += 64;
-                if *at >= *bytes {
-                    (*t, *at) = (*t + 1, 0);
-                }
+                unsafe { S::prefetch_far(start.wrapping_add(64 * line)) };
+            }
+            left -= here;
+            *at += 64 * here;
+            if *at >= self.bytes {
+                (*t, *at) = (*t + 1, 0);
             }
         }
     }
@@ -72,7 +74,7 @@ impl Ahead<'_> {
 /// `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
 /// # Safety
-/// Queries have `Q * dim` elements, each row `dim`, and logits room for `rows.len()` at each stride.
+/// Queries have `Q * dim` elements, each row `dim`, and logits room for `rows.len()` at each stride and three more.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     queries: *const f32,
@@ -83,43 +85,33 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     mut ahead: Ahead<'_>,
 ) {
     let mut t = 0;
-    let lines = ahead.lines(rows.len() / TOKENS);
-    // SAFETY: `t` stays below the number of rows.
+    let lines = ahead.lines(rows.len().div_ceil(TOKENS));
+    // SAFETY: `t` stays below the number of rows; the last rows' logits may be followed by some of nothing.
     unsafe {
-        while t + TOKENS <= rows.len() {
+        while t < rows.len() {
             ahead.ask::<S>(lines);
-            let four = [rows.row::<E>(t), rows.row(t + 1), rows.row(t + 2), rows.row(t + 3)];
-            let sums = block::<S, E, Q>(queries, dim, four);
-            for (a, sums) in sums.iter().enumerate() {
-                put(logits.add(a * stride + t), sums, add);
-            }
+            let last = rows.len() - 1;
+            let four = [
+                rows.row::<E>(t),
+                rows.row((t + 1).min(last)),
+                rows.row((t + 2).min(last)),
+                rows.row((t + 3).min(last)),
+            ];
+            block::<S, E, Q>(queries, dim, four, (logits.add(t), stride), add);
             t += TOKENS;
         }
-        if t < rows.len() {
-            let left = rows.len() - t;
-            let at = |j: usize| rows.row::<E>(t + j.min(left - 1));
-            let sums = block::<S, E, Q>(queries, dim, [at(0), at(1), at(2), at(3)]);
-            for (a, sums) in sums.iter().enumerate() {
-                put(logits.add(a * stride + t), &sums[..left], add);
-            }
-        }
     }
 }
 
-#[inline(always)]
-unsafe fn put(to: *mut f32, sums: &[f32], add: bool) {
-    for (j, sum) in sums.iter().enumerate() {
-        // SAFETY: the caller's.
-        unsafe { *to.add(j) = if add { *to.add(j) + sum } else { *sum } };
-    }
-}
-
+/// The products of `Q` queries with four rows.
 #[inline(always)]
 unsafe fn block<S: Simd, E: Lane, const Q: usize>(
     queries: *const f32,
     dim: usize,
     rows: [*const E; TOKENS],
-) -> [[f32; TOKENS]; Q] {
+    (to, stride): (*mut f32, usize),
+    add: bool,
+) {
     // SAFETY: `i + LANES <= dim` wherever a vector is loaded.
     unsafe {
         let mut acc = [[S::splat(0.0); TOKENS]; Q];
@@ -139,17 +131,40 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
             }
             i += S::LANES;
         }
-        let mut sums = [[0.0; TOKENS]; Q];
-        for (a, (sums, acc)) in sums.iter_mut().zip(acc).enumerate() {
-            *sums = S::sum_four(acc[0], acc[1], acc[2], acc[3]);
-            for i in i..dim {
-                let q = *queries.add(a * dim + i);
-                for (sum, row) in sums.iter_mut().zip(rows) {
-                    *sum += q * row.add(i).read().to_f32();
+        for (a, [w, x, y, z]) in acc.iter().enumerate() {
+            let sums = S::sum_four(*w, *x, *y, *z);
+            let to = to.add(a * stride).cast::<[f32; TOKENS]>();
+            if add {
+                let before = to.read_unaligned();
+                to.write_unaligned(std::array::from_fn(|j| before[j] + sums[j]));
+            } else {
+                to.write_unaligned(sums);
+            }
+        }
+        if i < dim {
+            rest::<E>((queries, Q), i..dim, rows, (to, stride));
+        }
+    }
+}
+
+/// Adds the products of the last elements, fewer than a vector.
+#[inline(never)]
+unsafe fn rest<E: Lane>(
+    (queries, count): (*const f32, usize),
+    elements: Range<usize>,
+    rows: [*const E; TOKENS],
+    (to, stride): (*mut f32, usize),
+) {
+    for a in 0..count {
+        for i in elements.clone() {
+            // SAFETY: the caller's.
+            unsafe {
+                let q = *queries.add(a * elements.end + i);
+                for (j, row) in rows.iter().enumerate() {
+                    *to.add(a * stride + j) += q * row.add(i).read().to_f32();
                 }
             }
         }
-        sums
     }
 }
 
@@ -166,16 +181,18 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
     dim: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
+    mut ahead: Ahead<'_>,
 ) {
     let mut i = 0;
+    let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
     // SAFETY: `i` plus the width of each strip stays within `dim`.
     unsafe {
         while i + N * S::LANES <= dim {
-            strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink);
+            strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink, (&mut ahead, lines));
             i += N * S::LANES;
         }
         while i + S::LANES <= dim {
-            strip::<S, E, Q, 1>(weights, stride, rows, i, (out, out_stride), shrink);
+            strip::<S, E, Q, 1>(weights, stride, rows, i, (out, out_stride), shrink, (&mut ahead, 0));
             i += S::LANES;
         }
         for i in i..dim {
@@ -199,6 +216,7 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
     i: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
+    (ahead, lines): (&mut Ahead<'_>, usize),
 ) {
     // SAFETY: the caller's.
     unsafe {
@@ -210,6 +228,7 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
             }
         }
         for t in 0..rows.len() {
+            ahead.ask::<S>(lines);
             let row = rows.row::<E>(t).add(i);
             let mut values = [S::splat(0.0); N];
             for (n, value) in values.iter_mut().enumerate() {

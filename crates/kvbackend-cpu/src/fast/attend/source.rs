@@ -2,7 +2,7 @@
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
-use super::products::Rows;
+use super::products::{Ahead, Rows};
 use crate::fast::codes::{Decode, check};
 use crate::fast::ends::Ends;
 use crate::fast::share;
@@ -57,7 +57,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// What of the rows to come is asked for while unit `i` of `units` is at work with `head`, and the bytes of each.
+    /// What of the rows to come is asked for while unit `i` of `units` is at work with `head`.
     /// Where the heads of a token lie beside each other, that is all of them for some of the tokens, in the order of
     /// memory; elsewhere it is the same head.
     pub(super) fn ahead<'b>(
@@ -65,18 +65,25 @@ impl<'a> Source<'a> {
         rows: &'b [*const u8],
         (i, units): (usize, usize),
         head: usize,
-    ) -> (Rows<'b>, usize) {
-        if self.head_bytes == self.row_bytes() && units > 1 {
+    ) -> Ahead<'b> {
+        let (rows, bytes) = if self.head_bytes == self.row_bytes() && units > 1 {
             let tokens = share(0..rows.len(), i, units);
             (Rows { at: &rows[tokens], head: 0 }, self.heads * self.head_bytes)
         } else {
             (Rows { at: rows, head: head * self.head_bytes }, self.row_bytes())
-        }
+        };
+        Ahead { rows, bytes, next: (0, 0) }
     }
 
     /// Bytes of a row.
     pub(super) fn row_bytes(&self) -> usize {
         self.codes.0.row_bytes()
+    }
+
+    /// Bytes from one token to the next within a block.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn token_bytes(&self) -> usize {
+        self.codes.0.token_bytes()
     }
 
     /// A row as f32.

@@ -63,6 +63,8 @@ pub(super) enum Form {
     Widened,
     /// Values as rows, keys as columns, for many queries.
     Packed,
+    /// By products of matrices.
+    Matrix,
 }
 
 /// Memory for the rows of a tile, for one unit of heads at a time.
