@@ -3,40 +3,38 @@
 use kvcore::Result;
 use kvcore::kernels::ApplyRope;
 
+use super::ends::with_ends;
 use super::rotate::{RotateRows, Turn};
 use super::{Fast, share};
-use crate::memory::Access;
-use crate::raw::Target;
 
 impl Fast {
     pub(crate) fn rope(&self, op: &ApplyRope) -> Result<()> {
         let turn = Turn::new(&op.rope, &op.positions)?;
-        let mut access = Access::new(&[], &[op.rows.storage()])?;
-        let to = Target::new(access.write(op.rows.storage())?);
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
         // `check` has refused rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
-        self.workers.run(parts, &|part| {
-            let tokens = share(0..shape[0], part, parts).map(|row| {
-                let at = (op.rows.offset() + row * strides[0]) * size;
-                (at, at, op.positions[row])
+        with_ends(&[], &[op.rows.storage()], |ends| {
+            let to = ends.target(op.rows.storage())?;
+            self.workers.run(parts, &|part| {
+                let tokens = share(0..shape[0], part, parts).map(|row| {
+                    let at = (op.rows.offset() + row * strides[0]) * size;
+                    (at, at, op.positions[row])
+                });
+                self.level.run(RotateRows {
+                    from: to.as_origin(),
+                    to,
+                    heads,
+                    head_strides: (strides[1] * size, strides[1] * size),
+                    dim,
+                    dtype,
+                    turn: &turn,
+                    factor: op.rope.attention_factor(),
+                    stream: false,
+                    tokens,
+                });
             });
-            let factor = op.rope.attention_factor();
-            let from = to.as_origin();
-            self.level.run(RotateRows {
-                from,
-                to,
-                heads,
-                head_strides: (strides[1] * size, strides[1] * size),
-                dim,
-                dtype,
-                turn: &turn,
-                factor,
-                stream: false,
-                tokens,
-            });
-        });
-        Ok(())
+            Ok(())
+        })
     }
 }

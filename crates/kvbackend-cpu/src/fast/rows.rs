@@ -6,10 +6,10 @@ use std::ops::Range;
 use kvcore::kernels::{Gather, Scatter};
 use kvcore::{DType, KvFormat, Result};
 
+use super::ends::with_ends;
 use super::pieces::Pieces;
 use super::rotate::{RotateRows, Turn};
 use super::{Fast, lanes, share};
-use crate::memory::Access;
 use crate::movement::Movement;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, narrow};
@@ -95,25 +95,25 @@ impl Fast {
                 continue;
             };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
-            let mut access = Access::new(&[rows.storage()], &[plane.storage])?;
-            let mut locked = access.parts();
-            let from = Origin::new(locked.read(rows.storage())?);
-            let to = Target::new(locked.write(plane.storage)?);
             let (cut, parts) = (m.cut(), self.parts_of_scatter(&m, num_slots));
             let stream = self.streams(m.bytes());
-            self.workers.run(parts, &|part| {
-                let range = share(0..op.slots.len(), part, parts);
-                if rows.dtype() == dtype {
-                    let size = dtype.bits() / 8;
-                    let places = lanes(range, |rows| {
-                        m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
-                    });
-                    self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
-                } else {
-                    let places = m.places(cut, range);
-                    self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
-                }
-            });
+            with_ends(&[rows.storage()], &[plane.storage], |ends| {
+                let (from, to) = (ends.origin(rows.storage())?, ends.target(plane.storage)?);
+                self.workers.run(parts, &|part| {
+                    let range = share(0..op.slots.len(), part, parts);
+                    if rows.dtype() == dtype {
+                        let size = dtype.bits() / 8;
+                        let places = lanes(range, |rows| {
+                            m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
+                        });
+                        self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                    } else {
+                        let places = m.places(cut, range);
+                        self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
+                    }
+                });
+                Ok(())
+            })?;
         }
         Ok(())
     }
@@ -127,42 +127,37 @@ impl Fast {
                 continue;
             };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
-            let mut access = Access::new(&[plane.storage], &[rows.storage()])?;
-            let mut locked = access.parts();
-            let from = Origin::new(locked.read(plane.storage)?);
-            let to = Target::new(locked.write(rows.storage())?);
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
             let turn = rotation.map(Turn::of_rotation).transpose()?;
             // Rows are apart from each other, whatever slots they come from.
             let parts = self.parts(op.slots.len(), m.bytes());
-            self.workers.run(parts, &|part| {
-                let range = share(0..op.slots.len(), part, parts);
-                if let (Some(turn), Some(rotation)) = (&turn, rotation) {
-                    let token = Cut { pieces: 1, elements: plane.dim };
-                    let tokens = m.places(token, range);
-                    let tokens = tokens.map(|(row, slot)| (slot * size, row * size, rotation.delta));
-                    let head_strides = (plane.strides.head * size, rows.strides()[1] * size);
-                    self.level.run(RotateRows {
-                        from,
-                        to,
-                        heads: plane.heads,
-                        head_strides,
-                        dim: plane.dim,
-                        dtype,
-                        turn,
-                        factor: 1.0,
-                        stream,
-                        tokens,
-                    });
-                } else {
-                    let cut = m.cut();
-                    let places = lanes(range, |rows| {
-                        m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size))
-                    });
-                    self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
-                }
-            });
+            with_ends(&[plane.storage], &[rows.storage()], |ends| {
+                let (from, to) = (ends.origin(plane.storage)?, ends.target(rows.storage())?);
+                self.workers.run(parts, &|part| {
+                    let range = share(0..op.slots.len(), part, parts);
+                    let cut = if turn.is_some() { Cut { pieces: 1, elements: plane.dim } } else { m.cut() };
+                    let places = |rows| m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size));
+                    if let (Some(turn), Some(rotation)) = (&turn, rotation) {
+                        self.level.run(RotateRows {
+                            from,
+                            to,
+                            heads: plane.heads,
+                            head_strides: (plane.strides.head * size, rows.strides()[1] * size),
+                            dim: plane.dim,
+                            dtype,
+                            turn,
+                            factor: 1.0,
+                            stream,
+                            tokens: places(range).map(|(slot, row)| (slot, row, rotation.delta)),
+                        });
+                    } else {
+                        let bytes = cut.elements * size;
+                        self.level.run(Pieces { from, to, bytes, places: lanes(range, places), stream });
+                    }
+                });
+                Ok(())
+            })?;
         }
         Ok(())
     }
