@@ -27,6 +27,8 @@ pub struct ChunkCacheMetrics {
     pub evictions: u64,
     /// Pieces that were computed for one request only, since nothing could be evicted.
     pub uncached: u64,
+    /// Pieces that were missing here and have come from another replica. They are among the misses.
+    pub fetched: u64,
     /// Pieces that were put to sleep.
     pub slept: u64,
     /// Pieces that were woken.
@@ -35,7 +37,7 @@ pub struct ChunkCacheMetrics {
     pub lost: u64,
     /// Tokens of pieces found.
     pub tokens_reused: u64,
-    /// Tokens of pieces stored.
+    /// Tokens of pieces stored that were computed here.
     pub tokens_computed: u64,
     /// Pieces held now, awake or asleep.
     pub cached_chunks: usize,
@@ -85,6 +87,7 @@ impl ChunkCacheMetrics {
             insertions: self.insertions + other.insertions,
             evictions: self.evictions + other.evictions,
             uncached: self.uncached + other.uncached,
+            fetched: self.fetched + other.fetched,
             slept: self.slept + other.slept,
             woken: self.woken + other.woken,
             lost: self.lost + other.lost,
@@ -154,7 +157,7 @@ impl ChunkCacheMetrics {
 /// A number of the metrics, with its name, kind and meaning.
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
-const COLUMNS: [Column; 17] = [
+const COLUMNS: [Column; 18] = [
     ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
     ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
@@ -166,6 +169,9 @@ const COLUMNS: [Column; 17] = [
     ("kvchunk_insertions_total", MetricKind::Counter, "Pieces stored.", |m| m.insertions as f64),
     ("kvchunk_evictions_total", MetricKind::Counter, "Pieces evicted.", |m| m.evictions as f64),
     ("kvchunk_uncached_total", MetricKind::Counter, "Pieces that found no room.", |m| m.uncached as f64),
+    ("kvchunk_fetched_total", MetricKind::Counter, "Pieces that came from another replica.", |m| {
+        m.fetched as f64
+    }),
     ("kvchunk_slept_total", MetricKind::Counter, "Pieces put to sleep.", |m| m.slept as f64),
     ("kvchunk_woken_total", MetricKind::Counter, "Pieces woken.", |m| m.woken as f64),
     ("kvchunk_lost_total", MetricKind::Counter, "Sleeping pieces that could not be read back.", |m| {
@@ -174,7 +180,7 @@ const COLUMNS: [Column; 17] = [
     ("kvchunk_reused_tokens_total", MetricKind::Counter, "Tokens of pieces found.", |m| {
         m.tokens_reused as f64
     }),
-    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces stored.", |m| {
+    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces computed.", |m| {
         m.tokens_computed as f64
     }),
     ("kvchunk_chunks", MetricKind::Gauge, "Pieces held.", |m| m.cached_chunks as f64),
