@@ -272,6 +272,37 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
 }
 
 #[test]
+fn a_cache_that_is_too_small_ends_with_the_option_that_helps() {
+    let ends = |args: &[&str], error: &str, option: &str| {
+        fails(args, 1, error);
+        let stderr = String::from_utf8(kvc(args).stderr).unwrap();
+        let last = stderr.lines().last().unwrap();
+        assert!(last.starts_with("hint: ") && last.contains(option), "{stderr}");
+    };
+    let long = "alba is red . ".repeat(200);
+    let (plain, chunked) = (long.clone(), prompt(&[SYSTEM, &long, "alba ?"]));
+    for text in [&plain, &chunked] {
+        ends(&["run", "--prompt", text, "--kv-memory", "1"], "out of blocks", "--kv-memory MIB");
+    }
+    let block = ["run", "--prompt", "a", "--block-size", "1024", "--kv-memory"];
+    ends(&[&block[..], &["1"]].concat(), "not enough memory", "--kv-memory MIB");
+    let sleep = ["--chunk-sleep", "plain", "--chunk-sleep-memory", "1"];
+    ends(&[&block[..], &["16"], &sleep].concat(), "not enough memory", "--chunk-sleep-memory MIB");
+    let bench = ["bench", "rag", "--requests", "2", "--document-tokens", "300", "--kv-memory", "1"];
+    ends(&bench, "out of blocks", "--kv-memory MIB");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("questions.jsonl");
+    let question = serde_json::json!({
+        "system": SYSTEM, "documents": [long, B], "question": "alba ?", "answer": "red",
+    });
+    fs::write(&file, question.to_string()).unwrap();
+    let eval = ["eval", "--seeds", "1", "--dataset", file.to_str().unwrap(), "--kv-memory", "1"];
+    ends(&eval, "out of blocks", "--kv-memory MIB");
+    let other = String::from_utf8(kvc(&["run", "--prompt", ""]).stderr).unwrap();
+    assert!(!other.contains("hint"), "{other}");
+}
+
+#[test]
 fn bad_model_directories_are_exit_code_1_and_name_the_file() {
     fails(&["run", "--model", "/no/such/dir", "--prompt", "a"], 1, "/no/such/dir");
     let run = |dir: &tempfile::TempDir, expected: &str| {
