@@ -397,8 +397,8 @@ def main():
             golden.update(errors(word))
             if word in ("f16", "bf16"):
                 golden.update(errors(f"{word}_copied", copied=True))
-                with before_rotation(model, rounded):
-                    golden.update(errors(f"{word}_unrotated", unrotated=True))
+            with before_rotation(model, rounded):
+                golden.update(errors(f"{word}_unrotated", unrotated=True))
         documents = torch.zeros(len(flat), dtype=torch.bool)
         documents[len(parts[0]):asked] = True
         golden["scaling"] = torch.tensor(SCALING)

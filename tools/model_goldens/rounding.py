@@ -31,7 +31,7 @@ def integers(largest, group):
 # What caches store, by the word for it.
 FORMATS = {
     "f16": dense(torch.float16), "bf16": dense(torch.bfloat16), "int8:4": integers(127, 4), "int4:4": integers(7, 4),
-    "fp8-e4m3": dense(torch.float8_e4m3fn),
+    "fp8-e4m3": dense(torch.float8_e4m3fn), "fp8-e5m2": dense(torch.float8_e5m2),
 }
 
 

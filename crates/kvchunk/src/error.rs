@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::replica::ReplicaId;
+
 /// What can go wrong between a prompt and its placed chunks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -124,6 +126,43 @@ pub enum Error {
         own: usize,
         /// Flags of another one.
         others: usize,
+    },
+    /// A replica that has a chunk no more.
+    #[error("{replica} has the chunk no more; ask another one, or compute it")]
+    ReplicaLacks {
+        /// The replica.
+        replica: ReplicaId,
+    },
+    /// A replica that cannot be reached, or does not answer.
+    #[error("{replica} gave nothing: {reason}; ask another one, or compute the chunk")]
+    ReplicaFailed {
+        /// The replica.
+        replica: ReplicaId,
+        /// What the transport says.
+        reason: String,
+    },
+    /// Contents of another replica that are not what was asked for, or do not lie as here.
+    #[error(
+        "what a replica sent has another {what} than this one needs; run replicas of one model and setup"
+    )]
+    ReplicaDiffers {
+        /// What differs.
+        what: &'static str,
+    },
+    /// Replicas under a hash that anybody can make collisions of.
+    #[error("replicas share no chunks under a hash that does not resist collisions; take blake3 or sha256")]
+    WeakHash,
+    /// No room for a chunk, even after evicting what nobody holds.
+    #[error("no room for a chunk of {blocks} blocks; give chunks more memory, or let requests end")]
+    NoRoomForChunk {
+        /// Blocks that it takes.
+        blocks: usize,
+    },
+    /// A chunk that another request has been at for too long.
+    #[error("another request has computed or moved the chunk for {limit:?}; ask again, or compute it")]
+    StillBusy {
+        /// Longest wait.
+        limit: Duration,
     },
     /// A place to sleep that is full.
     #[error(

@@ -35,6 +35,7 @@ mod pool;
 mod position;
 mod prompt;
 mod recompute;
+mod replica;
 mod scaling;
 mod sleep;
 
@@ -54,5 +55,8 @@ pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedKvCache, PositionPlan, PositionReindexer, ReindexedChunkKv};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
+pub use replica::{
+    ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,
+};
 pub use scaling::ContextScaling;
 pub use sleep::{ArenaSleep, SleepForm, SleepUsage};

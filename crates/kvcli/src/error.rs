@@ -40,4 +40,25 @@ pub(crate) enum Error {
     Output(#[from] std::io::Error),
 }
 
+impl Error {
+    /// What to do about a cache that is too small, where the options of a command can do it.
+    pub(crate) fn hint(&self) -> Option<&'static str> {
+        use kvcore::Error::{NotEnoughMemory, OutOfBlocks};
+        use kvmodel::Error::{Chunk, Core};
+        match self {
+            // A budget of chunks is that of their sleep.
+            Self::Model(Chunk(kvchunk::Error::Core(NotEnoughMemory { .. }))) => {
+                Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
+            }
+            Self::Model(
+                Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
+                | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })),
+            ) => Some(
+                "give the caches more memory: --kv-memory MIB (--help says how much they have without it)",
+            ),
+            _ => None,
+        }
+    }
+}
+
 pub(crate) type Result<T> = std::result::Result<T, Error>;

@@ -37,6 +37,9 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             eprintln!("error: {error}");
+            if let Some(hint) = error.hint() {
+                eprintln!("hint: {hint}");
+            }
             ExitCode::FAILURE
         }
     }

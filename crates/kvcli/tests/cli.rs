@@ -272,6 +272,37 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
 }
 
 #[test]
+fn a_cache_that_is_too_small_ends_with_the_option_that_helps() {
+    let ends = |args: &[&str], error: &str, option: &str| {
+        fails(args, 1, error);
+        let stderr = String::from_utf8(kvc(args).stderr).unwrap();
+        let last = stderr.lines().last().unwrap();
+        assert!(last.starts_with("hint: ") && last.contains(option), "{stderr}");
+    };
+    let long = "alba is red . ".repeat(200);
+    let (plain, chunked) = (long.clone(), prompt(&[SYSTEM, &long, "alba ?"]));
+    for text in [&plain, &chunked] {
+        ends(&["run", "--prompt", text, "--kv-memory", "1"], "out of blocks", "--kv-memory MIB");
+    }
+    let block = ["run", "--prompt", "a", "--block-size", "1024", "--kv-memory"];
+    ends(&[&block[..], &["1"]].concat(), "not enough memory", "--kv-memory MIB");
+    let sleep = ["--chunk-sleep", "plain", "--chunk-sleep-memory", "1"];
+    ends(&[&block[..], &["16"], &sleep].concat(), "not enough memory", "--chunk-sleep-memory MIB");
+    let bench = ["bench", "rag", "--requests", "2", "--document-tokens", "300", "--kv-memory", "1"];
+    ends(&bench, "out of blocks", "--kv-memory MIB");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("questions.jsonl");
+    let question = serde_json::json!({
+        "system": SYSTEM, "documents": [long, B], "question": "alba ?", "answer": "red",
+    });
+    fs::write(&file, question.to_string()).unwrap();
+    let eval = ["eval", "--seeds", "1", "--dataset", file.to_str().unwrap(), "--kv-memory", "1"];
+    ends(&eval, "out of blocks", "--kv-memory MIB");
+    let other = String::from_utf8(kvc(&["run", "--prompt", ""]).stderr).unwrap();
+    assert!(!other.contains("hint"), "{other}");
+}
+
+#[test]
 fn bad_model_directories_are_exit_code_1_and_name_the_file() {
     fails(&["run", "--model", "/no/such/dir", "--prompt", "a"], 1, "/no/such/dir");
     let run = |dir: &tempfile::TempDir, expected: &str| {
@@ -391,6 +422,30 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
 }
 
+/// Every field and method of the seed's `ChunkCacheMetrics`, under its name.
+fn has_the_seeds_metrics(cache: &Value) {
+    let number = |name: &str| cache[name].as_f64().unwrap_or_else(|| panic!("{name} is not in {cache}"));
+    for name in ["avg_lookup_time_ms", "avg_reindex_time_ms", "avg_compute_time_ms", "cached_chunks"] {
+        assert!(number(name) >= 0.0, "{name}");
+    }
+    assert_eq!(number("lookup_count"), number("hit_count") + number("miss_count"));
+    // Numbers of JSON are read to a unit of their last place.
+    let follows = |name: &str, part: &str, whole: &str| {
+        assert!((number(name) - number(part) / number(whole)).abs() < 1e-12, "{name}");
+    };
+    follows("hit_rate", "hit_count", "lookup_count");
+    follows("memory_utilization", "used_blocks", "total_blocks");
+}
+
+#[test]
+fn run_has_the_seeds_metrics() {
+    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
+    let answer = json(&["--warm", &prompt(&[SYSTEM, B, A, "cedo ?"]), "--prompt", &ask]);
+    let cache = &answer["blocks"]["chunk_cache"];
+    has_the_seeds_metrics(cache);
+    assert_eq!((&cache["hit_count"], &cache["hit_rate"]), (&2.into(), &0.5.into()));
+}
+
 #[test]
 fn bench_rag_reports_what_the_seed_asks_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -410,6 +465,8 @@ fn bench_rag_reports_what_the_seed_asks_for() {
         for times in ["lookup_time", "reindex_time", "compute_time"] {
             assert!(cache[times]["count"].as_u64().unwrap() > 0, "{times}");
         }
+        has_the_seeds_metrics(cache);
+        assert!(cache["avg_compute_time_ms"].as_f64().unwrap() > 0.0);
         assert_eq!(workload["arrivals"].as_array().unwrap().len(), 30);
         // The seed's goals and alarms, each with what was measured.
         for (kind, count) in [("goals", 5), ("alarms", 4)] {

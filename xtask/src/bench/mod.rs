@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use clap::Args;
 
+mod aims;
 mod plot;
 mod rows;
 mod table;
@@ -92,7 +93,9 @@ fn rows_of(mut command: Command, name: &str) -> Result<Vec<Row>> {
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
             if let Ok(row) = serde_json::from_str::<Row>(&line) {
-                eprintln!("  {}: {:.2} times as fast as {}", row.what, row.ratio, row.limit);
+                let aim =
+                    aims::aim(&row).map_or_else(String::new, |_| format!(" (aim {})", aims::verdict(&row)));
+                eprintln!("  {}: {:.2} times as fast as {}{aim}", row.what, row.ratio, row.limit);
                 rows.push(row);
             }
         }

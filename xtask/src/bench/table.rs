@@ -2,25 +2,28 @@
 
 use std::fmt::Write as _;
 
+use super::aims::verdict;
 use super::rows::Sweep;
 
 /// The table, in Markdown.
 pub(super) fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
-        "| what | size | time | limit or peer | its time | ratio | exponent |\n|---|---|---|---|---|---|---|\n",
+        "| what | size | time | limit or peer | its time | ratio | aim | exponent |\n\
+         |---|---|---|---|---|---|---|---|\n",
     );
     for sweep in sweeps {
         let exponent = sweep.exponent().map_or_else(|| "–".to_owned(), |e| format!("{e:.2}"));
         for r in sweep.shown() {
             let _ = writeln!(
                 text,
-                "| {} | {} | {} | {} | {} | {:.2} | {exponent} |",
+                "| {} | {} | {} | {} | {} | {:.2} | {} | {exponent} |",
                 r.what,
                 size(r.size, &r.unit),
                 duration(r.seconds),
                 r.limit,
                 duration(r.limit_seconds),
                 r.ratio,
+                verdict(r),
             );
         }
     }
@@ -63,7 +66,7 @@ mod tests {
     #[test]
     fn a_row_of_the_table_ends_in_its_exponent() {
         let text = table(&sweeps(vec![row(1024.0, 1.0), row(2048.0, 2.0)]));
-        assert_eq!(text.lines().last(), Some("| a | 2 KiB | 2.00 s | memcpy | 1.00 s | 0.50 | 1.00 |"));
+        assert_eq!(text.lines().last(), Some("| a | 2 KiB | 2.00 s | memcpy | 1.00 s | 0.50 | – | 1.00 |"));
     }
 
     #[test]

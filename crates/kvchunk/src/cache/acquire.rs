@@ -316,7 +316,7 @@ impl Shared {
         Some(ChunkKvCache::new(held))
     }
 
-    fn held(self: &Arc<Self>, entry: &Entry, awake: &Awake, slot: u32, exact: bool) -> Held {
+    pub(super) fn held(self: &Arc<Self>, entry: &Entry, awake: &Awake, slot: u32, exact: bool) -> Held {
         Held {
             cache: Arc::clone(self),
             slot: Some(slot),
@@ -355,6 +355,7 @@ impl Shared {
             blocks: Some(blocks),
             flight,
             since: Instant::now(),
+            fetched: false,
         })
     }
 
@@ -364,11 +365,16 @@ impl Shared {
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
         let blocks = blocks.map(kvcore::MutableBlocks::share);
         let now = self.clock.millis();
-        if self.config.stats {
+        if self.config.stats && !reservation.fetched {
             self.computes.record(reservation.since.elapsed());
         }
         let mut state = self.lock();
-        state.account(tenant).counted.tokens_computed += hash.token_count as u64;
+        let counted = &mut state.account(tenant).counted;
+        if reservation.fetched {
+            counted.fetched += 1;
+        } else {
+            counted.tokens_computed += hash.token_count as u64;
+        }
         let place = state.index.len() < self.config.max_chunks || state.make_place(tenant, now);
         let number = if place { state.account(tenant).order.admit() } else { None };
         let (slot, generation) = match (number, &blocks) {

@@ -108,6 +108,8 @@ pub struct ChunkReservation {
     pub(super) ids: Arc<[BlockId]>,
     pub(super) flight: Arc<Flight>,
     pub(super) since: Instant,
+    /// Whether it has come from another replica instead of being computed.
+    pub(super) fetched: bool,
 }
 
 impl ChunkReservation {

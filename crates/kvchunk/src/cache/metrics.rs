@@ -1,14 +1,18 @@
 //! What a chunk cache did, in numbers.
 
 use kvcore::{Exposition, Latencies, MetricKind};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 /// Counts since the cache was made, and what it holds now: of the whole cache, or of one tenant.
 ///
 /// A lookup ends as a hit or as a miss; a piece that somebody else was computing is counted when that has
 /// ended. Times are of the whole cache, and empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
+///
+/// As JSON it has what follows from the counts, too: `hit_rate`, `memory_utilization` and the average times
+/// `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[serde(remote = "Self")]
 pub struct ChunkCacheMetrics {
     /// Pieces that were looked up.
     pub lookup_count: u64,
@@ -27,6 +31,8 @@ pub struct ChunkCacheMetrics {
     pub evictions: u64,
     /// Pieces that were computed for one request only, since nothing could be evicted.
     pub uncached: u64,
+    /// Pieces that were missing here and have come from another replica. They are among the misses.
+    pub fetched: u64,
     /// Pieces that were put to sleep.
     pub slept: u64,
     /// Pieces that were woken.
@@ -35,7 +41,7 @@ pub struct ChunkCacheMetrics {
     pub lost: u64,
     /// Tokens of pieces found.
     pub tokens_reused: u64,
-    /// Tokens of pieces stored.
+    /// Tokens of pieces stored that were computed here.
     pub tokens_computed: u64,
     /// Pieces held now, awake or asleep.
     pub cached_chunks: usize,
@@ -85,6 +91,7 @@ impl ChunkCacheMetrics {
             insertions: self.insertions + other.insertions,
             evictions: self.evictions + other.evictions,
             uncached: self.uncached + other.uncached,
+            fetched: self.fetched + other.fetched,
             slept: self.slept + other.slept,
             woken: self.woken + other.woken,
             lost: self.lost + other.lost,
@@ -151,10 +158,43 @@ impl ChunkCacheMetrics {
     }
 }
 
+/// What is printed: the counts, and what follows from them.
+#[derive(Serialize)]
+struct Printed<'a> {
+    #[serde(flatten, serialize_with = "counted")]
+    counts: &'a ChunkCacheMetrics,
+    hit_rate: f64,
+    memory_utilization: f64,
+    avg_lookup_time_ms: f64,
+    avg_wake_time_ms: f64,
+    avg_reindex_time_ms: f64,
+    avg_compute_time_ms: f64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for this signature")]
+fn counted<S: Serializer>(counts: &&ChunkCacheMetrics, serializer: S) -> Result<S::Ok, S::Error> {
+    ChunkCacheMetrics::serialize(counts, serializer)
+}
+
+impl Serialize for ChunkCacheMetrics {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let printed = Printed {
+            counts: self,
+            hit_rate: self.hit_rate(),
+            memory_utilization: self.memory_utilization(),
+            avg_lookup_time_ms: self.avg_lookup_time_ms(),
+            avg_wake_time_ms: self.avg_wake_time_ms(),
+            avg_reindex_time_ms: self.avg_reindex_time_ms(),
+            avg_compute_time_ms: self.avg_compute_time_ms(),
+        };
+        printed.serialize(serializer)
+    }
+}
+
 /// A number of the metrics, with its name, kind and meaning.
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
-const COLUMNS: [Column; 17] = [
+const COLUMNS: [Column; 18] = [
     ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
     ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
@@ -166,6 +206,9 @@ const COLUMNS: [Column; 17] = [
     ("kvchunk_insertions_total", MetricKind::Counter, "Pieces stored.", |m| m.insertions as f64),
     ("kvchunk_evictions_total", MetricKind::Counter, "Pieces evicted.", |m| m.evictions as f64),
     ("kvchunk_uncached_total", MetricKind::Counter, "Pieces that found no room.", |m| m.uncached as f64),
+    ("kvchunk_fetched_total", MetricKind::Counter, "Pieces that came from another replica.", |m| {
+        m.fetched as f64
+    }),
     ("kvchunk_slept_total", MetricKind::Counter, "Pieces put to sleep.", |m| m.slept as f64),
     ("kvchunk_woken_total", MetricKind::Counter, "Pieces woken.", |m| m.woken as f64),
     ("kvchunk_lost_total", MetricKind::Counter, "Sleeping pieces that could not be read back.", |m| {
@@ -174,7 +217,7 @@ const COLUMNS: [Column; 17] = [
     ("kvchunk_reused_tokens_total", MetricKind::Counter, "Tokens of pieces found.", |m| {
         m.tokens_reused as f64
     }),
-    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces stored.", |m| {
+    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces computed.", |m| {
         m.tokens_computed as f64
     }),
     ("kvchunk_chunks", MetricKind::Gauge, "Pieces held.", |m| m.cached_chunks as f64),
@@ -215,6 +258,37 @@ mod tests {
         let times =
             (metrics.avg_lookup_time_ms(), metrics.avg_reindex_time_ms(), metrics.avg_compute_time_ms());
         assert_eq!(times, (0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn json_has_every_field_and_method_of_the_seeds_metrics() {
+        let times = kvcore::LatencyHistogram::default();
+        times.record(std::time::Duration::from_millis(3));
+        let metrics = ChunkCacheMetrics {
+            lookup_count: 4,
+            hit_count: 3,
+            total_blocks: 8,
+            used_blocks: 2,
+            lookups: times.snapshot(),
+            ..ChunkCacheMetrics::default()
+        };
+        let json = serde_json::to_value(metrics).unwrap();
+        let numbers = [
+            ("lookup_count", 4.0),
+            ("hit_count", 3.0),
+            ("miss_count", 0.0),
+            ("total_blocks", 8.0),
+            ("used_blocks", 2.0),
+            ("cached_chunks", 0.0),
+            ("avg_lookup_time_ms", 3.0),
+            ("avg_reindex_time_ms", 0.0),
+            ("avg_compute_time_ms", 0.0),
+            ("hit_rate", 0.75),
+            ("memory_utilization", 0.25),
+        ];
+        for (name, number) in numbers {
+            assert_eq!(json[name].as_f64(), Some(number), "{name}");
+        }
     }
 
     #[test]

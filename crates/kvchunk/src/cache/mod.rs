@@ -35,6 +35,7 @@ mod handle;
 mod index;
 mod metrics;
 mod pool_sleep;
+mod remote;
 mod sleep;
 mod state;
 mod tenant;

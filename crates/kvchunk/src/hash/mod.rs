@@ -156,6 +156,11 @@ impl ChunkPiece<'_> {
         self.tokens
     }
 
+    /// Whether its hash proves its contents to whoever has not computed them.
+    pub(crate) fn resists_collisions(&self) -> bool {
+        self.hasher.algorithm.is_collision_resistant()
+    }
+
     /// The same piece under another hash: to see what a cache does when hashes collide.
     #[must_use]
     pub fn with_hash(self, hash: ChunkHash) -> Self {
@@ -205,6 +210,11 @@ impl Evidence {
                 && **before == *piece.before
         };
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
+    }
+
+    /// Whether the hash is proved by the tokens alone.
+    pub(crate) fn is_tokens_alone(&self) -> bool {
+        self.rest.is_none()
     }
 
     /// The stored tokens.

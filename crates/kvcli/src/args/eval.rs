@@ -87,6 +87,11 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
+    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
+    /// most 2048.
+    #[arg(long, value_name = "MIB", value_parser = at_least_one)]
+    pub(crate) kv_memory: Option<usize>,
+
     /// How weights are held: f32, or in eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,

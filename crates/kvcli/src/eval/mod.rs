@@ -25,7 +25,13 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let questions = questions(args, &chunks.separator)?;
-    let config = EngineConfig { kv_format: args.dtype, keys: args.keys, chunks, ..EngineConfig::default() };
+    let config = EngineConfig {
+        kv_format: args.dtype,
+        keys: args.keys,
+        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        chunks,
+        ..EngineConfig::default()
+    };
     let mut engine = Engine::new(model, backend::open(args.backend)?, codec.digest(), &config)?;
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = |done: usize, total: usize| {

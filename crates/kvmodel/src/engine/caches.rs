@@ -111,6 +111,33 @@ impl Caches {
         Ok(Self::Paged { main, chunks, sleep, mode })
     }
 
+    /// The same pools for another model of the same extents: keys tell whose a block is.
+    pub(super) fn shared(&self, model: &Model) -> Result<Self> {
+        let Self::Paged { main, chunks, sleep, mode } = self else {
+            return Err(Error::NoChunks("take a paged cache to share it"));
+        };
+        if mode.is_some() {
+            return Err(Error::NoSleepMode(
+                "an engine cannot know what another one holds; share without sleep mode",
+            ));
+        }
+        let arena = main.arena().clone();
+        let own = arena.layout().shape();
+        let extents = model.kv_extents(own.format);
+        let same = [
+            ("layers of a model that shares caches", own.num_layers, extents.num_layers),
+            ("key heads of a model that shares caches", own.k_heads, extents.k_heads),
+            ("value heads of a model that shares caches", own.v_heads, extents.v_heads),
+            ("key dimension of a model that shares caches", own.k_dim, extents.k_dim),
+            ("value dimension of a model that shares caches", own.v_dim, extents.v_dim),
+        ];
+        if let Some((what, expected, got)) = same.into_iter().find(|(_, expected, got)| expected != got) {
+            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+        }
+        let main = PagedKvCache::new(arena.clone(), main.pool().clone())?;
+        Ok(Self::Paged { main, chunks: chunks.clone(), sleep: sleep.clone(), mode: None })
+    }
+
     /// One entry of the longest length.
     fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
         let order = BlockOrder::TokenMajor;

@@ -97,6 +97,7 @@ pub struct Engine {
     keys: KeyForm,
     /// What is in every key, but for the rotary embeddings of a request.
     scope: KeyScope,
+    tenant_salt: Vec<u8>,
     separator: String,
     profiler: Profiler,
 }
@@ -117,14 +118,29 @@ impl Engine {
     ) -> Result<Self> {
         let stream = backend.stream()?;
         let caches = Caches::new(&model, &backend, &stream, config)?;
-        let scope = KeyScope::new("kvmodel", model.revision())
-            .tokenizer(tokenizer)
-            .layout(caches.sequences().arena().layout().shape())
-            .keys(config.keys)
-            .tenant_salt(&config.tenant_salt);
+        let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let (keys, separator) = (config.keys, config.chunks.separator.clone());
-        Ok(Self { model, backend, stream, caches, keys, scope, separator, profiler })
+        let tenant_salt = config.tenant_salt.clone();
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler })
+    }
+
+    /// An engine of another model in the same memory: both have the pools of sequences and of chunks in common, and
+    /// one evicts what the other lets go. Neither finds what the other has cached, since models, their rotary embeddings
+    /// and their tokenizers are in every key.
+    ///
+    /// Work of both goes to one stream. Tenants and the settings of the chunk cache are those of this engine.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::Mismatch`] for a model of other extents; [`Error::NoChunks`](crate::Error) for a static cache, and
+    /// [`Error::NoSleepMode`](crate::Error) where pools may sleep.
+    pub fn beside(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
+        let caches = self.caches.shared(&model)?;
+        let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt);
+        let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
+        let (backend, stream) = (Arc::clone(&self.backend), Arc::clone(&self.stream));
+        let (keys, tenant_salt, separator) = (self.keys, self.tenant_salt.clone(), self.separator.clone());
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler })
     }
 
     /// The model.
@@ -189,4 +205,13 @@ impl Engine {
             profiler: &self.profiler,
         }
     }
+}
+
+/// What is in every key of an engine, but for the rotary embeddings of a request.
+fn scope_of(model: &Model, tokenizer: &[u8], caches: &Caches, keys: KeyForm, tenant_salt: &[u8]) -> KeyScope {
+    KeyScope::new("kvmodel", model.revision())
+        .tokenizer(tokenizer)
+        .layout(caches.sequences().arena().layout().shape())
+        .keys(keys)
+        .tenant_salt(tenant_salt)
 }

@@ -4,16 +4,22 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
-use kvcore::KvFormat;
+use kvcore::{KeyForm, KvFormat};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 
 use crate::common::load_model;
 
 /// An engine in blocks of four tokens with room for everything.
 pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
+    engine_with(name, kv_format, KeyForm::Rotated)
+}
+
+/// The same with keys stored in this form.
+pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
         kv_format,
+        keys,
         block_size: 4,
         kv_memory: Some(8 << 20),
         chunks,

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
-    ChunkedPrompt, ComputeMode, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell, SleepForm,
-    SleepStore, TenantId,
+    ChunkedPrompt, ComputeMode, HashAlgorithm, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell,
+    SleepForm, SleepStore, TenantId,
 };
 use kvcore::kernels::Gather;
 use kvcore::{
@@ -118,6 +118,7 @@ pub(crate) struct Setup {
     pub(crate) chunk_blocks: u32,
     pub(crate) execution: Execution,
     pub(crate) cross_system_reuse: bool,
+    pub(crate) hash: HashAlgorithm,
     /// Chunks can be put to sleep in this form.
     pub(crate) sleep: Option<SleepForm>,
 }
@@ -131,6 +132,7 @@ impl Default for Setup {
             chunk_blocks: 32,
             execution: Execution::Immediate,
             cross_system_reuse: false,
+            hash: HashAlgorithm::default(),
             sleep: None,
         }
     }
@@ -173,6 +175,7 @@ impl Lab {
         let config = ChunkCacheConfig {
             max_chunk_tokens: setup.max_chunk_tokens,
             cross_system_reuse: setup.cross_system_reuse,
+            hash_algorithm: setup.hash,
             ..ChunkCacheConfig::default()
         };
         let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");

@@ -18,6 +18,7 @@ mod rope;
 mod rotated;
 mod rules;
 mod scaling;
+mod sharing;
 mod sleep_mode;
 mod sleeping;
 mod tiny_rag;

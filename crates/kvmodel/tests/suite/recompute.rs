@@ -14,7 +14,7 @@ for_every_model! {
         name: &str,
         // The last one takes all tokens through a checkpoint in the middle of the model.
         #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
-        #[values("f32", "f16", "bf16")] format: &str,
+        #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
         #[values(2, 3, 4, 5)] cell: usize
     ) {
         let cell = ReuseCell::ALL[cell];
@@ -84,7 +84,7 @@ impl Alike<'_> {
 for_every_model! {
     fn rule_4_all_strategies_end_at_the_same_logits(
         name: &str,
-        #[values("f32", "f16", "bf16", "int8:4")] format: &str
+        #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
     ) {
         let golden = |cell: ReuseCell| {
             let overlapped = cell.strategy == PositionStrategy::Overlapped;
@@ -103,7 +103,7 @@ for_every_model! {
 for_every_model! {
     fn rule_4_recomputing_nothing_is_the_cells_own_reference(
         name: &str,
-        #[values("f32", "f16", "bf16", "int8:4")] format: &str
+        #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
     ) {
         let nothing = ["link:0", "blend:0", "random:0"];
         let golden = |cell| (golden_name(cell).to_owned(), errors_of(cell).to_owned());

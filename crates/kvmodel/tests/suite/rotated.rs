@@ -108,7 +108,7 @@ fn unrotated_keys_are_copied_as_they_are(
 /// Moved keys are dequantised, rotated and quantised anew; what does not move reads back as it was.
 #[rstest]
 fn a_quantised_cache_is_copied_within_three_times_its_own_error(
-    #[values("int8:4", "int4:4", "fp8-e4m3")] format: &str,
+    #[values("int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
     #[values(0, 1, 2)] cell: usize,
 ) {
     let cell = ReuseCell::ALL[cell];

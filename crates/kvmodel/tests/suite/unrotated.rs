@@ -1,25 +1,23 @@
 //! The second form of storage: keys as the model made them, rotated when they are read.
 
-use std::sync::Arc;
-
+use crate::asking::{ask, engine_with, last, with};
 use crate::common::{
-    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, load_model, reordered,
+    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, errors_of, for_every_model, full_of, golden_name,
+    reordered,
 };
-use kvbackend_cpu::CpuBackend;
-use kvchunk::{Recompute, ReuseCell};
-use kvcore::{DType, KeyForm, KeyScope, Logits, SequenceInput, SequenceStart};
-use kvmodel::{Engine, EngineConfig, PromptTokens, Request};
-use rstest::rstest;
+use kvchunk::ReuseCell;
+use kvcore::{KeyForm, KeyScope, Logits, SequenceInput, SequenceStart};
 
-fn lab(name: &str, dtype: DType) -> Lab {
-    Lab::new(name, Setup { keys: KeyForm::Unrotated, format: dtype.into(), ..Setup::default() })
+fn lab(name: &str, format: &str) -> Lab {
+    let format = format.parse().unwrap();
+    Lab::new(name, Setup { keys: KeyForm::Unrotated, format, ..Setup::default() })
 }
 
 for_every_model! {
     fn every_cell_equals_transformers(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
         let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
         let expected = golden.logits(golden_name(cell));
-        let mut lab = lab(name, DType::F32);
+        let mut lab = lab(name, "f32");
         drop(lab.run(&reordered(&golden.prompt), cell, true));
         let first = lab.run(&golden.prompt, cell, true);
         let hit = lab.run(&golden.prompt, cell, true);
@@ -34,48 +32,70 @@ for_every_model! {
 }
 
 for_every_model! {
-    fn half_precision_adds_no_error_by_reuse(
+    /// As in the matrix of rotated keys; the reference rounds keys before it rotates them.
+    fn no_format_adds_an_error_by_reuse(
         name: &str,
-        #[values(DType::F16, DType::BF16)] dtype: DType,
+        #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
         #[values(0, 1, 2, 3, 4, 5)] cell: usize
     ) {
         let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
-        let own = golden.own_error(&format!("{dtype}_unrotated"), cell);
-        let mut lab = lab(name, dtype);
+        let own = golden.own_error(&format!("{format}_unrotated"), cell);
+        let mut lab = lab(name, format);
         drop(lab.run(&reordered(&golden.prompt), cell, true));
         drop(lab.run(&golden.prompt, cell, true));
         let hit = lab.run(&golden.prompt, cell, true);
-        assert!(hit.reports.iter().all(|report| report.hit));
+        assert!(hit.reports.iter().all(|report| report.hit && report.exact));
         let gap = distance(&hit.logits, &golden.logits(golden_name(cell)));
-        println!("| {name} | {}, unrotated keys | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
+        println!("| {name} | {}, unrotated keys | {format} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 }
 
-/// Recomputed keys lie unrotated beside the others, and a checkpoint compares like with like.
-#[rstest]
-fn rule_4_recomputing_everything_equals_full_attention(
-    #[values("llama-yarn", "mistral", "deepseek-v3")] name: &str,
-    #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
-    #[values(2, 3)] cell: usize,
-) {
-    let golden = Golden::load(name);
-    let config = EngineConfig { keys: KeyForm::Unrotated, block_size: 4, ..EngineConfig::default() };
-    let mut engine = Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap();
-    let request = Request {
-        cell: ReuseCell::ALL[cell],
-        recompute: Arc::new(strategy.parse::<Recompute>().unwrap()),
-        max_new_tokens: 1,
-        keep_logits: true,
-        ..Request::new(PromptTokens::Chunked(golden.prompt.clone()))
-    };
-    let full = golden.logits("full");
-    for round in 0..2 {
-        let got = engine.generate(&request, &mut ()).unwrap();
-        assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
-        let last = &full[full.len() - got.logits[0].len()..];
-        let gap = distance(&got.logits[0], last);
-        assert!(gap < 1e-4, "{name} {strategy}, round {round}: {gap}");
+for_every_model! {
+    /// Recomputed keys lie unrotated beside the others, and a checkpoint compares like with like.
+    fn rule_4_recomputing_everything_equals_full_attention(
+        name: &str,
+        #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
+        #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
+        #[values(2, 3, 4, 5)] cell: usize
+    ) {
+        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+        let mut engine = engine_with(name, format.parse().unwrap(), KeyForm::Unrotated);
+        let limit = match format {
+            "f32" => 1e-4,
+            _ => OWN_ERRORS * golden.own_errors(&format!("{format}_unrotated"), &full_of(cell)).pop().unwrap(),
+        };
+        let (full, vocabulary) = (golden.logits("full"), engine.model().config().vocab_size);
+        for round in 0..2 {
+            let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+            assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
+            let gap = distance(&got.logits[0], last(&full, vocabulary));
+            assert!(gap < limit, "{strategy} {cell:?}, round {round}: {gap} against {limit}");
+        }
+    }
+}
+
+for_every_model! {
+    fn rule_4_recomputing_nothing_is_the_cells_own_reference(
+        name: &str,
+        #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
+    ) {
+        let golden = Golden::load(name);
+        let mut engine = engine_with(name, format.parse().unwrap(), KeyForm::Unrotated);
+        let vocabulary = engine.model().config().vocab_size;
+        for cell in ReuseCell::ALL {
+            let (expected, cache) = (golden.logits(golden_name(cell)), format!("{format}_unrotated"));
+            let limit = match format {
+                "f32" => 1e-4,
+                _ => OWN_ERRORS * golden.own_errors(&cache, errors_of(cell)).pop().unwrap(),
+            };
+            for strategy in ["link:0", "blend:0", "random:0", "none"] {
+                let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+                assert_eq!(got.recomputed_tokens, 0);
+                let gap = distance(&got.logits[0], last(&expected, vocabulary));
+                assert!(gap < limit, "{strategy} {cell:?}: {gap} against {limit}");
+            }
+        }
     }
 }
 

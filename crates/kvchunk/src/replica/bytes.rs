@@ -1,0 +1,92 @@
+//! Blocks of an arena as bytes, and back.
+
+use std::sync::Arc;
+
+use kvcore::kernels::SwapBlocks;
+use kvcore::{
+    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, TensorView,
+};
+
+use super::ReplicaDevice;
+use crate::error::{Error, Result};
+
+/// A buffer of staged blocks; scales that belong to the whole arena lie in the device's.
+struct Buffer<'a> {
+    storage: &'a Arc<dyn Storage>,
+    bytes: usize,
+    is_static: bool,
+}
+
+impl Buffer<'_> {
+    fn view(&self) -> Result<TensorView> {
+        Ok(TensorView::new(Arc::clone(self.storage), DType::U8, &[self.bytes])?)
+    }
+}
+
+/// K, its scales, V, its scales.
+fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Buffer<'a>> {
+    let layout = staged.layout();
+    let k = (staged.k_plane(), device.k_plane(), layout.k_bytes());
+    let v = (staged.v_plane(), device.v_plane(), layout.v_bytes());
+    let mut all = Vec::with_capacity(4);
+    for (plane, of_device, bytes) in [k, v] {
+        all.push(Buffer { storage: plane.storage, bytes, is_static: false });
+        if let (Some((storage, scales)), Some((whole, _))) = (plane.scales, of_device.scales) {
+            let is_static = scales.is_static();
+            let storage = if is_static { whole } else { storage };
+            all.push(Buffer { storage, bytes: scales.bytes, is_static });
+        }
+    }
+    all
+}
+
+impl ReplicaDevice {
+    /// Shape of so many blocks of the arena.
+    pub(super) fn shape_of(&self, num_blocks: usize) -> KvShape {
+        KvShape { num_blocks, ..self.arena.layout().shape().clone() }
+    }
+
+    /// Host memory for so many blocks.
+    fn staging(&self, num_blocks: usize) -> Result<KvArena> {
+        let layout = Arc::new(KvLayout::new(self.shape_of(num_blocks))?);
+        Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
+    }
+
+    /// Contents of blocks. Waits for the stream.
+    pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
+        let staged = self.staging(blocks.len())?;
+        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
+        self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?;
+        let read = |buffer: &Buffer<'_>| {
+            let mut bytes = vec![0; buffer.bytes];
+            self.stream.read(&buffer.view()?, &mut bytes)?;
+            Ok(bytes)
+        };
+        buffers(&self.arena, &staged).iter().map(read).collect()
+    }
+
+    /// Fills blocks, in the order of the stream.
+    pub(super) fn write(&self, blocks: &[BlockId], contents: &[Vec<u8>]) -> Result<()> {
+        let staged = self.staging(blocks.len())?;
+        let targets = buffers(&self.arena, &staged);
+        same("buffers of a parcel", targets.len(), contents.len())?;
+        for (buffer, bytes) in targets.iter().zip(contents) {
+            same("bytes of a buffer", buffer.bytes, bytes.len())?;
+            if !buffer.is_static {
+                self.stream.write(&buffer.view()?, bytes)?;
+                continue;
+            }
+            let mut own = vec![0; buffer.bytes];
+            self.stream.read(&buffer.view()?, &mut own)?;
+            if own != *bytes {
+                return Err(Error::ReplicaDiffers { what: "static scales" });
+            }
+        }
+        let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
+        Ok(self.stream.swap_blocks(&SwapBlocks { src: staged.clone(), dst: self.arena.clone(), pairs })?)
+    }
+}
+
+fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(CoreError::Mismatch { what, expected, got }.into()) }
+}

@@ -1,0 +1,86 @@
+//! What travels from one replica to another.
+
+use std::sync::Arc;
+
+use kvcore::{BlockKey, KeyForm, KvShape};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::ReplicaDevice;
+use crate::cache::ChunkKvCache;
+use crate::error::{Error, Result};
+use crate::hash::ChunkPiece;
+
+/// A chunk's contents between two replicas: whole blocks of all layers, with all that must agree before they are used.
+///
+/// Fields are public for transports that write them to a wire; whoever reads one from there can trust it as far as
+/// the digest goes: it finds damage, and proves nothing about who sent it. Replicas trust each other, as ranks do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChunkParcel {
+    /// The piece's key.
+    pub key: BlockKey,
+    /// Its tokens.
+    pub tokens: Arc<[u32]>,
+    /// Position that its first key was rotated to.
+    pub stored_start: i64,
+    /// Extents, format and order of the blocks; as many as the piece has.
+    pub shape: KvShape,
+    /// In which form keys are stored.
+    pub keys: KeyForm,
+    /// Bytes of K, of its scales if there are any, of V, and of its scales. Static scales are the sender's.
+    pub buffers: Vec<Vec<u8>>,
+    /// Of tokens and buffers.
+    pub digest: u64,
+}
+
+impl ChunkParcel {
+    /// A chunk whose bytes have been read.
+    pub(super) fn seal(
+        device: &ReplicaDevice,
+        chunk: &ChunkKvCache,
+        tokens: Arc<[u32]>,
+        buffers: Vec<Vec<u8>>,
+    ) -> Self {
+        let hash = chunk.chunk_hash();
+        let shape = device.shape_of(hash.num_blocks);
+        let digest = digest(&tokens, &buffers);
+        let (key, stored_start, keys) = (hash.key, chunk.cached_position_start(), device.keys);
+        Self { key, tokens, stored_start, shape, keys, buffers, digest }
+    }
+
+    /// Whether it is the piece that was asked for, as it would lie here, and whole.
+    pub(super) fn check(
+        &self,
+        device: &ReplicaDevice,
+        piece: &ChunkPiece<'_>,
+        stored_start: i64,
+    ) -> Result<()> {
+        let hash = piece.hash();
+        let agreements = [
+            ("key", self.key == hash.key),
+            ("tokens", *self.tokens == *piece.tokens()),
+            ("position of the first key", self.stored_start == stored_start),
+            ("shape of blocks", self.shape == device.shape_of(hash.num_blocks)),
+            ("form of keys", self.keys == device.keys),
+        ];
+        if let Some((what, _)) = agreements.into_iter().find(|(_, agree)| !agree) {
+            return Err(Error::ReplicaDiffers { what });
+        }
+        if digest(&self.tokens, &self.buffers) == self.digest {
+            Ok(())
+        } else {
+            Err(Error::Damaged("its digest is another one than where it was sent".to_owned()))
+        }
+    }
+}
+
+fn digest(tokens: &[u32], buffers: &[Vec<u8>]) -> u64 {
+    let mut digest = Xxh3::new();
+    for token in tokens {
+        digest.update(&token.to_le_bytes());
+    }
+    for buffer in buffers {
+        digest.update(&(buffer.len() as u64).to_le_bytes());
+        digest.update(buffer);
+    }
+    digest.digest()
+}

@@ -1,0 +1,99 @@
+//! What rows are asked to reach: how many times as fast as their limit at least.
+
+use super::rows::Row;
+
+/// The aim of rows that measure one thing against one limit.
+struct Aim {
+    /// How `what` begins; the rest names an element type, threads, or sizes.
+    what: &'static str,
+    /// How the limit begins.
+    limit: &'static str,
+    /// The one size that it is about, if it is.
+    size: Option<f64>,
+    least: f64,
+}
+
+/// A chunk is reused in at most three times the time of the chain over its tokens, and answered in at most 1.1 times
+/// the time of the question alone.
+const AIMS: [Aim; 14] = [
+    Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9 },
+    Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9 },
+    Aim { what: "copy_blocks ", limit: "memcpy", size: None, least: 0.9 },
+    Aim { what: "rope ", limit: "memcpy", size: None, least: 0.8 },
+    Aim { what: "rotate_keys ", limit: "memcpy", size: None, least: 0.8 },
+    Aim { what: "attend, decode,", limit: "streaming read", size: None, least: 0.7 },
+    Aim { what: "attend, prefill,", limit: "GEMM", size: None, least: 0.6 },
+    Aim { what: "reuse of a stored chunk,", limit: "BLAKE3 chain", size: None, least: 1.0 / 3.0 },
+    Aim { what: "TTFT, all chunks hit;", limit: "the question alone", size: None, least: 1.0 / 1.1 },
+    Aim { what: "TTFT, all chunks hit;", limit: "full prefill", size: None, least: 10.0 },
+    Aim { what: "block pool: alloc + free of 128,", limit: "kvbm-logical", size: Some(65_536.0), least: 5.0 },
+    Aim { what: "block pool: prefix hit of 128", limit: "kvbm-logical", size: Some(65_536.0), least: 2.0 },
+    Aim { what: "block pool: churn of 128", limit: "kvbm-logical", size: Some(65_536.0), least: 8.0 },
+    Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4 },
+];
+
+/// The least ratio that a row is asked for, if any is.
+pub(super) fn aim(row: &Row) -> Option<f64> {
+    let about = |aim: &&Aim| {
+        row.what.starts_with(aim.what)
+            && row.limit.starts_with(aim.limit)
+            && aim.size.is_none_or(|size| row.size == size)
+    };
+    AIMS.iter().find(about).map(|aim| aim.least)
+}
+
+/// A row's aim, and whether it is reached; a dash where there is none.
+pub(super) fn verdict(row: &Row) -> String {
+    match aim(row) {
+        Some(least) if row.ratio >= least => format!("{least:.2}, reached"),
+        Some(least) => format!("{least:.2}, **missed**"),
+        None => "–".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::rows::tests::row;
+
+    fn verdict_of(what: &str, limit: &str, size: f64, ratio: f64) -> String {
+        verdict(&Row { what: what.to_owned(), limit: limit.to_owned(), ratio, ..row(size, 1.0) })
+    }
+
+    #[test]
+    fn reuse_of_a_chunk_may_take_three_times_its_chain_and_no_more() {
+        let reuse = |ratio| {
+            verdict_of("reuse of a stored chunk, sha256", "BLAKE3 chain of its tokens", 4096.0, ratio)
+        };
+        assert_eq!(reuse(1.0 / 2.99), "0.33, reached");
+        assert_eq!(reuse(1.0 / 3.01), "0.33, **missed**");
+    }
+
+    #[test]
+    fn an_aim_is_about_one_limit_and_one_size() {
+        let alloc =
+            |size, limit| verdict_of("block pool: alloc + free of 128, 65536 blocks", limit, size, 4.9);
+        assert_eq!(alloc(65_536.0, "kvbm-logical 1.6.1"), "5.00, **missed**");
+        assert_eq!(alloc(8192.0, "kvbm-logical 1.6.1"), "–");
+        assert_eq!(alloc(65_536.0, "one thread"), "–");
+        let decode = |limit| verdict_of("attend, decode, GQA 4, f32", limit, 1.0, 0.7);
+        assert_eq!(
+            (decode("streaming read"), decode("the same in f32")),
+            ("0.70, reached".into(), "–".into())
+        );
+        assert_eq!(verdict_of("TTFT, all chunks hit; 5", "full prefill", 1.0, 9.0), "10.00, **missed**");
+        assert_eq!(verdict_of("TTFT, cold, chunks stored; 5", "full prefill", 1.0, 9.0), "–");
+    }
+
+    #[test]
+    fn every_aim_is_of_a_row_of_the_committed_table() {
+        let page = include_str!("../../../docs/benchmarks.md");
+        for aim in &AIMS {
+            let row = page.lines().filter_map(|line| line.strip_prefix("| ")).find(|line| {
+                let columns: Vec<&str> = line.split(" | ").collect();
+                line.starts_with(aim.what) && columns.get(3).is_some_and(|limit| limit.starts_with(aim.limit))
+            });
+            assert!(row.is_some(), "no row is {:?} against {:?}", aim.what, aim.limit);
+        }
+    }
+}
