@@ -292,11 +292,11 @@ impl SharedBlocks {
     }
 
     /// Exchanges the block at `place` for the one that is known under `key`, or enters it after all if
-    /// that one has gone meanwhile; `true` in the latter case.
+    /// that one has gone meanwhile; `true` in the latter case. A known block of another key with the same first
+    /// word stays where it is, and this one without a key.
     fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
         let (pool, now) = (&*handle.0, handle.0.now());
-        let mut tried = None;
         loop {
             let mut walk = pool.walk();
             let (shard, block) = walk.shard(own);
@@ -307,11 +307,6 @@ impl SharedBlocks {
                 shard.set_key(block, *key);
                 return true;
             };
-            // A block that was refused once and is still there has another key with the same first word.
-            if tried == Some(other) {
-                return false;
-            }
-            tried = Some(other);
             let other = BlockId(other + pool.rules.first);
             let (shard, block) = walk.shard(other);
             if shard.hold_keyed(block, key, now, &pool.rules, &pool.index) {
@@ -320,6 +315,10 @@ impl SharedBlocks {
                 self.ids[place] = other;
                 return false;
             }
+            if shard.collides(block, key) {
+                return false;
+            }
+            // The known block has gone since the index named it.
         }
     }
 

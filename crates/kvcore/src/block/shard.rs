@@ -249,6 +249,12 @@ impl Shard {
         self.stage[block as usize] == Stage::Keyed
     }
 
+    /// Whether the index, which knows words of keys, finds this block under a key that is not its own.
+    pub(super) fn collides(&self, block: u32, key: &BlockKey) -> bool {
+        let own = &self.meta[block as usize].key;
+        self.has_key(block) && own.word() == key.word() && own != key
+    }
+
     /// Gives a held block without a key its key.
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
         self.stage[block as usize] = Stage::Keyed;
