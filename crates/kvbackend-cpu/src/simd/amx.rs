@@ -1,7 +1,7 @@
 //! AMX: products of matrices of bf16, a tile of 16 rows of 64 bytes at a time, summed in f32.
 //!
 //! A number of f32 is the sum of three of bf16, so products with one on one side are as exact as in f32. The
-//! instructions take denormals for zero, and a product of infinity with the parts of a number is not a number.
+//! instructions take denormals for zero, and a product of infinity with the parts of a number may be no number.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __m512, _mm512_and_si512, _mm512_castps_si512};

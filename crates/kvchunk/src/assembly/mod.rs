@@ -23,6 +23,7 @@ use crate::error::Result;
 use crate::hash::Evidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
 use crate::prompt::ChunkedPrompt;
+use crate::replica::ReplicaLink;
 
 mod assembled;
 mod ranks;
@@ -54,6 +55,10 @@ pub struct Assembler<'a> {
     pub reindexer: &'a PositionReindexer,
     /// The other ranks, if several compute the prompt together: a piece is a hit on all of them or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
+    /// The way to other replicas: what is missing here is pulled from one that has it, and computed only if none gives
+    /// it. Pieces are pulled one by one, while others that miss them wait for this request. A hit here goes before a
+    /// replica's, also an approximate one. Several ranks that compute a prompt together ask none.
+    pub replicas: Option<&'a ReplicaLink>,
 }
 
 /// What happened to one chunk of a prompt.

@@ -200,7 +200,12 @@ impl Assembler<'_> {
     /// request, nor takes what has come since.
     fn acquire(&self, cache: &ChunkCacheManager, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         if self.ranks.is_none() {
-            return cache.acquire(self.tenant, piece, stored_start);
+            return match self.replicas {
+                Some(link) => {
+                    cache.get_chunk_with_remote_lookup(self.tenant, piece, stored_start, link).acquired
+                }
+                None => cache.acquire(self.tenant, piece, stored_start),
+            };
         }
         match cache.acquire_counted(self.tenant, piece, stored_start, Tally::Later) {
             Acquired::Hit(chunk) => {

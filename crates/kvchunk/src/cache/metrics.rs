@@ -33,6 +33,8 @@ pub struct ChunkCacheMetrics {
     pub uncached: u64,
     /// Pieces that were missing here and have come from another replica. They are among the misses.
     pub fetched: u64,
+    /// Replicas that were asked and did not give a piece: gone, failed, or what came was not it.
+    pub fetch_failures: u64,
     /// Pieces that were put to sleep.
     pub slept: u64,
     /// Pieces that were woken.
@@ -92,6 +94,7 @@ impl ChunkCacheMetrics {
             evictions: self.evictions + other.evictions,
             uncached: self.uncached + other.uncached,
             fetched: self.fetched + other.fetched,
+            fetch_failures: self.fetch_failures + other.fetch_failures,
             slept: self.slept + other.slept,
             woken: self.woken + other.woken,
             lost: self.lost + other.lost,
@@ -194,7 +197,7 @@ impl Serialize for ChunkCacheMetrics {
 /// A number of the metrics, with its name, kind and meaning.
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
-const COLUMNS: [Column; 18] = [
+const COLUMNS: [Column; 19] = [
     ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
     ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
@@ -209,6 +212,12 @@ const COLUMNS: [Column; 18] = [
     ("kvchunk_fetched_total", MetricKind::Counter, "Pieces that came from another replica.", |m| {
         m.fetched as f64
     }),
+    (
+        "kvchunk_fetch_failures_total",
+        MetricKind::Counter,
+        "Replicas that did not give what they were asked.",
+        |m| m.fetch_failures as f64,
+    ),
     ("kvchunk_slept_total", MetricKind::Counter, "Pieces put to sleep.", |m| m.slept as f64),
     ("kvchunk_woken_total", MetricKind::Counter, "Pieces woken.", |m| m.woken as f64),
     ("kvchunk_lost_total", MetricKind::Counter, "Sleeping pieces that could not be read back.", |m| {

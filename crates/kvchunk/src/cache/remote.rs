@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::state::{Entry, Place};
-use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation};
+use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
 use crate::hash::ChunkHash;
 
 /// Pieces that slept in fewer bits are no function of their hash, and a weak hash proves nothing elsewhere.
@@ -31,6 +31,15 @@ impl ChunkCacheManager {
         let held = self.0.held(entry, awake, slot, true);
         drop(state);
         Some((ChunkKvCache::new(held), tokens))
+    }
+}
+
+impl ChunkCacheManager {
+    /// Counts replicas that were asked in vain.
+    pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
+        if failures > 0 {
+            self.0.lock().account(tenant).counted.fetch_failures += failures as u64;
+        }
     }
 }
 

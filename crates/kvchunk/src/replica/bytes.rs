@@ -65,7 +65,7 @@ impl ReplicaDevice {
         buffers(&self.arena, &staged).iter().map(read).collect()
     }
 
-    /// Fills blocks, in the order of the stream.
+    /// Fills blocks, and waits: what did not arrive must not be found.
     pub(super) fn write(&self, blocks: &[BlockId], contents: &[Vec<u8>]) -> Result<()> {
         let staged = self.staging(blocks.len())?;
         let targets = buffers(&self.arena, &staged);
@@ -83,7 +83,8 @@ impl ReplicaDevice {
             }
         }
         let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
-        Ok(self.stream.swap_blocks(&SwapBlocks { src: staged.clone(), dst: self.arena.clone(), pairs })?)
+        self.stream.swap_blocks(&SwapBlocks { src: staged.clone(), dst: self.arena.clone(), pairs })?;
+        Ok(self.stream.synchronize()?)
     }
 }
 

@@ -192,12 +192,14 @@ impl ChunkCacheManager {
         for from in others {
             match link.pull(from, piece, &reservation) {
                 Ok(()) => {
+                    self.count_fetch_failures(tenant, failed.len());
                     let acquired = Acquired::Hit(reservation.store_fetched());
                     return RemoteLookup { acquired, fetched_from: Some(from), failed };
                 }
                 Err(error) => failed.push((Some(from), error)),
             }
         }
+        self.count_fetch_failures(tenant, failed.len());
         RemoteLookup { acquired: Acquired::Compute(reservation), fetched_from: None, failed }
     }
 

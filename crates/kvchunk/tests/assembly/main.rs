@@ -63,6 +63,7 @@ impl World {
             cell: ReuseCell::default(),
             reindexer: &self.reindexer,
             ranks: None,
+            replicas: None,
         }
     }
 

@@ -42,6 +42,8 @@ fn of_eight_threads_that_miss_at_once_one_computes() {
                 let position = 10 * thread;
                 let got = w.cache.get_or_compute_chunk(w.tenant, &piece, 0, reindexer, position, |_| {
                     std::thread::sleep(Duration::from_millis(20));
+                    // No lock is held while this computes: others may ask the cache anything.
+                    w.cache.metrics();
                     // The first computation fails; another thread takes over.
                     if failed.fetch_add(1, Ordering::SeqCst) == 0 {
                         return Err(kvchunk::Error::Damaged("on purpose".to_owned()));

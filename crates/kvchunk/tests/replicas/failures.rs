@@ -85,6 +85,7 @@ fn computed_after(mischief: Mischief, expected: &Error) {
     drop(reservation); // the request is cancelled
     all.iter().for_each(Replica::assert_nothing_held);
     assert_eq!((all[0].cache.metrics().fetched, all[0].cache.metrics().cached_chunks), (0, 0));
+    assert_eq!(all[0].cache.metrics().fetch_failures, failed.len() as u64);
     all[0].link.transport = sound;
     assert_eq!(hit(all[0].lookup(&[7; 10])).1, Some(1), "once it is sound again");
 }

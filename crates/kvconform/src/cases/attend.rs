@@ -104,6 +104,24 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// Rows and blocks of sizes that processors have instructions for, with more queries to a head than one of them takes:
+/// a prompt whose last tile is not full, after a chunk that ends inside a block.
+pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
+    for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
+        let shape = b.arena(order)?.layout().shape().clone();
+        let arena = b.arena_of(KvShape { block_size: 16, k_dim, v_dim, ..shape })?;
+        let chunk = segment(&[5, 2], 27, 0, 0).at_offset(9);
+        let own = segment(&[1, 8, 3, 0, 7], 75, 27, 36);
+        let at: Vec<_> = (0..75).map(|t| (27 + t as usize, 36 + t)).collect();
+        let mut trial = Trial::over(b, arena, &rows(&at), vec![entry(0..75, vec![chunk, own])])?;
+        trial.op.scale = 0.2;
+        trial.check(b, "many queries over even rows")?;
+        trial.op.window = Some(20);
+        trial.check(b, "many queries in a window")?;
+    }
+    Ok(())
+}
+
 pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
     for (order, k_heads, v_heads) in [(BlockOrder::HeadMajor, 2, 6), (BlockOrder::TokenMajor, 3, 1)] {
         let shape = b.arena(order)?.layout().shape().clone();

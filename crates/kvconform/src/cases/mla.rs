@@ -20,6 +20,7 @@ const RANK: usize = 24;
 struct Latents {
     trial: Trial,
     q_latent: Vec<f32>,
+    rank: usize,
 }
 
 impl Latents {
@@ -31,15 +32,19 @@ impl Latents {
         batch: Vec<AttendRows>,
     ) -> Outcome<Self> {
         let shape = b.arena(order)?.layout().shape().clone();
-        let arena =
-            b.arena_of(KvShape { format, k_heads: 1, v_heads: 1, k_dim: ROPE_DIM, v_dim: RANK, ..shape })?;
+        Self::over(b, &KvShape { format, k_dim: ROPE_DIM, v_dim: RANK, ..shape }, at, batch)
+    }
+
+    fn over(b: &Bench, shape: &KvShape, at: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
+        let rank = shape.v_dim;
+        let arena = b.arena_of(KvShape { k_heads: 1, v_heads: 1, ..shape.clone() })?;
         let trial = Trial::over(b, arena, at, batch)?;
-        let q_latent = rounded(b.dtype, &numbers(60, at.len() * HEADS * RANK));
-        Ok(Self { trial, q_latent })
+        let q_latent = rounded(b.dtype, &numbers(60, at.len() * HEADS * rank));
+        Ok(Self { trial, q_latent, rank })
     }
 
     fn op(&self, b: &Bench) -> Outcome<AttendMla> {
-        let shape = [self.trial.op.rows.len(), HEADS, RANK];
+        let shape = [self.trial.op.rows.len(), HEADS, self.rank];
         Ok(AttendMla { attend: self.trial.op.clone(), q_latent: b.upload(b.dtype, &shape, &self.q_latent)? })
     }
 
@@ -69,6 +74,20 @@ pub(super) fn the_latent_is_key_and_value(b: &Bench) -> Outcome {
         latents.trial.op.window = Some(5);
         latents.trial.op.softcap = Some(2.0);
         latents.check(b, "latents with a window and a soft-cap")?;
+    }
+    Ok(())
+}
+
+/// As `attend::many_queries_over_even_rows`.
+pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
+    for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
+        let shape = b.arena(order)?.layout().shape().clone();
+        let shape = KvShape { block_size: 16, k_dim: 32, v_dim: 96, ..shape };
+        let at: Vec<_> = (0..70).map(|t| (27 + t as usize, 36 + t)).collect();
+        let segments = vec![segment(&[5, 2], 27, 0, 0).at_offset(9), segment(&[1, 8, 3, 0, 7], 70, 27, 36)];
+        let mut latents = Latents::over(b, &shape, &rows(&at), vec![entry(0..70, segments)])?;
+        latents.trial.op.scale = 0.1;
+        latents.check(b, "many queries over even latents")?;
     }
     Ok(())
 }

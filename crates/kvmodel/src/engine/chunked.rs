@@ -67,8 +67,8 @@ impl Engine {
     ) -> Result<Assembler<'a>> {
         let (main, (tenant, root)) = (self.main()?, self.keys(request, ropes)?);
         let chunks = self.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
-        let (prefixes, cell) = (request.reuse, request.cell);
-        Ok(Assembler { chunks, tenant, main, root, prefixes, cell, reindexer, ranks: None })
+        let (prefixes, cell, replicas) = (request.reuse, request.cell, self.replicas.as_ref());
+        Ok(Assembler { chunks, tenant, main, root, prefixes, cell, reindexer, ranks: None, replicas })
     }
 
     fn prefill_chunks(

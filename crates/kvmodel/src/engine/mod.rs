@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCacheConfig, ChunkCacheManager, SleepForm};
+use kvchunk::{ChunkCacheConfig, ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport, SleepForm};
 use kvcore::{
     Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler,
     Stream,
@@ -100,6 +100,8 @@ pub struct Engine {
     tenant_salt: Vec<u8>,
     separator: String,
     profiler: Profiler,
+    /// The way to other engines of the model.
+    replicas: Option<ReplicaLink>,
 }
 
 impl Engine {
@@ -122,14 +124,18 @@ impl Engine {
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let (keys, separator) = (config.keys, config.chunks.separator.clone());
         let tenant_salt = config.tenant_salt.clone();
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler })
+        let replicas = None;
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
     }
 
     /// An engine of another model in the same memory: both have the pools of sequences and of chunks in common, and
     /// one evicts what the other lets go. Neither finds what the other has cached, since models, their rotary embeddings
     /// and their tokenizers are in every key.
     ///
-    /// Work of both goes to one stream. Tenants and the settings of the chunk cache are those of this engine.
+    /// Work of both goes to one stream, so that a late error of one may be met by the other. Tenants and the settings of
+    /// the chunk cache are those of this engine, and [`report`](Self::report) counts what both hold. A request does not
+    /// wait for blocks that the other engine holds; it fails with
+    /// [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
     /// # Errors
     /// [`kvcore::Error::Mismatch`] for a model of other extents; [`Error::NoChunks`](crate::Error) for a static cache, and
@@ -140,7 +146,8 @@ impl Engine {
         let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
         let (backend, stream) = (Arc::clone(&self.backend), Arc::clone(&self.stream));
         let (keys, tenant_salt, separator) = (self.keys, self.tenant_salt.clone(), self.separator.clone());
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler })
+        let replicas = None;
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
     }
 
     /// The model.
@@ -178,6 +185,48 @@ impl Engine {
     /// The chunk cache; a static cache has none.
     pub fn chunks(&self) -> Option<&ChunkCacheManager> {
         self.caches.chunks()
+    }
+
+    /// Pulls chunks that are missing here from other engines of the same model, and computes only what none of them
+    /// gives. They serve [`Self::chunks`] with their [`replica_device`](Self::replica_device).
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use std::sync::Arc;
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvchunk::{ChunkedPrompt, LocalReplica};
+    /// use kvmodel::{Engine, EngineConfig, Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+    ///
+    /// let mut engines = Vec::new();
+    /// for replica in LocalReplica::group(2) {
+    ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::F32)?;
+    ///     let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
+    ///     replica.serve(engine.chunks().unwrap(), &engine.replica_device());
+    ///     engine.join(Arc::new(replica));
+    ///     engines.push(engine);
+    /// }
+    /// let prompt = ChunkedPrompt::new(vec![9], vec![vec![1, 2, 3]], vec![4])?;
+    /// for engine in &mut engines {
+    ///     let mut request = engine.request(PromptTokens::Chunked(prompt.clone()));
+    ///     request.max_new_tokens = 1;
+    ///     engine.generate(&request, &mut ())?;
+    /// }
+    /// assert_eq!(engines[1].chunks().unwrap().metrics().fetched, 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn join(&mut self, transport: Arc<dyn ReplicaTransport>) {
+        self.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
+    }
+
+    /// Where the chunks of this engine lie, for those who pull them.
+    pub fn replica_device(&self) -> ReplicaDevice {
+        ReplicaDevice {
+            backend: Arc::clone(&self.backend),
+            stream: Arc::clone(&self.stream),
+            arena: self.caches.sequences().arena().clone(),
+            keys: self.keys,
+        }
     }
 
     /// What the caches hold.

@@ -1,10 +1,12 @@
 //! An engine over a golden model, and what it is asked.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
-use kvcore::{KeyForm, KvFormat};
+use kvcore::kernels::{Gather, Scatter};
+use kvcore::{KeyForm, KvFormat, MemoryKind, allocate_tensor};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 
 use crate::common::load_model;
@@ -54,4 +56,34 @@ pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request)
 /// Logits of the last row of several.
 pub(crate) fn last(rows: &[f32], vocabulary: usize) -> &[f32] {
     &rows[rows.len() - vocabulary..]
+}
+
+/// Writes zeros over every key and every value of the chunk pool in some layers, or over either.
+pub(crate) fn spoil(engine: &Engine, layers: Range<usize>, [keys, values]: [bool; 2]) {
+    let arena = engine.cache().arena();
+    let shape = arena.layout().shape();
+    let KvFormat::Dense(dtype) = shape.format else { panic!("rows of codes") };
+    let stream = engine.backend().stream().unwrap();
+    for block in engine.chunks().unwrap().pool().blocks().range() {
+        let first = i64::from(block) * shape.block_size as i64;
+        let slots: Arc<[i64]> = (first..first + shape.block_size as i64).collect();
+        for layer in layers.clone() {
+            let rows = |heads, dim| {
+                let rows = &[slots.len(), heads, dim];
+                allocate_tensor(engine.backend(), MemoryKind::Device, dtype, rows).unwrap()
+            };
+            let (k, v) = (rows(shape.k_heads, shape.k_dim), rows(shape.v_heads, shape.v_dim));
+            let (arena, slots) = (arena.clone(), Arc::clone(&slots));
+            let gather = Gather { arena, layer, slots, k, v, rotation: None };
+            stream.gather(&gather).unwrap();
+            let Gather { arena, slots, k, v, .. } = gather;
+            for view in
+                [(keys, &k), (values, &v)].into_iter().filter_map(|(spoilt, view)| spoilt.then_some(view))
+            {
+                stream.write(view, &vec![0; dtype.bytes_for(view.len()).unwrap()]).unwrap();
+            }
+            stream.scatter(&Scatter { arena, layer, k, v, slots }).unwrap();
+        }
+    }
+    stream.synchronize().unwrap();
 }

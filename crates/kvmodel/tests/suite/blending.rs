@@ -9,7 +9,7 @@ use kvchunk::{
 };
 use rstest::rstest;
 
-use crate::asking::{ask, engine, last};
+use crate::asking::{ask, engine, last, spoil};
 use crate::common::{Golden, distance, golden_name};
 
 /// Chooses as a blend does, and remembers; or, without one, chooses what it was told.
@@ -17,15 +17,17 @@ use crate::common::{Golden, distance, golden_name};
 struct Spy {
     blend: Option<Recompute>,
     chosen: Mutex<Vec<Vec<u32>>>,
+    deviations: Mutex<Vec<Vec<f32>>>,
 }
 
 impl Spy {
     fn on(blend: &str) -> Arc<Self> {
-        Arc::new(Self { blend: Some(blend.parse().unwrap()), chosen: Mutex::default() })
+        let blend = Some(blend.parse().unwrap());
+        Arc::new(Self { blend, chosen: Mutex::default(), deviations: Mutex::default() })
     }
 
     fn told(chosen: Vec<Vec<u32>>) -> Arc<Self> {
-        Arc::new(Self { blend: None, chosen: Mutex::new(chosen) })
+        Arc::new(Self { blend: None, chosen: Mutex::new(chosen), deviations: Mutex::default() })
     }
 
     fn chosen(&self) -> Vec<Vec<u32>> {
@@ -43,6 +45,7 @@ impl RecomputeStrategy for Spy {
     fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection {
         let Some(blend) = &self.blend else { return TokenSelection::new(self.chosen()) };
         let selection = blend.select(chunks, deviations);
+        *self.deviations.lock().unwrap() = deviations.unwrap().chunks().to_vec();
         *self.chosen.lock().unwrap() = selection.chunks().to_vec();
         selection
     }
@@ -94,6 +97,33 @@ fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
             assert!(gap < 1e-4, "round {round}, {what}: {gap}");
         }
         assert_eq!(got.logits.len(), 2);
+    }
+}
+
+#[rstest]
+fn deviations_are_of_what_was_asked_for(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values("f32", "bf16")] format: &str,
+) {
+    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[0]);
+    let of = |what: &str, spoilt: [bool; 2]| {
+        let mut engine = engine(name, format.parse().unwrap());
+        ask(&mut engine, &golden.prompt, crate::asking::with("none", cell));
+        // Fresh rows of the check layer see the first chunk below it, which stays as it was.
+        spoil(&engine, 1..2, spoilt);
+        let spy = Spy::on(&format!("blend:0.4@1:{what}"));
+        let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
+        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell));
+        spy.deviations.lock().unwrap().clone()
+    };
+    for (what, of_this, of_the_other) in
+        [("keys", [true, false], [false, true]), ("values", [false, true], [true, false])]
+    {
+        let right = of(what, [false, false]);
+        assert!(right.iter().flatten().any(|deviation| *deviation > 0.0));
+        assert_eq!(of(what, of_the_other), right, "{what} are what they were");
+        assert_ne!(of(what, of_this), right, "{what} are zeros");
+        assert_ne!(of("both", of_this), of("both", [false, false]));
     }
 }
 

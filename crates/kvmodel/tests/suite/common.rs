@@ -221,7 +221,17 @@ impl Lab {
         reindexer: &'a PositionReindexer,
     ) -> Assembler<'a> {
         let (chunks, tenant) = (Some(&self.chunks), TenantId::default());
-        Assembler { chunks, tenant, main: &self.main, root, prefixes: true, cell, reindexer, ranks: None }
+        Assembler {
+            chunks,
+            tenant,
+            main: &self.main,
+            root,
+            prefixes: true,
+            cell,
+            reindexer,
+            ranks: None,
+            replicas: None,
+        }
     }
 
     /// Logits of every token of an ordinary prompt.
@@ -372,4 +382,11 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
         (Sequential, WithSystem) => "sequential_with_system_two_phase",
         (Absolute, WithSystem) => "sequential_with_system_single",
     }
+}
+
+/// A model of one golden's configuration and another's weights.
+pub(crate) fn model(config: &str, weights: &str) -> Model {
+    let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
+    let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
+    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::F32).unwrap()
 }

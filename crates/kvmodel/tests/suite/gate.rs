@@ -1,14 +1,13 @@
 //! The gate closes when an identity fails, and says which.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
-use kvcore::kernels::Scatter;
-use kvcore::{DType, MemoryKind, allocate_tensor};
 use kvmodel::eval::{Gate, GateCheck, GateLimits, Question, World};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
+
+use crate::asking::spoil;
 
 fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
@@ -21,29 +20,6 @@ fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
     (engine, codec, vec![world.questions(3, 2)])
 }
 
-/// Writes over every key and value of the chunk pool.
-fn spoil(engine: &Engine) {
-    let arena = engine.cache().arena().clone();
-    let shape = arena.layout().shape().clone();
-    let stream = engine.backend().stream().unwrap();
-    let size = shape.block_size as i64;
-    for block in engine.chunks().unwrap().pool().blocks().range() {
-        let slots: Arc<[i64]> = (0..size).map(|at| i64::from(block) * size + at).collect();
-        for layer in 0..shape.num_layers {
-            let rows = |heads, dim| {
-                let rows = &[slots.len(), heads, dim];
-                let view = allocate_tensor(engine.backend(), MemoryKind::Device, DType::F32, rows).unwrap();
-                stream.write(&view, &vec![0; 4 * view.len()]).unwrap();
-                view
-            };
-            let (k, v) = (rows(shape.k_heads, shape.k_dim), rows(shape.v_heads, shape.v_dim));
-            let (arena, slots) = (arena.clone(), Arc::clone(&slots));
-            stream.scatter(&Scatter { arena, layer, k, v, slots }).unwrap();
-        }
-    }
-    stream.synchronize().unwrap();
-}
-
 fn check(engine: &mut Engine, codec: &TextCodec, questions: &[Vec<Question>], limits: GateLimits) -> Gate {
     Gate::check(engine, codec, questions, ReuseCell::ALL[1], limits, &mut |_, _| ()).unwrap()
 }
@@ -54,7 +30,8 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
     let gate = check(&mut engine, &codec, &questions, GateLimits::default());
     assert!(gate.is_open() && gate.checks.len() == 10, "{gate:?}");
     // What is stored is no longer what its keys say.
-    spoil(&engine);
+    let layers = engine.model().config().num_layers();
+    spoil(&engine, 0..layers, [true, true]);
     let gate = check(&mut engine, &codec, &questions, GateLimits::default());
     assert!(!gate.is_open());
     let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();

@@ -14,6 +14,7 @@ mod faulty;
 mod flops;
 mod gate;
 mod recompute;
+mod replicas;
 mod rope;
 mod rotated;
 mod rules;

@@ -1,22 +1,15 @@
 //! One cache for two models, and hashes that collide: never another's KV.
 
 use crate::asking::{ask, with};
-use crate::common::{Golden, Lab, Setup, distance, folder, golden_name};
+use crate::common::{Golden, Lab, Setup, distance, golden_name, model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
     Acquired, ChunkCacheConfig, ChunkContext, ChunkHasher, ChunkedPrompt, HashAlgorithm, PositionPlan,
     PositionStrategy, ReuseCell, TenantId,
 };
 use kvcore::{CacheKind, KeyScope};
-use kvmodel::{Engine, EngineConfig, Generation, Model, ModelConfig, WeightFormat, Weights};
+use kvmodel::{Engine, EngineConfig, Generation, Model};
 use rstest::rstest;
-
-/// A model of one golden's configuration and another's weights.
-fn model(config: &str, weights: &str) -> Model {
-    let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
-    let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
-    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::F32).unwrap()
-}
 
 fn engine(model: Model) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };

@@ -2,11 +2,11 @@
 //! and weights in as many parts of bf16 as their numbers need.
 
 use std::arch::x86_64::{
-    __m512, __m512i, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmpge_epu16_mask,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_maskz_loadu_ps, _mm512_max_epu16,
-    _mm512_permutex2var_ps, _mm512_set1_epi16, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_epi16,
-    _mm512_unpacklo_epi16,
+    __m512, __m512i, _CMP_UNORD_Q, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_cmp_ps_mask, _mm512_cmpge_epu16_mask, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_maskz_loadu_ps, _mm512_max_epu16, _mm512_permutex2var_ps, _mm512_set1_epi16, _mm512_set1_ps,
+    _mm512_setr_epi32, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_ps, _mm512_storeu_si512,
+    _mm512_unpackhi_epi16, _mm512_unpacklo_epi16,
 };
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -17,7 +17,7 @@ use kvcore::kernels::Attend;
 use kvcore::{DType, KeyForm, TensorView};
 
 use super::block::{Meeting, Single};
-use super::products::{Ahead, Rows};
+use super::products::{Ahead, Rows, dots};
 use super::softmax::{Scaling, Weights};
 use super::source::Source;
 use super::tile::TILE;
@@ -291,7 +291,11 @@ impl Meeting<'_> {
         // SAFETY: rows of logits have room for a tile and a vector, states are the meeting's, and the room's parts
         // are of a tile of tokens.
         unsafe {
-            self.put_logits(room, logits);
+            if !self.put_logits(room, logits) {
+                for a in 0..count {
+                    self.put_logits_of(room, first + a, logits.add(a * STRIDE));
+                }
+            }
             for (a, shrink) in shrink[..count].iter_mut().enumerate() {
                 let mut seen = self.seen(first + a);
                 let row = logits.add(a * STRIDE);
@@ -320,9 +324,10 @@ impl Meeting<'_> {
         }
     }
 
-    /// Queries' rows of sums.
+    /// Queries' rows of sums; whether all are numbers.
     #[inline(always)]
-    unsafe fn put_logits(&self, room: &Room, logits: *mut f32) {
+    unsafe fn put_logits(&self, room: &Room, logits: *mut f32) -> bool {
+        let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
             // SAFETY: there are sums of a tile of tokens.
             unsafe {
@@ -333,11 +338,28 @@ impl Meeting<'_> {
                     if room.form.latent {
                         *vector = Avx512::add(*vector, _mm512_loadu_ps(room.sums[1].add(at)));
                     }
+                    unordered |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(*vector, *vector);
                 }
                 Avx512::transpose(&mut square);
                 for (j, vector) in square.iter().enumerate() {
                     _mm512_storeu_ps(logits.add(j * STRIDE + i * ROWS), *vector);
                 }
+            }
+        }
+        unordered == 0
+    }
+
+    /// One query's products without its parts: infinity times nothing is no number.
+    #[inline(never)]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn put_logits_of(&self, room: &Room, m: usize, row: *mut f32) {
+        let (k_dim, v_dim) = (room.form.k_dim, room.form.v_dim);
+        // SAFETY: queries are the meeting's; a row of logits has room for a tile and a vector.
+        unsafe {
+            let to = (row, STRIDE);
+            dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Ahead::default());
+            if let Some(q) = self.latents {
+                dots::<Avx512, bf16, 1>(q.add(m * v_dim), v_dim, self.values, to, true, Ahead::default());
             }
         }
     }
