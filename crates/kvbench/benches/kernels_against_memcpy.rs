@@ -1,21 +1,23 @@
 //! Kernels against `memcpy` of the same bytes, both on one thread and on all; a step of decoding against a streaming
-//! read of the KV bytes, and a prefill against a GEMM of its operations, on all threads. Limits are measured in the
-//! same run.
+//! read of the KV bytes, and a prefill against a GEMM of its operations, on all threads. A kernel and its limit take
+//! turns.
 //!
 //! `--mib N` sets the largest size of each side (default 64), `--context N` the longest context of a decode step
 //! (default 16,384) and eight times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::hint::black_box;
+use std::sync::Arc;
 
 use gemm::Parallelism;
 use kvbackend_cpu::CpuOptions;
-use kvcore::kernels::CopyTensor;
+use kvcore::kernels::{CopyTensor, Gather, Scatter};
 use kvcore::{DType, MemoryKind, Result, allocate_tensor};
+use rayon::ThreadPool;
 
-use kvbench::lab::{DIM, HEADS, Lab, QUERY_HEADS};
-use kvbench::limits::{memcpy_seconds, pool, read_seconds};
-use kvbench::{option, row, time};
+use kvbench::lab::{DIM, HEADS, Lab, QUERY_HEADS, shuffled};
+use kvbench::limits::{Memcpy, StreamingRead, pool};
+use kvbench::{in_turns, option, row};
 
 fn all_threads() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -25,41 +27,90 @@ fn options(threads: usize) -> CpuOptions {
     CpuOptions { threads: Some(threads), ..CpuOptions::default() }
 }
 
+/// What moves bytes, against `memcpy` of as many bytes with as many threads, in turns.
+struct Against {
+    limit: Memcpy,
+    bytes: usize,
+    threads: usize,
+}
+
+impl Against {
+    fn memcpy(bytes: usize, threads: usize) -> Self {
+        Self { limit: Memcpy::new(bytes, threads), bytes, threads }
+    }
+
+    /// One row of the table; `work` moves `bytes` bytes.
+    fn report(&mut self, what: &str, bytes: usize, mut work: impl FnMut()) {
+        let [seconds, limit] = in_turns([&mut work, &mut || self.limit.run()]);
+        let limit = limit * bytes as f64 / self.bytes as f64;
+        row(&format!("{what}, {} threads", self.threads), bytes, seconds, "memcpy", limit);
+    }
+}
+
 fn movement(dtype: DType, mib: usize, threads: usize) -> Result<()> {
     let tokens = (mib << 20) / (2 * HEADS * DIM * dtype.bits() / 8);
     let lab = Lab::new(dtype, tokens, &options(threads))?;
     let (stream, both) = (&lab.stream, lab.bytes());
-    let memcpy = memcpy_seconds(both, threads);
-    let report = |what: &str, bytes: usize, seconds: f64| {
-        let limit = memcpy * bytes as f64 / both as f64;
-        row(&format!("{what} {dtype}, {threads} threads"), bytes, seconds, "memcpy", limit);
-    };
+    let mut against = Against::memcpy(both, threads);
     let op = lab.scatter()?;
-    report("scatter", both, time(|| stream.scatter(&op).expect("scatter")));
+    against.report(&format!("scatter {dtype}"), both, || stream.scatter(&op).expect("scatter"));
     let op = lab.gather()?;
-    report("gather", both, time(|| stream.gather(&op).expect("gather")));
+    against.report(&format!("gather {dtype}"), both, || stream.gather(&op).expect("gather"));
     let op = lab.copy_blocks();
-    report("copy_blocks", both, time(|| stream.copy_blocks(&op).expect("copy")));
-    let op = lab.rotate_keys();
-    report("rotate_keys (K rotated, V copied)", both, time(|| stream.rotate_keys(&op).expect("rotate")));
+    against.report(&format!("copy_blocks {dtype}"), both, || stream.copy_blocks(&op).expect("copy"));
     let op = lab.rope()?;
-    report("rope", both / 2, time(|| stream.rope(&op).expect("rope")));
-    for (what, axes) in [("heads before tokens", [1, 0, 2]), ("tokens innermost", [1, 2, 0])] {
+    for (order, axes) in [("heads before tokens", [1, 0, 2]), ("tokens innermost", [1, 2, 0])] {
         let src = op.rows.permute(&axes)?;
         let dst = allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, dtype, src.shape())?;
         let copy = CopyTensor { src, dst };
-        let seconds = time(|| stream.copy_tensor(&copy).expect("copy"));
-        report(&format!("copy_tensor ({what})"), both / 2, seconds);
+        let what = format!("copy_tensor ({order}) {dtype}");
+        against.report(&what, both / 2, || stream.copy_tensor(&copy).expect("copy"));
     }
     Ok(())
+}
+
+fn rotation(dtype: DType, mib: usize, threads: usize) -> Result<()> {
+    let tokens = (mib << 20) / (2 * HEADS * DIM * dtype.bits() / 8);
+    let lab = Lab::new(dtype, tokens, &options(threads))?;
+    let (stream, both) = (&lab.stream, lab.bytes());
+    let mut against = Against::memcpy(both, threads);
+    let (what, op) = (format!("rotate_keys (K rotated, V copied) {dtype}"), lab.rotate_keys());
+    against.report(&what, both, || stream.rotate_keys(&op).expect("rotate"));
+    let (what, op) = (format!("rope {dtype}"), lab.rope()?);
+    against.report(&what, both / 2, || stream.rope(&op).expect("rope"));
+    Ok(())
+}
+
+/// Rows of fewer bytes, in blocks as a pool hands them out; and rows of 2 KiB at slots without any order.
+fn small_rows(mib: usize, threads: usize) -> Result<()> {
+    for heads in [1, 2, 4] {
+        let row_bytes = heads * DIM * 2;
+        let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;
+        let (scatter, gather) = (lab.scatter()?, lab.gather()?);
+        moves_of(&lab, &format!("rows of {row_bytes} B"), threads, &scatter, &gather);
+    }
+    let lab = Lab::new(DType::BF16, (mib << 20) / (4 * HEADS * DIM), &options(threads))?;
+    let slots: Arc<[i64]> = shuffled(lab.tokens as u32).into_iter().map(i64::from).collect();
+    let (mut scatter, mut gather) = (lab.scatter()?, lab.gather()?);
+    (scatter.slots, gather.slots) = (Arc::clone(&slots), slots);
+    moves_of(&lab, "slots in no order", threads, &scatter, &gather);
+    Ok(())
+}
+
+fn moves_of(lab: &Lab, of: &str, threads: usize, scatter: &Scatter, gather: &Gather) {
+    let mut against = Against::memcpy(lab.bytes(), threads);
+    let bytes = lab.bytes();
+    against.report(&format!("{of}: scatter bf16"), bytes, || lab.stream.scatter(scatter).expect("scatter"));
+    against.report(&format!("{of}: gather bf16"), bytes, || lab.stream.gather(gather).expect("gather"));
 }
 
 fn decode(dtype: DType, context: usize) -> Result<()> {
     let lab = Lab::new(dtype, context, &options(all_threads()))?;
     let op = lab.attend(1, true)?;
-    let seconds = time(|| lab.stream.attend(&op).expect("attend"));
-    let (what, limit) = (format!("attend, decode, GQA 4, {dtype}"), "streaming read");
-    row(&what, lab.bytes(), seconds, limit, read_seconds(lab.bytes(), all_threads()));
+    let mut read = StreamingRead::new(lab.bytes(), all_threads());
+    let mut attend = || lab.stream.attend(&op).expect("attend");
+    let [seconds, limit] = in_turns([&mut attend, &mut || read.run()]);
+    row(&format!("attend, decode, GQA 4, {dtype}"), lab.bytes(), seconds, "streaming read", limit);
     Ok(())
 }
 
@@ -67,36 +118,54 @@ fn decode(dtype: DType, context: usize) -> Result<()> {
 fn prefill(dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::new(dtype, tokens, &options(all_threads()))?;
     let op = lab.attend(lab.tokens, true)?;
-    let seconds = time(|| lab.stream.attend(&op).expect("attend"));
+    let mut gemm = Gemm::new(all_threads());
+    let mut attend = || lab.stream.attend(&op).expect("attend");
+    let [seconds, product] = in_turns([&mut attend, &mut || gemm.run()]);
     let pairs = lab.tokens * (lab.tokens + 1) / 2;
     let flops = 2.0 * 2.0 * (QUERY_HEADS * DIM * pairs) as f64;
-    let (what, limit) = (format!("attend, prefill, GQA 4, {dtype}"), "GEMM in f32");
-    row(&what, lab.bytes(), seconds, limit, gemm_seconds(flops, all_threads()));
+    let limit = product * flops / Gemm::FLOPS;
+    row(&format!("attend, prefill, GQA 4, {dtype}"), lab.bytes(), seconds, "GEMM in f32", limit);
     Ok(())
 }
 
-/// Seconds of a product of square matrices of f32 on `threads` threads, for as many operations as `flops`.
-fn gemm_seconds(flops: f64, threads: usize) -> f64 {
+/// A product of square matrices of f32.
+struct Gemm {
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+    pool: ThreadPool,
+    threads: usize,
+}
+
+impl Gemm {
     const N: usize = 1024;
-    let (a, b, mut c) = (vec![1.0f32; N * N], vec![1.0f32; N * N], vec![0.0f32; N * N]);
-    let (pool, column) = (pool(threads), N as isize);
-    let parallelism = if threads == 1 { Parallelism::None } else { Parallelism::Rayon(threads) };
-    let seconds = time(|| {
+    const FLOPS: f64 = 2.0 * (Self::N * Self::N * Self::N) as f64;
+
+    fn new(threads: usize) -> Self {
+        let matrix = || vec![1.0; Self::N * Self::N];
+        Self { a: matrix(), b: matrix(), c: matrix(), pool: pool(threads), threads }
+    }
+
+    fn run(&mut self) {
+        let (n, column) = (Self::N, Self::N as isize);
+        let Self { a, b, c, pool, threads } = self;
+        let parallelism = if *threads == 1 { Parallelism::None } else { Parallelism::Rayon(*threads) };
         pool.install(|| {
+            let (to, a, b) = (c.as_mut_ptr(), a.as_ptr(), b.as_ptr());
             // SAFETY: each matrix has N rows of N elements, and the result is apart from what is read.
             unsafe {
                 gemm::gemm(
-                    N,
-                    N,
-                    N,
-                    c.as_mut_ptr(),
+                    n,
+                    n,
+                    n,
+                    to,
                     1,
                     column,
                     false,
-                    a.as_ptr(),
+                    a,
                     1,
                     column,
-                    b.as_ptr(),
+                    b,
                     1,
                     column,
                     0.0,
@@ -108,25 +177,29 @@ fn gemm_seconds(flops: f64, threads: usize) -> f64 {
                 );
             }
         });
-        black_box(&mut c);
-    });
-    seconds * flops / (2.0 * (N * N * N) as f64)
+        black_box(c);
+    }
 }
 
 fn main() -> Result<()> {
     let (mib, context) = (option("--mib", 64), option("--context", 16 * 1024));
-    for dtype in [DType::BF16, DType::F32] {
-        for size in [mib / 4, mib / 2, mib] {
-            for threads in [1, all_threads()] {
-                movement(dtype, size.max(1), threads)?;
+    let threads = [1, all_threads()];
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for size in [mib / 4, mib / 2, mib].map(|size| size.max(1)) {
+            for threads in threads {
+                // To what moves bytes as they are, f16 is bf16.
+                if dtype != DType::F16 {
+                    movement(dtype, size, threads)?;
+                }
+                rotation(dtype, size, threads)?;
             }
         }
-        for context in [context / 16, context / 4, context] {
+        for context in [context / 8, context / 4, context / 2, context] {
             decode(dtype, context)?;
         }
         for tokens in [context / 32, context / 16, context / 8] {
             prefill(dtype, tokens)?;
         }
     }
-    Ok(())
+    threads.into_iter().try_for_each(|threads| small_rows(mib.min(64), threads))
 }

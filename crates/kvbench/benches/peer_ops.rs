@@ -11,7 +11,7 @@ use kvbackend_cpu::CpuOptions;
 use kvcore::{BlockPool, DType, PagedKvCache, Result, SequenceStart, TensorView};
 
 use kvbench::lab::{BLOCK, HEADS, Lab};
-use kvbench::limits::memcpy_seconds;
+use kvbench::limits::Memcpy;
 use kvbench::{option, row, time};
 
 fn lab(tokens: usize, threads: usize) -> Result<Lab> {
@@ -19,7 +19,8 @@ fn lab(tokens: usize, threads: usize) -> Result<Lab> {
 }
 
 fn report(what: &str, bytes: usize, seconds: f64, threads: usize) {
-    row(what, bytes, seconds, "memcpy", memcpy_seconds(bytes, threads));
+    let mut memcpy = Memcpy::new(bytes, threads);
+    row(what, bytes, seconds, "memcpy", time(|| memcpy.run()));
 }
 
 fn moves(tokens: usize, threads: usize) -> Result<()> {

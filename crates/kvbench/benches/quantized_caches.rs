@@ -20,7 +20,7 @@ use kvcore::{
 };
 
 use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
-use kvbench::limits::memcpy_seconds;
+use kvbench::limits::Memcpy;
 use kvbench::{option, row, time};
 
 /// Queries over which errors are taken.
@@ -166,7 +166,8 @@ impl Lab {
         let dequantize = time(|| self.stream.dequantize(&op).expect("dequantize"));
         Ok([("quantize", &dense, quantize), ("dequantize", quantised, dequantize)].map(
             |(what, src, seconds)| {
-                let limit = memcpy_seconds(bytes(src), 1);
+                let mut memcpy = Memcpy::new(bytes(src), 1);
+                let limit = time(|| memcpy.run());
                 row(&format!("{what}, bf16 and {format}"), bytes(src), seconds, "memcpy of its source", limit)
             },
         ))

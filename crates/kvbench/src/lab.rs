@@ -1,4 +1,4 @@
-//! What the kernels' benchmarks work on: an arena of 8 heads of 128 in blocks of 16 tokens, in the order in which a
+//! What the kernels' benchmarks work on: an arena of 8 heads (or fewer) of 128 in blocks of 16 tokens, in the order in which a
 //! pool in use hands them out, and one operation of each kind over all of them.
 
 use std::sync::Arc;
@@ -14,8 +14,10 @@ use kvcore::{
 
 /// KV heads.
 pub const HEADS: usize = 8;
-/// Query heads: four to a KV head.
-pub const QUERY_HEADS: usize = 32;
+/// Query heads of a KV head.
+const GROUP: usize = 4;
+/// Query heads.
+pub const QUERY_HEADS: usize = HEADS * GROUP;
 /// Elements of a head.
 pub const DIM: usize = 128;
 /// Tokens of a block.
@@ -32,6 +34,8 @@ pub struct Lab {
     pub arena: KvArena,
     /// Its element type.
     pub dtype: DType,
+    /// Its KV heads.
+    heads: usize,
     /// Tokens in it.
     pub tokens: usize,
     /// Blocks of the tokens, in the first half of the arena.
@@ -42,17 +46,22 @@ pub struct Lab {
 impl Lab {
     /// Memory for at least one block of tokens.
     pub fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
+        Self::of(dtype, HEADS, tokens, options)
+    }
+
+    /// The same of another number of KV heads.
+    pub fn of(dtype: DType, heads: usize, tokens: usize, options: &CpuOptions) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
         let backend = CpuBackend::with_options(options)?;
-        let arena = arena(backend.as_ref(), dtype.into(), 2 * tokens / BLOCK)?;
+        let arena = arena_of(backend.as_ref(), heads, dtype.into(), 2 * tokens / BLOCK)?;
         let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 17)?);
         let blocks = shuffled((tokens / BLOCK) as u32);
-        Ok(Self { stream: backend.stream()?, backend, arena, dtype, tokens, blocks, rope })
+        Ok(Self { stream: backend.stream()?, backend, arena, dtype, heads, tokens, blocks, rope })
     }
 
     /// Bytes of K and V of all tokens.
     pub fn bytes(&self) -> usize {
-        self.tokens * 2 * HEADS * DIM * self.dtype.bits() / 8
+        self.tokens * 2 * self.heads * DIM * self.dtype.bits() / 8
     }
 
     /// Rows of the arena's element type.
@@ -72,13 +81,13 @@ impl Lab {
 
     /// Rows of all tokens to their slots.
     pub fn scatter(&self) -> Result<Scatter> {
-        let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
+        let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
         Ok(Scatter { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots() })
     }
 
     /// The way back.
     pub fn gather(&self) -> Result<Gather> {
-        let (k, v) = (self.rows(self.tokens, HEADS)?, self.rows(self.tokens, HEADS)?);
+        let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
         Ok(Gather { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots(), rotation: None })
     }
 
@@ -97,7 +106,7 @@ impl Lab {
     /// A key of each token rotated to its position, at most 8191.
     pub fn rope(&self) -> Result<ApplyRope> {
         let positions = (0..self.tokens as i64).map(|i| i % 8192).collect();
-        Ok(ApplyRope { rows: self.rows(self.tokens, HEADS)?, positions, rope: Arc::clone(&self.rope) })
+        Ok(ApplyRope { rows: self.rows(self.tokens, self.heads)?, positions, rope: Arc::clone(&self.rope) })
     }
 
     /// The last `rows` tokens attend to all, causally. `rotate`: whether queries are still to be rotated.
@@ -107,7 +116,7 @@ impl Lab {
         Ok(Attend {
             arena: self.arena.clone(),
             layer: 0,
-            q: self.rows(rows, QUERY_HEADS)?,
+            q: self.rows(rows, self.heads * GROUP)?,
             rope: rotate.then(|| Arc::clone(&self.rope)),
             keys: KeyForm::default(),
             rows: (self.tokens - rows..self.tokens).map(row).collect(),
@@ -116,7 +125,7 @@ impl Lab {
             scale: 1.0 / (DIM as f32).sqrt(),
             window: None,
             softcap: None,
-            out: self.rows(rows, QUERY_HEADS)?,
+            out: self.rows(rows, self.heads * GROUP)?,
             lse: None,
         })
     }
@@ -124,12 +133,16 @@ impl Lab {
 
 /// One layer of `blocks` blocks, tokens before heads.
 pub fn arena(backend: &CpuBackend, format: KvFormat, blocks: usize) -> Result<KvArena> {
+    arena_of(backend, HEADS, format, blocks)
+}
+
+fn arena_of(backend: &CpuBackend, heads: usize, format: KvFormat, blocks: usize) -> Result<KvArena> {
     let layout = KvLayout::new(KvShape {
         num_layers: 1,
         num_blocks: blocks,
         block_size: BLOCK,
-        k_heads: HEADS,
-        v_heads: HEADS,
+        k_heads: heads,
+        v_heads: heads,
         k_dim: DIM,
         v_dim: DIM,
         format,

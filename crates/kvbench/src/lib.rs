@@ -10,16 +10,35 @@ pub mod limits;
 
 use std::time::Instant;
 
-/// Best of three, after one run to warm up.
-pub fn time(mut work: impl FnMut()) -> f64 {
-    work();
-    (0..3)
-        .map(|_| {
+/// Turns that each work takes at least, at most, and until they add up to this many seconds.
+const TURNS: (usize, usize, f64) = (3, 60, 0.4);
+
+/// Seconds of each work, the best of several turns after one to warm up. They take turns, so that a machine that is
+/// slower for a while is so for all of them.
+pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
+    let (mut best, mut total) = ([f64::INFINITY; N], [0.0; N]);
+    for work in &mut works {
+        work();
+    }
+    let (least, most, enough) = TURNS;
+    for turn in 0..most {
+        if turn >= least && total.iter().all(|&seconds| seconds >= enough) {
+            break;
+        }
+        for (i, work) in works.iter_mut().enumerate() {
             let start = Instant::now();
             work();
-            start.elapsed().as_secs_f64()
-        })
-        .fold(f64::INFINITY, f64::min)
+            let seconds = start.elapsed().as_secs_f64();
+            total[i] += seconds;
+            best[i] = best[i].min(seconds);
+        }
+    }
+    best
+}
+
+/// Seconds of one work.
+pub fn time(mut work: impl FnMut()) -> f64 {
+    in_turns([&mut work])[0]
 }
 
 /// Prints one row, and returns its ratio.

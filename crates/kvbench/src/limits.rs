@@ -8,8 +8,6 @@ use kvcore::{MemoryKind, Storage};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::time;
-
 /// Threads that stand ready.
 pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
@@ -30,33 +28,62 @@ impl Memory {
     }
 }
 
-/// Seconds for which `threads` threads copy `bytes` bytes, each its part.
-pub fn memcpy_seconds(bytes: usize, threads: usize) -> f64 {
-    let (mut src, mut dst) = (Memory::new(bytes), Memory::new(bytes));
-    let (src, dst) = (src.bytes(), dst.bytes());
-    src.fill(1);
-    let part = bytes.div_ceil(threads);
-    let copy = |(to, from): (&mut [u8], &[u8])| black_box(to).copy_from_slice(black_box(from));
-    if threads == 1 {
-        return time(|| copy((dst, src)));
-    }
-    let pool = pool(threads);
-    time(|| pool.install(|| dst.par_chunks_mut(part).zip(src.par_chunks(part)).for_each(copy)))
+/// A plain copy.
+#[allow(missing_debug_implementations, reason = "a benchmark prints times")]
+pub struct Memcpy {
+    src: Memory,
+    dst: Memory,
+    part: usize,
+    /// None for one thread.
+    pool: Option<ThreadPool>,
 }
 
-/// Seconds for which `threads` threads read `bytes` bytes: the least that one decode step must do.
-pub fn read_seconds(bytes: usize, threads: usize) -> f64 {
-    let (mut src, pool) = (Memory::new(bytes), pool(threads));
-    src.bytes().fill(1);
-    let src: &[u64] = bytemuck::cast_slice(src.bytes());
-    let sum = |part: &[u64]| {
-        part.chunks_exact(8).fold([0u64; 8], |mut s, c| {
-            s.iter_mut().zip(c).for_each(|(a, b)| *a = a.wrapping_add(*b));
-            s
-        })
-    };
-    time(|| {
-        let sums: Vec<[u64; 8]> = pool.install(|| black_box(src).par_chunks(1 << 16).map(sum).collect());
+impl Memcpy {
+    /// `threads` threads that each copy their part of `bytes` bytes.
+    pub fn new(bytes: usize, threads: usize) -> Self {
+        let (mut src, dst) = (Memory::new(bytes), Memory::new(bytes));
+        src.bytes().fill(1);
+        Self { src, dst, part: bytes.div_ceil(threads), pool: (threads > 1).then(|| pool(threads)) }
+    }
+
+    /// Copies all bytes once.
+    pub fn run(&mut self) {
+        let (src, dst, part) = (self.src.bytes(), self.dst.bytes(), self.part);
+        let copy = |(to, from): (&mut [u8], &[u8])| black_box(to).copy_from_slice(black_box(from));
+        match &self.pool {
+            None => copy((dst, src)),
+            Some(pool) => {
+                pool.install(|| dst.par_chunks_mut(part).zip(src.par_chunks(part)).for_each(copy));
+            }
+        }
+    }
+}
+
+/// A read of every byte: the least that one decode step must do.
+#[allow(missing_debug_implementations, reason = "a benchmark prints times")]
+pub struct StreamingRead {
+    src: Memory,
+    pool: ThreadPool,
+}
+
+impl StreamingRead {
+    /// `threads` threads that add up `bytes` bytes.
+    pub fn new(bytes: usize, threads: usize) -> Self {
+        let mut src = Memory::new(bytes);
+        src.bytes().fill(1);
+        Self { src, pool: pool(threads) }
+    }
+
+    /// Reads all bytes once.
+    pub fn run(&mut self) {
+        let src: &[u64] = bytemuck::cast_slice(self.src.bytes());
+        let sum = |part: &[u64]| {
+            part.chunks_exact(8).fold([0u64; 8], |mut s, c| {
+                s.iter_mut().zip(c).for_each(|(a, b)| *a = a.wrapping_add(*b));
+                s
+            })
+        };
+        let sums: Vec<[u64; 8]> = self.pool.install(|| black_box(src).par_chunks(1 << 16).map(sum).collect());
         black_box(sums);
-    })
+    }
 }
