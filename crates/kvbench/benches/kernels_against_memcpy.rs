@@ -81,19 +81,17 @@ fn rotation(dtype: DType, mib: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Rows of fewer bytes, in blocks as a pool hands them out; and rows of 2 KiB at slots without any order.
-fn small_rows(mib: usize, threads: usize) -> Result<()> {
-    for heads in [1, 2, 4] {
-        let row_bytes = heads * DIM * 2;
-        let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;
-        let (scatter, gather) = (lab.scatter()?, lab.gather()?);
+/// Rows of fewer bytes, at slots as a block table gives them and at slots in no order.
+fn small_rows(heads: usize, mib: usize, threads: usize) -> Result<()> {
+    let row_bytes = heads * DIM * 2;
+    let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;
+    let (mut scatter, mut gather) = (lab.scatter()?, lab.gather()?);
+    if heads < HEADS {
         moves_of(&lab, &format!("rows of {row_bytes} B"), threads, &scatter, &gather);
     }
-    let lab = Lab::new(DType::BF16, (mib << 20) / (4 * HEADS * DIM), &options(threads))?;
     let slots: Arc<[i64]> = shuffled(lab.tokens as u32).into_iter().map(i64::from).collect();
-    let (mut scatter, mut gather) = (lab.scatter()?, lab.gather()?);
     (scatter.slots, gather.slots) = (Arc::clone(&slots), slots);
-    moves_of(&lab, "slots in no order", threads, &scatter, &gather);
+    moves_of(&lab, &format!("rows of {row_bytes} B, slots in no order"), threads, &scatter, &gather);
     Ok(())
 }
 
@@ -201,5 +199,10 @@ fn main() -> Result<()> {
             prefill(dtype, tokens)?;
         }
     }
-    threads.into_iter().try_for_each(|threads| small_rows(mib.min(64), threads))
+    for heads in [1, 2, 4, HEADS] {
+        for threads in threads {
+            small_rows(heads, mib.min(64), threads)?;
+        }
+    }
+    Ok(())
 }

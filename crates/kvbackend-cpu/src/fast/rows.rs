@@ -14,23 +14,81 @@ use crate::movement::Movement;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, narrow};
 
-/// How rows lie on both sides, as pieces of equal size.
+/// How some rows lie on both sides, as pieces of equal size.
 #[derive(Clone, Copy)]
 struct Cut {
-    /// Pieces of a token: one, or one for each head.
+    steps: Steps,
+    /// Pieces of a step: one, or one for each head.
     pieces: usize,
     /// Elements of a piece.
     elements: usize,
 }
 
+/// How many rows are one step.
+#[derive(Clone, Copy)]
+enum Steps {
+    /// Each is.
+    Single,
+    /// So many whose slots follow each other, the first at a multiple; no others.
+    Joined(usize),
+    /// Each is that such a step does not take.
+    Rest(usize),
+}
+
+impl Steps {
+    /// The first rows of the steps in a range.
+    fn rows(self, slots: &[i64], range: Range<usize>) -> impl Iterator<Item = usize> {
+        let (count, joined) = match self {
+            Self::Single => (1, false),
+            Self::Joined(count) => (count, true),
+            Self::Rest(count) => (count, false),
+        };
+        let (mut next, end) = (range.start, range.end);
+        let whole = move |row: usize| {
+            count > 1 && end - row >= count && slots[row] & (count as i64 - 1) == 0 && {
+                let slots = &slots[row..row + count];
+                slots[0] >= 0 && slots.windows(2).all(|pair| pair[0] + 1 == pair[1])
+            }
+        };
+        std::iter::from_fn(move || {
+            while next < end {
+                let (row, whole) = (next, whole(next));
+                next += if whole { count } else { 1 };
+                if whole == joined {
+                    return Some(row);
+                }
+            }
+            None
+        })
+    }
+}
+
+/// Bytes to which rows are joined at most.
+const JOINED: usize = 4096;
+
 impl Movement<'_> {
-    /// Heads that lie beside each other on both sides are one piece.
-    fn cut(&self) -> Cut {
+    /// A row as one step. Heads that lie beside each other on both sides are one piece.
+    fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
-        if heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim) {
-            Cut { pieces: 1, elements: heads * dim }
+        let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
+        let (pieces, elements) = if dense { (1, heads * dim) } else { (heads, dim) };
+        Cut { steps: Steps::Single, pieces, elements }
+    }
+
+    /// Cuts that have all rows between them. Rows with nothing between them on either side are joined where their slots
+    /// follow each other, which those of a block do.
+    fn cuts(&self) -> impl Iterator<Item = Cut> {
+        let cut = self.single();
+        let n = cut.elements;
+        let dense = cut.pieces == 1 && self.plane.strides.token == n && self.rows.strides()[0] == n;
+        let fit = (JOINED / (n * self.rows.dtype().bits() / 8).max(1)).checked_ilog2();
+        let count = 1 << fit.unwrap_or(0).min(self.block_size.trailing_zeros());
+        if dense && count > 1 && count <= self.slots.len() {
+            let joined = Cut { steps: Steps::Joined(count), elements: count * n, ..cut };
+            let rest = Cut { steps: Steps::Rest(count), ..cut };
+            [Some(joined), Some(rest)].into_iter().flatten()
         } else {
-            Cut { pieces: heads, elements: dim }
+            [Some(cut), None].into_iter().flatten()
         }
     }
 
@@ -40,8 +98,8 @@ impl Movement<'_> {
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
         // Then tokens of different blocks are as far apart as their slots, and nothing is to be divided.
         let linear = strides.block == block_size * strides.token;
-        let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);
-        slots.flat_map(move |(&slot, row)| {
+        let slots = cut.steps.rows(self.slots, rows).map(|row| (self.slots[row], row));
+        slots.filter(|(slot, _)| *slot >= 0).flat_map(move |(slot, row)| {
             let slot = slot as usize;
             let at = if linear {
                 strides.at(layer, 0, slot, 0)
@@ -95,7 +153,7 @@ impl Fast {
                 continue;
             };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
-            let (cut, parts) = (m.cut(), self.parts_of_scatter(&m, num_slots));
+            let parts = self.parts_of_scatter(&m, num_slots);
             let stream = self.streams(m.bytes());
             with_ends(&[rows.storage()], &[plane.storage], |ends| {
                 let (from, to) = (ends.origin(rows.storage())?, ends.target(plane.storage)?);
@@ -103,11 +161,14 @@ impl Fast {
                     let range = share(0..op.slots.len(), part, parts);
                     if rows.dtype() == dtype {
                         let size = dtype.bits() / 8;
-                        let places = lanes(range, |rows| {
-                            m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
-                        });
-                        self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                        for cut in m.cuts() {
+                            let places = lanes(range.clone(), |rows| {
+                                m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
+                            });
+                            self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                        }
                     } else {
+                        let cut = m.single();
                         let places = m.places(cut, range);
                         self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
                     }
@@ -136,9 +197,11 @@ impl Fast {
                 let (from, to) = (ends.origin(plane.storage)?, ends.target(rows.storage())?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
-                    let cut = if turn.is_some() { Cut { pieces: 1, elements: plane.dim } } else { m.cut() };
-                    let places = |rows| m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size));
+                    let places = |cut: Cut, rows| {
+                        m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size))
+                    };
                     if let (Some(turn), Some(rotation)) = (&turn, rotation) {
+                        let cut = Cut { steps: Steps::Single, pieces: 1, elements: plane.dim };
                         self.level.run(RotateRows {
                             from,
                             to,
@@ -149,11 +212,14 @@ impl Fast {
                             turn,
                             factor: 1.0,
                             stream,
-                            tokens: places(range).map(|(slot, row)| (slot, row, rotation.delta)),
+                            tokens: places(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
                         });
                     } else {
-                        let bytes = cut.elements * size;
-                        self.level.run(Pieces { from, to, bytes, places: lanes(range, places), stream });
+                        for cut in m.cuts() {
+                            let bytes = cut.elements * size;
+                            let places = lanes(range.clone(), |rows| places(cut, rows));
+                            self.level.run(Pieces { from, to, bytes, places, stream });
+                        }
                     }
                 });
                 Ok(())

@@ -6,18 +6,27 @@ use kvcore::kernels::{ApplyRope, CopyBlocks, CopyTensor, Gather, RotateKeys, Rot
 use kvcore::rope::RopeScaling;
 use kvcore::{BlockId, BlockOrder, DType, KvShape, MemoryKind, Pairing, Rope, RopeConfig, allocate_tensor};
 use proptest::prelude::*;
+use rstest::rstest;
 
 use super::{compare, encode, equal, numbers, shape};
 
+/// First slots, and how many follow each other from there on: alone, or as a block table gives them.
+fn picks() -> impl Strategy<Value = Vec<(u16, usize)>> {
+    prop::collection::vec((any::<u16>(), prop_oneof![Just(1), 1..40usize]), 0..100)
+}
+
 /// Each slot once at most, and padding between them.
-fn slots(shape: &KvShape, picks: &[u16]) -> Arc<[i64]> {
+fn slots(shape: &KvShape, picks: &[(u16, usize)]) -> Arc<[i64]> {
     let total = shape.num_blocks * shape.block_size;
     let mut taken = vec![false; total];
-    let mut slot = |&pick: &u16| {
-        let slot = usize::from(pick) % (total + 3);
+    let mut slot = |slot: usize| {
         if slot >= total || std::mem::replace(&mut taken[slot], true) { -1 } else { slot as i64 }
     };
-    picks.iter().map(&mut slot).collect()
+    let run = |&(pick, count): &(u16, usize)| {
+        let first = usize::from(pick) % (total + 3);
+        first..first + count
+    };
+    picks.iter().flat_map(run).map(&mut slot).collect()
 }
 
 fn rope(dim: usize, rotary: usize, interleaved: bool, yarn: bool) -> Arc<Rope> {
@@ -40,7 +49,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 80, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn rows_are_scattered(shape in shape(), picks in prop::collection::vec(any::<u16>(), 0..150), gap in 0..3usize, wide in any::<bool>()) {
+    fn rows_are_scattered(shape in shape(), picks in picks(), gap in 0..3usize, wide in any::<bool>()) {
         let slots = slots(&shape, &picks);
         compare(|lab| {
             let arena = lab.arena(&shape, 1);
@@ -56,7 +65,7 @@ proptest! {
     #[test]
     fn rows_are_gathered_and_rotated_on_the_way(
         shape in shape(),
-        picks in prop::collection::vec(any::<u16>(), 0..150),
+        picks in picks(),
         gap in 0..3usize,
         turn in prop::option::of((-4000i64..4000, 0..150usize, any::<bool>())),
     ) {
@@ -131,8 +140,8 @@ proptest! {
 }
 
 /// Which row wins is open, but it is one of them, whole.
-#[test]
-fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
+#[rstest]
+fn a_slot_that_occurs_twice_holds_one_of_its_rows(#[values(3, 4)] count: usize) {
     let shape = KvShape {
         num_layers: 1,
         num_blocks: 2,
@@ -144,7 +153,7 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
         format: DType::BF16.into(),
         order: BlockOrder::TokenMajor,
     };
-    let slots: Arc<[i64]> = (0..600).map(|i| i % 3).collect();
+    let slots: Arc<[i64]> = (0..600).map(|i| i % count as i64).collect();
     for way in super::ways() {
         let lab = super::Lab::new(&way);
         let arena = lab.arena(&shape, 1);
@@ -155,9 +164,9 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
             .unwrap();
         let offered = encode(DType::BF16, &numbers(600 * 128, 3));
         let cache = lab.bytes(arena.k());
-        for slot in 0..3 {
+        for slot in 0..count {
             let row = &cache[slot * 256..][..256];
-            let one_of = (slot..600).step_by(3).any(|i| &offered[i * 256..][..256] == row);
+            let one_of = (slot..600).step_by(count).any(|i| &offered[i * 256..][..256] == row);
             assert!(one_of, "{way:?}: slot {slot}");
         }
     }
