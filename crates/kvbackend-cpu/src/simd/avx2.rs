@@ -27,7 +27,7 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
-    const ROWS: usize = 4;
+    const REGISTERS: usize = 16;
     const STREAMS: bool = true;
 
     intrinsics! { splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, mul_add: _mm256_fmadd_ps, max: _mm256_max_ps, min: _mm256_min_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps }

@@ -63,7 +63,7 @@ unsafe fn rounded(a: __m512) -> __m512i {
 impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
-    const ROWS: usize = 8;
+    const REGISTERS: usize = 32;
     const STREAMS: bool = true;
 
     intrinsics! { splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, mul_add: _mm512_fmadd_ps, max: _mm512_max_ps, min: _mm512_min_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps }

@@ -75,8 +75,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Its elements.
     const LANES: usize;
-    /// Rows of the register block of a product of matrices, see [`crate::fast`].
-    const ROWS: usize;
+    /// Vectors that the processor holds in registers: how large a block of products may be.
+    const REGISTERS: usize;
     /// Whether [`stream_line`](Self::stream_line) passes the caches.
     const STREAMS: bool;
 

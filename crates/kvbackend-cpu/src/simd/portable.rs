@@ -18,7 +18,7 @@ fn each(f: impl Fn(usize) -> f32) -> [f32; LANES] {
 impl Simd for Portable {
     type V = [f32; LANES];
     const LANES: usize = LANES;
-    const ROWS: usize = 4;
+    const REGISTERS: usize = 16;
     const STREAMS: bool = false;
 
     #[inline(never)]

@@ -16,7 +16,7 @@ use crate::simd::{Lane, Simd, Task};
 /// Logits of a query, and a vector more.
 const STRIDE: usize = TILE + 16;
 /// Most queries of a register block.
-const QUERIES: usize = 8;
+const QUERIES: usize = 6;
 
 /// Queries of one unit of heads, and the tile that they meet.
 pub(super) struct Meeting<'a> {
@@ -64,7 +64,7 @@ impl Meeting<'_> {
         let (mut m, count) = (0, self.queries());
         // SAFETY: `m` plus the size of each block stays within the queries.
         unsafe {
-            if const { S::ROWS >= 8 } {
+            if const { S::REGISTERS >= 32 } {
                 while m + 4 <= count {
                     S::call(Block::<E, 4, 4, false>::new(self, m));
                     m += 4;
@@ -90,10 +90,10 @@ impl Meeting<'_> {
         let (mut m, count) = (0, self.queries());
         // SAFETY: as above.
         unsafe {
-            if const { S::ROWS >= 8 } {
-                while m + 8 <= count {
-                    S::call(Block::<f32, 8, 2, true>::new(self, m));
-                    m += 8;
+            if const { S::REGISTERS >= 32 } {
+                while m + 6 <= count {
+                    S::call(Block::<f32, 6, 4, true>::new(self, m));
+                    m += 6;
                 }
             }
             while m + 4 <= count {
