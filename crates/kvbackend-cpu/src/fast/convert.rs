@@ -123,10 +123,16 @@ fn row_of(view: &TensorView, row: usize, head: usize) -> Place {
 }
 
 impl Fast {
-    /// Rows into a quantised plane.
-    pub(super) fn scatter_codes(&self, op: &Scatter, plane: &KvPlane, rows: &TensorView) -> Result<()> {
+    /// Rows into a quantised plane. `twice`: whether a slot is written twice.
+    pub(super) fn scatter_codes(
+        &self,
+        op: &Scatter,
+        plane: &KvPlane,
+        rows: &TensorView,
+        twice: impl FnOnce() -> bool,
+    ) -> Result<()> {
         let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
-        let (places, parts) = (Places::new(plane), self.parts_of_scatter(&m, op.arena.layout().num_slots()));
+        let (places, parts) = (Places::new(plane), self.parts_of_scatter(&m, twice));
         with_ends(&[rows.storage()], &storages(plane), |ends| {
             let from = Side::of_rows(rows, ends.origin(rows.storage())?);
             let to = target(plane, ends)?;

@@ -1,6 +1,6 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
-use std::cell::RefCell;
+use std::cell::{Cell, OnceCell, RefCell};
 use std::ops::Range;
 
 use kvcore::kernels::{Gather, Scatter};
@@ -75,30 +75,40 @@ impl Movement<'_> {
         Cut { steps: Steps::Single, pieces, elements }
     }
 
-    /// Cuts that have all rows between them. Rows with nothing between them on either side are joined where their slots
-    /// follow each other, which those of a block do.
-    fn cuts(&self) -> impl Iterator<Item = Cut> {
+    /// Calls `work` for cuts until none of the rows is left. Rows with nothing between them on either side are joined
+    /// where their slots follow each other, which those of a block do.
+    fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;
         let dense = cut.pieces == 1 && self.plane.strides.token == n && self.rows.strides()[0] == n;
         let fit = (JOINED / (n * self.rows.dtype().bits() / 8).max(1)).checked_ilog2();
         let count = 1 << fit.unwrap_or(0).min(self.block_size.trailing_zeros());
-        if dense && count > 1 && count <= self.slots.len() {
-            let joined = Cut { steps: Steps::Joined(count), elements: count * n, ..cut };
-            let rest = Cut { steps: Steps::Rest(count), ..cut };
-            [Some(joined), Some(rest)].into_iter().flatten()
-        } else {
-            [Some(cut), None].into_iter().flatten()
+        if !dense || count == 1 || count > left.get() {
+            return work(cut);
+        }
+        work(Cut { steps: Steps::Joined(count), elements: count * n, ..cut });
+        if left.get() > 0 {
+            work(Cut { steps: Steps::Rest(count), ..cut });
         }
     }
 
-    /// First elements of the pieces of some rows, in the rows and in the plane. Padding is skipped.
-    fn places(&self, cut: Cut, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+    /// First elements of the pieces of some rows, in the rows and in the plane. Padding is skipped. `left` counts down
+    /// the rows.
+    fn places(
+        &self,
+        cut: Cut,
+        rows: Range<usize>,
+        left: &Cell<usize>,
+    ) -> impl Iterator<Item = (usize, usize)> {
         let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
         // Then tokens of different blocks are as far apart as their slots, and nothing is to be divided.
         let linear = strides.block == block_size * strides.token;
-        let slots = cut.steps.rows(self.slots, rows).map(|row| (self.slots[row], row));
+        let count = if let Steps::Joined(count) = cut.steps { count } else { 1 };
+        let slots = cut.steps.rows(self.slots, rows).map(move |row| {
+            left.set(left.get() - count);
+            (self.slots[row], row)
+        });
         slots.filter(|(slot, _)| *slot >= 0).flat_map(move |(slot, row)| {
             let slot = slot as usize;
             let at = if linear {
@@ -136,40 +146,43 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 }
 
 impl Fast {
-    /// Parts for threads, which must not write the same slot.
-    pub(super) fn parts_of_scatter(&self, m: &Movement, num_slots: usize) -> usize {
+    /// Parts for threads, which must not write the same slot. `twice`: whether a slot is written twice, asked only if
+    /// it matters.
+    pub(super) fn parts_of_scatter(&self, m: &Movement, twice: impl FnOnce() -> bool) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
-            1 => 1,
-            _ if has_duplicates(m.slots, num_slots) => 1,
+            parts if parts > 1 && twice() => 1,
             parts => parts,
         }
     }
 
     pub(crate) fn scatter(&self, op: &Scatter) -> Result<()> {
-        let num_slots = op.arena.layout().num_slots();
+        // Both planes have the same slots.
+        let twice = OnceCell::new();
+        let twice = || *twice.get_or_init(|| has_duplicates(&op.slots, op.arena.layout().num_slots()));
         for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
             let KvFormat::Dense(dtype) = plane.format else {
-                self.scatter_codes(op, &plane, rows)?;
+                self.scatter_codes(op, &plane, rows, twice)?;
                 continue;
             };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
-            let parts = self.parts_of_scatter(&m, num_slots);
+            let parts = self.parts_of_scatter(&m, twice);
             let stream = self.streams(m.bytes());
             with_ends(&[rows.storage()], &[plane.storage], |ends| {
                 let (from, to) = (ends.origin(rows.storage())?, ends.target(plane.storage)?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
+                    let left = Cell::new(range.len());
                     if rows.dtype() == dtype {
                         let size = dtype.bits() / 8;
-                        for cut in m.cuts() {
+                        m.each_cut(&left, |cut| {
                             let places = lanes(range.clone(), |rows| {
-                                m.places(cut, rows).map(move |(row, slot)| (row * size, slot * size))
+                                m.places(cut, rows, &left).map(move |(row, slot)| (row * size, slot * size))
                             });
                             self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
-                        }
+                        });
                     } else {
                         let cut = m.single();
-                        let places = m.places(cut, range);
+                        let places = m.places(cut, range, &left);
                         self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
                     }
                 });
@@ -197,8 +210,9 @@ impl Fast {
                 let (from, to) = (ends.origin(plane.storage)?, ends.target(rows.storage())?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
-                    let places = |cut: Cut, rows| {
-                        m.places(cut, rows).map(move |(row, slot)| (slot * size, row * size))
+                    let left = Cell::new(range.len());
+                    let places = |cut: Cut, rows: Range<usize>| {
+                        m.places(cut, rows, &left).map(move |(row, slot)| (slot * size, row * size))
                     };
                     if let (Some(turn), Some(rotation)) = (&turn, rotation) {
                         let cut = Cut { steps: Steps::Single, pieces: 1, elements: plane.dim };
@@ -215,11 +229,11 @@ impl Fast {
                             tokens: places(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
                         });
                     } else {
-                        for cut in m.cuts() {
+                        m.each_cut(&left, |cut| {
                             let bytes = cut.elements * size;
                             let places = lanes(range.clone(), |rows| places(cut, rows));
                             self.level.run(Pieces { from, to, bytes, places, stream });
-                        }
+                        });
                     }
                 });
                 Ok(())
