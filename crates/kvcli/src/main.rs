@@ -15,6 +15,7 @@ mod plot;
 mod progress;
 mod report;
 mod run;
+mod threads;
 
 use std::process::ExitCode;
 
@@ -23,6 +24,7 @@ use clap::Parser;
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
+    threads::settle();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),

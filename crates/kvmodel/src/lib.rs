@@ -1,7 +1,8 @@
 //! Decoder-only transformers whose attention reads the caches of `kvcore`.
 //!
 //! Dense mathematics is candle's, in f32 or eight-bit blocks on the CPU; keys, values and attention
-//! live on a [`kvcore::Backend`]. A model loads from a Hugging Face directory: `config.json`,
+//! live on a [`kvcore::Backend`]. Set `RAYON_NUM_THREADS` in programs of your own, as `kvc` does: without it, candle
+//! counts the machine's cores at every product. A model loads from a Hugging Face directory: `config.json`,
 //! safetensors (one file or shards) and `tokenizer.json` with its chat template.
 //!
 //! ```no_run

@@ -72,6 +72,11 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
 fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
     let mut command = cargo_command(&["bench", "--quiet", "-p", package, "--bench", name, "--"]);
     command.args(args);
+    // As `kvc` does: see its `threads`.
+    if std::env::var_os("RAYON_NUM_THREADS").is_none() {
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        command.env("RAYON_NUM_THREADS", threads.to_string());
+    }
     rows_of(command, name)
 }
 
