@@ -131,3 +131,26 @@ fn a_pin_outlives_its_holders() {
         },
     );
 }
+
+#[test]
+fn a_known_block_that_goes_and_comes_back_is_joined() {
+    // While one thread is about to join the block that its key had, the other evicts that block and registers it again.
+    both(
+        2,
+        2,
+        |pool| cached(pool, 0, 1),
+        |pool| {
+            pool.clear_cached();
+            if let Ok(block) = pool.allocate(1) {
+                drop(block.register(None, &keys(0, 1)).unwrap());
+            }
+        },
+        |pool| {
+            if let Ok(mine) = pool.allocate(1) {
+                let mine = mine.register(None, &keys(0, 1)).unwrap();
+                let found = pool.lookup(&keys(0, 1)[0]).unwrap();
+                assert_eq!(mine.ids(), found.ids(), "one block under one key");
+            }
+        },
+    );
+}
