@@ -21,6 +21,9 @@ pub(crate) enum Error {
     /// A file of questions that cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
+    /// A file of questions that is none.
+    #[error("{path}: {source}")]
+    Questions { path: PathBuf, source: kvmodel::Error },
     /// A model without questions.
     #[error(
         "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
@@ -29,6 +32,9 @@ pub(crate) enum Error {
     /// A gate that did not open.
     #[error("reuse is not fit for this model; what does not hold: {0}")]
     GateClosed(String),
+    /// A gate that could not be decided.
+    #[error("whether reuse is fit for this model cannot be said: {0}")]
+    GateUndecided(String),
     /// A plot that cannot be drawn.
     #[error("cannot draw {path}: {reason}")]
     Plot { path: PathBuf, reason: String },

@@ -22,6 +22,14 @@ pub(crate) struct Frame<'a> {
     pub(crate) y_range: std::ops::Range<f64>,
 }
 
+/// Whether a plot can be written to a file: asked before what it shows is computed.
+pub(crate) fn writable(path: &Path) -> Result<()> {
+    let existed = path.exists();
+    let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);
+    let tried = opened.and_then(|_| if existed { Ok(()) } else { std::fs::remove_file(path) });
+    tried.map_err(|error| Error::Plot { path: path.to_owned(), reason: error.to_string() })
+}
+
 /// Draws series with error bars and a legend.
 pub(crate) fn draw(path: &Path, frame: &Frame<'_>, series: &[Series]) -> Result<()> {
     try_draw(path, frame, series)

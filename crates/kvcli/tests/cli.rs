@@ -247,6 +247,13 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a##b##c", "--separator", ""], "separate everywhere"),
         (&["run", "--prompt", "a", "--block-size", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--kv-memory", "0"], "from 1 up"),
+        (&["run", "--prompt", "a", "--full-attention", "--recompute", "full"], "cannot be used with"),
+        (&["eval", "--gate", "--plot", "a.svg"], "cannot be used with"),
+        (&["eval", "--gate", "--strategy", "full"], "cannot be used with"),
+        (&["eval", "--gate", "--context-scale", "0.9"], "cannot be used with"),
+        (&["eval", "--gate", "--floor=-1"], "from 0 to 100"),
+        (&["eval", "--gate", "--floor", "nan"], "from 0 to 100"),
+        (&["eval", "--chunks", "alone"], "--gate"),
         (&["fly"], "fly"),
     ] {
         fails(args, 2, expected);
@@ -396,6 +403,16 @@ fn eval_scores_strategies_and_draws() {
 }
 
 #[test]
+fn a_plot_that_cannot_be_written_is_refused_before_anything_is_computed() {
+    for args in [&["eval"][..], &["bench", "rag"]] {
+        let output = kvc(&[args, &["--json", "--plot", "/nowhere/a.svg"]].concat());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && said.contains("/nowhere/a.svg: "), "{said}");
+        assert!(output.stdout.is_empty(), "a result would have been shown first");
+    }
+}
+
+#[test]
 fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("questions.jsonl");
@@ -407,18 +424,39 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
     let file = file.to_str().unwrap();
     let gate = run_json(&["eval", "--gate", "--json", "--seeds", "2", "--dataset", file]);
-    assert_eq!(gate["checks"].as_array().unwrap().len(), 10);
-    // A floor that nothing can reach.
-    let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--floor=-1"]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stdout).contains("NOT fit"));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let checks = gate["checks"].as_array().unwrap();
+    assert_eq!((checks.len(), &gate["fit"]), (10, &Value::Bool(true)));
+    assert!(checks.iter().all(|check| check["holds"] == true));
+    let gate = |text: &str| {
+        std::fs::write(file, text).unwrap();
+        let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file]);
+        assert_eq!(output.status.code(), Some(1));
+        (
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    // What stands in another document is lost.
+    let (shown, said) = gate(&format!(
+        r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
+    ));
+    assert!(shown.contains("NOT fit"), "{shown}");
     assert!(
-        said.contains("what does not hold: 2 local questions") && !said.contains("recomputing"),
+        said.contains("what does not hold: 1 local questions") && !said.contains("recomputing"),
         "{said}"
     );
+    // Without a right answer there is nothing to lose.
+    let (shown, said) = gate(&line("alba", "nobody"));
+    assert!(
+        shown.contains("cannot say") && said.contains("full attention answers none of 1"),
+        "{shown}{said}"
+    );
+    let (_, said) = gate(&line("alba", "red").replace('}', r#", "kind": "cross-start"}"#));
+    assert!(said.contains("no local question"), "{said}");
     std::fs::write(file, "{").unwrap();
-    fails(&["eval", "--dataset", file], 1, "line 1");
+    fails(&["eval", "--dataset", file], 1, &format!("{file}: questions, line 1"));
+    std::fs::write(file, "\n").unwrap();
+    fails(&["eval", "--dataset", file], 1, &format!("{file}: questions: no question"));
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
 }
 

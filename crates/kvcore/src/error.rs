@@ -61,7 +61,7 @@ pub enum Error {
         reason: String,
     },
     /// An index, length or id beyond its limit.
-    #[error("{what} {value} is out of range, the limit is {limit}")]
+    #[error("{what} {value} is out of range: it must be below {limit}")]
     OutOfRange {
         /// The quantity that is out of range.
         what: &'static str,

@@ -49,7 +49,7 @@ pub enum Error {
     #[error("workload: {0}")]
     Workload(String),
     /// A file of questions that is none.
-    #[error("questions, line {line}: {reason}")]
+    #[error("questions{}: {reason}", of_line(*line))]
     Dataset {
         /// The line, counted from 1; 0 for the file.
         line: usize,
@@ -85,3 +85,8 @@ pub enum Error {
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A line's number, if it is one.
+fn of_line(line: usize) -> String {
+    if line == 0 { String::new() } else { format!(", line {line}") }
+}

@@ -30,9 +30,10 @@ Examples:
     kvc bench rag --zipf 1.2 --documents 500 --plot ttft.svg
     kvc bench rag --repetition 0.5 --system-changes 0.1 --json
 
-Without --zipf and --repetition four workloads are served: documents by Zipf's law, and documents of which
-80, 50 and 10 % were used before. With --chunk-sleep documents that were used less than five times fall asleep
-after every request; what waking them takes is in the times to first token.")]
+Without --zipf and --repetition four workloads are served: documents by Zipf's law,
+and documents of which 80, 50 and 10 % were used before. With --chunk-sleep documents
+that were used less than five times fall asleep after every request; what waking
+them takes is in the times to first token.")]
 pub(crate) struct RagArgs {
     /// A Hugging Face directory. Without it, and without --size: the built-in model.
     #[arg(long, value_name = "DIR", conflicts_with = "size")]

@@ -6,7 +6,8 @@ use clap::Args;
 use kvchunk::Recompute;
 
 use super::{
-    BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, positive, recompute,
+    BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, points, positive,
+    recompute,
 };
 use kvcore::{KeyForm, KvFormat};
 
@@ -45,7 +46,7 @@ pub(crate) struct EvalArgs {
 
     /// Recompute strategies, see `kvc run --help`; may be repeated. Without it: link, blend and random for
     /// several sizes, and full.
-    #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
+    #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute, conflicts_with = "gate")]
     pub(crate) strategies: Vec<Recompute>,
 
     /// Whether reuse is fit for this model: checks what must be equal, and that local questions are answered
@@ -68,15 +69,15 @@ pub(crate) struct EvalArgs {
     pub(crate) context_scale: f32,
 
     /// For the gate: what documents see while computed.
-    #[arg(long, value_enum, default_value = "with-system")]
+    #[arg(long, value_enum, default_value = "with-system", requires = "gate")]
     pub(crate) chunks: Chunks,
 
     /// For the gate: most points of accuracy that reuse may lose.
-    #[arg(long, value_name = "POINTS", default_value_t = 1.0)]
+    #[arg(long, value_name = "POINTS", default_value_t = 1.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
     /// Draw accuracy against the share of tokens computed anew.
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", conflicts_with = "gate")]
     pub(crate) plot: Option<PathBuf>,
 
     /// How keys and values are stored.

@@ -138,7 +138,7 @@ pub(crate) struct RunArgs {
     pub(crate) no_chunk_cache: bool,
 
     /// Let documents see each other after all: the parts as one ordinary prompt.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "recompute")]
     pub(crate) full_attention: bool,
 
     /// Most tokens of the answer.
@@ -288,6 +288,14 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 
 fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
+}
+
+/// Points of a hundred.
+fn points(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(points) if (0.0..=100.0).contains(&points) => Ok(points),
+        _ => Err("a number from 0 to 100 is needed".to_owned()),
+    }
 }
 
 fn positive(text: &str) -> Result<f32, String> {

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::args::{Bench, BenchArgs, RagArgs};
 use crate::error::Result;
+use crate::plot::writable;
 use crate::progress::bar;
 use crate::{backend, load};
 
@@ -28,6 +29,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
 }
 
 fn rag(args: &RagArgs) -> Result<()> {
+    args.plot.as_deref().map_or(Ok(()), writable)?;
     let cell = ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() };
     let mut reports = Vec::new();
     for popularity in popularities(args) {
@@ -43,18 +45,19 @@ fn rag(args: &RagArgs) -> Result<()> {
         bar.finish_and_clear();
     }
     let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
-    if let (Some(path), Some(first)) = (&args.plot, reports.first()) {
-        show::plot(path, first)?;
-    }
     let out = &mut std::io::stdout().lock();
     if args.json {
         serde_json::to_writer(&mut *out, &Report { workloads: &reports, ttft: &ttft })
             .map_err(std::io::Error::from)?;
         writeln!(out)?;
-        return Ok(());
+    } else {
+        show::workloads(out, &reports)?;
+        show::ttft(out, &ttft, args)?;
     }
-    show::workloads(out, &reports)?;
-    show::ttft(out, &ttft, args)
+    match (&args.plot, reports.first()) {
+        (Some(path), Some(first)) => show::plot(path, first),
+        _ => Ok(()),
+    }
 }
 
 /// What was asked for, or four workloads.

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::args::EvalArgs;
 use crate::error::{Error, Result};
+use crate::plot::writable;
 use crate::progress::bar;
 use crate::{backend, embedded, load};
 
@@ -21,7 +22,29 @@ struct Report<'a> {
     scores: &'a [Score],
 }
 
+#[derive(Serialize)]
+struct GateReport<'a> {
+    /// Null if it cannot be said.
+    fit: Option<bool>,
+    checks: Vec<CheckReport<'a>>,
+}
+
+#[derive(Serialize)]
+struct CheckReport<'a> {
+    #[serde(flatten)]
+    check: &'a GateCheck,
+    holds: bool,
+}
+
+impl<'a> GateReport<'a> {
+    fn of(gate: &'a Gate) -> Self {
+        let report = |check: &'a GateCheck| CheckReport { check, holds: check.holds() };
+        Self { fit: gate.is_fit(), checks: gate.checks.iter().map(report).collect() }
+    }
+}
+
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
+    args.plot.as_deref().map_or(Ok(()), writable)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let questions = questions(args, &chunks.separator)?;
@@ -46,32 +69,38 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         let gate = Gate::check(&mut engine, &codec, &questions, cell, limits, &mut progress)?;
         bar.finish_and_clear();
         if args.json {
-            json(out, &gate)?;
+            json(out, &GateReport::of(&gate))?;
         } else {
             show::gate(out, &gate)?;
         }
-        let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
-        return if failing.is_empty() { Ok(()) } else { Err(Error::GateClosed(failing.join("; "))) };
+        let failing = gate.failing().map(GateCheck::words).collect::<Vec<_>>().join("; ");
+        return match gate.is_fit() {
+            Some(true) => Ok(()),
+            Some(false) => Err(Error::GateClosed(failing)),
+            None => Err(Error::GateUndecided(failing)),
+        };
     }
     let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
     let scaling = ContextScaling { temperature: args.context_temperature, scale: args.context_scale };
     let arms = arms(&args.strategies, engine.model().config().num_layers(), positions, scaling);
     let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut progress)?;
     bar.finish_and_clear();
-    let asked = questions.iter().map(Vec::len).sum();
-    if let Some(path) = &args.plot {
-        show::plot(path, &scores, positions)?;
-    }
+    let (asked, draws) = (questions.iter().map(Vec::len).sum(), questions.len());
     if args.json {
-        return json(out, &Report { questions: asked, seeds: questions.len(), scores: &scores });
+        json(out, &Report { questions: asked, seeds: draws, scores: &scores })?;
+    } else {
+        show::table(out, &scores, draws)?;
+        let intervals = if draws < show::DRAWS {
+            "too few for intervals"
+        } else {
+            "± is a 95 % confidence interval over draws"
+        };
+        writeln!(out, "\n{asked} questions in {draws} draws; {intervals}.")?;
     }
-    show::table(out, &scores)?;
-    writeln!(
-        out,
-        "\n{asked} questions in {} draws; ± is a 95 % confidence interval over draws.",
-        questions.len()
-    )?;
-    Ok(())
+    match &args.plot {
+        Some(path) => show::plot(path, &scores, positions),
+        None => Ok(()),
+    }
 }
 
 fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
@@ -87,7 +116,8 @@ fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let all = Question::read_all(&read(&path)?, separator)?;
+        let all = Question::read_all(&read(&path)?, separator)
+            .map_err(|source| Error::Questions { path: path.clone(), source })?;
         // Every so-manyth question: the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..args.seeds).map(part).filter(|part| !part.is_empty()).collect());

@@ -11,8 +11,11 @@ use crate::error::Result;
 use crate::plot::{Frame, Series, draw};
 use crate::report::table as styled;
 
+/// Draws from which on intervals are shown: of two, most would be wider than all that can be.
+pub(super) const DRAWS: usize = 3;
+
 /// A row an arm, a column a kind of question; costs beside full attention's.
-pub(super) fn table(out: &mut impl Write, scores: &[Score]) -> Result<()> {
+pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Result<()> {
     let kinds = kinds(scores);
     let mut header = vec!["positions, mode, recomputed"];
     header.extend(kinds.iter().map(|kind| kind.name()));
@@ -22,7 +25,7 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score]) -> Result<()> {
     let full = of(scores, names.first().copied().unwrap_or_default(), &kinds);
     for name in names {
         let row = of(scores, name, &kinds);
-        let accuracy = |score: &&Score| match score.accuracy.half_width {
+        let accuracy = |score: &&Score| match score.accuracy.half_width.filter(|_| draws >= DRAWS) {
             Some(half) => format!("{:5.1} ± {:.1} %", 100.0 * score.accuracy.mean, 100.0 * half),
             None => format!("{:5.1} %", 100.0 * score.accuracy.mean),
         };
@@ -127,7 +130,11 @@ pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -
 pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
     let mut table = styled(&["what must hold", "measured", "at most", ""]);
     for check in &gate.checks {
-        let verdict = if check.holds() { "holds" } else { "FAILS" };
+        let verdict = match (check.holds(), check.is_decided()) {
+            (true, _) => "holds",
+            (false, true) => "FAILS",
+            (false, false) => "cannot say",
+        };
         table.add_row([
             check.what.clone(),
             format!("{:.2e}", check.measured),
@@ -139,10 +146,13 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
     writeln!(
         out,
         "{}",
-        if gate.is_open() {
-            "Reuse is fit for this model in this cell."
-        } else {
-            "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
+        match gate.is_fit() {
+            Some(true) => "Reuse is fit for this model in this cell.",
+            Some(false) => {
+                "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
+            }
+            None =>
+                "Whether reuse is fit for this model cannot be said: ask questions that it answers (--dataset).",
         }
     )?;
     Ok(())

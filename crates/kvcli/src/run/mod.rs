@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
-use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, Request, Sampling, TextCodec};
+use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
 use crate::args::RunArgs;
 use crate::error::{Error, Result};
@@ -108,7 +108,7 @@ fn show(
     writeln!(out)?;
     out.flush()?;
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
-    if generation.tokens.is_empty() {
+    if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
         eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
     }
     if generation.recomputed_tokens > 0 {

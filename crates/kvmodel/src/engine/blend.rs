@@ -89,6 +89,10 @@ impl<'a> Blend<'a> {
     /// How far the stored rows are from the fresh ones, chunk by chunk.
     fn deviations(&self, fresh: &FreshKv) -> Result<Deviations> {
         let slots = SlotMapping::concat(self.scratch.stored());
+        // Every chunk may be full attention's already.
+        if slots.is_empty() {
+            return Ok(Deviations::new(self.scratch.by_chunk(self.assembled.chunks(), &[])));
+        }
         let rows = self.rows(slots.len())?;
         self.gather(self.layer, &slots, &rows)?;
         let host = |view: &TensorView| -> Result<Vec<f32>> {

@@ -62,6 +62,11 @@ impl GateCheck {
     pub fn holds(&self) -> bool {
         self.measured <= self.limit
     }
+
+    /// Whether there was something to measure.
+    pub fn is_decided(&self) -> bool {
+        !self.measured.is_nan()
+    }
 }
 
 /// What the gate found.
@@ -75,6 +80,12 @@ impl Gate {
     /// Whether all checks hold: reuse in this cell is fit for this model.
     pub fn is_open(&self) -> bool {
         self.failing().next().is_none()
+    }
+
+    /// Whether reuse in this cell is fit for this model; none if nothing fails and something could not be measured.
+    pub fn is_fit(&self) -> Option<bool> {
+        let refuted = self.failing().any(GateCheck::is_decided);
+        (refuted || self.is_open()).then_some(!refuted)
     }
 
     /// What does not hold.
@@ -113,15 +124,18 @@ impl Gate {
         }
         let arms = [Arm::full_attention(), Arm::reuse(cell, Recompute::None)];
         let scores = evaluate(engine, codec, &local, &arms, progress)?;
-        if let [full, reuse] = &scores[..] {
-            let (measured, limit) = (full.accuracy.mean - reuse.accuracy.mean, limits.accuracy);
-            let what = format!("{} local questions: loss of accuracy against full attention", full.asked);
-            checks.push(GateCheck { what, measured, limit });
-        } else {
-            // Without any there is nothing to say of quality.
-            let what = "no local question is there to compare accuracies with".to_owned();
-            checks.push(GateCheck { what, measured: f64::NAN, limit: limits.accuracy });
-        }
+        // Without a right answer there is nothing to lose, and nothing to say of quality.
+        let (what, measured) = match &scores[..] {
+            [full, _] if full.accuracy.mean == 0.0 => {
+                (format!("full attention answers none of {} local questions", full.asked), f64::NAN)
+            }
+            [full, reuse] => (
+                format!("{} local questions: loss of accuracy against full attention", full.asked),
+                full.accuracy.mean - reuse.accuracy.mean,
+            ),
+            _ => ("no local question is there to compare accuracies with".to_owned(), f64::NAN),
+        };
+        checks.push(GateCheck { what, measured, limit: limits.accuracy });
         Ok(Self { checks })
     }
 }

@@ -28,7 +28,7 @@ impl World {
     /// # Errors
     /// [`Error::Dataset`]; fewer than 64 names or two values are too few to draw from.
     pub fn from_json(text: &str) -> Result<Self> {
-        let bad = |reason: String| Error::Dataset { line: 1, reason };
+        let bad = |reason: String| Error::Dataset { line: 0, reason };
         let world: Self = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
         if world.names.len() < 64 || world.values.len() < 2 {
             return Err(bad(format!(

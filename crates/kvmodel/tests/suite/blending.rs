@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex};
 
 use kvchunk::{
-    ChunkSpan, DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, ReuseCell,
-    TokenSelection,
+    ChunkSpan, ChunkedPrompt, DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy,
+    ReuseCell, TokenSelection,
 };
 use rstest::rstest;
 
@@ -97,6 +97,36 @@ fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
             assert!(gap < 1e-4, "round {round}, {what}: {gap}");
         }
         assert_eq!(got.logits.len(), 2);
+    }
+}
+
+#[rstest]
+fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
+    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(1, 2)] documents: usize,
+) {
+    // The first of two may have nothing to deviate from; a single one never has, where the system prompt is seen.
+    let (golden, cell) = (Golden::load("llama-deep"), ReuseCell::ALL[cell]);
+    let chunks = golden.prompt.chunks()[..documents].to_vec();
+    let parts = |chunks| {
+        ChunkedPrompt::new(golden.prompt.system().to_vec(), chunks, golden.prompt.question().to_vec())
+            .unwrap()
+    };
+    let prompt = parts(chunks);
+    let mut engine = engine("llama-deep", "f32".parse().unwrap());
+    for round in 0..2 {
+        for layer in [0, 1, 3] {
+            let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
+            let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
+            let got =
+                ask(&mut engine, &prompt, |request| (request.recompute, request.cell) = (strategy, cell));
+            let asked = spy.chosen().iter().map(Vec::len).sum::<usize>();
+            assert!(got.recomputed_tokens <= asked, "round {round}, layer {layer}");
+            if documents == 1 && got.recomputed_tokens == 0 {
+                let plain = ask(&mut engine, &prompt, crate::asking::with("none", cell));
+                assert!(distance(&got.logits[0], &plain.logits[0]) < 1e-5, "round {round}, layer {layer}");
+            }
+        }
     }
 }
 
