@@ -219,7 +219,7 @@ def main():
     p.add_argument("--steps", type=int, default=5000)
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--resume", type=pathlib.Path, help="checkpoint written by an earlier run")
-    p.add_argument("--checkpoint", type=pathlib.Path, default=pathlib.Path("/tmp/tiny-rag.pt"))
+    p.add_argument("--checkpoint", type=pathlib.Path, default=pathlib.Path("target/tiny-rag.pt"))
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

@@ -163,6 +163,10 @@ fn a_static_cache_gives_the_tokens_of_a_paged_one() {
         (json(&args), json(&[&args[..], &["--cache", "static", "--max-len", "64"]].concat()));
     assert_eq!((&paged["tokens"], &paged["blocks"]["cache"]), (&fixed["tokens"], &Value::from("paged")));
     assert_eq!((&fixed["blocks"]["cache"], &fixed["blocks"]["main"]), (&Value::from("static"), &Value::Null));
+    // Where it ends, the answer does.
+    let full = paged["prompt_tokens"].to_string();
+    let end = json(&[&args[..], &["--cache", "static", "--max-len", &full]].concat());
+    assert_eq!((&end["finish"], end["tokens"].as_array().unwrap().len()), (&Value::from("length"), 1));
     fails(&["run", "--cache", "static", "--prompt", &ask], 1, "full attention");
     fails(
         &["run", "--cache", "static", "--max-len", "5", "--full-attention", "--prompt", &ask],

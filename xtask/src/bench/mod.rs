@@ -74,8 +74,8 @@ fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
     command.args(args);
     // As `kvc` does: see its `threads`.
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
-        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        command.env("RAYON_NUM_THREADS", threads.to_string());
+        let allowed = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        command.env("RAYON_NUM_THREADS", num_cpus::get_physical().clamp(1, allowed).to_string());
     }
     rows_of(command, name)
 }

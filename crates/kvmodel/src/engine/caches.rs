@@ -173,6 +173,14 @@ impl Caches {
         }
     }
 
+    /// Tokens of a sequence for which there could be room.
+    pub(super) fn longest(&self) -> usize {
+        match self {
+            Self::Paged { .. } => usize::MAX,
+            Self::Static(cache) => cache.max_len(),
+        }
+    }
+
     pub(super) fn report(&self) -> CacheReport {
         let chunks = self.chunks();
         let chunk_sleep = match self {

@@ -196,7 +196,8 @@ impl Engine {
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);
             }
-            let full = next.position >= self.model.config().max_positions as i64;
+            let longest = self.model.config().max_positions.min(self.caches.longest());
+            let full = next.position >= longest as i64;
             if full || generation.tokens.len() == request.max_new_tokens {
                 break;
             }

@@ -58,7 +58,7 @@ impl Request {
 pub enum FinishReason {
     /// The model said so.
     Stop,
-    /// The token limit, or the model's last position.
+    /// The token limit, the model's last position, or the end of a static cache.
     Length,
 }
 
