@@ -93,9 +93,12 @@ fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str)
         assert_eq!((answer.tokens, answer.logits), (paged.tokens.clone(), paged.logits.clone()));
         assert_eq!(answer.cached_tokens, 0, "a static cache shares nothing");
     }
-    // too short by two: the answer cannot be finished, and nothing is held
-    let short = EngineConfig { max_len: (tokens + 6).into(), ..fits };
-    let mut short = engine(name, &short);
+    // Too short for the last two tokens: the answer ends before them. Too short for the prompt: an error.
+    let mut short = engine(name, &EngineConfig { max_len: (tokens + 6).into(), ..fits.clone() });
+    let answer = run(&mut short, &plain);
+    assert_eq!((&answer.tokens[..], answer.finish), (&paged.tokens[..7], FinishReason::Length));
+    assert_nothing_held(&short);
+    let mut short = engine(name, &EngineConfig { max_len: (tokens - 1).into(), ..fits });
     let error = short.generate(&plain, &mut ()).expect_err("no room");
     assert!(error.to_string().contains("length of a static cache"), "{error}");
     assert_nothing_held(&short);
