@@ -10,13 +10,26 @@ use crate::error::Result;
 /// The backend of that name.
 ///
 /// # Errors
-/// If this program was built without it.
-#[cfg_attr(feature = "cpu", allow(clippy::unnecessary_wraps, reason = "other builds lack a backend"))]
-pub(crate) fn open(name: BackendName) -> Result<Arc<dyn Backend>> {
+/// If this program was built without it, or the machine has no such device.
+#[cfg_attr(
+    all(feature = "cpu", not(feature = "wgpu")),
+    allow(clippy::unnecessary_wraps, reason = "other builds lack a backend")
+)]
+pub(crate) fn open(name: &BackendName) -> Result<Arc<dyn Backend>> {
     match name {
         #[cfg(feature = "cpu")]
         BackendName::Cpu => Ok(kvbackend_cpu::CpuBackend::new()),
         #[cfg(not(feature = "cpu"))]
-        BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu".to_owned())),
+        BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
+        #[cfg(feature = "wgpu")]
+        BackendName::Wgpu(adapter) => {
+            let options = kvbackend_wgpu::WgpuOptions {
+                adapter: adapter.clone(),
+                ..kvbackend_wgpu::WgpuOptions::default()
+            };
+            Ok(kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvmodel::Error::from)?)
+        }
+        #[cfg(not(feature = "wgpu"))]
+        BackendName::Wgpu(_) => Err(crate::error::Error::NoBackend("wgpu")),
     }
 }

@@ -13,8 +13,8 @@ pub(crate) enum Error {
     Prompt { from: String, source: std::io::Error },
     /// A backend that this program was built without.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
-    #[cfg(not(feature = "cpu"))]
-    NoBackend(String),
+    #[cfg(not(all(feature = "cpu", feature = "wgpu")))]
+    NoBackend(&'static str),
     /// A model directory that is none.
     #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]
     NotADirectory(PathBuf),

@@ -6,6 +6,7 @@ mod args;
 mod backend;
 mod bench;
 mod demo;
+mod devices;
 mod embedded;
 mod error;
 mod eval;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Devices(args) => devices::devices(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cpu")]
 use kvbackend_cpu::{CpuBackend, CpuOptions, Execution, KernelSet, SimdLevel};
+#[cfg(feature = "wgpu")]
+use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{Backend, Result};
 
 /// A backend with the name under which the suite reports it.
@@ -16,29 +19,69 @@ pub struct NamedBackend {
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
 
+#[cfg(feature = "cpu")]
 fn cpu(options: CpuOptions) -> Result<Arc<dyn Backend>> {
     Ok(CpuBackend::with_options(&options)?)
 }
 
+#[cfg(feature = "cpu")]
 fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
     cpu(CpuOptions { simd: Some(simd), threads: Some(3), ..CpuOptions::default() })
 }
 
+/// One device for all cases: opening one and compiling its kernels takes longer than most of them.
+#[cfg(feature = "wgpu")]
+fn wgpu(
+    opened: &'static std::sync::OnceLock<Result<Arc<WgpuBackend>>>,
+    options: &WgpuOptions,
+) -> Result<Arc<dyn Backend>> {
+    let backend = opened.get_or_init(|| WgpuBackend::with_options(options)).clone()?;
+    Ok(backend)
+}
+
+/// A variant of the wgpu backend.
+#[cfg(feature = "wgpu")]
+macro_rules! wgpu {
+    ($variant:literal, $options:expr) => {
+        NamedBackend {
+            name: "wgpu",
+            variant: $variant,
+            make: || {
+                static OPENED: std::sync::OnceLock<Result<Arc<WgpuBackend>>> = std::sync::OnceLock::new();
+                wgpu(&OPENED, &$options)
+            },
+        }
+    };
+}
+
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
-/// deferred until something waits.
+/// deferred until something waits; wgpu with the device's own f16, with packed f16, and with windows so small that
+/// pools are bound in parts.
 pub const BACKENDS: &[NamedBackend] = &[
+    #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "portable", make: || at(SimdLevel::Portable) },
+    #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "avx2", make: || at(SimdLevel::Avx2) },
+    #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "avx512", make: || at(SimdLevel::Avx512) },
+    #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "amx", make: || at(SimdLevel::Amx) },
+    #[cfg(feature = "cpu")]
     NamedBackend {
         name: "cpu",
         variant: "reference",
         make: || cpu(CpuOptions { kernels: KernelSet::Reference, ..CpuOptions::default() }),
     },
+    #[cfg(feature = "cpu")]
     NamedBackend {
         name: "cpu",
         variant: "deferred",
         make: || cpu(CpuOptions { execution: Execution::Deferred, ..CpuOptions::default() }),
     },
+    #[cfg(feature = "wgpu")]
+    wgpu!("native", WgpuOptions::default()),
+    #[cfg(feature = "wgpu")]
+    wgpu!("packed", WgpuOptions { packed_f16: true, ..WgpuOptions::default() }),
+    #[cfg(feature = "wgpu")]
+    wgpu!("windowed", WgpuOptions { max_binding: Some(32 << 10), ..WgpuOptions::default() }),
 ];

@@ -217,6 +217,31 @@ pub enum Error {
         /// The backend that refused it.
         backend: &'static str,
     },
+    /// No device that the backend could run on, or not the one asked for.
+    #[error("no device for the {backend} backend: {reason}")]
+    NoDevice {
+        /// The backend.
+        backend: &'static str,
+        /// What was found, and what to do.
+        reason: String,
+    },
+    /// A device that is gone: unplugged, reset or destroyed. Its memory is gone with it; other devices are not
+    /// affected.
+    #[error("the device of the {backend} backend is lost: {reason}; open it again and compute anew")]
+    DeviceLost {
+        /// The backend.
+        backend: &'static str,
+        /// What the driver says.
+        reason: String,
+    },
+    /// Something that a device refused although it was asked correctly.
+    #[error("the device of the {backend} backend refused: {reason}")]
+    Device {
+        /// The backend.
+        backend: &'static str,
+        /// What the driver says.
+        reason: String,
+    },
     /// A combination that this backend lacks; listed by its `capabilities()`.
     #[error("{backend} does not support {what}")]
     Unsupported {

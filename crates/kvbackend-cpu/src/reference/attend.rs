@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::kernels::{Attend, AttendMla, AttendRows, QueryRow, Segment};
+use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment};
 use kvcore::{KeyForm, Result, TensorView};
 use rayon::prelude::*;
 
@@ -132,7 +132,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 impl Inputs<'_> {
     fn one_row(&self, row: usize, entry: &AttendRows) -> Result<Vec<Partial>> {
-        let seen = seen(self.op, entry, row);
+        let seen = self.op.seen(entry, row);
         (0..self.queries.heads).map(|head| self.one_head(row, head, &seen)).collect()
     }
 
@@ -167,37 +167,6 @@ impl Inputs<'_> {
         let (out, lse) = merge(op, groups);
         Ok(Partial { row, head, out, lse })
     }
-}
-
-/// Runs of tokens that a row sees, in order.
-pub(crate) fn seen<'a>(op: &Attend, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
-    let Some(selection) = &entry.selection else {
-        return entry.segments.iter().map(|segment| (segment, visible(op, segment, op.rows[row]))).collect();
-    };
-    let per_unit = selection.tokens_per_unit(op.arena.layout().shape().block_size);
-    let (mut runs, mut first, mut left) = (Vec::new(), 0, selection.row(row - entry.rows.start));
-    for segment in entry.segments.iter() {
-        let visible = visible(op, segment, op.rows[row]);
-        let next = first + segment.len.div_ceil(per_unit);
-        let (here, rest) = left.split_at(left.partition_point(|&index| (index as usize) < next));
-        for &index in here {
-            let token = (index as usize - first) * per_unit;
-            runs.push((segment, token.max(visible.start)..(token + per_unit).min(visible.end)));
-        }
-        (first, left) = (next, rest);
-    }
-    runs
-}
-
-/// Tokens of a segment that a row could see: up to its own place in logical order, and from the first
-/// that is inside the window.
-pub(crate) fn visible(op: &Attend, segment: &Segment, row: QueryRow) -> Range<usize> {
-    let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
-    let Some(window) = op.window else { return 0..end };
-    let distance =
-        i128::from(row.position) - i128::from(segment.stored_start) - i128::from(segment.position_offset);
-    let start = (distance - window as i128 + 1).clamp(0, end as i128);
-    start as usize..end
 }
 
 /// A query or a key rotated to a position.

@@ -10,7 +10,7 @@ mod rope;
 mod rows;
 mod tensor;
 
-pub(crate) use attend::{attend, attend_mla, seen, visible};
+pub(crate) use attend::{attend, attend_mla};
 pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvcore::KvFormat;
 
-use super::{BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, kv_format};
+use super::{BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format};
 
 /// Options of `kvc bench`.
 #[derive(Debug, Args)]
@@ -106,8 +106,8 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Where keys, values and attention live.
-    #[arg(long, default_value = "cpu")]
+    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
     /// One JSON object on standard output, nothing else.

@@ -6,8 +6,8 @@ use clap::Args;
 use kvchunk::Recompute;
 
 use super::{
-    BackendName, Chunks, Positions, WeightsFormat, at_least_one, key_form, kv_format, points, positive,
-    recompute,
+    BackendName, Chunks, Positions, WeightsFormat, at_least_one, backend, key_form, kv_format, points,
+    positive, recompute,
 };
 use kvcore::{KeyForm, KvFormat};
 
@@ -97,8 +97,8 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
 
-    /// Where keys, values and attention live.
-    #[arg(long, default_value = "cpu")]
+    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
     /// One JSON object on standard output, nothing else.

@@ -42,13 +42,23 @@ pub(crate) enum Command {
     Eval(Box<EvalArgs>),
     /// Measures a workload.
     Bench(Box<BenchArgs>),
+    /// Lists what --backend can name on this machine, with its limits and features.
+    Devices(DevicesArgs),
+}
+
+/// Options of `kvc devices`.
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// A JSON array with an object per device, instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Where keys, values and attention live.
-    #[arg(long, default_value = "cpu")]
+    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
     /// A JSON array with an object per request on standard output, instead of tables.
@@ -185,8 +195,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Where keys, values and attention live.
-    #[arg(long, default_value = "cpu")]
+    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
     /// Show where time went.
@@ -270,9 +280,20 @@ pub(crate) enum WeightsFormat {
 }
 
 /// Backends by name; which of them are built in depends on the program's features.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone)]
 pub(crate) enum BackendName {
     Cpu,
+    /// With a part of an adapter's name, or its number.
+    Wgpu(Option<String>),
+}
+
+fn backend(text: &str) -> Result<BackendName, String> {
+    match text.split_once(':') {
+        None if text == "cpu" => Ok(BackendName::Cpu),
+        None if text == "wgpu" => Ok(BackendName::Wgpu(None)),
+        Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
+        _ => Err("cpu, wgpu and wgpu:ADAPTER are; kvc devices lists adapters".to_owned()),
+    }
 }
 
 fn separator(text: &str) -> Result<String, String> {

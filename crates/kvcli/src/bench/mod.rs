@@ -101,5 +101,5 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    Ok(Engine::new(model, backend::open(args.backend)?, &tokenizer, &config)?)
+    Ok(Engine::new(model, backend::open(&args.backend)?, &tokenizer, &config)?)
 }

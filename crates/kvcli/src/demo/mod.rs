@@ -41,7 +41,7 @@ struct Outcome {
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32)?;
-    let backend = backend::open(args.backend)?;
+    let backend = backend::open(&args.backend)?;
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
     // Threads and memory warm up on a request that keeps nothing.

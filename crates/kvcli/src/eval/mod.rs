@@ -55,7 +55,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         chunks,
         ..EngineConfig::default()
     };
-    let mut engine = Engine::new(model, backend::open(args.backend)?, codec.digest(), &config)?;
+    let mut engine = Engine::new(model, backend::open(&args.backend)?, codec.digest(), &config)?;
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = |done: usize, total: usize| {
         bar.set_length(total as u64);

@@ -16,7 +16,7 @@ use crate::{backend, load};
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let text = prompt_text(args)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
-    let backend = backend::open(args.backend)?;
+    let backend = backend::open(&args.backend)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,

@@ -163,6 +163,39 @@ pub struct Attend {
 }
 
 impl Attend {
+    /// Tokens of a segment that a row could see: up to its own place in logical order, and from the first that is
+    /// inside the window.
+    pub fn visible(&self, segment: &Segment, row: QueryRow) -> Range<usize> {
+        let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
+        let Some(window) = self.window else { return 0..end };
+        let distance =
+            i128::from(row.position) - i128::from(segment.stored_start) - i128::from(segment.position_offset);
+        let start = (distance - window as i128 + 1).clamp(0, end as i128);
+        start as usize..end
+    }
+
+    /// Runs of tokens that row `row` of an entry sees, in order: those visible, and selected if the entry has a
+    /// selection. Runs may be empty.
+    pub fn seen<'a>(&self, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
+        let at = self.rows[row];
+        let Some(selection) = &entry.selection else {
+            return entry.segments.iter().map(|segment| (segment, self.visible(segment, at))).collect();
+        };
+        let per_unit = selection.tokens_per_unit(self.arena.layout().shape().block_size);
+        let (mut runs, mut first, mut left) = (Vec::new(), 0, selection.row(row - entry.rows.start));
+        for segment in entry.segments.iter() {
+            let visible = self.visible(segment, at);
+            let next = first + segment.len.div_ceil(per_unit);
+            let (here, rest) = left.split_at(left.partition_point(|&index| (index as usize) < next));
+            for &index in here {
+                let token = (index as usize - first) * per_unit;
+                runs.push((segment, token.max(visible.start)..(token + per_unit).min(visible.end)));
+            }
+            (first, left) = (next, rest);
+        }
+        runs
+    }
+
     /// Checks shapes, segments and positions, and grows the table.
     ///
     /// # Errors

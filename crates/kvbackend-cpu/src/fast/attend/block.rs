@@ -10,7 +10,6 @@ use super::State;
 use super::products::{Ahead, Rows, accumulate, dots};
 use super::softmax::{Scaling, Weights};
 use super::tile::{TILE, Tile};
-use crate::reference::visible;
 use crate::simd::{Lane, Simd, Task};
 
 /// Logits of a query, and a vector more.
@@ -114,7 +113,7 @@ impl Meeting<'_> {
             return 0..n;
         }
         let row = self.op.rows[self.rows.start + m / self.heads];
-        let seen = visible(self.op, tile.segment, row);
+        let seen = self.op.visible(tile.segment, row);
         let at = |token: usize| token.saturating_sub(tile.tokens.start).min(n);
         at(seen.start)..at(seen.end).max(at(seen.start))
     }

@@ -17,7 +17,6 @@ use super::{Outputs, State};
 use crate::fast::ends::Ends;
 use crate::fast::rotate::{Turn, rotate};
 use crate::raw::{Origin, Target};
-use crate::reference::seen;
 use crate::simd::{Simd, Task, widen};
 
 /// What all parts of a call read.
@@ -134,7 +133,7 @@ fn runs_of(op: &Attend, item: &Item, runs: &mut Vec<(usize, Range<usize>)>) {
         }
     };
     if entry.selection.is_some() {
-        for (segment, tokens) in seen(op, entry, item.rows.start) {
+        for (segment, tokens) in op.seen(entry, item.rows.start) {
             let index = entry.segments.iter().position(|other| std::ptr::eq(other, segment));
             push(index.unwrap_or_default(), tokens);
         }

@@ -4,8 +4,6 @@ use std::ops::Range;
 
 use kvcore::kernels::Attend;
 
-use crate::reference::visible;
-
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY: usize = 16;
 /// Query rows times heads of one part.
@@ -138,7 +136,7 @@ pub(super) fn states(op: &Attend, units: Units, item: &Item) -> usize {
 pub(super) fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) -> Range<usize> {
     let mut all = 0..0;
     for row in rows {
-        let one = visible(op, segment, op.rows[row]);
+        let one = op.visible(segment, op.rows[row]);
         if !one.is_empty() {
             all = if all.is_empty() { one } else { all.start.min(one.start)..all.end.max(one.end) };
         }
@@ -150,7 +148,7 @@ pub(super) fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) 
 fn tokens_of(op: &Attend, entry: usize, rows: Range<usize>) -> usize {
     let entry = &op.batch[entry];
     if entry.selection.is_some() {
-        return crate::reference::seen(op, entry, rows.start).iter().map(|(_, tokens)| tokens.len()).sum();
+        return op.seen(entry, rows.start).iter().map(|(_, tokens)| tokens.len()).sum();
     }
     entry.segments.iter().map(|segment| union(op, segment, rows.clone()).len()).sum()
 }

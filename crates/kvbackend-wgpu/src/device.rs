@@ -1,0 +1,184 @@
+//! An opened device: what streams, storages and kernels share.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use kvcore::backend::Counters;
+use kvcore::rope::RopeTable;
+use kvcore::{Error, Result, Rope};
+use parking_lot::Mutex;
+use wgpu::{
+    Buffer, BufferDescriptor, BufferUsages, Device as Handle, ErrorFilter, Features, Limits, PollType, Queue,
+    SubmissionIndex,
+};
+
+use crate::NAME;
+use crate::options::WgpuOptions;
+use crate::pipeline::Pipelines;
+
+/// Storages get addresses that are unique among all devices of the process: indices, not memory.
+static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(ADDRESS_ALIGN);
+
+/// Suits every element type, and every offset at which a buffer may be bound.
+const ADDRESS_ALIGN: u64 = 256;
+
+/// Elements of a binding are counted in 32 bits; 4-bit ones are the most.
+const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
+
+/// What a device needs to compute in f16 itself.
+pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
+
+/// A device with its queue, its pipelines and its state of health.
+pub(crate) struct Device {
+    pub(crate) handle: Handle,
+    pub(crate) queue: Queue,
+    pub(crate) limits: Limits,
+    pub(crate) features: Features,
+    pub(crate) pipelines: Pipelines,
+    pub(crate) counters: Counters,
+    /// Bytes of the largest part of a buffer that is bound at once.
+    pub(crate) binding: u64,
+    health: Arc<Health>,
+    /// Tables of angles on the device, by the host's table that each is a copy of.
+    angles: Mutex<HashMap<usize, (Weak<RopeTable>, Buffer)>>,
+    /// Bound where a kernel has no use for a binding: one to read, one to write.
+    pub(crate) nothing: [Buffer; 2],
+}
+
+/// What went wrong outside any call.
+#[derive(Default)]
+struct Health {
+    lost: OnceLock<String>,
+    error: Mutex<Option<String>>,
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Device({})", self.handle.adapter_info().name)
+    }
+}
+
+impl Device {
+    pub(crate) fn new(handle: Handle, queue: Queue, options: &WgpuOptions) -> Arc<Self> {
+        let health = Arc::new(Health::default());
+        let lost = Arc::clone(&health);
+        handle.set_device_lost_callback(move |reason, message| {
+            let _ = lost.lost.set(format!("{reason:?}: {message}"));
+        });
+        let errors = Arc::clone(&health);
+        handle.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            errors.error.lock().get_or_insert(error.to_string());
+        }));
+        let (limits, features) = (handle.limits(), handle.features());
+        let native = features.contains(NATIVE_F16) && !options.packed_f16;
+        let binding = limits.max_storage_buffer_binding_size.min(MOST_BINDING);
+        let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(ADDRESS_ALIGN)));
+        let nothing = [0, 1].map(|_| {
+            let usage = BufferUsages::STORAGE;
+            handle.create_buffer(&BufferDescriptor {
+                label: Some("nothing"),
+                size: ADDRESS_ALIGN,
+                usage,
+                mapped_at_creation: false,
+            })
+        });
+        Arc::new(Self {
+            pipelines: Pipelines::new(native),
+            counters: Counters::default(),
+            binding: binding - binding % 4,
+            angles: Mutex::default(),
+            handle,
+            queue,
+            limits,
+            features,
+            health,
+            nothing,
+        })
+    }
+
+    /// An address that no other storage has.
+    pub(crate) fn address(bytes: usize) -> u64 {
+        let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
+        NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)
+    }
+
+    /// Where a binding may begin: multiples of this many bytes.
+    pub(crate) fn binding_align(&self) -> u64 {
+        u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
+    }
+
+    /// An error if the device is lost, or if it refused something since the last call.
+    pub(crate) fn check(&self) -> Result<()> {
+        if let Some(reason) = self.health.lost.get() {
+            return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
+        }
+        match self.health.error.lock().take() {
+            Some(reason) => Err(Error::Device { backend: NAME, reason }),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs `make` and says why the device refused, if it did.
+    pub(crate) fn guarded<T>(&self, make: impl FnOnce() -> T) -> std::result::Result<T, String> {
+        let scopes = [ErrorFilter::Validation, ErrorFilter::OutOfMemory, ErrorFilter::Internal]
+            .map(|filter| self.handle.push_error_scope(filter));
+        let made = make();
+        let mut refused = None;
+        for scope in scopes.into_iter().rev() {
+            if let Some(error) = pollster::block_on(scope.pop()) {
+                refused.get_or_insert(error.to_string());
+            }
+        }
+        refused.map_or(Ok(made), Err)
+    }
+
+    /// Waits until a submission is done.
+    pub(crate) fn wait(&self, submission: SubmissionIndex) -> Result<()> {
+        let waited = self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout: None });
+        self.check()?;
+        waited.map(drop).map_err(|error| Error::Device { backend: NAME, reason: error.to_string() })
+    }
+
+    /// Whether a submission is done; does not wait.
+    pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
+        let timeout = Some(std::time::Duration::ZERO);
+        self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout }).is_ok()
+    }
+
+    /// Cosines and sines of a rotary embedding, one pair after another, by position: a table on the device that
+    /// grows with the host's.
+    pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {
+        let table = rope.table([])?;
+        let key = Arc::as_ptr(&table) as usize;
+        let mut angles = self.angles.lock();
+        if let Some((known, buffer)) = angles.get(&key)
+            && known.upgrade().is_some_and(|known| Arc::ptr_eq(&known, &table))
+        {
+            return Ok(buffer.clone());
+        }
+        angles.retain(|_, (known, _)| known.strong_count() > 0);
+        let pairs: Vec<f32> = table.cos().iter().zip(table.sin()).flat_map(|(&c, &s)| [c, s]).collect();
+        let bytes = (size_of_val(&pairs[..]) as u64).max(8);
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+        let buffer = self.buffer("angles", bytes, usage)?;
+        self.queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&pairs));
+        angles.insert(key, (Arc::downgrade(&table), buffer.clone()));
+        Ok(buffer)
+    }
+
+    /// A buffer of the backend's own.
+    pub(crate) fn buffer(&self, label: &str, size: u64, usage: BufferUsages) -> Result<Buffer> {
+        let descriptor = BufferDescriptor {
+            label: Some(label),
+            size: size.next_multiple_of(16),
+            usage,
+            mapped_at_creation: false,
+        };
+        self.guarded(|| self.handle.create_buffer(&descriptor)).map_err(|reason| Error::Allocation {
+            bytes: size as usize,
+            kind: kvcore::MemoryKind::Device,
+            reason,
+        })
+    }
+}

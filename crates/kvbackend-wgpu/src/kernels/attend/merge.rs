@@ -1,0 +1,61 @@
+//! The arguments of `merge.wgsl`.
+
+use std::sync::Arc;
+
+use kvcore::Result;
+use kvcore::kernels::Attend;
+
+use super::runs::Tile;
+use super::window::rows_window;
+use super::{first_parts, rows_of};
+use crate::device::Device;
+use crate::kernels::convert::kind;
+use crate::pipeline::{Binding, Constant, Shader};
+use crate::stream::Dispatch;
+
+/// Words of the parameters, and of a row's record.
+const HEADER: usize = 9;
+const RECORD: usize = 3;
+
+pub(super) fn dispatch(
+    device: &Arc<Device>,
+    op: &Attend,
+    tiles: &[Tile],
+    scratch: Binding,
+) -> Result<Dispatch> {
+    let heads = op.q.shape()[1] as u32;
+    let rows = rows_of(tiles);
+    let (out, out_at) = rows_window(device, &op.out, &rows)?;
+    let (lse, lse_at) = match &op.lse {
+        Some(view) => rows_window(device, view, &rows)?,
+        None => (Binding::whole(&device.nothing[0]), [0; 3].into()),
+    };
+    let constants: [Constant; 3] = [
+        ("DEST", f64::from(kind(op.out.dtype()))),
+        ("V_DIM", op.arena.layout().shape().v_dim as f64),
+        ("WITH_LSE", f64::from(u8::from(op.lse.is_some()))),
+    ];
+    let pipeline = device.pipelines.get(device, Shader::Merge, &constants, "")?;
+
+    let count: usize = tiles.iter().map(|tile| tile.rows.len()).sum();
+    let groups = HEADER + RECORD * count;
+    let mut args = vec![count as u32, heads];
+    args.extend(out_at.iter().chain(&lse_at));
+    args.push(groups as u32);
+    let mut parts = first_parts(tiles);
+    let (mut records, mut lists) = (Vec::new(), Vec::new());
+    for tile in tiles {
+        let tasks: Vec<(usize, u32)> =
+            tile.grouped().zip(&mut parts).map(|((group, _), (_, part))| (group, part)).collect();
+        for (i, row) in tile.rows.clone().enumerate() {
+            let list = groups + op.groups.len() + lists.len();
+            records.extend([row as u32, list as u32, tasks.len() as u32]);
+            lists.extend(tasks.iter().flat_map(|&(group, part)| [(part + i as u32) * heads, group as u32]));
+        }
+    }
+    args.extend(records);
+    args.extend(op.groups.iter().map(|group| group.lse_scale.to_bits()));
+    args.extend(lists);
+    let groups = count as u64 * u64::from(heads);
+    Ok(Dispatch { pipeline, args, bindings: vec![scratch, out, lse], groups })
+}

@@ -1,0 +1,106 @@
+//! attend and attend_mla: queries by tiles over parts of the tokens that they see, then a merge.
+//!
+//! Rows of an entry are cut into tiles, what a tile sees into runs of one segment each, and the runs of a merge
+//! group into parts, so that few rows over many tokens still fill the device. Each part of a tile is a task of
+//! `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes them. Parts lie in a scratch buffer of
+//! limited size: a call with more of them runs in chunks of tiles.
+
+use std::sync::Arc;
+
+use kvcore::kernels::{Attend, AttendMla};
+use kvcore::{Error, Result, TensorView};
+use wgpu::BufferUsages;
+
+use crate::NAME;
+use crate::device::Device;
+use crate::pipeline::Binding;
+use crate::stream::Dispatch;
+
+mod merge;
+mod records;
+mod runs;
+mod tiling;
+mod window;
+
+use runs::{Task, Tile};
+use tiling::Tiling;
+use window::PlaneWindows;
+
+/// Bytes of scratch for parts at most.
+const SCRATCH: u64 = 64 << 20;
+
+pub(crate) fn attend(device: &Arc<Device>, op: &Attend) -> Result<Vec<Dispatch>> {
+    run(device, op, None)
+}
+
+pub(crate) fn attend_mla(device: &Arc<Device>, op: &AttendMla) -> Result<Vec<Dispatch>> {
+    run(device, &op.attend, Some(&op.q_latent))
+}
+
+fn run(device: &Arc<Device>, op: &Attend, latent: Option<&TensorView>) -> Result<Vec<Dispatch>> {
+    let tiling = Tiling::of(device, op, latent.is_some())?;
+    let planes = PlaneWindows::of(device, op)?;
+    let heads = op.q.shape()[1] as u64;
+    let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
+    let most = SCRATCH.min(device.binding) / (part_bytes * heads);
+    let tiles = runs::tiles(op, &tiling, &planes, most as usize);
+    let mut work = Vec::new();
+    for chunk in chunks(device, op, latent, &tiles, most) {
+        // Each task has as many parts as it has rows, of all heads.
+        let parts: u64 = chunk.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
+        if parts > most {
+            let what = format!("{parts} parts of one row in attention: the device binds {most} at once");
+            return Err(Error::Unsupported { backend: NAME, what });
+        }
+        let scratch = device.buffer("parts", (parts.max(1)) * heads * part_bytes, BufferUsages::STORAGE)?;
+        let scratch = Binding::whole(&scratch);
+        work.extend(records::dispatches(device, op, latent, (&tiling, &planes), chunk, &scratch)?);
+        work.push(merge::dispatch(device, op, chunk, scratch)?);
+    }
+    Ok(work)
+}
+
+/// Tiles whose parts fit the scratch, and whose rows can be bound at once.
+fn chunks<'a>(
+    device: &'a Device,
+    op: &'a Attend,
+    latent: Option<&'a TensorView>,
+    tiles: &'a [Tile],
+    most: u64,
+) -> Vec<&'a [Tile]> {
+    let views: Vec<&TensorView> =
+        [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten().collect();
+    let mut chunks = Vec::new();
+    let (mut start, mut parts, mut rows) = (0, 0, usize::MAX..0);
+    for (i, tile) in tiles.iter().enumerate() {
+        let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
+        let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
+        let bound = views.iter().all(|view| window::fits(device, view, &wider));
+        if i > start && (parts + more > most || !bound) {
+            chunks.push(&tiles[start..i]);
+            (start, parts, rows) = (i, 0, usize::MAX..0);
+        }
+        parts += more;
+        rows = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
+    }
+    if start < tiles.len() {
+        chunks.push(&tiles[start..]);
+    }
+    chunks
+}
+
+/// All rows of some tiles.
+fn rows_of(tiles: &[Tile]) -> std::ops::Range<usize> {
+    let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
+    start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
+}
+
+/// Number of the first part of each task, in order of tiles and tasks.
+fn first_parts(tiles: &[Tile]) -> impl Iterator<Item = (&Task, u32)> {
+    let mut next = 0;
+    tiles.iter().flat_map(Tile::tasks).map(move |task| {
+        let first = next;
+        next += task.rows.len() as u32;
+        (task, first)
+    })
+}

@@ -1,0 +1,198 @@
+//! What each tile of rows sees: runs of tokens, and the tasks that read them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::kernels::{Attend, AttendRows, QueryRow, Segment};
+use kvcore::{BlockId, KeyForm};
+use smallvec::SmallVec;
+
+use super::tiling::Tiling;
+use super::window::{PlaneWindows, WindowKey};
+
+/// Workgroups that keep a device busy.
+const BUSY: usize = 512;
+
+/// Tokens below which a run is not cut further.
+const SHORT: usize = 256;
+
+/// Consecutive rows of one entry.
+pub(super) struct Tile {
+    pub(super) rows: Range<usize>,
+    /// For each merge group that has any run: the group, and its tasks.
+    groups: Vec<(usize, Vec<Task>)>,
+}
+
+impl Tile {
+    pub(super) fn tasks(&self) -> impl Iterator<Item = &Task> + Clone {
+        self.groups.iter().flat_map(|(_, tasks)| tasks)
+    }
+
+    /// Tasks with their merge groups, in order of groups.
+    pub(super) fn grouped(&self) -> impl Iterator<Item = (usize, &Task)> {
+        self.groups.iter().flat_map(|(group, tasks)| tasks.iter().map(move |task| (*group, task)))
+    }
+}
+
+/// Runs that one workgroup (of each unit of heads) reads one after the other, all in the same windows.
+pub(super) struct Task {
+    pub(super) rows: Range<usize>,
+    pub(super) window: WindowKey,
+    pub(super) runs: Vec<Run>,
+}
+
+/// Where the tokens of a run lie.
+#[derive(Clone)]
+pub(super) enum Tokens {
+    /// In the blocks of a segment.
+    Blocks(Arc<[BlockId]>),
+    /// At these slots; each with its number in the segment. Selected ones.
+    Slots(Arc<[(u32, u32)]>),
+}
+
+impl Tokens {
+    /// The block that a token lies in.
+    fn block(&self, token: usize, block_size: usize) -> usize {
+        match self {
+            Self::Blocks(blocks) => blocks[token / block_size].index(),
+            Self::Slots(slots) => slots[token].0 as usize / block_size,
+        }
+    }
+}
+
+/// Tokens of one segment.
+#[derive(Clone)]
+pub(super) struct Run {
+    pub(super) tokens: Tokens,
+    pub(super) range: Range<usize>,
+    pub(super) logit_scale: f32,
+    /// Position of the segment's first token.
+    pub(super) position: i32,
+    /// For each row of the tile: what of the range it sees, and the position that its query is turned by.
+    pub(super) rows: SmallVec<[(Range<usize>, i32); 4]>,
+}
+
+impl Run {
+    /// The part of the run inside `range`.
+    fn cut(&self, range: Range<usize>) -> Self {
+        let inside = |row: &Range<usize>| {
+            row.start.clamp(range.start, range.end)..row.end.clamp(range.start, range.end)
+        };
+        let rows = self.rows.iter().map(|(row, turn)| (inside(row), *turn)).collect();
+        Self { range, rows, ..self.clone() }
+    }
+}
+
+/// The tiles of a call, in order of its entries and rows.
+///
+/// A tile has at most about `most` parts, each of one row.
+pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<Tile> {
+    let mut seen: Vec<(Range<usize>, Vec<(usize, Run)>)> = Vec::new();
+    for entry in op.batch.iter() {
+        let step = if entry.selection.is_some() { 1 } else { tiling.rows };
+        for start in entry.rows.clone().step_by(step) {
+            let rows = start..(start + step).min(entry.rows.end);
+            let runs = match &entry.selection {
+                Some(_) => selected(op, entry, start),
+                None => visible(op, entry, &rows),
+            };
+            seen.push((rows, runs));
+        }
+    }
+    let workgroups = seen.len() * tiling.units;
+    let cuts = BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2).max(1);
+    let tile = |(rows, runs): (Range<usize>, Vec<(usize, Run)>)| {
+        let groups = (0..op.groups.len()).filter_map(|group| {
+            let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
+            (!runs.is_empty()).then(|| (group, tasks(op, &rows, &runs, cuts, planes)))
+        });
+        Tile { groups: groups.collect(), rows }
+    };
+    seen.into_iter().map(tile).collect()
+}
+
+/// What the rows of a tile see of an entry's segments, with the merge groups.
+fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<(usize, Run)> {
+    let run = |segment: &Segment| {
+        let rows: SmallVec<[_; 4]> = op.rows[rows.clone()]
+            .iter()
+            .map(|&row| (op.visible(segment, row), turn(op, segment, row)))
+            .collect();
+        let seen = rows.iter().map(|row| &row.0).filter(|range| !range.is_empty());
+        let start = seen.clone().map(|range| range.start).min()?;
+        let end = seen.map(|range| range.end).max()?;
+        let tokens = Tokens::Blocks(Arc::clone(&segment.blocks));
+        Some((segment.merge_group, made(segment, tokens, start..end, rows)))
+    };
+    entry.segments.iter().filter_map(run).collect()
+}
+
+fn made(
+    segment: &Segment,
+    tokens: Tokens,
+    range: Range<usize>,
+    rows: SmallVec<[(Range<usize>, i32); 4]>,
+) -> Run {
+    Run { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
+}
+
+/// The position that a row's query is turned by to meet the keys of a segment.
+fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
+    let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
+    row.position.saturating_sub(moved) as i32
+}
+
+/// What one row sees of the tokens that are selected for it.
+fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<(usize, Run)> {
+    let block_size = op.arena.layout().shape().block_size;
+    let runs = op.seen(entry, row);
+    let mut made_runs: Vec<(usize, Run)> = Vec::new();
+    for segment in entry.segments.iter() {
+        let of_segment = runs.iter().filter(|(other, _)| std::ptr::eq(*other, segment));
+        let slots: Arc<[(u32, u32)]> = of_segment
+            .flat_map(|(_, tokens)| tokens.clone())
+            .map(|token| {
+                let slot = segment.blocks[token / block_size].index() * block_size + token % block_size;
+                (slot as u32, token as u32)
+            })
+            .collect();
+        if !slots.is_empty() {
+            let range = 0..slots.len();
+            let rows = SmallVec::from_iter([(range.clone(), turn(op, segment, op.rows[row]))]);
+            made_runs.push((segment.merge_group, made(segment, Tokens::Slots(slots), range, rows)));
+        }
+    }
+    made_runs
+}
+
+/// Runs cut into about `cuts` tasks, those of each window apart.
+fn tasks(op: &Attend, rows: &Range<usize>, runs: &[&Run], cuts: usize, planes: &PlaneWindows) -> Vec<Task> {
+    let block_size = op.arena.layout().shape().block_size;
+    let total: usize = runs.iter().map(|run| run.range.len()).sum();
+    let most = total.div_ceil(cuts).max(SHORT);
+    // The tasks of each window, and how many tokens its last one still takes.
+    let mut windows: BTreeMap<WindowKey, (Vec<Task>, usize)> = BTreeMap::new();
+    for run in runs {
+        let key = |token: usize| planes.key(run.tokens.block(token, block_size));
+        let mut at = run.range.start;
+        while at < run.range.end {
+            let window = key(at);
+            let (tasks, room) = windows.entry(window).or_default();
+            if *room == 0 {
+                tasks.push(Task { rows: rows.clone(), window, runs: Vec::new() });
+                *room = most;
+            }
+            let mut end = run.range.end.min(at + *room);
+            if !planes.are_one() {
+                end = (at..end).find(|&token| key(token) != window).unwrap_or(end);
+            }
+            if let Some(task) = tasks.last_mut() {
+                task.runs.push(run.cut(at..end));
+            }
+            *room -= end - at;
+            at = end;
+        }
+    }
+    windows.into_values().flat_map(|(tasks, _)| tasks).collect()
+}

@@ -1,0 +1,108 @@
+//! How the work of a call is cut to fit a workgroup: its pipeline constants.
+
+use std::sync::Arc;
+
+use kvcore::kernels::Attend;
+use kvcore::{Error, KeyForm, Pairing, Result};
+
+use crate::NAME;
+use crate::device::Device;
+use crate::kernels::angles::pairs_of;
+use crate::kernels::convert::{group, kind};
+use crate::pipeline::{Constant, Pipeline, Shader};
+
+/// Threads of a workgroup of `attend.wgsl`.
+const THREADS: usize = 128;
+
+/// Queries of a workgroup at most: each tile of keys is read once for all of them.
+const QUERIES: usize = 16;
+
+/// Tokens of a tile, if they fit.
+const TOKENS: usize = 32;
+
+/// The shape of a workgroup's work.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tiling {
+    /// Query heads of a workgroup; all read the same heads of K and V.
+    pub(super) heads: usize,
+    /// Workgroups that cover all heads of a row.
+    pub(super) units: usize,
+    /// Rows of a workgroup.
+    pub(super) rows: usize,
+    tokens: usize,
+    latent: bool,
+}
+
+impl Tiling {
+    /// # Errors
+    /// [`Error::Unsupported`] for heads that are too wide for the device's workgroup memory.
+    pub(super) fn of(device: &Device, op: &Attend, latent: bool) -> Result<Self> {
+        let s = op.arena.layout().shape();
+        let all_heads = op.q.shape()[1];
+        let shared = all_heads / least_common_multiple(s.k_heads, s.v_heads);
+        let memory = device.limits.max_compute_workgroup_storage_size as usize / size_of::<f32>();
+        let longest = op.batch.iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
+        let widest = s.k_dim.max(s.v_dim) + 1;
+        let latent_dim = if latent { s.v_dim } else { 1 };
+        // Words of workgroup memory: queries, a tile, weights and what is kept for each query.
+        let words =
+            |queries: usize, tokens: usize| queries * (s.k_dim + latent_dim + tokens + 3) + tokens * widest;
+        for most in [QUERIES, 8, 4, 2, 1] {
+            let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
+            let rows = (most / heads).min(longest.next_power_of_two()).max(1);
+            let tokens =
+                [TOKENS, 16, 8, 4, 2, 1].into_iter().find(|&tokens| words(heads * rows, tokens) <= memory);
+            // A tile of few tokens costs more than a second read of the keys.
+            if let Some(tokens) = tokens.filter(|&tokens| tokens >= 8 || most == 1) {
+                return Ok(Self { heads, units: all_heads / heads, rows, tokens, latent });
+            }
+        }
+        let what = format!(
+            "attention over heads of {} and {} elements: the device has {} bytes of workgroup memory",
+            s.k_dim,
+            s.v_dim,
+            4 * memory
+        );
+        Err(Error::Unsupported { backend: NAME, what })
+    }
+
+    pub(super) fn pipeline(
+        &self,
+        device: &Device,
+        op: &Attend,
+        latent: Option<kvcore::DType>,
+    ) -> Result<Arc<Pipeline>> {
+        let s = op.arena.layout().shape();
+        let flag = |yes: bool| f64::from(u8::from(yes));
+        let interleaved = op.rope.as_ref().is_some_and(|rope| rope.pairing() == Pairing::Interleaved);
+        let queries = self.heads * self.rows;
+        let constants: [Constant; 16] = [
+            ("KIND", f64::from(kind(s.format.storage_dtype()))),
+            ("QUERY", f64::from(kind(op.q.dtype()))),
+            ("LATENT_KIND", f64::from(latent.map_or(0, kind))),
+            ("K_DIM", s.k_dim as f64),
+            ("V_DIM", s.v_dim as f64),
+            ("PER_SCALE", group(s.format).unwrap_or(1) as f64),
+            ("BLOCK", s.block_size as f64),
+            ("HEADS", self.heads as f64),
+            ("QUERIES", queries as f64),
+            ("TOKENS", self.tokens as f64),
+            ("PAIRS", op.rope.as_ref().map_or(0, |rope| pairs_of(rope)) as f64),
+            ("INTERLEAVED", flag(interleaved)),
+            ("UNROTATED", flag(op.keys == KeyForm::Unrotated)),
+            ("LATENT", flag(self.latent)),
+            ("LATENT_DIM", if self.latent { s.v_dim as f64 } else { 1.0 }),
+            ("TILE_ROW", (s.k_dim.max(s.v_dim) + 1) as f64),
+        ];
+        let sums = (queries * s.v_dim).div_ceil(THREADS);
+        device.pipelines.get(device, Shader::Attend, &constants, &format!("const SUMS: u32 = {sums}u;\n"))
+    }
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}

@@ -1,0 +1,153 @@
+//! Which parts of K, V and their scales, of queries and outputs are bound.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::kernels::Attend;
+use kvcore::{Error, KvPlane, PlaneStrides, Result, TensorView};
+use smallvec::SmallVec;
+use wgpu::Buffer;
+
+use crate::NAME;
+use crate::device::Device;
+use crate::memory;
+use crate::pipeline::Binding;
+
+/// For K, V and the scales of both: the number of the window that a block lies in.
+pub(super) type WindowKey = [u32; 4];
+
+/// Rows of K, of V, or of the scales of one.
+struct Plane {
+    buffer: Buffer,
+    bits: u64,
+    strides: PlaneStrides,
+    /// Elements from the first of a block in one layer to its last.
+    span: u64,
+    /// Blocks of a window.
+    blocks: usize,
+}
+
+/// How the blocks of a layer are divided among windows.
+pub(super) struct PlaneWindows {
+    planes: [Option<Plane>; 4],
+    align: u64,
+    num_blocks: usize,
+    one: bool,
+}
+
+impl PlaneWindows {
+    /// # Errors
+    /// [`Error::Unsupported`] for a block that reaches further than can be bound.
+    pub(super) fn of(device: &Arc<Device>, op: &Attend) -> Result<Self> {
+        let s = op.arena.layout().shape();
+        let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
+        let align = device.binding_align();
+        let plane = |buffer, bits, strides: PlaneStrides, heads: usize, row: usize| {
+            let span = ((s.block_size - 1) * strides.token + (heads - 1) * strides.head + row) as u64;
+            let limit = (device.binding - align - 4) * 8 / bits;
+            if span > limit {
+                let what = format!(
+                    "blocks that reach over {} bytes: the device binds {} at once",
+                    span * bits / 8,
+                    device.binding
+                );
+                return Err(Error::Unsupported { backend: NAME, what });
+            }
+            let more = (limit - span).checked_div(strides.block as u64).unwrap_or(u64::MAX);
+            let blocks = usize::try_from(more).unwrap_or(usize::MAX).saturating_add(1);
+            Ok(Plane { buffer, bits, strides, span, blocks })
+        };
+        let codes = |p: &KvPlane| {
+            let buffer = memory::of(device, p.storage)?.buffer()?;
+            plane(buffer, p.format.storage_dtype().bits() as u64, p.strides, p.heads, p.dim)
+        };
+        let scales = |p: &KvPlane| {
+            let of = |(storage, layout): (_, kvcore::ScaleLayout)| {
+                let buffer = memory::of(device, storage)?.buffer()?;
+                plane(buffer, layout.dtype.bits() as u64, layout.strides, p.heads, layout.per_row)
+            };
+            p.scales.map(of).transpose()
+        };
+        let planes = [Some(codes(&k)?), Some(codes(&v)?), scales(&k)?, scales(&v)?];
+        let one = planes.iter().flatten().all(|plane| plane.blocks >= s.num_blocks);
+        Ok(Self { planes, align, num_blocks: s.num_blocks, one })
+    }
+
+    /// Whether every layer is bound as a whole.
+    pub(super) fn are_one(&self) -> bool {
+        self.one
+    }
+
+    /// The windows that a block lies in.
+    pub(super) fn key(&self, block: usize) -> WindowKey {
+        if self.one {
+            return [0; 4];
+        }
+        std::array::from_fn(|i| self.planes[i].as_ref().map_or(0, |plane| (block / plane.blocks) as u32))
+    }
+
+    /// What is bound of a plane, and where its element of block 0 would lie, in elements modulo 2³².
+    pub(super) fn window(
+        &self,
+        device: &Device,
+        i: usize,
+        layer: usize,
+        key: WindowKey,
+    ) -> (Binding, [u32; 4]) {
+        let Some(plane) = &self.planes[i] else {
+            return (Binding::whole(&device.nothing[1]), [0; 4]);
+        };
+        let strides = plane.strides;
+        let first = key[i] as usize * plane.blocks.min(self.num_blocks);
+        let last = (first + plane.blocks.min(self.num_blocks)).min(self.num_blocks) - 1;
+        let element = |block: usize| strides.at(layer, block, 0, 0) as u64;
+        let start = element(first) * plane.bits / 8;
+        let offset = start - start % self.align;
+        let end = ((element(last) + plane.span) * plane.bits).div_ceil(8).next_multiple_of(4);
+        let base = (strides.layer * layer) as u64;
+        let base = base.wrapping_sub(offset * 8 / plane.bits) as u32;
+        let binding = Binding { buffer: plane.buffer.clone(), offset, size: end - offset };
+        (binding, [base, strides.block as u32, strides.token as u32, strides.head as u32])
+    }
+}
+
+/// The bytes of some rows of a view: where they are bound from, and where they end.
+fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64) {
+    let (bits, strides) = (view.dtype().bits(), view.strides());
+    let first = view.offset() + rows.start * strides[0];
+    let rest: usize = view.shape()[1..].iter().zip(&strides[1..]).map(|(n, stride)| (n - 1) * stride).sum();
+    let end = view.offset() + (rows.end.max(rows.start + 1) - 1) * strides[0] + rest + 1;
+    let start = (first * bits / 8) as u64;
+    let end = ((end * bits) as u64).div_ceil(8).next_multiple_of(4);
+    (start - start % device.binding_align(), end)
+}
+
+/// Whether rows of a view can be bound at once.
+pub(super) fn fits(device: &Device, view: &TensorView, rows: &Range<usize>) -> bool {
+    let (start, end) = extent(device, view, rows);
+    end - start <= device.binding
+}
+
+/// Binds some rows of a view; also the offset of its row 0 in elements modulo 2³², and its strides.
+///
+/// # Errors
+/// [`Error::Unsupported`] where they are too many bytes.
+pub(super) fn rows_window(
+    device: &Arc<Device>,
+    view: &TensorView,
+    rows: &Range<usize>,
+) -> Result<(Binding, SmallVec<[u32; 3]>)> {
+    let (start, end) = extent(device, view, rows);
+    if end - start > device.binding {
+        let what = format!(
+            "rows that reach over {} bytes: the device binds {} at once",
+            end - start,
+            device.binding
+        );
+        return Err(Error::Unsupported { backend: NAME, what });
+    }
+    let buffer = memory::of(device, view.storage())?.buffer()?;
+    let base = (view.offset() as u64).wrapping_sub(start * 8 / view.dtype().bits() as u64) as u32;
+    let strides = view.strides()[..2].iter().map(|&stride| stride as u32);
+    Ok((Binding { buffer, offset: start, size: end - start }, std::iter::once(base).chain(strides).collect()))
+}

@@ -1,0 +1,134 @@
+//! Scatter and gather: rows to slots and slots to rows.
+
+use std::sync::Arc;
+
+use kvcore::kernels::{Gather, KvPlane, Rotation, Scatter};
+use kvcore::{KvFormat, Result, TensorView};
+use smallvec::smallvec;
+
+use super::convert::{Conversion, End, Turn, scale_strides};
+use super::copy::{Copy, place};
+use super::places::{Axis, Place, Rows};
+use crate::device::Device;
+use crate::memory;
+use crate::stream::{Dispatch, byte_of};
+
+/// Rows of one plane and the slots that they belong to.
+struct Movement<'a> {
+    plane: KvPlane<'a>,
+    rows: &'a TensorView,
+    layer: usize,
+    block_size: usize,
+    /// Pairs of row and slot.
+    slots: &'a [(usize, usize)],
+}
+
+impl Movement<'_> {
+    /// Element of the row, element of the slot, scale of the slot.
+    fn places(&self) -> impl Iterator<Item = [usize; 3]> {
+        let scales = scale_strides(&self.plane);
+        self.slots.iter().map(move |&(row, slot)| {
+            let (block, token) = (slot / self.block_size, slot % self.block_size);
+            [
+                self.rows.offset() + row * self.rows.strides()[0],
+                self.plane.strides.at(self.layer, block, token, 0),
+                scales.at(self.layer, block, token, 0),
+            ]
+        })
+    }
+
+    /// Strides of a head: of rows, slots and scales.
+    fn head(&self) -> [usize; 3] {
+        [self.rows.strides()[1], self.plane.strides.head, scale_strides(&self.plane).head]
+    }
+
+    /// Bits as they are; `forth` is from rows to slots.
+    fn copy(&self, device: &Arc<Device>, forth: bool) -> Result<Vec<Dispatch>> {
+        let dtype = self.rows.dtype();
+        let ends = |[row, slot, _]: [usize; 3]| {
+            let (row, slot) = (byte_of(dtype, row), byte_of(dtype, slot));
+            if forth { place(row, slot) } else { place(slot, row) }
+        };
+        let items: Vec<Place> = self.places().map(ends).collect();
+        let axes = smallvec![Axis { n: self.plane.heads, strides: ends(self.head()) }];
+        let rows = memory::of(device, self.rows.storage())?.buffer()?;
+        let slots = memory::of(device, self.plane.storage)?.buffer()?;
+        let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
+        let rows = Rows { numbers: vec![0; items.len()], items, axes };
+        Copy { source, dest, rows, row: byte_of(dtype, self.plane.dim) }.dispatches(device)
+    }
+
+    fn convert(
+        &self,
+        device: &Arc<Device>,
+        forth: bool,
+        rotation: Option<&Rotation>,
+    ) -> Result<Vec<Dispatch>> {
+        let ends = |places: [usize; 3]| {
+            let [row, slot, scale] = places.map(|at| at as u64);
+            if forth { [row, slot, 0, scale] } else { [slot, row, scale, 0] }
+        };
+        let items: Vec<Place> = self.places().map(ends).collect();
+        let axes = smallvec![Axis { n: self.plane.heads, strides: ends(self.head()) }];
+        let number = rotation.map_or(0, |rotation| rotation.delta as i32);
+        let (rows, slots) = (End::view(device, self.rows)?, End::plane(device, &self.plane)?);
+        let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
+        let conversion = Conversion {
+            source,
+            dest,
+            dim: self.plane.dim,
+            rows: Rows { numbers: vec![number; items.len()], items, axes },
+            turn: rotation.map(|rotation| Turn { rope: &rotation.rope, factor: 1.0 }),
+        };
+        conversion.dispatches(device)
+    }
+}
+
+/// Pairs of row and slot that are no padding.
+fn used(slots: &[i64]) -> Vec<(usize, usize)> {
+    let used = slots.iter().enumerate().filter(|(_, slot)| **slot >= 0);
+    used.map(|(row, &slot)| (row, slot as usize)).collect()
+}
+
+/// The same with the last row of each slot alone: two rows that are written to one slot at the same time would
+/// mix.
+fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
+    let mut used = used(slots);
+    if used.windows(2).any(|pair| pair[0].1 >= pair[1].1) {
+        used.sort_by_key(|&(row, slot)| (slot, std::cmp::Reverse(row)));
+        used.dedup_by_key(|pair| pair.1);
+    }
+    used
+}
+
+pub(crate) fn scatter(device: &Arc<Device>, op: &Scatter) -> Result<Vec<Dispatch>> {
+    let slots = unique(&op.slots);
+    let block_size = op.arena.layout().shape().block_size;
+    let mut work = Vec::new();
+    for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+        let movement = Movement { plane, rows, layer: op.layer, block_size, slots: &slots };
+        work.extend(if plane.format == KvFormat::Dense(rows.dtype()) {
+            movement.copy(device, true)?
+        } else {
+            movement.convert(device, true, None)?
+        });
+    }
+    Ok(work)
+}
+
+pub(crate) fn gather(device: &Arc<Device>, op: &Gather) -> Result<Vec<Dispatch>> {
+    let slots = used(&op.slots);
+    let block_size = op.arena.layout().shape().block_size;
+    let mut work = Vec::new();
+    for (plane, rows, rotation) in
+        [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+    {
+        let movement = Movement { plane, rows, layer: op.layer, block_size, slots: &slots };
+        work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
+            movement.copy(device, false)?
+        } else {
+            movement.convert(device, false, rotation)?
+        });
+    }
+    Ok(work)
+}

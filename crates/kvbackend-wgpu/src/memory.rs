@@ -1,0 +1,196 @@
+//! Storages: buffers of a device, its own or lent, and reserved ones that go and come back.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::backend::{MemoryKind, ReservedStorage, Storage, check_granules};
+use kvcore::{Error, Result};
+use parking_lot::Mutex;
+use wgpu::{Buffer, BufferUsages, Features};
+
+use crate::NAME;
+use crate::device::Device;
+
+/// What kernels and copies need of a buffer.
+const USAGES: BufferUsages =
+    BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
+
+/// Bytes in which reserved memory is counted.
+const GRANULE: usize = 64 << 10;
+
+/// Bytes of a device's memory, or of host memory that it can bind.
+///
+/// Its address is an index, unique in the process; nothing lies there.
+pub struct WgpuStorage {
+    device: Arc<Device>,
+    /// None while a reserved storage sleeps.
+    buffer: Mutex<Option<Buffer>>,
+    kind: MemoryKind,
+    address: u64,
+    len: usize,
+    /// Which granules of a reserved storage are mapped; empty for others.
+    granules: Mutex<Vec<bool>>,
+}
+
+impl fmt::Debug for WgpuStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WgpuStorage({} bytes of {} memory, number {:#x})", self.len, self.kind, self.address)
+    }
+}
+
+impl WgpuStorage {
+    pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of an allocation" });
+        }
+        let buffer = create(device, kind, bytes)?;
+        Ok(Self::new(device, Some(buffer), kind, bytes, Vec::new()))
+    }
+
+    pub(crate) fn reserve(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of a reservation" });
+        }
+        let len = bytes
+            .checked_next_multiple_of(GRANULE)
+            .ok_or(Error::Overflow { what: "bytes of a reservation" })?;
+        let buffer = create(device, kind, len)?;
+        Ok(Self::new(device, Some(buffer), kind, len, vec![true; len / GRANULE]))
+    }
+
+    pub(crate) fn lent(device: &Arc<Device>, buffer: Buffer, kind: MemoryKind) -> Result<Self> {
+        if !buffer.usage().contains(USAGES) {
+            return Err(Error::Unsupported {
+                backend: NAME,
+                what: format!("a buffer for {:?}; it must be made for {USAGES:?}", buffer.usage()),
+            });
+        }
+        let len = buffer.size() as usize;
+        match len % 4 {
+            0 => Ok(Self::new(device, Some(buffer), kind, len, Vec::new())),
+            _ => Err(Error::Misaligned { what: "the end of a lent buffer", address: len as u64, align: 4 }),
+        }
+    }
+
+    fn new(
+        device: &Arc<Device>,
+        buffer: Option<Buffer>,
+        kind: MemoryKind,
+        len: usize,
+        granules: Vec<bool>,
+    ) -> Self {
+        let (device, address) = (Arc::clone(device), Device::address(len));
+        Self { device, buffer: Mutex::new(buffer), kind, address, len, granules: Mutex::new(granules) }
+    }
+
+    /// The buffer, which has at least the storage's bytes, in whole words.
+    pub(crate) fn buffer(&self) -> Result<Buffer> {
+        self.buffer.lock().clone().ok_or_else(|| Error::Device {
+            backend: NAME,
+            reason: "a storage was used whose memory is unmapped; map it first".to_owned(),
+        })
+    }
+}
+
+/// Allocates a zeroed buffer.
+fn create(device: &Device, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
+    let refused = |reason: String| Error::Allocation { bytes, kind, reason };
+    let usage = match kind {
+        MemoryKind::Device => USAGES,
+        _ if device.features.contains(Features::MAPPABLE_PRIMARY_BUFFERS) => {
+            USAGES | BufferUsages::MAP_READ | BufferUsages::MAP_WRITE
+        }
+        _ => {
+            let what = format!("{kind} memory on this device, which cannot bind host memory");
+            return Err(Error::Unsupported { backend: NAME, what });
+        }
+    };
+    device.check()?;
+    let limit = device.limits.max_buffer_size;
+    if bytes as u64 > limit {
+        return Err(refused(format!(
+            "the device's largest buffer has {limit} bytes; use fewer blocks, or several pools"
+        )));
+    }
+    let size = (bytes as u64).next_multiple_of(16).min(limit - limit % 4);
+    let descriptor =
+        wgpu::BufferDescriptor { label: Some("storage"), size, usage, mapped_at_creation: false };
+    if size < bytes as u64 {
+        return Err(refused(format!("the device's largest buffer has {limit} bytes")));
+    }
+    device.guarded(|| device.handle.create_buffer(&descriptor)).map_err(refused)
+}
+
+impl Storage for WgpuStorage {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The interface has no memory that goes and keeps its addresses: a storage's buffer is dropped when nothing of
+/// it is mapped any more, and made anew when something is. While a part is mapped all of it is kept.
+impl ReservedStorage for WgpuStorage {
+    fn granularity(&self) -> usize {
+        GRANULE
+    }
+
+    fn map(&self, range: Range<usize>) -> Result<()> {
+        check_granules(&range, GRANULE, self.len)?;
+        let mut granules = self.granules.lock();
+        let mut buffer = self.buffer.lock();
+        let wanted = &mut granules[range.start / GRANULE..range.end / GRANULE];
+        if wanted.iter().all(|mapped| *mapped) {
+            return Ok(());
+        }
+        match &*buffer {
+            None => *buffer = Some(create(&self.device, self.kind, self.len)?),
+            Some(buffer) => {
+                self.device.check()?;
+                let mut encoder = self.device.handle.create_command_encoder(&Default::default());
+                for (i, _) in wanted.iter().enumerate().filter(|(_, mapped)| !**mapped) {
+                    let at = (range.start + i * GRANULE) as u64;
+                    encoder.clear_buffer(buffer, at, Some(GRANULE as u64));
+                }
+                self.device.queue.submit([encoder.finish()]);
+            }
+        }
+        wanted.fill(true);
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range<usize>) -> Result<()> {
+        check_granules(&range, GRANULE, self.len)?;
+        let mut granules = self.granules.lock();
+        granules[range.start / GRANULE..range.end / GRANULE].fill(false);
+        if granules.iter().all(|mapped| !mapped) {
+            *self.buffer.lock() = None;
+        }
+        Ok(())
+    }
+
+    fn mapped_bytes(&self) -> usize {
+        self.granules.lock().iter().filter(|mapped| **mapped).count() * GRANULE
+    }
+}
+
+/// The storage behind a handle, if it is of this device.
+pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a WgpuStorage> {
+    let known = storage.as_any().downcast_ref::<WgpuStorage>();
+    known
+        .filter(|known| Arc::ptr_eq(&known.device, device))
+        .ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
+}

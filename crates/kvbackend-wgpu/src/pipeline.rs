@@ -1,0 +1,193 @@
+//! Compiled kernels, kept by shape class: the shader and its pipeline constants.
+
+use std::collections::HashMap;
+use std::num::NonZeroU64;
+use std::sync::Arc;
+
+use kvcore::{Error, Result};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use wgpu::{
+    BindGroup, BindGroupDescriptor, BindGroupEntry, BindGroupLayout, BindGroupLayoutDescriptor,
+    BindGroupLayoutEntry, BindingResource, BindingType, Buffer, BufferBinding, BufferBindingType,
+    ComputePipeline, ComputePipelineDescriptor, PipelineCompilationOptions, PipelineLayoutDescriptor,
+    ShaderModuleDescriptor, ShaderSource, ShaderStages,
+};
+
+use crate::NAME;
+use crate::device::Device;
+
+const WORDS: &str = include_str!("shaders/words.wgsl");
+const ELEMENT: &str = include_str!("shaders/element.wgsl");
+const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
+const F16_PACKED: &str = include_str!("shaders/f16_packed.wgsl");
+
+/// The kernels. What each does, its bindings and its constants are said in its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Shader {
+    CopyUnits,
+    CopyBytes,
+    ConvertRows,
+    Attend,
+    Merge,
+}
+
+impl Shader {
+    fn body(self) -> &'static str {
+        match self {
+            Self::CopyUnits => include_str!("shaders/copy_units.wgsl"),
+            Self::CopyBytes => include_str!("shaders/copy_bytes.wgsl"),
+            Self::ConvertRows => include_str!("shaders/convert_rows.wgsl"),
+            Self::Attend => include_str!("shaders/attend.wgsl"),
+            Self::Merge => include_str!("shaders/merge.wgsl"),
+        }
+    }
+
+    /// Which bindings are written, or may be the same buffer as one that is.
+    fn written(self) -> &'static [bool] {
+        match self {
+            Self::CopyUnits | Self::CopyBytes => &[false, true, true],
+            Self::ConvertRows => &[false, true, true, true, true, false],
+            Self::Attend => &[false, false, false, false, false, false, false, false, true],
+            Self::Merge => &[false, true, true, true],
+        }
+    }
+
+    /// The whole text: WGSL has no way to include one file in another.
+    fn text(self, native_f16: bool, texts: &str) -> String {
+        let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
+        let parts: &[&str] = match self {
+            Self::CopyUnits => &[],
+            Self::CopyBytes => &[WORDS],
+            Self::ConvertRows | Self::Merge => &[WORDS, f16, ELEMENT],
+            Self::Attend => &[f16, ELEMENT],
+        };
+        let enable = if parts.contains(&F16_NATIVE) { "enable f16;\nenable wgpu_int16;\n" } else { "" };
+        [enable, texts].iter().chain(parts).chain([&self.body()]).copied().collect()
+    }
+}
+
+/// A pipeline constant.
+pub(crate) type Constant = (&'static str, f64);
+
+/// Words after the constants' names: what they are.
+type Values = SmallVec<[(&'static str, u64); 16]>;
+
+/// A kernel that is ready to run.
+#[derive(Debug)]
+pub(crate) struct Pipeline {
+    pub(crate) handle: ComputePipeline,
+    layout: BindGroupLayout,
+}
+
+/// A part of a buffer, in bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Binding {
+    pub(crate) buffer: Buffer,
+    pub(crate) offset: u64,
+    pub(crate) size: u64,
+}
+
+impl Binding {
+    pub(crate) fn whole(buffer: &Buffer) -> Self {
+        Self { buffer: buffer.clone(), offset: 0, size: buffer.size() }
+    }
+}
+
+impl Pipeline {
+    /// The bindings in order of their numbers.
+    pub(crate) fn bind<'a>(&self, device: &Device, bindings: impl Iterator<Item = &'a Binding>) -> BindGroup {
+        let entries: SmallVec<[_; 10]> = (0..)
+            .zip(bindings)
+            .map(|(binding, part)| BindGroupEntry {
+                binding,
+                resource: BindingResource::Buffer(BufferBinding {
+                    buffer: &part.buffer,
+                    offset: part.offset,
+                    size: NonZeroU64::new(part.size),
+                }),
+            })
+            .collect();
+        let descriptor = BindGroupDescriptor { label: None, layout: &self.layout, entries: &entries };
+        device.handle.create_bind_group(&descriptor)
+    }
+}
+
+/// All pipelines of a device that were asked for so far.
+pub(crate) struct Pipelines {
+    native_f16: bool,
+    made: Mutex<HashMap<(Shader, Values), Arc<Pipeline>>>,
+}
+
+impl Pipelines {
+    pub(crate) fn new(native_f16: bool) -> Self {
+        Self { native_f16, made: Mutex::default() }
+    }
+
+    /// The kernel with these constants; `texts` are constants that WGSL wants in its text, and depend on the
+    /// others.
+    pub(crate) fn get(
+        &self,
+        device: &Device,
+        shader: Shader,
+        constants: &[Constant],
+        texts: &str,
+    ) -> Result<Arc<Pipeline>> {
+        let values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
+        let mut made = self.made.lock();
+        if let Some(pipeline) = made.get(&(shader, values)) {
+            return Ok(Arc::clone(pipeline));
+        }
+        device.check()?;
+        let values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
+        let text = shader.text(self.native_f16, texts);
+        let pipeline = device
+            .guarded(|| compile(device, shader, text, constants))
+            .map_err(|reason| Error::Device { backend: NAME, reason: format!("{shader:?}: {reason}") })?;
+        let pipeline = Arc::new(pipeline);
+        made.insert((shader, values), Arc::clone(&pipeline));
+        Ok(pipeline)
+    }
+}
+
+fn compile(device: &Device, shader: Shader, text: String, constants: &[Constant]) -> Pipeline {
+    let label = format!("{shader:?}");
+    let module = device.handle.create_shader_module(ShaderModuleDescriptor {
+        label: Some(&label),
+        source: ShaderSource::Wgsl(text.into()),
+    });
+    let entries: Vec<BindGroupLayoutEntry> = (0..)
+        .zip(shader.written())
+        .map(|(binding, &written)| BindGroupLayoutEntry {
+            binding,
+            visibility: ShaderStages::COMPUTE,
+            ty: BindingType::Buffer {
+                ty: BufferBindingType::Storage { read_only: !written },
+                has_dynamic_offset: false,
+                min_binding_size: None,
+            },
+            count: None,
+        })
+        .collect();
+    let layout = device
+        .handle
+        .create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(&label), entries: &entries });
+    let pipeline_layout = device.handle.create_pipeline_layout(&PipelineLayoutDescriptor {
+        label: Some(&label),
+        bind_group_layouts: &[Some(&layout)],
+        immediate_size: 0,
+    });
+    let handle = device.handle.create_compute_pipeline(&ComputePipelineDescriptor {
+        label: Some(&label),
+        layout: Some(&pipeline_layout),
+        module: &module,
+        entry_point: Some("main"),
+        // Every kernel writes what it reads of workgroup memory.
+        compilation_options: PipelineCompilationOptions {
+            constants,
+            zero_initialize_workgroup_memory: false,
+        },
+        cache: None,
+    });
+    Pipeline { handle, layout }
+}

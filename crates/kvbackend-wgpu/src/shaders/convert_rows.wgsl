@@ -1,0 +1,182 @@
+// Rows that change on their way: scatter and gather where the format changes or keys are rotated, rope,
+// rotate_keys, quantize and dequantize. A workgroup reads one row of one head into its memory as f32,
+// rotates it, and writes it; a row in place is read wholly before any of it is written.
+//
+// args: [items, n0, n1, strides of the two axes (source, destination, scales of the source, scales of the
+// destination each), first row of the angles, attention factor, scale strides unused], then the places of
+// each item in the four, and the position that it is turned by. Places in elements and in scales.
+
+@group(0) @binding(3) var<storage, read_write> source_scales: array<u32>;
+@group(0) @binding(4) var<storage, read_write> dest_scales: array<atomic<u32>>;
+// Cosine and sine of each pair, by position.
+@group(0) @binding(5) var<storage, read> angles: array<vec2<f32>>;
+
+override SOURCE: u32;
+override DEST: u32;
+// Elements of a row.
+override DIM: u32;
+// Elements that share a scale of integer formats, as long as the row in all others.
+override PER_SCALE: u32;
+// Pairs that are rotated; 0 for none.
+override PAIRS: u32;
+override INTERLEAVED: bool;
+
+const HEADER: u32 = 13u;
+const PER_ITEM: u32 = 5u;
+const THREADS: u32 = 64u;
+
+var<workgroup> row: array<f32, DIM>;
+var<workgroup> steps: array<f32, DIM / PER_SCALE>;
+
+fn source_scale(at: u32, element: u32) -> f32 {
+    switch (SOURCE) {
+        case E4M3, E5M2: { return bitcast<f32>(source_scales[at]); }
+        case I8, I4: {
+            let scale = at + element / PER_SCALE;
+            return f16_of(source_scales[scale / 2u], scale % 2u);
+        }
+        default: { return 1.0; }
+    }
+}
+
+// Reads the row that begins at element `at`, word by word.
+fn read_row(at: u32, scales: u32, thread: u32) {
+    let lanes = 32u / bits_of(SOURCE);
+    let first = at / lanes;
+    let words = (at + DIM - 1u) / lanes - first + 1u;
+    for (var w = thread; w < words; w += THREADS) {
+        let word = source[first + w];
+        for (var lane = 0u; lane < lanes; lane++) {
+            // Below the row for the lanes before it, which makes them larger than any element.
+            let element = (first + w) * lanes + lane - at;
+            if (element < DIM) {
+                row[element] = decode(SOURCE, word, lane) * source_scale(scales, element);
+            }
+        }
+    }
+}
+
+fn rotate_row(position: i32, first: u32, factor: f32, thread: u32) {
+    let turn = (u32(abs(position)) - first) * PAIRS;
+    for (var pair = thread; pair < PAIRS; pair += THREADS) {
+        let x = select(pair, 2u * pair, INTERLEAVED);
+        let y = select(pair + PAIRS, 2u * pair + 1u, INTERLEAVED);
+        let angle = angles[turn + pair];
+        let sine = select(angle.y, -angle.y, position < 0);
+        let a = row[x];
+        let b = row[y];
+        row[x] = (a * angle.x - b * sine) * factor;
+        row[y] = (a * sine + b * angle.x) * factor;
+    }
+}
+
+fn largest_code() -> f32 {
+    return select(127.0, 7.0, DEST == I4);
+}
+
+// The scale of a group, rounded up to f16 so that no finite element clips, and not further than needed.
+// NaN if an element is not finite, or the scale is not.
+fn step_bits(group: u32) -> u32 {
+    var most = 0u;
+    for (var i = group * PER_SCALE; i < (group + 1u) * PER_SCALE; i++) {
+        most = max(most, bitcast<u32>(row[i]) & 0x7fffffffu);
+    }
+    if (most >= 0x7f800000u) {
+        return 0x7e00u;
+    }
+    let amax = bitcast<f32>(most);
+    var near = f16_bits(amax / largest_code());
+    if (near < 0x7c00u && f16_of(near, 0u) * largest_code() < amax) {
+        near += 1u;
+    } else if (near > 0u && f16_of(near - 1u, 0u) * largest_code() >= amax) {
+        near -= 1u;
+    }
+    return select(near, 0x7e00u, near >= 0x7c00u);
+}
+
+fn make_steps(scales: u32, thread: u32) {
+    for (var group = thread; group < DIM / PER_SCALE; group += THREADS) {
+        let bits = step_bits(group);
+        steps[group] = f16_of(bits, 0u);
+        let at = scales + group;
+        let shift = 16u * (at % 2u);
+        atomicAnd(&dest_scales[at / 2u], ~(0xffffu << shift));
+        atomicOr(&dest_scales[at / 2u], bits << shift);
+    }
+}
+
+// The bits of an element of the row; `scale` is the static scale of 8-bit floats.
+fn coded(element: u32, scale: f32) -> u32 {
+    let x = row[element];
+    switch (DEST) {
+        case E4M3, E5M2: {
+            let largest = select(448.0, 57344.0, DEST == E5M2);
+            let finite = (bitcast<u32>(x) & 0x7fffffffu) < 0x7f800000u;
+            return encode(DEST, select(x / scale, clamp(x / scale, -largest, largest), finite));
+        }
+        case I8, I4: {
+            let step = steps[element / PER_SCALE];
+            if (step > 0.0) { // neither zero nor NaN, of which all codes are 0
+                return encode(DEST, clamp(x / step, -largest_code(), largest_code()));
+            }
+            return 0u;
+        }
+        default: { return encode(DEST, x); }
+    }
+}
+
+fn write_row(at: u32, scales: u32, thread: u32) {
+    let bits = bits_of(DEST);
+    let lanes = 32u / bits;
+    let first = at / lanes;
+    let words = (at + DIM - 1u) / lanes - first + 1u;
+    var scale = 1.0;
+    if (DEST == E4M3 || DEST == E5M2) {
+        scale = bitcast<f32>(atomicLoad(&dest_scales[scales]));
+    }
+    for (var w = thread; w < words; w += THREADS) {
+        var mask = 0u;
+        var value = 0u;
+        for (var lane = 0u; lane < lanes; lane++) {
+            let element = (first + w) * lanes + lane - at;
+            if (element < DIM) {
+                mask |= bits_between(bits * lane, bits * (lane + 1u));
+                value |= coded(element, scale) << (bits * lane);
+            }
+        }
+        put(first + w, mask, value);
+    }
+}
+
+@compute @workgroup_size(64)
+fn main(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let n = vec2<u32>(args[1], args[2]);
+    let run = linear(group, groups);
+    let item = run / (n.x * n.y);
+    if (item >= args[0]) {
+        return;
+    }
+    let outer = run / n.y % n.x;
+    let inner = run % n.y;
+    let place = HEADER + PER_ITEM * item;
+    let src = args[place] + args[3] * outer + args[7] * inner;
+    let dst = args[place + 1u] + args[4] * outer + args[8] * inner;
+    let src_scales = args[place + 2u] + args[5] * outer + args[9] * inner;
+    let dst_scales = args[place + 3u] + args[6] * outer + args[10] * inner;
+
+    read_row(src, src_scales, thread);
+    workgroupBarrier();
+    if (PAIRS > 0u) {
+        rotate_row(bitcast<i32>(args[place + 4u]), args[11], bitcast<f32>(args[12]), thread);
+        workgroupBarrier();
+    }
+    if (DEST == I8 || DEST == I4) {
+        make_steps(dst_scales, thread);
+        workgroupBarrier();
+    }
+    write_row(dst, dst_scales, thread);
+}

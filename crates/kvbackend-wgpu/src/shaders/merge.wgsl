@@ -1,0 +1,119 @@
+// The second half of attend and attend_mla: closes the softmax of each row and head over its parts, first
+// within each merge group, then over the groups by their scaled log-sum-exps. One workgroup a row and head.
+//
+// args: [rows, heads, offset of the output, its strides of a row and a head, offset and strides of the
+// log-sum-exp, place of the groups], a record for each row (row of the output, place and number of its
+// parts), the factors of the groups, and lists of (part of head 0, group), sorted by group.
+
+@group(0) @binding(3) var<storage, read_write> lse: array<u32>;
+
+override DEST: u32;
+override V_DIM: u32;
+override WITH_LSE: bool;
+
+const HEADER: u32 = 9u;
+const THREADS: u32 = 64u;
+const LOWEST: f32 = -3.4028234e38;
+const MINUS_INFINITY: u32 = 0xff800000u;
+
+var<workgroup> row: array<f32, V_DIM>;
+
+fn part(i: u32) -> f32 {
+    return bitcast<f32>(source[i]);
+}
+
+// Whether nothing was added. NaN is something; on some devices it is neither equal to 0 nor unequal.
+fn is_zero(sum: f32) -> bool {
+    return bitcast<u32>(sum) == 0u;
+}
+
+@compute @workgroup_size(64)
+fn main(
+    @builtin(workgroup_id) group_id: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let number = linear(group_id, groups);
+    let heads = args[1];
+    if (number / heads >= args[0]) {
+        return;
+    }
+    let head = number % heads;
+    let record = HEADER + 3u * (number / heads);
+    let out_row = args[record];
+    let list = args[record + 1u];
+    let count = args[record + 2u];
+    let width = V_DIM + 2u;
+
+    var most = LOWEST;
+    var total = 0.0;
+    for (var d = thread; d < V_DIM; d += THREADS) {
+        row[d] = 0.0;
+    }
+    var next = 0u;
+    while (next < count) {
+        let begin = next;
+        let group = args[list + 2u * begin + 1u];
+        var high = LOWEST;
+        while (next < count && args[list + 2u * next + 1u] == group) {
+            high = max(high, part((args[list + 2u * next] + head) * width));
+            next++;
+        }
+        var sum = 0.0;
+        for (var i = begin; i < next; i++) {
+            let place = (args[list + 2u * i] + head) * width;
+            sum += part(place + 1u) * exp(part(place) - high);
+        }
+        if (!is_zero(sum)) {
+            let group_lse = (high + log(sum)) * bitcast<f32>(args[args[8] + group]);
+            let before = most;
+            if (group_lse > most) {
+                most = group_lse;
+            }
+            let shrink = exp(before - most);
+            let grow = exp(group_lse - most);
+            total = total * shrink + grow;
+            for (var d = thread; d < V_DIM; d += THREADS) {
+                var value = 0.0;
+                for (var i = begin; i < next; i++) {
+                    let place = (args[list + 2u * i] + head) * width;
+                    if (!is_zero(part(place + 1u))) {
+                        value += part(place + 2u + d) * exp(part(place) - high);
+                    }
+                }
+                row[d] = row[d] * shrink + value / sum * grow;
+            }
+        }
+    }
+    if (!is_zero(total)) {
+        for (var d = thread; d < V_DIM; d += THREADS) {
+            row[d] = row[d] / total;
+        }
+    }
+    if (WITH_LSE && thread == 0u) {
+        var bits = MINUS_INFINITY;
+        if (!is_zero(total)) {
+            bits = bitcast<u32>(most + log(total));
+        }
+        lse[args[5] + out_row * args[6] + head * args[7]] = bits;
+    }
+    workgroupBarrier();
+
+    let bits = bits_of(DEST);
+    let lanes = 32u / bits;
+    let at = args[2] + out_row * args[3] + head * args[4];
+    let first = at / lanes;
+    let words = (at + V_DIM - 1u) / lanes - first + 1u;
+    for (var w = thread; w < words; w += THREADS) {
+        var mask = 0u;
+        var value = 0u;
+        for (var lane = 0u; lane < lanes; lane++) {
+            let element = (first + w) * lanes + lane - at;
+            if (element < V_DIM) {
+                mask |= bits_between(bits * lane, bits * (lane + 1u));
+                value |= encode(DEST, row[element]) << (bits * lane);
+            }
+        }
+        put(first + w, mask, value);
+    }
+}

@@ -1,0 +1,31 @@
+// Words of destinations. Rows may begin and end inside a 32-bit word, and another thread may own the rest
+// of that word. A read, a change and a write of it would lose what the other thread wrote in between; so a
+// word that is owned wholly is stored, and of any other the owner's bits are cleared and set by atomic
+// operations, which leave all other bits as they are, whoever changes them meanwhile.
+
+@group(0) @binding(0) var<storage, read> args: array<u32>;
+@group(0) @binding(1) var<storage, read_write> source: array<u32>;
+@group(0) @binding(2) var<storage, read_write> dest: array<atomic<u32>>;
+
+// Ones in the bits `low..high` of a word.
+fn bits_between(low: u32, high: u32) -> u32 {
+    if (high - low >= 32u) {
+        return 0xffffffffu;
+    }
+    return ((1u << (high - low)) - 1u) << low;
+}
+
+// Writes the bits of `value` under `mask` to a word of the destination.
+fn put(word: u32, mask: u32, value: u32) {
+    if (mask == 0xffffffffu) {
+        atomicStore(&dest[word], value);
+    } else if (mask != 0u) {
+        atomicAnd(&dest[word], ~mask);
+        atomicOr(&dest[word], value & mask);
+    }
+}
+
+// The number of a workgroup in a grid of two dimensions.
+fn linear(group: vec3<u32>, groups: vec3<u32>) -> u32 {
+    return group.x + group.y * groups.x;
+}

@@ -1,0 +1,251 @@
+//! Streams and events on the one queue of a device.
+//!
+//! A stream records commands and submits them when something waits for them, when another stream must come
+//! after them, or when there are many. The queue runs submissions in order, so that streams are ordered by the
+//! order in which they submit; what a program forgets to order runs in any.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use kvcore::backend::{Counters, Event, Stream};
+use kvcore::{DType, Error, Result, TensorView};
+use parking_lot::Mutex;
+use wgpu::{BufferUsages, MapMode};
+
+use crate::NAME;
+use crate::device::Device;
+use crate::kernels::copy;
+use crate::memory;
+
+mod queue;
+
+pub(crate) use queue::Dispatch;
+use queue::{Pending, Point};
+
+/// Bytes up to which a write goes with the next submission; larger ones are given to the queue at once.
+const SMALL_WRITE: usize = 1 << 20;
+
+/// Bytes that a read brings at a time.
+const STAGING: u64 = 32 << 20;
+
+/// A stream of the wgpu backend.
+pub struct WgpuStream {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    device: Arc<Device>,
+    pending: Mutex<Pending>,
+}
+
+impl Drop for Inner {
+    /// What was enqueued still runs.
+    fn drop(&mut self) {
+        self.pending.get_mut().submit(&self.device);
+    }
+}
+
+/// A point in a [`WgpuStream`].
+pub struct WgpuEvent {
+    device: Arc<Device>,
+    stream: Weak<Inner>,
+    point: Option<Arc<Point>>,
+}
+
+impl fmt::Debug for WgpuStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WgpuStream on {:?}", self.inner.device)
+    }
+}
+
+impl fmt::Debug for WgpuEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WgpuEvent on {:?}", self.device)
+    }
+}
+
+impl WgpuEvent {
+    /// Sees to it that the work before the event is submitted.
+    fn submit(&self) {
+        if let (Some(point), Some(stream)) = (&self.point, self.stream.upgrade())
+            && point.submission().is_none()
+        {
+            stream.pending.lock().submit(&stream.device);
+        }
+    }
+}
+
+impl Event for WgpuEvent {
+    fn wait(&self) -> Result<()> {
+        self.submit();
+        match self.point.as_ref().and_then(|point| point.submission()) {
+            Some(submission) => self.device.wait(submission),
+            None => self.device.check(),
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.submit();
+        self.point
+            .as_ref()
+            .and_then(|point| point.submission())
+            .is_none_or(|submission| self.device.is_done(submission))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The bytes of a dense view of our memory.
+fn dense<'a>(
+    device: &Arc<Device>,
+    view: &'a TensorView,
+    bytes: usize,
+) -> Result<(&'a memory::WgpuStorage, usize)> {
+    if !view.is_contiguous() {
+        return Err(Error::InvalidStrides {
+            what: "host copy",
+            reason: "the view is not contiguous; gather or copy it first".to_owned(),
+        });
+    }
+    let expected = view.dtype().bytes_for(view.len())?;
+    if expected != bytes {
+        return Err(Error::Mismatch { what: "bytes of a host copy", expected, got: bytes });
+    }
+    Ok((memory::of(device, view.storage())?, view.dtype().bytes_for(view.offset())?))
+}
+
+impl WgpuStream {
+    pub(crate) fn new(device: Arc<Device>) -> Self {
+        Self { inner: Arc::new(Inner { device, pending: Mutex::default() }) }
+    }
+
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.inner.device
+    }
+
+    /// Enqueues runs of kernels.
+    pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
+        self.inner.device.check()?;
+        self.inner.pending.lock().run(&self.inner.device, work)
+    }
+
+    /// Brings `dst.len()` bytes of a buffer from `start`, at most [`STAGING`] of them.
+    fn read_piece(&self, buffer: &wgpu::Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
+        let device = &self.inner.device;
+        let (first, end) = (start - start % 4, (start + dst.len() as u64).next_multiple_of(4));
+        let size = end - first;
+        let (staging, submission) = {
+            let mut pending = self.inner.pending.lock();
+            let staging = match pending.staging.take().filter(|staging| staging.size() >= size) {
+                Some(staging) => staging,
+                None => {
+                    let usage = BufferUsages::MAP_READ | BufferUsages::COPY_DST;
+                    device.buffer("staging", size.next_power_of_two().max(4096), usage)?
+                }
+            };
+            pending.encoder(device).copy_buffer_to_buffer(buffer, first, &staging, 0, Some(size));
+            pending.submit(device);
+            (staging, pending.last())
+        };
+        let (sender, mapped) = std::sync::mpsc::channel();
+        staging.slice(..size).map_async(MapMode::Read, move |result| {
+            let _ = sender.send(result);
+        });
+        if let Some(submission) = submission {
+            device.wait(submission)?;
+        }
+        let unmapped = |reason: String| Error::Device { backend: NAME, reason };
+        mapped
+            .recv()
+            .map_err(|error| unmapped(error.to_string()))?
+            .map_err(|error| unmapped(error.to_string()))?;
+        {
+            let view =
+                staging.slice(..size).get_mapped_range().map_err(|error| unmapped(error.to_string()))?;
+            let from = (start - first) as usize;
+            dst.copy_from_slice(&view[from..from + dst.len()]);
+        }
+        staging.unmap();
+        self.inner.pending.lock().staging.get_or_insert(staging);
+        Ok(())
+    }
+}
+
+impl Stream for WgpuStream {
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        self.inner.device.check()?;
+        let point = self.inner.pending.lock().point();
+        let (device, stream) = (Arc::clone(&self.inner.device), Arc::downgrade(&self.inner));
+        Ok(Arc::new(WgpuEvent { device, stream, point }))
+    }
+
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
+        let known = event.as_any().downcast_ref::<WgpuEvent>();
+        let known = known
+            .filter(|known| Arc::ptr_eq(&known.device, &self.inner.device))
+            .ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
+        if !std::ptr::eq(known.stream.as_ptr(), Arc::as_ptr(&self.inner)) {
+            known.submit();
+        }
+        self.inner.device.check()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        let last = {
+            let mut pending = self.inner.pending.lock();
+            pending.submit(&self.inner.device);
+            pending.last()
+        };
+        last.map_or_else(|| self.inner.device.check(), |last| self.inner.device.wait(last))
+    }
+
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
+        let device = &self.inner.device;
+        let (storage, start) = dense(device, dst, src.len())?;
+        device.check()?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        let buffer = storage.buffer()?;
+        Counters::add(&device.counters.host_write_bytes, src.len());
+        let mut pending = self.inner.pending.lock();
+        let aligned = start.is_multiple_of(4) && src.len().is_multiple_of(4);
+        if aligned && src.len() > SMALL_WRITE {
+            pending.submit(device);
+            device.queue.write_buffer(&buffer, start as u64, src);
+            pending.encoder(device); // so that a wait includes it
+            return Ok(());
+        }
+        if !aligned {
+            let work = copy::bytes(device, src, &buffer, start)?;
+            return pending.run(device, work);
+        }
+        let from = pending.upload(device, src)?;
+        let (offset, size) = (from.offset, Some(src.len() as u64));
+        pending.encoder(device).copy_buffer_to_buffer(&from.buffer, offset, &buffer, start as u64, size);
+        Ok(())
+    }
+
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
+        let device = &self.inner.device;
+        let (storage, start) = dense(device, src, dst.len())?;
+        device.check()?;
+        if dst.is_empty() {
+            return self.synchronize();
+        }
+        let buffer = storage.buffer()?;
+        Counters::add(&device.counters.host_read_bytes, dst.len());
+        for (i, piece) in dst.chunks_mut(STAGING as usize).enumerate() {
+            self.read_piece(&buffer, start as u64 + i as u64 * STAGING, piece)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first byte of an element that begins a row.
+pub(crate) fn byte_of(dtype: DType, element: usize) -> u64 {
+    element as u64 * dtype.bits() as u64 / 8
+}

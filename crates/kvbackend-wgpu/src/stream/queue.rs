@@ -1,0 +1,135 @@
+//! Work that is recorded and not yet submitted, and what it needs from the host.
+
+use std::sync::Arc;
+
+use kvcore::Result;
+use parking_lot::Mutex;
+use wgpu::{Buffer, BufferUsages, CommandEncoder, ComputePassDescriptor, SubmissionIndex};
+
+use crate::device::Device;
+use crate::pipeline::{Binding, Pipeline};
+
+/// Bytes of the first buffer for arguments.
+const ARGUMENTS: u64 = 64 << 10;
+
+/// Dispatches after which a submission is worth while: the device works while the host goes on.
+const MANY: usize = 256;
+
+/// One run of a kernel. Its first binding are its arguments.
+pub(crate) struct Dispatch {
+    pub(crate) pipeline: Arc<Pipeline>,
+    pub(crate) args: Vec<u32>,
+    pub(crate) bindings: Vec<Binding>,
+    /// Workgroups.
+    pub(crate) groups: u64,
+}
+
+/// A moment in a stream's order: the submission that comes next, or the one that it became.
+#[derive(Debug, Default)]
+pub(super) struct Point(Mutex<Option<SubmissionIndex>>);
+
+impl Point {
+    pub(super) fn submission(&self) -> Option<SubmissionIndex> {
+        self.0.lock().clone()
+    }
+}
+
+/// What a stream has recorded.
+#[derive(Default)]
+pub(super) struct Pending {
+    encoder: Option<CommandEncoder>,
+    dispatches: usize,
+    /// Bytes that go to `arguments` before the submission.
+    bytes: Vec<u8>,
+    arguments: Option<Buffer>,
+    points: Vec<Arc<Point>>,
+    /// The last submission.
+    last: Option<SubmissionIndex>,
+    /// A buffer that reads come through, while no read has it.
+    pub(super) staging: Option<Buffer>,
+}
+
+impl Pending {
+    pub(super) fn encoder(&mut self, device: &Device) -> &mut CommandEncoder {
+        self.encoder.get_or_insert_with(|| device.handle.create_command_encoder(&Default::default()))
+    }
+
+    /// Bytes that a kernel or a copy of this submission reads.
+    pub(super) fn upload(&mut self, device: &Device, bytes: &[u8]) -> Result<Binding> {
+        let align = device.binding_align();
+        let size = (bytes.len() as u64).next_multiple_of(4).max(4);
+        let capacity = self.arguments.as_ref().map_or(0, Buffer::size);
+        if (self.bytes.len() as u64).next_multiple_of(align) + size > capacity {
+            self.submit(device);
+        }
+        let buffer = match self.arguments.take().filter(|buffer| buffer.size() >= size) {
+            Some(buffer) => buffer,
+            None => {
+                let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+                device.buffer("arguments", size.next_power_of_two().max(ARGUMENTS), usage)?
+            }
+        };
+        self.arguments = Some(buffer.clone());
+        let offset = (self.bytes.len() as u64).next_multiple_of(align);
+        self.bytes.resize(offset as usize, 0);
+        self.bytes.extend_from_slice(bytes);
+        self.bytes.resize((offset + size) as usize, 0);
+        Ok(Binding { buffer, offset, size })
+    }
+
+    /// Records runs of kernels, in order.
+    pub(super) fn run(&mut self, device: &Device, work: Vec<Dispatch>) -> Result<()> {
+        for dispatch in work.into_iter().filter(|dispatch| dispatch.groups > 0) {
+            let args = self.upload(device, bytemuck::cast_slice(&dispatch.args))?;
+            let group = dispatch.pipeline.bind(device, [&args].into_iter().chain(&dispatch.bindings));
+            let most = u64::from(device.limits.max_compute_workgroups_per_dimension);
+            let x = dispatch.groups.min(most);
+            let mut pass = self.encoder(device).begin_compute_pass(&ComputePassDescriptor::default());
+            pass.set_pipeline(&dispatch.pipeline.handle);
+            pass.set_bind_group(0, &group, &[]);
+            pass.dispatch_workgroups(x as u32, dispatch.groups.div_ceil(x) as u32, 1);
+            drop(pass);
+            self.dispatches += 1;
+        }
+        if self.dispatches >= MANY {
+            self.submit(device);
+        }
+        Ok(())
+    }
+
+    /// Gives everything recorded to the device.
+    pub(super) fn submit(&mut self, device: &Device) {
+        let Some(encoder) = self.encoder.take() else {
+            self.bytes.clear();
+            return;
+        };
+        if let Some(arguments) = self.arguments.as_ref().filter(|_| !self.bytes.is_empty()) {
+            device.queue.write_buffer(arguments, 0, &self.bytes);
+        }
+        let submission = device.queue.submit([encoder.finish()]);
+        self.bytes.clear();
+        self.dispatches = 0;
+        for point in self.points.drain(..) {
+            *point.0.lock() = Some(submission.clone());
+        }
+        self.last = Some(submission);
+    }
+
+    /// The moment after everything recorded so far; none if nothing ever was.
+    pub(super) fn point(&mut self) -> Option<Arc<Point>> {
+        let point = match (&self.encoder, &self.last) {
+            (Some(_), _) => {
+                let point = Arc::new(Point::default());
+                self.points.push(Arc::clone(&point));
+                point
+            }
+            (None, Some(last)) => Arc::new(Point(Mutex::new(Some(last.clone())))),
+            (None, None) => return None,
+        };
+        Some(point)
+    }
+
+    pub(super) fn last(&self) -> Option<SubmissionIndex> {
+        self.last.clone()
+    }
+}

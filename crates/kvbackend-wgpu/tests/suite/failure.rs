@@ -1,0 +1,161 @@
+//! Errors that say what to do, and a process that lives on.
+
+use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
+use kvcore::backend::Backend;
+use kvcore::kernels::{CopyTensor, Kernels, Scatter};
+use kvcore::{BlockOrder, DType, Error, KvShape, MemoryKind, TensorView, allocate_tensor};
+
+use crate::common::{arena, download, noise, opened, shared, upload};
+
+#[test]
+fn an_adapter_that_is_not_there_is_named_beside_those_that_are() {
+    let Some(_) = shared() else { return };
+    let options = WgpuOptions { adapter: Some("no such card".to_owned()), ..WgpuOptions::default() };
+    let Err(Error::NoDevice { backend: "wgpu", reason }) = WgpuBackend::with_options(&options) else {
+        panic!("an unknown adapter was opened")
+    };
+    assert!(reason.contains("no such card") && reason.contains("0: "), "{reason}");
+    let first = &kvbackend_wgpu::adapters()[0];
+    for name in ["0".to_owned(), first.name.to_uppercase()] {
+        let options = WgpuOptions { adapter: Some(name), ..WgpuOptions::default() };
+        assert!(WgpuBackend::with_options(&options).is_ok());
+    }
+}
+
+#[test]
+fn a_device_without_what_kernels_need_is_refused_before_anything_runs() {
+    let Some(backend) = shared() else { return };
+    // Another device of the same adapter, opened by the caller with the smallest limits.
+    let instance = kvbackend_wgpu::wgpu::Instance::new(
+        kvbackend_wgpu::wgpu::InstanceDescriptor::new_without_display_handle(),
+    );
+    let adapters = pollster::block_on(instance.enumerate_adapters(kvbackend_wgpu::wgpu::Backends::PRIMARY));
+    let descriptor = kvbackend_wgpu::wgpu::DeviceDescriptor {
+        required_limits: kvbackend_wgpu::wgpu::Limits::downlevel_defaults(),
+        ..Default::default()
+    };
+    let (device, queue) = pollster::block_on(adapters[0].request_device(&descriptor)).unwrap();
+    let refused = WgpuBackend::from_device(device, queue, &WgpuOptions::default());
+    let Err(Error::NoDevice { reason, .. }) = refused else { panic!("{refused:?}") };
+    assert!(reason.contains("storage buffers"), "{reason}");
+    drop(backend);
+}
+
+#[test]
+fn a_pool_larger_than_a_buffer_is_refused_with_the_limit() {
+    let Some(backend) = shared() else { return };
+    let limit = backend.device().limits().max_buffer_size;
+    let Err(Error::Allocation { bytes, reason, .. }) =
+        backend.allocate(MemoryKind::Device, limit as usize + 1)
+    else {
+        panic!("more than the largest buffer was allocated")
+    };
+    assert!(bytes as u64 == limit + 1 && reason.contains(&limit.to_string()), "{reason}");
+    assert!(backend.allocate(MemoryKind::Device, 64).is_ok(), "the device goes on");
+}
+
+#[test]
+fn a_lost_device_is_an_error_of_every_call_and_of_no_other_device() {
+    let Some(backend) = opened(&WgpuOptions::default()) else { return };
+    let Some(other) = opened(&WgpuOptions::default()) else { return };
+    let stream = backend.stream().unwrap();
+    let view = upload(backend.as_ref(), DType::U8, &[64], &noise(1, 64));
+    let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+    let event = stream.record().unwrap();
+    backend.device().destroy();
+    let lost = |what: &str, result: kvcore::Result<()>| {
+        assert!(matches!(result, Err(Error::DeviceLost { backend: "wgpu", .. })), "{what} gave {result:?}");
+    };
+    lost("a kernel", stream.copy_tensor(&CopyTensor { src: view.clone(), dst: copy }));
+    lost("a read", stream.read(&view, &mut [0; 64]));
+    lost("a write", stream.write(&view, &[0; 64]));
+    lost("a wait", stream.synchronize());
+    lost("an event", event.wait());
+    lost("an allocation", backend.allocate(MemoryKind::Device, 64).map(drop));
+    lost("a stream", backend.stream().map(drop));
+    drop((stream, event, view));
+
+    let bytes = noise(2, 64);
+    let view = upload(other.as_ref(), DType::U8, &[64], &bytes);
+    assert_eq!(download(other.stream().unwrap().as_ref(), &view), bytes);
+}
+
+#[test]
+fn memory_of_another_device_is_foreign() {
+    let (Some(one), Some(other)) = (shared(), opened(&WgpuOptions::default())) else { return };
+    let view = upload(other.as_ref(), DType::U8, &[64], &noise(1, 64));
+    let here = allocate_tensor(one.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+    let stream = one.stream().unwrap();
+    let foreign = |result: kvcore::Result<()>| {
+        assert!(matches!(result, Err(Error::ForeignHandle { backend: "wgpu", .. })), "{result:?}");
+    };
+    foreign(stream.copy_tensor(&CopyTensor { src: view.clone(), dst: here }));
+    foreign(stream.read(&view, &mut [0; 64]));
+    foreign(stream.wait_for(&other.stream().unwrap().record().unwrap()));
+}
+
+#[test]
+fn no_work_is_no_work() {
+    let Some(backend) = shared() else { return };
+    let stream = backend.stream().unwrap();
+    let shape = KvShape {
+        num_layers: 1,
+        num_blocks: 2,
+        block_size: 2,
+        k_heads: 1,
+        v_heads: 1,
+        k_dim: 4,
+        v_dim: 4,
+        format: DType::F32.into(),
+        order: BlockOrder::TokenMajor,
+    };
+    let arena = arena(backend.as_ref(), shape);
+    let storage = backend.allocate(MemoryKind::Device, 16).unwrap();
+    let none = TensorView::new(storage, DType::F32, &[0, 1, 4]).unwrap();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k: none.clone(),
+            v: none.clone(),
+            slots: [].into(),
+        })
+        .unwrap();
+    let one = upload(backend.as_ref(), DType::F32, &[1, 1, 4], &[0; 16]);
+    stream.scatter(&Scatter { arena, layer: 0, k: one.clone(), v: one, slots: [-1].into() }).unwrap();
+    stream.copy_tensor(&CopyTensor { src: none.clone(), dst: none.clone() }).unwrap();
+    stream.write(&none, &[]).unwrap();
+    stream.read(&none, &mut []).unwrap();
+    stream.synchronize().unwrap();
+    assert!(stream.record().unwrap().is_done());
+}
+
+#[test]
+fn more_rows_than_a_grid_has_in_one_dimension_are_moved() {
+    let Some(backend) = shared() else { return };
+    let limit = backend.device().limits().max_compute_workgroups_per_dimension as usize;
+    let rows = limit / 8 + 100; // of eight heads, each a workgroup
+    let stream = backend.stream().unwrap();
+    let shape = KvShape {
+        num_layers: 1,
+        num_blocks: rows.div_ceil(16),
+        block_size: 16,
+        k_heads: 8,
+        v_heads: 8,
+        k_dim: 2,
+        v_dim: 2,
+        format: DType::BF16.into(),
+        order: BlockOrder::TokenMajor,
+    };
+    let arena = arena(backend.as_ref(), shape);
+    let values: Vec<u8> = (0..rows * 16).flat_map(|i| ((i % 251) as f32).to_ne_bytes()).collect();
+    let view = upload(backend.as_ref(), DType::F32, &[rows, 8, 2], &values);
+    let slots = (0..rows as i64).collect();
+    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k: view.clone(), v: view, slots }).unwrap();
+    let stored = TensorView::new(std::sync::Arc::clone(arena.v()), DType::BF16, &[rows * 16]).unwrap();
+    let stored = download(stream.as_ref(), &stored);
+    for (i, bytes) in stored.chunks_exact(2).enumerate() {
+        let got = half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32();
+        assert!(got == (i % 251) as f32, "element {i} is {got}");
+    }
+}

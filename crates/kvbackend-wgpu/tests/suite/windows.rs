@@ -1,0 +1,141 @@
+//! Pools that are bound in parts equal pools that are bound whole.
+
+use std::sync::{Arc, OnceLock};
+
+use kvbackend_cpu::CpuBackend;
+use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
+use kvcore::backend::{Backend, Stream};
+use kvcore::kernels::{
+    Attend, AttendRows, CopyBlocks, Gather, Kernels, MergeGroup, QueryRow, Scatter, Segment, SwapBlocks,
+};
+use kvcore::{
+    BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvShape, MemoryKind, Rope, RopeConfig,
+    allocate_tensor,
+};
+use proptest::prelude::*;
+
+use crate::common::{arena, contents, download, noise, opened, upload};
+
+/// Far below what the arenas of these tests take.
+const BINDING: u64 = 4096;
+
+const BLOCKS: usize = 24;
+
+fn windowed() -> Option<Arc<WgpuBackend>> {
+    static BACKEND: OnceLock<Option<Arc<WgpuBackend>>> = OnceLock::new();
+    let options = || WgpuOptions { max_binding: Some(BINDING), ..WgpuOptions::default() };
+    BACKEND.get_or_init(|| opened(&options())).clone()
+}
+
+fn shape(format: KvFormat, order: BlockOrder) -> KvShape {
+    KvShape {
+        num_layers: 3,
+        num_blocks: BLOCKS,
+        block_size: 4,
+        k_heads: 2,
+        v_heads: 2,
+        k_dim: 24,
+        v_dim: 16,
+        format,
+        order,
+    }
+}
+
+/// Rows of numbers between −1 and 1 in f32.
+fn rows(backend: &dyn Backend, seed: u64, shape: &[usize]) -> kvcore::TensorView {
+    let n = shape.iter().product();
+    let values: Vec<u8> =
+        noise(seed, n).iter().flat_map(|&b| (f32::from(b) / 127.5 - 1.0).to_ne_bytes()).collect();
+    upload(backend, DType::F32, shape, &values)
+}
+
+/// Fills a layer.
+fn fill(backend: &dyn Backend, stream: &dyn Stream, arena: &KvArena, layer: usize) {
+    let n = BLOCKS * 4;
+    let (k, v) = (rows(backend, layer as u64, &[n, 2, 24]), rows(backend, !layer as u64, &[n, 2, 16]));
+    let slots = (0..n as i64).map(|i| i * 29 % n as i64).collect();
+    stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots }).unwrap();
+}
+
+fn attend(
+    backend: &dyn Backend,
+    stream: &dyn Stream,
+    arena: &KvArena,
+    blocks: &[u32],
+    offset: i64,
+) -> Vec<f32> {
+    let heads = 4;
+    let q = rows(backend, 77, &[5, heads, 24]);
+    let out = allocate_tensor(backend, MemoryKind::Device, DType::F32, &[5, heads, 16]).unwrap();
+    let len = blocks.len() * 4;
+    let ids: Arc<[BlockId]> = blocks.iter().map(|&block| BlockId(block)).collect();
+    let (first, second) = ids.split_at(ids.len() / 2);
+    let segments = [
+        Segment::new(first.into(), first.len() * 4, 0, 0),
+        Segment::new(second.into(), second.len() * 4, first.len() * 4, 0).at_offset(offset),
+    ];
+    let op = Attend {
+        arena: arena.clone(),
+        layer: 1,
+        q,
+        rope: Some(Arc::new(Rope::new(RopeConfig::new(24, 500.0), 8192).unwrap())),
+        keys: KeyForm::Rotated,
+        rows: (0..5).map(|i| QueryRow { logical: len - 5 + i, position: offset + 100 + i as i64 }).collect(),
+        batch: [AttendRows::new(0..5, segments)].into(),
+        groups: [MergeGroup::default()].into(),
+        scale: 0.2,
+        window: None,
+        softcap: None,
+        out: out.clone(),
+        lse: None,
+    };
+    stream.attend(&op).unwrap();
+    bytemuck::pod_collect_to_vec(&download(stream, &out))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn pools_in_parts_equal_the_host(
+        pairs in prop::collection::btree_map(0..BLOCKS as u32 / 2, BLOCKS as u32 / 2..BLOCKS as u32, 1..8),
+        blocks in Just((0..BLOCKS as u32).collect::<Vec<_>>()).prop_shuffle(),
+        used in 2..BLOCKS,
+        offset in prop::sample::select(vec![0i64, 7, 1000, 6000]),
+        order in prop::sample::select(vec![BlockOrder::TokenMajor, BlockOrder::HeadMajor]),
+        format in prop::sample::select(vec![KvFormat::from(DType::F32), DType::BF16.into(), KvFormat::Int8 { group: 8 }]),
+    ) {
+        let Some(wgpu) = windowed() else { return Ok(()) };
+        let cpu = CpuBackend::new();
+        let results = [wgpu.as_ref() as &dyn Backend, cpu.as_ref()].map(|backend| {
+            let stream = backend.stream().unwrap();
+            let (one, two) = (arena(backend, shape(format, order)), arena(backend, shape(format, BlockOrder::HeadMajor)));
+            (0..3).for_each(|layer| fill(backend, stream.as_ref(), &one, layer));
+            // A destination once, whatever the map says.
+            let mut seen = Vec::new();
+            let pairs: Arc<[_]> = pairs
+                .iter()
+                .filter(|pair| !std::mem::replace(&mut seen, [&seen[..], &[*pair.1]].concat()).contains(pair.1))
+                .map(|(&from, &to)| (BlockId(from), BlockId(to)))
+                .collect();
+            stream.copy_blocks(&CopyBlocks { arena: one.clone(), pairs: Arc::clone(&pairs) }).unwrap();
+            stream.swap_blocks(&SwapBlocks { src: one.clone(), dst: two.clone(), pairs }).unwrap();
+            let gathered = [24, 16].map(|dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[BLOCKS, 2, dim]).unwrap());
+            let slots = (0..BLOCKS as i64).map(|i| i * 41 % (BLOCKS as i64 * 4)).collect();
+            let [k, v] = gathered.clone();
+            if format == KvFormat::Dense(DType::BF16) {
+                // Rows of a dense arena have its type; what they hold was compared as blocks.
+            } else {
+                stream.gather(&Gather { arena: one.clone(), layer: 2, slots, k, v, rotation: None }).unwrap();
+            }
+            let out = attend(backend, stream.as_ref(), &one, &blocks[..used], offset);
+            let stored = [contents(stream.as_ref(), &one), contents(stream.as_ref(), &two)];
+            (stored, gathered.map(|view| download(stream.as_ref(), &view)), out)
+        });
+        let [(stored, gathered, out), (stored_there, gathered_there, out_there)] = results;
+        prop_assert!(stored == stored_there && gathered == gathered_there, "bytes differ");
+        for (a, b) in out.iter().zip(&out_there) {
+            prop_assert!((a - b).abs() <= 1e-5, "attention: {} and {}", a, b);
+        }
+    }
+}

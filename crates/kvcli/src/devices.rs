@@ -1,0 +1,112 @@
+//! `kvc devices`: what `--backend` can name here.
+
+use std::io::Write;
+
+use serde::Serialize;
+
+use crate::args::DevicesArgs;
+use crate::error::Result;
+use crate::report;
+
+/// A device of one backend.
+#[derive(Serialize)]
+struct Device {
+    /// As `--backend` takes it.
+    backend: String,
+    name: String,
+    /// Interface, kind and driver.
+    about: String,
+    limits: Vec<(&'static str, String)>,
+    features: Vec<(&'static str, bool)>,
+    /// Why it cannot be used, if so.
+    unfit: Option<String>,
+}
+
+/// A backend of which this build or this machine has no device, and what to do.
+#[derive(Serialize)]
+struct Missing {
+    backend: &'static str,
+    reason: String,
+}
+
+pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
+    let (mut found, mut missing) = (Vec::new(), Vec::new());
+    cpu(&mut found, &mut missing);
+    wgpu(&mut found, &mut missing);
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{:#}", serde_json::json!({ "devices": found, "missing": missing }))?;
+        return Ok(());
+    }
+    let mut table = report::table(&["--backend", "device", "limits", "features"]);
+    for device in &found {
+        let limits: Vec<String> =
+            device.limits.iter().map(|(what, value)| format!("{what}: {value}")).collect();
+        let features: Vec<String> = device
+            .features
+            .iter()
+            .map(|(what, has)| if *has { (*what).to_owned() } else { format!("no {what}") })
+            .collect();
+        let mut name = format!("{}\n{}", device.name, device.about);
+        if let Some(reason) = &device.unfit {
+            name += &format!("\ncannot be used: {reason}");
+        }
+        table.add_row([device.backend.clone(), name, limits.join("\n"), features.join("\n")]);
+    }
+    writeln!(out, "{table}")?;
+    for Missing { backend, reason } in &missing {
+        writeln!(out, "\n{backend}: {reason}")?;
+    }
+    Ok(())
+}
+
+#[cfg(feature = "cpu")]
+fn cpu(found: &mut Vec<Device>, _: &mut Vec<Missing>) {
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    found.push(Device {
+        backend: "cpu".to_owned(),
+        name: "host memory".to_owned(),
+        about: format!("{} kernels", kvbackend_cpu::CpuBackend::new().simd()),
+        limits: vec![("threads", threads.to_string())],
+        features: vec![("f16, bf16, quantised caches", true)],
+        unfit: None,
+    });
+}
+
+#[cfg(not(feature = "cpu"))]
+fn cpu(_: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+    missing.push(not_built("cpu"));
+}
+
+#[cfg(feature = "wgpu")]
+fn wgpu(found: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+    let adapters = kvbackend_wgpu::adapters();
+    if adapters.is_empty() {
+        missing.push(Missing { backend: "wgpu", reason: kvbackend_wgpu::NO_ADAPTER.to_owned() });
+    }
+    for (i, adapter) in adapters.into_iter().enumerate() {
+        let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+        found.push(Device {
+            backend: format!("wgpu:{i}"),
+            about: format!("{}, {}, {}", adapter.interface, adapter.kind, adapter.driver),
+            name: adapter.name,
+            limits: vec![
+                ("largest buffer", mib(adapter.max_buffer)),
+                ("bound at once", mib(adapter.max_binding)),
+                ("workgroup memory", format!("{} KiB", adapter.workgroup_memory >> 10)),
+            ],
+            features: vec![("f16 arithmetic", adapter.native_f16), ("host memory", adapter.host_memory)],
+            unfit: adapter.unfit,
+        });
+    }
+}
+
+#[cfg(not(feature = "wgpu"))]
+fn wgpu(_: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+    missing.push(not_built("wgpu"));
+}
+
+#[cfg(not(all(feature = "cpu", feature = "wgpu")))]
+fn not_built(backend: &'static str) -> Missing {
+    Missing { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
+}
