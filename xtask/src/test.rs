@@ -43,7 +43,10 @@ pub(crate) fn test() -> Result {
     let targets: [&[&str]; 2] = [&["--lib", "--bins", "--tests", "--examples"], &["--doc"]];
     let mut ok = true;
     for targets in targets {
-        ok &= pass(&[&["test", "--workspace", "--no-fail-fast"], targets].concat(), &mut sums)?;
+        ok &= pass(
+            &[&["test", "--workspace", "--all-features", "--no-fail-fast"], targets].concat(),
+            &mut sums,
+        )?;
     }
     println!("\n{} passed, {} failed, {} skipped", sums.passed, sums.failed, sums.skipped);
     if ok && sums.failed == 0 && sums.passed > 0 { Ok(()) } else { Err("tests failed".to_owned()) }

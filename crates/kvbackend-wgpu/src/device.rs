@@ -110,12 +110,19 @@ impl Device {
 
     /// An error if the device is lost, or if it refused something since the last call.
     pub(crate) fn check(&self) -> Result<()> {
-        if let Some(reason) = self.health.lost.get() {
-            return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
+        let refused = self.health.error.lock().take();
+        match (refused, self.health.lost.get()) {
+            (None, None) => Ok(()),
+            (refused, _) => Err(self.refusal(refused.unwrap_or_default())),
         }
-        match self.health.error.lock().take() {
-            Some(reason) => Err(Error::Device { backend: NAME, reason }),
-            None => Ok(()),
+    }
+
+    /// What a refusal of the device means. Loss is noticed by whoever asks next.
+    pub(crate) fn refusal(&self, reason: String) -> Error {
+        let _ = self.handle.poll(PollType::Poll);
+        match self.health.lost.get() {
+            Some(reason) => Error::DeviceLost { backend: NAME, reason: reason.clone() },
+            None => Error::Device { backend: NAME, reason },
         }
     }
 
@@ -137,7 +144,7 @@ impl Device {
     pub(crate) fn wait(&self, submission: SubmissionIndex) -> Result<()> {
         let waited = self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout: None });
         self.check()?;
-        waited.map(drop).map_err(|error| Error::Device { backend: NAME, reason: error.to_string() })
+        waited.map(drop).map_err(|error| self.refusal(error.to_string()))
     }
 
     /// Whether a submission is done; does not wait.
@@ -175,10 +182,15 @@ impl Device {
             usage,
             mapped_at_creation: false,
         };
-        self.guarded(|| self.handle.create_buffer(&descriptor)).map_err(|reason| Error::Allocation {
-            bytes: size as usize,
-            kind: kvcore::MemoryKind::Device,
-            reason,
-        })
+        self.guarded(|| self.handle.create_buffer(&descriptor))
+            .map_err(|reason| self.no_memory(kvcore::MemoryKind::Device, size as usize, reason))
+    }
+
+    /// A refused allocation: of memory, or of a device that is gone.
+    pub(crate) fn no_memory(&self, kind: kvcore::MemoryKind, bytes: usize, reason: String) -> Error {
+        match self.refusal(reason) {
+            Error::Device { reason, .. } => Error::Allocation { bytes, kind, reason },
+            lost => lost,
+        }
     }
 }

@@ -120,7 +120,9 @@ fn create(device: &Device, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
     if size < bytes as u64 {
         return Err(refused(format!("the device's largest buffer has {limit} bytes")));
     }
-    device.guarded(|| device.handle.create_buffer(&descriptor)).map_err(refused)
+    device
+        .guarded(|| device.handle.create_buffer(&descriptor))
+        .map_err(|reason| device.no_memory(kind, bytes, reason))
 }
 
 impl Storage for WgpuStorage {

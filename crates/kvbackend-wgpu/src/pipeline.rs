@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use kvcore::{Error, Result};
+use kvcore::Result;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use wgpu::{
@@ -14,7 +14,6 @@ use wgpu::{
     ShaderModuleDescriptor, ShaderSource, ShaderStages,
 };
 
-use crate::NAME;
 use crate::device::Device;
 
 const WORDS: &str = include_str!("shaders/words.wgsl");
@@ -143,7 +142,7 @@ impl Pipelines {
         let text = shader.text(self.native_f16, texts);
         let pipeline = device
             .guarded(|| compile(device, shader, text, constants))
-            .map_err(|reason| Error::Device { backend: NAME, reason: format!("{shader:?}: {reason}") })?;
+            .map_err(|reason| device.refusal(format!("{shader:?}: {reason}")))?;
         let pipeline = Arc::new(pipeline);
         made.insert((shader, values), Arc::clone(&pipeline));
         Ok(pipeline)

@@ -21,10 +21,8 @@ mod bench;
 pub mod cases;
 pub mod oracle;
 
-#[cfg(feature = "cpu")]
 mod backends;
 
-#[cfg(feature = "cpu")]
 pub use backends::{BACKENDS, NamedBackend};
 pub use bench::{Bench, Failure, Outcome};
 pub use cases::{CASES, Case};

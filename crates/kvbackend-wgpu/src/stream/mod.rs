@@ -157,14 +157,13 @@ impl WgpuStream {
         if let Some(submission) = submission {
             device.wait(submission)?;
         }
-        let unmapped = |reason: String| Error::Device { backend: NAME, reason };
         mapped
             .recv()
-            .map_err(|error| unmapped(error.to_string()))?
-            .map_err(|error| unmapped(error.to_string()))?;
+            .map_err(|error| device.refusal(error.to_string()))?
+            .map_err(|error| device.refusal(error.to_string()))?;
         {
-            let view =
-                staging.slice(..size).get_mapped_range().map_err(|error| unmapped(error.to_string()))?;
+            let view = staging.slice(..size).get_mapped_range();
+            let view = view.map_err(|error| device.refusal(error.to_string()))?;
             let from = (start - first) as usize;
             dst.copy_from_slice(&view[from..from + dst.len()]);
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use kvbackend_wgpu::WgpuOptions;
 use kvcore::backend::{Backend, Stream};
-use kvcore::kernels::{ApplyRope, Gather, Kernels, Rotation, Scatter};
+use kvcore::kernels::{ApplyRope, Gather, Rotation, Scatter};
 use kvcore::{
     BlockOrder, DType, Fp8Kind, KvArena, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, allocate_tensor,
 };

@@ -6,7 +6,7 @@ use kvbackend_cpu::CpuBackend;
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::backend::{Backend, Stream};
 use kvcore::kernels::{
-    Attend, AttendRows, CopyBlocks, Gather, Kernels, MergeGroup, QueryRow, Scatter, Segment, SwapBlocks,
+    Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, Scatter, Segment, SwapBlocks,
 };
 use kvcore::{
     BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvShape, MemoryKind, Rope, RopeConfig,
@@ -112,20 +112,16 @@ proptest! {
             let (one, two) = (arena(backend, shape(format, order)), arena(backend, shape(format, BlockOrder::HeadMajor)));
             (0..3).for_each(|layer| fill(backend, stream.as_ref(), &one, layer));
             // A destination once, whatever the map says.
-            let mut seen = Vec::new();
-            let pairs: Arc<[_]> = pairs
-                .iter()
-                .filter(|pair| !std::mem::replace(&mut seen, [&seen[..], &[*pair.1]].concat()).contains(pair.1))
-                .map(|(&from, &to)| (BlockId(from), BlockId(to)))
-                .collect();
+            let once = |(i, pair): &(usize, (&u32, &u32))| !pairs.values().take(*i).any(|to| to == pair.1);
+            let pairs: Arc<[_]> =
+                pairs.iter().enumerate().filter(once).map(|(_, (&from, &to))| (BlockId(from), BlockId(to))).collect();
             stream.copy_blocks(&CopyBlocks { arena: one.clone(), pairs: Arc::clone(&pairs) }).unwrap();
             stream.swap_blocks(&SwapBlocks { src: one.clone(), dst: two.clone(), pairs }).unwrap();
             let gathered = [24, 16].map(|dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[BLOCKS, 2, dim]).unwrap());
             let slots = (0..BLOCKS as i64).map(|i| i * 41 % (BLOCKS as i64 * 4)).collect();
             let [k, v] = gathered.clone();
-            if format == KvFormat::Dense(DType::BF16) {
-                // Rows of a dense arena have its type; what they hold was compared as blocks.
-            } else {
+            // Rows of a dense arena have its type; what they hold is compared as blocks.
+            if format != KvFormat::Dense(DType::BF16) {
                 stream.gather(&Gather { arena: one.clone(), layer: 2, slots, k, v, rotation: None }).unwrap();
             }
             let out = attend(backend, stream.as_ref(), &one, &blocks[..used], offset);

@@ -42,7 +42,7 @@ fn run(device: &Arc<Device>, op: &Attend, latent: Option<&TensorView>) -> Result
     let planes = PlaneWindows::of(device, op)?;
     let heads = op.q.shape()[1] as u64;
     let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
-    let most = SCRATCH.min(device.binding) / (part_bytes * heads);
+    let most = SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads);
     let tiles = runs::tiles(op, &tiling, &planes, most as usize);
     let mut work = Vec::new();
     for chunk in chunks(device, op, latent, &tiles, most) {

@@ -1,0 +1,73 @@
+//! The program with keys, values and attention on a GPU, or on software that acts as one.
+#![cfg(feature = "wgpu")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+/// What a command prints as JSON; none where the machine has no adapter, which is said.
+fn json(args: &[&str]) -> Option<Value> {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if stderr.contains("no device for the wgpu backend") {
+        println!("SKIPPED: {}", stderr.trim());
+        return None;
+    }
+    assert!(output.status.success(), "{args:?}: {stderr}");
+    Some(serde_json::from_slice(&output.stdout).expect("one JSON value"))
+}
+
+#[test]
+fn the_demo_answers_as_on_the_cpu() {
+    let Some(there) = json(&["demo", "--json", "--backend", "wgpu"]) else { return };
+    let here = json(&["demo", "--json", "--backend", "cpu"]).unwrap();
+    let without_times = |answers: &Value| -> Vec<Value> {
+        let strip = |answer: &Value| {
+            let mut answer = answer.clone();
+            let fields = answer.as_object_mut().unwrap();
+            fields.retain(|name, _| !name.contains("_ms") && name != "largest_logit_difference");
+            answer
+        };
+        answers.as_array().unwrap().iter().map(strip).collect()
+    };
+    assert_eq!(without_times(&there), without_times(&here));
+    assert!(here.as_array().unwrap().len() > 3);
+}
+
+#[test]
+fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
+    for format in ["f32", "f16", "bf16", "int8", "fp8-e4m3"] {
+        let tokens = |backend: &str| {
+            let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
+            let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];
+            json(&run).map(|answer| answer["tokens"].clone())
+        };
+        let Some(there) = tokens("wgpu") else { return };
+        assert_eq!(Some(there), tokens("cpu"), "{format}");
+    }
+}
+
+#[test]
+fn devices_are_listed_with_what_they_can_do() {
+    let devices = json(&["devices", "--json"]).unwrap();
+    let (found, missing) = (devices["devices"].as_array().unwrap(), devices["missing"].as_array().unwrap());
+    assert!(found.iter().any(|device| device["backend"] == "cpu"));
+    match found.iter().find(|device| device["backend"].as_str().unwrap().starts_with("wgpu:")) {
+        Some(adapter) => {
+            assert!(!adapter["name"].as_str().unwrap().is_empty());
+            assert!(adapter["limits"].to_string().contains("largest buffer"), "{adapter}");
+        }
+        None => {
+            assert!(missing[0]["reason"].as_str().unwrap().contains("mesa-vulkan-drivers"), "{missing:?}")
+        }
+    }
+}
+
+#[test]
+fn an_unknown_adapter_is_named() {
+    let args = ["demo", "--backend", "wgpu:no such card"];
+    let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("no device for the wgpu backend"), "{stderr}");
+}

@@ -1,0 +1,61 @@
+//! What Vulkan's validation layers report while the suite runs.
+//!
+//! A build with debug assertions asks for the layers, and `wgpu` hands their messages to the `log` crate.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+use log::{Level, LevelFilter, Log, Metadata, Record};
+
+/// Where `wgpu` forwards messages of the layers.
+const SOURCE: &str = "wgpu_hal::vulkan::instance";
+
+/// Messages that are printed; more are counted.
+const SHOWN: usize = 10;
+
+struct Listener {
+    messages: AtomicUsize,
+    missing: AtomicBool,
+}
+
+static LISTENER: Listener = Listener { messages: AtomicUsize::new(0), missing: AtomicBool::new(false) };
+
+impl Log for Listener {
+    fn enabled(&self, metadata: &Metadata) -> bool {
+        metadata.target() == SOURCE && metadata.level() != Level::Trace
+    }
+
+    fn log(&self, record: &Record) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let text = record.args().to_string();
+        if text.contains("unable to find layer") {
+            self.missing.store(true, Relaxed);
+        }
+        // What follows a message lists its objects, each line indented.
+        let message = record.level() <= Level::Warn && text.starts_with("VALIDATION");
+        if message && self.messages.fetch_add(1, Relaxed) < SHOWN {
+            eprintln!("validation layers: {text}");
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Begins to count.
+pub(crate) fn listen() {
+    if log::set_logger(&LISTENER).is_ok() {
+        log::set_max_level(LevelFilter::Debug);
+    }
+}
+
+/// Says what was reported, and whether that was nothing.
+pub(crate) fn silent() -> bool {
+    let messages = LISTENER.messages.load(Relaxed);
+    if !cfg!(debug_assertions) || LISTENER.missing.load(Relaxed) {
+        println!("SKIPPED: validation layers (Debian: vulkan-validationlayers; in a debug build)");
+    } else {
+        println!("validation layers: {messages} messages");
+    }
+    messages == 0
+}
