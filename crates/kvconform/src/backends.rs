@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, CpuOptions, Execution, KernelSet, SimdLevel};
 #[cfg(feature = "wgpu")]
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
-use kvcore::{Backend, Result};
+use kvcore::{Backend, DType, Result};
 
 /// A backend with the name under which the suite reports it.
 #[derive(Clone, Copy)]
@@ -15,6 +15,8 @@ pub struct NamedBackend {
     pub name: &'static str,
     /// How it computes, where it has several ways.
     pub variant: &'static str,
+    /// Element types of its cases: all of them in one variant of each backend at least.
+    pub dtypes: &'static [DType],
     /// Makes it; an error says what this machine lacks.
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
@@ -42,10 +44,11 @@ fn wgpu(
 /// A variant of the wgpu backend.
 #[cfg(feature = "wgpu")]
 macro_rules! wgpu {
-    ($variant:literal, $options:expr) => {
+    ($variant:literal, $dtypes:expr, $options:expr) => {
         NamedBackend {
             name: "wgpu",
             variant: $variant,
+            dtypes: $dtypes,
             make: || {
                 static OPENED: std::sync::OnceLock<Result<Arc<WgpuBackend>>> = std::sync::OnceLock::new();
                 wgpu(&OPENED, &$options)
@@ -54,34 +57,40 @@ macro_rules! wgpu {
     };
 }
 
+/// Every element type.
+const ALL: &[DType] = &DType::COMPUTE;
+
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
 /// deferred until something waits; wgpu with the device's own f16, with packed f16, and with windows so small that
-/// pools are bound in parts.
+/// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a quarter of a second, so that the last
+/// two run in one element type.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "cpu")]
-    NamedBackend { name: "cpu", variant: "portable", make: || at(SimdLevel::Portable) },
+    NamedBackend { name: "cpu", variant: "portable", dtypes: ALL, make: || at(SimdLevel::Portable) },
     #[cfg(feature = "cpu")]
-    NamedBackend { name: "cpu", variant: "avx2", make: || at(SimdLevel::Avx2) },
+    NamedBackend { name: "cpu", variant: "avx2", dtypes: ALL, make: || at(SimdLevel::Avx2) },
     #[cfg(feature = "cpu")]
-    NamedBackend { name: "cpu", variant: "avx512", make: || at(SimdLevel::Avx512) },
+    NamedBackend { name: "cpu", variant: "avx512", dtypes: ALL, make: || at(SimdLevel::Avx512) },
     #[cfg(feature = "cpu")]
-    NamedBackend { name: "cpu", variant: "amx", make: || at(SimdLevel::Amx) },
+    NamedBackend { name: "cpu", variant: "amx", dtypes: ALL, make: || at(SimdLevel::Amx) },
     #[cfg(feature = "cpu")]
     NamedBackend {
         name: "cpu",
         variant: "reference",
+        dtypes: ALL,
         make: || cpu(CpuOptions { kernels: KernelSet::Reference, ..CpuOptions::default() }),
     },
     #[cfg(feature = "cpu")]
     NamedBackend {
         name: "cpu",
         variant: "deferred",
+        dtypes: ALL,
         make: || cpu(CpuOptions { execution: Execution::Deferred, ..CpuOptions::default() }),
     },
     #[cfg(feature = "wgpu")]
-    wgpu!("native", WgpuOptions::default()),
+    wgpu!("native", ALL, WgpuOptions::default()),
     #[cfg(feature = "wgpu")]
-    wgpu!("packed", WgpuOptions { packed_f16: true, ..WgpuOptions::default() }),
+    wgpu!("packed", &[DType::F16], WgpuOptions { packed_f16: true, ..WgpuOptions::default() }),
     #[cfg(feature = "wgpu")]
-    wgpu!("windowed", WgpuOptions { max_binding: Some(32 << 10), ..WgpuOptions::default() }),
+    wgpu!("windowed", &[DType::BF16], WgpuOptions { max_binding: Some(32 << 10), ..WgpuOptions::default() }),
 ];

@@ -6,7 +6,6 @@
 use std::process::ExitCode;
 
 use kvconform::{BACKENDS, Bench, CASES, NamedBackend};
-use kvcore::DType;
 
 #[cfg(feature = "wgpu")]
 mod validation;
@@ -53,7 +52,7 @@ fn run(backend: &NamedBackend, passed: &mut usize, failed: &mut usize) {
     for case in CASES {
         let mut line = format!("  {:<55}", case.name);
         let mut failures = Vec::new();
-        for dtype in DType::COMPUTE {
+        for &dtype in backend.dtypes {
             let bench = (backend.make)().and_then(|backend| Bench::new(backend, dtype));
             let outcome = match bench {
                 Ok(bench) => case.run(&bench).map_err(|failure| failure.to_string()),
