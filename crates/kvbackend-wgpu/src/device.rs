@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 use kvcore::backend::Counters;
 use kvcore::rope::RopeTable;
@@ -28,6 +29,9 @@ const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
 
 /// What a device needs to compute in f16 itself.
 pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
+
+/// How long a device that refused something is given to finish, before it is asked whether it is lost.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device with its queue, its pipelines and its state of health.
 pub(crate) struct Device {
@@ -117,9 +121,9 @@ impl Device {
         }
     }
 
-    /// What a refusal of the device means. Loss is noticed by whoever asks next.
+    /// What a refusal of the device means. Of its loss a device tells when it has nothing left to do.
     pub(crate) fn refusal(&self, reason: String) -> Error {
-        let _ = self.handle.poll(PollType::Poll);
+        let _ = self.handle.poll(PollType::Wait { submission_index: None, timeout: Some(PATIENCE) });
         match self.health.lost.get() {
             Some(reason) => Error::DeviceLost { backend: NAME, reason: reason.clone() },
             None => Error::Device { backend: NAME, reason },
@@ -149,7 +153,7 @@ impl Device {
 
     /// Whether a submission is done; does not wait.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
-        let timeout = Some(std::time::Duration::ZERO);
+        let timeout = Some(Duration::ZERO);
         self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout }).is_ok()
     }
 

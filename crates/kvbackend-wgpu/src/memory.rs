@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvcore::backend::{MemoryKind, ReservedStorage, Storage, check_granules};
 use kvcore::{Error, Result};
 use parking_lot::Mutex;
-use wgpu::{Buffer, BufferUsages, Features};
+use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 
 use crate::NAME;
 use crate::device::Device;
@@ -162,7 +162,8 @@ impl ReservedStorage for WgpuStorage {
             None => *buffer = Some(create(&self.device, self.kind, self.len)?),
             Some(buffer) => {
                 self.device.check()?;
-                let mut encoder = self.device.handle.create_command_encoder(&Default::default());
+                let mut encoder =
+                    self.device.handle.create_command_encoder(&CommandEncoderDescriptor::default());
                 for (i, _) in wanted.iter().enumerate().filter(|(_, mapped)| !**mapped) {
                     let at = (range.start + i * GRANULE) as u64;
                     encoder.clear_buffer(buffer, at, Some(GRANULE as u64));

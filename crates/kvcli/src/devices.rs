@@ -47,10 +47,10 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
             .iter()
             .map(|(what, has)| if *has { (*what).to_owned() } else { format!("no {what}") })
             .collect();
-        let mut name = format!("{}\n{}", device.name, device.about);
-        if let Some(reason) = &device.unfit {
-            name += &format!("\ncannot be used: {reason}");
-        }
+        let unfit = device.unfit.iter().map(|reason| format!("cannot be used: {reason}"));
+        let name: Vec<String> =
+            [device.name.clone(), device.about.clone()].into_iter().chain(unfit).collect();
+        let name = name.join("\n");
         table.add_row([device.backend.clone(), name, limits.join("\n"), features.join("\n")]);
     }
     writeln!(out, "{table}")?;

@@ -164,13 +164,13 @@ pub(super) fn blocks(
 
 fn all_blocks(
     device: &Arc<Device>,
-    planes: [(KvPlane, KvPlane); 2],
+    planes: &[(KvPlane, KvPlane)],
     layout: &KvLayout,
     pairs: &[(BlockId, BlockId)],
 ) -> Result<Vec<Dispatch>> {
     let s = layout.shape();
     let mut work = Vec::new();
-    for (src, dst) in &planes {
+    for (src, dst) in planes {
         work.extend(blocks(device, (src, dst), 0..s.num_layers, s.block_size, pairs)?);
     }
     Ok(work)
@@ -178,13 +178,13 @@ fn all_blocks(
 
 pub(crate) fn copy_blocks(device: &Arc<Device>, op: &CopyBlocks) -> Result<Vec<Dispatch>> {
     let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
-    all_blocks(device, [(k, k), (v, v)], op.arena.layout(), &op.pairs)
+    all_blocks(device, &[(k, k), (v, v)], op.arena.layout(), &op.pairs)
 }
 
 pub(crate) fn swap_blocks(device: &Arc<Device>, op: &SwapBlocks) -> Result<Vec<Dispatch>> {
     let (src, dst) = (&op.src, &op.dst);
     let planes = [(src.k_plane(), dst.k_plane()), (src.v_plane(), dst.v_plane())];
-    all_blocks(device, planes, src.layout(), &op.pairs)
+    all_blocks(device, &planes, src.layout(), &op.pairs)
 }
 
 pub(crate) fn copy_tensor(device: &Arc<Device>, op: &CopyTensor) -> Result<Vec<Dispatch>> {

@@ -96,7 +96,7 @@ impl Kernels for WgpuStream {
     fn attend(&self, op: &Attend) -> Result<()> {
         op.check()?;
         ours_in_attend(self.device(), op)?;
-        self.run(attend::attend(self.device(), op)?)?;
+        self.run(attend::attend(self, op)?)?;
         Counters::add(&self.device().counters.attend_calls, 1);
         Ok(())
     }
@@ -105,7 +105,7 @@ impl Kernels for WgpuStream {
         op.check()?;
         ours_in_attend(self.device(), &op.attend)?;
         ours(self.device(), &[], &[&op.q_latent])?;
-        self.run(attend::attend_mla(self.device(), op)?)?;
+        self.run(attend::attend_mla(self, op)?)?;
         Counters::add(&self.device().counters.attend_calls, 1);
         Ok(())
     }

@@ -132,6 +132,19 @@ impl WgpuStream {
         self.inner.pending.lock().run(&self.inner.device, work)
     }
 
+    /// Memory for what a kernel leaves to the next one of the same operation. All operations of a stream share it:
+    /// they run one after the other.
+    pub(crate) fn scratch(&self, bytes: u64) -> Result<wgpu::Buffer> {
+        let mut pending = self.inner.pending.lock();
+        if let Some(scratch) = pending.scratch.as_ref().filter(|scratch| scratch.size() >= bytes) {
+            return Ok(scratch.clone());
+        }
+        let scratch =
+            self.inner.device.buffer("scratch", bytes.next_power_of_two(), BufferUsages::STORAGE)?;
+        pending.scratch = Some(scratch.clone());
+        Ok(scratch)
+    }
+
     /// Brings `dst.len()` bytes of a buffer from `start`, at most [`STAGING`] of them.
     fn read_piece(&self, buffer: &wgpu::Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
         let device = &self.inner.device;
@@ -139,12 +152,11 @@ impl WgpuStream {
         let size = end - first;
         let (staging, submission) = {
             let mut pending = self.inner.pending.lock();
-            let staging = match pending.staging.take().filter(|staging| staging.size() >= size) {
-                Some(staging) => staging,
-                None => {
-                    let usage = BufferUsages::MAP_READ | BufferUsages::COPY_DST;
-                    device.buffer("staging", size.next_power_of_two().max(4096), usage)?
-                }
+            let staging = if let Some(kept) = pending.staging.take().filter(|kept| kept.size() >= size) {
+                kept
+            } else {
+                let usage = BufferUsages::MAP_READ | BufferUsages::COPY_DST;
+                device.buffer("staging", size.next_power_of_two().max(4096), usage)?
             };
             pending.encoder(device).copy_buffer_to_buffer(buffer, first, &staging, 0, Some(size));
             pending.submit(device);

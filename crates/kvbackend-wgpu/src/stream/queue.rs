@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use kvcore::Result;
 use parking_lot::Mutex;
-use wgpu::{Buffer, BufferUsages, CommandEncoder, ComputePassDescriptor, SubmissionIndex};
+use wgpu::{
+    Buffer, BufferUsages, CommandEncoder, CommandEncoderDescriptor, ComputePassDescriptor, SubmissionIndex,
+};
 
 use crate::device::Device;
 use crate::pipeline::{Binding, Pipeline};
@@ -47,11 +49,14 @@ pub(super) struct Pending {
     last: Option<SubmissionIndex>,
     /// A buffer that reads come through, while no read has it.
     pub(super) staging: Option<Buffer>,
+    /// See `WgpuStream::scratch`.
+    pub(super) scratch: Option<Buffer>,
 }
 
 impl Pending {
     pub(super) fn encoder(&mut self, device: &Device) -> &mut CommandEncoder {
-        self.encoder.get_or_insert_with(|| device.handle.create_command_encoder(&Default::default()))
+        self.encoder
+            .get_or_insert_with(|| device.handle.create_command_encoder(&CommandEncoderDescriptor::default()))
     }
 
     /// Bytes that a kernel or a copy of this submission reads.
@@ -62,12 +67,11 @@ impl Pending {
         if (self.bytes.len() as u64).next_multiple_of(align) + size > capacity {
             self.submit(device);
         }
-        let buffer = match self.arguments.take().filter(|buffer| buffer.size() >= size) {
-            Some(buffer) => buffer,
-            None => {
-                let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
-                device.buffer("arguments", size.next_power_of_two().max(ARGUMENTS), usage)?
-            }
+        let buffer = if let Some(kept) = self.arguments.take().filter(|kept| kept.size() >= size) {
+            kept
+        } else {
+            let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+            device.buffer("arguments", size.next_power_of_two().max(ARGUMENTS), usage)?
         };
         self.arguments = Some(buffer.clone());
         let offset = (self.bytes.len() as u64).next_multiple_of(align);

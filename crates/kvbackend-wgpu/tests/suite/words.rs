@@ -28,7 +28,7 @@ fn shape(format: KvFormat, dim: usize, order: BlockOrder) -> KvShape {
 }
 
 /// Scatters the same rows to slots in no order.
-fn scattered(backend: &dyn Backend, shape: KvShape, from: DType, seed: u64) -> KvArena {
+fn scattered(backend: &dyn Backend, shape: &KvShape, from: DType, seed: u64) -> KvArena {
     let arena = arena(backend, shape.clone());
     let finite = |bytes: Vec<u8>| -> Vec<u8> {
         // f32 rows of moderate size; of other types any bits.
@@ -62,10 +62,7 @@ fn rows_of_odd_sizes_are_scattered_side_by_side() {
                 for seed in 1..4 {
                     let shape = shape(format, dim, order);
                     let [ours, theirs] = [backend.as_ref() as &dyn Backend, cpu.as_ref()].map(|backend| {
-                        contents(
-                            backend.stream().unwrap().as_ref(),
-                            &scattered(backend, shape.clone(), from, seed),
-                        )
+                        contents(backend.stream().unwrap().as_ref(), &scattered(backend, &shape, from, seed))
                     });
                     assert!(ours == theirs, "{format} from {from}, rows of {dim}, {order:?}, seed {seed}");
                 }

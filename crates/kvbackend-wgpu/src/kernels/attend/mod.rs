@@ -1,20 +1,17 @@
-//! attend and attend_mla: queries by tiles over parts of the tokens that they see, then a merge.
+//! `attend` and `attend_mla`: queries by tiles over parts of the tokens that they see, then a merge.
 //!
 //! Rows of an entry are cut into tiles, what a tile sees into runs of one segment each, and the runs of a merge
 //! group into parts, so that few rows over many tokens still fill the device. Each part of a tile is a task of
 //! `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes them. Parts lie in a scratch buffer of
 //! limited size: a call with more of them runs in chunks of tiles.
 
-use std::sync::Arc;
-
 use kvcore::kernels::{Attend, AttendMla};
 use kvcore::{Error, Result, TensorView};
-use wgpu::BufferUsages;
 
 use crate::NAME;
 use crate::device::Device;
 use crate::pipeline::Binding;
-use crate::stream::Dispatch;
+use crate::stream::{Dispatch, WgpuStream};
 
 mod merge;
 mod records;
@@ -29,15 +26,16 @@ use window::PlaneWindows;
 /// Bytes of scratch for parts at most.
 const SCRATCH: u64 = 64 << 20;
 
-pub(crate) fn attend(device: &Arc<Device>, op: &Attend) -> Result<Vec<Dispatch>> {
-    run(device, op, None)
+pub(crate) fn attend(stream: &WgpuStream, op: &Attend) -> Result<Vec<Dispatch>> {
+    run(stream, op, None)
 }
 
-pub(crate) fn attend_mla(device: &Arc<Device>, op: &AttendMla) -> Result<Vec<Dispatch>> {
-    run(device, &op.attend, Some(&op.q_latent))
+pub(crate) fn attend_mla(stream: &WgpuStream, op: &AttendMla) -> Result<Vec<Dispatch>> {
+    run(stream, &op.attend, Some(&op.q_latent))
 }
 
-fn run(device: &Arc<Device>, op: &Attend, latent: Option<&TensorView>) -> Result<Vec<Dispatch>> {
+fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<Vec<Dispatch>> {
+    let device = stream.device();
     let tiling = Tiling::of(device, op, latent.is_some())?;
     let planes = PlaneWindows::of(device, op)?;
     let heads = op.q.shape()[1] as u64;
@@ -52,8 +50,7 @@ fn run(device: &Arc<Device>, op: &Attend, latent: Option<&TensorView>) -> Result
             let what = format!("{parts} parts of one row in attention: the device binds {most} at once");
             return Err(Error::Unsupported { backend: NAME, what });
         }
-        let scratch = device.buffer("parts", (parts.max(1)) * heads * part_bytes, BufferUsages::STORAGE)?;
-        let scratch = Binding::whole(&scratch);
+        let scratch = Binding::whole(&stream.scratch(parts.max(1) * heads * part_bytes)?);
         work.extend(records::dispatches(device, op, latent, (&tiling, &planes), chunk, &scratch)?);
         work.push(merge::dispatch(device, op, chunk, scratch)?);
     }
@@ -71,17 +68,17 @@ fn chunks<'a>(
     let views: Vec<&TensorView> =
         [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten().collect();
     let mut chunks = Vec::new();
-    let (mut start, mut parts, mut rows) = (0, 0, usize::MAX..0);
+    let (mut start, mut parts, mut rows) = (0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {
         let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
         let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
         let bound = views.iter().all(|view| window::fits(device, view, &wider));
         if i > start && (parts + more > most || !bound) {
             chunks.push(&tiles[start..i]);
-            (start, parts, rows) = (i, 0, usize::MAX..0);
+            (start, parts, rows) = (i, more, tile.rows.clone());
+        } else {
+            (parts, rows) = (parts + more, wider);
         }
-        parts += more;
-        rows = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
     }
     if start < tiles.len() {
         chunks.push(&tiles[start..]);

@@ -84,11 +84,14 @@ impl Run {
     }
 }
 
+/// A run with the merge group of its segment.
+type GroupedRun = (usize, Run);
+
 /// The tiles of a call, in order of its entries and rows.
 ///
 /// A tile has at most about `most` parts, each of one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<Tile> {
-    let mut seen: Vec<(Range<usize>, Vec<(usize, Run)>)> = Vec::new();
+    let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.batch.iter() {
         let step = if entry.selection.is_some() { 1 } else { tiling.rows };
         for start in entry.rows.clone().step_by(step) {
@@ -102,7 +105,7 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
     }
     let workgroups = seen.len() * tiling.units;
     let cuts = BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2).max(1);
-    let tile = |(rows, runs): (Range<usize>, Vec<(usize, Run)>)| {
+    let tile = |(rows, runs): (Range<usize>, Vec<GroupedRun>)| {
         let groups = (0..op.groups.len()).filter_map(|group| {
             let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
             (!runs.is_empty()).then(|| (group, tasks(op, &rows, &runs, cuts, planes)))
@@ -113,7 +116,7 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
 }
 
 /// What the rows of a tile see of an entry's segments, with the merge groups.
-fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<(usize, Run)> {
+fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<GroupedRun> {
     let run = |segment: &Segment| {
         let rows: SmallVec<[_; 4]> = op.rows[rows.clone()]
             .iter()
@@ -144,10 +147,10 @@ fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
 }
 
 /// What one row sees of the tokens that are selected for it.
-fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<(usize, Run)> {
+fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
     let block_size = op.arena.layout().shape().block_size;
     let runs = op.seen(entry, row);
-    let mut made_runs: Vec<(usize, Run)> = Vec::new();
+    let mut made_runs: Vec<GroupedRun> = Vec::new();
     for segment in entry.segments.iter() {
         let of_segment = runs.iter().filter(|(other, _)| std::ptr::eq(*other, segment));
         let slots: Arc<[(u32, u32)]> = of_segment
