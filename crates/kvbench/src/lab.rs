@@ -27,7 +27,7 @@ pub const BLOCK: usize = 16;
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
     /// Where the memory is.
-    pub backend: Arc<CpuBackend>,
+    pub backend: Arc<dyn Backend>,
     /// Runs the operations.
     pub stream: Arc<dyn Stream>,
     /// One layer.
@@ -51,8 +51,12 @@ impl Lab {
 
     /// The same of another number of KV heads.
     pub fn of(dtype: DType, heads: usize, tokens: usize, options: &CpuOptions) -> Result<Self> {
+        Self::on(CpuBackend::with_options(options)?, dtype, heads, tokens)
+    }
+
+    /// The same on any backend.
+    pub fn on(backend: Arc<dyn Backend>, dtype: DType, heads: usize, tokens: usize) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
-        let backend = CpuBackend::with_options(options)?;
         let arena = arena_of(backend.as_ref(), heads, dtype.into(), 2 * tokens / BLOCK)?;
         let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 500_000.0), 1 << 17)?);
         let blocks = shuffled((tokens / BLOCK) as u32);
@@ -132,11 +136,11 @@ impl Lab {
 }
 
 /// One layer of `blocks` blocks, tokens before heads.
-pub fn arena(backend: &CpuBackend, format: KvFormat, blocks: usize) -> Result<KvArena> {
+pub fn arena(backend: &dyn Backend, format: KvFormat, blocks: usize) -> Result<KvArena> {
     arena_of(backend, HEADS, format, blocks)
 }
 
-fn arena_of(backend: &CpuBackend, heads: usize, format: KvFormat, blocks: usize) -> Result<KvArena> {
+fn arena_of(backend: &dyn Backend, heads: usize, format: KvFormat, blocks: usize) -> Result<KvArena> {
     let layout = KvLayout::new(KvShape {
         num_layers: 1,
         num_blocks: blocks,

@@ -13,6 +13,9 @@ use std::time::Instant;
 /// Turns that each work takes at least, at most, and until they add up to this many seconds.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
+/// Seconds of all works after which there are no more turns than the least.
+const ENOUGH_OF_ALL: f64 = 3.0;
+
 /// Seconds of each work, the best of several turns after one to warm up. They take turns, so that a machine that is
 /// slower for a while is so for all of them.
 pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
@@ -22,7 +25,8 @@ pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     }
     let (least, most, enough) = TURNS;
     for turn in 0..most {
-        if turn >= least && total.iter().all(|&seconds| seconds >= enough) {
+        let all = total.iter().all(|&seconds| seconds >= enough);
+        if turn >= least && (all || total.iter().sum::<f64>() >= ENOUGH_OF_ALL) {
             break;
         }
         for (i, work) in works.iter_mut().enumerate() {

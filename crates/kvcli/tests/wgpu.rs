@@ -59,7 +59,7 @@ fn devices_are_listed_with_what_they_can_do() {
             assert!(adapter["limits"].to_string().contains("largest buffer"), "{adapter}");
         }
         None => {
-            assert!(missing[0]["reason"].as_str().unwrap().contains("mesa-vulkan-drivers"), "{missing:?}")
+            assert!(missing[0]["reason"].as_str().unwrap().contains("mesa-vulkan-drivers"), "{missing:?}");
         }
     }
 }

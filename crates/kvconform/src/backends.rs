@@ -58,6 +58,7 @@ macro_rules! wgpu {
 }
 
 /// Every element type.
+#[cfg(any(feature = "cpu", feature = "wgpu"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and

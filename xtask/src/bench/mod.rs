@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 mod aims;
 mod plot;
@@ -16,9 +16,19 @@ use rows::Row;
 
 use crate::run::{Result, cargo_command, root};
 
+/// Whose benchmarks run.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Backend {
+    Cpu,
+    Wgpu,
+}
+
 /// Options of `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct BenchArgs {
+    /// Kernels of the CPU and everything that depends on no device, or the kernels of wgpu on its first adapter.
+    #[arg(long, value_enum, default_value = "cpu")]
+    backend: Backend,
     /// Small sizes: minutes become seconds, ratios become rough.
     #[arg(long)]
     quick: bool,
@@ -31,8 +41,37 @@ pub(crate) struct BenchArgs {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result {
+    let rows = match args.backend {
+        Backend::Cpu => cpu(args.quick)?,
+        Backend::Wgpu => wgpu(args.quick)?,
+    };
+    let broken = aims::broken(&rows).join(", ");
+    let sweeps = rows::sweeps(rows);
+    let table = table::table(&sweeps);
+    println!("{table}");
+    if args.write {
+        let path = root().join("docs/benchmarks.md");
+        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let text = table::replaced(&text, args.backend, &table)
+            .ok_or("docs/benchmarks.md lacks its table markers")?;
+        fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+        println!("written to docs/benchmarks.md");
+    }
+    let beside_the_table = || args.write.then(|| root().join("docs/benchmarks"));
+    if let Some(folder) = args.plots.clone().or_else(beside_the_table) {
+        println!("plots in {}: {}", folder.display(), plot::write(&folder, &sweeps)?.join(", "));
+    }
+    if broken.is_empty() { Ok(()) } else { Err(format!("takes longer than it may: {broken}")) }
+}
+
+fn wgpu(quick: bool) -> Result<Vec<Row>> {
+    let sizes: &[&str] = if quick { &["--mib", "4", "--context", "1024"] } else { &[] };
+    run_bench("kvbench", "kernels_on_wgpu", &["--features", "wgpu"], sizes)
+}
+
+fn cpu(quick: bool) -> Result<Vec<Row>> {
     // Reuse is measured on its chunk of 4096 tokens however small the rest: it must not take too long.
-    let [kernels, formats, ttft]: [&[&str]; 3] = if args.quick {
+    let [kernels, formats, ttft]: [&[&str]; 3] = if quick {
         [
             &["--mib", "16", "--context", "1024"],
             &["--tokens", "512"],
@@ -45,32 +84,17 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
         ]
     };
-    let mut rows = run_bench("kvbench", "kernels_against_memcpy", kernels)?;
-    rows.extend(run_bench("kvbench", "quantized_caches", formats)?);
-    rows.extend(run_bench("kvchunk", "chunk_reuse", &["--tokens", "4096"])?);
-    rows.extend(run_bench("kvmodel", "ttft", ttft)?);
-    rows.extend(block_pool(args.quick)?);
-    let broken = aims::broken(&rows).join(", ");
-    let sweeps = rows::sweeps(rows);
-    let table = table::table(&sweeps);
-    println!("{table}");
-    if args.write {
-        let path = root().join("docs/benchmarks.md");
-        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        let text = table::replaced(&text, &table).ok_or("docs/benchmarks.md lacks its table markers")?;
-        fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
-        println!("written to docs/benchmarks.md");
-    }
-    let beside_the_table = || args.write.then(|| root().join("docs/benchmarks"));
-    if let Some(folder) = args.plots.clone().or_else(beside_the_table) {
-        println!("plots in {}: {}", folder.display(), plot::write(&folder, &sweeps)?.join(", "));
-    }
-    if broken.is_empty() { Ok(()) } else { Err(format!("takes longer than it may: {broken}")) }
+    let mut rows = run_bench("kvbench", "kernels_against_memcpy", &[], kernels)?;
+    rows.extend(run_bench("kvbench", "quantized_caches", &[], formats)?);
+    rows.extend(run_bench("kvchunk", "chunk_reuse", &[], &["--tokens", "4096"])?);
+    rows.extend(run_bench("kvmodel", "ttft", &[], ttft)?);
+    rows.extend(block_pool(quick)?);
+    Ok(rows)
 }
 
-fn run_bench(package: &str, name: &str, args: &[&str]) -> Result<Vec<Row>> {
-    let mut command = cargo_command(&["bench", "--quiet", "-p", package, "--bench", name, "--"]);
-    command.args(args);
+fn run_bench(package: &str, name: &str, features: &[&str], args: &[&str]) -> Result<Vec<Row>> {
+    let mut command = cargo_command(&["bench", "--quiet", "-p", package, "--bench", name]);
+    command.args(features).arg("--").args(args);
     // As `kvc` does: see its `threads`.
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         let allowed = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

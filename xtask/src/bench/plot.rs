@@ -16,7 +16,15 @@ struct Family {
     has: fn(&Row) -> bool,
 }
 
-const FAMILIES: [Family; 8] = [
+const FAMILIES: [Family; 10] = [
+    Family {
+        file: "wgpu-moves",
+        title: "wgpu: scatter, gather and copy_blocks",
+        has: |r| {
+            ["wgpu: scatter", "wgpu: gather", "wgpu: copy"].iter().any(|kernel| r.what.starts_with(kernel))
+        },
+    },
+    Family { file: "wgpu-kernels", title: "wgpu: other kernels", has: |r| r.what.starts_with("wgpu:") },
     Family {
         file: "moves",
         title: "scatter, gather and copy_blocks",

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::Backend;
 use super::aims::verdict;
 use super::rows::Sweep;
 
@@ -48,14 +49,23 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-const BEGIN: &str = "<!-- table: written by `cargo xtask bench --write` -->";
+/// Where the table of a backend begins; the CPU's is the one without a name.
+fn begin(backend: Backend) -> String {
+    let option = match backend {
+        Backend::Cpu => "",
+        Backend::Wgpu => "--backend wgpu ",
+    };
+    format!("<!-- table: written by `cargo xtask bench {option}--write` -->")
+}
+
 const END: &str = "<!-- end of table -->";
 
-/// `text` with another table between the markers.
-pub(super) fn replaced(text: &str, table: &str) -> Option<String> {
-    let (before, rest) = text.split_once(BEGIN)?;
+/// `text` with another table between the markers of a backend.
+pub(super) fn replaced(text: &str, backend: Backend, table: &str) -> Option<String> {
+    let begin = begin(backend);
+    let (before, rest) = text.split_once(&begin)?;
     let (_, after) = rest.split_once(END)?;
-    Some(format!("{before}{BEGIN}\n\n{table}\n{END}{after}"))
+    Some(format!("{before}{begin}\n\n{table}\n{END}{after}"))
 }
 
 #[cfg(test)]
@@ -71,8 +81,12 @@ mod tests {
 
     #[test]
     fn only_the_table_is_replaced() {
-        let text = format!("a\n{BEGIN}\nold\n{END}\nb");
-        assert_eq!(replaced(&text, "new\n"), Some(format!("a\n{BEGIN}\n\nnew\n\n{END}\nb")));
-        assert_eq!(replaced("no markers", "new"), None);
+        let (cpu, wgpu) = (begin(Backend::Cpu), begin(Backend::Wgpu));
+        let text = format!("a\n{cpu}\nold\n{END}\nb\n{wgpu}\n{END}");
+        let new = format!("a\n{cpu}\n\nnew\n\n{END}\nb\n{wgpu}\n{END}");
+        assert_eq!(replaced(&text, Backend::Cpu, "new\n"), Some(new));
+        let new = format!("a\n{cpu}\nold\n{END}\nb\n{wgpu}\n\nnew\n\n{END}");
+        assert_eq!(replaced(&text, Backend::Wgpu, "new\n"), Some(new));
+        assert_eq!(replaced("no markers", Backend::Cpu, "new"), None);
     }
 }

@@ -284,6 +284,7 @@ pub(crate) enum WeightsFormat {
 pub(crate) enum BackendName {
     Cpu,
     /// With a part of an adapter's name, or its number.
+    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only says what it lacks"))]
     Wgpu(Option<String>),
 }
 
