@@ -112,6 +112,16 @@ impl Device {
         u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
+    /// Refuses rows that are too long for the memory of a workgroup; `words` is what they take of it.
+    pub(crate) fn check_workgroup(&self, words: usize) -> Result<()> {
+        let bytes = self.limits.max_compute_workgroup_storage_size as usize;
+        if 4 * words <= bytes {
+            return Ok(());
+        }
+        let what = format!("rows that take {} bytes of workgroup memory: the device has {bytes}", 4 * words);
+        Err(Error::Unsupported { backend: NAME, what })
+    }
+
     /// An error if the device is lost, or if it refused something since the last call.
     pub(crate) fn check(&self) -> Result<()> {
         let refused = self.health.error.lock().take();

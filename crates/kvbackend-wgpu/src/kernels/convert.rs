@@ -103,6 +103,7 @@ impl Conversion<'_> {
         let pairs = turn.as_ref().map_or(0, |turn| pairs_of(turn.rope));
         let interleaved = turn.as_ref().is_some_and(|turn| turn.rope.pairing() == Pairing::Interleaved);
         let per_scale = source.group.or(dest.group).unwrap_or(dim);
+        device.check_workgroup(dim + dim / per_scale)?;
         let constants: [Constant; 6] = [
             ("SOURCE", f64::from(kind(source.dtype))),
             ("DEST", f64::from(kind(dest.dtype))),

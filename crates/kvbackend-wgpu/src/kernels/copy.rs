@@ -58,13 +58,31 @@ impl Copy {
         if self.row == 0 || self.rows.items.is_empty() || self.rows.axes.iter().any(|axis| axis.n == 0) {
             return Ok(Vec::new());
         }
-        let Self { source, dest, rows, row } = self.joined();
-        let sides = [source, dest].map(|buffer| Side { buffer, bits: 8, row });
         let mut work = Vec::new();
-        for part in windows(device, rows.with_axes(3), &sides)? {
-            work.extend(run(device, &part, row)?);
+        for Self { source, dest, rows, row } in self.joined().in_pieces(device) {
+            let sides = [source, dest].map(|buffer| Side { buffer, bits: 8, row });
+            for part in windows(device, rows.with_axes(3), &sides)? {
+                work.extend(run(device, &part, row)?);
+            }
         }
         Ok(work)
+    }
+
+    /// Rows that are longer than what can be bound, as shorter ones: all pieces of one length, and what is left.
+    fn in_pieces(self, device: &Device) -> Vec<Self> {
+        let piece = device.binding / 2 - device.binding / 2 % UNIT;
+        if self.row <= piece {
+            return vec![self];
+        }
+        let (pieces, rest) = (self.row / piece, self.row % piece);
+        let mut left =
+            Self { source: self.source.clone(), dest: self.dest.clone(), rows: self.rows.clone(), row: rest };
+        for place in &mut left.rows.items {
+            place[..2].iter_mut().for_each(|at| *at += pieces * piece);
+        }
+        let mut whole = Self { row: piece, ..self };
+        whole.rows.axes.push(Axis { n: pieces as usize, strides: place(piece, piece) });
+        [whole, left].into_iter().filter(|copy| copy.row > 0).collect()
     }
 }
 

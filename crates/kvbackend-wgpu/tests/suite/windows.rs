@@ -93,6 +93,23 @@ fn attend(
     bytemuck::pod_collect_to_vec(&download(stream, &out))
 }
 
+#[test]
+fn rows_longer_than_a_window_are_copied_in_pieces() {
+    let Some(backend) = windowed() else { return };
+    let stream = backend.stream().unwrap();
+    for (len, start) in [(3 * BINDING as usize, 0), (2 * BINDING as usize + 17, 3)] {
+        let bytes = noise(5, len);
+        let whole = upload(backend.as_ref(), DType::U8, &[len + 8], &vec![9; len + 8]);
+        let part = whole.slice(0, start, start + len).unwrap();
+        stream.write(&part, &bytes).unwrap();
+        let copy = upload(backend.as_ref(), DType::U8, &[len], &vec![0; len]);
+        part.copy_to(&copy, stream.as_ref()).unwrap();
+        assert!(download(stream.as_ref(), &copy) == bytes, "{len} bytes from {start}");
+        let around = download(stream.as_ref(), &whole);
+        assert!(around[..start].iter().chain(&around[start + len..]).all(|byte| *byte == 9));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 

@@ -35,6 +35,7 @@ pub(super) fn dispatch(
         ("V_DIM", op.arena.layout().shape().v_dim as f64),
         ("WITH_LSE", f64::from(u8::from(op.lse.is_some()))),
     ];
+    device.check_workgroup(op.arena.layout().shape().v_dim)?;
     let pipeline = device.pipelines.get(device, Shader::Merge, &constants, "")?;
 
     let count: usize = tiles.iter().map(|tile| tile.rows.len()).sum();
