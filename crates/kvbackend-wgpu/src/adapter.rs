@@ -2,8 +2,8 @@
 
 use kvcore::{Error, Result};
 use wgpu::{
-    Adapter, Backends, DeviceDescriptor, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags,
-    Limits, MemoryHints, Queue,
+    Adapter, Backends, DeviceDescriptor, DeviceType, Features, Instance, InstanceDescriptor, Limits,
+    MemoryHints, Queue,
 };
 
 use crate::NAME;
@@ -47,11 +47,7 @@ pub fn adapters() -> Vec<AdapterReport> {
 }
 
 fn list() -> Vec<Adapter> {
-    let mut descriptor = InstanceDescriptor::new_without_display_handle();
-    // Debug information names a source language that validation layers of a few years ago do not know, and then
-    // they look at nothing else of a kernel. WGPU_DEBUG=1 brings it back.
-    descriptor.flags.remove(InstanceFlags::DEBUG);
-    let instance = Instance::new(descriptor.with_env());
+    let instance = Instance::new(InstanceDescriptor::new_without_display_handle_from_env());
     let mut adapters = pollster::block_on(instance.enumerate_adapters(Backends::PRIMARY));
     adapters.sort_by_key(|adapter| rank(adapter.get_info().device_type));
     adapters

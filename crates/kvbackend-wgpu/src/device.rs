@@ -1,6 +1,7 @@
 //! An opened device: what streams, storages and kernels share.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -10,8 +11,8 @@ use kvcore::rope::RopeTable;
 use kvcore::{Error, Result, Rope};
 use parking_lot::Mutex;
 use wgpu::{
-    Buffer, BufferDescriptor, BufferUsages, Device as Handle, ErrorFilter, Features, Limits, PollType, Queue,
-    SubmissionIndex,
+    Buffer, BufferDescriptor, BufferUsages, Device as Handle, ErrorFilter, Features, Limits, PollError,
+    PollType, Queue, SubmissionIndex,
 };
 
 use crate::NAME;
@@ -77,7 +78,9 @@ impl Device {
         let (limits, features) = (handle.limits(), handle.features());
         let native = features.contains(NATIVE_F16) && !options.packed_f16;
         let binding = limits.max_storage_buffer_binding_size.min(MOST_BINDING);
-        let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(ADDRESS_ALIGN)));
+        // Room for what a row's beginning and end are rounded to.
+        let least = 4 * u64::from(limits.min_storage_buffer_offset_alignment).max(ADDRESS_ALIGN);
+        let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(least)));
         let nothing = [0, 1].map(|_| {
             let usage = BufferUsages::STORAGE;
             handle.create_buffer(&BufferDescriptor {
@@ -133,7 +136,7 @@ impl Device {
 
     /// What a refusal of the device means. Of its loss a device tells when it has nothing left to do.
     pub(crate) fn refusal(&self, reason: String) -> Error {
-        let _ = self.handle.poll(PollType::Wait { submission_index: None, timeout: Some(PATIENCE) });
+        let _ = self.poll(None, Some(PATIENCE));
         match self.health.lost.get() {
             Some(reason) => Error::DeviceLost { backend: NAME, reason: reason.clone() },
             None => Error::Device { backend: NAME, reason },
@@ -156,15 +159,31 @@ impl Device {
 
     /// Waits until a submission is done.
     pub(crate) fn wait(&self, submission: SubmissionIndex) -> Result<()> {
-        let waited = self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout: None });
+        let waited = self.poll(Some(submission), None);
         self.check()?;
-        waited.map(drop).map_err(|error| self.refusal(error.to_string()))
+        waited.map_err(|error| self.refusal(error.to_string()))
     }
 
-    /// Whether a submission is done; does not wait.
+    /// Whether a submission is done, or will never be; does not wait.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
-        let timeout = Some(Duration::ZERO);
-        self.handle.poll(PollType::Wait { submission_index: Some(submission), timeout }).is_ok()
+        !matches!(self.poll(Some(submission), Some(Duration::ZERO)), Err(PollError::Timeout))
+    }
+
+    /// Waits for a submission, or the last one. `wgpu` panics when the driver says that the device is gone; here that is
+    /// its loss.
+    fn poll(
+        &self,
+        submission_index: Option<SubmissionIndex>,
+        timeout: Option<Duration>,
+    ) -> std::result::Result<(), PollError> {
+        let wait = || self.handle.poll(PollType::Wait { submission_index, timeout });
+        catch_unwind(AssertUnwindSafe(wait)).map_or_else(
+            |_| {
+                let _ = self.health.lost.set("the driver lost it while it worked".to_owned());
+                Ok(())
+            },
+            |polled| polled.map(drop),
+        )
     }
 
     /// Cosines and sines of a rotary embedding, one pair after another, by position: a table on the device that

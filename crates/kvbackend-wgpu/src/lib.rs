@@ -86,8 +86,8 @@ impl WgpuBackend {
     }
 
     /// A backend on a device that the caller has opened, for engines that use wgpu themselves. It should be opened
-    /// with the adapter's limits, and with `SHADER_F16` and `MAPPABLE_PRIMARY_BUFFERS` where there are any. Its
-    /// handlers of errors and of loss are replaced.
+    /// with the adapter's limits, and with `SHADER_F16`, `SHADER_I16` and `MAPPABLE_PRIMARY_BUFFERS` where there are any. Its
+    /// handlers of errors and of loss are replaced, so that one device makes one backend.
     ///
     /// # Errors
     /// [`kvcore::Error::NoDevice`] for limits below what the kernels need.
@@ -99,7 +99,7 @@ impl WgpuBackend {
     }
 
     /// A storage over the caller's buffer of this device. While the storage lives, the caller orders its own use of
-    /// the buffer with the streams.
+    /// the buffer with the streams, and lends it once: two storages are taken for two pieces of memory.
     ///
     /// # Errors
     /// [`kvcore::Error::Unsupported`] for a buffer without the usages `STORAGE`, `COPY_SRC` and `COPY_DST`,

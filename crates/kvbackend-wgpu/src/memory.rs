@@ -68,6 +68,9 @@ impl WgpuStorage {
             });
         }
         let len = buffer.size() as usize;
+        if len == 0 {
+            return Err(Error::Zero { what: "bytes of a lent buffer" });
+        }
         match len % 4 {
             0 => Ok(Self::new(device, Some(buffer), kind, len, Vec::new())),
             _ => Err(Error::Misaligned { what: "the end of a lent buffer", address: len as u64, align: 4 }),

@@ -8,6 +8,6 @@ pub struct WgpuOptions {
     pub adapter: Option<String>,
     /// Computes f16 without the device's 16-bit arithmetic, as on devices that have none.
     pub packed_f16: bool,
-    /// Binds at most so many bytes of a buffer at once, where the device would take more: at least 256.
+    /// Binds at most so many bytes of a buffer at once, where the device would take more: at least 1024.
     pub max_binding: Option<u64>,
 }

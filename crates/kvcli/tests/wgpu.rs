@@ -37,7 +37,7 @@ fn the_demo_answers_as_on_the_cpu() {
 
 #[test]
 fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
-    for format in ["f32", "f16", "bf16", "int8", "fp8-e4m3"] {
+    for format in ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"] {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
             let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];
@@ -70,4 +70,5 @@ fn an_unknown_adapter_is_named() {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("no device for the wgpu backend"), "{stderr}");
+    assert!(stderr.contains("no such card") || stderr.contains("mesa-vulkan-drivers"), "{stderr}");
 }

@@ -6,17 +6,18 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use kvcore::backend::{Counters, Event, Stream};
 use kvcore::{DType, Error, Result, TensorView};
 use parking_lot::Mutex;
-use wgpu::{BufferUsages, MapMode};
+use wgpu::{BufferUsages, MapMode, SubmissionIndex};
 
 use crate::NAME;
 use crate::device::Device;
 use crate::kernels::copy;
 use crate::memory;
+use crate::pipeline::Binding;
 
 mod queue;
 
@@ -48,8 +49,7 @@ impl Drop for Inner {
 
 /// A point in a [`WgpuStream`].
 pub struct WgpuEvent {
-    device: Arc<Device>,
-    stream: Weak<Inner>,
+    stream: Arc<Inner>,
     point: Option<Arc<Point>>,
 }
 
@@ -61,36 +61,34 @@ impl fmt::Debug for WgpuStream {
 
 impl fmt::Debug for WgpuEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WgpuEvent on {:?}", self.device)
+        write!(f, "WgpuEvent on {:?}", self.stream.device)
     }
 }
 
 impl WgpuEvent {
     /// Sees to it that the work before the event is submitted.
     fn submit(&self) {
-        if let (Some(point), Some(stream)) = (&self.point, self.stream.upgrade())
-            && point.submission().is_none()
-        {
-            stream.pending.lock().submit(&stream.device);
+        if self.point.as_ref().is_some_and(|point| point.submission().is_none()) {
+            self.stream.pending.lock().submit(&self.stream.device);
         }
+    }
+
+    fn submission(&self) -> Option<SubmissionIndex> {
+        self.point.as_ref().and_then(|point| point.submission())
     }
 }
 
 impl Event for WgpuEvent {
     fn wait(&self) -> Result<()> {
         self.submit();
-        match self.point.as_ref().and_then(|point| point.submission()) {
-            Some(submission) => self.device.wait(submission),
-            None => self.device.check(),
-        }
+        let device = &self.stream.device;
+        self.submission().map_or_else(|| device.check(), |submission| device.wait(submission))?;
+        self.stream.pending.lock().check(device)
     }
 
     fn is_done(&self) -> bool {
         self.submit();
-        self.point
-            .as_ref()
-            .and_then(|point| point.submission())
-            .is_none_or(|submission| self.device.is_done(submission))
+        self.submission().is_none_or(|submission| self.stream.device.is_done(submission))
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -134,15 +132,15 @@ impl WgpuStream {
 
     /// Memory for what a kernel leaves to the next one of the same operation. All operations of a stream share it:
     /// they run one after the other.
-    pub(crate) fn scratch(&self, bytes: u64) -> Result<wgpu::Buffer> {
+    pub(crate) fn scratch(&self, bytes: u64) -> Result<Binding> {
         let mut pending = self.inner.pending.lock();
-        if let Some(scratch) = pending.scratch.as_ref().filter(|scratch| scratch.size() >= bytes) {
-            return Ok(scratch.clone());
-        }
-        let scratch =
-            self.inner.device.buffer("scratch", bytes.next_power_of_two(), BufferUsages::STORAGE)?;
-        pending.scratch = Some(scratch.clone());
-        Ok(scratch)
+        let buffer = if let Some(kept) = pending.scratch.as_ref().filter(|kept| kept.size() >= bytes) {
+            kept.clone()
+        } else {
+            self.inner.device.buffer("scratch", bytes.next_power_of_two(), BufferUsages::STORAGE)?
+        };
+        pending.scratch = Some(buffer.clone());
+        Ok(Binding { buffer, offset: 0, size: bytes })
     }
 
     /// Brings `dst.len()` bytes of a buffer from `start`, at most [`STAGING`] of them.
@@ -160,6 +158,7 @@ impl WgpuStream {
             };
             pending.encoder(device).copy_buffer_to_buffer(buffer, first, &staging, 0, Some(size));
             pending.submit(device);
+            pending.check(device)?;
             (staging, pending.last())
         };
         let (sender, mapped) = std::sync::mpsc::channel();
@@ -189,16 +188,15 @@ impl Stream for WgpuStream {
     fn record(&self) -> Result<Arc<dyn Event>> {
         self.inner.device.check()?;
         let point = self.inner.pending.lock().point();
-        let (device, stream) = (Arc::clone(&self.inner.device), Arc::downgrade(&self.inner));
-        Ok(Arc::new(WgpuEvent { device, stream, point }))
+        Ok(Arc::new(WgpuEvent { stream: Arc::clone(&self.inner), point }))
     }
 
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let known = event.as_any().downcast_ref::<WgpuEvent>();
         let known = known
-            .filter(|known| Arc::ptr_eq(&known.device, &self.inner.device))
+            .filter(|known| Arc::ptr_eq(&known.stream.device, &self.inner.device))
             .ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
-        if !std::ptr::eq(known.stream.as_ptr(), Arc::as_ptr(&self.inner)) {
+        if !Arc::ptr_eq(&known.stream, &self.inner) {
             known.submit();
         }
         self.inner.device.check()
@@ -210,7 +208,8 @@ impl Stream for WgpuStream {
             pending.submit(&self.inner.device);
             pending.last()
         };
-        last.map_or_else(|| self.inner.device.check(), |last| self.inner.device.wait(last))
+        last.map_or_else(|| self.inner.device.check(), |last| self.inner.device.wait(last))?;
+        self.inner.pending.lock().check(&self.inner.device)
     }
 
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
@@ -223,6 +222,7 @@ impl Stream for WgpuStream {
         let buffer = storage.buffer()?;
         Counters::add(&device.counters.host_write_bytes, src.len());
         let mut pending = self.inner.pending.lock();
+        pending.check(device)?;
         let aligned = start.is_multiple_of(4) && src.len().is_multiple_of(4);
         if aligned && src.len() > SMALL_WRITE {
             pending.submit(device);

@@ -47,6 +47,8 @@ pub(super) struct Pending {
     points: Vec<Arc<Point>>,
     /// The last submission.
     last: Option<SubmissionIndex>,
+    /// Why the device refused something of this stream. What came after it was lost, too, so it stays.
+    failed: Option<String>,
     /// A buffer that reads come through, while no read has it.
     pub(super) staging: Option<Buffer>,
     /// See `WgpuStream::scratch`.
@@ -81,8 +83,33 @@ impl Pending {
         Ok(Binding { buffer, offset, size })
     }
 
+    /// An error if something of this stream was refused.
+    pub(super) fn check(&self, device: &Device) -> Result<()> {
+        self.failed.as_ref().map_or(Ok(()), |reason| Err(device.refusal(reason.clone())))
+    }
+
     /// Records runs of kernels, in order.
+    ///
+    /// # Errors
+    /// [`kvcore::Error::Unsupported`] for arguments larger than what can be bound; nothing is recorded then.
     pub(super) fn run(&mut self, device: &Device, work: Vec<Dispatch>) -> Result<()> {
+        let most = device.limits.max_storage_buffer_binding_size;
+        if let Some(large) =
+            work.iter().map(|dispatch| 4 * dispatch.args.len() as u64).find(|&size| size > most)
+        {
+            let what = format!("an operation with {large} bytes of lists: the device binds {most} at once");
+            return Err(kvcore::Error::Unsupported { backend: crate::NAME, what });
+        }
+        match device.guarded(|| self.record(device, work)) {
+            Ok(recorded) => recorded?,
+            Err(reason) => {
+                self.failed.get_or_insert(reason);
+            }
+        }
+        self.check(device)
+    }
+
+    fn record(&mut self, device: &Device, work: Vec<Dispatch>) -> Result<()> {
         for dispatch in work.into_iter().filter(|dispatch| dispatch.groups > 0) {
             let args = self.upload(device, bytemuck::cast_slice(&dispatch.args))?;
             let group = dispatch.pipeline.bind(device, [&args].into_iter().chain(&dispatch.bindings));
@@ -107,16 +134,26 @@ impl Pending {
             self.bytes.clear();
             return;
         };
-        if let Some(arguments) = self.arguments.as_ref().filter(|_| !self.bytes.is_empty()) {
-            device.queue.write_buffer(arguments, 0, &self.bytes);
-        }
-        let submission = device.queue.submit([encoder.finish()]);
+        let submitted = device.guarded(|| {
+            if let Some(arguments) = self.arguments.as_ref().filter(|_| !self.bytes.is_empty()) {
+                device.queue.write_buffer(arguments, 0, &self.bytes);
+            }
+            device.queue.submit([encoder.finish()])
+        });
         self.bytes.clear();
         self.dispatches = 0;
-        for point in self.points.drain(..) {
-            *point.0.lock() = Some(submission.clone());
+        match submitted {
+            Ok(submission) => {
+                for point in self.points.drain(..) {
+                    *point.0.lock() = Some(submission.clone());
+                }
+                self.last = Some(submission);
+            }
+            Err(reason) => {
+                self.points.clear();
+                self.failed.get_or_insert(reason);
+            }
         }
-        self.last = Some(submission);
     }
 
     /// The moment after everything recorded so far; none if nothing ever was.

@@ -312,6 +312,24 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// Results one row further on than the queries, of more rows than a device may take at once.
+pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
+    let n = 300;
+    let at: Vec<_> = (0..n).map(|i| (5 + i % 2, 5)).collect();
+    let batch = vec![entry(0..n, vec![segment(&[3, 1], 7, 0, 0)])];
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &rows(&at), batch)?;
+    let values = [&trial.q[..], &[0.0; HEADS * 10]].concat();
+    let base = b.upload(b.dtype, &[n + 1, HEADS, 10], &values)?;
+    trial.op.q = base.slice(0, 0, n)?;
+    trial.op.out = base.slice(0, 1, n + 1)?.slice(2, 0, 6)?;
+    trial.op.lse = None;
+    b.stream.attend(&trial.op)?;
+    let (expected, _) = oracle::attend(&trial.op, &trial.q, &trial.k, &trial.v, UNTOUCHED);
+    let after = b.download(&base)?;
+    let out: Vec<f32> = oracle::elements(&trial.op.out).into_iter().map(|i| after[i]).collect();
+    rounded_once("output over its queries", b.dtype, &out, &expected)
+}
+
 pub(super) fn output_in_the_element_type(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
     let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;

@@ -5,12 +5,15 @@
 //! `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes them. Parts lie in a scratch buffer of
 //! limited size: a call with more of them runs in chunks of tiles.
 
-use kvcore::kernels::{Attend, AttendMla};
-use kvcore::{Error, Result, TensorView};
+use std::sync::Arc;
+
+use kvcore::kernels::{Attend, AttendMla, CopyTensor};
+use kvcore::{Error, MemoryKind, Result, TensorView};
 
 use crate::NAME;
 use crate::device::Device;
-use crate::pipeline::Binding;
+use crate::kernels::copy;
+use crate::memory::WgpuStorage;
 use crate::stream::{Dispatch, WgpuStream};
 
 mod merge;
@@ -42,19 +45,39 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
     let most = SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads);
     let tiles = runs::tiles(op, &tiling, &planes, most as usize);
+    let chunks = chunks(device, op, latent, &tiles, most);
     let mut work = Vec::new();
-    for chunk in chunks(device, op, latent, &tiles, most) {
+    // Queries that lie where results go are gone after the first chunk.
+    let mut apart = |view: &TensorView| {
+        if chunks.len() > 1 && view.overlaps(&op.out)? {
+            copied(device, view, &mut work)
+        } else {
+            Ok(view.clone())
+        }
+    };
+    let latent = latent.map(&mut apart).transpose()?;
+    let (op, latent) = (&Attend { q: apart(&op.q)?, ..op.clone() }, latent.as_ref());
+    for chunk in chunks {
         // Each task has as many parts as it has rows, of all heads.
         let parts: u64 = chunk.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
         if parts > most {
             let what = format!("{parts} parts of one row in attention: the device binds {most} at once");
             return Err(Error::Unsupported { backend: NAME, what });
         }
-        let scratch = Binding::whole(&stream.scratch(parts.max(1) * heads * part_bytes)?);
+        let scratch = stream.scratch(parts.max(1) * heads * part_bytes)?;
         work.extend(records::dispatches(device, op, latent, (&tiling, &planes), chunk, &scratch)?);
         work.push(merge::dispatch(device, op, chunk, scratch)?);
     }
     Ok(work)
+}
+
+/// A dense copy of a view, made by `work`.
+fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> Result<TensorView> {
+    let bytes = view.dtype().bytes_for(view.len())?;
+    let storage = Arc::new(WgpuStorage::allocate(device, MemoryKind::Device, bytes)?);
+    let dst = TensorView::new(storage, view.dtype(), view.shape())?;
+    work.extend(copy::copy_tensor(device, &CopyTensor { src: view.clone(), dst: dst.clone() })?);
+    Ok(dst)
 }
 
 /// Tiles whose parts fit the scratch, and whose rows can be bound at once.
@@ -68,16 +91,19 @@ fn chunks<'a>(
     let views: Vec<&TensorView> =
         [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten().collect();
     let mut chunks = Vec::new();
-    let (mut start, mut parts, mut rows) = (0, 0, rows_of(&tiles[..tiles.len().min(1)]));
+    // Half of what can be bound, for the other half of a list that two tiles share.
+    let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
+    let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {
         let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
         let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
         let bound = views.iter().all(|view| window::fits(device, view, &wider));
-        if i > start && (parts + more > most || !bound) {
+        let listed = tile.words();
+        if i > start && (parts + more > most || words + listed > most_words || !bound) {
             chunks.push(&tiles[start..i]);
-            (start, parts, rows) = (i, more, tile.rows.clone());
+            (start, parts, words, rows) = (i, more, listed, tile.rows.clone());
         } else {
-            (parts, rows) = (parts + more, wider);
+            (parts, words, rows) = (parts + more, words + listed, wider);
         }
     }
     if start < tiles.len() {

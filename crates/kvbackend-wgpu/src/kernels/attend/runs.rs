@@ -17,6 +17,9 @@ const BUSY: usize = 512;
 /// Tokens below which a run is not cut further.
 const SHORT: usize = 256;
 
+/// Words of a task, a run or a row of one at most.
+const RECORD: usize = 8;
+
 /// Consecutive rows of one entry.
 pub(super) struct Tile {
     pub(super) rows: Range<usize>,
@@ -27,6 +30,18 @@ pub(super) struct Tile {
 impl Tile {
     pub(super) fn tasks(&self) -> impl Iterator<Item = &Task> + Clone {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
+    }
+
+    /// About how many words its records and lists take.
+    pub(super) fn words(&self) -> usize {
+        let of = |run: &Run| {
+            let listed = match &run.tokens {
+                Tokens::Blocks(blocks) => blocks.len(),
+                Tokens::Slots(slots) => 2 * slots.len(),
+            };
+            listed + RECORD + RECORD * run.rows.len()
+        };
+        self.tasks().map(|task| RECORD + task.runs.iter().map(of).sum::<usize>()).sum()
     }
 
     /// Tasks with their merge groups, in order of groups.
@@ -104,7 +119,7 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
         }
     }
     let workgroups = seen.len() * tiling.units;
-    let cuts = BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2).max(1);
+    let cuts = BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2 / op.groups.len().max(1)).max(1);
     let tile = |(rows, runs): (Range<usize>, Vec<GroupedRun>)| {
         let groups = (0..op.groups.len()).filter_map(|group| {
             let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();

@@ -45,8 +45,8 @@ impl Tiling {
         let widest = s.k_dim.max(s.v_dim) + 1;
         let latent_dim = if latent { s.v_dim } else { 1 };
         // Words of workgroup memory: queries, a tile, weights and what is kept for each query.
-        let words =
-            |queries: usize, tokens: usize| queries * (s.k_dim + latent_dim + tokens + 3) + tokens * widest;
+        let words = |queries: usize, tokens: usize| // Each of seven arrays may be rounded up to 16 bytes.
+            queries * (s.k_dim + latent_dim + tokens + 3) + tokens * widest + 28;
         for most in [QUERIES, 8, 4, 2, 1] {
             let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
             let rows = (most / heads).min(longest.next_power_of_two()).max(1);
