@@ -72,3 +72,21 @@ fn an_unknown_adapter_is_named() {
     assert!(!output.status.success() && stderr.contains("no device for the wgpu backend"), "{stderr}");
     assert!(stderr.contains("no such card") || stderr.contains("mesa-vulkan-drivers"), "{stderr}");
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn without_an_adapter_it_says_what_to_install() {
+    let without = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
+        // Of both names the Vulkan loader takes the one that it knows.
+        command.envs([("VK_DRIVER_FILES", "/nowhere"), ("VK_ICD_FILENAMES", "/nowhere")]);
+        command.args(args).output().unwrap()
+    };
+    let output = without(&["demo", "--backend", "wgpu"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && output.stdout.is_empty(), "{stderr}");
+    assert!(stderr.contains("apt-get install mesa-vulkan-drivers libvulkan1"), "{stderr}");
+    let output = without(&["devices"]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && stdout.contains("mesa-vulkan-drivers"), "{stdout}");
+}
