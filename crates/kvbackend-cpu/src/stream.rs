@@ -126,22 +126,6 @@ impl CpuStream {
             }
         }
     }
-
-    fn dense(view: &TensorView, bytes: usize) -> Result<(usize, usize)> {
-        if !view.is_contiguous() {
-            return Err(Error::InvalidStrides {
-                what: "host copy",
-                reason: "the view is not contiguous; gather or copy it first".to_owned(),
-            });
-        }
-        let expected = view.dtype().bytes_for(view.len())?;
-        if expected != bytes {
-            return Err(Error::Mismatch { what: "bytes of a host copy", expected, got: bytes });
-        }
-        cpu(view.storage())?;
-        let start = view.dtype().bytes_for(view.offset())?;
-        Ok((start, start + expected))
-    }
 }
 
 impl Drop for CpuStream {
@@ -173,11 +157,12 @@ impl Stream for CpuStream {
     }
 
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
-        let (start, end) = Self::dense(dst, src.len())?;
+        let range = dst.host_range(src.len())?;
+        cpu(dst.storage())?;
         Counters::add(&self.counters.host_write_bytes, src.len());
         let storage = Arc::clone(dst.storage());
         let copy = move |src: &[u8]| {
-            Access::new(&[], &[&storage])?.write(&storage)?[start..end].copy_from_slice(src);
+            Access::new(&[], &[&storage])?.write(&storage)?[range.clone()].copy_from_slice(src);
             Ok(())
         };
         match self.execution {
@@ -190,11 +175,12 @@ impl Stream for CpuStream {
     }
 
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
-        let (start, end) = Self::dense(src, dst.len())?;
+        let range = src.host_range(dst.len())?;
+        cpu(src.storage())?;
         self.synchronize()?;
         Counters::add(&self.counters.host_read_bytes, dst.len());
         let access = Access::new(&[src.storage()], &[])?;
-        dst.copy_from_slice(&access.read(src.storage())?[start..end]);
+        dst.copy_from_slice(&access.read(src.storage())?[range]);
         Ok(())
     }
 }

@@ -16,6 +16,9 @@ use wgpu::{
 
 use crate::device::Device;
 
+const ARGS: &str = include_str!("shaders/args.wgsl");
+const AXES: &str = include_str!("shaders/axes.wgsl");
+const ROW: &str = include_str!("shaders/row.wgsl");
 const WORDS: &str = include_str!("shaders/words.wgsl");
 const ELEMENT: &str = include_str!("shaders/element.wgsl");
 const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
@@ -56,10 +59,10 @@ impl Shader {
     fn text(self, native_f16: bool, texts: &str) -> String {
         let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
         let parts: &[&str] = match self {
-            Self::CopyUnits => &[],
-            Self::CopyBytes => &[WORDS],
-            Self::ConvertRows | Self::Merge => &[WORDS, f16, ELEMENT],
-            Self::Attend => &[f16, ELEMENT],
+            Self::CopyUnits => &[ARGS, AXES],
+            Self::CopyBytes => &[ARGS, AXES, WORDS],
+            Self::ConvertRows | Self::Merge => &[ARGS, WORDS, f16, ELEMENT, ROW],
+            Self::Attend => &[ARGS, f16, ELEMENT],
         };
         let enable = if parts.contains(&F16_NATIVE) { "enable f16;\nenable wgpu_int16;\n" } else { "" };
         [enable, texts].iter().chain(parts).chain([&self.body()]).copied().collect()

@@ -112,10 +112,7 @@ fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     for items in part.items.chunks((MOST_THREADS / per_item).max(1) as usize) {
         let mut args = vec![items.len() as u32];
         args.extend(axes.iter().map(|axis| axis.n as u32));
-        args.push(per_row as u32);
-        if !units {
-            args.push(row as u32);
-        }
+        args.extend([per_row, row / unit].map(|length| length as u32));
         for side in 0..2 {
             args.extend(axes.iter().map(|axis| (axis.strides[side] / unit) as u32));
         }

@@ -48,23 +48,56 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Turns the outermost axis into items.
-    fn unroll(&mut self) {
-        let Some(axis) = (!self.axes.is_empty()).then(|| self.axes.remove(0)) else { return };
+    /// `count` times as many items, each with `n` steps of an axis, from step `first` on.
+    fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
+        let strides = self.axes[axis].strides;
         let steps = |place: &Place| {
             let place = *place;
-            (0..axis.n as u64).map(move |i| std::array::from_fn(|side| place[side] + i * axis.strides[side]))
+            let at = (0..count).map(move |i| (first + i * n) as u64);
+            at.map(move |step| std::array::from_fn(|side| place[side] + step * strides[side]))
         };
-        self.items = self.items.iter().flat_map(steps).collect();
-        self.numbers = self.numbers.iter().flat_map(|&number| std::iter::repeat_n(number, axis.n)).collect();
+        let mut axes = self.axes.clone();
+        axes[axis].n = n;
+        Self {
+            items: self.items.iter().flat_map(steps).collect(),
+            numbers: self.numbers.iter().flat_map(|&number| std::iter::repeat_n(number, count)).collect(),
+            axes,
+        }
     }
 
-    /// The same rows with at most `most` axes.
+    /// The same rows with at most `most` axes: the outermost become items.
     pub(super) fn with_axes(mut self, most: usize) -> Self {
         while self.axes.len() > most {
-            self.unroll();
+            self = self.pieces(0, 1, 0, self.axes[0].n);
+            self.axes.remove(0);
         }
         self
+    }
+
+    /// The same rows in items that one window of every side reaches: the axis that reaches furthest is cut.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a single row that is longer than its limit.
+    fn cut(self, lengths: &[u64], limits: &[u64]) -> Result<Vec<Self>> {
+        let Some(side) = (0..limits.len()).find(|&i| self.span(i, lengths[i]) > limits[i]) else {
+            return Ok(vec![self]);
+        };
+        let reach = |axis: &Axis| (axis.n as u64 - 1) * axis.strides[side];
+        let furthest = (0..self.axes.len()).max_by_key(|&i| reach(&self.axes[i]));
+        let Some(furthest) = furthest.filter(|&i| reach(&self.axes[i]) > 0) else {
+            let (row, limit) = (lengths[side], limits[side]);
+            let what = format!("a row of {row} elements: the device binds {limit} at once");
+            return Err(Error::Unsupported { backend: NAME, what });
+        };
+        let axis = self.axes[furthest];
+        let others = self.span(side, lengths[side]) - reach(&axis);
+        let n = 1 + (limits[side].saturating_sub(others) / axis.strides[side]) as usize;
+        let (whole, left) = (axis.n / n, axis.n % n);
+        let mut parts = self.pieces(furthest, n, 0, whole).cut(lengths, limits)?;
+        if left > 0 {
+            parts.extend(self.pieces(furthest, left, whole * n, 1).cut(lengths, limits)?);
+        }
+        Ok(parts)
     }
 
     /// Units from an item's place to its last row's end.
@@ -85,44 +118,39 @@ pub(super) struct Windowed {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a single row that is larger than what can be bound.
-pub(super) fn windows(device: &Device, mut rows: Rows, sides: &[Side]) -> Result<Vec<Windowed>> {
+pub(super) fn windows(device: &Device, rows: Rows, sides: &[Side]) -> Result<Vec<Windowed>> {
     let align = device.binding_align();
     // What begins anywhere is bound from the multiple below, and ends with a whole word.
-    let limit = |side: &Side| (device.binding - align - 4) * 8 / side.bits;
-    while let Some(i) = (0..sides.len()).find(|&i| rows.span(i, sides[i].row) > limit(&sides[i])) {
-        if rows.axes.is_empty() {
-            let bytes = sides[i].row * sides[i].bits / 8;
-            let what = format!("a row of {bytes} bytes: the device binds {} at once", device.binding);
-            return Err(Error::Unsupported { backend: NAME, what });
-        }
-        rows.unroll();
-    }
-    let spans: Vec<u64> = sides.iter().enumerate().map(|(i, side)| rows.span(i, side.row)).collect();
-    let steps: Vec<u64> = sides.iter().zip(&spans).map(|(side, span)| (limit(side) - span).max(1)).collect();
-    let mut groups: BTreeMap<SmallVec<[u64; SIDES]>, Vec<usize>> = BTreeMap::new();
-    if fits_once(&rows, sides, &spans, limit) {
-        groups.insert(SmallVec::new(), (0..rows.items.len()).collect());
-    } else {
-        for (at, item) in rows.items.iter().enumerate() {
-            groups
-                .entry(steps.iter().zip(item).map(|(step, place)| place / step).collect())
-                .or_default()
-                .push(at);
-        }
-    }
+    let limits: Vec<u64> = sides.iter().map(|side| (device.binding - align - 4) * 8 / side.bits).collect();
     let mut windowed = Vec::new();
-    for items in groups.values().flat_map(|items| items.chunks(MOST_ITEMS)) {
-        windowed.push(window(align, &rows, sides, &spans, items));
+    let lengths: Vec<u64> = sides.iter().map(|side| side.row).collect();
+    for rows in rows.cut(&lengths, &limits)? {
+        let spans: Vec<u64> = sides.iter().enumerate().map(|(i, side)| rows.span(i, side.row)).collect();
+        let steps = || limits.iter().zip(&spans).map(|(limit, span)| (limit - span).max(1));
+        let mut groups: BTreeMap<SmallVec<[u64; SIDES]>, Vec<usize>> = BTreeMap::new();
+        if fits_once(&rows, &limits, &spans) {
+            groups.insert(SmallVec::new(), (0..rows.items.len()).collect());
+        } else {
+            for (at, item) in rows.items.iter().enumerate() {
+                groups
+                    .entry(steps().zip(item).map(|(step, place)| place / step).collect())
+                    .or_default()
+                    .push(at);
+            }
+        }
+        for items in groups.values().flat_map(|items| items.chunks(MOST_ITEMS)) {
+            windowed.push(window(align, &rows, sides, &spans, items));
+        }
     }
     Ok(windowed)
 }
 
 /// Whether one run reaches all items.
-fn fits_once(rows: &Rows, sides: &[Side], spans: &[u64], limit: impl Fn(&Side) -> u64) -> bool {
-    sides.iter().enumerate().all(|(i, side)| {
+fn fits_once(rows: &Rows, limits: &[u64], spans: &[u64]) -> bool {
+    limits.iter().zip(spans).enumerate().all(|(i, (limit, span))| {
         let places = rows.items.iter().map(|item| item[i]);
         let (low, high) = places.fold((u64::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
-        high.saturating_sub(low) + spans[i] <= limit(side)
+        high.saturating_sub(low) + span <= *limit
     })
 }
 
@@ -142,4 +170,44 @@ fn window(align: u64, rows: &Rows, sides: &[Side], spans: &[u64], items: &[usize
         (std::array::from_fn(|i| (rows.items[at][i].wrapping_sub(starts[i])) as u32), rows.numbers[at])
     };
     Windowed { bindings, items: items.iter().map(item).collect(), axes: rows.axes.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every row of an item, as places.
+    fn places(rows: &Rows) -> Vec<Place> {
+        let mut all = rows.clone().with_axes(0).items;
+        all.sort_unstable();
+        all
+    }
+
+    #[test]
+    fn what_reaches_too_far_is_cut_where_it_does_and_stays_the_same_rows() {
+        let axis = |n, src, dst| Axis { n, strides: [src, dst, 0, 0] };
+        // A transposition of 30 by 40: the source steps over rows, the destination over columns.
+        let rows = Rows {
+            items: vec![[7, 3, 0, 0]],
+            numbers: vec![5],
+            axes: SmallVec::from_iter([axis(30, 40, 1), axis(40, 1, 30)]),
+        };
+        for limits in [[2000, 2000], [100, 2000], [100, 90], [39, 29], [1, 1]] {
+            let spans = |rows: &Rows| [rows.span(0, 1), rows.span(1, 1)];
+            let fitting = fitted(&rows, limits).unwrap();
+            assert!(
+                fitting.iter().all(|part| spans(part).iter().zip(limits).all(|(span, limit)| *span <= limit))
+            );
+            let mut cut: Vec<Place> = fitting.iter().flat_map(places).collect();
+            cut.sort_unstable();
+            assert_eq!(cut, places(&rows), "{limits:?}");
+            assert!(fitting.iter().all(|part| part.numbers.iter().all(|number| *number == 5)));
+            assert!(limits != [2000, 2000] || fitting.len() == 1);
+        }
+        assert!(matches!(fitted(&rows, [0, 2000]), Err(Error::Unsupported { .. })));
+    }
+
+    fn fitted(rows: &Rows, limits: [u64; 2]) -> Result<Vec<Rows>> {
+        rows.clone().cut(&[1, 1], &limits)
+    }
 }

@@ -8,7 +8,6 @@
 // args: parameters by the names below, then records of tasks, runs and rows, and lists of tokens, all placed
 // by kernels/attend/records.rs.
 
-@group(0) @binding(0) var<storage, read> args: array<u32>;
 @group(0) @binding(1) var<storage, read> keys: array<u32>;
 @group(0) @binding(2) var<storage, read> values: array<u32>;
 @group(0) @binding(3) var<storage, read> key_scales: array<u32>;
@@ -106,68 +105,55 @@ fn row_at(plane: u32, place: vec2<u32>, head: u32) -> u32 {
     return args[plane] + place.x * args[plane + 1u] + place.y * args[plane + 2u] + head * args[plane + 3u];
 }
 
-// The number that an element of a quantised row is multiplied by; `scale` is that of its plane.
-fn key_scale(at: u32, element: u32) -> f32 {
+// Keys and values differ in their buffers and places only: `side` is known at every call.
+const KEYS: u32 = 0u;
+const VALUES: u32 = 1u;
+
+fn code_word(side: u32, word: u32) -> u32 {
+    if (side == KEYS) {
+        return keys[word];
+    }
+    return values[word];
+}
+
+fn scale_word(side: u32, word: u32) -> u32 {
+    if (side == KEYS) {
+        return key_scales[word];
+    }
+    return value_scales[word];
+}
+
+// What an element of a row is multiplied by; the row's scales begin at `at`.
+fn scale_of(side: u32, at: u32, element: u32) -> f32 {
     switch (KIND) {
-        case E4M3, E5M2: { return bitcast<f32>(key_scales[at]); }
+        case E4M3, E5M2: { return bitcast<f32>(scale_word(side, at)); }
         case I8, I4: {
             let scale = at + element / PER_SCALE;
-            return f16_of(key_scales[scale / 2u], scale % 2u);
+            return f16_of(scale_word(side, scale / 2u), scale % 2u);
         }
         default: { return 1.0; }
     }
 }
 
-fn value_scale(at: u32, element: u32) -> f32 {
-    switch (KIND) {
-        case E4M3, E5M2: { return bitcast<f32>(value_scales[at]); }
-        case I8, I4: {
-            let scale = at + element / PER_SCALE;
-            return f16_of(value_scales[scale / 2u], scale % 2u);
-        }
-        default: { return 1.0; }
-    }
-}
-
-fn load_keys(run: u32, start: u32, end: u32, head: u32, thread: u32) {
+// Brings a tile of keys or of values.
+fn load_tile(side: u32, run: u32, start: u32, end: u32, head: u32, thread: u32) {
+    let dim = select(K_DIM, V_DIM, side == VALUES);
+    let row = select(K_ROW, V_ROW, side == VALUES);
     let lanes = 32u / bits_of(KIND);
-    let words = (K_DIM + lanes - 2u) / lanes + 1u;
+    let words = (dim + lanes - 2u) / lanes + 1u;
     for (var i = thread; i < TOKENS * words; i += THREADS) {
         let t = i / words;
         if (start + t < end) {
             let place = place_of(run, start + t);
-            let at = row_at(K_AT, place, head);
-            let scales = row_at(K_SCALES_AT, place, head);
+            let at = row_at(select(K_AT, V_AT, side == VALUES), place, head);
+            let scales = row_at(select(K_SCALES_AT, V_SCALES_AT, side == VALUES), place, head);
             let word = at / lanes + i % words;
-            if (word * lanes < at + K_DIM) {
-                let bits = keys[word];
+            if (word * lanes < at + dim) {
+                let bits = code_word(side, word);
                 for (var lane = 0u; lane < lanes; lane++) {
                     let element = word * lanes + lane - at;
-                    if (element < K_DIM) {
-                        tile[t * K_ROW + element] = decode(KIND, bits, lane) * key_scale(scales, element);
-                    }
-                }
-            }
-        }
-    }
-}
-
-fn load_values(run: u32, start: u32, end: u32, head: u32, thread: u32) {
-    let lanes = 32u / bits_of(KIND);
-    let words = (V_DIM + lanes - 2u) / lanes + 1u;
-    for (var i = thread; i < TOKENS * words; i += THREADS) {
-        let t = i / words;
-        if (start + t < end) {
-            let place = place_of(run, start + t);
-            let at = row_at(V_AT, place, head);
-            let scales = row_at(V_SCALES_AT, place, head);
-            let word = at / lanes + i % words;
-            if (word * lanes < at + V_DIM) {
-                let bits = values[word];
-                for (var lane = 0u; lane < lanes; lane++) {
-                    let element = word * lanes + lane - at;
-                    if (element < V_DIM) {
-                        tile[t * V_ROW + element] = decode(KIND, bits, lane) * value_scale(scales, element);
+                    if (element < dim) {
+                        tile[t * row + element] = decode(KIND, bits, lane) * scale_of(side, scales, element);
                     }
                 }
             }
@@ -335,7 +321,7 @@ fn main(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let number = group.x + group.y * groups.x;
+    let number = linear(group, groups);
     let units = args[UNITS];
     if (number / units >= args[TASKS]) {
         return;
@@ -368,7 +354,7 @@ fn main(
         }
         let end = args[run + 3u];
         for (var start = args[run + 2u]; start < end; start += TOKENS) {
-            load_keys(run, start, end, task.k_head, thread);
+            load_tile(KEYS, run, start, end, task.k_head, thread);
             workgroupBarrier();
             if (UNROTATED) {
                 turn_keys(run, start, end, thread);
@@ -376,7 +362,7 @@ fn main(
             }
             multiply_keys(thread);
             workgroupBarrier();
-            load_values(run, start, end, task.v_head, thread);
+            load_tile(VALUES, run, start, end, task.v_head, thread);
             workgroupBarrier();
             if (LATENT) {
                 multiply_latents(thread);

@@ -2,9 +2,11 @@
 // rotate_keys, quantize and dequantize. A workgroup reads one row of one head into its memory as f32,
 // rotates it, and writes it; a row in place is read wholly before any of it is written.
 //
+// Elements past the pairs that are rotated keep their bits where both sides are of one type.
+//
 // args: [items, n0, n1, strides of the two axes (source, destination, scales of the source, scales of the
-// destination each), first row of the angles, attention factor, scale strides unused], then the places of
-// each item in the four, and the position that it is turned by. Places in elements and in scales.
+// destination each), first row of the angles, attention factor], then the places of each item in the four, and
+// the position that it is turned by. Places in elements and in scales.
 
 @group(0) @binding(3) var<storage, read_write> source_scales: array<u32>;
 @group(0) @binding(4) var<storage, read_write> dest_scales: array<atomic<u32>>;
@@ -12,21 +14,21 @@
 @group(0) @binding(5) var<storage, read> angles: array<vec2<f32>>;
 
 override SOURCE: u32;
-override DEST: u32;
-// Elements of a row.
-override DIM: u32;
 // Elements that share a scale of integer formats, as long as the row in all others.
 override PER_SCALE: u32;
 // Pairs that are rotated; 0 for none.
 override PAIRS: u32;
 override INTERLEAVED: bool;
+// Scales of a row. By name, since naga 30 takes a size without a name for the last of all overrides.
+override GROUPS: u32 = DIM / PER_SCALE;
 
 const HEADER: u32 = 13u;
 const PER_ITEM: u32 = 5u;
-const THREADS: u32 = 64u;
 
-var<workgroup> row: array<f32, DIM>;
-var<workgroup> steps: array<f32, DIM / PER_SCALE>;
+var<workgroup> steps: array<f32, GROUPS>;
+// Where the row begins in the source, and the static scale of an 8-bit float's destination.
+var<private> origin: u32;
+var<private> static_scale: f32 = 1.0;
 
 fn source_scale(at: u32, element: u32) -> f32 {
     switch (SOURCE) {
@@ -47,7 +49,6 @@ fn read_row(at: u32, scales: u32, thread: u32) {
     for (var w = thread; w < words; w += THREADS) {
         let word = source[first + w];
         for (var lane = 0u; lane < lanes; lane++) {
-            // Below the row for the lanes before it, which makes them larger than any element.
             let element = (first + w) * lanes + lane - at;
             if (element < DIM) {
                 row[element] = decode(SOURCE, word, lane) * source_scale(scales, element);
@@ -95,7 +96,7 @@ fn step_bits(group: u32) -> u32 {
 }
 
 fn make_steps(scales: u32, thread: u32) {
-    for (var group = thread; group < DIM / PER_SCALE; group += THREADS) {
+    for (var group = thread; group < GROUPS; group += THREADS) {
         let bits = step_bits(group);
         steps[group] = f16_of(bits, 0u);
         let at = scales + group;
@@ -105,14 +106,25 @@ fn make_steps(scales: u32, thread: u32) {
     }
 }
 
-// The bits of an element of the row; `scale` is the static scale of 8-bit floats.
-fn coded(element: u32, scale: f32) -> u32 {
+// The bits of an element that no rotation touched, as they are in the source.
+fn kept(element: u32) -> u32 {
+    let bits = bits_of(SOURCE);
+    let lanes = 32u / bits;
+    let at = origin + element;
+    return (source[at / lanes] >> (bits * (at % lanes))) & bits_between(0u, bits);
+}
+
+// The bits of an element of the row.
+fn coded(element: u32) -> u32 {
+    if (PAIRS > 0u && SOURCE == DEST && bits_of(SOURCE) >= 16u && element >= 2u * PAIRS) {
+        return kept(element);
+    }
     let x = row[element];
     switch (DEST) {
         case E4M3, E5M2: {
             let largest = select(448.0, 57344.0, DEST == E5M2);
             let finite = (bitcast<u32>(x) & 0x7fffffffu) < 0x7f800000u;
-            return encode(DEST, select(x / scale, clamp(x / scale, -largest, largest), finite));
+            return encode(DEST, select(x / static_scale, clamp(x / static_scale, -largest, largest), finite));
         }
         case I8, I4: {
             let step = steps[element / PER_SCALE];
@@ -122,29 +134,6 @@ fn coded(element: u32, scale: f32) -> u32 {
             return 0u;
         }
         default: { return encode(DEST, x); }
-    }
-}
-
-fn write_row(at: u32, scales: u32, thread: u32) {
-    let bits = bits_of(DEST);
-    let lanes = 32u / bits;
-    let first = at / lanes;
-    let words = (at + DIM - 1u) / lanes - first + 1u;
-    var scale = 1.0;
-    if (DEST == E4M3 || DEST == E5M2) {
-        scale = bitcast<f32>(atomicLoad(&dest_scales[scales]));
-    }
-    for (var w = thread; w < words; w += THREADS) {
-        var mask = 0u;
-        var value = 0u;
-        for (var lane = 0u; lane < lanes; lane++) {
-            let element = (first + w) * lanes + lane - at;
-            if (element < DIM) {
-                mask |= bits_between(bits * lane, bits * (lane + 1u));
-                value |= coded(element, scale) << (bits * lane);
-            }
-        }
-        put(first + w, mask, value);
     }
 }
 
@@ -178,5 +167,9 @@ fn main(
         make_steps(dst_scales, thread);
         workgroupBarrier();
     }
-    write_row(dst, dst_scales, thread);
+    if (DEST == E4M3 || DEST == E5M2) {
+        static_scale = bitcast<f32>(atomicLoad(&dest_scales[dst_scales]));
+    }
+    origin = src;
+    write_row(dst, thread);
 }

@@ -7,19 +7,18 @@
 
 @group(0) @binding(3) var<storage, read_write> lse: array<u32>;
 
-override DEST: u32;
-override V_DIM: u32;
 override WITH_LSE: bool;
 
 const HEADER: u32 = 9u;
-const THREADS: u32 = 64u;
 const LOWEST: f32 = -3.4028234e38;
 const MINUS_INFINITY: u32 = 0xff800000u;
 
-var<workgroup> row: array<f32, V_DIM>;
-
 fn part(i: u32) -> f32 {
     return bitcast<f32>(source[i]);
+}
+
+fn coded(element: u32) -> u32 {
+    return encode(DEST, row[element]);
 }
 
 // Whether nothing was added. NaN is something; on some devices it is neither equal to 0 nor unequal.
@@ -43,11 +42,11 @@ fn main(
     let out_row = args[record];
     let list = args[record + 1u];
     let count = args[record + 2u];
-    let width = V_DIM + 2u;
+    let width = DIM + 2u;
 
     var most = LOWEST;
     var total = 0.0;
-    for (var d = thread; d < V_DIM; d += THREADS) {
+    for (var d = thread; d < DIM; d += THREADS) {
         row[d] = 0.0;
     }
     var next = 0u;
@@ -73,7 +72,7 @@ fn main(
             let shrink = exp(before - most);
             let grow = exp(group_lse - most);
             total = total * shrink + grow;
-            for (var d = thread; d < V_DIM; d += THREADS) {
+            for (var d = thread; d < DIM; d += THREADS) {
                 var value = 0.0;
                 for (var i = begin; i < next; i++) {
                     let place = (args[list + 2u * i] + head) * width;
@@ -86,7 +85,7 @@ fn main(
         }
     }
     if (!is_zero(total)) {
-        for (var d = thread; d < V_DIM; d += THREADS) {
+        for (var d = thread; d < DIM; d += THREADS) {
             row[d] = row[d] / total;
         }
     }
@@ -99,21 +98,5 @@ fn main(
     }
     workgroupBarrier();
 
-    let bits = bits_of(DEST);
-    let lanes = 32u / bits;
-    let at = args[2] + out_row * args[3] + head * args[4];
-    let first = at / lanes;
-    let words = (at + V_DIM - 1u) / lanes - first + 1u;
-    for (var w = thread; w < words; w += THREADS) {
-        var mask = 0u;
-        var value = 0u;
-        for (var lane = 0u; lane < lanes; lane++) {
-            let element = (first + w) * lanes + lane - at;
-            if (element < V_DIM) {
-                mask |= bits_between(bits * lane, bits * (lane + 1u));
-                value |= encode(DEST, row[element]) << (bits * lane);
-            }
-        }
-        put(first + w, mask, value);
-    }
+    write_row(args[2] + out_row * args[3] + head * args[4], thread);
 }

@@ -3,7 +3,6 @@
 // word that is owned wholly is stored, and of any other the owner's bits are cleared and set by atomic
 // operations, which leave all other bits as they are, whoever changes them meanwhile.
 
-@group(0) @binding(0) var<storage, read> args: array<u32>;
 @group(0) @binding(1) var<storage, read_write> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> dest: array<atomic<u32>>;
 
@@ -23,9 +22,4 @@ fn put(word: u32, mask: u32, value: u32) {
         atomicAnd(&dest[word], ~mask);
         atomicOr(&dest[word], value & mask);
     }
-}
-
-// The number of a workgroup in a grid of two dimensions.
-fn linear(group: vec3<u32>, groups: vec3<u32>) -> u32 {
-    return group.x + group.y * groups.x;
 }

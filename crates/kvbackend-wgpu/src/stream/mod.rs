@@ -96,25 +96,6 @@ impl Event for WgpuEvent {
     }
 }
 
-/// The bytes of a dense view of our memory.
-fn dense<'a>(
-    device: &Arc<Device>,
-    view: &'a TensorView,
-    bytes: usize,
-) -> Result<(&'a memory::WgpuStorage, usize)> {
-    if !view.is_contiguous() {
-        return Err(Error::InvalidStrides {
-            what: "host copy",
-            reason: "the view is not contiguous; gather or copy it first".to_owned(),
-        });
-    }
-    let expected = view.dtype().bytes_for(view.len())?;
-    if expected != bytes {
-        return Err(Error::Mismatch { what: "bytes of a host copy", expected, got: bytes });
-    }
-    Ok((memory::of(device, view.storage())?, view.dtype().bytes_for(view.offset())?))
-}
-
 impl WgpuStream {
     pub(crate) fn new(device: Arc<Device>) -> Self {
         Self { inner: Arc::new(Inner { device, pending: Mutex::default() }) }
@@ -214,7 +195,8 @@ impl Stream for WgpuStream {
 
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
         let device = &self.inner.device;
-        let (storage, start) = dense(device, dst, src.len())?;
+        let start = dst.host_range(src.len())?.start;
+        let storage = memory::of(device, dst.storage())?;
         device.check()?;
         if src.is_empty() {
             return Ok(());
@@ -242,7 +224,8 @@ impl Stream for WgpuStream {
 
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         let device = &self.inner.device;
-        let (storage, start) = dense(device, src, dst.len())?;
+        let start = src.host_range(dst.len())?.start;
+        let storage = memory::of(device, src.storage())?;
         device.check()?;
         if dst.is_empty() {
             return self.synchronize();

@@ -145,10 +145,7 @@ fn every_fp8_code_is_read_and_written_as_on_the_host() {
             let rows = || allocate_tensor(backend, MemoryKind::Device, DType::F32, &[ROWS, 1, DIM]).unwrap();
             let (k, v) = (rows(), rows());
             let slots = (0..ROWS as i64).collect();
-            let rope = Arc::new(Rope::new(RopeConfig::new(2, 10_000.0), 16).unwrap());
-            let rotation = Some(Rotation { rope, delta: 0 });
-            let gather = Gather { arena, layer: 0, slots, k: k.clone(), v, rotation };
-            stream.gather(&Gather { rotation: None, ..gather }).unwrap();
+            stream.gather(&Gather { arena, layer: 0, slots, k: k.clone(), v, rotation: None }).unwrap();
             let read: Vec<f32> = bytemuck::pod_collect_to_vec(&download(stream, &k));
             for (&code, &x) in codes.iter().zip(&read) {
                 let expected = kind.decode(code);
@@ -156,6 +153,29 @@ fn every_fp8_code_is_read_and_written_as_on_the_host() {
                     x == expected || (x.is_nan() && expected.is_nan()),
                     "{how} {format}: {code:#x} is {x}"
                 );
+            }
+        }
+    });
+}
+
+#[test]
+fn elements_that_no_rotation_touches_keep_their_bits() {
+    both(|backend, stream, how| {
+        for dtype in [DType::F16, DType::BF16] {
+            let codes: Vec<u16> = (0..=u16::MAX).collect();
+            let arena = cache(backend, dtype.into());
+            let view = kvcore::TensorView::new(Arc::clone(arena.k()), dtype, &[codes.len()]).unwrap();
+            stream.write(&view, bytemuck::cast_slice(&codes)).unwrap();
+            let rows = || allocate_tensor(backend, MemoryKind::Device, dtype, &[ROWS, 1, DIM]).unwrap();
+            let (k, v) = (rows(), rows());
+            let rope = Arc::new(
+                Rope::new(RopeConfig { rotary_dim: 2, ..RopeConfig::new(DIM, 10_000.0) }, 16).unwrap(),
+            );
+            let (slots, rotation) = ((0..ROWS as i64).collect(), Some(Rotation { rope, delta: 3 }));
+            stream.gather(&Gather { arena, layer: 0, slots, k: k.clone(), v, rotation }).unwrap();
+            let after: Vec<u16> = bytemuck::pod_collect_to_vec(&download(stream, &k));
+            for (row, before) in after.chunks(DIM).zip(codes.chunks(DIM)) {
+                assert_eq!(row[2..], before[2..], "{how} {dtype}");
             }
         }
     });

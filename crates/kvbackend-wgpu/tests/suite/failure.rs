@@ -1,9 +1,17 @@
 //! Errors that say what to do, and a process that lives on.
 
+use std::sync::Arc;
+
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::backend::Backend;
-use kvcore::kernels::{CopyTensor, Scatter};
-use kvcore::{BlockOrder, DType, Error, KvShape, MemoryKind, TensorView, allocate_tensor};
+use kvcore::kernels::{
+    ApplyRope, Attend, AttendRows, CopyBlocks, CopyTensor, Gather, MergeGroup, Quantize, QueryRow,
+    RotateKeys, Rotation, Scatter,
+};
+use kvcore::{
+    BlockOrder, DType, Error, KeyForm, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, TensorView,
+    allocate_tensor,
+};
 
 use crate::common::{arena, download, noise, opened, shared, upload};
 
@@ -125,8 +133,45 @@ fn no_work_is_no_work() {
         })
         .unwrap();
     let one = upload(backend.as_ref(), DType::F32, &[1, 1, 4], &[0; 16]);
-    stream.scatter(&Scatter { arena, layer: 0, k: one.clone(), v: one, slots: [-1].into() }).unwrap();
+    let (k, v) = (one.clone(), one.clone());
+    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: [-1].into() }).unwrap();
     stream.copy_tensor(&CopyTensor { src: none.clone(), dst: none.clone() }).unwrap();
+    let (k, v) = (none.clone(), none.clone());
+    stream
+        .gather(&Gather { arena: arena.clone(), layer: 0, slots: [].into(), k, v, rotation: None })
+        .unwrap();
+    let rope = Arc::new(Rope::new(RopeConfig::new(4, 100.0), 16).unwrap());
+    stream.rope(&ApplyRope { rows: none.clone(), positions: [].into(), rope: Arc::clone(&rope) }).unwrap();
+    stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: [].into() }).unwrap();
+    let (src, dst) = (arena.clone(), arena.clone());
+    let rotation = Rotation { rope: Arc::clone(&rope), delta: 1 };
+    stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs: [].into(), rotation }).unwrap();
+    let small = crate::common::arena(
+        backend.as_ref(),
+        KvShape { format: KvFormat::Int8 { group: 4 }, ..arena.layout().shape().clone() },
+    );
+    let (src, dst) = (arena.clone(), small);
+    stream.quantize(&Quantize { src, dst, pairs: [].into() }).unwrap();
+    for (q, batch) in [(&none, vec![]), (&one, vec![]), (&one, vec![AttendRows::new(0..0, [])])] {
+        let out = upload(backend.as_ref(), DType::F32, &[1, 1, 4], &[7; 16]);
+        let op = Attend {
+            arena: arena.clone(),
+            layer: 0,
+            q: q.clone(),
+            rope: Some(Arc::clone(&rope)),
+            keys: KeyForm::Rotated,
+            rows: vec![QueryRow { logical: 0, position: 0 }; q.shape()[0]].into(),
+            batch: batch.into(),
+            groups: [MergeGroup::default()].into(),
+            scale: 1.0,
+            window: None,
+            softcap: None,
+            out: out.slice(0, 0, q.shape()[0]).unwrap(),
+            lse: None,
+        };
+        stream.attend(&op).unwrap();
+        assert_eq!(download(stream.as_ref(), &out), [7; 16], "rows in no entry are left alone");
+    }
     stream.write(&none, &[]).unwrap();
     stream.read(&none, &mut []).unwrap();
     stream.synchronize().unwrap();

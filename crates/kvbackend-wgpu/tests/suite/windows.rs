@@ -94,7 +94,7 @@ fn attend(
 }
 
 #[test]
-fn rows_longer_than_a_window_are_copied_in_pieces() {
+fn what_is_longer_than_a_window_is_copied_in_pieces() {
     let Some(backend) = windowed() else { return };
     let stream = backend.stream().unwrap();
     for (len, start) in [(3 * BINDING as usize, 0), (2 * BINDING as usize + 17, 3)] {
@@ -108,6 +108,15 @@ fn rows_longer_than_a_window_are_copied_in_pieces() {
         let around = download(stream.as_ref(), &whole);
         assert!(around[..start].iter().chain(&around[start + len..]).all(|byte| *byte == 9));
     }
+    // A transposition of ten windows, which steps over all of its source for each row of the destination.
+    let (rows, columns) = (90, 230);
+    let bytes = noise(6, rows * columns * 2);
+    let src = upload(backend.as_ref(), DType::F16, &[rows, columns], &bytes);
+    let dst = upload(backend.as_ref(), DType::F16, &[columns, rows], &vec![0; bytes.len()]);
+    src.permute(&[1, 0]).unwrap().copy_to(&dst, stream.as_ref()).unwrap();
+    let element = |i: usize| bytes[(i % rows * columns + i / rows) * 2..][..2].to_vec();
+    let expected: Vec<u8> = (0..rows * columns).flat_map(element).collect();
+    assert!(download(stream.as_ref(), &dst) == expected, "a transposed tensor");
 }
 
 proptest! {

@@ -132,6 +132,24 @@ impl TensorView {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
     }
 
+    /// The bytes of the storage that a copy of `bytes` host bytes reads or writes: what every backend checks first in
+    /// [`Stream::read`](crate::Stream::read) and [`Stream::write`](crate::Stream::write).
+    ///
+    /// # Errors
+    /// [`Error::InvalidStrides`] for a view that is not contiguous, [`Error::Mismatch`] for another length.
+    pub fn host_range(&self, bytes: usize) -> Result<Range<usize>> {
+        if !self.is_contiguous() {
+            return Err(Error::InvalidStrides {
+                what: "host copy",
+                reason: "the view is not contiguous; gather or copy it first".to_owned(),
+            });
+        }
+        let expected = self.dtype.bytes_for(self.len())?;
+        crate::error::same("bytes of a host copy", expected, bytes)?;
+        let start = self.dtype.bytes_for(self.offset)?;
+        Ok(start..start + expected)
+    }
+
     /// Whether both views lie in one storage and one reaches into the bytes from the first to the last
     /// element of the other. Interleaved views overlap in this sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {

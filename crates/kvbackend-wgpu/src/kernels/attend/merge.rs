@@ -32,7 +32,7 @@ pub(super) fn dispatch(
     };
     let constants: [Constant; 3] = [
         ("DEST", f64::from(kind(op.out.dtype()))),
-        ("V_DIM", op.arena.layout().shape().v_dim as f64),
+        ("DIM", op.arena.layout().shape().v_dim as f64),
         ("WITH_LSE", f64::from(u8::from(op.lse.is_some()))),
     ];
     device.check_workgroup(op.arena.layout().shape().v_dim)?;

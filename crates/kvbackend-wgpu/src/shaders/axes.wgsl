@@ -1,0 +1,35 @@
+// Rows of a copy: items at any places, each a loop over three axes.
+//
+// args: [items, n0, n1, n2, threads of a row, length of a row, strides of the three axes in the source, in the
+// destination], then the places of each item in source and destination.
+
+const THREADS: u32 = 256u;
+const HEADER: u32 = 12u;
+
+struct Place {
+    // Whether there is such a row.
+    inside: bool,
+    src: u32,
+    dst: u32,
+    // Which thread of the row.
+    at: u32,
+}
+
+fn place_of(id: u32) -> Place {
+    let n = vec3<u32>(args[1], args[2], args[3]);
+    let run = id / args[4];
+    let item = run / (n.x * n.y * n.z);
+    if (item >= args[0]) {
+        return Place(false, 0u, 0u, 0u);
+    }
+    let index = vec3<u32>(run / (n.y * n.z) % n.x, run / n.z % n.y, run % n.z);
+    let src = vec3<u32>(args[6], args[7], args[8]) * index;
+    let dst = vec3<u32>(args[9], args[10], args[11]) * index;
+    let first = HEADER + 2u * item;
+    return Place(
+        true,
+        args[first] + src.x + src.y + src.z,
+        args[first + 1u] + dst.x + dst.y + dst.z,
+        id % args[4],
+    );
+}

@@ -1,0 +1,31 @@
+// One row of one head in the memory of a workgroup, and how it is written: each thread makes whole words of the
+// destination, or the row's part of those at its ends. `coded`, of the kernel that includes this, gives the bits of
+// an element.
+
+override DEST: u32;
+// Elements of the row.
+override DIM: u32;
+
+const THREADS: u32 = 64u;
+
+var<workgroup> row: array<f32, DIM>;
+
+fn write_row(at: u32, thread: u32) {
+    let bits = bits_of(DEST);
+    let lanes = 32u / bits;
+    let first = at / lanes;
+    let words = (at + DIM - 1u) / lanes - first + 1u;
+    for (var w = thread; w < words; w += THREADS) {
+        var mask = 0u;
+        var value = 0u;
+        for (var lane = 0u; lane < lanes; lane++) {
+            // Below the row for the lanes before it, which makes them larger than any element.
+            let element = (first + w) * lanes + lane - at;
+            if (element < DIM) {
+                mask |= bits_between(bits * lane, bits * (lane + 1u));
+                value |= coded(element) << (bits * lane);
+            }
+        }
+        put(first + w, mask, value);
+    }
+}
