@@ -73,7 +73,7 @@ impl Shader {
 pub(crate) type Constant = (&'static str, f64);
 
 /// Words after the constants' names: what they are.
-type Values = SmallVec<[(&'static str, u64); 16]>;
+type Values = SmallVec<[(&'static str, u64); 18]>;
 
 /// A kernel that is ready to run.
 #[derive(Debug)]

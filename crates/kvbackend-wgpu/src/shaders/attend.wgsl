@@ -2,8 +2,9 @@
 // of K and of V over one part of the tokens that they see, and leaves an open softmax: the largest logit,
 // the sum of exponentials, and the weighted sum of values. merge.wgsl closes them.
 //
-// A tile of keys, then of values, is brought to workgroup memory as f32, once for all queries. Logits of a
-// tile are computed from there, the running softmax is corrected, and values are added in registers.
+// A tile of keys, then of values, is brought to workgroup memory as f32, once for all queries. Queries lie there
+// in fours, side by side: what a thread reads of a tile it multiplies by four of them, logits as values. Values are
+// added up in registers.
 //
 // args: parameters by the names below, then records of tasks, runs and rows, and lists of tokens, all placed
 // by kernels/attend/records.rs.
@@ -31,6 +32,15 @@ override QUERIES: u32;
 override TOKENS: u32;
 // Pairs that are rotated; 0 if queries come rotated.
 override PAIRS: u32;
+// Fours of queries; the last may have fewer.
+override QUADS: u32 = (QUERIES + 3u) / 4u;
+// Threads that share a logit: each multiplies every SHARES-th element. THREADS or fewer are busy so:
+// SHARES * QUADS * TOKENS.
+override SHARES: u32;
+// Threads side by side along a row of values.
+override WIDTH: u32;
+// Fours of queries that are summed up at once: more if a row takes fewer threads.
+override LAYERS: u32 = 128u / WIDTH;
 // What indices of pairs are divided by.
 override PAIRS_OR_ONE: u32 = max(PAIRS, 1u);
 override INTERLEAVED: bool;
@@ -76,13 +86,15 @@ override TILE_ROW: u32;
 // The width of latents, or 1.
 override LATENT_DIM: u32;
 
-var<workgroup> query: array<f32, QUERIES * K_DIM>;
-var<workgroup> latent: array<f32, QUERIES * LATENT_DIM>;
+// By element, then by four.
+var<workgroup> query: array<vec4<f32>, QUADS * K_DIM>;
+var<workgroup> latent: array<vec4<f32>, QUADS * LATENT_DIM>;
 var<workgroup> tile: array<f32, TOKENS * TILE_ROW>;
-var<workgroup> weight: array<f32, QUERIES * TOKENS>;
-var<workgroup> most: array<f32, QUERIES>;
-var<workgroup> total: array<f32, QUERIES>;
-var<workgroup> shrink: array<f32, QUERIES>;
+// Logits, then their exponentials: by share, then by four, then by token.
+var<workgroup> weight: array<vec4<f32>, SHARES * QUADS * TOKENS>;
+// The largest logit, and what sums are multiplied by since the last tile.
+var<workgroup> most: array<vec4<f32>, QUADS>;
+var<workgroup> shrink: array<vec4<f32>, QUADS>;
 
 struct Task {
     rows: u32,
@@ -190,72 +202,79 @@ fn turn_keys(run: u32, start: u32, end: u32, thread: u32) {
     }
 }
 
-fn load_queries(task: Task, first: u32, thread: u32) {
-    let lanes = 32u / bits_of(QUERY);
-    for (var i = thread; i < QUERIES * K_DIM; i += THREADS) {
-        let q = i / K_DIM;
-        var x = 0.0;
-        if (q / HEADS < task.rows) {
-            let row = first + q / HEADS;
-            let head = task.head + q % HEADS;
-            let at = args[Q_AT] + row * args[Q_AT + 1u] + head * args[Q_AT + 2u] + i % K_DIM;
-            x = decode(QUERY, queries[at / lanes], at % lanes);
-        }
-        query[i] = x;
+// An element of a query, or of its latent part.
+fn query_element(side: u32, at: u32) -> f32 {
+    if (side == KEYS) {
+        let lanes = 32u / bits_of(QUERY);
+        return decode(QUERY, queries[at / lanes], at % lanes);
     }
-    if (LATENT) {
-        let latent_lanes = 32u / bits_of(LATENT_KIND);
-        for (var i = thread; i < QUERIES * V_DIM; i += THREADS) {
-            let q = i / V_DIM;
-            var x = 0.0;
+    let lanes = 32u / bits_of(LATENT_KIND);
+    return decode(LATENT_KIND, latents[at / lanes], at % lanes);
+}
+
+fn load_queries(side: u32, task: Task, first: u32, thread: u32) {
+    let dim = select(K_DIM, V_DIM, side == VALUES);
+    let plane = select(Q_AT, LATENT_AT, side == VALUES);
+    for (var i = thread; i < QUADS * dim; i += THREADS) {
+        let quad = i / dim;
+        let element = i % dim;
+        var four = vec4<f32>();
+        for (var lane = 0u; lane < 4u; lane++) {
+            let q = 4u * quad + lane;
             if (q / HEADS < task.rows) {
-                let row = first + q / HEADS;
-                let head = task.head + q % HEADS;
-                let at = args[LATENT_AT] + row * args[LATENT_AT + 1u] + head * args[LATENT_AT + 2u] + i % V_DIM;
-                x = decode(LATENT_KIND, latents[at / latent_lanes], at % latent_lanes);
+                let row = args[plane] + (first + q / HEADS) * args[plane + 1u];
+                four[lane] = query_element(side, row + (task.head + q % HEADS) * args[plane + 2u] + element);
             }
-            latent[i] = x;
+        }
+        if (side == KEYS) {
+            query[element * QUADS + quad] = four;
+        } else {
+            latent[element * QUADS + quad] = four;
         }
     }
 }
 
 fn turn_queries(task: Task, run: u32, thread: u32) {
-    for (var i = thread; i < QUERIES * PAIRS; i += THREADS) {
-        let q = i / PAIRS_OR_ONE;
+    for (var i = thread; i < QUADS * PAIRS; i += THREADS) {
         let pair = i % PAIRS_OR_ONE;
-        if (q / HEADS < task.rows) {
-            let position = bitcast<i32>(args[run + RUN_WORDS + ROW_WORDS * (q / HEADS) + 2u]);
-            let place = q * K_DIM + pair_of(pair);
-            let both = turned(query[place.x], query[place.y], position, pair);
-            query[place.x] = both.x;
-            query[place.y] = both.y;
+        let place = pair_of(pair) * QUADS + i / PAIRS_OR_ONE;
+        var x = query[place.x];
+        var y = query[place.y];
+        for (var lane = 0u; lane < 4u; lane++) {
+            let row = (4u * (i / PAIRS_OR_ONE) + lane) / HEADS;
+            if (row < task.rows) {
+                let position = bitcast<i32>(args[run + RUN_WORDS + ROW_WORDS * row + 2u]);
+                let both = turned(x[lane], y[lane], position, pair);
+                x[lane] = both.x;
+                y[lane] = both.y;
+            }
         }
+        query[place.x] = x;
+        query[place.y] = y;
     }
 }
 
-// Logits of a tile without the part of latents.
-fn multiply_keys(thread: u32) {
-    for (var i = thread; i < QUERIES * TOKENS; i += THREADS) {
-        let q = i / TOKENS * K_DIM;
-        let k = i % TOKENS * K_ROW;
-        var sum = 0.0;
-        for (var d = 0u; d < K_DIM; d++) {
-            sum += query[q + d] * tile[k + d];
-        }
-        weight[i] = sum;
+// Shares of the logits of a tile: what is due to keys, or what latents add to it.
+fn multiply(side: u32, thread: u32) {
+    let dim = select(K_DIM, V_DIM, side == VALUES);
+    let row = thread % TOKENS * select(K_ROW, V_ROW, side == VALUES);
+    let quad = thread / TOKENS % QUADS;
+    let share = thread / (TOKENS * QUADS);
+    if (share >= SHARES) {
+        return;
     }
-}
-
-fn multiply_latents(thread: u32) {
-    for (var i = thread; i < QUERIES * TOKENS; i += THREADS) {
-        let q = i / TOKENS * V_DIM;
-        let v = i % TOKENS * V_ROW;
-        var sum = 0.0;
-        for (var d = 0u; d < V_DIM; d++) {
-            sum += latent[q + d] * tile[v + d];
+    var sum = vec4<f32>();
+    if (side == KEYS) {
+        for (var d = share; d < dim; d += SHARES) {
+            sum += query[d * QUADS + quad] * tile[row + d];
         }
-        weight[i] += sum;
+    } else {
+        sum = weight[thread];
+        for (var d = share; d < dim; d += SHARES) {
+            sum += latent[d * QUADS + quad] * tile[row + d];
+        }
     }
+    weight[thread] = sum;
 }
 
 // tanh of large numbers is an overflow on some devices.
@@ -270,48 +289,120 @@ fn capped(x: f32, cap: f32) -> f32 {
     return cap * tanh(y);
 }
 
-// Exponentials of a tile's logits, and what was summed before in terms of the new largest logit. One thread
-// a query.
-fn soften(task: Task, run: u32, start: u32, thread: u32) {
-    let scale = bitcast<f32>(args[SCALE]) * bitcast<f32>(args[run + 4u]);
-    let cap = bitcast<f32>(args[SOFTCAP]);
-    for (var q = thread; q < QUERIES; q += THREADS) {
-        let row = run + RUN_WORDS + ROW_WORDS * (q / HEADS);
-        var first = 0u;
-        var end = 0u;
+// What each of four queries sees of a tile: its first token, and the end.
+struct Seen {
+    first: vec4<u32>,
+    end: vec4<u32>,
+}
+
+fn seen(task: Task, run: u32, start: u32, quad: u32) -> Seen {
+    var tokens = Seen();
+    for (var lane = 0u; lane < 4u; lane++) {
+        let q = 4u * quad + lane;
         if (q / HEADS < task.rows) {
-            first = max(args[row], start) - start;
-            end = min(max(args[row + 1u], start) - start, TOKENS);
+            let row = run + RUN_WORDS + ROW_WORDS * (q / HEADS);
+            tokens.first[lane] = max(args[row], start) - start;
+            tokens.end[lane] = max(args[row + 1u], start) - start;
         }
-        let before = most[q];
-        var high = before;
-        for (var t = first; t < end; t++) {
-            var x = weight[q * TOKENS + t] * scale;
-            if (cap > 0.0) {
-                x = capped(x, cap);
-            }
-            weight[q * TOKENS + t] = x;
-            if (x > high) {
-                high = x;
+    }
+    return tokens;
+}
+
+// Logits of a tile from their shares; those of tokens that a query does not see are the lowest.
+fn add_shares(tokens: Seen, run: u32, thread: u32) {
+    var x = weight[thread];
+    for (var share = 1u; share < SHARES; share++) {
+        x += weight[thread + share * QUADS * TOKENS];
+    }
+    x *= bitcast<f32>(args[SCALE]) * bitcast<f32>(args[run + 4u]);
+    let cap = bitcast<f32>(args[SOFTCAP]);
+    if (cap > 0.0) {
+        for (var lane = 0u; lane < 4u; lane++) {
+            x[lane] = capped(x[lane], cap);
+        }
+    }
+    weight[thread] = select(vec4<f32>(LOWEST), x, sees(tokens, thread % TOKENS));
+}
+
+fn sees(tokens: Seen, token: u32) -> vec4<bool> {
+    let t = vec4<u32>(token);
+    return (t >= tokens.first) & (t < tokens.end);
+}
+
+// The largest logit of four queries, with this tile.
+fn highest(quad: u32) -> vec4<f32> {
+    var high = most[quad];
+    for (var t = 0u; t < TOKENS; t++) {
+        let x = weight[quad * TOKENS + t];
+        high = select(high, x, x > high);
+    }
+    return high;
+}
+
+// The exponential of one logit, and what was summed before in terms of the new largest.
+fn soften(tokens: Seen, high: vec4<f32>, thread: u32) {
+    let x = weight[thread];
+    var e = select(vec4<f32>(), exp(x - high), sees(tokens, thread % TOKENS));
+    for (var lane = 0u; lane < 4u; lane++) {
+        if (is_nan_bits(bitcast<u32>(x[lane]) & 0x7fffffffu)) {
+            e[lane] = x[lane];
+        }
+    }
+    weight[thread] = e;
+    if (thread % TOKENS == 0u) {
+        let quad = thread / TOKENS;
+        shrink[quad] = exp(most[quad] - high);
+        most[quad] = high;
+    }
+}
+
+// What a thread adds up: for some fours of queries the sum of weights, and of weighted values in some columns.
+var<private> totals: array<vec4<f32>, TURNS>;
+var<private> sums: array<vec4<f32>, TURNS * COLUMNS>;
+
+fn add_values(thread: u32) {
+    for (var turn = 0u; turn < TURNS; turn++) {
+        let less = shrink[min(thread / WIDTH + turn * LAYERS, QUADS - 1u)];
+        totals[turn] *= less;
+        for (var c = 0u; c < COLUMNS; c++) {
+            sums[turn * COLUMNS + c] *= less;
+        }
+    }
+    for (var t = 0u; t < TOKENS; t++) {
+        for (var turn = 0u; turn < TURNS; turn++) {
+            let w = weight[min(thread / WIDTH + turn * LAYERS, QUADS - 1u) * TOKENS + t];
+            totals[turn] += w;
+            // What a query does not see may be anything, NaN too. (As bits, since NaN is neither equal to 0 nor
+            // unequal on some devices.)
+            let used = bitcast<vec4<u32>>(w) != vec4<u32>();
+            for (var c = 0u; c < COLUMNS; c++) {
+                let value = tile[t * V_ROW + min(thread % WIDTH + c * WIDTH, V_DIM - 1u)];
+                sums[turn * COLUMNS + c] += select(vec4<f32>(), w * value, used);
             }
         }
-        var sum = 0.0;
-        for (var t = 0u; t < TOKENS; t++) {
-            var x = 0.0;
-            if (t >= first && t < end) {
-                let logit = weight[q * TOKENS + t];
-                x = exp(logit - high);
-                if (is_nan_bits(bitcast<u32>(logit) & 0x7fffffffu)) {
-                    x = logit;
+    }
+}
+
+// A part of each row and head: largest logit, sum, values.
+fn write_parts(task: Task, first: u32, thread: u32) {
+    for (var turn = 0u; turn < TURNS; turn++) {
+        let quad = thread / WIDTH + turn * LAYERS;
+        for (var lane = 0u; lane < 4u; lane++) {
+            let q = 4u * quad + lane;
+            if (quad < QUADS && q / HEADS < task.rows) {
+                let place = (first + q / HEADS * args[ALL_HEADS] + task.head + q % HEADS) * (V_DIM + 2u);
+                if (thread % WIDTH == 0u) {
+                    parts[place] = most[quad][lane];
+                    parts[place + 1u] = totals[turn][lane];
                 }
-                sum += x;
+                for (var c = 0u; c < COLUMNS; c++) {
+                    let column = thread % WIDTH + c * WIDTH;
+                    if (column < V_DIM) {
+                        parts[place + 2u + column] = sums[turn * COLUMNS + c][lane];
+                    }
+                }
             }
-            weight[q * TOKENS + t] = x;
         }
-        let less = exp(before - high);
-        most[q] = high;
-        shrink[q] = less;
-        total[q] = total[q] * less + sum;
     }
 }
 
@@ -336,18 +427,19 @@ fn main(
         head * args[K_HEADS] / all_heads,
         head * args[V_HEADS] / all_heads,
     );
-    var sums: array<f32, SUMS>;
-    for (var i = 0u; i < SUMS; i++) {
-        sums[i] = 0.0;
-    }
-    for (var q = thread; q < QUERIES; q += THREADS) {
-        most[q] = LOWEST;
-        total[q] = 0.0;
+    // The token and the four of queries whose logits this thread softens, if any.
+    let busy = thread < QUADS * TOKENS;
+    let quad = min(thread / TOKENS, QUADS - 1u);
+    if (thread < QUADS) {
+        most[thread] = vec4<f32>(LOWEST);
     }
     var run = args[record + 2u];
     for (var r = 0u; r < args[record + 3u]; r++) {
         workgroupBarrier();
-        load_queries(task, first_row, thread);
+        load_queries(KEYS, task, first_row, thread);
+        if (LATENT) {
+            load_queries(VALUES, task, first_row, thread);
+        }
         workgroupBarrier();
         if (PAIRS > 0u) {
             turn_queries(task, run, thread);
@@ -360,50 +452,29 @@ fn main(
                 turn_keys(run, start, end, thread);
                 workgroupBarrier();
             }
-            multiply_keys(thread);
+            multiply(KEYS, thread);
             workgroupBarrier();
             load_tile(VALUES, run, start, end, task.v_head, thread);
-            workgroupBarrier();
             if (LATENT) {
-                multiply_latents(thread);
+                workgroupBarrier();
+                multiply(VALUES, thread);
                 workgroupBarrier();
             }
-            soften(task, run, start, thread);
-            workgroupBarrier();
-            for (var i = 0u; i < SUMS; i++) {
-                let at = thread + i * THREADS;
-                if (at < QUERIES * V_DIM) {
-                    let q = at / V_DIM;
-                    var sum = sums[i] * shrink[q];
-                    for (var t = 0u; t < TOKENS; t++) {
-                        // What a query does not see may be anything, NaN too. (As bits, since NaN is
-                        // neither equal to 0 nor unequal on some devices.)
-                        let w = weight[q * TOKENS + t];
-                        if (bitcast<u32>(w) != 0u) {
-                            sum += w * tile[t * V_ROW + at % V_DIM];
-                        }
-                    }
-                    sums[i] = sum;
-                }
+            let tokens = seen(task, run, start, quad);
+            if (busy) {
+                add_shares(tokens, run, thread);
             }
+            workgroupBarrier();
+            let high = highest(quad);
+            workgroupBarrier();
+            if (busy) {
+                soften(tokens, high, thread);
+            }
+            workgroupBarrier();
+            add_values(thread);
             workgroupBarrier();
         }
         run += RUN_WORDS + ROW_WORDS * (QUERIES / HEADS);
     }
-    // A part of a row and head: largest logit, sum, values.
-    for (var i = 0u; i < SUMS; i++) {
-        let at = thread + i * THREADS;
-        let q = at / V_DIM;
-        if (at < QUERIES * V_DIM && q / HEADS < task.rows) {
-            let place = (args[record + 4u] + q / HEADS * all_heads + head + q % HEADS) * (V_DIM + 2u);
-            parts[place + 2u + at % V_DIM] = sums[i];
-        }
-    }
-    for (var q = thread; q < QUERIES; q += THREADS) {
-        if (q / HEADS < task.rows) {
-            let place = (args[record + 4u] + q / HEADS * all_heads + head + q % HEADS) * (V_DIM + 2u);
-            parts[place] = most[q];
-            parts[place + 1u] = total[q];
-        }
-    }
+    write_parts(task, args[record + 4u], thread);
 }

@@ -17,8 +17,8 @@ const THREADS: usize = 128;
 /// Queries of a workgroup at most: each tile of keys is read once for all of them.
 const QUERIES: usize = 16;
 
-/// Tokens of a tile, if they fit.
-const TOKENS: usize = 32;
+/// Tokens of a tile, if they fit: as many as make no more fours of logits than there are threads.
+const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
 #[derive(Debug, Clone, Copy)]
@@ -44,9 +44,12 @@ impl Tiling {
         let longest = op.batch.iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
         let widest = s.k_dim.max(s.v_dim) + 1;
         let latent_dim = if latent { s.v_dim } else { 1 };
-        // Words of workgroup memory: queries, a tile, weights and what is kept for each query.
-        let words = |queries: usize, tokens: usize| // Each of seven arrays may be rounded up to 16 bytes.
-            queries * (s.k_dim + latent_dim + tokens + 3) + tokens * widest + 28;
+        // Words of workgroup memory: queries by fours, a tile, weights and what is kept for each query.
+        let words = |queries: usize, tokens: usize| {
+            let quads = queries.div_ceil(4);
+            // Each of six arrays may be rounded up to 16 bytes.
+            4 * quads * (s.k_dim + latent_dim + shares(quads, tokens) * tokens + 2) + tokens * widest + 24
+        };
         for most in [QUERIES, 8, 4, 2, 1] {
             let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
             let rows = (most / heads).min(longest.next_power_of_two()).max(1);
@@ -76,7 +79,9 @@ impl Tiling {
         let flag = |yes: bool| f64::from(u8::from(yes));
         let interleaved = op.rope.as_ref().is_some_and(|rope| rope.pairing() == Pairing::Interleaved);
         let queries = self.heads * self.rows;
-        let constants: [Constant; 16] = [
+        let quads = queries.div_ceil(4);
+        let width = THREADS.min(s.v_dim.next_power_of_two());
+        let constants: [Constant; 18] = [
             ("KIND", f64::from(kind(s.format.storage_dtype()))),
             ("QUERY", f64::from(kind(op.q.dtype()))),
             ("LATENT_KIND", f64::from(latent.map_or(0, kind))),
@@ -87,6 +92,8 @@ impl Tiling {
             ("HEADS", self.heads as f64),
             ("QUERIES", queries as f64),
             ("TOKENS", self.tokens as f64),
+            ("SHARES", shares(quads, self.tokens) as f64),
+            ("WIDTH", width as f64),
             ("PAIRS", op.rope.as_ref().map_or(0, |rope| pairs_of(rope)) as f64),
             ("INTERLEAVED", flag(interleaved)),
             ("UNROTATED", flag(op.keys == KeyForm::Unrotated)),
@@ -94,9 +101,16 @@ impl Tiling {
             ("LATENT_DIM", if self.latent { s.v_dim as f64 } else { 1.0 }),
             ("TILE_ROW", (s.k_dim.max(s.v_dim) + 1) as f64),
         ];
-        let sums = (queries * s.v_dim).div_ceil(THREADS);
-        device.pipelines.get(device, Shader::Attend, &constants, &format!("const SUMS: u32 = {sums}u;\n"))
+        // Sizes of arrays of a thread are constants in WGSL's text.
+        let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
+        let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
+        device.pipelines.get(device, Shader::Attend, &constants, &texts)
     }
+}
+
+/// Threads that share the product of a key and four queries, so that few queries keep a workgroup busy.
+fn shares(quads: usize, tokens: usize) -> usize {
+    (THREADS / (quads * tokens)).max(1)
 }
 
 fn least_common_multiple(a: usize, b: usize) -> usize {
