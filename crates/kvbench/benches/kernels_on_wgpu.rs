@@ -2,17 +2,17 @@
 //! adapter. Both are submitted and waited for; a kernel and its limit take turns.
 //!
 //! `--mib N` sets the largest size of each side (default 64), `--context N` the longest context of a decode step
-//! (default 16,384).
+//! (default 16,384) and 32 times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
 
 use kvbackend_wgpu::WgpuBackend;
 use kvbackend_wgpu::wgpu::{Buffer, BufferDescriptor, BufferUsages, CommandEncoderDescriptor, PollType};
-use kvbench::lab::{DIM, HEADS, Lab};
+use kvbench::lab::{self, DIM, HEADS, Lab};
 use kvbench::{in_turns, option, row};
-use kvcore::kernels::{Dequantize, Quantize};
-use kvcore::{BlockId, DType, KvFormat, Result};
+use kvcore::kernels::{CopyTensor, Dequantize, Quantize};
+use kvcore::{BlockId, DType, KvFormat, MemoryKind, Result, Stream, allocate_tensor};
 
 /// A copy of bytes on the device.
 struct Limit {
@@ -43,10 +43,10 @@ impl Limit {
 }
 
 /// One row of the table: `work` is enqueued, and moves `bytes` bytes.
-fn report(lab: &Lab, limit: &Limit, what: &str, bytes: usize, work: impl Fn() -> Result<()>) {
+fn report(stream: &dyn Stream, limit: &Limit, what: &str, bytes: usize, work: impl Fn() -> Result<()>) {
     let mut both = || {
         work().expect("an operation");
-        lab.stream.synchronize().expect("a device that goes on");
+        stream.synchronize().expect("a device that goes on");
     };
     let [seconds, limit] = in_turns([&mut both, &mut || limit.run()]);
     row(&format!("wgpu: {what}"), bytes, seconds, "copy_buffer_to_buffer", limit);
@@ -55,20 +55,28 @@ fn report(lab: &Lab, limit: &Limit, what: &str, bytes: usize, work: impl Fn() ->
 fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> {
     let tokens = (mib << 20) / (2 * HEADS * DIM * dtype.bits() / 8);
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, tokens)?;
-    let (stream, both) = (&lab.stream, lab.bytes());
+    let (stream, both) = (lab.stream.as_ref(), lab.bytes());
     let limit = Limit::new(backend, both);
-    let (scatter, gather, copy, rotate) =
-        (lab.scatter()?, lab.gather()?, lab.copy_blocks(), lab.rotate_keys());
+    let (scatter, gather) = (lab.scatter()?, lab.gather()?);
+    let (copy, swap, rotate) = (lab.copy_blocks(), lab.swap_blocks()?, lab.rotate_keys());
     // To what moves bytes as they are, f16 is bf16.
     if dtype != DType::F16 {
-        report(&lab, &limit, &format!("scatter {dtype}"), both, || stream.scatter(&scatter));
-        report(&lab, &limit, &format!("gather {dtype}"), both, || stream.gather(&gather));
-        report(&lab, &limit, &format!("copy_blocks {dtype}"), both, || stream.copy_blocks(&copy));
+        report(stream, &limit, &format!("scatter {dtype}"), both, || stream.scatter(&scatter));
+        report(stream, &limit, &format!("gather {dtype}"), both, || stream.gather(&gather));
+        report(stream, &limit, &format!("copy_blocks {dtype}"), both, || stream.copy_blocks(&copy));
+        report(stream, &limit, &format!("swap_blocks {dtype}"), both, || stream.swap_blocks(&swap));
     }
     let what = format!("rotate_keys (K rotated, V copied) {dtype}");
-    report(&lab, &limit, &what, both, || stream.rotate_keys(&rotate));
+    report(stream, &limit, &what, both, || stream.rotate_keys(&rotate));
     let (rope, half) = (lab.rope()?, Limit::new(backend, both / 2));
-    report(&lab, &half, &format!("rope {dtype}"), both / 2, || stream.rope(&rope));
+    report(stream, &half, &format!("rope {dtype}"), both / 2, || stream.rope(&rope));
+    if dtype != DType::F16 {
+        let src = rope.rows.permute(&[1, 0, 2])?;
+        let dst = allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, dtype, src.shape())?;
+        let copy = CopyTensor { src, dst };
+        let what = format!("copy_tensor (heads before tokens) {dtype}");
+        report(stream, &half, &what, both / 2, || stream.copy_tensor(&copy));
+    }
     Ok(())
 }
 
@@ -84,12 +92,11 @@ fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
         let small = kvbench::lab::arena(lab.backend.as_ref(), format, blocks)?;
         let quantize = Quantize { src: lab.arena.clone(), dst: small.clone(), pairs: Arc::clone(&pairs) };
         let back = Dequantize { src: small, dst: lab.arena.clone(), pairs: Arc::clone(&pairs) };
-        report(&lab, &limit, &format!("quantize, bf16 to {format}"), lab.bytes(), || {
-            lab.stream.quantize(&quantize)
-        });
-        report(&lab, &limit, &format!("dequantize, {format} to bf16"), lab.bytes(), || {
-            lab.stream.dequantize(&back)
-        });
+        let (stream, bytes) = (lab.stream.as_ref(), lab.bytes());
+        let what = format!("quantize, bf16 to {format}");
+        report(stream, &limit, &what, bytes, || stream.quantize(&quantize));
+        let what = format!("dequantize, {format} to bf16");
+        report(stream, &limit, &what, bytes, || stream.dequantize(&back));
     }
     Ok(())
 }
@@ -97,8 +104,21 @@ fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
 /// A step of decoding reads all of K and V once.
 fn decode(backend: &Arc<WgpuBackend>, dtype: DType, context: usize) -> Result<()> {
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, context)?;
-    let (op, limit) = (lab.attend(1, true)?, Limit::new(backend, lab.bytes()));
-    report(&lab, &limit, &format!("attend, decode, GQA 4, {dtype}"), lab.bytes(), || lab.stream.attend(&op));
+    let (op, stream, bytes) = (lab.attend(1, true)?, lab.stream.as_ref(), lab.bytes());
+    let what = format!("attend, decode, GQA 4, {dtype}");
+    report(stream, &Limit::new(backend, bytes), &what, bytes, || stream.attend(&op));
+    let (op, bytes) = lab::attend_mla(backend.as_ref(), dtype, context)?;
+    let what = format!("attend_mla, decode, 16 heads, {dtype}");
+    report(stream, &Limit::new(backend, bytes), &what, bytes, || stream.attend_mla(&op));
+    Ok(())
+}
+
+/// All tokens of a prompt attend to those before them: arithmetic, where a copy is no limit but a measure.
+fn prefill(backend: &Arc<WgpuBackend>, dtype: DType, tokens: usize) -> Result<()> {
+    let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, tokens)?;
+    let (op, stream, bytes) = (lab.attend(lab.tokens, true)?, lab.stream.as_ref(), lab.bytes());
+    let what = format!("attend, prefill, GQA 4, {dtype}");
+    report(stream, &Limit::new(backend, bytes), &what, bytes, || stream.attend(&op));
     Ok(())
 }
 
@@ -112,6 +132,7 @@ fn main() -> Result<()> {
         }
         for context in [context / 4, context / 2, context] {
             decode(&backend, dtype, context)?;
+            prefill(&backend, dtype, context / 32)?;
         }
     }
     for size in [mib / 4, mib / 2, mib].map(|size| size.max(1)) {

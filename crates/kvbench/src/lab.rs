@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation, Scatter,
+    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation,
+    Scatter, SwapBlocks,
 };
 use kvcore::{
     Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Result,
@@ -100,6 +101,13 @@ impl Lab {
         CopyBlocks { arena: self.arena.clone(), pairs: self.pairs() }
     }
 
+    /// All blocks into another arena.
+    pub fn swap_blocks(&self) -> Result<SwapBlocks> {
+        let dst = arena_of(self.backend.as_ref(), self.heads, self.dtype.into(), self.blocks.len())?;
+        let pairs = self.blocks.iter().zip(0..).map(|(&from, to)| (BlockId(from), BlockId(to))).collect();
+        Ok(SwapBlocks { src: self.arena.clone(), dst, pairs })
+    }
+
     /// The same, with keys rotated on the way.
     pub fn rotate_keys(&self) -> RotateKeys {
         let rotation = Rotation { rope: Arc::clone(&self.rope), delta: 777 };
@@ -135,20 +143,60 @@ impl Lab {
     }
 }
 
+/// A step of decoding over a latent cache of DeepSeek-V3's widths, for 16 of its heads, and the bytes of the cache.
+pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<(AttendMla, usize)> {
+    const ROPE: usize = 64;
+    const LATENT: usize = 512;
+    const HEADS: usize = 16;
+    let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
+    let blocks = tokens / BLOCK;
+    let arena = allocate(backend, blocks, dtype.into(), (1, ROPE), (1, LATENT))?;
+    let rows = |dim| allocate_tensor(backend, MemoryKind::Device, dtype, &[1, HEADS, dim]);
+    let order: Arc<[BlockId]> = shuffled(blocks as u32).into_iter().map(BlockId).collect();
+    let attend = Attend {
+        arena,
+        layer: 0,
+        q: rows(ROPE)?,
+        rope: None,
+        keys: KeyForm::default(),
+        rows: [QueryRow { logical: tokens - 1, position: tokens as i64 - 1 }].into(),
+        batch: [AttendRows::new(0..1, [Segment::new(order, tokens, 0, 0)])].into(),
+        groups: [MergeGroup::default()].into(),
+        scale: 1.0 / 192f32.sqrt(),
+        window: None,
+        softcap: None,
+        out: rows(LATENT)?,
+        lse: None,
+    };
+    let bytes = tokens * (ROPE + LATENT) * dtype.bits() / 8;
+    Ok((AttendMla { attend, q_latent: rows(LATENT)? }, bytes))
+}
+
 /// One layer of `blocks` blocks, tokens before heads.
 pub fn arena(backend: &dyn Backend, format: KvFormat, blocks: usize) -> Result<KvArena> {
     arena_of(backend, HEADS, format, blocks)
 }
 
 fn arena_of(backend: &dyn Backend, heads: usize, format: KvFormat, blocks: usize) -> Result<KvArena> {
+    allocate(backend, blocks, format, (heads, DIM), (heads, DIM))
+}
+
+/// One layer of blocks; heads and their width of K and of V.
+fn allocate(
+    backend: &dyn Backend,
+    blocks: usize,
+    format: KvFormat,
+    (k_heads, k_dim): (usize, usize),
+    (v_heads, v_dim): (usize, usize),
+) -> Result<KvArena> {
     let layout = KvLayout::new(KvShape {
         num_layers: 1,
         num_blocks: blocks,
         block_size: BLOCK,
-        k_heads: heads,
-        v_heads: heads,
-        k_dim: DIM,
-        v_dim: DIM,
+        k_heads,
+        v_heads,
+        k_dim,
+        v_dim,
         format,
         order: BlockOrder::TokenMajor,
     })?;

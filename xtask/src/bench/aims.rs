@@ -145,7 +145,7 @@ mod tests {
         for aim in &AIMS {
             let row = page.lines().filter_map(|line| line.strip_prefix("| ")).find(|line| {
                 let columns: Vec<&str> = line.split(" | ").collect();
-                line.starts_with(aim.what) && columns.get(3).is_some_and(|limit| limit.starts_with(aim.limit))
+                line.starts_with(aim.what) && columns.get(4).is_some_and(|limit| limit.starts_with(aim.limit))
             });
             assert!(row.is_some(), "no row is {:?} against {:?}", aim.what, aim.limit);
         }

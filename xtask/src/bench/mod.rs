@@ -124,7 +124,8 @@ fn rows_of(mut command: Command, name: &str) -> Result<Vec<Row>> {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
             if let Ok(row) = serde_json::from_str::<Row>(&line) {
                 let (what, aim) = (&row.what, aims::verdict(&row));
-                eprintln!("  {what}: {:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);
+                let rate = row.rate().map(|rate| format!("{rate}, ")).unwrap_or_default();
+                eprintln!("  {what}: {rate}{:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);
                 rows.push(row);
             }
         }

@@ -16,6 +16,18 @@ pub(super) struct Row {
     pub(super) ratio: f64,
 }
 
+impl Row {
+    /// Bytes of its size in a second, if it has bytes. A copy reads and writes them: they count once.
+    pub(super) fn rate(&self) -> Option<String> {
+        let rate = self.size / self.seconds;
+        (self.unit == "bytes").then(|| match rate {
+            r if r < 1e6 => format!("{:.1} KB/s", r / 1e3),
+            r if r < 1e9 => format!("{:.0} MB/s", r / 1e6),
+            r => format!("{:.1} GB/s", r / 1e9),
+        })
+    }
+}
+
 /// Rows that differ in size only, the smallest first.
 pub(super) struct Sweep {
     pub(super) name: String,
@@ -75,6 +87,13 @@ pub(super) mod tests {
         assert_eq!((all.len(), all[0].shown().len(), all[0].shown()[0].size), (1, 1, 4.0));
         assert!(all[0].exponent().is_some_and(|e| (e - 2.0).abs() < 1e-9));
         assert!(sweeps(vec![row(1.0, 1.0)])[0].exponent().is_none());
+    }
+
+    #[test]
+    fn bytes_have_a_rate_and_tokens_have_none() {
+        assert_eq!(row(3e9, 2.0).rate().as_deref(), Some("1.5 GB/s"));
+        assert_eq!(row(3e6, 2.0).rate().as_deref(), Some("2 MB/s"));
+        assert_eq!(Row { unit: "tokens".to_owned(), ..row(3e6, 2.0) }.rate(), None);
     }
 
     #[test]

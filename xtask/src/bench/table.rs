@@ -9,21 +9,22 @@ use super::rows::Sweep;
 /// The table, in Markdown.
 pub(super) fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
-        "| what | size | time | limit or peer | its time | ratio | aim | exponent |\n\
-         |---|---|---|---|---|---|---|---|\n",
+        "| what | size | time | bytes/s | limit or peer | its time | ratio | aim | exponent |\n\
+         |---|---|---|---|---|---|---|---|---|\n",
     );
     for sweep in sweeps {
         let exponent = sweep.exponent().map_or_else(|| "–".to_owned(), |e| format!("{e:.2}"));
         for r in sweep.shown() {
             let _ = writeln!(
                 text,
-                "| {} | {} | {} | {} | {} | {:.2} | {} | {exponent} |",
+                "| {} | {} | {} | {} | {} | {} | {} | {} | {exponent} |",
                 r.what,
                 size(r.size, &r.unit),
                 duration(r.seconds),
+                r.rate().unwrap_or_else(|| "–".to_owned()),
                 r.limit,
                 duration(r.limit_seconds),
-                r.ratio,
+                ratio(r.ratio),
                 verdict(r),
             );
         }
@@ -38,6 +39,12 @@ fn size(size: f64, unit: &str) -> String {
         "bytes" => format!("{mib:.0} MiB"),
         unit => format!("{size:.0} {unit}"),
     }
+}
+
+/// Two digits at least, however small.
+fn ratio(ratio: f64) -> String {
+    let zeros = (-ratio.log10()).ceil().clamp(1.0, 9.0) as usize;
+    format!("{ratio:.*}", zeros + 1)
 }
 
 fn duration(seconds: f64) -> String {
@@ -76,7 +83,16 @@ mod tests {
     #[test]
     fn a_row_of_the_table_ends_in_its_exponent() {
         let text = table(&sweeps(vec![row(1024.0, 1.0), row(2048.0, 2.0)]));
-        assert_eq!(text.lines().last(), Some("| a | 2 KiB | 2.00 s | memcpy | 1.00 s | 0.50 | – | 1.00 |"));
+        assert_eq!(
+            text.lines().last(),
+            Some("| a | 2 KiB | 2.00 s | 1.0 KB/s | memcpy | 1.00 s | 0.50 | – | 1.00 |")
+        );
+    }
+
+    #[test]
+    fn small_ratios_keep_two_digits() {
+        let all = [23.224, 1.0, 0.5, 0.1, 0.0999, 0.012, 0.00034].map(ratio);
+        assert_eq!(all, ["23.22", "1.00", "0.50", "0.10", "0.100", "0.012", "0.00034"]);
     }
 
     #[test]

@@ -207,9 +207,7 @@ impl Stream for WgpuStream {
         pending.check(device)?;
         let aligned = start.is_multiple_of(4) && src.len().is_multiple_of(4);
         if aligned && src.len() > SMALL_WRITE {
-            pending.submit(device);
-            device.queue.write_buffer(&buffer, start as u64, src);
-            pending.encoder(device); // so that a wait includes it
+            pending.write(device, &buffer, start as u64, src);
             return Ok(());
         }
         if !aligned {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::Result;
+use kvcore::backend::Counters;
 use parking_lot::Mutex;
 use wgpu::{
     Buffer, BufferUsages, CommandEncoder, CommandEncoderDescriptor, ComputePassDescriptor, SubmissionIndex,
@@ -11,8 +12,14 @@ use wgpu::{
 use crate::device::Device;
 use crate::pipeline::{Binding, Pipeline};
 
-/// Bytes of the first buffer for arguments.
+/// Bytes of the first buffer for arguments; each next one of a submission is twice as large.
 const ARGUMENTS: u64 = 64 << 10;
+
+/// Bytes of all of them after which a submission is made.
+const MANY_ARGUMENTS: u64 = 16 << 20;
+
+/// Bytes that the queue keeps for the next submission, after which one is made.
+const MANY_WRITTEN: u64 = 64 << 20;
 
 /// Dispatches after which a submission is worth while: the device works while the host goes on.
 const MANY: usize = 256;
@@ -36,14 +43,21 @@ impl Point {
     }
 }
 
+/// A buffer that kernels and copies of a submission read, and what goes into it before.
+struct Arguments {
+    buffer: Buffer,
+    bytes: Vec<u8>,
+}
+
 /// What a stream has recorded.
 #[derive(Default)]
 pub(super) struct Pending {
     encoder: Option<CommandEncoder>,
     dispatches: usize,
-    /// Bytes that go to `arguments` before the submission.
-    bytes: Vec<u8>,
-    arguments: Option<Buffer>,
+    /// Bytes that were given to the queue and come before the next submission.
+    written: u64,
+    /// The last one has room; they are larger from one to the next.
+    arguments: Vec<Arguments>,
     points: Vec<Arc<Point>>,
     /// The last submission.
     last: Option<SubmissionIndex>,
@@ -61,26 +75,40 @@ impl Pending {
             .get_or_insert_with(|| device.handle.create_command_encoder(&CommandEncoderDescriptor::default()))
     }
 
+    /// Whole words for a buffer, after all that was recorded before.
+    pub(super) fn write(&mut self, device: &Device, buffer: &Buffer, start: u64, bytes: &[u8]) {
+        if self.encoder.is_some() || self.written >= MANY_WRITTEN {
+            self.submit(device);
+        }
+        device.queue.write_buffer(buffer, start, bytes);
+        self.written += bytes.len() as u64;
+    }
+
     /// Bytes that a kernel or a copy of this submission reads.
     pub(super) fn upload(&mut self, device: &Device, bytes: &[u8]) -> Result<Binding> {
         let align = device.binding_align();
         let size = (bytes.len() as u64).next_multiple_of(4).max(4);
-        let capacity = self.arguments.as_ref().map_or(0, Buffer::size);
-        if (self.bytes.len() as u64).next_multiple_of(align) + size > capacity {
-            self.submit(device);
+        let fits =
+            |last: &Arguments| (last.bytes.len() as u64).next_multiple_of(align) + size <= last.buffer.size();
+        if !self.arguments.last().is_some_and(fits) {
+            let all: u64 = self.arguments.iter().map(|one| one.buffer.size()).sum();
+            if all + size > MANY_ARGUMENTS {
+                self.submit(device);
+            }
         }
-        let buffer = if let Some(kept) = self.arguments.take().filter(|kept| kept.size() >= size) {
-            kept
-        } else {
+        if !self.arguments.last().is_some_and(fits) {
+            let next = self.arguments.last().map_or(ARGUMENTS, |last| 2 * last.buffer.size());
             let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
-            device.buffer("arguments", size.next_power_of_two().max(ARGUMENTS), usage)?
-        };
-        self.arguments = Some(buffer.clone());
-        let offset = (self.bytes.len() as u64).next_multiple_of(align);
-        self.bytes.resize(offset as usize, 0);
-        self.bytes.extend_from_slice(bytes);
-        self.bytes.resize((offset + size) as usize, 0);
-        Ok(Binding { buffer, offset, size })
+            let buffer = device.buffer("arguments", size.next_power_of_two().max(next), usage)?;
+            self.arguments.push(Arguments { buffer, bytes: Vec::new() });
+        }
+        let last = self.arguments.len() - 1;
+        let Arguments { buffer, bytes: filled } = &mut self.arguments[last];
+        let offset = (filled.len() as u64).next_multiple_of(align);
+        filled.resize(offset as usize, 0);
+        filled.extend_from_slice(bytes);
+        filled.resize((offset + size) as usize, 0);
+        Ok(Binding { buffer: buffer.clone(), offset, size })
     }
 
     /// An error if something of this stream was refused.
@@ -130,18 +158,25 @@ impl Pending {
 
     /// Gives everything recorded to the device.
     pub(super) fn submit(&mut self, device: &Device) {
-        let Some(encoder) = self.encoder.take() else {
-            self.bytes.clear();
+        let encoder = self.encoder.take();
+        if encoder.is_none() && self.written == 0 {
+            self.arguments.iter_mut().for_each(|one| one.bytes.clear());
             return;
-        };
+        }
         let submitted = device.guarded(|| {
-            if let Some(arguments) = self.arguments.as_ref().filter(|_| !self.bytes.is_empty()) {
-                device.queue.write_buffer(arguments, 0, &self.bytes);
+            for one in self.arguments.iter().filter(|one| !one.bytes.is_empty()) {
+                device.queue.write_buffer(&one.buffer, 0, &one.bytes);
             }
-            device.queue.submit([encoder.finish()])
+            device.queue.submit(encoder.map(CommandEncoder::finish))
         });
-        self.bytes.clear();
-        self.dispatches = 0;
+        Counters::add(&device.counters.submissions, 1);
+        // The largest serves the next submission, too.
+        self.arguments = self.arguments.pop().into_iter().collect();
+        self.arguments.retain_mut(|one| {
+            one.bytes.clear();
+            one.buffer.size() <= MANY_ARGUMENTS
+        });
+        (self.dispatches, self.written) = (0, 0);
         match submitted {
             Ok(submission) => {
                 for point in self.points.drain(..) {
@@ -158,16 +193,12 @@ impl Pending {
 
     /// The moment after everything recorded so far; none if nothing ever was.
     pub(super) fn point(&mut self) -> Option<Arc<Point>> {
-        let point = match (&self.encoder, &self.last) {
-            (Some(_), _) => {
-                let point = Arc::new(Point::default());
-                self.points.push(Arc::clone(&point));
-                point
-            }
-            (None, Some(last)) => Arc::new(Point(Mutex::new(Some(last.clone())))),
-            (None, None) => return None,
-        };
-        Some(point)
+        if self.encoder.is_some() || self.written > 0 {
+            let point = Arc::new(Point::default());
+            self.points.push(Arc::clone(&point));
+            return Some(point);
+        }
+        self.last.clone().map(|last| Arc::new(Point(Mutex::new(Some(last)))))
     }
 
     pub(super) fn last(&self) -> Option<SubmissionIndex> {

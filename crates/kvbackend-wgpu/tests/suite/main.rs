@@ -6,5 +6,6 @@ mod common;
 mod elements;
 mod failure;
 mod memory;
+mod submissions;
 mod windows;
 mod words;

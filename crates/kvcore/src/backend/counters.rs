@@ -52,6 +52,8 @@ counters! {
     host_read_bytes,
     /// Calls of `attend` and `attend_mla`.
     attend_calls,
+    /// Times that recorded work was given to a device; none where work runs as it is enqueued.
+    submissions,
 }
 
 impl Counters {

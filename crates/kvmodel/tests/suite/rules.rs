@@ -328,6 +328,32 @@ fn a_hit_copies_no_kv_byte() {
     }
 }
 
+/// On a device of its own memory each of these bytes is a transfer.
+#[rstest]
+fn a_layer_takes_q_k_and_v_and_gives_what_attention_made(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values(false, true)] reuse: bool,
+) {
+    let golden = Golden::load(name);
+    let mut lab = Lab::new(name, Setup::default());
+    drop(lab.run(&golden.prompt, ReuseCell::ALL[0], reuse));
+    let before = lab.backend.counters();
+    drop(lab.run(&golden.prompt, ReuseCell::ALL[0], reuse));
+    let moved = lab.backend.counters().since(&before);
+    let shape = lab.main.arena().layout().shape();
+    let (layers, heads) = (shape.num_layers, lab.model.config().heads);
+    let rows = moved.scatter_bytes as usize / (lab.main.arena().layout().token_bytes() * layers);
+    let question = golden.prompt.question().len();
+    assert_eq!(rows == question, reuse);
+    // The last layer asks for those rows alone whose logits are wanted.
+    let asked = (layers - 1) * rows + question;
+    // Of latent attention a query has a part that meets keys, and one that meets latents.
+    let query = heads * (shape.k_dim + if name == "deepseek-v3" { shape.v_dim } else { 0 });
+    let stored = shape.k_heads * shape.k_dim + shape.v_heads * shape.v_dim;
+    assert_eq!(moved.host_write_bytes as usize, 4 * (asked * query + layers * rows * stored));
+    assert_eq!(moved.host_read_bytes as usize, 4 * asked * heads * shape.v_dim);
+}
+
 #[test]
 fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
     let golden = Golden::load("qwen3");
