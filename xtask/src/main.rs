@@ -37,7 +37,7 @@ enum Task {
         #[arg(long, default_value = "cpu")]
         backend: String,
     },
-    /// All benchmarks of this machine, as one table of ratios.
+    /// All benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels), as one table of ratios.
     Bench(bench::BenchArgs),
     /// What the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),

@@ -33,7 +33,7 @@ pub struct AdapterReport {
     pub max_binding: u64,
     /// Bytes of workgroup memory.
     pub workgroup_memory: u32,
-    /// Whether the device computes in f16; bit operations do it elsewhere.
+    /// Whether kernels read f16 by the device's own 16-bit arithmetic; bit operations do it elsewhere.
     pub native_f16: bool,
     /// Whether host memory can be bound, which `pinned` and `system` memory need.
     pub host_memory: bool,
@@ -109,7 +109,9 @@ pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
     };
     let name = adapter.get_info().name;
     if let Some(reason) = unfit(&adapter.limits()) {
-        return Err(none(format!("{name} cannot run the kernels: {reason}")));
+        return Err(none(format!(
+            "{name} cannot run the kernels: {reason}; choose another adapter, or the cpu backend"
+        )));
     }
     let wanted = NATIVE_F16 | Features::MAPPABLE_PRIMARY_BUFFERS;
     let descriptor = DeviceDescriptor {

@@ -121,7 +121,10 @@ impl Device {
         if 4 * words <= bytes {
             return Ok(());
         }
-        let what = format!("rows that take {} bytes of workgroup memory: the device has {bytes}", 4 * words);
+        let what = format!(
+            "rows that take {} bytes of workgroup memory: the device has {bytes}, the cpu backend has no such limit",
+            4 * words
+        );
         Err(Error::Unsupported { backend: NAME, what })
     }
 
@@ -155,6 +158,11 @@ impl Device {
             }
         }
         refused.map_or(Ok(made), Err)
+    }
+
+    /// Gives the queue whole words for a buffer, before the next submission; an error says why it refused them.
+    pub(crate) fn fill(&self, buffer: &Buffer, at: u64, bytes: &[u8]) -> std::result::Result<(), String> {
+        self.guarded(|| self.queue.write_buffer(buffer, at, bytes))
     }
 
     /// Waits until a submission is done.
@@ -202,7 +210,7 @@ impl Device {
         let bytes = (size_of_val(&pairs[..]) as u64).max(8);
         let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
         let buffer = self.buffer("angles", bytes, usage)?;
-        self.queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&pairs));
+        self.fill(&buffer, 0, bytemuck::cast_slice(&pairs)).map_err(|reason| self.refusal(reason))?;
         angles.insert(key, (Arc::downgrade(&table), buffer.clone()));
         Ok(buffer)
     }

@@ -93,6 +93,7 @@ impl WgpuBackend {
     /// [`kvcore::Error::NoDevice`] for limits below what the kernels need.
     pub fn from_device(handle: wgpu::Device, queue: wgpu::Queue, options: &WgpuOptions) -> Result<Arc<Self>> {
         if let Some(reason) = adapter::unfit(&handle.limits()) {
+            let reason = format!("{reason}; open it with its adapter's limits");
             return Err(kvcore::Error::NoDevice { backend: NAME, reason });
         }
         Ok(Arc::new(Self { device: Device::new(handle, queue, options) }))

@@ -106,7 +106,8 @@ fn create(device: &Device, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
             USAGES | BufferUsages::MAP_READ | BufferUsages::MAP_WRITE
         }
         _ => {
-            let what = format!("{kind} memory on this device, which cannot bind host memory");
+            let what =
+                format!("{kind} memory on this device, which cannot bind host memory: take device memory");
             return Err(Error::Unsupported { backend: NAME, what });
         }
     };
@@ -121,7 +122,7 @@ fn create(device: &Device, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
     let descriptor =
         wgpu::BufferDescriptor { label: Some("storage"), size, usage, mapped_at_creation: false };
     if size < bytes as u64 {
-        return Err(refused(format!("the device's largest buffer has {limit} bytes")));
+        return Err(refused(format!("the device's largest buffer has {limit} bytes; use fewer blocks")));
     }
     device
         .guarded(|| device.handle.create_buffer(&descriptor))
@@ -164,14 +165,18 @@ impl ReservedStorage for WgpuStorage {
         match &*buffer {
             None => *buffer = Some(create(&self.device, self.kind, self.len)?),
             Some(buffer) => {
-                self.device.check()?;
-                let mut encoder =
-                    self.device.handle.create_command_encoder(&CommandEncoderDescriptor::default());
-                for (i, _) in wanted.iter().enumerate().filter(|(_, mapped)| !**mapped) {
-                    let at = (range.start + i * GRANULE) as u64;
-                    encoder.clear_buffer(buffer, at, Some(GRANULE as u64));
-                }
-                self.device.queue.submit([encoder.finish()]);
+                let device = &self.device;
+                device.check()?;
+                let clear = || {
+                    let mut encoder =
+                        device.handle.create_command_encoder(&CommandEncoderDescriptor::default());
+                    for (i, _) in wanted.iter().enumerate().filter(|(_, mapped)| !**mapped) {
+                        let at = (range.start + i * GRANULE) as u64;
+                        encoder.clear_buffer(buffer, at, Some(GRANULE as u64));
+                    }
+                    device.queue.submit([encoder.finish()]);
+                };
+                device.guarded(clear).map_err(|reason| device.refusal(reason))?;
             }
         }
         wanted.fill(true);

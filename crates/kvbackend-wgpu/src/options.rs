@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WgpuOptions {
     /// A part of an adapter's name, in any case, or its number in [`adapters`](crate::adapters). Without it
-    /// the first discrete GPU, else the first integrated one, else any other.
+    /// the first discrete GPU that can run the kernels, else the first integrated one, else any other.
     pub adapter: Option<String>,
     /// Computes f16 without the device's 16-bit arithmetic, as on devices that have none.
     pub packed_f16: bool,

@@ -135,19 +135,19 @@ impl Pipelines {
         constants: &[Constant],
         texts: &str,
     ) -> Result<Arc<Pipeline>> {
-        let values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
+        let values: Values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
+        let key = (shader, values);
         let mut made = self.made.lock();
-        if let Some(pipeline) = made.get(&(shader, values)) {
+        if let Some(pipeline) = made.get(&key) {
             return Ok(Arc::clone(pipeline));
         }
         device.check()?;
-        let values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
         let text = shader.text(self.native_f16, texts);
         let pipeline = device
             .guarded(|| compile(device, shader, text, constants))
             .map_err(|reason| device.refusal(format!("{shader:?}: {reason}")))?;
         let pipeline = Arc::new(pipeline);
-        made.insert((shader, values), Arc::clone(&pipeline));
+        made.insert(key, Arc::clone(&pipeline));
         Ok(pipeline)
     }
 }
@@ -184,7 +184,7 @@ fn compile(device: &Device, shader: Shader, text: String, constants: &[Constant]
         layout: Some(&pipeline_layout),
         module: &module,
         entry_point: Some("main"),
-        // Every kernel writes what it reads of workgroup memory.
+        // Every kernel writes what it uses of workgroup memory; what attention reads beyond a run is masked.
         compilation_options: PipelineCompilationOptions {
             constants,
             zero_initialize_workgroup_memory: false,

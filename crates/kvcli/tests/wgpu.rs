@@ -48,6 +48,24 @@ fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
     }
 }
 
+/// Their keys and values go to the host and come back.
+#[test]
+fn chunks_sleep_and_wake_as_on_the_cpu() {
+    let (system, a, b) = ("you answer questions", "alba is red .", "cedo is blue . bora is same .");
+    let ask = format!("{system} ## {a} ## {b} ## bora ?");
+    let warm = format!("{system} ## {b} ## {a} ## alba ?");
+    for form in ["plain", "compressed", "int8"] {
+        let answer = |backend: &str| {
+            let run = ["run", "--json", "--backend", backend, "--prompt", &ask, "--warm", &warm];
+            json(&[&run[..], &["--chunk-sleep", form, "--chunk-sleep-memory", "1"]].concat())
+        };
+        let Some(there) = answer("wgpu") else { return };
+        let here = answer("cpu").unwrap();
+        assert_eq!((&there["sleep"]["slept"], &there["sleep"]["woken"]), (&Value::from(2), &Value::from(2)));
+        assert_eq!((&there["tokens"], &there["sleep"]), (&here["tokens"], &here["sleep"]), "{form}");
+    }
+}
+
 #[test]
 fn devices_are_listed_with_what_they_can_do() {
     let devices = json(&["devices", "--json"]).unwrap();

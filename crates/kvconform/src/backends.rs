@@ -17,7 +17,7 @@ pub struct NamedBackend {
     pub variant: &'static str,
     /// Element types of its cases: all of them in one variant of each backend at least.
     pub dtypes: &'static [DType],
-    /// Makes it; an error says what this machine lacks.
+    /// Makes it, on a device that is opened anew; an error says what this machine lacks.
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
 
@@ -31,30 +31,9 @@ fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
     cpu(CpuOptions { simd: Some(simd), threads: Some(3), ..CpuOptions::default() })
 }
 
-/// One device for all cases: opening one and compiling its kernels takes longer than most of them.
 #[cfg(feature = "wgpu")]
-fn wgpu(
-    opened: &'static std::sync::OnceLock<Result<Arc<WgpuBackend>>>,
-    options: &WgpuOptions,
-) -> Result<Arc<dyn Backend>> {
-    let backend = opened.get_or_init(|| WgpuBackend::with_options(options)).clone()?;
-    Ok(backend)
-}
-
-/// A variant of the wgpu backend.
-#[cfg(feature = "wgpu")]
-macro_rules! wgpu {
-    ($variant:literal, $dtypes:expr, $options:expr) => {
-        NamedBackend {
-            name: "wgpu",
-            variant: $variant,
-            dtypes: $dtypes,
-            make: || {
-                static OPENED: std::sync::OnceLock<Result<Arc<WgpuBackend>>> = std::sync::OnceLock::new();
-                wgpu(&OPENED, &$options)
-            },
-        }
-    };
+fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
+    Ok(WgpuBackend::with_options(options)?)
 }
 
 /// Every element type.
@@ -63,7 +42,7 @@ const ALL: &[DType] = &DType::COMPUTE;
 
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
 /// deferred until something waits; wgpu with the device's own f16, with packed f16, and with windows so small that
-/// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a quarter of a second, so that the last
+/// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a second, so that the last
 /// two run in one element type.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "cpu")]
@@ -89,9 +68,19 @@ pub const BACKENDS: &[NamedBackend] = &[
         make: || cpu(CpuOptions { execution: Execution::Deferred, ..CpuOptions::default() }),
     },
     #[cfg(feature = "wgpu")]
-    wgpu!("native", ALL, WgpuOptions::default()),
+    NamedBackend { name: "wgpu", variant: "native", dtypes: ALL, make: || wgpu(&WgpuOptions::default()) },
     #[cfg(feature = "wgpu")]
-    wgpu!("packed", &[DType::F16], WgpuOptions { packed_f16: true, ..WgpuOptions::default() }),
+    NamedBackend {
+        name: "wgpu",
+        variant: "packed",
+        dtypes: &[DType::F16],
+        make: || wgpu(&WgpuOptions { packed_f16: true, ..WgpuOptions::default() }),
+    },
     #[cfg(feature = "wgpu")]
-    wgpu!("windowed", &[DType::BF16], WgpuOptions { max_binding: Some(32 << 10), ..WgpuOptions::default() }),
+    NamedBackend {
+        name: "wgpu",
+        variant: "windowed",
+        dtypes: &[DType::BF16],
+        make: || wgpu(&WgpuOptions { max_binding: Some(32 << 10), ..WgpuOptions::default() }),
+    },
 ];

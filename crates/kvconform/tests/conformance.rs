@@ -29,7 +29,14 @@ fn conforms(
 
 #[test]
 fn capabilities_list_every_element_type_and_format() {
-    for backend in BACKENDS.iter().filter_map(|named| (named.make)().ok()) {
+    for named in BACKENDS {
+        let backend = match (named.make)() {
+            Ok(backend) => backend,
+            Err(reason) => {
+                println!("SKIPPED {} ({}): {reason}", named.name, named.variant);
+                continue;
+            }
+        };
         let capabilities = backend.capabilities();
         assert_eq!(capabilities.dtypes, DType::COMPUTE);
         assert_eq!(capabilities.formats, KvFormat::QUANTIZED);

@@ -19,9 +19,10 @@ struct Family {
 const FAMILIES: [Family; 10] = [
     Family {
         file: "wgpu-moves",
-        title: "wgpu: scatter, gather and copy_blocks",
+        title: "wgpu: what moves rows as they are",
         has: |r| {
-            ["wgpu: scatter", "wgpu: gather", "wgpu: copy"].iter().any(|kernel| r.what.starts_with(kernel))
+            let moves = ["wgpu: scatter", "wgpu: gather", "wgpu: copy", "wgpu: swap"];
+            moves.iter().any(|kernel| r.what.starts_with(kernel))
         },
     },
     Family { file: "wgpu-kernels", title: "wgpu: other kernels", has: |r| r.what.starts_with("wgpu:") },

@@ -65,7 +65,10 @@ impl Turns {
     ) -> Result<Self> {
         let unsupported = |what| Err(Error::Unsupported { backend: NAME, what });
         if positions.clone().any(|range| *range.start() < 0 && *range.end() > 0) {
-            return unsupported("keys on both sides of position 0 beside positions far away".to_owned());
+            return unsupported(
+                "keys on both sides of position 0 beside positions far away; give them in calls of their own"
+                    .to_owned(),
+            );
         }
         let magnitudes: BTreeSet<u32> = positions.flatten().map(i32::unsigned_abs).collect();
         let half = pairs_of(rope);
@@ -79,12 +82,12 @@ impl Turns {
         if size > device.binding {
             let rows = magnitudes.len();
             return unsupported(format!(
-                "angles of {rows} positions in one call: the device binds {} bytes at once",
+                "angles of {rows} positions in one call: the device binds {} bytes at once; give it fewer sequences a call",
                 device.binding
             ));
         }
         let buffer = device.buffer("angles", size, BufferUsages::STORAGE | BufferUsages::COPY_DST)?;
-        device.queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&rows));
+        device.fill(&buffer, 0, bytemuck::cast_slice(&rows)).map_err(|reason| device.refusal(reason))?;
         // Numbers begin at 1, so that each has a sign.
         Ok(Self {
             binding: Binding::whole(&buffer),

@@ -135,11 +135,12 @@ pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize)
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =
         device.buffer("bytes", bytes.len() as u64, BufferUsages::STORAGE | BufferUsages::COPY_DST)?;
-    device.queue.write_buffer(&source, 0, whole);
-    if !rest.is_empty() {
-        let mut word = [0; 4];
-        word[..rest.len()].copy_from_slice(rest);
-        device.queue.write_buffer(&source, whole.len() as u64, &word);
+    let mut last = [0; 4];
+    last[..rest.len()].copy_from_slice(rest);
+    for (at, words) in [(0, whole), (whole.len() as u64, &last[..rest.len().next_multiple_of(4)])] {
+        if !words.is_empty() {
+            device.fill(&source, at, words).map_err(|reason| device.refusal(reason))?;
+        }
     }
     let rows = Rows { items: vec![place(0, at as u64)], numbers: vec![0], axes: SmallVec::new() };
     Copy { source, dest: to.clone(), rows, row: bytes.len() as u64 }.dispatches(device)

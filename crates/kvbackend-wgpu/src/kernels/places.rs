@@ -65,11 +65,12 @@ impl Rows {
         }
     }
 
-    /// The same rows with at most `most` axes: the outermost become items.
+    /// The same rows with at most `most` axes: the shortest become items.
     pub(super) fn with_axes(mut self, most: usize) -> Self {
         while self.axes.len() > most {
-            self = self.pieces(0, 1, 0, self.axes[0].n);
-            self.axes.remove(0);
+            let shortest = (0..self.axes.len()).min_by_key(|&i| self.axes[i].n).unwrap_or(0);
+            self = self.pieces(shortest, 1, 0, self.axes[shortest].n);
+            self.axes.remove(shortest);
         }
         self
     }
@@ -86,7 +87,8 @@ impl Rows {
         let furthest = (0..self.axes.len()).max_by_key(|&i| reach(&self.axes[i]));
         let Some(furthest) = furthest.filter(|&i| reach(&self.axes[i]) > 0) else {
             let (row, limit) = (lengths[side], limits[side]);
-            let what = format!("a row of {row} elements: the device binds {limit} at once");
+            let what =
+                format!("a row of {row} elements: the device binds {limit} at once; make rows shorter");
             return Err(Error::Unsupported { backend: NAME, what });
         };
         let axis = self.axes[furthest];

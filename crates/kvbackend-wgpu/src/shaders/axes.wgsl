@@ -16,13 +16,16 @@ struct Place {
 }
 
 fn place_of(id: u32) -> Place {
+    // A number of mixed radix, from its last digit on; a division takes long.
     let n = vec3<u32>(args[1], args[2], args[3]);
     let run = id / args[4];
-    let item = run / (n.x * n.y * n.z);
+    let outer = run / n.z;
+    let first_axis = outer / n.y;
+    let item = first_axis / n.x;
     if (item >= args[0]) {
         return Place(false, 0u, 0u, 0u);
     }
-    let index = vec3<u32>(run / (n.y * n.z) % n.x, run / n.z % n.y, run % n.z);
+    let index = vec3<u32>(first_axis - item * n.x, outer - first_axis * n.y, run - outer * n.z);
     let src = vec3<u32>(args[6], args[7], args[8]) * index;
     let dst = vec3<u32>(args[9], args[10], args[11]) * index;
     let first = HEADER + 2u * item;
@@ -30,6 +33,6 @@ fn place_of(id: u32) -> Place {
         true,
         args[first] + src.x + src.y + src.z,
         args[first + 1u] + dst.x + dst.y + dst.z,
-        id % args[4],
+        id - run * args[4],
     );
 }

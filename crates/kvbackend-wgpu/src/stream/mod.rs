@@ -179,6 +179,7 @@ impl Stream for WgpuStream {
             .ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
         if !Arc::ptr_eq(&known.stream, &self.inner) {
             known.submit();
+            known.stream.pending.lock().check(&self.inner.device)?;
         }
         self.inner.device.check()
     }
@@ -208,11 +209,15 @@ impl Stream for WgpuStream {
         let aligned = start.is_multiple_of(4) && src.len().is_multiple_of(4);
         if aligned && src.len() > SMALL_WRITE {
             pending.write(device, &buffer, start as u64, src);
-            return Ok(());
+            return pending.check(device);
         }
         if !aligned {
-            let work = copy::bytes(device, src, &buffer, start)?;
-            return pending.run(device, work);
+            for (i, piece) in src.chunks(SMALL_WRITE).enumerate() {
+                let work = copy::bytes(device, piece, &buffer, start + i * SMALL_WRITE)?;
+                pending.run(device, work)?;
+                pending.count_written(device, piece.len());
+            }
+            return Ok(());
         }
         let from = pending.upload(device, src)?;
         let (offset, size) = (from.offset, Some(src.len() as u64));

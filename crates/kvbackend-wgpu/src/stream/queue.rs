@@ -61,7 +61,8 @@ pub(super) struct Pending {
     points: Vec<Arc<Point>>,
     /// The last submission.
     last: Option<SubmissionIndex>,
-    /// Why the device refused something of this stream. What came after it was lost, too, so it stays.
+    /// Why the device refused something of this stream. What was submitted with it and what came after it were lost,
+    /// too, so it stays.
     failed: Option<String>,
     /// A buffer that reads come through, while no read has it.
     pub(super) staging: Option<Buffer>,
@@ -77,11 +78,21 @@ impl Pending {
 
     /// Whole words for a buffer, after all that was recorded before.
     pub(super) fn write(&mut self, device: &Device, buffer: &Buffer, start: u64, bytes: &[u8]) {
-        if self.encoder.is_some() || self.written >= MANY_WRITTEN {
+        if self.encoder.is_some() {
             self.submit(device);
         }
-        device.queue.write_buffer(buffer, start, bytes);
-        self.written += bytes.len() as u64;
+        if let Err(reason) = device.fill(buffer, start, bytes) {
+            self.failed.get_or_insert(reason);
+        }
+        self.count_written(device, bytes.len());
+    }
+
+    /// Counts bytes that the queue keeps until the next submission, and makes one after many.
+    pub(super) fn count_written(&mut self, device: &Device, bytes: usize) {
+        self.written += bytes as u64;
+        if self.written >= MANY_WRITTEN {
+            self.submit(device);
+        }
     }
 
     /// Bytes that a kernel or a copy of this submission reads.
@@ -125,11 +136,20 @@ impl Pending {
         if let Some(large) =
             work.iter().map(|dispatch| 4 * dispatch.args.len() as u64).find(|&size| size > most)
         {
-            let what = format!("an operation with {large} bytes of lists: the device binds {most} at once");
+            let what = format!(
+                "an operation with {large} bytes of lists: the device binds {most} at once; divide it"
+            );
             return Err(kvcore::Error::Unsupported { backend: crate::NAME, what });
         }
-        match device.guarded(|| self.record(device, work)) {
-            Ok(recorded) => recorded?,
+        let mut recorded = 0;
+        match device.guarded(|| self.record(device, work, &mut recorded)) {
+            Ok(Ok(())) => {}
+            // Half of an operation is none.
+            Ok(Err(error)) if recorded > 0 => {
+                self.failed.get_or_insert(error.to_string());
+                return Err(error);
+            }
+            Ok(Err(error)) => return Err(error),
             Err(reason) => {
                 self.failed.get_or_insert(reason);
             }
@@ -137,7 +157,7 @@ impl Pending {
         self.check(device)
     }
 
-    fn record(&mut self, device: &Device, work: Vec<Dispatch>) -> Result<()> {
+    fn record(&mut self, device: &Device, work: Vec<Dispatch>, recorded: &mut usize) -> Result<()> {
         for dispatch in work.into_iter().filter(|dispatch| dispatch.groups > 0) {
             let args = self.upload(device, bytemuck::cast_slice(&dispatch.args))?;
             let group = dispatch.pipeline.bind(device, [&args].into_iter().chain(&dispatch.bindings));
@@ -149,6 +169,7 @@ impl Pending {
             pass.dispatch_workgroups(x as u32, dispatch.groups.div_ceil(x) as u32, 1);
             drop(pass);
             self.dispatches += 1;
+            *recorded += 1;
         }
         if self.dispatches >= MANY {
             self.submit(device);

@@ -17,7 +17,8 @@ pub(crate) fn opened(options: &WgpuOptions) -> Option<Arc<WgpuBackend>> {
     known(WgpuBackend::with_options(options))
 }
 
-fn known(opened: Result<Arc<WgpuBackend>>) -> Option<Arc<WgpuBackend>> {
+/// What was opened, or a line that says why nothing was.
+pub(crate) fn known(opened: Result<Arc<WgpuBackend>>) -> Option<Arc<WgpuBackend>> {
     opened.inspect_err(|reason| println!("SKIPPED: {reason}")).ok()
 }
 

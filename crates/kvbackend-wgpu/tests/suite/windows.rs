@@ -9,12 +9,12 @@ use kvcore::kernels::{
     Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, Scatter, Segment, SwapBlocks,
 };
 use kvcore::{
-    BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvShape, MemoryKind, Rope, RopeConfig,
+    BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvShape, MemoryKind, Result, Rope, RopeConfig,
     allocate_tensor,
 };
 use proptest::prelude::*;
 
-use crate::common::{arena, contents, download, noise, opened, upload};
+use crate::common::{arena, contents, download, known, noise, upload};
 
 /// Far below what the arenas of these tests take.
 const BINDING: u64 = 4096;
@@ -22,9 +22,9 @@ const BINDING: u64 = 4096;
 const BLOCKS: usize = 24;
 
 fn windowed() -> Option<Arc<WgpuBackend>> {
-    static BACKEND: OnceLock<Option<Arc<WgpuBackend>>> = OnceLock::new();
+    static BACKEND: OnceLock<Result<Arc<WgpuBackend>>> = OnceLock::new();
     let options = || WgpuOptions { max_binding: Some(BINDING), ..WgpuOptions::default() };
-    BACKEND.get_or_init(|| opened(&options())).clone()
+    known(BACKEND.get_or_init(|| WgpuBackend::with_options(&options())).clone())
 }
 
 fn shape(format: KvFormat, order: BlockOrder) -> KvShape {

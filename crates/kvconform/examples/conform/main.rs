@@ -4,11 +4,31 @@
 //! where they are installed, report anything meanwhile.
 
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc::{Sender, channel};
 
 use kvconform::{BACKENDS, Bench, CASES, NamedBackend};
+use kvcore::DType;
 
+use table::Table;
+
+mod table;
 #[cfg(feature = "wgpu")]
 mod validation;
+
+/// One element type of one variant of the backend: a column of the table, on a device of its own.
+struct Column {
+    backend: &'static NamedBackend,
+    dtype: DType,
+}
+
+/// What became of a column.
+enum Report {
+    /// There is no such device.
+    Skipped(String),
+    /// A case by its number, and how it failed.
+    Case(usize, Result<(), String>),
+}
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -19,8 +39,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let backends: Vec<_> = BACKENDS.iter().filter(|b| b.name == wanted).collect();
-    if backends.is_empty() {
+    let of =
+        |backend: &'static NamedBackend| backend.dtypes.iter().map(move |&dtype| Column { backend, dtype });
+    let columns: Vec<Column> = BACKENDS.iter().filter(|b| b.name == wanted).flat_map(of).collect();
+    if columns.is_empty() {
         let mut known: Vec<_> = BACKENDS.iter().map(|b| b.name).collect();
         known.dedup();
         eprintln!("no backend {wanted:?} in this build; it has {}", known.join(", "));
@@ -28,14 +50,7 @@ fn main() -> ExitCode {
     }
     #[cfg(feature = "wgpu")]
     validation::listen();
-    let (mut passed, mut failed) = (0, 0);
-    for backend in backends {
-        println!("{} ({})", backend.name, backend.variant);
-        match (backend.make)() {
-            Ok(_) => run(backend, &mut passed, &mut failed),
-            Err(reason) => println!("  SKIPPED: {reason}"),
-        }
-    }
+    let (passed, failed) = run_all(&columns);
     println!("{passed} passed, {failed} failed");
     if passed == 0 {
         eprintln!("no case ran: this machine has no device of the backend {wanted:?}");
@@ -47,28 +62,43 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// All cases on one variant of a backend, a line each.
-fn run(backend: &NamedBackend, passed: &mut usize, failed: &mut usize) {
-    for case in CASES {
-        let mut line = format!("  {:<55}", case.name);
-        let mut failures = Vec::new();
-        for &dtype in backend.dtypes {
-            let bench = (backend.make)().and_then(|backend| Bench::new(backend, dtype));
-            let outcome = match bench {
-                Ok(bench) => case.run(&bench).map_err(|failure| failure.to_string()),
-                Err(error) => Err(error.to_string()),
-            };
-            let verdict = if outcome.is_ok() { "ok  " } else { "FAIL" };
-            line.extend([" ", dtype.name(), " ", verdict]);
-            match outcome {
-                Ok(()) => *passed += 1,
-                Err(failure) => failures.push(format!("    {dtype}: {failure}")),
-            }
+/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete. Returns
+/// how many cases passed and failed.
+fn run_all(columns: &[Column]) -> (usize, usize) {
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
+    let next = AtomicUsize::new(0);
+    let (sender, reports) = channel();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            let (sender, next) = (sender.clone(), &next);
+            scope.spawn(move || {
+                while let Some((number, column)) = columns.iter().enumerate().nth(next.fetch_add(1, Relaxed))
+                {
+                    run(number, column, &sender);
+                }
+            });
         }
-        println!("{line}");
-        *failed += failures.len();
-        for failure in &failures {
-            println!("{failure}");
+        drop(sender);
+        let mut table = Table::new(columns);
+        for (column, report) in reports {
+            table.add(column, report);
         }
+        table.counts()
+    })
+}
+
+/// All cases of a column. That nobody listens any more is no error.
+fn run(number: usize, column: &Column, sender: &Sender<(usize, Report)>) {
+    let backend = match (column.backend.make)() {
+        Ok(backend) => backend,
+        Err(reason) => {
+            let _ = sender.send((number, Report::Skipped(reason.to_string())));
+            return;
+        }
+    };
+    for (i, case) in CASES.iter().enumerate() {
+        let bench = Bench::new(backend.clone(), column.dtype).map_err(|error| error.to_string());
+        let outcome = bench.and_then(|bench| case.run(&bench).map_err(|failure| failure.to_string()));
+        let _ = sender.send((number, Report::Case(i, outcome)));
     }
 }

@@ -122,6 +122,23 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// Heads of more elements than a workgroup has threads, or holds a large tile of.
+pub(super) fn wide_heads(b: &Bench) -> Outcome {
+    for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 256, 256), (BlockOrder::HeadMajor, 192, 136)] {
+        let shape = b.arena(order)?.layout().shape().clone();
+        let arena = b.arena_of(KvShape { block_size: 8, k_dim, v_dim, ..shape })?;
+        let chunk = segment(&[5, 2], 13, 0, 0).at_offset(9);
+        let own = segment(&[1, 8, 3, 0, 7], 38, 13, 22);
+        let at: Vec<_> = (0..38).map(|t| (13 + t as usize, 22 + t)).collect();
+        let mut trial = Trial::over(b, arena, &rows(&at), vec![entry(0..38, vec![chunk, own])])?;
+        trial.op.scale = 0.1;
+        trial.check(b, "wide heads")?;
+        trial.op.window = Some(20);
+        trial.check(b, "wide heads in a window")?;
+    }
+    Ok(())
+}
+
 pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
     for (order, k_heads, v_heads) in [(BlockOrder::HeadMajor, 2, 6), (BlockOrder::TokenMajor, 3, 1)] {
         let shape = b.arena(order)?.layout().shape().clone();

@@ -92,6 +92,17 @@ pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// DeepSeek's: the rotated part of a key is narrow, a latent wide.
+pub(super) fn latents_of_the_usual_widths(b: &Bench) -> Outcome {
+    let shape = b.arena(BlockOrder::TokenMajor)?.layout().shape().clone();
+    let shape = KvShape { block_size: 8, k_dim: 64, v_dim: 512, ..shape };
+    let at: Vec<_> = (0..9).map(|t| (13 + t as usize, 22 + t)).collect();
+    let segments = vec![segment(&[5, 2], 13, 0, 0).at_offset(9), segment(&[1, 8], 9, 13, 22)];
+    let mut latents = Latents::over(b, &shape, &rows(&at), vec![entry(0..9, segments)])?;
+    latents.trial.op.scale = 0.05;
+    latents.check(b, "latents of the usual widths")
+}
+
 pub(super) fn queries_may_come_rotated(b: &Bench) -> Outcome {
     let batch = vec![entry(0..2, vec![segment(&[3, 1], 6, 0, 0)])];
     let at = rows(&[(5, 5), (3, 3)]);

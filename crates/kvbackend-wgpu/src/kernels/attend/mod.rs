@@ -45,7 +45,7 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
     let most = SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads);
     let tiles = runs::tiles(op, &tiling, &planes, most as usize);
-    let chunks = chunks(device, op, latent, &tiles, most);
+    let chunks = chunks(device, op, latent, (&tiles, tiling.rows), most);
     let mut work = Vec::new();
     // Queries that lie where results go are gone after the first chunk.
     let mut apart = |view: &TensorView| {
@@ -61,7 +61,9 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
         // Each task has as many parts as it has rows, of all heads.
         let parts: u64 = chunk.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
         if parts > most {
-            let what = format!("{parts} parts of one row in attention: the device binds {most} at once");
+            let what = format!(
+                "{parts} parts of one row in attention: the device binds {most} at once; use fewer merge groups"
+            );
             return Err(Error::Unsupported { backend: NAME, what });
         }
         let scratch = stream.scratch(parts.max(1) * heads * part_bytes)?;
@@ -80,12 +82,12 @@ fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> 
     Ok(dst)
 }
 
-/// Tiles whose parts fit the scratch, and whose rows can be bound at once.
+/// Tiles whose parts fit the scratch, and whose rows can be bound at once; a workgroup has `tile_rows` rows at most.
 fn chunks<'a>(
     device: &'a Device,
     op: &'a Attend,
     latent: Option<&'a TensorView>,
-    tiles: &'a [Tile],
+    (tiles, tile_rows): (&'a [Tile], usize),
     most: u64,
 ) -> Vec<&'a [Tile]> {
     let views: Vec<&TensorView> =
@@ -98,7 +100,7 @@ fn chunks<'a>(
         let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
         let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
         let bound = views.iter().all(|view| window::fits(device, view, &wider));
-        let listed = tile.words();
+        let listed = tile.words(tile_rows);
         if i > start && (parts + more > most || words + listed > most_words || !bound) {
             chunks.push(&tiles[start..i]);
             (start, parts, words, rows) = (i, more, listed, tile.rows.clone());

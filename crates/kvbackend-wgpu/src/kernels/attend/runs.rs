@@ -32,16 +32,18 @@ impl Tile {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
     }
 
-    /// About how many words its records and lists take.
-    pub(super) fn words(&self) -> usize {
+    /// About how many words its records and lists take, of the attention and of the merge; `rows` is how many rows a
+    /// workgroup may have.
+    pub(super) fn words(&self, rows: usize) -> usize {
         let of = |run: &Run| {
             let listed = match &run.tokens {
                 Tokens::Blocks(blocks) => blocks.len(),
                 Tokens::Slots(slots) => 2 * slots.len(),
             };
-            listed + RECORD + RECORD * run.rows.len()
+            listed + RECORD + RECORD * rows
         };
-        self.tasks().map(|task| RECORD + task.runs.iter().map(of).sum::<usize>()).sum()
+        let tasks: usize = self.tasks().map(|task| RECORD + task.runs.iter().map(of).sum::<usize>()).sum();
+        tasks + self.rows.len() * (RECORD + 2 * self.tasks().count())
     }
 
     /// Tasks with their merge groups, in order of groups.

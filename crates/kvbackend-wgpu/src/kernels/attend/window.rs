@@ -47,7 +47,7 @@ impl PlaneWindows {
             let limit = (device.binding - align - 4) * 8 / bits;
             if span > limit {
                 let what = format!(
-                    "blocks that reach over {} bytes: the device binds {} at once",
+                    "blocks that reach over {} bytes: the device binds {} at once; use blocks of fewer tokens",
                     span * bits / 8,
                     device.binding
                 );
@@ -140,7 +140,7 @@ pub(super) fn rows_window(
     let (start, end) = extent(device, view, rows);
     if end - start > device.binding {
         let what = format!(
-            "rows that reach over {} bytes: the device binds {} at once",
+            "rows that reach over {} bytes: the device binds {} at once; attend with fewer rows in a call",
             end - start,
             device.binding
         );
