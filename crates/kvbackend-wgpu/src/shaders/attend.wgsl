@@ -40,7 +40,7 @@ override SHARES: u32;
 // Threads side by side along a row of values.
 override WIDTH: u32;
 // Fours of queries that are summed up at once: more if a row takes fewer threads.
-override LAYERS: u32 = 128u / WIDTH;
+override LAYERS: u32 = THREADS / WIDTH;
 // What indices of pairs are divided by.
 override PAIRS_OR_ONE: u32 = max(PAIRS, 1u);
 override INTERLEAVED: bool;
