@@ -137,7 +137,7 @@ fn chosen<'a>(adapters: &'a [Adapter], wanted: &str) -> std::result::Result<&'a 
         names.iter().position(|name| name.to_lowercase().contains(&wanted)).map(|i| &adapters[i])
     };
     by_number.or_else(by_name).ok_or_else(|| {
-        let list: Vec<String> = names.iter().enumerate().map(|(i, name)| format!("{i}: {name}")).collect();
-        format!("no adapter is {wanted:?}; there is {}", list.join(", "))
+        let list: Vec<String> = names.iter().enumerate().map(|(i, name)| format!("{i} ({name})")).collect();
+        format!("no adapter is {wanted:?}; take one of these: {}", list.join(", "))
     })
 }

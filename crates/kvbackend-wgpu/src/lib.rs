@@ -125,6 +125,10 @@ impl Backend for WgpuBackend {
         NAME
     }
 
+    fn description(&self) -> String {
+        format!("{NAME} ({})", self.device.handle.adapter_info().name)
+    }
+
     fn capabilities(&self) -> Capabilities {
         let host = self.device.features.contains(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS);
         let mut memory = vec![MemoryKind::Device];

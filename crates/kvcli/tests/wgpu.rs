@@ -36,6 +36,19 @@ fn the_demo_answers_as_on_the_cpu() {
 }
 
 #[test]
+fn the_demo_names_the_adapter() {
+    let Some(devices) = json(&["devices", "--json"]) else { return };
+    let of_wgpu = |device: &&Value| device["backend"] == "wgpu:0";
+    let Some(first) = devices["devices"].as_array().unwrap().iter().find(of_wgpu) else {
+        return println!("SKIPPED: no adapter");
+    };
+    let demo = ["demo", "--backend", "wgpu:0"];
+    let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(demo).stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains(&format!("on wgpu ({})", first["name"].as_str().unwrap())), "{text}");
+}
+
+#[test]
 fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
     for format in ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"] {
         let tokens = |backend: &str| {

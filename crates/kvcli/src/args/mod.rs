@@ -49,7 +49,7 @@ pub(crate) enum Command {
 /// Options of `kvc devices`.
 #[derive(Debug, Args)]
 pub(crate) struct DevicesArgs {
-    /// A JSON array with an object per device, instead of a table.
+    /// JSON instead of a table: what there is under `devices`, and backends without any under `missing`.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -293,7 +293,10 @@ fn backend(text: &str) -> Result<BackendName, String> {
         None if text == "cpu" => Ok(BackendName::Cpu),
         None if text == "wgpu" => Ok(BackendName::Wgpu(None)),
         Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
-        _ => Err("cpu, wgpu and wgpu:ADAPTER are; kvc devices lists adapters".to_owned()),
+        _ => {
+            Err("take cpu, wgpu (any GPU, NVIDIA's too) or wgpu:ADAPTER; kvc devices lists adapters"
+                .to_owned())
+        }
     }
 }
 

@@ -131,7 +131,7 @@ fn ask(
 fn introduce(out: &mut dyn Write, engine: &Engine) -> Result<()> {
     let c = engine.model().config();
     let (layers, heads, kv_heads, dim) = (c.num_layers(), c.heads, c.kv_heads, c.head_dim);
-    let backend = engine.backend().name();
+    let backend = engine.backend().description();
     writeln!(
         out,
         "A model of {layers} layers, {heads} query and {kv_heads} key/value heads of {dim}, on {backend}."

@@ -139,6 +139,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Short name, as given to `--backend`.
     fn name(&self) -> &'static str;
 
+    /// For people: the name, and which device it is where a machine may have several.
+    fn description(&self) -> String {
+        self.name().to_owned()
+    }
+
     /// What this backend can do.
     fn capabilities(&self) -> Capabilities;
 
