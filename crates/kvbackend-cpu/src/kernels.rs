@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::Result;
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
-    SwapBlocks,
+use kvcore::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, Result, RotateKeys,
+    Scatter, SwapBlocks,
 };
 
 use crate::fast::Fast;

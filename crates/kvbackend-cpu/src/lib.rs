@@ -50,9 +50,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(target_os = "linux")]
-use kvcore::backend::ReservedStorage;
-use kvcore::backend::{Backend, Capabilities, CounterSnapshot, Counters, MemoryKind, Storage, Stream};
-use kvcore::{DType, KvFormat, Result};
+use kvcore::{
+    Backend, Capabilities, CounterSnapshot, Counters, DType, KvFormat, MemoryKind, ReservedStorage, Result,
+    Storage, Stream,
+};
 
 use fast::Fast;
 use kernels::KernelTable;

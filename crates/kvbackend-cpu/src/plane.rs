@@ -3,8 +3,7 @@
 use std::ops::Range;
 
 use half::f16;
-use kvcore::quant::IntKind;
-use kvcore::{BlockId, DType, Error, KvFormat, KvPlane, PlaneStrides, Result};
+use kvcore::{BlockId, DType, Error, IntKind, KvFormat, KvPlane, PlaneStrides, Result};
 
 use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};

@@ -6,12 +6,10 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvcore::backend::{Counters, Event, Stream};
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, KvArena, Quantize,
-    RotateKeys, Scatter, SwapBlocks,
+use kvcore::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Counters, Dequantize, Error, Event, Gather,
+    Kernels, KvArena, Quantize, Result, RotateKeys, Scatter, Storage, Stream, SwapBlocks, TensorView,
 };
-use kvcore::{Error, Result, Storage, TensorView};
 use parking_lot::Mutex;
 
 use crate::kernels::KernelTable;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbackend_cpu::{CpuBackend, CpuOptions, Thresholds};
-use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow};
 use kvcore::{
-    Backend, BlockOrder, BlockPool, DType, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
-    PagedKvCache, Rope, RopeConfig, SequenceStart, SlotMapping, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, Backend, BlockOrder, BlockPool, DType, KeyForm, KvArena, KvFormat,
+    KvLayout, KvShape, MemoryKind, MergeGroup, PagedKvCache, QueryRow, Rope, RopeConfig, SequenceStart,
+    SlotMapping, TensorView, allocate_tensor,
 };
 
 /// The system's allocator, counted.

@@ -4,10 +4,9 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, Execution};
-use kvcore::kernels::{Dequantize, Quantize, Scatter};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, Error, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Stream,
-    TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, Dequantize, Error, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+    Quantize, Scatter, Stream, TensorView, allocate_tensor,
 };
 
 fn layout(format: &str) -> Arc<KvLayout> {

@@ -4,11 +4,10 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
-use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow, Scatter};
-use kvcore::rope::RopeScaling;
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Rope,
-    RopeConfig, Segment, Stream, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout,
+    KvShape, MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, RopeScaling, Scatter, Segment, Stream,
+    TensorView, allocate_tensor,
 };
 use rstest::rstest;
 

@@ -6,9 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use kvcore::backend::Counters;
-use kvcore::rope::RopeTable;
-use kvcore::{Error, Result, Rope};
+use kvcore::{Counters, Error, Result, Rope, RopeTable};
 use parking_lot::Mutex;
 use wgpu::{
     Buffer, BufferDescriptor, BufferUsages, Device as Handle, ErrorFilter, Features, Limits, PollError,

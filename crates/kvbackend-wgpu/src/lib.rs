@@ -46,8 +46,10 @@ mod stream;
 
 use std::sync::Arc;
 
-use kvcore::backend::{Backend, Capabilities, CounterSnapshot, MemoryKind, ReservedStorage, Storage, Stream};
-use kvcore::{DType, KvFormat, Result};
+use kvcore::{
+    Backend, Capabilities, CounterSnapshot, DType, KvFormat, MemoryKind, ReservedStorage, Result, Storage,
+    Stream,
+};
 
 use device::Device;
 

@@ -5,8 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::backend::{MemoryKind, ReservedStorage, Storage, check_granules};
-use kvcore::{Error, Result};
+use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules};
 use parking_lot::Mutex;
 use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 

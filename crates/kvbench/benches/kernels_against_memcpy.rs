@@ -11,8 +11,7 @@ use std::sync::Arc;
 
 use gemm::Parallelism;
 use kvbackend_cpu::CpuOptions;
-use kvcore::kernels::{CopyTensor, Gather, Scatter};
-use kvcore::{DType, MemoryKind, Result, allocate_tensor};
+use kvcore::{CopyTensor, DType, Gather, MemoryKind, Result, Scatter, allocate_tensor};
 use rayon::ThreadPool;
 
 use kvbench::lab::{DIM, HEADS, Lab, QUERY_HEADS, shuffled};

@@ -11,8 +11,9 @@ use kvbackend_wgpu::WgpuBackend;
 use kvbackend_wgpu::wgpu::{Buffer, BufferDescriptor, BufferUsages, CommandEncoderDescriptor, PollType};
 use kvbench::lab::{self, DIM, HEADS, Lab};
 use kvbench::{in_turns, option, row};
-use kvcore::kernels::{CopyTensor, Dequantize, Quantize};
-use kvcore::{BlockId, DType, KvFormat, MemoryKind, Result, Stream, allocate_tensor};
+use kvcore::{
+    BlockId, CopyTensor, DType, Dequantize, KvFormat, MemoryKind, Quantize, Result, Stream, allocate_tensor,
+};
 
 /// A copy of bytes on the device.
 struct Limit {

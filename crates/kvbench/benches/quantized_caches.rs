@@ -13,10 +13,9 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
-use kvcore::kernels::{Attend, AttendRows, Dequantize, MergeGroup, Quantize, QueryRow, Scatter};
 use kvcore::{
-    Backend, BlockId, DType, KeyForm, KvArena, KvFormat, KvPlane, MemoryKind, Result, Segment, Stream,
-    TensorView, allocate_tensor,
+    Attend, AttendRows, Backend, BlockId, DType, Dequantize, KeyForm, KvArena, KvFormat, KvPlane, MemoryKind,
+    MergeGroup, Quantize, QueryRow, Result, Scatter, Segment, Stream, TensorView, allocate_tensor,
 };
 
 use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};

@@ -4,13 +4,10 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, CpuOptions};
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, RotateKeys, Rotation,
-    Scatter, SwapBlocks,
-};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Result,
-    Rope, RopeConfig, Segment, Stream, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, BlockOrder, CopyBlocks, DType, Gather,
+    KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, MergeGroup, QueryRow, Result, Rope,
+    RopeConfig, RotateKeys, Rotation, Scatter, Segment, Stream, SwapBlocks, TensorView, allocate_tensor,
 };
 
 /// KV heads.

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::Segment;
-use kvcore::kernels::MergeGroup;
+use kvcore::{MergeGroup, Segment};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};

@@ -5,11 +5,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
-use kvcore::kernels::{
-    Attend, AttendRows, CopyTensor, Gather, MergeGroup, QueryRow, Scatter, Selection, SelectionUnit,
-};
 use kvcore::{
-    BlockId, BlockOrder, DType, KeyForm, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Segment,
+    Attend, AttendRows, BlockId, BlockOrder, CopyTensor, DType, Gather, KeyForm, KvArena, KvPlane, KvShape,
+    MergeGroup, Pairing, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection, SelectionUnit,
 };
 use proptest::prelude::*;
 

@@ -8,15 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
-use kvcore::backend::check_granules;
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, Quantize,
-    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
-};
-use kvcore::tensor::Dims;
 use kvcore::{
-    Backend, BlockId, Capabilities, CounterSnapshot, DType, Error, Event, KeyForm, KvArena, MemoryKind,
-    Pairing, ReservedStorage, Result, Rope, RopeConfig, Storage, Stream, TensorView,
+    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, Capabilities, CopyBlocks, CopyTensor,
+    CounterSnapshot, DType, Dequantize, Dims, Error, Event, Gather, Kernels, KeyForm, KvArena, MemoryKind,
+    Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment,
+    Selection, SelectionUnit, Storage, Stream, SwapBlocks, TensorView, check_granules,
 };
 use rstest::rstest;
 

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvcore::block::Entry;
 use kvcore::{
-    BlockKey, BlockPool, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyKind, PoolConfig, Retention,
+    BlockKey, BlockPool, Entry, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyKind, PoolConfig,
+    Retention,
 };
 
 fn key(n: u32) -> BlockKey {

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{CopyBlocks, RotateKeys, SwapBlocks};
-use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, Storage};
+use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, Storage, SwapBlocks};
 
 use super::ends::with_ends;
 use super::pieces::Pieces;

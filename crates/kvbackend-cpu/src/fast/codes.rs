@@ -3,8 +3,7 @@
 //! Loops without branches, which the compiler turns into vectors of whatever instruction set they are compiled for.
 
 use half::f16;
-use kvcore::quant::IntKind;
-use kvcore::{Fp8Kind, KvFormat, Result};
+use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
 
 use crate::plane::unsupported;
 use crate::simd::{Simd, Task, narrow, widen};

@@ -1,7 +1,9 @@
 //! Rows of one format as rows of another, rotated on the way if wanted: all movement to and from quantised caches.
 
-use kvcore::kernels::{Dequantize, Gather, Quantize, RotateKeys, Rotation, Scatter};
-use kvcore::{BlockId, KvArena, KvFormat, KvPlane, Result, TensorView};
+use kvcore::{
+    BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation, Scatter,
+    TensorView,
+};
 use smallvec::{SmallVec, smallvec};
 
 use super::blocks::BlockCopy;

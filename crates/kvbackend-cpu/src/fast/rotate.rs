@@ -4,9 +4,7 @@
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use kvcore::kernels::Rotation;
-use kvcore::rope::{Rope, RopeTable};
-use kvcore::{DType, Pairing, Result};
+use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 
 use crate::raw::{Origin, Target};
 use crate::simd::{Lane, Simd, Task};

@@ -3,8 +3,7 @@
 use std::cell::{Cell, OnceCell, RefCell};
 use std::ops::Range;
 
-use kvcore::kernels::{Gather, Scatter};
-use kvcore::{DType, KvFormat, Result};
+use kvcore::{DType, Gather, KvFormat, Result, Scatter};
 
 use super::ends::with_ends;
 use super::pieces::Pieces;

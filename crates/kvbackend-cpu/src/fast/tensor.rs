@@ -1,7 +1,6 @@
 //! Strided copies: runs that are dense on both sides, or squares where the two sides run along different axes.
 
-use kvcore::Result;
-use kvcore::kernels::CopyTensor;
+use kvcore::{CopyTensor, Result};
 
 use super::ends::with_ends;
 use super::{Fast, share};

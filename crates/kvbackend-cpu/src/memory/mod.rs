@@ -6,8 +6,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use kvcore::backend::{MemoryKind, Storage};
-use kvcore::{Error, Result};
+use kvcore::{Error, MemoryKind, Result, Storage};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use smallvec::SmallVec;
 

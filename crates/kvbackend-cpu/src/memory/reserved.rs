@@ -4,8 +4,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::ptr::{NonNull, null_mut};
 
-use kvcore::backend::{MemoryKind, ReservedStorage, Storage, check_granules};
-use kvcore::{Error, Result};
+use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules};
 use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::param::page_size;

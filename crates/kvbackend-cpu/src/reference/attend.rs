@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment};
-use kvcore::{KeyForm, Result, TensorView};
+use kvcore::{Attend, AttendMla, AttendRows, KeyForm, Result, Segment, TensorView};
 use rayon::prelude::*;
 
 use super::Rotator;

@@ -1,7 +1,6 @@
 //! Quantisation of whole blocks, and back.
 
-use kvcore::kernels::{Dequantize, Quantize};
-use kvcore::{BlockId, KvArena, KvPlane, Result};
+use kvcore::{BlockId, Dequantize, KvArena, KvPlane, Quantize, Result};
 
 use super::{locks, rows_of_block};
 use crate::memory::Access;

@@ -19,9 +19,7 @@ pub(crate) use tensor::{Axis, Runs, copy_tensor};
 
 use std::sync::Arc;
 
-use kvcore::kernels::Rotation;
-use kvcore::rope::{Rope, RopeTable, rotate_row};
-use kvcore::{BlockId, KvPlane, Result, Storage};
+use kvcore::{BlockId, KvPlane, Result, Rope, RopeTable, Rotation, Storage, rotate_row};
 
 use crate::element::Element;
 use crate::plane::RowAt;

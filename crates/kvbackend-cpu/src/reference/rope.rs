@@ -1,7 +1,6 @@
 //! Rotary embedding of rows in place.
 
-use kvcore::Result;
-use kvcore::kernels::ApplyRope;
+use kvcore::{ApplyRope, Result};
 
 use super::Rotator;
 use crate::element::{Element, dispatch, elements_mut};

@@ -1,7 +1,6 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
-use kvcore::kernels::{Gather, Rotation, Scatter};
-use kvcore::{DType, KvFormat, Result};
+use kvcore::{DType, Gather, KvFormat, Result, Rotation, Scatter};
 
 use super::{Rotator, locks};
 use crate::element::{Element, dispatch, elements, elements_mut};

@@ -1,7 +1,6 @@
 //! Strided copies of tensors.
 
-use kvcore::Result;
-use kvcore::kernels::CopyTensor;
+use kvcore::{CopyTensor, Result};
 use smallvec::SmallVec;
 
 use crate::memory::Access;

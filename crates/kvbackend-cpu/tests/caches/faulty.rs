@@ -3,12 +3,10 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
-    SwapBlocks,
-};
 use kvcore::{
-    Backend, BlockPool, Error, Event, Kernels, PagedKvCache, Result, SequenceStart, Stream, TensorView,
+    ApplyRope, Attend, AttendMla, Backend, BlockPool, CopyBlocks, CopyTensor, Dequantize, Error, Event,
+    Gather, Kernels, PagedKvCache, Quantize, Result, RotateKeys, Scatter, SequenceStart, Stream, SwapBlocks,
+    TensorView,
 };
 use rstest::rstest;
 

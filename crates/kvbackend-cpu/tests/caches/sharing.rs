@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
-use kvcore::kernels::Gather;
 use kvcore::{
-    BlockKey, BlockPool, Error, EventQueue, KeyScheme, KeyScope, KvArena, KvCache, KvEvent, PagedKvCache,
-    Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
+    BlockKey, BlockPool, Error, EventQueue, Gather, KeyScheme, KeyScope, KvArena, KvCache, KvEvent,
+    PagedKvCache, Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
 };
 use rstest::rstest;
 

@@ -9,10 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use kvbackend_cpu::{CpuBackend, CpuReserved, Execution};
-use kvcore::kernels::SwapBlocks;
 use kvcore::{
     Backend, BlockId, BlockOrder, Capabilities, CounterSnapshot, DType, Error, KvArena, KvLayout, KvShape,
-    MemoryKind, ReservedArena, ReservedStorage, Result, Storage, Stream, TensorView,
+    MemoryKind, ReservedArena, ReservedStorage, Result, Storage, Stream, SwapBlocks, TensorView,
 };
 use rstest::rstest;
 

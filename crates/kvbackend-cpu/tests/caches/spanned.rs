@@ -63,7 +63,7 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
         let rows = m.tensor(&[7, HEADS, DIM], 100.0 * layer as f32);
         spanned.part(layer).unwrap().0.stream.wait_for(&m.stream.record().unwrap()).unwrap();
         spanned.write(layer, rows.clone(), rows.clone(), &slots).unwrap();
-        let op = kvcore::kernels::Scatter {
+        let op = kvcore::Scatter {
             arena: single.clone(),
             layer,
             k: rows.clone(),
@@ -76,11 +76,8 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
     let copy = fork.unshare_tail().unwrap().unwrap();
     let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
     spanned.copy_blocks(&(pairs.clone() as Arc<[_]>)).unwrap();
-    kvcore::Kernels::copy_blocks(
-        m.stream.as_ref(),
-        &kvcore::kernels::CopyBlocks { arena: single.clone(), pairs },
-    )
-    .unwrap();
+    kvcore::Kernels::copy_blocks(m.stream.as_ref(), &kvcore::CopyBlocks { arena: single.clone(), pairs })
+        .unwrap();
     spanned.synchronize().unwrap();
 
     let (k, v) = {

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
-use kvcore::kernels::Gather;
 use kvcore::{
-    BlockId, BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, KvArena, KvCache,
-    KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart, SlotMapping,
-    StaticCacheConfig, StaticKvCache, TensorView,
+    BlockId, BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, Gather, KvArena,
+    KvCache, KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart,
+    SlotMapping, StaticCacheConfig, StaticKvCache, TensorView,
 };
 use rstest::rstest;
 
@@ -244,7 +243,7 @@ fn sequences_of_a_static_cache_take_entries_and_give_them_back(
     let slots: SlotMapping = vec![0].into();
     let row = m.tensor(&[HEADS, 1, DIM], 0.0);
     let wrong = cache.update(m.stream.as_ref(), 0, &row, &row, Places::Slots(&slots));
-    assert_eq!(wrong.unwrap_err(), Error::WrongCache { cache: CacheKind::Static, given: "slots" });
+    assert_eq!(wrong.unwrap_err(), Error::WrongCache { cache: "static", given: "slots" });
     cache.reset();
     assert_eq!(cache.num_sequences(), 0);
 }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Attend, AttendMla, AttendRows, MergeGroup, QueryRow, Selection, SelectionUnit};
-use kvcore::{BlockId, DType, KeyForm, KvShape, MemoryKind, Rope, RopeConfig, Segment, allocate_tensor};
-use kvcore::{BlockOrder, TensorView};
+use kvcore::{
+    Attend, AttendMla, AttendRows, BlockId, BlockOrder, DType, KeyForm, KvShape, MemoryKind, MergeGroup,
+    QueryRow, Rope, RopeConfig, Segment, Selection, SelectionUnit, TensorView, allocate_tensor,
+};
 use proptest::prelude::*;
 use rstest::rstest;
 

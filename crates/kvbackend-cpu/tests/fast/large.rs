@@ -5,10 +5,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuStorage;
-use kvcore::kernels::{ApplyRope, CopyBlocks, Gather, Scatter};
 use kvcore::{
-    BlockId, BlockOrder, DType, Error, KvArena, KvLayout, KvShape, MemoryKind, Rope, RopeConfig, Storage,
-    TensorView,
+    ApplyRope, BlockId, BlockOrder, CopyBlocks, DType, Error, Gather, KvArena, KvLayout, KvShape, MemoryKind,
+    Rope, RopeConfig, Scatter, Storage, TensorView,
 };
 
 use super::{Lab, ways};

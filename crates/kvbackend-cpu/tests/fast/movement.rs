@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{ApplyRope, CopyBlocks, CopyTensor, Gather, RotateKeys, Rotation, Scatter, SwapBlocks};
-use kvcore::rope::RopeScaling;
-use kvcore::{BlockId, BlockOrder, DType, KvShape, MemoryKind, Pairing, Rope, RopeConfig, allocate_tensor};
+use kvcore::{
+    ApplyRope, BlockId, BlockOrder, CopyBlocks, CopyTensor, DType, Gather, KvShape, MemoryKind, Pairing,
+    Rope, RopeConfig, RopeScaling, RotateKeys, Rotation, Scatter, SwapBlocks, allocate_tensor,
+};
 use proptest::prelude::*;
 use rstest::rstest;
 

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{
-    Attend, AttendRows, Dequantize, Gather, MergeGroup, Quantize, QueryRow, RotateKeys, Rotation, Scatter,
-};
 use kvcore::{
-    BlockId, BlockOrder, DType, KeyForm, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, Segment,
+    Attend, AttendRows, BlockId, BlockOrder, DType, Dequantize, Gather, KeyForm, KvFormat, KvShape,
+    MemoryKind, MergeGroup, Quantize, QueryRow, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment,
     allocate_tensor,
 };
 use proptest::prelude::*;

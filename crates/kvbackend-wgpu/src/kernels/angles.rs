@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use kvcore::rope::RopeTable;
-use kvcore::{Error, Result, Rope};
+use kvcore::{Error, Result, Rope, RopeTable};
 use wgpu::BufferUsages;
 
 use crate::NAME;

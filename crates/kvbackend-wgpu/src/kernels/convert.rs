@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{ApplyRope, Dequantize, KvPlane, Quantize, RotateKeys, Rotation};
-use kvcore::{BlockId, DType, KvArena, KvFormat, Pairing, Result, Rope, ScaleLayout, TensorView};
+use kvcore::{
+    ApplyRope, BlockId, DType, Dequantize, KvArena, KvFormat, KvPlane, Pairing, Quantize, Result, Rope,
+    RotateKeys, Rotation, ScaleLayout, TensorView,
+};
 use smallvec::smallvec;
 use wgpu::Buffer;
 

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{CopyBlocks, CopyTensor, KvPlane, SwapBlocks};
-use kvcore::{BlockId, Error, KvLayout, PlaneStrides, Result, TensorView};
+use kvcore::{
+    BlockId, CopyBlocks, CopyTensor, Error, KvLayout, KvPlane, PlaneStrides, Result, SwapBlocks, TensorView,
+};
 use smallvec::{SmallVec, smallvec};
 use wgpu::BufferUsages;
 

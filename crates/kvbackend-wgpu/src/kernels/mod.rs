@@ -8,12 +8,10 @@
 
 use std::sync::Arc;
 
-use kvcore::backend::Counters;
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels, KvArena, Quantize,
-    RotateKeys, Scatter, SwapBlocks,
+use kvcore::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Counters, Dequantize, Gather, Kernels, KvArena,
+    Quantize, Result, RotateKeys, Scatter, Storage, SwapBlocks, TensorView,
 };
-use kvcore::{Result, Storage, TensorView};
 
 use crate::device::Device;
 use crate::memory;

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Gather, KvPlane, Rotation, Scatter};
-use kvcore::{KvFormat, Result, TensorView};
+use kvcore::{Gather, KvFormat, KvPlane, Result, Rotation, Scatter, TensorView};
 use smallvec::smallvec;
 
 use super::convert::{Conversion, End, Turn, scale_strides};

@@ -8,8 +8,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::backend::{Counters, Event, Stream};
-use kvcore::{DType, Error, Result, TensorView};
+use kvcore::{Counters, DType, Error, Event, Result, Stream, TensorView};
 use parking_lot::Mutex;
 use wgpu::{BufferUsages, MapMode, SubmissionIndex};
 

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::Result;
-use kvcore::backend::Counters;
+use kvcore::{Counters, Result};
 use parking_lot::Mutex;
 use wgpu::{
     Buffer, BufferUsages, CommandEncoder, CommandEncoderDescriptor, ComputePassDescriptor, SubmissionIndex,

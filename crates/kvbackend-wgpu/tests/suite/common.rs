@@ -3,8 +3,9 @@
 use std::sync::{Arc, OnceLock};
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
-use kvcore::backend::{Backend, Stream};
-use kvcore::{DType, KvArena, KvLayout, KvShape, MemoryKind, Result, TensorView, allocate_tensor};
+use kvcore::{
+    Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Result, Stream, TensorView, allocate_tensor,
+};
 
 /// The device that most tests share, or a line that says why there is none.
 pub(crate) fn shared() -> Option<Arc<WgpuBackend>> {

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use kvbackend_wgpu::WgpuOptions;
-use kvcore::backend::{Backend, Stream};
-use kvcore::kernels::{ApplyRope, Gather, Rotation, Scatter};
 use kvcore::{
-    BlockOrder, DType, Fp8Kind, KvArena, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, allocate_tensor,
+    ApplyRope, Backend, BlockOrder, DType, Fp8Kind, Gather, KvArena, KvFormat, KvShape, MemoryKind, Rope,
+    RopeConfig, Rotation, Scatter, Stream, allocate_tensor,
 };
 
 use crate::common::{arena, contents, download, opened, upload};

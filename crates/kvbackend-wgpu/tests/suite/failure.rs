@@ -3,14 +3,10 @@
 use std::sync::Arc;
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
-use kvcore::backend::Backend;
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendRows, CopyBlocks, CopyTensor, Gather, MergeGroup, Quantize, QueryRow,
-    RotateKeys, Rotation, Scatter,
-};
 use kvcore::{
-    BlockOrder, DType, Error, KeyForm, KvFormat, KvShape, MemoryKind, Rope, RopeConfig, TensorView,
-    allocate_tensor,
+    ApplyRope, Attend, AttendRows, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error, Gather,
+    KeyForm, KvFormat, KvShape, MemoryKind, MergeGroup, Quantize, QueryRow, Rope, RopeConfig, RotateKeys,
+    Rotation, Scatter, TensorView, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, opened, shared, upload};

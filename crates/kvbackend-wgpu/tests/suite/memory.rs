@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use kvbackend_wgpu::wgpu::{BufferDescriptor, BufferUsages};
-use kvcore::backend::{Backend, Storage};
-use kvcore::{DType, Error, MemoryKind, TensorView};
+use kvcore::{Backend, DType, Error, MemoryKind, Storage, TensorView};
 
 use crate::common::{download, noise, shared};
 

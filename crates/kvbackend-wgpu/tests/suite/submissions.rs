@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
-use kvcore::backend::{Backend, CounterSnapshot};
-use kvcore::kernels::{ApplyRope, Attend, AttendRows, MergeGroup, QueryRow, Scatter};
 use kvcore::{
-    BlockId, BlockOrder, DType, KeyForm, KvArena, KvShape, MemoryKind, Rope, RopeConfig, Segment, Stream,
-    TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, Backend, BlockId, BlockOrder, CounterSnapshot, DType, KeyForm, KvArena,
+    KvShape, MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Scatter, Segment, Stream, TensorView,
+    allocate_tensor,
 };
 
 use crate::common::{arena, noise, opened, upload};

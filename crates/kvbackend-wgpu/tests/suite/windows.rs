@@ -4,13 +4,10 @@ use std::sync::{Arc, OnceLock};
 
 use kvbackend_cpu::CpuBackend;
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
-use kvcore::backend::{Backend, Stream};
-use kvcore::kernels::{
-    Attend, AttendRows, CopyBlocks, Gather, MergeGroup, QueryRow, Scatter, Segment, SwapBlocks,
-};
 use kvcore::{
-    BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvShape, MemoryKind, Result, Rope, RopeConfig,
-    allocate_tensor,
+    Attend, AttendRows, Backend, BlockId, BlockOrder, CopyBlocks, DType, Gather, KeyForm, KvArena, KvFormat,
+    KvShape, MemoryKind, MergeGroup, QueryRow, Result, Rope, RopeConfig, Scatter, Segment, Stream,
+    SwapBlocks, allocate_tensor,
 };
 use proptest::prelude::*;
 

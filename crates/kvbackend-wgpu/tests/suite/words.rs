@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
-use kvcore::backend::Backend;
-use kvcore::kernels::{ApplyRope, CopyTensor, Scatter};
-use kvcore::tensor::Dims;
-use kvcore::{BlockOrder, DType, KvArena, KvFormat, KvShape, Rope, RopeConfig, TensorView};
+use kvcore::{
+    ApplyRope, Backend, BlockOrder, CopyTensor, DType, Dims, KvArena, KvFormat, KvShape, Rope, RopeConfig,
+    Scatter, TensorView,
+};
 
 use crate::common::{arena, contents, download, noise, shared, upload};
 

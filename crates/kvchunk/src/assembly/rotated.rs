@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvcore::kernels::{Gather, KvArena, Rotation, Scatter};
 use kvcore::{
-    Backend, BlockId, BlockPool, DType, KeyForm, KvFormat, LayerRopes, MemoryKind, Segment, SlotMapping,
-    Stream, allocate_tensor,
+    Backend, BlockId, BlockPool, DType, Gather, KeyForm, KvArena, KvFormat, LayerRopes, MemoryKind, Rotation,
+    Scatter, Segment, SlotMapping, Stream, allocate_tensor,
 };
 
 use super::AssembledPrompt;

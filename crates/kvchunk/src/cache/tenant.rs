@@ -1,6 +1,6 @@
 //! Tenants: who a piece belongs to, how much each may hold, and in which order its pieces go.
 
-use kvcore::block::Entry as PolicyEntry;
+use kvcore::Entry as PolicyEntry;
 use kvcore::{BlockKey, EvictionPolicy, PolicyKind};
 
 use super::metrics::ChunkCacheMetrics;

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::SwapBlocks;
 use kvcore::{
-    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, TensorView,
+    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, SwapBlocks,
+    TensorView,
 };
 
 use super::ReplicaDevice;

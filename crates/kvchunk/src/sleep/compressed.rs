@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::SwapBlocks;
 use kvcore::{
     Backend, BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, Stream,
-    TensorView,
+    SwapBlocks, TensorView,
 };
 
 use super::ledger::{Charge, Ledger};

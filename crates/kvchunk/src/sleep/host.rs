@@ -3,10 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::kernels::{Dequantize, Quantize, SwapBlocks};
 use kvcore::{
-    Backend, BlockId, BlockPool, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
-    MutableBlocks, Storage, Stream, TensorView,
+    Backend, BlockId, BlockPool, DType, Dequantize, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape,
+    MemoryKind, MutableBlocks, Quantize, Storage, Stream, SwapBlocks, TensorView,
 };
 use xxhash_rust::xxh3::Xxh3;
 

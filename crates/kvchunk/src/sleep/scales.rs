@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::Gather;
-use kvcore::quant::ScaleScope;
 use kvcore::{
-    Backend, BlockId, DType, Fp8Kind, KvArena, KvFormat, KvPlane, MemoryKind, Stream, TensorView,
-    allocate_tensor,
+    Backend, BlockId, DType, Fp8Kind, Gather, KvArena, KvFormat, KvPlane, MemoryKind, ScaleScope, Stream,
+    TensorView, allocate_tensor,
 };
 
 use crate::error::Result;

@@ -13,10 +13,9 @@ use kvchunk::{
     ChunkHasher, ChunkKvCache, ChunkParcel, ChunkReservation, ColdRule, ComputeMode, Error, HashAlgorithm,
     LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport, SleepForm, TenantId,
 };
-use kvcore::kernels::{Scatter, SwapBlocks};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, Storage,
-    SystemClock, TensorView, allocate_tensor,
+    Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, Scatter,
+    Storage, SwapBlocks, SystemClock, TensorView, allocate_tensor,
 };
 use rstest::rstest;
 

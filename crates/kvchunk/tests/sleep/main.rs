@@ -16,10 +16,10 @@ use kvchunk::{
     Acquired, ArenaSleep, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash,
     ChunkHasher, ChunkKvCache, ChunkReservation, ColdRule, ComputeMode, HashAlgorithm, SleepForm, TenantId,
 };
-use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Scatter, SwapBlocks};
 use kvcore::{
-    Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, ManualClock,
-    MemoryKind, ReservedArena, Segment, Storage, Stream, TensorView, allocate_tensor,
+    Attend, AttendRows, Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape,
+    ManualClock, MemoryKind, MergeGroup, QueryRow, ReservedArena, Scatter, Segment, Storage, Stream,
+    SwapBlocks, TensorView, allocate_tensor,
 };
 
 const BLOCK: usize = 4;

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
-use kvcore::tensor::Dims;
 use kvcore::{
-    BlockId, BlockOrder, DType, Error, KeyForm, KvArena, KvShape, Pairing, Rope, RopeConfig, RopeScaling,
-    Storage, TensorView,
+    Attend, AttendRows, BlockId, BlockOrder, DType, Dims, Error, KeyForm, KvArena, KvShape, MergeGroup,
+    Pairing, QueryRow, Rope, RopeConfig, RopeScaling, Segment, Storage, TensorView,
 };
 
 use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
@@ -104,20 +102,20 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// A prompt after a chunk that ends inside a block and was stored elsewhere: how many tokens either has. One sequence
+/// of segments and the rows of the prompt.
+pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<AttendRows>) {
+    let chunk = segment(&[5, 2], stored, 0, 0).at_offset(9);
+    let own = segment(&[1, 8, 3, 0, 7], fresh, stored, stored as i64 + 9);
+    let at: Vec<_> = (stored..stored + fresh).map(|t| (t, t as i64 + 9)).collect();
+    (rows(&at), vec![entry(0..fresh, vec![chunk, own])])
+}
+
 /// Rows and blocks of sizes that processors have instructions for, with more queries to a head than one of them takes:
-/// a prompt whose last tile is not full, after a chunk that ends inside a block.
+/// a prompt whose last tile is not full.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
-        let shape = b.arena(order)?.layout().shape().clone();
-        let arena = b.arena_of(KvShape { block_size: 16, k_dim, v_dim, ..shape })?;
-        let chunk = segment(&[5, 2], 27, 0, 0).at_offset(9);
-        let own = segment(&[1, 8, 3, 0, 7], 75, 27, 36);
-        let at: Vec<_> = (0..75).map(|t| (27 + t as usize, 36 + t)).collect();
-        let mut trial = Trial::over(b, arena, &rows(&at), vec![entry(0..75, vec![chunk, own])])?;
-        trial.op.scale = 0.2;
-        trial.check(b, "many queries over even rows")?;
-        trial.op.window = Some(20);
-        trial.check(b, "many queries in a window")?;
+        many_queries(b, order, (16, k_dim, v_dim), after_a_chunk(27, 75), 0.2)?;
     }
     Ok(())
 }
@@ -125,18 +123,26 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
 /// Heads of more elements than a workgroup has threads, or holds a large tile of.
 pub(super) fn wide_heads(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 256, 256), (BlockOrder::HeadMajor, 192, 136)] {
-        let shape = b.arena(order)?.layout().shape().clone();
-        let arena = b.arena_of(KvShape { block_size: 8, k_dim, v_dim, ..shape })?;
-        let chunk = segment(&[5, 2], 13, 0, 0).at_offset(9);
-        let own = segment(&[1, 8, 3, 0, 7], 38, 13, 22);
-        let at: Vec<_> = (0..38).map(|t| (13 + t as usize, 22 + t)).collect();
-        let mut trial = Trial::over(b, arena, &rows(&at), vec![entry(0..38, vec![chunk, own])])?;
-        trial.op.scale = 0.1;
-        trial.check(b, "wide heads")?;
-        trial.op.window = Some(20);
-        trial.check(b, "wide heads in a window")?;
+        many_queries(b, order, (8, k_dim, v_dim), after_a_chunk(13, 38), 0.1)?;
     }
     Ok(())
+}
+
+/// With and without a window.
+fn many_queries(
+    b: &Bench,
+    order: BlockOrder,
+    (block_size, k_dim, v_dim): (usize, usize, usize),
+    (at, batch): (Vec<QueryRow>, Vec<AttendRows>),
+    scale: f32,
+) -> Outcome {
+    let shape = b.arena(order)?.layout().shape().clone();
+    let arena = b.arena_of(KvShape { block_size, k_dim, v_dim, ..shape })?;
+    let mut trial = Trial::over(b, arena, &at, batch)?;
+    trial.op.scale = scale;
+    trial.check(b, &format!("many queries, heads of {k_dim} and {v_dim}"))?;
+    trial.op.window = Some(20);
+    trial.check(b, &format!("many queries in a window, heads of {k_dim} and {v_dim}"))
 }
 
 pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{CopyBlocks, RotateKeys, Rotation, SwapBlocks};
-use kvcore::{BlockId, BlockOrder, KvArena, KvShape, Rope, RopeConfig, RopeScaling};
+use kvcore::{
+    BlockId, BlockOrder, CopyBlocks, KvArena, KvShape, Rope, RopeConfig, RopeScaling, RotateKeys, Rotation,
+    SwapBlocks,
+};
 
 use crate::bench::{Bench, Failure, Outcome, close, ensure, equal, half_spacing, rounded_once};
 use crate::oracle;

@@ -1,7 +1,6 @@
 //! What a backend may lack, and what it may not.
 
-use kvcore::kernels::{OPTIONAL, REQUIRED};
-use kvcore::{DType, KvFormat};
+use kvcore::{DType, KvFormat, OPTIONAL, REQUIRED};
 
 use crate::bench::{Bench, Outcome, ensure};
 

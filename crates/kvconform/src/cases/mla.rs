@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{AttendMla, AttendRows, QueryRow, RotateKeys, Rotation, SelectionUnit};
-use kvcore::{BlockOrder, DType, Error, KeyForm, KvFormat, KvShape, TensorView};
+use kvcore::{
+    AttendMla, AttendRows, BlockOrder, DType, Error, KeyForm, KvFormat, KvShape, QueryRow, RotateKeys,
+    Rotation, SelectionUnit, TensorView,
+};
 
-use super::attend::{HEADS, Trial, UNTOUCHED, entry, reused, rows, segment};
+use super::attend::{HEADS, Trial, UNTOUCHED, after_a_chunk, entry, reused, rows, segment};
 use super::blocks::pairs;
 use super::quant::each;
 use super::sparse::select;
@@ -81,26 +83,28 @@ pub(super) fn the_latent_is_key_and_value(b: &Bench) -> Outcome {
 /// As `attend::many_queries_over_even_rows`.
 pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
-        let shape = b.arena(order)?.layout().shape().clone();
-        let shape = KvShape { block_size: 16, k_dim: 32, v_dim: 96, ..shape };
-        let at: Vec<_> = (0..70).map(|t| (27 + t as usize, 36 + t)).collect();
-        let segments = vec![segment(&[5, 2], 27, 0, 0).at_offset(9), segment(&[1, 8, 3, 0, 7], 70, 27, 36)];
-        let mut latents = Latents::over(b, &shape, &rows(&at), vec![entry(0..70, segments)])?;
-        latents.trial.op.scale = 0.1;
-        latents.check(b, "many queries over even latents")?;
+        many_queries(b, order, (16, 32, 96), after_a_chunk(27, 70), 0.1)?;
     }
     Ok(())
 }
 
 /// DeepSeek's: the rotated part of a key is narrow, a latent wide.
 pub(super) fn latents_of_the_usual_widths(b: &Bench) -> Outcome {
-    let shape = b.arena(BlockOrder::TokenMajor)?.layout().shape().clone();
-    let shape = KvShape { block_size: 8, k_dim: 64, v_dim: 512, ..shape };
-    let at: Vec<_> = (0..9).map(|t| (13 + t as usize, 22 + t)).collect();
-    let segments = vec![segment(&[5, 2], 13, 0, 0).at_offset(9), segment(&[1, 8], 9, 13, 22)];
-    let mut latents = Latents::over(b, &shape, &rows(&at), vec![entry(0..9, segments)])?;
-    latents.trial.op.scale = 0.05;
-    latents.check(b, "latents of the usual widths")
+    many_queries(b, BlockOrder::TokenMajor, (8, 64, 512), after_a_chunk(13, 9), 0.05)
+}
+
+fn many_queries(
+    b: &Bench,
+    order: BlockOrder,
+    (block_size, k_dim, v_dim): (usize, usize, usize),
+    (at, batch): (Vec<QueryRow>, Vec<AttendRows>),
+    scale: f32,
+) -> Outcome {
+    let shape = b.arena(order)?.layout().shape().clone();
+    let shape = KvShape { block_size, k_dim, v_dim, ..shape };
+    let mut latents = Latents::over(b, &shape, &at, batch)?;
+    latents.trial.op.scale = scale;
+    latents.check(b, &format!("many queries, latents of {v_dim}"))
 }
 
 pub(super) fn queries_may_come_rotated(b: &Bench) -> Outcome {

@@ -22,7 +22,7 @@ mod tensor;
 pub struct Case {
     /// `kernel::what_is_claimed`.
     pub name: &'static str,
-    /// What the case uses and a backend may lack: names of [`OPTIONAL`](kvcore::kernels::OPTIONAL).
+    /// What the case uses and a backend may lack: names of [`OPTIONAL`](kvcore::OPTIONAL).
     pub needs: &'static [&'static str],
     body: fn(&Bench) -> Outcome,
 }

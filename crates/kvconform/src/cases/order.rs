@@ -1,7 +1,6 @@
 //! Streams and events.
 
-use kvcore::kernels::{Gather, Scatter};
-use kvcore::{BlockOrder, KvArena, TensorView};
+use kvcore::{BlockOrder, Gather, KvArena, Scatter, TensorView};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 

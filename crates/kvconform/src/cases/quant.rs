@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{CopyBlocks, Dequantize, Gather, Quantize, RotateKeys, Rotation, Scatter, SwapBlocks};
 use kvcore::{
-    BlockOrder, DType, Error, Fp8Kind, KeyForm, KvArena, KvFormat, KvPlane, KvShape, ScaleScope, TensorView,
+    BlockOrder, CopyBlocks, DType, Dequantize, Error, Fp8Kind, Gather, KeyForm, KvArena, KvFormat, KvPlane,
+    KvShape, Quantize, RotateKeys, Rotation, ScaleScope, Scatter, SwapBlocks, TensorView,
 };
 
 use super::attend::{Trial, entry, reused, rows, segment};

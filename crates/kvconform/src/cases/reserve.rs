@@ -3,9 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::backend::ReservedStorage;
-use kvcore::kernels::CopyBlocks;
-use kvcore::{BlockOrder, DType, Error, KvArena, MemoryKind, TensorView};
+use kvcore::{BlockOrder, CopyBlocks, DType, Error, KvArena, MemoryKind, ReservedStorage, TensorView};
 
 use super::blocks::{for_tokens, pairs};
 use crate::bench::{Bench, Failure, Outcome, ensure, equal};

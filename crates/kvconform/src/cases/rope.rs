@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::ApplyRope;
-use kvcore::{Error, Pairing, Rope, RopeConfig, RopeScaling};
+use kvcore::{ApplyRope, Error, Pairing, Rope, RopeConfig, RopeScaling};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Gather, Rotation, Scatter};
-use kvcore::{BlockOrder, DType, Error, KvArena, KvPlane, KvShape, Rope, RopeConfig, TensorView};
+use kvcore::{
+    BlockOrder, DType, Error, Gather, KvArena, KvPlane, KvShape, Rope, RopeConfig, Rotation, Scatter,
+    TensorView,
+};
 
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;

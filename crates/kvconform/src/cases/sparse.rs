@@ -1,7 +1,6 @@
 //! Attention to selected tokens or blocks.
 
-use kvcore::kernels::{Attend, AttendRows, Selection, SelectionUnit};
-use kvcore::{BlockOrder, KvShape};
+use kvcore::{Attend, AttendRows, BlockOrder, KvShape, Selection, SelectionUnit};
 
 use super::attend::{HEADS, Trial, entry, reused, rows, segment};
 use super::quant::each;

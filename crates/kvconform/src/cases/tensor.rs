@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::CopyTensor;
-use kvcore::tensor::Dims;
-use kvcore::{DType, Error, MemoryKind, TensorView, allocate_tensor};
+use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, TensorView, allocate_tensor};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 use crate::oracle;

@@ -1,8 +1,9 @@
 //! The contract written out in f64, independent of every backend and of `kvcore`'s own arithmetic.
 
-use kvcore::kernels::{Attend, AttendMla, AttendRows, Segment, SelectionUnit};
-use kvcore::rope::Rope;
-use kvcore::{KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, TensorView};
+use kvcore::{
+    Attend, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope, Segment,
+    SelectionUnit, TensorView,
+};
 
 mod quant;
 

@@ -3,11 +3,9 @@
 use std::ops::Range;
 
 use super::{Piece, PiecePlace};
-use crate::backend::Stream;
-use crate::cache::{LayerViews, StaticKvCache};
-use crate::error::{Error, Result};
-use crate::kernels::{KvArena, Segment};
-use crate::tensor::TensorView;
+use crate::base::{Error, Result};
+use crate::device::{KvArena, Segment, Stream, TensorView};
+use crate::paging::{LayerViews, StaticKvCache};
 
 /// K `[layers, batch, k_heads, capacity, k_dim]` and V alike, for consecutive layers of a model.
 ///
@@ -114,7 +112,7 @@ impl RankCache {
     ///
     /// # Errors
     /// A layer of another rank, another batch, other heads or dim, tokens of K and V that differ in
-    /// number, an element type that [`Scatter`](crate::kernels::Scatter) does not take, and
+    /// number, an element type that [`Scatter`](crate::device::Scatter) does not take, and
     /// [`Error::OutOfRange`] past the capacity. The cache is as before then.
     pub fn append_sequence(
         &mut self,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, product, same};
+use crate::base::{Error, Result, product, same};
 
 /// `[num_chunks, num_stages]`: 1 for a piece that has arrived, 0 for one that has not.
 ///

@@ -1,10 +1,8 @@
 //! Pieces that ranks computed, put together: by layer and along the sequence.
 
 use super::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
-use crate::backend::Stream;
-use crate::error::{Error, Result, same};
-use crate::kernels::CopyTensor;
-use crate::tensor::TensorView;
+use crate::base::{Error, Result, same};
+use crate::device::{CopyTensor, Stream, TensorView};
 
 /// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, of any strides.
 ///

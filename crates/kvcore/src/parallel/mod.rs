@@ -20,10 +20,8 @@ mod cache;
 mod matrix;
 mod merge;
 mod plan;
-mod rank;
 
 pub use cache::RankCache;
 pub use matrix::ReceivedMatrix;
 pub use merge::{Piece, PieceMerger};
 pub use plan::{PiecePlace, PrefillPlan};
-pub use rank::{HeadShare, RankInfo};

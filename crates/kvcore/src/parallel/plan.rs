@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::RankInfo;
-use crate::error::{Error, Result, same};
+use crate::base::RankInfo;
+use crate::base::{Error, Result, same};
 
 /// Where a piece of a cache belongs; it travels with the piece's bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

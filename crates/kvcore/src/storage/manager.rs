@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::PoolMetrics;
-use crate::block::{BlockId, BlockPool, MutableBlocks};
-use crate::error::{Error, Result};
+use crate::base::{BlockId, Error, Result};
 use crate::metrics::LatencyHistogram;
+use crate::paging::{BlockPool, MutableBlocks};
 
 /// A request of an engine; the engine gives the number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

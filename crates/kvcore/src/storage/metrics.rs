@@ -5,8 +5,8 @@ use serde::Serialize;
 use super::goals::Goal;
 use super::manager::share;
 use super::{BlockState, Target};
-use crate::block::{BlockPool, Lookups, PoolCounts};
 use crate::metrics::{Exposition, Latencies, MetricKind};
+use crate::paging::{BlockPool, Lookups, PoolCounts};
 
 /// A pool and the calls of its [`StorageManager`](super::StorageManager) at one moment.
 ///
@@ -188,8 +188,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::key::KeyScope;
     use crate::metrics::LatencyHistogram;
+    use crate::paging::KeyScope;
     use crate::storage::{RequestId, StorageManager};
 
     fn metrics(total: u32, reserved: usize) -> PoolMetrics {

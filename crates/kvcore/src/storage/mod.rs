@@ -10,17 +10,11 @@
 mod goals;
 mod manager;
 mod metrics;
-mod owned;
-mod reserved_arena;
-mod sleeping;
 mod state;
 mod tier;
 
 pub use goals::{Goal, Target};
 pub use manager::{RequestId, StorageManager};
 pub use metrics::PoolMetrics;
-pub use owned::OwnedStorage;
-pub use reserved_arena::ReservedArena;
-pub use sleeping::SleepingBlocks;
 pub use state::BlockState;
 pub use tier::{Tier, TierAction, TierThresholds};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::block::PoolCounts;
+use crate::paging::PoolCounts;
 
 /// A block's state for display: the lifecycle of NVIDIA Dynamo's KV manager in terms of ours.
 ///
@@ -78,8 +78,7 @@ impl fmt::Display for BlockState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::BlockPool;
-    use crate::key::KeyScope;
+    use crate::paging::{BlockPool, KeyScope};
 
     #[test]
     fn every_block_is_in_one_state_through_its_life() {

@@ -10,8 +10,7 @@ use std::sync::Arc;
 use kvchunk::{
     AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, Scratch, TokenSelection,
 };
-use kvcore::kernels::{Gather, Scatter};
-use kvcore::{DType, MemoryKind, SequenceInput, SlotMapping, TensorView, allocate_tensor};
+use kvcore::{DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, allocate_tensor};
 
 use super::Engine;
 use super::chunked::with_context;

@@ -5,8 +5,7 @@ use std::time::Instant;
 use kvchunk::{
     AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, PositionReindexer, TokenSelection,
 };
-use kvcore::kernels::CopyBlocks;
-use kvcore::{LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{CopyBlocks, LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::blend::Blend;
 use super::caches::Caches;

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use kvchunk::{ChunkReport, TenantId};
-use kvcore::kernels::MergeGroup;
-use kvcore::{BlockKey, LayerRopes, Logits, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{BlockKey, LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};

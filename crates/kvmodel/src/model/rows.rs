@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use kvcore::kernels::{AttendRows, MergeGroup, QueryRow};
-use kvcore::{Logits, Segment, SequenceInput, SlotMapping};
+use kvcore::{AttendRows, Logits, MergeGroup, QueryRow, Segment, SequenceInput, SlotMapping};
 
 use crate::error::{Error, Result};
 

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use kvcore::kernels::{ApplyRope, Attend, AttendMla, AttendRows, MergeGroup, QueryRow, Scatter};
-use kvcore::{Backend, DType, KeyForm, KvExtents, MemoryKind, Rope, Stream, TensorView, allocate_tensor};
+use kvcore::{
+    ApplyRope, Attend, AttendMla, AttendRows, Backend, DType, KeyForm, KvExtents, MemoryKind, MergeGroup,
+    QueryRow, Rope, Scatter, Stream, TensorView, allocate_tensor,
+};
 
 use super::rows::Rows;
 use super::{ComputeDevice, FreshKv};

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
-use kvcore::kernels::{Gather, Scatter};
-use kvcore::{KeyForm, KvFormat, MemoryKind, allocate_tensor};
+use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, allocate_tensor};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 
 use crate::common::load_model;

@@ -9,10 +9,9 @@ use kvchunk::{
     ChunkedPrompt, ComputeMode, HashAlgorithm, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell,
     SleepForm, SleepStore, TenantId,
 };
-use kvcore::kernels::Gather;
 use kvcore::{
-    Backend, BlockId, BlockKey, BlockPool, DType, KeyForm, KeyScope, KvArena, KvFormat, KvLayout, KvPlane,
-    LayerRopes, Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput,
+    Backend, BlockId, BlockKey, BlockPool, DType, Gather, KeyForm, KeyScope, KvArena, KvFormat, KvLayout,
+    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput,
     SequenceStart, Stream, SystemClock, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};

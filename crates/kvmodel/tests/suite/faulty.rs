@@ -4,13 +4,10 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
-use kvcore::kernels::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
-    SwapBlocks,
-};
 use kvcore::{
-    Backend, Capabilities, CounterSnapshot, Error, Event, Kernels, MemoryKind, Result, Storage, Stream,
-    TensorView,
+    ApplyRope, Attend, AttendMla, Backend, Capabilities, CopyBlocks, CopyTensor, CounterSnapshot, Dequantize,
+    Error, Event, Gather, Kernels, MemoryKind, Quantize, Result, RotateKeys, Scatter, Storage, Stream,
+    SwapBlocks, TensorView,
 };
 
 /// The CPU backend, but for one operation.

@@ -3,7 +3,7 @@
 
 use crate::common::folder;
 use kvcore::Rope;
-use kvcore::rope::rotate_row;
+use kvcore::rotate_row;
 use kvmodel::ModelConfig;
 use rstest::rstest;
 use safetensors::SafeTensors;

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use kvcore::kernels::{Attend, AttendRows};
+use kvcore::{Attend, AttendRows};
 
 use super::State;
 use super::products::{Ahead, Rows, accumulate, dots};

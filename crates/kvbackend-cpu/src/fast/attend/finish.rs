@@ -1,6 +1,6 @@
 //! From open softmaxes to output rows: parts of the same tokens first, then merge groups.
 
-use kvcore::kernels::Attend;
+use kvcore::Attend;
 
 use super::{Outputs, State};
 use crate::simd::{Simd, Task, narrow};

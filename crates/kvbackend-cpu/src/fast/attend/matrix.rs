@@ -13,8 +13,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::bf16;
-use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, TensorView};
+use kvcore::{Attend, DType, KeyForm, TensorView};
 
 use super::block::{Meeting, Single};
 use super::products::{Ahead, Rows, dots};

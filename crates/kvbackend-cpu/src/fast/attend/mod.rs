@@ -30,8 +30,7 @@ mod tile;
 
 use std::cell::RefCell;
 
-use kvcore::kernels::{Attend, AttendMla};
-use kvcore::{Result, TensorView};
+use kvcore::{Attend, AttendMla, Result, TensorView};
 use smallvec::SmallVec;
 
 use self::finish::Finish;

@@ -1,7 +1,6 @@
 //! Where no processor multiplies tiles of bf16.
 
-use kvcore::TensorView;
-use kvcore::kernels::Attend;
+use kvcore::{Attend, TensorView};
 
 use super::block::Meeting;
 use super::source::Source;

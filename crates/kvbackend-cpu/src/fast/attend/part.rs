@@ -3,8 +3,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, Result, TensorView};
+use kvcore::{Attend, DType, KeyForm, Result, TensorView};
 
 use super::block::Meeting;
 use super::finish::Finish;

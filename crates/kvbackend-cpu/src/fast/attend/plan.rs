@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::kernels::Attend;
+use kvcore::Attend;
 
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY: usize = 16;

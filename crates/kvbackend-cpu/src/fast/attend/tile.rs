@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::kernels::Attend;
-use kvcore::{DType, KeyForm, Segment};
+use kvcore::{Attend, DType, KeyForm, Segment};
 
 use super::part::Inputs;
 use super::products::{Rows, transpose};

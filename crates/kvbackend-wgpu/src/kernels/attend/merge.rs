@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::Result;
-use kvcore::kernels::Attend;
+use kvcore::{Attend, Result};
 
 use super::runs::Tile;
 use super::window::rows_window;

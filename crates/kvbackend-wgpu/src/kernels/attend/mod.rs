@@ -7,8 +7,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::{Attend, AttendMla, CopyTensor};
-use kvcore::{Error, MemoryKind, Result, TensorView};
+use kvcore::{Attend, AttendMla, CopyTensor, Error, MemoryKind, Result, TensorView};
 
 use crate::NAME;
 use crate::device::Device;

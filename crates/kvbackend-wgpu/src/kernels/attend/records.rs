@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use kvcore::kernels::Attend;
-use kvcore::{KeyForm, Result, TensorView};
+use kvcore::{Attend, KeyForm, Result, TensorView};
 
 use super::runs::{Run, Task, Tile, Tokens};
 use super::tiling::Tiling;

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::kernels::{Attend, AttendRows, QueryRow, Segment};
-use kvcore::{BlockId, KeyForm};
+use kvcore::{Attend, AttendRows, BlockId, KeyForm, QueryRow, Segment};
 use smallvec::SmallVec;
 
 use super::tiling::Tiling;

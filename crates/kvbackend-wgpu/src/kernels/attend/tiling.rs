@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::kernels::Attend;
-use kvcore::{Error, KeyForm, Pairing, Result};
+use kvcore::{Attend, Error, KeyForm, Pairing, Result};
 
 use crate::NAME;
 use crate::device::Device;

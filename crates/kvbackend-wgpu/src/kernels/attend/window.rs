@@ -3,8 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::kernels::Attend;
-use kvcore::{Error, KvPlane, PlaneStrides, Result, TensorView};
+use kvcore::{Attend, Error, KvPlane, PlaneStrides, Result, TensorView};
 use smallvec::SmallVec;
 use wgpu::Buffer;
 

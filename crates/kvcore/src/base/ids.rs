@@ -1,0 +1,24 @@
+//! Names of places in an arena: blocks and slots.
+
+use std::fmt;
+
+/// The slot of a row that is padding: `scatter` and `gather` skip it.
+pub const PADDING_SLOT: i64 = -1;
+
+/// A physical block of an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct BlockId(pub u32);
+
+impl BlockId {
+    /// The id as an index.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}

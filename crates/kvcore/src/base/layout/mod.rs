@@ -1,0 +1,338 @@
+//! Where an element of K or V lies: one affine formula with validated strides.
+
+use crate::base::{DType, Error, Result, product};
+
+mod plane;
+mod runs;
+mod scales;
+mod shape;
+
+pub use plane::PlaneStrides;
+pub use scales::ScaleLayout;
+pub use shape::{BlockOrder, KvShape};
+
+/// A validated layout of paged (or static) K and V storage.
+///
+/// The element `(layer, block, token, head, i)` of K lies at
+/// `layer * k.layer + block * k.block + token * k.token + head * k.head + i`. No two elements share
+/// an address and every product is checked at construction, so that address arithmetic afterwards
+/// cannot overflow. Scales of quantised formats follow the same formula with strides of their own.
+///
+/// ```
+/// use kvcore::{BlockOrder, DType, KvFormat, KvLayout, KvShape};
+/// let shape = KvShape {
+///     num_layers: 2, num_blocks: 8, block_size: 16, k_heads: 4, v_heads: 4, k_dim: 64, v_dim: 64,
+///     format: DType::BF16.into(), order: BlockOrder::HeadMajor,
+/// };
+/// let layout = KvLayout::new(shape.clone())?;
+/// assert_eq!(layout.block_bytes(), 2 * 16 * 4 * (64 + 64) * 2);
+/// assert_eq!(layout.num_slots(), 8 * 16);
+/// let quantised = KvLayout::new(KvShape { format: KvFormat::Int4 { group: 32 }, ..shape })?;
+/// assert_eq!(quantised.block_bytes(), 2 * 16 * 4 * (64 + 64) * 9 / 16); // 4 bits and 16 bits per 32
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KvLayout {
+    shape: KvShape,
+    k: Plane,
+    v: Plane,
+    token_bytes: usize,
+    block_bytes: usize,
+}
+
+/// K or V.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Plane {
+    strides: PlaneStrides,
+    bytes: usize,
+    scales: Option<ScaleLayout>,
+    /// Bytes of one token in one layer, its scales included.
+    token_bytes: usize,
+}
+
+impl Plane {
+    fn new(
+        what: &'static str,
+        shape: &KvShape,
+        strides: PlaneStrides,
+        heads: usize,
+        dim: usize,
+    ) -> Result<Self> {
+        let dtype = shape.format.storage_dtype();
+        let bytes = dtype.bytes_for(strides.extent(what, shape, heads, dim, per_byte(dtype))?)?;
+        let scales = ScaleLayout::new(shape, heads, dim)?;
+        let row_bytes = dtype
+            .bytes_for(dim)?
+            .checked_add(scales.map_or(0, |scales| scales.row_bytes()))
+            .ok_or(Error::Overflow { what: "bytes of a row" })?;
+        let token_bytes = product("bytes of a token", &[heads, row_bytes])?;
+        Ok(Self { strides, bytes, scales, token_bytes })
+    }
+}
+
+fn per_byte(dtype: DType) -> usize {
+    (8 / dtype.bits()).max(1)
+}
+
+impl KvLayout {
+    /// A layout of the given shape without gaps.
+    ///
+    /// # Errors
+    /// As [`with_strides`](Self::with_strides).
+    pub fn new(shape: KvShape) -> Result<Self> {
+        let k = PlaneStrides::dense(&shape, shape.k_heads, shape.k_dim)?;
+        let v = PlaneStrides::dense(&shape, shape.v_heads, shape.v_dim)?;
+        Self::with_strides(shape, k, v)
+    }
+
+    /// A layout with the caller's strides, for memory that somebody else laid out. Scales lie without
+    /// gaps, in the shape's order.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for an empty extent or group, [`Error::Overflow`], [`Error::InvalidFormat`] for
+    /// a dense type that no kernel computes with, [`Error::Mismatch`] for a group that does not divide
+    /// both dims or is odd in int4, and [`Error::InvalidStrides`] when two elements would share an
+    /// address or a row of 4-bit elements would begin inside a byte.
+    pub fn with_strides(shape: KvShape, k: PlaneStrides, v: PlaneStrides) -> Result<Self> {
+        for (what, extent) in [
+            ("num_layers", shape.num_layers),
+            ("num_blocks", shape.num_blocks),
+            ("block_size", shape.block_size),
+            ("k_heads", shape.k_heads),
+            ("v_heads", shape.v_heads),
+            ("k_dim", shape.k_dim),
+            ("v_dim", shape.v_dim),
+        ] {
+            if extent == 0 {
+                return Err(Error::Zero { what });
+            }
+        }
+        if u32::try_from(shape.num_blocks).is_err() {
+            return Err(Error::range("num_blocks", shape.num_blocks, u32::MAX));
+        }
+        shape.format.check_dim("k_dim as a multiple of the group", shape.k_dim)?;
+        shape.format.check_dim("v_dim as a multiple of the group", shape.v_dim)?;
+        product("slots", &[shape.num_blocks, shape.block_size])?;
+        let k = Plane::new("K", &shape, k, shape.k_heads, shape.k_dim)?;
+        let v = Plane::new("V", &shape, v, shape.v_heads, shape.v_dim)?;
+        let token_bytes =
+            k.token_bytes.checked_add(v.token_bytes).ok_or(Error::Overflow { what: "bytes of a token" })?;
+        let block_bytes = product("bytes of a block", &[shape.num_layers, shape.block_size, token_bytes])?;
+        Ok(Self { shape, k, v, token_bytes, block_bytes })
+    }
+
+    /// As many blocks as `budget` bytes hold, over all layers, K, V and their scales together.
+    ///
+    /// ```
+    /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
+    /// let shape = KvShape {
+    ///     num_layers: 32, num_blocks: 1, block_size: 16, k_heads: 8, v_heads: 8, k_dim: 128, v_dim: 128,
+    ///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
+    /// };
+    /// let layout = KvLayout::within_budget(&shape, 1 << 30)?; // a block takes 2 MiB
+    /// assert_eq!(layout.shape().num_blocks, 512);
+    /// assert!(KvLayout::within_budget(&shape, 1 << 20).is_err());
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NotEnoughMemory`] when the budget does not hold one block.
+    pub fn within_budget(shape: &KvShape, budget: usize) -> Result<Self> {
+        let block_bytes = Self::new(KvShape { num_blocks: 1, ..shape.clone() })?.block_bytes;
+        match budget / block_bytes {
+            0 => Err(Error::NotEnoughMemory { budget, block_bytes }),
+            num_blocks => Self::new(KvShape { num_blocks, ..shape.clone() }),
+        }
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> &KvShape {
+        &self.shape
+    }
+
+    /// Strides of K.
+    pub fn k_strides(&self) -> PlaneStrides {
+        self.k.strides
+    }
+
+    /// Strides of V.
+    pub fn v_strides(&self) -> PlaneStrides {
+        self.v.strides
+    }
+
+    /// Bytes that the K storage must have.
+    pub fn k_bytes(&self) -> usize {
+        self.k.bytes
+    }
+
+    /// Bytes that the V storage must have.
+    pub fn v_bytes(&self) -> usize {
+        self.v.bytes
+    }
+
+    /// The scales of K; none for dense formats.
+    pub fn k_scales(&self) -> Option<ScaleLayout> {
+        self.k.scales
+    }
+
+    /// The scales of V; none for dense formats.
+    pub fn v_scales(&self) -> Option<ScaleLayout> {
+        self.v.scales
+    }
+
+    /// Bytes of one token in one layer, K and V with the scales that go with them.
+    pub fn token_bytes(&self) -> usize {
+        self.token_bytes
+    }
+
+    /// Bytes of one block over all layers, K and V with the scales that go with them. Static scales
+    /// belong to no block and are not in it.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// Slots per layer: `num_blocks * block_size`.
+    pub fn num_slots(&self) -> usize {
+        self.shape.num_blocks * self.shape.block_size
+    }
+
+    /// Blocks that `tokens` tokens fill.
+    pub fn blocks_for(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.shape.block_size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::{Fp8Kind, KvFormat, ScaleScope};
+
+    fn shape() -> KvShape {
+        KvShape {
+            num_layers: 2,
+            num_blocks: 3,
+            block_size: 4,
+            k_heads: 2,
+            v_heads: 3,
+            k_dim: 8,
+            v_dim: 6,
+            format: DType::F16.into(),
+            order: BlockOrder::TokenMajor,
+        }
+    }
+
+    /// Every row of `len` elements has its own place, and together they fill `elements`.
+    fn tile(s: &KvShape, strides: PlaneStrides, heads: usize, len: usize, elements: usize) {
+        let mut seen = vec![false; elements];
+        for layer in 0..s.num_layers {
+            for block in 0..s.num_blocks {
+                for token in 0..s.block_size {
+                    for head in 0..heads {
+                        for i in 0..len {
+                            let at = strides.at(layer, block, token, head) + i;
+                            assert!(!std::mem::replace(&mut seen[at], true));
+                        }
+                    }
+                }
+            }
+        }
+        assert!(seen.into_iter().all(|x| x), "no gaps");
+    }
+
+    #[test]
+    fn every_element_and_every_scale_has_its_own_address() {
+        for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
+            for format in [DType::F16.into(), KvFormat::Int8 { group: 1 }, KvFormat::Int4 { group: 2 }] {
+                let layout = KvLayout::new(KvShape { format, order, ..shape() }).unwrap();
+                let (s, bits) = (layout.shape(), format.storage_dtype().bits());
+                tile(s, layout.k_strides(), s.k_heads, s.k_dim, layout.k_bytes() * 8 / bits);
+                tile(s, layout.v_strides(), s.v_heads, s.v_dim, layout.v_bytes() * 8 / bits);
+                for (scales, heads) in [(layout.k_scales(), s.k_heads), (layout.v_scales(), s.v_heads)] {
+                    if let Some(scales) = scales {
+                        tile(s, scales.strides, heads, scales.per_row, scales.bytes / 2);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn overlapping_strides_are_refused() {
+        let good = KvLayout::new(shape()).unwrap();
+        let bad = PlaneStrides { block: good.k_strides().block - 1, ..good.k_strides() };
+        assert!(matches!(
+            KvLayout::with_strides(shape(), bad, good.v_strides()),
+            Err(Error::InvalidStrides { what: "K", .. })
+        ));
+    }
+
+    #[test]
+    fn rows_of_four_bit_elements_begin_on_a_byte() {
+        let shape = KvShape { format: KvFormat::Int4 { group: 2 }, ..shape() };
+        let good = KvLayout::new(shape.clone()).unwrap();
+        let odd = PlaneStrides { layer: good.v_strides().layer + 1, ..good.v_strides() };
+        assert!(matches!(
+            KvLayout::with_strides(shape, good.k_strides(), odd),
+            Err(Error::InvalidStrides { what: "V", .. })
+        ));
+    }
+
+    #[test]
+    fn zero_extents_and_overflow_are_errors() {
+        assert_eq!(
+            KvLayout::new(KvShape { block_size: 0, ..shape() }),
+            Err(Error::Zero { what: "block_size" })
+        );
+        assert!(matches!(
+            KvLayout::new(KvShape { num_layers: usize::MAX / 4, ..shape() }),
+            Err(Error::Overflow { .. })
+        ));
+    }
+
+    #[test]
+    fn formats_that_do_not_fit_the_rows_are_refused() {
+        let with = |format| KvLayout::new(KvShape { format, ..shape() });
+        assert_eq!(with(KvFormat::Int8 { group: 0 }), Err(Error::Zero { what: "group" }));
+        assert!(matches!(
+            with(KvFormat::Int8 { group: 4 }),
+            Err(Error::Mismatch { what: "v_dim as a multiple of the group", expected: 4, got: 6 })
+        ));
+        assert!(matches!(with(KvFormat::Int8 { group: 3 }), Err(Error::Mismatch { got: 8, .. })));
+        assert!(matches!(
+            with(KvFormat::Int4 { group: 1 }),
+            Err(Error::Mismatch { what: "group of int4 as a multiple of", expected: 2, got: 1 })
+        ));
+        let odd = KvShape { format: KvFormat::Int4 { group: 2 }, k_dim: 7, ..shape() };
+        assert!(matches!(KvLayout::new(odd), Err(Error::Mismatch { expected: 2, got: 7, .. })));
+        assert!(matches!(with(DType::U8.into()), Err(Error::InvalidFormat { .. })));
+    }
+
+    #[test]
+    fn a_budget_is_the_total_over_layers_and_scales_and_never_exceeded() {
+        for format in [DType::F16.into(), KvFormat::Int8 { group: 2 }, KvFormat::Int4 { group: 2 }] {
+            let shape = KvShape { format, ..shape() };
+            let one = KvLayout::new(KvShape { num_blocks: 1, ..shape.clone() }).unwrap().block_bytes();
+            let layout = KvLayout::within_budget(&shape, 5 * one + one / 2).unwrap();
+            assert_eq!(layout.shape().num_blocks, 5);
+            let scales = [layout.k_scales(), layout.v_scales()].map(|s| s.map_or(0, |s| s.bytes));
+            assert_eq!(layout.k_bytes() + layout.v_bytes() + scales[0] + scales[1], 5 * one);
+            assert_eq!(
+                KvLayout::within_budget(&shape, one - 1),
+                Err(Error::NotEnoughMemory { budget: one - 1, block_bytes: one })
+            );
+        }
+    }
+
+    #[test]
+    fn static_scales_belong_to_no_block() {
+        for (scales, counts) in [(ScaleScope::PerTensor, [1, 1]), (ScaleScope::PerHead, [2, 3])] {
+            let format = KvFormat::Fp8 { kind: Fp8Kind::E4M3, scales };
+            let layout = KvLayout::new(KvShape { format, ..shape() }).unwrap();
+            let (k, v) = (layout.k_scales().unwrap(), layout.v_scales().unwrap());
+            assert!(k.is_static() && v.is_static());
+            assert_eq!([k.bytes, v.bytes], counts.map(|n| 2 * n * 4));
+            assert_eq!(k.strides.at(1, 2, 3, 1), counts[0] + counts[0] / 2);
+            assert_eq!(layout.token_bytes(), 2 * 8 + 3 * 6);
+        }
+    }
+}

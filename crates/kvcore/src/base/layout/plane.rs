@@ -1,0 +1,70 @@
+//! Strides of one plane, K or V, and the proof that no two elements share an address.
+
+use super::{BlockOrder, KvShape};
+use crate::base::{Error, Result, product};
+
+/// Strides of K, of V or of their scales, in elements; the innermost axis has stride 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlaneStrides {
+    /// From a layer to the next.
+    pub layer: usize,
+    /// From a block to the next.
+    pub block: usize,
+    /// From a head to the next inside a block.
+    pub head: usize,
+    /// From a token to the next inside a block.
+    pub token: usize,
+}
+
+impl PlaneStrides {
+    /// The first element of a head's row. Cannot overflow for extents of a validated layout.
+    pub fn at(&self, layer: usize, block: usize, token: usize, head: usize) -> usize {
+        layer * self.layer + block * self.block + token * self.token + head * self.head
+    }
+
+    /// Strides without gaps for rows of `dim` elements.
+    pub(super) fn dense(shape: &KvShape, heads: usize, dim: usize) -> Result<Self> {
+        let (head, token) = match shape.order {
+            BlockOrder::HeadMajor => (product("head stride", &[shape.block_size, dim])?, dim),
+            BlockOrder::TokenMajor => (dim, product("token stride", &[heads, dim])?),
+        };
+        let block = product("block stride", &[shape.block_size, heads, dim])?;
+        let layer = product("layer stride", &[block, shape.num_blocks])?;
+        Ok(Self { layer, block, head, token })
+    }
+
+    /// Elements from the first to the last, after checking that none share an address and that rows
+    /// of elements smaller than a byte (`per_byte` of them in one) begin on a byte.
+    pub(super) fn extent(
+        &self,
+        what: &'static str,
+        shape: &KvShape,
+        heads: usize,
+        dim: usize,
+        per_byte: usize,
+    ) -> Result<usize> {
+        let invalid = |reason| Err(Error::InvalidStrides { what, reason });
+        let mut axes = [
+            (self.layer, shape.num_layers, "layer"),
+            (self.block, shape.num_blocks, "block"),
+            (self.head, heads, "head"),
+            (self.token, shape.block_size, "token"),
+        ];
+        axes.sort_by_key(|&(stride, count, _)| (stride, count));
+        let mut covered = dim;
+        for (stride, count, axis) in axes.into_iter().filter(|axis| axis.1 > 1) {
+            if stride < covered {
+                return invalid(format!(
+                    "the {axis} stride {stride} lies inside {covered} elements already covered"
+                ));
+            }
+            if !stride.is_multiple_of(per_byte) {
+                return invalid(format!("the {axis} stride {stride} ends inside a byte"));
+            }
+            covered = product("extent of a plane", &[stride, count - 1])?
+                .checked_add(covered)
+                .ok_or(Error::Overflow { what: "extent of a plane" })?;
+        }
+        Ok(covered)
+    }
+}

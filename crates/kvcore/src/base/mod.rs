@@ -1,0 +1,23 @@
+//! Values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks, and the errors about
+//! them. Nothing here touches memory or knows a device.
+
+mod dtype;
+mod error;
+mod ids;
+pub mod layout;
+mod memory;
+pub mod quant;
+mod rank;
+pub mod rope;
+
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub(crate) use error::{product, same};
+pub use ids::{BlockId, PADDING_SLOT};
+pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
+pub use memory::MemoryKind;
+pub use quant::{Fp8Kind, IntKind, KvFormat, ScaleScope};
+pub use rank::{HeadShare, RankInfo};
+pub use rope::{
+    KeyForm, LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling, RopeTable, rotate_row,
+};

@@ -1,0 +1,208 @@
+//! The formats in which a cache stores keys and values.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::Fp8Kind;
+use crate::base::{DType, Error, Result};
+
+/// Elements that share a scale in integer formats unless told otherwise.
+const DEFAULT_GROUP: usize = 32;
+
+/// What shares one static scale of an fp8 cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ScaleScope {
+    /// All of K, or all of V, in one layer.
+    PerTensor,
+    /// One head of K or of V in one layer.
+    PerHead,
+}
+
+/// How the elements of K and V are stored.
+///
+/// On command lines and in configs a format is a word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
+/// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`, either with `:head` for a scale per head.
+///
+/// ```
+/// use kvcore::{DType, KvFormat};
+/// assert_eq!("int8".parse(), Ok(KvFormat::Int8 { group: 32 }));
+/// assert_eq!(KvFormat::from(DType::BF16).to_string(), "bf16");
+/// assert_eq!(KvFormat::Int4 { group: 64 }.storage_dtype(), DType::I4);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+#[non_exhaustive]
+pub enum KvFormat {
+    /// Elements as they are, in one of [`DType::COMPUTE`].
+    Dense(DType),
+    /// Signed bytes, with one f16 scale for each `group` consecutive elements of a head's row.
+    Int8 {
+        /// Elements that share a scale; divides `k_dim` and `v_dim`.
+        group: usize,
+    },
+    /// Signed 4-bit integers, with scales as in [`Int8`](Self::Int8).
+    Int4 {
+        /// Elements that share a scale; even, and divides `k_dim` and `v_dim`.
+        group: usize,
+    },
+    /// 8-bit floats with static f32 scales.
+    Fp8 {
+        /// Which 8-bit float.
+        kind: Fp8Kind,
+        /// What shares a scale.
+        scales: ScaleScope,
+    },
+}
+
+impl KvFormat {
+    /// Names of all quantised formats, as [`name`](Self::name) gives them.
+    pub const QUANTIZED: [&str; 4] = ["int8", "int4", "fp8-e4m3", "fp8-e5m2"];
+
+    /// The element type of the stored codes.
+    pub const fn storage_dtype(self) -> DType {
+        match self {
+            Self::Dense(dtype) => dtype,
+            Self::Int8 { .. } => DType::I8,
+            Self::Int4 { .. } => DType::I4,
+            Self::Fp8 { kind: Fp8Kind::E4M3, .. } => DType::F8E4M3,
+            Self::Fp8 { kind: Fp8Kind::E5M2, .. } => DType::F8E5M2,
+        }
+    }
+
+    /// Whether elements are stored as codes with scales.
+    pub const fn is_quantized(self) -> bool {
+        !matches!(self, Self::Dense(_))
+    }
+
+    /// The family's name, without group or scope: what a backend lists in its capabilities.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dense(dtype) => dtype.name(),
+            Self::Int8 { .. } => "int8",
+            Self::Int4 { .. } => "int4",
+            Self::Fp8 { kind: Fp8Kind::E4M3, .. } => "fp8-e4m3",
+            Self::Fp8 { kind: Fp8Kind::E5M2, .. } => "fp8-e5m2",
+        }
+    }
+
+    /// Whether rows of `dim` elements can be stored.
+    ///
+    /// # Errors
+    /// [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`] for
+    /// an empty group, [`Error::Mismatch`] for an odd group of int4 or one that does not divide `dim`.
+    pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
+        match self {
+            Self::Dense(dtype) if !dtype.is_compute() => {
+                Err(Error::InvalidFormat { format: self, reason: "no kernel computes with it".to_owned() })
+            }
+            Self::Int8 { group: 0 } | Self::Int4 { group: 0 } => Err(Error::Zero { what: "group" }),
+            Self::Int4 { group } if group % 2 == 1 => {
+                Err(Error::Mismatch { what: "group of int4 as a multiple of", expected: 2, got: group })
+            }
+            Self::Int8 { group } | Self::Int4 { group } if !dim.is_multiple_of(group) => {
+                Err(Error::Mismatch { what, expected: group, got: dim })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl From<DType> for KvFormat {
+    fn from(dtype: DType) -> Self {
+        Self::Dense(dtype)
+    }
+}
+
+impl fmt::Display for KvFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        match self {
+            Self::Int8 { group } | Self::Int4 { group } => write!(f, ":{group}"),
+            Self::Fp8 { scales: ScaleScope::PerHead, .. } => f.write_str(":head"),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl FromStr for KvFormat {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let unknown = || Error::Unsupported {
+            backend: "kvcore",
+            what: format!(
+                "KV format {s:?} (f32, f16, bf16, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \
+                 fp8-e5m2[:head] are)"
+            ),
+        };
+        let (name, option) = s.split_once(':').map_or((s, None), |(name, option)| (name, Some(option)));
+        let group = || match option {
+            None => Ok(DEFAULT_GROUP),
+            Some(text) => match text.parse() {
+                Ok(0) => Err(Error::Zero { what: "group" }),
+                parsed => parsed.map_err(|_| unknown()),
+            },
+        };
+        let scales = || match option {
+            None => Ok(ScaleScope::PerTensor),
+            Some("head") => Ok(ScaleScope::PerHead),
+            Some(_) => Err(unknown()),
+        };
+        match name {
+            "int8" => Ok(Self::Int8 { group: group()? }),
+            "int4" => Ok(Self::Int4 { group: group()? }),
+            "fp8-e4m3" => Ok(Self::Fp8 { kind: Fp8Kind::E4M3, scales: scales()? }),
+            "fp8-e5m2" => Ok(Self::Fp8 { kind: Fp8Kind::E5M2, scales: scales()? }),
+            _ => match s.parse::<DType>() {
+                Ok(dtype) if dtype.is_compute() => Ok(Self::Dense(dtype)),
+                _ => Err(unknown()),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for KvFormat {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl From<KvFormat> for String {
+    fn from(format: KvFormat) -> Self {
+        format.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_round_trip() {
+        for word in ["f32", "f16", "bf16", "int8:64", "int4:32", "fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2:head"]
+        {
+            let format: KvFormat = word.parse().unwrap();
+            assert_eq!(format.to_string(), word);
+            assert_eq!(format.is_quantized(), word.len() > 4);
+            assert_eq!(format.is_quantized(), KvFormat::QUANTIZED.contains(&format.name()));
+        }
+        assert_eq!("int4".parse(), Ok(KvFormat::Int4 { group: DEFAULT_GROUP }));
+        assert_eq!(
+            "fp8-e5m2".parse(),
+            Ok(KvFormat::Fp8 { kind: Fp8Kind::E5M2, scales: ScaleScope::PerTensor })
+        );
+    }
+
+    #[test]
+    fn unknown_words_are_refused() {
+        for word in ["", "i8", "u8", "f8e4m3", "int8:", "int8:x", "int8:-1", "fp8-e4m3:32", "bf16:32", "int2"]
+        {
+            assert!(matches!(word.parse::<KvFormat>(), Err(Error::Unsupported { .. })), "{word:?}");
+        }
+        assert_eq!("int4:0".parse::<KvFormat>(), Err(Error::Zero { what: "group" }));
+    }
+}

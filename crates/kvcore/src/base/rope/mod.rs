@@ -1,0 +1,47 @@
+//! Rotary position embeddings: `RoPE(x, m)` rotates pairs of elements by `m * frequency`.
+//!
+//! Because rotations compose, `(R(m) q)·(R(P + i) k) = (R(m − P) q)·(R(i) k)`: a key that is stored
+//! rotated at `i` serves at `P + i` when the *query* is rotated by `m − P`. That identity is what
+//! position-independent reuse stands on.
+//!
+//! Frequencies are computed in f32 as Hugging Face transformers does, so that they are the model's;
+//! angle, sine and cosine in f64, then rounded once. Where they depend on a request's length, [`Regime`]
+//! says how.
+
+mod config;
+mod family;
+mod form;
+mod frequencies;
+mod regime;
+mod table;
+
+pub use config::{Pairing, RopeConfig, RopeScaling};
+pub use family::{LayerRopes, RopeFamily};
+pub use form::KeyForm;
+pub use regime::Regime;
+pub use table::{Rope, RopeTable};
+
+/// Rotates the leading `2 * cos.len()` elements of `row` and multiplies them by `factor`.
+///
+/// `cos` and `sin` hold one value per pair. Elements past the rotary dimension are left alone. For a
+/// rotation from one position to another pass the sine and cosine of the difference and a factor
+/// of 1: the attention factor of `YaRN` or `LongRoPE` has been applied when the key was first rotated.
+///
+/// ```
+/// use kvcore::{rotate_row, Pairing};
+/// let mut row = [1.0, 0.0, 0.0, 0.0, 7.0];
+/// rotate_row(&mut row, &[0.0, 1.0], &[1.0, 0.0], 1.0, Pairing::HalfSplit);
+/// assert_eq!(row, [0.0, 0.0, 1.0, 0.0, 7.0]); // (1, 0) turned by 90°; the fifth element untouched
+/// ```
+pub fn rotate_row(row: &mut [f32], cos: &[f32], sin: &[f32], factor: f32, pairing: Pairing) {
+    let half = cos.len();
+    for i in 0..half {
+        let (x, y) = match pairing {
+            Pairing::HalfSplit => (i, i + half),
+            Pairing::Interleaved => (2 * i, 2 * i + 1),
+        };
+        let (a, b) = (row[x], row[y]);
+        row[x] = (a * cos[i] - b * sin[i]) * factor;
+        row[y] = (a * sin[i] + b * cos[i]) * factor;
+    }
+}

@@ -1,0 +1,256 @@
+//! Sines and cosines by position, grown on demand.
+
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use crate::base::{Error, Pairing, Regime, Result, RopeConfig};
+
+/// A rotary embedding in one regime, with its table. Cheap to share; one per distinct specification and
+/// regime, see [`RopeFamily`](crate::base::RopeFamily).
+#[derive(Debug)]
+pub struct Rope {
+    config: RopeConfig,
+    regime: Regime,
+    frequencies: Vec<f32>,
+    max_positions: usize,
+    table: RwLock<Arc<RopeTable>>,
+}
+
+/// Cosines and sines of positions `0..len`, without the attention factor.
+#[derive(Debug)]
+pub struct RopeTable {
+    half: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl RopeTable {
+    /// Cosines and sines of `position`, one per pair. Negative positions turn the other way.
+    ///
+    /// # Panics
+    /// If the table was not asked for this position with [`Rope::table`].
+    pub fn at(&self, position: i64, sin: &mut [f32]) -> &[f32] {
+        let row =
+            position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
+        sin.copy_from_slice(&self.sin[row.clone()]);
+        if position < 0 {
+            for s in sin.iter_mut() {
+                *s = -*s;
+            }
+        }
+        &self.cos[row]
+    }
+
+    /// Positions held.
+    pub fn len(&self) -> usize {
+        self.cos.len() / self.half
+    }
+
+    /// Whether no position is held yet.
+    pub fn is_empty(&self) -> bool {
+        self.cos.is_empty()
+    }
+
+    /// All cosines, `[len, rotary_dim / 2]`, for backends that upload the table.
+    pub fn cos(&self) -> &[f32] {
+        &self.cos
+    }
+
+    /// All sines, `[len, rotary_dim / 2]`.
+    pub fn sin(&self) -> &[f32] {
+        &self.sin
+    }
+}
+
+impl Rope {
+    /// A rotary embedding for positions `0..max_positions`, in the regime of requests that use all of them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidRope`], or [`Error::Zero`] for no positions.
+    pub fn new(config: RopeConfig, max_positions: usize) -> Result<Self> {
+        let regime = config.regime(max_positions);
+        Self::in_regime(config, regime, max_positions)
+    }
+
+    /// A rotary embedding in `regime`, for the positions below `max_positions` that belong to it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for a regime that the scaling does not have.
+    pub fn in_regime(config: RopeConfig, regime: Regime, max_positions: usize) -> Result<Self> {
+        if max_positions == 0 {
+            return Err(Error::Zero { what: "max_positions" });
+        }
+        let frequencies = config.frequencies_for(regime)?;
+        let max_positions = config.end_of(regime).map_or(max_positions, |end| end.min(max_positions));
+        let table = RopeTable { half: frequencies.len(), cos: Vec::new(), sin: Vec::new() };
+        Ok(Self { config, regime, frequencies, max_positions, table: RwLock::new(Arc::new(table)) })
+    }
+
+    /// The specification.
+    pub fn config(&self) -> &RopeConfig {
+        &self.config
+    }
+
+    /// The regime that the frequencies are of.
+    pub fn regime(&self) -> Regime {
+        self.regime
+    }
+
+    /// One frequency per pair.
+    pub fn frequencies(&self) -> &[f32] {
+        &self.frequencies
+    }
+
+    /// What cos and sin are multiplied by when a row is first rotated.
+    pub fn attention_factor(&self) -> f32 {
+        self.config.attention_factor()
+    }
+
+    /// Which elements form a pair.
+    pub fn pairing(&self) -> Pairing {
+        self.config.pairing
+    }
+
+    /// One past the largest position (or distance) allowed.
+    pub fn max_positions(&self) -> usize {
+        self.max_positions
+    }
+
+    /// A table that holds every position in `positions`, grown if needed; never indexed modulo its size.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a position at or past [`max_positions`](Self::max_positions) in
+    /// either direction.
+    pub fn table(&self, positions: impl IntoIterator<Item = i64>) -> Result<Arc<RopeTable>> {
+        let mut need = 0usize;
+        for position in positions {
+            if position.unsigned_abs() >= self.max_positions as u64 {
+                return Err(Error::range("position", position, self.max_positions));
+            }
+            need = need.max(position.unsigned_abs() as usize + 1);
+        }
+        {
+            let table = self.table.read();
+            if table.len() >= need {
+                return Ok(Arc::clone(&table));
+            }
+        }
+        let mut slot = self.table.write();
+        if slot.len() < need {
+            let len = need.next_power_of_two().clamp(need, self.max_positions.max(need));
+            *slot = Arc::new(self.compute(len));
+        }
+        Ok(Arc::clone(&slot))
+    }
+
+    fn compute(&self, len: usize) -> RopeTable {
+        let half = self.frequencies.len();
+        let (mut cos, mut sin) = (Vec::with_capacity(len * half), Vec::with_capacity(len * half));
+        for position in 0..len {
+            for &frequency in &self.frequencies {
+                let (s, c) = (position as f64 * f64::from(frequency)).sin_cos();
+                cos.push(c as f32);
+                sin.push(s as f32);
+            }
+        }
+        RopeTable { half, cos, sin }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::{RopeScaling, rotate_row};
+
+    #[test]
+    fn rule_6_a_position_past_the_table_grows_it_or_is_an_error() {
+        let rope = Rope::new(RopeConfig::new(8, 10_000.0), 1000).unwrap();
+        let small = rope.table([3]).unwrap();
+        let large = rope.table([999, -5]).unwrap();
+        assert!(small.len() < 999 && large.len() == 1000);
+        let mut sin = [0.0; 4];
+        let cos = large.at(999, &mut sin);
+        assert_eq!((cos[0], sin[0]), (999f64.cos() as f32, 999f64.sin() as f32));
+        assert_ne!(cos[0], large.at(999 % 4, &mut [0.0; 4])[0]);
+        assert!(matches!(rope.table([1000]), Err(Error::OutOfRange { value: 1000, limit: 1000, .. })));
+    }
+
+    #[test]
+    fn rule_5_rotation_keeps_length() {
+        let scaling = RopeScaling::Yarn {
+            factor: 4.0,
+            attention_factor: 1.138_629_4,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position: 64,
+            truncate: true,
+        };
+        let rope = Rope::new(RopeConfig { scaling, ..RopeConfig::new(8, 10_000.0) }, 4096).unwrap();
+        let original: Vec<f32> = (0..8).map(|i| (i as f32 * 0.7).sin()).collect();
+        let length = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>().sqrt();
+        let table = rope.table([4000]).unwrap();
+        let mut sin = [0.0; 4];
+        let mut stored = original.clone();
+        let cos = table.at(17, &mut sin);
+        rotate_row(&mut stored, cos, &sin, rope.attention_factor(), rope.pairing());
+        assert!((length(&stored) / length(&original) - rope.attention_factor()).abs() < 1e-6);
+        for delta in [1, 100, 4000, -17] {
+            let mut moved = stored.clone();
+            let cos = table.at(delta, &mut sin);
+            rotate_row(&mut moved, cos, &sin, 1.0, rope.pairing());
+            assert!((length(&moved) / length(&stored) - 1.0).abs() < 1e-6, "delta {delta}");
+        }
+    }
+
+    #[test]
+    fn moving_a_key_equals_rotating_it_there() {
+        for pairing in [Pairing::HalfSplit, Pairing::Interleaved] {
+            let rope =
+                Rope::new(RopeConfig { rotary_dim: 6, pairing, ..RopeConfig::new(8, 500.0) }, 512).unwrap();
+            let table = rope.table([511]).unwrap();
+            let original: Vec<f32> = (0..8).map(|i| (i as f32 * 1.3).cos()).collect();
+            let turn = |row: &mut Vec<f32>, by: i64| {
+                let mut sin = [0.0; 3];
+                let cos = table.at(by, &mut sin).to_vec();
+                rotate_row(row, &cos, &sin, 1.0, pairing);
+            };
+            let (mut there, mut moved) = (original.clone(), original.clone());
+            turn(&mut there, 40);
+            turn(&mut moved, 100);
+            turn(&mut moved, -60);
+            for (a, b) in there.iter().zip(&moved) {
+                assert!((a - b).abs() < 1e-5);
+            }
+            assert_eq!(there[6..], original[6..], "elements past the rotary dimension");
+        }
+    }
+
+    #[test]
+    fn contradictory_specifications_are_refused() {
+        let base = RopeConfig::new(8, 10_000.0);
+        let scaled = |scaling| RopeConfig { scaling, ..base.clone() };
+        let long = |short: usize, factor| RopeScaling::LongRope {
+            short_factor: vec![1.0; short],
+            long_factor: vec![factor; 4],
+            attention_factor: 1.0,
+            original_max_position: 16,
+        };
+        let dynamic =
+            |factor, original_max_position| RopeScaling::DynamicNtk { factor, original_max_position };
+        for (config, name) in [
+            (RopeConfig::new(7, 10_000.0), "rotary_dim 7"),
+            (RopeConfig::new(8, 0.0), "theta 0"),
+            (scaled(RopeScaling::Linear { factor: 0.0 }), "factor 0"),
+            (scaled(RopeScaling::StaticNtk { factor: f64::NAN }), "factor NaN"),
+            (RopeConfig { rotary_dim: 2, ..scaled(RopeScaling::StaticNtk { factor: 2.0 }) }, "rotary_dim 2"),
+            (scaled(dynamic(0.5, 16)), "factor 0.5"),
+            (scaled(dynamic(2.0, 0)), "original_max_position 0"),
+            (scaled(long(3, 1.0)), "short_factor has 3"),
+            (scaled(long(4, -1.0)), "long_factor -1"),
+        ] {
+            let error = Rope::new(config, 100).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! The memory that block ids and slots refer to.
+
+use std::sync::Arc;
+
+use crate::base::{
+    BlockId, DType, Error, KvFormat, KvLayout, MemoryKind, PlaneStrides, Result, ScaleLayout, same,
+};
+use crate::device::{Backend, Dims, Storage, Stream, TensorView};
+
+/// The K and V memory of one device and one layout: what block ids and slots refer to.
+///
+/// The main pool and the chunk pool are quotas over one arena, so that one `attend` reads both. A
+/// quantised arena has two storages more, for the scales of K and of V.
+#[derive(Debug, Clone)]
+pub struct KvArena {
+    k: Arc<dyn Storage>,
+    v: Arc<dyn Storage>,
+    scales: Option<Scales>,
+    layout: Arc<KvLayout>,
+}
+
+#[derive(Debug, Clone)]
+struct Scales {
+    k: Arc<dyn Storage>,
+    v: Arc<dyn Storage>,
+}
+
+/// K or V of an arena: all that a kernel needs to find a head's row.
+#[derive(Debug, Clone, Copy)]
+pub struct KvPlane<'a> {
+    /// The codes, or the elements themselves.
+    pub storage: &'a Arc<dyn Storage>,
+    /// Strides of the codes.
+    pub strides: PlaneStrides,
+    /// Heads of this plane.
+    pub heads: usize,
+    /// Elements of one head's row.
+    pub dim: usize,
+    /// How elements are stored.
+    pub format: KvFormat,
+    /// The scales' storage and where they lie in it; none for dense formats.
+    pub scales: Option<(&'a Arc<dyn Storage>, ScaleLayout)>,
+}
+
+impl KvArena {
+    /// Allocates K, V and their scales for `layout`. Static scales are 1 until
+    /// [`set_scales`](Self::set_scales).
+    ///
+    /// # Errors
+    /// What the backend refuses: [`Error::Allocation`], [`Error::Unsupported`] for the kind of memory.
+    pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
+        Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
+    }
+
+    /// The same with memory from `memory`, which is asked for K, V, the scales of K and those of V in this
+    /// order: how many bytes, and whether they are static scales.
+    pub(crate) fn allocate_with(
+        backend: &dyn Backend,
+        layout: Arc<KvLayout>,
+        mut memory: impl FnMut(usize, bool) -> Result<Arc<dyn Storage>>,
+    ) -> Result<Self> {
+        let k = memory(layout.k_bytes(), false)?;
+        let v = memory(layout.v_bytes(), false)?;
+        let (Some(k_scales), Some(v_scales)) = (layout.k_scales(), layout.v_scales()) else {
+            return Self::from_storage(k, v, layout);
+        };
+        let ones = |scales: ScaleLayout| vec![1.0; scales.bytes / size_of::<f32>()];
+        let arena = Self::with_scales(
+            k,
+            v,
+            memory(k_scales.bytes, k_scales.is_static())?,
+            memory(v_scales.bytes, v_scales.is_static())?,
+            layout,
+        )?;
+        if k_scales.is_static() {
+            arena.set_scales(backend.stream()?.as_ref(), &ones(k_scales), &ones(v_scales))?;
+        }
+        Ok(arena)
+    }
+
+    /// A dense arena over memory that the caller brings.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when a storage is smaller than the layout, [`Error::Misaligned`],
+    /// [`Error::Aliased`] when K and V are the same storage, and [`Error::InvalidFormat`] for a
+    /// quantised layout, which needs [`with_scales`](Self::with_scales).
+    pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
+        Self::validated(k, v, None, layout)
+    }
+
+    /// A quantised arena over memory that the caller brings, the scales as they are in it.
+    ///
+    /// # Errors
+    /// As [`from_storage`](Self::from_storage), with any two of the four storages; and
+    /// [`Error::InvalidFormat`] for a dense layout.
+    pub fn with_scales(
+        k: Arc<dyn Storage>,
+        v: Arc<dyn Storage>,
+        k_scales: Arc<dyn Storage>,
+        v_scales: Arc<dyn Storage>,
+        layout: Arc<KvLayout>,
+    ) -> Result<Self> {
+        Self::validated(k, v, Some(Scales { k: k_scales, v: v_scales }), layout)
+    }
+
+    fn validated(
+        k: Arc<dyn Storage>,
+        v: Arc<dyn Storage>,
+        scales: Option<Scales>,
+        layout: Arc<KvLayout>,
+    ) -> Result<Self> {
+        let format = layout.shape().format;
+        if format.is_quantized() != scales.is_some() {
+            let reason = if scales.is_some() { "it has no scales" } else { "it needs storages for scales" };
+            return Err(Error::InvalidFormat { format, reason: reason.to_owned() });
+        }
+        let arena = Self { k, v, scales, layout };
+        let dtype = format.storage_dtype();
+        fits("K", &arena.k, arena.layout.k_bytes(), dtype)?;
+        fits("V", &arena.v, arena.layout.v_bytes(), dtype)?;
+        for (what, plane) in [("K scales", arena.k_plane()), ("V scales", arena.v_plane())] {
+            if let Some((storage, scales)) = plane.scales {
+                fits(what, storage, scales.bytes, scales.dtype)?;
+            }
+        }
+        let mut addresses: Vec<u64> = arena.storages().map(|storage| storage.address()).collect();
+        addresses.sort_unstable();
+        if addresses.windows(2).any(|pair| pair[0] == pair[1]) {
+            return Err(Error::Aliased { what: "K, V and their scales" });
+        }
+        Ok(arena)
+    }
+
+    /// The K storage.
+    pub fn k(&self) -> &Arc<dyn Storage> {
+        &self.k
+    }
+
+    /// The V storage.
+    pub fn v(&self) -> &Arc<dyn Storage> {
+        &self.v
+    }
+
+    /// K with its strides and scales.
+    pub fn k_plane(&self) -> KvPlane<'_> {
+        let (layout, s) = (&self.layout, self.layout.shape());
+        KvPlane {
+            storage: &self.k,
+            strides: layout.k_strides(),
+            heads: s.k_heads,
+            dim: s.k_dim,
+            format: s.format,
+            scales: self.scales.as_ref().map(|scales| &scales.k).zip(layout.k_scales()),
+        }
+    }
+
+    /// V with its strides and scales.
+    pub fn v_plane(&self) -> KvPlane<'_> {
+        let (layout, s) = (&self.layout, self.layout.shape());
+        KvPlane {
+            storage: &self.v,
+            strides: layout.v_strides(),
+            heads: s.v_heads,
+            dim: s.v_dim,
+            format: s.format,
+            scales: self.scales.as_ref().map(|scales| &scales.v).zip(layout.v_scales()),
+        }
+    }
+
+    /// All of K and all of V (of a quantised arena: the codes) as strided views
+    /// `[num_layers, num_blocks, heads, block_size, dim]`; nothing is copied.
+    pub fn views(&self) -> Result<(TensorView, TensorView)> {
+        let s = self.layout.shape();
+        let view = |plane: KvPlane<'_>| {
+            let PlaneStrides { layer, block, head, token } = plane.strides;
+            TensorView::with_strides(
+                Arc::clone(plane.storage),
+                s.format.storage_dtype(),
+                Dims::new(&[s.num_layers, s.num_blocks, plane.heads, s.block_size, plane.dim])?,
+                Dims::new(&[layer, block, head, token, 1])?,
+                0,
+            )
+        };
+        Ok((view(self.k_plane())?, view(self.v_plane())?))
+    }
+
+    /// The same of one layer, `[num_blocks, heads, len, dim]`: the first `len` tokens of every block.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer past the last, or more tokens than a block has.
+    pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
+        let layers = self.layout.shape().num_layers;
+        if layer >= layers {
+            return Err(Error::range("layer", layer, layers));
+        }
+        let (k, v) = self.views()?;
+        let of = |all: TensorView| all.select(0, layer)?.slice(2, 0, len);
+        Ok((of(k)?, of(v)?))
+    }
+
+    /// K, V, and the scales of both if there are any.
+    pub fn storages(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
+        let scales = self.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
+        [&self.k, &self.v].into_iter().chain(scales)
+    }
+
+    /// The layout of both.
+    pub fn layout(&self) -> &Arc<KvLayout> {
+        &self.layout
+    }
+
+    /// Sets the static scales of an fp8 arena, `[num_layers]` or `[num_layers, heads]` for each of K
+    /// and V, and waits until they are in force. Whatever is cached changes its meaning: do it before
+    /// the first row is stored. [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) gives a scale.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvbackend_cpu::CpuBackend;
+    /// # use kvcore::{Backend, BlockOrder, Fp8Kind, KvArena, KvLayout, KvShape, MemoryKind};
+    /// # let backend = CpuBackend::new();
+    /// # let stream = backend.stream()?;
+    /// let shape = KvShape {
+    ///     num_layers: 2, num_blocks: 4, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
+    ///     format: "fp8-e4m3:head".parse()?, order: BlockOrder::TokenMajor,
+    /// };
+    /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+    /// let scale = Fp8Kind::E4M3.scale_for(30.0); // the largest magnitude that was seen
+    /// arena.set_scales(stream.as_ref(), &[scale; 2 * 2], &[scale; 2 * 2])?;
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidFormat`] for a format without static scales or a scale that is not a positive
+    /// finite number, [`Error::Mismatch`] for another count.
+    pub fn set_scales(&self, stream: &dyn Stream, k: &[f32], v: &[f32]) -> Result<()> {
+        let format = self.layout.shape().format;
+        let invalid = |reason: String| Error::InvalidFormat { format, reason };
+        let mut writes = Vec::new();
+        for (plane, values) in [(self.k_plane(), k), (self.v_plane(), v)] {
+            let Some((storage, scales)) = plane.scales.filter(|(_, scales)| scales.is_static()) else {
+                return Err(invalid("it has no static scales".to_owned()));
+            };
+            same("static scales", scales.bytes / size_of::<f32>(), values.len())?;
+            if let Some(scale) = values.iter().find(|scale| !(scale.is_finite() && **scale > 0.0)) {
+                return Err(invalid(format!("{scale} is no scale")));
+            }
+            let bytes: Vec<u8> = values.iter().flat_map(|scale| scale.to_ne_bytes()).collect();
+            writes.push((TensorView::new(Arc::clone(storage), DType::F32, &[values.len()])?, bytes));
+        }
+        writes.iter().try_for_each(|(view, bytes)| stream.write(view, bytes))?;
+        stream.synchronize()
+    }
+
+    pub(crate) fn check_layer(&self, layer: usize) -> Result<()> {
+        let limit = self.layout.shape().num_layers;
+        if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
+    }
+
+    /// Rows that lie in the arena itself would be read while it is written.
+    pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
+        let address = view.storage().address();
+        if self.storages().any(|storage| storage.address() == address) {
+            Err(Error::Aliased { what })
+        } else {
+            Ok(())
+        }
+    }
+
+    pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
+        let limit = self.layout.shape().num_blocks;
+        if block.index() < limit { Ok(()) } else { Err(Error::range("block", block.index(), limit)) }
+    }
+}
+
+/// Whether a storage is large enough and aligned.
+fn fits(what: &'static str, storage: &Arc<dyn Storage>, bytes: usize, dtype: DType) -> Result<()> {
+    if storage.len() < bytes {
+        return Err(Error::Mismatch {
+            what: "bytes of the arena's storage",
+            expected: bytes,
+            got: storage.len(),
+        });
+    }
+    let (address, align) = (storage.address(), dtype.align());
+    if address.is_multiple_of(align as u64) {
+        Ok(())
+    } else {
+        Err(Error::Misaligned { what, address, align })
+    }
+}

@@ -1,0 +1,23 @@
+//! The backend contract: what a device offers to the paging room and to engines.
+//!
+//! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order) and runs each
+//! [operation](operation). Tensor views and arenas are typed windows into its memory.
+
+mod arena;
+pub mod backend;
+pub mod operation;
+mod owned;
+pub mod tensor;
+
+pub use arena::{KvArena, KvPlane};
+pub use backend::{
+    Backend, Capabilities, CounterSnapshot, Counters, Event, ReservedStorage, Storage, Stream,
+    allocate_tensor, check_granules, whole_granules,
+};
+pub use operation::{
+    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels,
+    MergeGroup, OPTIONAL, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, Scatter, Segment, Selection,
+    SelectionUnit, SwapBlocks,
+};
+pub use owned::OwnedStorage;
+pub use tensor::{Dims, TensorView};

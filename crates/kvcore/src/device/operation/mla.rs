@@ -1,0 +1,74 @@
+//! Multi-head latent attention over the cached latents themselves.
+
+use super::{Attend, apart, computable, innermost_dense};
+use crate::base::{Result, same};
+use crate::device::TensorView;
+
+/// Attention whose values are latents that are also part of the keys (DeepSeek's MLA).
+///
+/// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), V the
+/// latent (`v_dim` = `kv_lora_rank`). The caller absorbs the projections from and to the latent into
+/// queries and output. For each row and head the logit of a token is
+/// `scale * logit_scale * (q·k + q_latent·latent)`, and the output is the weighted sum of latents;
+/// everything else is as in [`Attend`].
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{Attend, AttendMla, AttendRows, MergeGroup, QueryRow};
+/// use kvcore::{
+///     Backend, BlockId, BlockOrder, DType, KeyForm, Kernels, KvArena, KvLayout, KvShape, MemoryKind, Segment,
+///     allocate_tensor,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// // qk_rope_head_dim 64 and kv_lora_rank 512, 16 query heads
+/// let shape = KvShape {
+///     num_layers: 1, num_blocks: 2, block_size: 16, k_heads: 1, v_heads: 1, k_dim: 64, v_dim: 512,
+///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
+/// };
+/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+/// let rows = |dim| allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 16, dim]);
+/// let segment = Segment::new([BlockId(0), BlockId(1)].into(), 20, 0, 0);
+/// let attend = Attend {
+///     arena, layer: 0, q: rows(64)?, rope: None, keys: KeyForm::Rotated,
+///     rows: [QueryRow { logical: 19, position: 19 }].into(),
+///     batch: [AttendRows::new(0..1, [segment])].into(),
+///     groups: [MergeGroup::default()].into(),
+///     scale: 1.0 / 192f32.sqrt(), // of the width before absorption, 128 + 64
+///     window: None, softcap: None, out: rows(512)?, lse: None,
+/// };
+/// stream.attend_mla(&AttendMla { attend, q_latent: rows(512)? })?;
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct AttendMla {
+    /// The rotated part: `q` is `[rows, heads, qk_rope_head_dim]`, `out` `[rows, heads, kv_lora_rank]`.
+    pub attend: Attend,
+    /// The part of the queries that meets the latent, `[rows, heads, kv_lora_rank]`; never rotated.
+    pub q_latent: TensorView,
+}
+
+impl AttendMla {
+    /// Checks what [`Attend::check`] does, that the arena has one head, and the latent queries.
+    ///
+    /// # Errors
+    /// As [`Attend::check`], for the latent queries too.
+    pub fn check(&self) -> Result<()> {
+        self.attend.check()?;
+        let s = self.attend.arena.layout().shape();
+        same("k_heads of a latent cache", 1, s.k_heads)?;
+        same("v_heads of a latent cache", 1, s.v_heads)?;
+        let (q, latent) = (self.attend.q.shape(), self.q_latent.shape());
+        same("rank of latent queries [rows, heads, kv_lora_rank]", 3, latent.len())?;
+        same("rows of latent queries", q[0], latent[0])?;
+        same("heads of latent queries", q[1], latent[1])?;
+        same("width of latent queries", s.v_dim, latent[2])?;
+        computable("latent queries", &self.q_latent)?;
+        innermost_dense("latent queries", &self.q_latent)?;
+        self.attend.arena.check_apart("latent queries", &self.q_latent)?;
+        let lse = self.attend.lse.as_ref();
+        lse.map_or(Ok(()), |lse| apart("lse and latent queries", lse, &self.q_latent))
+    }
+}

@@ -1,0 +1,106 @@
+//! Whole blocks between a dense arena and a quantised one.
+
+use std::sync::Arc;
+
+use super::copy::{check_pairs, same_extents};
+use crate::base::{BlockId, Error, Result};
+use crate::device::KvArena;
+
+/// Quantises blocks of a dense arena into a quantised one, over all layers, K and V.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{Dequantize, Quantize};
+/// use kvcore::{
+///     Backend, BlockId, BlockOrder, DType, Kernels, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// let arena = |format, num_blocks| {
+///     let shape = KvShape {
+///         num_layers: 2, num_blocks, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 64, v_dim: 64,
+///         format, order: BlockOrder::TokenMajor,
+///     };
+///     KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))
+/// };
+/// let (dense, small) = (arena(DType::BF16.into(), 8)?, arena(KvFormat::Int8 { group: 32 }, 4)?);
+/// // blocks 5 and 6 wait in a little over half their bytes and come back
+/// let out = Arc::new([(BlockId(5), BlockId(0)), (BlockId(6), BlockId(1))]);
+/// stream.quantize(&Quantize { src: dense.clone(), dst: small.clone(), pairs: out })?;
+/// let back = Arc::new([(BlockId(0), BlockId(5)), (BlockId(1), BlockId(6))]);
+/// stream.dequantize(&Dequantize { src: small, dst: dense, pairs: back })?;
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Quantize {
+    /// Where dense blocks are read.
+    pub src: KvArena,
+    /// Where quantised blocks are written: the same extents, but for the number of blocks.
+    pub dst: KvArena,
+    /// `(source, destination)` pairs.
+    pub pairs: Arc<[(BlockId, BlockId)]>,
+}
+
+impl Quantize {
+    /// Checks formats, extents and block ids.
+    ///
+    /// # Errors
+    /// [`Error::InvalidFormat`] when the source is quantised or the destination is not,
+    /// [`Error::Mismatch`] for other extents, [`Error::OutOfRange`], [`Error::InvalidStrides`] for a
+    /// destination twice, [`Error::Aliased`].
+    pub fn check(&self) -> Result<()> {
+        check_sides(&self.src, &self.dst)?;
+        check_pairs(&self.src, &self.dst, &self.pairs)
+    }
+
+    /// Bytes written.
+    pub fn bytes(&self) -> usize {
+        self.pairs.len() * self.dst.layout().block_bytes()
+    }
+}
+
+/// Turns blocks of a quantised arena into blocks of a dense one, over all layers, K and V; see [`Quantize`].
+#[derive(Debug, Clone)]
+pub struct Dequantize {
+    /// Where quantised blocks are read.
+    pub src: KvArena,
+    /// Where dense blocks are written: the same extents, but for the number of blocks.
+    pub dst: KvArena,
+    /// `(source, destination)` pairs.
+    pub pairs: Arc<[(BlockId, BlockId)]>,
+}
+
+impl Dequantize {
+    /// Checks formats, extents and block ids.
+    ///
+    /// # Errors
+    /// As [`Quantize::check`], with the formats the other way round.
+    pub fn check(&self) -> Result<()> {
+        check_sides(&self.dst, &self.src)?;
+        check_pairs(&self.src, &self.dst, &self.pairs)
+    }
+
+    /// Bytes written.
+    pub fn bytes(&self) -> usize {
+        self.pairs.len() * self.dst.layout().block_bytes()
+    }
+}
+
+/// One dense and one quantised arena of the same extents, apart from each other.
+fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
+    for (arena, wanted, reason) in
+        [(dense, false, "the dense side is quantised"), (quantized, true, "the quantised side is dense")]
+    {
+        let format = arena.layout().shape().format;
+        if format.is_quantized() != wanted {
+            return Err(Error::InvalidFormat { format, reason: reason.to_owned() });
+        }
+    }
+    same_extents(dense, quantized)?;
+    if dense.storages().any(|a| quantized.storages().any(|b| a.address() == b.address())) {
+        return Err(Error::Aliased { what: "the dense and the quantised arena" });
+    }
+    Ok(())
+}

@@ -1,0 +1,36 @@
+//! Rotary embedding of rows in place.
+
+use std::sync::Arc;
+
+use super::{computable, innermost_dense, writable};
+use crate::base::{Error, Result, Rope, same};
+use crate::device::TensorView;
+
+/// Rotates row `i` of `rows` to `positions[i]`, the attention factor included.
+///
+/// Arithmetic is f32 whatever the element type; the result is rounded once.
+#[derive(Debug, Clone)]
+pub struct ApplyRope {
+    /// Rows `[rows, heads, dim]`, changed in place.
+    pub rows: TensorView,
+    /// One position per row.
+    pub positions: Arc<[i64]>,
+    /// The layer's rotary embedding.
+    pub rope: Arc<Rope>,
+}
+
+impl ApplyRope {
+    /// Checks shapes and positions, and grows the table.
+    pub fn check(&self) -> Result<()> {
+        same("rank of rows [rows, heads, dim]", 3, self.rows.shape().len())?;
+        same("number of positions", self.rows.shape()[0], self.positions.len())?;
+        computable("rows to rotate", &self.rows)?;
+        innermost_dense("rows to rotate", &self.rows)?;
+        writable("rows to rotate", &self.rows)?;
+        let (rotary, dim) = (self.rope.config().rotary_dim, self.rows.shape()[2]);
+        if rotary > dim {
+            return Err(Error::range("rotary_dim", rotary, dim + 1));
+        }
+        self.rope.table(self.positions.iter().copied()).map(drop)
+    }
+}

@@ -1,0 +1,79 @@
+//! Sparse attention: which of its tokens a row may see at all.
+
+use std::sync::Arc;
+
+use super::Segment;
+use crate::base::{Error, Result, same};
+
+/// What the indices of a [`Selection`] count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SelectionUnit {
+    /// Single tokens.
+    Tokens,
+    /// Blocks; the last one of a segment may be partial.
+    Blocks,
+}
+
+/// The tokens or blocks that each row of an entry may see, in compressed rows.
+///
+/// Indices count the tokens (or blocks) of the entry's segments, in order of the segments, from 0. A
+/// row sees a token only if it is selected *and* visible by causality and window.
+///
+/// ```
+/// use kvcore::{Selection, SelectionUnit};
+/// let unit = SelectionUnit::Blocks;
+/// let s = Selection { unit, offsets: [0, 2, 2].into(), indices: [0, 7].into() };
+/// assert_eq!((s.row(0), s.row(1)), (&[0, 7][..], &[][..])); // the second row sees nothing
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    /// What indices count.
+    pub unit: SelectionUnit,
+    /// Row `i` of the entry has `indices[offsets[i]..offsets[i + 1]]`; one offset more than rows.
+    pub offsets: Arc<[u32]>,
+    /// Strictly increasing in each row.
+    pub indices: Arc<[u32]>,
+}
+
+impl Selection {
+    /// The indices of a row, counted from the entry's first row; none for a row that has no offsets.
+    pub fn row(&self, row: usize) -> &[u32] {
+        match self.offsets.get(row..).unwrap_or_default() {
+            &[start, end, ..] => self.indices.get(start as usize..end as usize).unwrap_or_default(),
+            _ => &[],
+        }
+    }
+
+    /// Tokens in one unit.
+    pub fn tokens_per_unit(&self, block_size: usize) -> usize {
+        match self.unit {
+            SelectionUnit::Tokens => 1,
+            SelectionUnit::Blocks => block_size,
+        }
+    }
+
+    /// Checks the selection of an entry of `rows` rows over `segments`.
+    pub(super) fn check(&self, rows: usize, segments: &[Segment], block_size: usize) -> Result<()> {
+        let expected = rows.checked_add(1).ok_or(Error::Overflow { what: "offsets of a selection" })?;
+        same("offsets of a selection", expected, self.offsets.len())?;
+        same("first offset of a selection", 0, self.offsets[0] as usize)?;
+        same("last offset of a selection", self.indices.len(), self.offsets[rows] as usize)?;
+        let invalid = |row, reason| Err(Error::InvalidSelection { row, reason });
+        if let Some(row) = self.offsets.windows(2).position(|pair| pair[0] > pair[1]) {
+            return invalid(row, format!("offset {} is after {}", self.offsets[row], self.offsets[row + 1]));
+        }
+        let per_unit = self.tokens_per_unit(block_size);
+        let units = segments.iter().try_fold(0usize, |sum, s| sum.checked_add(s.len.div_ceil(per_unit)));
+        let units = units.ok_or(Error::Overflow { what: "tokens of an entry" })?;
+        for row in 0..rows {
+            let indices = self.row(row);
+            if let Some([a, b, ..]) = indices.windows(2).find(|pair| pair[0] >= pair[1]) {
+                return invalid(row, format!("index {a} stands before {b}"));
+            }
+            if let Some(&last) = indices.last().filter(|&&last| last as usize >= units) {
+                return Err(Error::range("selected index", last, units));
+            }
+        }
+        Ok(())
+    }
+}

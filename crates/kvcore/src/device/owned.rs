@@ -1,0 +1,160 @@
+//! A handle that owns memory, whoever allocated it, and cuts typed views out of it.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::base::{DType, Error, MemoryKind, Result};
+use crate::device::{Backend, Dims, Storage, TensorView};
+
+/// Memory of any kind, from any source; clones share it and the last one frees it.
+///
+/// It differs from the `Arc<dyn Storage>` inside by two promises: it is never empty, and typed views
+/// of it, several if need be, come from one checked place. It dereferences to
+/// [`Storage`]: `len`, `address`, `kind`. The idea is the `OwnedStorage` of NVIDIA Dynamo.
+///
+/// ```
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{DType, MemoryKind, OwnedStorage};
+///
+/// let staging = OwnedStorage::create(CpuBackend::new().as_ref(), MemoryKind::Pinned, 4096)?;
+/// let k = staging.view(DType::F16, &[16, 2, 32])?;                   // the first 2048 bytes
+/// let v = staging.view_at(2048, DType::BF16, &[16, 2, 32])?;         // the others
+/// assert_eq!((staging.kind(), staging.len()), (MemoryKind::Pinned, 4096));
+/// drop(staging);
+/// assert!(!k.overlaps(&v)?);                                         // both views keep it alive
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct OwnedStorage(Arc<dyn Storage>);
+
+impl OwnedStorage {
+    /// Allocates `bytes` zeroed bytes.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no bytes, the same on every backend; those of [`Backend::allocate`].
+    pub fn create(backend: &dyn Backend, kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of a storage" });
+        }
+        backend.allocate(kind, bytes).map(Self)
+    }
+
+    /// Memory that somebody else brings: anything that is a [`Storage`] and keeps its owner alive, such
+    /// as a backend's type over a foreign pointer (`CpuStorage::from_raw`).
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no bytes.
+    pub fn from_arc(storage: Arc<dyn Storage>) -> Result<Self> {
+        if storage.is_empty() {
+            return Err(Error::Zero { what: "bytes of a storage" });
+        }
+        Ok(Self(storage))
+    }
+
+    /// A dense row-major view of `shape` at the start.
+    ///
+    /// # Errors
+    /// Those of [`TensorView::new`].
+    pub fn view(&self, dtype: DType, shape: &[usize]) -> Result<TensorView> {
+        self.view_at(0, dtype, shape)
+    }
+
+    /// A dense row-major view of `shape` that begins at byte `start`.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`] for a start that does not suit `dtype`, and those of
+    /// [`TensorView::with_strides`].
+    pub fn view_at(&self, start: usize, dtype: DType, shape: &[usize]) -> Result<TensorView> {
+        let align = dtype.align();
+        if !start.is_multiple_of(align) {
+            let address = self.address().wrapping_add(start as u64);
+            return Err(Error::Misaligned { what: "a view of a storage", address, align });
+        }
+        let overflow = Error::Overflow { what: "offset of a view" };
+        let offset = start.checked_mul(8).ok_or(overflow)? / dtype.bits();
+        let shape = Dims::new(shape)?;
+        TensorView::with_strides(Arc::clone(&self.0), dtype, shape, shape.dense_strides()?, offset)
+    }
+}
+
+impl Deref for OwnedStorage {
+    type Target = dyn Storage;
+
+    fn deref(&self) -> &Self::Target {
+        self.0.as_ref()
+    }
+}
+
+impl From<OwnedStorage> for Arc<dyn Storage> {
+    /// For [`KvArena::from_storage`](crate::KvArena::from_storage) and operations, which own handles.
+    fn from(owned: OwnedStorage) -> Self {
+        owned.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes that a caller brought, alive as long as `owner`.
+    #[derive(Debug)]
+    struct Lent {
+        len: usize,
+        owner: Arc<()>,
+    }
+
+    impl Storage for Lent {
+        fn len(&self) -> usize {
+            self.len
+        }
+        fn address(&self) -> u64 {
+            4096
+        }
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::System
+        }
+        fn as_any(&self) -> &dyn std::any::Any {
+            &self.owner
+        }
+    }
+
+    fn lent(len: usize) -> (Arc<()>, Result<OwnedStorage>) {
+        let owner = Arc::new(());
+        let storage = OwnedStorage::from_arc(Arc::new(Lent { len, owner: Arc::clone(&owner) }));
+        (owner, storage)
+    }
+
+    #[test]
+    fn the_owner_lives_as_long_as_the_last_view() {
+        let (owner, storage) = lent(64);
+        let storage = storage.unwrap();
+        let other = storage.clone();
+        let view = other.view(DType::F32, &[4, 4]).unwrap();
+        drop((storage, other));
+        assert_eq!(Arc::strong_count(&owner), 2);
+        drop(view);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    fn views_begin_at_bytes_and_stay_inside() {
+        let storage = lent(64).1.unwrap();
+        let at = |start, dtype, n| storage.view_at(start, dtype, &[n]);
+        assert_eq!(at(20, DType::F32, 11).unwrap().address(&[0]).unwrap(), 4096 + 20);
+        assert_eq!(at(3, DType::I4, 122).unwrap().address(&[0]).unwrap(), 4096 + 3);
+        assert!(matches!(at(20, DType::F32, 12), Err(Error::OutOfRange { value: 68, .. })));
+        assert!(matches!(at(3, DType::I4, 123), Err(Error::OutOfRange { value: 65, .. })));
+        assert!(matches!(at(2, DType::F32, 1), Err(Error::Misaligned { address: 4098, align: 4, .. })));
+        assert!(matches!(at(usize::MAX, DType::U8, 1), Err(Error::Overflow { .. })));
+        assert!(matches!(storage.view(DType::U8, &[1; 7]), Err(Error::OutOfRange { what: "rank", .. })));
+        assert_eq!((storage.len(), storage.kind(), storage.address()), (64, MemoryKind::System, 4096));
+        assert_eq!(Arc::<dyn Storage>::from(storage).len(), 64);
+    }
+
+    #[test]
+    fn no_bytes_are_no_storage() {
+        let (owner, storage) = lent(0);
+        assert!(matches!(storage, Err(Error::Zero { .. })));
+        assert_eq!(Arc::strong_count(&owner), 1, "nothing is held");
+    }
+}

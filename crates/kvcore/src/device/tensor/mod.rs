@@ -1,0 +1,344 @@
+//! Views: a shape and strides over a [`Storage`], with checked arithmetic.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::base::{DType, Error, Result, product};
+use crate::device::Storage;
+
+mod shape;
+mod transfer;
+
+pub use shape::{Dims, MAX_RANK};
+
+/// A typed, strided window into a storage of any backend.
+///
+/// Cloning copies the shape and shares the storage; no element moves. Every view lies inside its
+/// storage, which is checked once, when it is made.
+#[derive(Debug, Clone)]
+pub struct TensorView {
+    storage: Arc<dyn Storage>,
+    dtype: DType,
+    shape: Dims,
+    strides: Dims,
+    offset: usize,
+}
+
+impl TensorView {
+    /// A dense row-major view of `shape` at the start of `storage`.
+    pub fn new(storage: Arc<dyn Storage>, dtype: DType, shape: &[usize]) -> Result<Self> {
+        let shape = Dims::new(shape)?;
+        let strides = shape.dense_strides()?;
+        Self::with_strides(storage, dtype, shape, strides, 0)
+    }
+
+    /// A view with explicit strides and offset, both in elements.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] when the view leaves the storage, [`Error::Misaligned`] when the
+    /// storage's address does not suit `dtype` or the offset ends inside a byte, [`Error::Overflow`].
+    pub fn with_strides(
+        storage: Arc<dyn Storage>,
+        dtype: DType,
+        shape: Dims,
+        strides: Dims,
+        offset: usize,
+    ) -> Result<Self> {
+        crate::base::same("rank of strides", shape.rank(), strides.rank())?;
+        if !storage.address().is_multiple_of(dtype.align() as u64) {
+            return Err(Error::Misaligned {
+                what: "storage",
+                address: storage.address(),
+                align: dtype.align(),
+            });
+        }
+        product("elements of a view", &shape)?;
+        whole_bytes(&storage, dtype, offset)?;
+        let view = Self { storage, dtype, shape, strides, offset };
+        let end = dtype.bytes_for(view.end()?)?;
+        if end > view.storage.len() {
+            return Err(Error::range("last byte of the view", end, view.storage.len() + 1));
+        }
+        Ok(view)
+    }
+
+    /// One past the last element that the view can touch; its offset if it is empty.
+    fn end(&self) -> Result<usize> {
+        if self.shape.contains(&0) {
+            return Ok(self.offset);
+        }
+        let mut last = self.offset;
+        for (&n, &stride) in self.shape.iter().zip(self.strides.iter()) {
+            last = product("extent of a view", &[n - 1, stride])?
+                .checked_add(last)
+                .ok_or(Error::Overflow { what: "extent of a view" })?;
+        }
+        last.checked_add(1).ok_or(Error::Overflow { what: "extent of a view" })
+    }
+
+    /// The storage under the view.
+    pub fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Extents, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// Offset of the first element from the start of the storage, in elements.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether the view has no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether the elements lie densely in row-major order; an empty view's do.
+    pub fn is_contiguous(&self) -> bool {
+        if self.is_empty() {
+            return true;
+        }
+        let mut expected = 1;
+        for (&n, &stride) in self.shape.iter().zip(self.strides.iter()).rev() {
+            if n > 1 && stride != expected {
+                return false;
+            }
+            expected *= n;
+        }
+        true
+    }
+
+    /// Bytes of the storage from the first element to the last, those between them included.
+    fn extent(&self) -> Result<Range<usize>> {
+        Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
+    }
+
+    /// The bytes of the storage that a copy of `bytes` host bytes reads or writes: what every backend checks first in
+    /// [`Stream::read`](crate::Stream::read) and [`Stream::write`](crate::Stream::write).
+    ///
+    /// # Errors
+    /// [`Error::InvalidStrides`] for a view that is not contiguous, [`Error::Mismatch`] for another length.
+    pub fn host_range(&self, bytes: usize) -> Result<Range<usize>> {
+        if !self.is_contiguous() {
+            return Err(Error::InvalidStrides {
+                what: "host copy",
+                reason: "the view is not contiguous; gather or copy it first".to_owned(),
+            });
+        }
+        crate::base::same("bytes of a host copy", self.dtype.bytes_for(self.len())?, bytes)?;
+        self.extent()
+    }
+
+    /// Whether both views lie in one storage and one reaches into the bytes from the first to the last
+    /// element of the other. Interleaved views overlap in this sense without sharing an element.
+    pub fn overlaps(&self, other: &Self) -> Result<bool> {
+        let (a, b) = (self.extent()?, other.extent()?);
+        Ok(self.storage.address() == other.storage.address() && a.start.max(b.start) < a.end.min(b.end))
+    }
+
+    /// Device or host address of the element at `index`, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], and [`Error::Misaligned`] for an element that starts inside a byte.
+    pub fn address(&self, index: &[usize]) -> Result<u64> {
+        crate::base::same("rank of an index", self.shape.rank(), index.len())?;
+        let mut at = self.offset;
+        for ((&i, &n), &stride) in index.iter().zip(self.shape.iter()).zip(self.strides.iter()) {
+            if i >= n {
+                return Err(Error::range("index", i, n));
+            }
+            at += i * stride;
+        }
+        whole_bytes(&self.storage, self.dtype, at)
+    }
+
+    /// The part `start..end` of axis `axis`; nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an unknown axis, a reversed range, or one past the end;
+    /// [`Error::Misaligned`] for a start inside a byte.
+    pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
+        let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
+        if end > n {
+            return Err(Error::range("end of the slice", end, n + 1));
+        }
+        if start > end {
+            return Err(Error::range("start of the slice", start, end + 1));
+        }
+        let mut view = self.clone();
+        view.shape[axis] = end - start;
+        if start < end {
+            view.offset += start * self.strides[axis];
+            whole_bytes(&view.storage, view.dtype, view.offset)?;
+        }
+        Ok(view)
+    }
+
+    /// The sub-view at `index` of axis `axis`, which disappears.
+    pub fn select(&self, axis: usize, index: usize) -> Result<Self> {
+        let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
+        if index >= n {
+            return Err(Error::range("index", index, n));
+        }
+        let mut view = self.slice(axis, index, index + 1)?;
+        view.shape = view.shape.without(axis);
+        view.strides = view.strides.without(axis);
+        Ok(view)
+    }
+
+    /// The same elements with one more axis of extent 1 before axis `axis`.
+    pub fn unsqueeze(&self, axis: usize) -> Result<Self> {
+        let (shape, strides) = (self.shape.with(axis, 1)?, self.strides.with(axis, 0)?);
+        Ok(Self { shape, strides, ..self.clone() })
+    }
+
+    /// The same elements with axes in the order `axes`.
+    pub fn permute(&self, axes: &[usize]) -> Result<Self> {
+        crate::base::same("rank of a permutation", self.shape.rank(), axes.len())?;
+        let mut seen = [false; MAX_RANK];
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        for (to, &from) in axes.iter().enumerate() {
+            let n = *self.shape.get(from).ok_or(Error::range("axis", from, self.shape.rank()))?;
+            if std::mem::replace(&mut seen[from], true) {
+                return Err(Error::InvalidStrides {
+                    what: "permutation",
+                    reason: format!("axis {from} twice"),
+                });
+            }
+            (shape[to], strides[to]) = (n, self.strides[from]);
+        }
+        Ok(Self { shape, strides, ..self.clone() })
+    }
+}
+
+/// The address of element `at` of a storage, which must not lie inside a byte.
+fn whole_bytes(storage: &Arc<dyn Storage>, dtype: DType, at: usize) -> Result<u64> {
+    let bits = product("bits of a view", &[at, dtype.bits()])?;
+    let address = storage.address() + (bits / 8) as u64;
+    if bits.is_multiple_of(8) {
+        Ok(address)
+    } else {
+        Err(Error::Misaligned { what: "the second element of the byte", address, align: 1 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::MemoryKind;
+
+    #[derive(Debug)]
+    struct Plain(usize);
+
+    impl Storage for Plain {
+        fn len(&self) -> usize {
+            self.0
+        }
+        fn address(&self) -> u64 {
+            4096
+        }
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::System
+        }
+        fn as_any(&self) -> &dyn std::any::Any {
+            self
+        }
+    }
+
+    fn view() -> TensorView {
+        TensorView::new(Arc::new(Plain(4 * 24)), DType::F32, &[2, 3, 4]).unwrap()
+    }
+
+    #[test]
+    fn slices_and_addresses_follow_the_strides() {
+        let v = view();
+        assert_eq!(v.address(&[1, 2, 3]).unwrap(), 4096 + 4 * 23);
+        let s = v.slice(1, 1, 3).unwrap();
+        assert_eq!((s.shape(), s.address(&[0, 0, 0]).unwrap()), (&[2, 2, 4][..], 4096 + 4 * 4));
+        assert!(!s.is_contiguous() && v.is_contiguous());
+        let p = v.permute(&[2, 0, 1]).unwrap();
+        assert_eq!(p.address(&[3, 1, 2]).unwrap(), v.address(&[1, 2, 3]).unwrap());
+        assert_eq!(v.select(0, 1).unwrap().shape(), &[3, 4]);
+    }
+
+    #[test]
+    fn an_empty_slice_at_the_end_stays_inside() {
+        let v = view().slice(0, 2, 2).unwrap();
+        assert!(v.is_empty());
+        assert_eq!(v.offset(), 0);
+        assert!(v.permute(&[1, 2, 0]).unwrap().is_contiguous() && !v.overlaps(&view()).unwrap());
+    }
+
+    #[test]
+    fn slices_of_empty_and_of_four_bit_views_know_their_ends() {
+        let empty = view().slice(1, 1, 1).unwrap();
+        assert!(empty.slice(1, 0, 0).unwrap().is_empty());
+        assert!(matches!(empty.slice(1, 0, 1), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
+        assert!(matches!(empty.slice(1, 1, 0), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
+        assert!(matches!(empty.select(1, 0), Err(Error::OutOfRange { .. })));
+        let packed = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
+        assert!(matches!(packed.slice(2, 4, 2), Err(Error::OutOfRange { value: 4, limit: 3, .. })));
+        assert!(matches!(packed.slice(2, 2, 5), Err(Error::OutOfRange { value: 5, limit: 5, .. })));
+        assert!(packed.slice(2, 3, 3).unwrap().is_empty(), "no element, no byte to begin inside");
+    }
+
+    #[test]
+    fn views_overlap_by_the_bytes_between_their_ends() {
+        let v = view();
+        let (upper, lower) = (v.select(0, 0).unwrap(), v.select(0, 1).unwrap());
+        assert!(!upper.overlaps(&lower).unwrap() && upper.overlaps(&v).unwrap());
+        let (left, right) = (v.slice(2, 0, 2).unwrap(), v.slice(2, 2, 4).unwrap());
+        assert!(left.overlaps(&right).unwrap(), "interleaved");
+        assert!(!left.slice(2, 0, 0).unwrap().overlaps(&v).unwrap(), "an empty view overlaps nothing");
+    }
+
+    #[test]
+    fn reversed_and_outside_slices_are_errors() {
+        let v = view();
+        assert!(matches!(v.slice(0, 2, 1), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.slice(0, 0, 3), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.slice(3, 0, 0), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.address(&[0, 3, 0]), Err(Error::OutOfRange { .. })));
+        assert!(v.permute(&[0, 0, 1]).is_err());
+    }
+
+    #[test]
+    fn a_view_larger_than_its_storage_is_an_error() {
+        let storage = Arc::new(Plain(95));
+        assert!(matches!(TensorView::new(storage, DType::F32, &[2, 3, 4]), Err(Error::OutOfRange { .. })));
+        assert!(TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).is_ok());
+        let short = TensorView::new(Arc::new(Plain(11)), DType::I4, &[2, 3, 4]);
+        assert!(matches!(short, Err(Error::OutOfRange { value: 12, .. })));
+    }
+
+    #[test]
+    fn four_bit_elements_are_addressed_on_byte_boundaries_only() {
+        let v = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
+        assert_eq!(v.address(&[1, 2, 2]).unwrap(), 4096 + 11);
+        assert!(matches!(v.address(&[0, 0, 1]), Err(Error::Misaligned { address: 4096, .. })));
+        assert_eq!(v.slice(2, 2, 3).unwrap().address(&[1, 0, 0]).unwrap(), 4096 + 7);
+        assert!(matches!(v.slice(2, 1, 4), Err(Error::Misaligned { .. })));
+        assert!(matches!(v.select(2, 3), Err(Error::Misaligned { .. })));
+        let (shape, strides) = (Dims::new(&[2]).unwrap(), Dims::new(&[1]).unwrap());
+        let odd = TensorView::with_strides(Arc::new(Plain(12)), DType::I4, shape, strides, 3);
+        assert!(matches!(odd, Err(Error::Misaligned { .. })));
+    }
+}

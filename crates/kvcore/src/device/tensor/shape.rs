@@ -1,0 +1,75 @@
+//! A list of extents or strides that lives inline: views are made on every step.
+
+use std::ops::{Deref, DerefMut};
+
+use crate::base::{Error, Result};
+
+/// Most axes a view can have.
+pub const MAX_RANK: usize = 6;
+
+/// Up to [`MAX_RANK`] extents or strides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    values: [usize; MAX_RANK],
+    rank: usize,
+}
+
+impl Dims {
+    /// The given values, or an error when there are more than [`MAX_RANK`].
+    pub fn new(values: &[usize]) -> Result<Self> {
+        let mut dims = Self { values: [0; MAX_RANK], rank: values.len() };
+        dims.values
+            .get_mut(..values.len())
+            .ok_or(Error::range("rank", values.len(), MAX_RANK + 1))?
+            .copy_from_slice(values);
+        Ok(dims)
+    }
+
+    /// Number of axes.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Row-major strides of these extents.
+    pub fn dense_strides(&self) -> Result<Self> {
+        let mut strides = *self;
+        let mut next = 1usize;
+        for axis in (0..self.rank).rev() {
+            strides.values[axis] = next;
+            next = next
+                .checked_mul(self.values[axis].max(1))
+                .ok_or(Error::Overflow { what: "strides of a view" })?;
+        }
+        Ok(strides)
+    }
+
+    pub(super) fn with(mut self, axis: usize, value: usize) -> Result<Self> {
+        if axis > self.rank || self.rank == MAX_RANK {
+            return Err(Error::range("axis", axis.max(self.rank), self.rank.min(MAX_RANK - 1) + 1));
+        }
+        self.values.copy_within(axis..self.rank, axis + 1);
+        self.values[axis] = value;
+        self.rank += 1;
+        Ok(self)
+    }
+
+    pub(super) fn without(mut self, axis: usize) -> Self {
+        self.values.copy_within(axis + 1..self.rank, axis);
+        self.rank -= 1;
+        self
+    }
+}
+
+impl Deref for Dims {
+    type Target = [usize];
+
+    fn deref(&self) -> &[usize] {
+        &self.values[..self.rank]
+    }
+}
+
+impl DerefMut for Dims {
+    fn deref_mut(&mut self) -> &mut [usize] {
+        &mut self.values[..self.rank]
+    }
+}

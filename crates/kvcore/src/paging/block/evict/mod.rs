@@ -1,0 +1,218 @@
+//! Which cached block goes first.
+//!
+//! | policy | order | for |
+//! |---|---|---|
+//! | [`Lru`] | released longest ago | the default; recency is what chat traffic has |
+//! | [`TinyLfu`] | asked for least often, by a sketch that ages | scans and one-off prompts beside popular prefixes |
+//! | [`S3Fifo`] | a small queue on probation, a main queue, a memory of ghosts | the same, without moving a block on a hit |
+//! | [`PriorityLru`] | lowest [`Retention`] priority, then released longest ago | prefixes that the caller ranks, for a time |
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::paging::BlockKey;
+
+mod lists;
+mod lru;
+mod priority;
+mod s3fifo;
+mod sketch;
+mod tinylfu;
+
+pub use lru::Lru;
+pub use priority::PriorityLru;
+pub use s3fifo::S3Fifo;
+pub use tinylfu::TinyLfu;
+
+/// How much the caller wants a cached block to stay.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvcore::{BlockPool, KeyScope, PolicyKind, PoolConfig, Retention};
+/// let pool = BlockPool::with_config(0..2, PoolConfig::default().policy(PolicyKind::Priority))?;
+/// let key = |n| KeyScope::new("m", b"w").root().child(&[n]);
+/// let system_prompt = pool.allocate(1)?.register(None, &[key(0)])?;
+/// system_prompt.retain(Retention { priority: 90, lasts: Some(Duration::from_secs(600)) });
+/// drop(system_prompt);
+/// for n in 1..5 {
+///     drop(pool.allocate(1)?.register(None, &[key(n)])?);      // the others take turns in the other block
+/// }
+/// assert!(pool.lookup(&key(0)).is_some());
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retention {
+    /// Blocks of a lower priority go first; see [`Retention::DEFAULT`]. 0 is evicted first.
+    pub priority: u8,
+    /// How long the priority holds from the moment it is set; afterwards the default does.
+    pub lasts: Option<Duration>,
+}
+
+impl Retention {
+    /// The priority of blocks of which nothing was said (as in TensorRT-LLM's retention policy).
+    pub const DEFAULT_PRIORITY: u8 = 35;
+
+    /// What holds for blocks of which nothing was said.
+    pub const DEFAULT: Self = Self { priority: Self::DEFAULT_PRIORITY, lasts: None };
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// What a policy is told of a block that has lost its last holder.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry<'a> {
+    /// The block's key; `None` only under [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue), for a
+    /// block without contents.
+    pub key: Option<&'a BlockKey>,
+    /// The block's priority.
+    pub priority: u8,
+    /// Until when the priority holds, in milliseconds of the pool's clock.
+    pub until: u64,
+    /// Now, in milliseconds of the pool's clock; 0 if the pool needs no clock.
+    pub now: u64,
+}
+
+impl Default for Entry<'_> {
+    fn default() -> Self {
+        Self { key: None, priority: Retention::DEFAULT_PRIORITY, until: u64::MAX, now: 0 }
+    }
+}
+
+/// An order over cached blocks, identified by their index in a shard of the pool.
+///
+/// The pool calls it under its lock: keep every method short. The caller guarantees that `insert`
+/// and `remove` alternate for an index (an eviction counts as a removal), and that every index is
+/// below the number of blocks the policy was made for.
+///
+/// ```
+/// use kvcore::{BlockPool, Entry, EvictionPolicy, KeyScope, PoolConfig};
+///
+/// /// Most recently used first.
+/// #[derive(Debug, Default)]
+/// struct Mru(Vec<u32>);
+///
+/// impl EvictionPolicy for Mru {
+///     fn insert(&mut self, block: u32, _: &Entry<'_>) { self.0.push(block) }
+///     fn remove(&mut self, block: u32) { self.0.retain(|&other| other != block) }
+///     fn evict(&mut self, _now: u64) -> Option<u32> { self.0.pop() }
+///     fn len(&self) -> usize { self.0.len() }
+/// }
+///
+/// let pool = BlockPool::with_config(0..2, PoolConfig::default().custom_policy(|_| Box::<Mru>::default()))?;
+/// let key = |n| KeyScope::new("m", b"w").root().child(&[n]);
+/// for n in 0..3 {
+///     drop(pool.allocate(1)?.register(None, &[key(n)])?);
+/// }
+/// assert!(pool.lookup(&key(0)).is_some() && pool.lookup(&key(1)).is_none());
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+pub trait EvictionPolicy: Send + fmt::Debug {
+    /// The last holder of the block has gone.
+    fn insert(&mut self, block: u32, entry: &Entry<'_>);
+
+    /// The block has a holder again, or was freed.
+    fn remove(&mut self, block: u32);
+
+    /// Takes the block that is to go next.
+    fn evict(&mut self, now: u64) -> Option<u32>;
+
+    /// A lookup found the block, held or not. Only called if [`wants_hits`](Self::wants_hits).
+    fn hit(&mut self, _block: u32, _key: &BlockKey) {}
+
+    /// Whether the policy counts hits.
+    fn wants_hits(&self) -> bool {
+        false
+    }
+
+    /// Whether the policy looks at the clock and at priorities.
+    fn wants_time(&self) -> bool {
+        false
+    }
+
+    /// Blocks in the order.
+    fn len(&self) -> usize;
+
+    /// Whether no block is in the order.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What policies that remember keys keep of them, and the word of no key.
+const NO_KEY: u64 = 0;
+
+fn word(key: &BlockKey) -> u64 {
+    key.word().max(1)
+}
+
+/// A policy by name, as configurations give it.
+///
+/// ```
+/// use kvcore::{BlockPool, PolicyKind, PoolConfig};
+/// for name in ["lru", "tiny-lfu", "s3-fifo", "priority"] {
+///     let kind: PolicyKind = serde_json::from_str(&format!("{name:?}")).unwrap();
+///     let pool = BlockPool::with_config(0..1000, PoolConfig::default().policy(kind))?;
+///     assert_eq!(pool.counts().free, 1000);
+/// }
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PolicyKind {
+    /// [`Lru`].
+    #[default]
+    Lru,
+    /// [`TinyLfu`].
+    TinyLfu,
+    /// [`S3Fifo`].
+    S3Fifo,
+    /// [`PriorityLru`].
+    Priority,
+}
+
+impl PolicyKind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Lru, Self::TinyLfu, Self::S3Fifo, Self::Priority];
+
+    /// An empty policy for `blocks` blocks.
+    pub fn build(self, blocks: usize) -> Box<dyn EvictionPolicy> {
+        match self {
+            Self::Lru => Box::new(Lru::new(blocks)),
+            Self::TinyLfu => Box::new(TinyLfu::new(blocks)),
+            Self::S3Fifo => Box::new(S3Fifo::new(blocks)),
+            Self::Priority => Box::new(PriorityLru::new(blocks)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paging::KeyScope;
+
+    #[test]
+    fn every_policy_gives_back_each_block_once() {
+        let key = KeyScope::new("m", b"").root();
+        for kind in PolicyKind::ALL {
+            let mut policy = kind.build(50);
+            for round in 0..3u32 {
+                for block in 0..50 {
+                    let key = key.child(&[round, block]);
+                    policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
+                }
+                for block in (0..50).step_by(3) {
+                    policy.remove(block);
+                }
+                assert_eq!(policy.len(), 33, "{kind:?}");
+                let mut gone: Vec<u32> = std::iter::from_fn(|| policy.evict(0)).collect();
+                gone.sort_unstable();
+                assert_eq!(gone, (0..50).filter(|b| b % 3 != 0).collect::<Vec<_>>(), "{kind:?}");
+                assert!(policy.is_empty());
+            }
+        }
+    }
+}

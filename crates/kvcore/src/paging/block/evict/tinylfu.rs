@@ -1,0 +1,140 @@
+//! Least frequently used, with a sketch that decides who may stay.
+
+use super::lists::Lists;
+use super::sketch::Sketch;
+use super::{Entry, EvictionPolicy, NO_KEY, word};
+use crate::paging::BlockKey;
+
+const WINDOW: u8 = 0;
+const PROBATION: u8 = 1;
+const PROTECTED: u8 = 2;
+
+/// Window-TinyLFU (Einziger, Friedman, Manes 2017).
+///
+/// A newcomer enters a small window, and from there a queue on probation. When room is needed, the newest
+/// block on probation stands for admission against the oldest: the one whose key was seen less often
+/// goes. A block on probation that is hit again is protected from the others.
+#[derive(Debug)]
+pub struct TinyLfu {
+    lists: Lists,
+    sketch: Sketch,
+    /// Word of the key under which each block was last cached; a block with another one is a newcomer.
+    keys: Vec<u64>,
+    /// Where a block was when it was last held.
+    left: Vec<u8>,
+    window: usize,
+    protected: usize,
+}
+
+impl TinyLfu {
+    /// An empty order for `blocks` blocks: 1 % of them are the window, 80 % of the rest protected.
+    pub fn new(blocks: usize) -> Self {
+        let window = (blocks / 100).max(1);
+        Self {
+            lists: Lists::new(blocks, 3),
+            sketch: Sketch::new(blocks),
+            keys: vec![NO_KEY; blocks],
+            left: vec![WINDOW; blocks],
+            window,
+            protected: (blocks - window.min(blocks)) * 4 / 5,
+        }
+    }
+
+    fn seen(&self, block: u32) -> u8 {
+        match self.keys[block as usize] {
+            NO_KEY => 0,
+            key => self.sketch.estimate(key),
+        }
+    }
+
+    /// Moves the oldest blocks of a list on probation while it has more than its share.
+    fn overflow(&mut self, list: u8, share: usize) {
+        while self.lists.len(list) > share
+            && let Some(block) = self.lists.pop(list)
+        {
+            self.lists.push(PROBATION, block);
+        }
+    }
+}
+
+impl EvictionPolicy for TinyLfu {
+    fn insert(&mut self, block: u32, entry: &Entry<'_>) {
+        let i = block as usize;
+        let key = entry.key.map_or(NO_KEY, word);
+        let known = key != NO_KEY && self.keys[i] == key;
+        if known && self.left[i] != WINDOW {
+            // Hit since it was cached: a step up from where it stood.
+            self.lists.push(PROTECTED, block);
+            self.overflow(PROTECTED, self.protected);
+            return;
+        }
+        if !known {
+            self.keys[i] = key;
+            if key != NO_KEY {
+                self.sketch.observe(key);
+            }
+        }
+        self.lists.push(WINDOW, block);
+        self.overflow(WINDOW, self.window);
+    }
+
+    fn remove(&mut self, block: u32) {
+        if let Some(list) = self.lists.list_of(block) {
+            self.left[block as usize] = list;
+            self.lists.unlink(block);
+        }
+    }
+
+    fn evict(&mut self, _: u64) -> Option<u32> {
+        let next = match (self.lists.oldest(PROBATION), self.lists.newest(PROBATION)) {
+            (Some(victim), Some(candidate)) if self.seen(candidate) <= self.seen(victim) => candidate,
+            (Some(victim), _) => victim,
+            _ => self.lists.oldest(PROTECTED).or_else(|| self.lists.oldest(WINDOW))?,
+        };
+        self.lists.unlink(next);
+        self.keys[next as usize] = NO_KEY;
+        Some(next)
+    }
+
+    fn hit(&mut self, _: u32, key: &BlockKey) {
+        self.sketch.observe(word(key));
+    }
+
+    fn wants_hits(&self) -> bool {
+        true
+    }
+
+    fn len(&self) -> usize {
+        [WINDOW, PROBATION, PROTECTED].into_iter().map(|list| self.lists.len(list)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paging::KeyScope;
+
+    #[test]
+    fn a_scan_does_not_push_out_what_is_asked_for_often() {
+        let root = KeyScope::new("m", b"").root();
+        let mut policy = TinyLfu::new(100);
+        let popular: Vec<BlockKey> = (0..50).map(|i| root.child(&[i])).collect();
+        for _ in 0..4 {
+            for (block, key) in popular.iter().enumerate() {
+                policy.hit(block as u32, key);
+            }
+        }
+        for (block, key) in popular.iter().enumerate() {
+            policy.insert(block as u32, &Entry { key: Some(key), ..Entry::default() });
+        }
+        // 1,000 keys that come once, through the other fifty blocks
+        let mut free: Vec<u32> = (50..100).collect();
+        for i in 0..1000 {
+            let block = free.pop().unwrap_or_else(|| policy.evict(0).unwrap());
+            let key = root.child(&[1000 + i]);
+            policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
+        }
+        let left = (0..50).filter(|&b| policy.keys[b] == word(&popular[b])).count();
+        assert!(left >= 45, "{left} of 50 popular blocks left");
+    }
+}

@@ -1,0 +1,180 @@
+//! From keys to blocks: hash tables over the digests' own bits, sharded by key.
+//!
+//! An entry holds 64 bits of its key; whoever follows it compares the whole key under the lock of the
+//! block's shard. Locks here are leaves: no other lock is taken while one is held, and never two at once.
+//! Batches are grouped by table, so that a table is locked once for all its keys of a batch.
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry as Slot;
+
+use smallvec::SmallVec;
+
+use crate::paging::key::BlockKey;
+use crate::paging::sync::Mutex;
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    word: u64,
+    block: u32,
+    /// Counts registrations: among equal keys the smallest is the oldest.
+    stamp: u32,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    entries: HashTable<Entry>,
+    stamp: u32,
+}
+
+impl Table {
+    /// The block registered first under a key.
+    fn find(&self, key: &BlockKey) -> Option<u32> {
+        let word = key.word();
+        self.entries.find(word, |e| e.word == word).map(|e| e.block)
+    }
+
+    /// As `find`, where a key may have several blocks.
+    fn find_oldest(&self, key: &BlockKey) -> Option<u32> {
+        let word = key.word();
+        let newest_first = |e: &&Entry| self.stamp.wrapping_sub(e.stamp);
+        self.entries.iter_hash(word).filter(|e| e.word == word).max_by_key(newest_first).map(|e| e.block)
+    }
+
+    fn insert(&mut self, word: u64, block: u32) {
+        self.stamp = self.stamp.wrapping_add(1);
+        let entry = Entry { word, block, stamp: self.stamp };
+        self.entries.insert_unique(word, entry, |e| e.word);
+    }
+}
+
+/// All tables of a pool.
+#[derive(Debug)]
+pub(super) struct Index {
+    tables: Box<[Mutex<Table>]>,
+    /// Whether a key may have several blocks.
+    duplicates: bool,
+}
+
+/// Keys of a batch that are grouped at a time: as many as a word has bits.
+const WINDOW: usize = 64;
+
+/// Most tables; each has a word of its own while a window is grouped.
+const MOST_TABLES: usize = 64;
+
+impl Index {
+    pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
+        let tables = tables.next_power_of_two().min(MOST_TABLES);
+        // A little above the mean, so that an uneven spread seldom grows a table.
+        let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
+        let table = || Mutex::new(Table { entries: HashTable::with_capacity(room), stamp: 0 });
+        Self { tables: (0..tables).map(|_| table()).collect(), duplicates }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.tables.iter().map(|table| table.lock().entries.len()).sum()
+    }
+
+    /// Calls `each` for every key with its number and its table, which is locked. Keys of one table come
+    /// in order, tables in any.
+    fn visit<'k>(
+        &self,
+        keys: impl ExactSizeIterator<Item = &'k BlockKey> + Clone,
+        mut each: impl FnMut(usize, &BlockKey, &mut Table),
+    ) {
+        if let [table] = &*self.tables {
+            let mut table = table.lock();
+            keys.enumerate().for_each(|(i, key)| each(i, key, &mut table));
+            return;
+        }
+        let mut start = 0;
+        let mut rest = keys;
+        while rest.len() > 0 {
+            let window: SmallVec<[&BlockKey; WINDOW]> = rest.by_ref().take(WINDOW).collect();
+            let mut masks = [0u64; MOST_TABLES];
+            for (i, key) in window.iter().enumerate() {
+                // Bits that hashbrown uses neither for places nor for tags.
+                masks[(key.word() >> 40) as usize & (self.tables.len() - 1)] |= 1 << i;
+            }
+            for (table, mask) in self.tables.iter().zip(&mut masks).filter(|(_, mask)| **mask != 0) {
+                let mut table = table.lock();
+                while *mask != 0 {
+                    let i = mask.trailing_zeros() as usize;
+                    each(start + i, window[i], &mut table);
+                    *mask &= *mask - 1;
+                }
+            }
+            start += window.len();
+        }
+    }
+
+    /// The blocks to which the longest known prefix of `keys` leads; their own keys are still to be
+    /// compared.
+    pub(super) fn find_prefix(&self, keys: &[BlockKey]) -> SmallVec<[u32; WINDOW]> {
+        let mut found = SmallVec::new();
+        // An unknown prompt ends at its first key, a known one is found in large steps.
+        let mut step = 1;
+        let mut rest = keys;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(step.min(rest.len()));
+            let (start, mut known) = (found.len(), now.len());
+            found.resize(start + now.len(), 0);
+            self.visit(now.iter(), |i, key, table| {
+                if i < known {
+                    match if self.duplicates { table.find_oldest(key) } else { table.find(key) } {
+                        Some(block) => found[start + i] = block,
+                        None => known = i,
+                    }
+                }
+            });
+            if known < now.len() {
+                found.truncate(start + known);
+                break;
+            }
+            (rest, step) = (later, WINDOW);
+            found.reserve_exact(rest.len());
+        }
+        found
+    }
+
+    /// Enters blocks under keys. Where a key is known and may not have two blocks, nothing changes;
+    /// `known` is told the block's number and the known block.
+    pub(super) fn enter(
+        &self,
+        keys: &[BlockKey],
+        block: impl Fn(usize) -> u32,
+        mut known: impl FnMut(usize, u32),
+    ) {
+        self.visit(keys.iter(), |i, key, table| {
+            let word = key.word();
+            if self.duplicates {
+                return table.insert(word, block(i));
+            }
+            match table.entries.entry(word, |e| e.word == word, |e| e.word) {
+                Slot::Occupied(slot) => known(i, slot.get().block),
+                Slot::Vacant(slot) => {
+                    slot.insert(Entry { word, block: block(i), stamp: 0 });
+                }
+            }
+        });
+    }
+
+    /// Removes entries.
+    pub(super) fn remove(&self, entries: &[(BlockKey, u32)]) {
+        self.visit(entries.iter().map(|(key, _)| key), |i, key, table| {
+            let (word, block) = (key.word(), entries[i].1);
+            if let Ok(slot) = table.entries.find_entry(word, |e| e.word == word && e.block == block) {
+                slot.remove();
+            }
+        });
+    }
+
+    /// Whether a block is entered under a key.
+    pub(super) fn holds(&self, key: &BlockKey, block: u32) -> bool {
+        let mut held = false;
+        self.visit(std::iter::once(key), |_, key, table| {
+            let word = key.word();
+            held = table.entries.find(word, |e| e.word == word && e.block == block).is_some();
+        });
+        held
+    }
+}

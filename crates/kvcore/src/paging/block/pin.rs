@@ -1,0 +1,90 @@
+//! Pins: claims that keep blocks cached while nobody holds them.
+
+use super::BlockPool;
+use super::guard::{Ids, SharedBlocks};
+use crate::base::BlockId;
+
+/// A claim that keeps blocks cached while they have no holder: the pool does not evict them, and they do
+/// not expire. Whoever pins decides when they go, by dropping the claim; any number of claims may be on
+/// a block.
+///
+/// ```
+/// use kvcore::BlockPool;
+/// let pool = BlockPool::new(0..4)?;
+/// let system_prompt = pool.allocate(2)?.share();
+/// let pinned = system_prompt.pin();
+/// drop(system_prompt);                           // nobody holds the blocks, yet they stay
+/// assert!(pool.allocate(3).is_err());
+/// assert_eq!(pinned.share().len(), 2);
+/// drop(pinned);
+/// assert_eq!(pool.counts().free, 4);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
+/// # Drop behaviour
+/// Blocks without holders stay cached if they have a key and become free if not; held ones follow when
+/// their last holder goes.
+#[derive(Debug)]
+#[must_use = "dropping the claim lets blocks go that nobody holds"]
+pub struct PinnedBlocks {
+    pool: BlockPool,
+    ids: Ids,
+}
+
+impl PinnedBlocks {
+    pub(super) fn new(held: &SharedBlocks) -> Self {
+        let (pool, ids) = (held.pool.clone(), held.ids.clone());
+        let mut walk = pool.0.walk();
+        for &id in &ids {
+            let (shard, block) = walk.shard(id);
+            shard.pin(block);
+        }
+        drop(walk);
+        Self { pool, ids }
+    }
+
+    /// A new hold on every block.
+    pub fn share(&self) -> SharedBlocks {
+        let mut walk = self.pool.0.walk();
+        for &id in &self.ids {
+            let (shard, block) = walk.shard(id);
+            shard.hold(block);
+        }
+        drop(walk);
+        SharedBlocks { pool: self.pool.clone(), ids: self.ids.clone() }
+    }
+
+    /// The blocks in order.
+    pub fn ids(&self) -> &[BlockId] {
+        &self.ids
+    }
+
+    /// Number of blocks.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether no block is pinned.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Whether any block has a holder.
+    pub fn is_held(&self) -> bool {
+        let mut walk = self.pool.0.walk();
+        self.ids.iter().any(|&id| {
+            let (shard, block) = walk.shard(id);
+            shard.meta[block as usize].holders > 0
+        })
+    }
+}
+
+impl Drop for PinnedBlocks {
+    fn drop(&mut self) {
+        let (now, mut walk) = (self.pool.0.now(), self.pool.0.walk());
+        for &id in self.ids.iter().rev() {
+            let (shard, block) = walk.shard(id);
+            shard.unpin(block, now, &self.pool.0.rules);
+        }
+    }
+}

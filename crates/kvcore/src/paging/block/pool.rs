@@ -1,0 +1,549 @@
+//! The pool: a quota of an arena's blocks and the locks around its bookkeeping.
+//!
+//! A pool has one shard or several, each a run of its blocks with a lock, a free list and an eviction
+//! order; and an index from keys to blocks, which has locks of its own. The order of locks is: shards
+//! by number (only slow paths take more than one), then one table of the index, then the event sink.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use smallvec::SmallVec;
+
+use super::clock::{Clock, millis};
+use super::event::{EventSink, KvEvent};
+use super::guard::{Ids, MutableBlocks, SharedBlocks};
+use super::index::Index;
+use super::shard::Shard;
+use super::{Duplicates, FreeOrder, PoolConfig, check};
+use crate::base::{BlockId, Error, Result};
+use crate::paging::key::BlockKey;
+use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
+
+/// A handle to a pool of blocks; clones share the pool.
+///
+/// A pool owns a contiguous range of an arena's block ids. Pools over disjoint ranges of one arena
+/// (the main pool and the chunk pool, say) never take blocks from each other, yet one `attend` reads
+/// blocks of all of them.
+///
+/// ```
+/// use kvcore::{BlockPool, KeyScope};
+/// let pool = BlockPool::new(0..8)?;
+/// let key = KeyScope::new("m", b"w").root().child(&[1, 2, 3, 4]);
+/// let block = pool.allocate(1)?.complete().register(None, &[key])?;
+/// drop(block);                                  // no holder: cached
+/// assert_eq!(pool.counts().cached, 1);
+/// assert!(pool.lookup(&key).is_some());         // found again
+/// pool.check_invariants().unwrap();
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct BlockPool(pub(super) Arc<Inner>);
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    range: Range<u32>,
+    /// A block's shard is its index shifted by this.
+    shift: u32,
+    shards: Box<[Cell]>,
+    pub(super) index: Index,
+    pub(super) rules: Rules,
+    watermark: usize,
+}
+
+/// What shards need to know of the whole pool.
+#[derive(Debug)]
+pub(super) struct Rules {
+    /// First block id of the pool.
+    pub(super) first: u32,
+    pub(super) free_order: FreeOrder,
+    /// In milliseconds.
+    pub(super) ttl: Option<u64>,
+    pub(super) events: Option<std::sync::Arc<dyn EventSink>>,
+    /// Only if something needs the time.
+    pub(super) clock: Option<std::sync::Arc<dyn Clock>>,
+}
+
+/// A shard on cache lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Cell {
+    shard: Mutex<Shard>,
+    /// The shard's free blocks when its lock was last let go: a hint where to look.
+    free: AtomicUsize,
+    /// Lookups that began with a key of this cell; by key, so that threads seldom meet here.
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+/// A locked shard.
+pub(super) struct Locked<'a> {
+    shard: MutexGuard<'a, Shard>,
+    hint: &'a AtomicUsize,
+}
+
+impl std::ops::Deref for Locked<'_> {
+    type Target = Shard;
+
+    fn deref(&self) -> &Shard {
+        &self.shard
+    }
+}
+
+impl std::ops::DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Shard {
+        &mut self.shard
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.hint.store(self.shard.free_blocks(), Ordering::Relaxed);
+    }
+}
+
+/// How many keys were looked up in a pool to hold their blocks, by
+/// [`lookup_chain`](BlockPool::lookup_chain) and everything that is made of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Lookups {
+    /// Blocks that were found.
+    pub hits: u64,
+    /// Blocks that were not.
+    pub misses: u64,
+}
+
+/// How many blocks are in which state. `free + mutable + complete + shared + cached = total`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct PoolCounts {
+    /// All blocks of the pool.
+    pub total: usize,
+    /// Blocks that nobody uses.
+    pub free: usize,
+    /// Blocks being filled.
+    pub mutable: usize,
+    /// Blocks filled and not yet shared.
+    pub complete: usize,
+    /// Blocks with at least one holder.
+    pub shared: usize,
+    /// Blocks without holders whose contents are kept.
+    pub cached: usize,
+    /// Those of the cached blocks that this pool may evict by itself.
+    pub evictable: usize,
+}
+
+impl PoolCounts {
+    /// Blocks that an allocation can have: free ones and those that may be evicted.
+    pub fn available(&self) -> usize {
+        self.free + self.evictable
+    }
+
+    /// Share of the blocks that are not free; 0 for an empty pool. Cached blocks count here, unlike in
+    /// [`PoolMetrics::utilization`](crate::PoolMetrics::utilization).
+    pub fn utilization(&self) -> f64 {
+        if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
+    }
+}
+
+impl std::iter::Sum for PoolCounts {
+    /// Counts of several pools together.
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), |a, b| Self {
+            total: a.total + b.total,
+            free: a.free + b.free,
+            mutable: a.mutable + b.mutable,
+            complete: a.complete + b.complete,
+            shared: a.shared + b.shared,
+            cached: a.cached + b.cached,
+            evictable: a.evictable + b.evictable,
+        })
+    }
+}
+
+impl BlockPool {
+    /// A pool over the blocks `range` with the default settings.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for an empty range.
+    pub fn new(range: Range<u32>) -> Result<Self> {
+        Self::with_config(range, PoolConfig::default())
+    }
+
+    /// A pool with other settings.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for an empty range, [`Error::OutOfRange`] for a watermark above the pool's size.
+    pub fn with_config(range: Range<u32>, config: PoolConfig) -> Result<Self> {
+        let blocks = range.len();
+        if blocks == 0 {
+            return Err(Error::Zero { what: "blocks of a pool" });
+        }
+        if config.watermark > blocks {
+            return Err(Error::range("watermark", config.watermark, blocks + 1));
+        }
+        let size = blocks.div_ceil(config.shards_for(blocks)).next_power_of_two();
+        let timed = config.ttl.is_some() || (config.policy)(1).wants_time();
+        let rules = Rules {
+            first: range.start,
+            free_order: config.free_order,
+            ttl: config.ttl.map(millis),
+            clock: timed.then(|| config.clock_or_system()),
+            events: config.events,
+        };
+        let cell = |start: usize| {
+            let blocks = size.min(blocks - start);
+            let shard = Shard::new(range.start + start as u32, blocks, (config.policy)(blocks), &rules);
+            Cell {
+                shard: Mutex::new(shard),
+                free: AtomicUsize::new(blocks),
+                hits: AtomicU64::new(0),
+                misses: AtomicU64::new(0),
+            }
+        };
+        let shards: Box<[Cell]> = (0..blocks).step_by(size).map(cell).collect();
+        let tables = if shards.len() == 1 { 1 } else { 4 * shards.len() };
+        Ok(Self(Arc::new(Inner {
+            shift: size.trailing_zeros(),
+            index: Index::new(tables, blocks, config.duplicates == Duplicates::Keep),
+            watermark: config.watermark,
+            range,
+            shards,
+            rules,
+        })))
+    }
+
+    /// Takes `n` blocks to fill, evicting cached ones if needed; all or none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]; nothing is taken or evicted then.
+    pub fn allocate(&self, n: usize) -> Result<MutableBlocks> {
+        let mut blocks = MutableBlocks::none(self);
+        self.take(&mut blocks.ids, n, 0)?;
+        Ok(blocks)
+    }
+
+    /// As [`allocate`](Self::allocate), for a new sequence: leaves the watermark's blocks to those that
+    /// run already, so that admitting one does not soon preempt another.
+    pub fn admit(&self, n: usize) -> Result<MutableBlocks> {
+        let mut blocks = MutableBlocks::none(self);
+        self.take(&mut blocks.ids, n, self.0.watermark)?;
+        Ok(blocks)
+    }
+
+    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys` and takes what
+    /// is missing to `blocks`. The watermark's blocks are left; and there must be room for `room` blocks
+    /// in all, which is what the whole prompt needs when only its first part is computed now.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`]. Nothing has changed then: not even the order of eviction, which a lookup
+    /// given up again would have.
+    pub fn admit_prefix(
+        &self,
+        keys: &[BlockKey],
+        blocks: usize,
+        room: usize,
+    ) -> Result<(SharedBlocks, MutableBlocks)> {
+        let inner = &*self.0;
+        let (now, rules) = (inner.now(), &inner.rules);
+        let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
+        let mut shards = inner.lock_all();
+        let mut idle: SmallVec<[BlockId; 64]> = SmallVec::new();
+        for (key, block) in keys.iter().zip(inner.index.find_prefix(keys)) {
+            let id = inner.id(block);
+            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, now, rules) else {
+                break;
+            };
+            found.ids.push(id);
+            if is_idle {
+                idle.push(id);
+            }
+        }
+        // A key may occur twice, its block is there once.
+        idle.sort_unstable();
+        idle.dedup();
+        let missing = blocks.saturating_sub(found.ids.len());
+        let needed = blocks.max(room).saturating_sub(found.ids.len());
+        let available: usize = shards.iter().map(|shard| shard.available()).sum();
+        // What is found idle leaves the blocks that others can have, just as what is taken.
+        let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(inner.watermark));
+        let admits_nothing = idle.is_empty() && needed == 0;
+        if !admits_nothing && leaves.is_none_or(|wanted| wanted > available) {
+            found.ids.clear();
+            return Err(out_of_blocks(&shards, needed));
+        }
+        for (id, key) in found.ids.iter().zip(keys) {
+            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &inner.index);
+        }
+        inner.count_lookup(keys, found.ids.len());
+        let home = inner.home(missing);
+        let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
+        // The guards lock shards when they are dropped.
+        drop(shards);
+        taken.map(|()| (found, fresh))
+    }
+
+    pub(super) fn take(&self, out: &mut Ids, n: usize, spare: usize) -> Result<()> {
+        if n == 0 {
+            return Ok(());
+        }
+        let inner = &*self.0;
+        let now = inner.now();
+        let mut home = inner.home(n);
+        if spare == 0 {
+            let mut shard = inner.lock_near(&mut home);
+            let elsewhere = || {
+                let free = |(i, cell): (usize, &Cell)| i != home && cell.free.load(Ordering::Relaxed) > 0;
+                inner.shards.iter().enumerate().any(free)
+            };
+            if inner.rules.free_order == FreeOrder::FreeFirst && shard.free.len() >= n {
+                shard.take_free(n, out);
+                return Ok(());
+            }
+            // Contents elsewhere must not go while blocks are free: that is for the slow path to see.
+            if shard.available() >= n && !elsewhere() {
+                return inner.take_from(&mut [shard], 0, out, n, now);
+            }
+        }
+        let mut shards = inner.lock_all();
+        let available: usize = shards.iter().map(|shard| shard.available()).sum();
+        // With a spare too large for the sum there is nothing to give.
+        if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
+            return Err(out_of_blocks(&shards, n));
+        }
+        inner.take_from(&mut shards, home, out, n, now)
+    }
+
+    /// The block with this key, if it is held or cached; the guard is one more holder.
+    pub fn lookup(&self, key: &BlockKey) -> Option<SharedBlocks> {
+        let found = self.lookup_chain(std::slice::from_ref(key));
+        (!found.is_empty()).then_some(found)
+    }
+
+    /// Holds the blocks of the longest known prefix of a chain of keys.
+    pub fn lookup_chain(&self, keys: &[BlockKey]) -> SharedBlocks {
+        let mut found = SharedBlocks::none(self);
+        let inner = &*self.0;
+        let now = inner.now();
+        let known = inner.index.find_prefix(keys);
+        // What the index said may have changed since: each block is asked for its key under its lock.
+        found.ids.reserve_exact(known.len());
+        let mut walk = inner.walk();
+        for (block, key) in known.into_iter().zip(keys) {
+            let id = inner.id(block);
+            let (shard, block) = walk.shard(id);
+            if !shard.hold_keyed(block, key, now, &inner.rules, &inner.index) {
+                break;
+            }
+            found.ids.push(id);
+        }
+        drop(walk);
+        inner.count_lookup(keys, found.ids.len());
+        found
+    }
+
+    /// How many blocks of a chain a lookup would find now, without holding any: for schedulers that weigh
+    /// requests.
+    pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
+        let inner = &*self.0;
+        let now = inner.now();
+        let known = inner.index.find_prefix(keys);
+        let mut walk = inner.walk();
+        let found = known.into_iter().zip(keys).take_while(|(block, key)| {
+            let (shard, block) = walk.shard(inner.id(*block));
+            shard.findable(block, key, now, &inner.rules).is_some()
+        });
+        found.count()
+    }
+
+    /// How many blocks are in which state.
+    pub fn counts(&self) -> PoolCounts {
+        self.0.lock_all().iter().map(|shard| shard.counts()).sum()
+    }
+
+    /// Blocks evicted since the pool was made.
+    pub fn evictions(&self) -> u64 {
+        self.0.lock_all().iter().map(|shard| shard.evicted).sum()
+    }
+
+    /// Keys looked up since the pool was made. Those of a chain after its first unknown one are misses too;
+    /// refused admissions and [`cached_prefix`](Self::cached_prefix) do not count.
+    pub fn lookups(&self) -> Lookups {
+        let sum = |of: fn(&Cell) -> &AtomicU64| {
+            self.0.shards.iter().map(|cell| of(cell).load(Ordering::Relaxed)).sum()
+        };
+        Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
+    }
+
+    /// Frees every cached block that this pool may evict; returns how many.
+    pub fn clear_cached(&self) -> usize {
+        let inner = &*self.0;
+        let now = inner.now();
+        let mut shards = inner.lock_all();
+        let all = shards.iter().all(|shard| shard.keyed_are_evictable());
+        if let Some(events) = &inner.rules.events
+            && all
+        {
+            events.record(KvEvent::Cleared);
+        }
+        let clear = |shard: &mut Locked<'_>| shard.clear_cached(now, !all, &inner.rules, &inner.index);
+        shards.iter_mut().map(clear).sum()
+    }
+
+    /// Frees cached blocks that nobody used for the configured time to live; returns how many.
+    /// Lookups and this call see the time, nothing runs in the background.
+    pub fn expire(&self) -> usize {
+        let inner = &*self.0;
+        let now = inner.now();
+        let each = |i| inner.lock(i).expire_all(now, &inner.rules, &inner.index);
+        (0..inner.shards.len()).map(each).sum()
+    }
+
+    /// Block ids of this pool.
+    pub fn range(&self) -> Range<u32> {
+        self.0.range.clone()
+    }
+
+    /// Recounts all states and looks every key up; `Err` says what is inconsistent.
+    pub fn check_invariants(&self) -> std::result::Result<(), String> {
+        let shards = self.0.lock_all();
+        let mut keyed = 0;
+        for shard in &shards {
+            keyed += check::shard(shard, &self.0.rules, &self.0.index)?;
+        }
+        match self.0.index.len() {
+            known if known == keyed => Ok(()),
+            known => Err(format!("{keyed} blocks have keys, the index holds {known}")),
+        }
+    }
+
+    /// Whether both handles are of the same pool.
+    pub fn same_pool(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+fn out_of_blocks(shards: &[Locked<'_>], asked: usize) -> Error {
+    let sum = |of: fn(&Shard) -> usize| shards.iter().map(|shard| of(shard)).sum();
+    Error::OutOfBlocks {
+        asked,
+        free: sum(Shard::free_blocks),
+        evictable: sum(Shard::evictable),
+        total: sum(|shard| shard.stage.len()),
+    }
+}
+
+impl Inner {
+    pub(super) fn now(&self) -> u64 {
+        self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
+    }
+
+    fn count_lookup(&self, keys: &[BlockKey], found: usize) {
+        let Some(first) = keys.first() else { return };
+        let cell = &self.shards[first.word() as usize % self.shards.len()];
+        for (counter, n) in [(&cell.hits, found), (&cell.misses, keys.len() - found)] {
+            if n > 0 {
+                counter.fetch_add(n as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn lock(&self, shard: usize) -> Locked<'_> {
+        let cell = &self.shards[shard];
+        Locked { shard: cell.shard.lock(), hint: &cell.free }
+    }
+
+    /// The shard at which a thread begins that takes `n` blocks. A thread stays with a shard, whose
+    /// bookkeeping is then in its core's cache, for a sixteenth of the shard's blocks: contents are evicted
+    /// evenly from all shards.
+    fn home(&self, n: usize) -> usize {
+        if self.shards.len() == 1 {
+            return 0;
+        }
+        let stay = (1usize << self.shift) / 16;
+        turn(n) / stay.max(1) % self.shards.len()
+    }
+
+    /// Locks this shard or, if other threads are in it, the next one that is not locked.
+    fn lock_near(&self, home: &mut usize) -> Locked<'_> {
+        let count = self.shards.len();
+        for i in (0..count).map(|i| (*home + i) % count) {
+            let cell = &self.shards[i];
+            if let Some(shard) = cell.shard.try_lock() {
+                *home = i;
+                return Locked { shard, hint: &cell.free };
+            }
+        }
+        self.lock(*home)
+    }
+
+    fn lock_all(&self) -> Vec<Locked<'_>> {
+        (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
+    }
+
+    /// Takes `n` blocks that are known to be there: free ones of all shards first, then evicted ones.
+    fn take_from(
+        &self,
+        shards: &mut [Locked<'_>],
+        home: usize,
+        out: &mut Ids,
+        n: usize,
+        now: u64,
+    ) -> Result<()> {
+        let count = shards.len();
+        let (start, mut left) = (out.len(), n);
+        for i in 0..count {
+            left -= shards[(home + i) % count].take_free(left, out);
+        }
+        while left > 0 {
+            let (before, share) = (left, left.div_ceil(count));
+            for i in 0..count {
+                let shard = &mut shards[(home + i) % count];
+                left -= shard.take_next(share.min(left), now, &self.rules, &self.index, out);
+            }
+            if left == before {
+                // A policy that holds blocks and gives none up breaks its contract; nothing is lost by it.
+                for id in out.drain(start..).rev() {
+                    let at = if count == 1 { 0 } else { self.shard_of(id) };
+                    shards[at].discard(self.local(id), now, &self.rules);
+                }
+                return Err(out_of_blocks(shards, n));
+            }
+        }
+        Ok(())
+    }
+
+    fn id(&self, index: u32) -> BlockId {
+        BlockId(self.rules.first + index)
+    }
+
+    pub(super) fn shard_of(&self, id: BlockId) -> usize {
+        ((id.0 - self.range.start) >> self.shift) as usize
+    }
+
+    /// A block's index in its shard.
+    pub(super) fn local(&self, id: BlockId) -> u32 {
+        (id.0 - self.range.start) & ((1 << self.shift) - 1)
+    }
+
+    /// Access to one block after another; the lock is kept while blocks are of one shard.
+    pub(super) fn walk(&self) -> Walk<'_> {
+        Walk { pool: self, at: usize::MAX, shard: None }
+    }
+}
+
+/// See [`Inner::walk`].
+pub(super) struct Walk<'a> {
+    pool: &'a Inner,
+    at: usize,
+    shard: Option<Locked<'a>>,
+}
+
+impl Walk<'_> {
+    /// The shard of a block, locked, and the block's index there.
+    pub(super) fn shard(&mut self, id: BlockId) -> (&mut Shard, u32) {
+        let at = self.pool.shard_of(id);
+        if self.at != at {
+            self.shard = None;
+            self.at = at;
+        }
+        (self.shard.get_or_insert_with(|| self.pool.lock(at)), self.pool.local(id))
+    }
+}

@@ -1,0 +1,407 @@
+//! One shard's bookkeeping behind its lock: the states of a run of blocks, their free list, their
+//! eviction order. All methods take indices into the shard.
+
+use smallvec::SmallVec;
+
+use super::clock::millis;
+use super::event::KvEvent;
+use super::evict::{Entry, EvictionPolicy, Retention};
+use super::index::Index;
+use super::pool::Rules;
+use super::{FreeOrder, PoolCounts};
+use crate::base::BlockId;
+use crate::paging::BlockKey;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Stage {
+    Free,
+    Mutable,
+    Complete,
+    /// Shared while it has holders, cached while only pins keep it.
+    Held,
+    /// As `Held`, and the index finds it under its key.
+    Keyed,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Meta {
+    /// Meaningful in stage `Keyed` only; the counts are 0 in all stages before `Held`.
+    pub(super) key: BlockKey,
+    pub(super) holders: u32,
+    pub(super) pins: u32,
+}
+
+const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
+
+/// Kept only by pools that need the time.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    released: u64,
+    /// The priority in the upper byte; below it until when, in milliseconds.
+    retention: u64,
+}
+
+const PRIORITY_SHIFT: u32 = 56;
+const FOREVER: u64 = (1 << PRIORITY_SHIFT) - 1;
+
+impl Times {
+    const NONE: Self = Self::new(Retention::DEFAULT_PRIORITY, FOREVER);
+
+    const fn new(priority: u8, until: u64) -> Self {
+        let until = if until < FOREVER { until } else { FOREVER };
+        Self { released: 0, retention: (priority as u64) << PRIORITY_SHIFT | until }
+    }
+
+    fn priority(&self) -> u8 {
+        (self.retention >> PRIORITY_SHIFT) as u8
+    }
+
+    fn until(&self) -> u64 {
+        match self.retention & FOREVER {
+            FOREVER => u64::MAX,
+            until => until,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Shard {
+    /// First block id.
+    first: u32,
+    pub(super) stage: Box<[Stage]>,
+    pub(super) meta: Box<[Meta]>,
+    times: Box<[Times]>,
+    /// Free blocks, unless they wait in the policy's order.
+    pub(super) free: Vec<u32>,
+    /// Free blocks that wait in the policy's order.
+    queued_free: usize,
+    policy: Box<dyn EvictionPolicy>,
+    wants_hits: bool,
+    mutable: usize,
+    complete: usize,
+    shared: usize,
+    pub(super) evicted: u64,
+}
+
+impl Shard {
+    pub(super) fn new(first: u32, blocks: usize, policy: Box<dyn EvictionPolicy>, rules: &Rules) -> Self {
+        let wants_hits = policy.wants_hits();
+        let timed = if rules.clock.is_some() { blocks } else { 0 };
+        let mut shard = Self {
+            first,
+            stage: vec![Stage::Free; blocks].into(),
+            meta: vec![FRESH; blocks].into(),
+            times: vec![Times::NONE; timed].into(),
+            free: Vec::new(),
+            queued_free: 0,
+            policy,
+            wants_hits,
+            mutable: 0,
+            complete: 0,
+            shared: 0,
+            evicted: 0,
+        };
+        match rules.free_order {
+            FreeOrder::FreeFirst => shard.free = (0..blocks as u32).rev().collect(),
+            FreeOrder::OneQueue => (0..blocks as u32).for_each(|block| shard.enqueue_free(block, 0)),
+        }
+        shard
+    }
+
+    pub(super) fn id(&self, block: u32) -> BlockId {
+        BlockId(self.first + block)
+    }
+
+    pub(super) fn free_blocks(&self) -> usize {
+        self.free.len() + self.queued_free
+    }
+
+    pub(super) fn evictable(&self) -> usize {
+        self.policy.len() - self.queued_free
+    }
+
+    /// Blocks that an allocation can have.
+    pub(super) fn available(&self) -> usize {
+        self.free.len() + self.policy.len()
+    }
+
+    pub(super) fn counts(&self) -> PoolCounts {
+        let (free, total) = (self.free_blocks(), self.stage.len());
+        PoolCounts {
+            total,
+            free,
+            mutable: self.mutable,
+            complete: self.complete,
+            shared: self.shared,
+            cached: total - free - self.mutable - self.complete - self.shared,
+            evictable: self.evictable(),
+        }
+    }
+
+    /// Takes up to `n` blocks from the free list.
+    pub(super) fn take_free(&mut self, n: usize, out: &mut impl Extend<BlockId>) -> usize {
+        let n = n.min(self.free.len());
+        let (first, stage) = (self.first, &mut self.stage);
+        out.extend(self.free.drain(self.free.len() - n..).rev().map(|block| {
+            stage[block as usize] = Stage::Mutable;
+            BlockId(first + block)
+        }));
+        self.mutable += n;
+        n
+    }
+
+    /// Takes up to `n` blocks in the policy's order.
+    pub(super) fn take_next(
+        &mut self,
+        n: usize,
+        now: u64,
+        rules: &Rules,
+        index: &Index,
+        out: &mut impl Extend<BlockId>,
+    ) -> usize {
+        let mut taken = 0;
+        let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
+        while taken < n
+            && let Some(block) = self.policy.evict(now)
+        {
+            if self.stage[block as usize] == Stage::Free {
+                self.queued_free -= 1;
+            } else {
+                evicted.push(self.forgotten(block, rules, true));
+            }
+            self.stage[block as usize] = Stage::Mutable;
+            out.extend([self.id(block)]);
+            taken += 1;
+        }
+        index.remove(&evicted);
+        self.mutable += taken;
+        self.evicted += evicted.len() as u64;
+        taken
+    }
+
+    /// The index entry that is to go with a cached block. Routers hear of it, if they are to, before it goes,
+    /// hence before the key can be stored anew.
+    fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
+        let key = self.meta[block as usize].key;
+        if let Some(events) = rules.events.as_ref().filter(|_| tell) {
+            events.record(KvEvent::Removed { key, block: self.id(block) });
+        }
+        (key, block + self.first - rules.first)
+    }
+
+    pub(super) fn complete(&mut self, block: u32) {
+        self.stage[block as usize] = Stage::Complete;
+        self.mutable -= 1;
+        self.complete += 1;
+    }
+
+    /// A mutable or complete block goes back unused.
+    pub(super) fn discard(&mut self, block: u32, now: u64, rules: &Rules) {
+        match self.stage[block as usize] {
+            Stage::Mutable => self.mutable -= 1,
+            Stage::Complete => self.complete -= 1,
+            Stage::Free | Stage::Held | Stage::Keyed => return,
+        }
+        self.release(block, now, rules);
+    }
+
+    fn release(&mut self, block: u32, now: u64, rules: &Rules) {
+        self.stage[block as usize] = Stage::Free;
+        match rules.free_order {
+            FreeOrder::FreeFirst => self.free.push(block),
+            FreeOrder::OneQueue => self.enqueue_free(block, now),
+        }
+    }
+
+    fn enqueue_free(&mut self, block: u32, now: u64) {
+        self.policy.insert(block, &Entry { now, ..Entry::default() });
+        self.queued_free += 1;
+    }
+
+    /// A mutable or complete block gets its first holder.
+    pub(super) fn share(&mut self, block: u32) {
+        match self.stage[block as usize] {
+            Stage::Mutable => self.mutable -= 1,
+            _ => self.complete -= 1,
+        }
+        self.shared += 1;
+        self.stage[block as usize] = Stage::Held;
+        self.meta[block as usize].holders = 1;
+        if let Some(times) = self.times.get_mut(block as usize) {
+            *times = Times::NONE;
+        }
+    }
+
+    /// A block that one holder has, without key and pin, is to be filled further; `false` for others.
+    pub(super) fn reclaim(&mut self, block: u32) -> bool {
+        let meta = &mut self.meta[block as usize];
+        let alone = self.stage[block as usize] == Stage::Held && meta.holders == 1 && meta.pins == 0;
+        if alone {
+            meta.holders = 0;
+            self.stage[block as usize] = Stage::Mutable;
+            self.shared -= 1;
+            self.mutable += 1;
+        }
+        alone
+    }
+
+    pub(super) fn has_key(&self, block: u32) -> bool {
+        self.stage[block as usize] == Stage::Keyed
+    }
+
+    /// Whether the index, which knows words of keys, finds this block under a key that is not its own.
+    pub(super) fn collides(&self, block: u32, key: &BlockKey) -> bool {
+        let own = &self.meta[block as usize].key;
+        self.has_key(block) && own.word() == key.word() && own != key
+    }
+
+    /// Gives a held block without a key its key.
+    pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
+        self.stage[block as usize] = Stage::Keyed;
+        self.meta[block as usize].key = key;
+    }
+
+    /// One more holder of a held or cached block.
+    pub(super) fn hold(&mut self, block: u32) {
+        let meta = &mut self.meta[block as usize];
+        meta.holders += 1;
+        if meta.holders == 1 {
+            self.shared += 1;
+            if meta.pins == 0 {
+                self.policy.remove(block);
+            }
+        }
+    }
+
+    /// Holds a block if it still has this key and has not expired.
+    pub(super) fn hold_keyed(
+        &mut self,
+        block: u32,
+        key: &BlockKey,
+        now: u64,
+        rules: &Rules,
+        index: &Index,
+    ) -> bool {
+        if self.stage[block as usize] != Stage::Keyed || self.meta[block as usize].key != *key {
+            return false;
+        }
+        if self.has_expired(block, now, rules) {
+            self.expire(block, now, rules, index);
+            return false;
+        }
+        if self.wants_hits {
+            self.policy.hit(block, key);
+        }
+        self.hold(block);
+        true
+    }
+
+    /// Whether a lookup would find a block, and if so, whether nobody holds or pins it.
+    pub(super) fn findable(&self, block: u32, key: &BlockKey, now: u64, rules: &Rules) -> Option<bool> {
+        let meta = &self.meta[block as usize];
+        let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, now, rules);
+        found.then_some(meta.holders == 0 && meta.pins == 0)
+    }
+
+    fn has_expired(&self, block: u32, now: u64, rules: &Rules) -> bool {
+        let (Some(ttl), meta) = (rules.ttl, &self.meta[block as usize]) else { return false };
+        meta.holders == 0 && meta.pins == 0 && now.saturating_sub(self.times[block as usize].released) >= ttl
+    }
+
+    fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &Index) {
+        self.policy.remove(block);
+        index.remove(&[self.forgotten(block, rules, true)]);
+        self.release(block, now, rules);
+    }
+
+    /// Frees cached blocks whose time is over; returns how many.
+    pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
+        let over = |shard: &Self, block: u32| {
+            shard.stage[block as usize] == Stage::Keyed && shard.has_expired(block, now, rules)
+        };
+        let gone: Vec<u32> = (0..self.stage.len() as u32).filter(|&block| over(self, block)).collect();
+        for &block in &gone {
+            self.expire(block, now, rules, index);
+        }
+        gone.len()
+    }
+
+    /// One holder fewer.
+    pub(super) fn let_go(&mut self, block: u32, now: u64, rules: &Rules) {
+        let meta = &mut self.meta[block as usize];
+        meta.holders -= 1;
+        if meta.holders == 0 {
+            self.shared -= 1;
+            if meta.pins == 0 {
+                self.settle(block, now, rules);
+            }
+        }
+    }
+
+    /// A block without holders and pins is cached if it has a key, else free.
+    fn settle(&mut self, block: u32, now: u64, rules: &Rules) {
+        if self.stage[block as usize] != Stage::Keyed {
+            return self.release(block, now, rules);
+        }
+        let key = Some(&self.meta[block as usize].key);
+        let entry = match self.times.get_mut(block as usize) {
+            Some(times) => {
+                times.released = now;
+                Entry { key, priority: times.priority(), until: times.until(), now }
+            }
+            None => Entry { key, now, ..Entry::default() },
+        };
+        self.policy.insert(block, &entry);
+    }
+
+    pub(super) fn pin(&mut self, block: u32) {
+        self.meta[block as usize].pins += 1;
+    }
+
+    pub(super) fn unpin(&mut self, block: u32, now: u64, rules: &Rules) {
+        let meta = &mut self.meta[block as usize];
+        meta.pins -= 1;
+        if meta.pins == 0 && meta.holders == 0 {
+            self.settle(block, now, rules);
+        }
+    }
+
+    /// Says how much a held block is wanted, once it is cached.
+    pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
+        if let Some(times) = self.times.get_mut(block as usize) {
+            let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));
+            times.retention = Times::new(retention.priority, until).retention;
+        }
+    }
+
+    /// Frees all cached blocks that the pool may evict. They are taken again after the blocks that are free
+    /// already, in the order in which they would have been evicted.
+    pub(super) fn clear_cached(&mut self, now: u64, tell_each: bool, rules: &Rules, index: &Index) -> usize {
+        let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
+        self.queued_free = 0;
+        let mut cleared = Vec::new();
+        for &block in &order {
+            if self.has_key(block) {
+                cleared.push(self.forgotten(block, rules, tell_each));
+                self.stage[block as usize] = Stage::Free;
+            }
+        }
+        index.remove(&cleared);
+        match rules.free_order {
+            FreeOrder::FreeFirst => drop(self.free.splice(0..0, order.into_iter().rev())),
+            FreeOrder::OneQueue => order.into_iter().for_each(|block| self.enqueue_free(block, now)),
+        }
+        cleared.len()
+    }
+
+    /// Whether nobody holds or pins a block with a key.
+    pub(super) fn keyed_are_evictable(&self) -> bool {
+        let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Keyed).count();
+        keyed == self.evictable()
+    }
+
+    pub(super) fn policy_len(&self) -> usize {
+        self.policy.len()
+    }
+}

@@ -1,0 +1,394 @@
+//! Which cache, of what size: values that are cloned, stored and read back.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{CacheKind, KvCache, MaxLen, PagedKvCache, StaticKvCache};
+use crate::base::{BlockOrder, Error, KvFormat, KvLayout, KvShape, MemoryKind, RankInfo, Result};
+use crate::device::{Backend, KvArena};
+use crate::paging::{BlockPool, PolicyKind, PoolConfig};
+
+/// What a cache must know of a model: extents of the whole model, before it is cut among ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvExtents {
+    /// Layers.
+    pub num_layers: usize,
+    /// Heads of K.
+    pub k_heads: usize,
+    /// Heads of V.
+    pub v_heads: usize,
+    /// Elements per head of K.
+    pub k_dim: usize,
+    /// Elements per head of V.
+    pub v_dim: usize,
+    /// Longest sequence that the model takes.
+    pub max_positions: usize,
+    /// How elements are stored.
+    pub format: KvFormat,
+}
+
+impl KvExtents {
+    /// The shape of this rank's part, head-major, with blocks as given.
+    ///
+    /// # Errors
+    /// [`Error::Uneven`] where heads or layers do not divide among the ranks.
+    pub fn shape(&self, rank: &RankInfo, num_blocks: usize, block_size: usize) -> Result<KvShape> {
+        Ok(KvShape {
+            num_layers: rank.layers(self.num_layers)?.len(),
+            num_blocks,
+            block_size,
+            k_heads: rank.kv_heads(self.k_heads)?.count,
+            v_heads: rank.kv_heads(self.v_heads)?.count,
+            k_dim: self.k_dim,
+            v_dim: self.v_dim,
+            format: self.format,
+            order: BlockOrder::HeadMajor,
+        })
+    }
+}
+
+/// Settings of some cache.
+pub trait CacheConfig: fmt::Debug + Send + Sync {
+    /// Which cache it is for.
+    fn kind(&self) -> CacheKind;
+
+    /// A copy of these settings.
+    fn boxed_clone(&self) -> Box<dyn CacheConfig>;
+
+    /// Allocates this rank's cache of a model.
+    ///
+    /// # Errors
+    /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`],
+    /// and what the backend refuses.
+    fn build(
+        &self,
+        backend: &dyn Backend,
+        memory: MemoryKind,
+        extents: &KvExtents,
+        rank: &RankInfo,
+    ) -> Result<Box<dyn KvCache>>;
+}
+
+/// A static cache: `max_batch` entries of `max_len` tokens, all allocated at once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StaticCacheConfig {
+    /// Entries of the whole batch, before it is cut among data-parallel ranks.
+    pub max_batch: usize,
+    /// Tokens of an entry.
+    pub max_len: MaxLen,
+    /// Order of heads and tokens in memory.
+    pub order: BlockOrder,
+}
+
+impl Default for StaticCacheConfig {
+    /// One entry of the model's longest length, head-major.
+    fn default() -> Self {
+        Self { max_batch: 1, max_len: MaxLen::Model, order: BlockOrder::HeadMajor }
+    }
+}
+
+impl StaticCacheConfig {
+    /// The layout of this rank's part: a block for each batch entry, as long as an entry.
+    ///
+    /// # Errors
+    /// [`Error::Uneven`], [`Error::Zero`] for no entry or a length of 0, [`Error::Overflow`].
+    pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
+        let batch = rank.batch(self.max_batch)?.len();
+        let len = self.max_len.for_model(extents.max_positions);
+        KvLayout::new(KvShape { order: self.order, ..extents.shape(rank, batch, len)? })
+    }
+}
+
+impl CacheConfig for StaticCacheConfig {
+    fn kind(&self) -> CacheKind {
+        CacheKind::Static
+    }
+
+    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
+        Box::new(self.clone())
+    }
+
+    fn build(
+        &self,
+        backend: &dyn Backend,
+        memory: MemoryKind,
+        extents: &KvExtents,
+        rank: &RankInfo,
+    ) -> Result<Box<dyn KvCache>> {
+        let layout = self.layout(extents, rank)?;
+        Ok(Box::new(StaticKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?)?))
+    }
+}
+
+/// A paged cache: as many blocks as a memory budget holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PagedCacheConfig {
+    /// Bytes for K and V over all layers of this rank, their scales included; never exceeded.
+    pub max_memory: usize,
+    /// Tokens per block; any number from 1 up.
+    pub block_size: usize,
+    /// Order of heads and tokens in a block.
+    pub order: BlockOrder,
+    /// Which cached block goes first when room is needed.
+    pub policy: PolicyKind,
+    /// Blocks that are left to running sequences when a new one is admitted.
+    pub watermark: usize,
+    /// Seconds after which a cached block that nobody used is not found again; never without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
+}
+
+impl Default for PagedCacheConfig {
+    /// 1 GiB in head-major blocks of 16 tokens, evicted by LRU, no watermark, no expiry.
+    fn default() -> Self {
+        Self {
+            max_memory: 1 << 30,
+            block_size: 16,
+            order: BlockOrder::HeadMajor,
+            policy: PolicyKind::Lru,
+            watermark: 0,
+            ttl_seconds: None,
+        }
+    }
+}
+
+impl PagedCacheConfig {
+    /// The layout of this rank's part: as many blocks as [`max_memory`](Self::max_memory) holds.
+    ///
+    /// # Errors
+    /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`].
+    pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
+        let shape = KvShape { order: self.order, ..extents.shape(rank, 1, self.block_size)? };
+        KvLayout::within_budget(&shape, self.max_memory)
+    }
+
+    /// The settings of the pool, to be completed by what no file can say (events, a clock).
+    pub fn pool(&self) -> PoolConfig {
+        let config = PoolConfig::default().policy(self.policy).watermark(self.watermark);
+        self.ttl_seconds.map_or(config.clone(), |ttl| config.ttl(Duration::from_secs(ttl)))
+    }
+}
+
+impl CacheConfig for PagedCacheConfig {
+    fn kind(&self) -> CacheKind {
+        CacheKind::Paged
+    }
+
+    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
+        Box::new(self.clone())
+    }
+
+    fn build(
+        &self,
+        backend: &dyn Backend,
+        memory: MemoryKind,
+        extents: &KvExtents,
+        rank: &RankInfo,
+    ) -> Result<Box<dyn KvCache>> {
+        let layout = self.layout(extents, rank)?;
+        let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, self.pool())?;
+        Ok(Box::new(PagedKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?, pool)?))
+    }
+}
+
+/// Either, as a configuration file names it.
+///
+/// ```
+/// use kvcore::{CacheChoice, CacheConfig, CacheKind, PolicyKind};
+/// let text = r#"{"cache": "paged", "block_size": 32, "policy": "tiny-lfu", "watermark": 4}"#;
+/// let choice: CacheChoice = serde_json::from_str(text)?;
+/// let CacheChoice::Paged(paged) = &choice else { unreachable!("it says paged") };
+/// assert_eq!((paged.block_size, paged.policy), (32, PolicyKind::TinyLfu));
+/// let fixed: CacheChoice = serde_json::from_str(r#"{"cache": "static", "max_len": "max"}"#)?;
+/// let configs: Vec<Box<dyn CacheConfig>> = vec![choice.boxed_clone(), fixed.boxed_clone()];
+/// assert_eq!((configs[0].kind(), configs[1].kind()), (CacheKind::Paged, CacheKind::Static));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "cache", rename_all = "lowercase")]
+pub enum CacheChoice {
+    /// A static cache.
+    Static(StaticCacheConfig),
+    /// A paged cache.
+    Paged(PagedCacheConfig),
+}
+
+impl CacheChoice {
+    fn chosen(&self) -> &dyn CacheConfig {
+        match self {
+            Self::Static(config) => config,
+            Self::Paged(config) => config,
+        }
+    }
+}
+
+impl CacheConfig for CacheChoice {
+    fn kind(&self) -> CacheKind {
+        self.chosen().kind()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
+        Box::new(self.clone())
+    }
+
+    fn build(
+        &self,
+        backend: &dyn Backend,
+        memory: MemoryKind,
+        extents: &KvExtents,
+        rank: &RankInfo,
+    ) -> Result<Box<dyn KvCache>> {
+        self.chosen().build(backend, memory, extents, rank)
+    }
+}
+
+impl FromStr for CacheChoice {
+    type Err = Error;
+
+    /// `static` or `paged`, with default settings.
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "static" => Ok(Self::Static(StaticCacheConfig::default())),
+            "paged" => Ok(Self::Paged(PagedCacheConfig::default())),
+            other => Err(Error::Unsupported {
+                backend: "kvcore",
+                what: format!("cache {other:?} (static and paged are)"),
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::DType;
+    use crate::paging::{KeyScope, ManualClock, Retention};
+
+    #[test]
+    fn a_length_is_the_smaller_of_config_and_model() {
+        assert_eq!(MaxLen::from(0).for_model(2048), 2048);
+        assert_eq!(MaxLen::from(1024).for_model(2048), 1024);
+        assert_eq!(MaxLen::from(4096).for_model(2048), 2048);
+        assert_eq!(MaxLen::Model.for_model(77), 77);
+        for len in [0, 1, 2048].map(MaxLen::from) {
+            let json = serde_json::to_string(&len).unwrap();
+            assert_eq!(serde_json::from_str::<MaxLen>(&json).unwrap(), len, "{json}");
+        }
+        assert_eq!(serde_json::from_str::<MaxLen>("0").unwrap(), MaxLen::Model);
+    }
+
+    #[test]
+    fn defaults_are_one_sequence_and_blocks_of_sixteen() {
+        let (fixed, paged) = (StaticCacheConfig::default(), PagedCacheConfig::default());
+        assert_eq!((fixed.max_batch, fixed.max_len, paged.block_size), (1, MaxLen::Model, 16));
+        assert_eq!((fixed.order, paged.order), (BlockOrder::HeadMajor, BlockOrder::HeadMajor));
+    }
+
+    #[test]
+    fn configs_are_cloned_and_read_back() {
+        let choices = [
+            CacheChoice::Static(StaticCacheConfig {
+                max_batch: 8,
+                max_len: 2048.into(),
+                order: BlockOrder::TokenMajor,
+            }),
+            CacheChoice::Static(StaticCacheConfig::default()),
+            CacheChoice::Static(StaticCacheConfig { max_batch: 2, max_len: 0.into(), ..Default::default() }),
+            CacheChoice::Paged(PagedCacheConfig {
+                max_memory: 10 << 30,
+                block_size: 24,
+                order: BlockOrder::TokenMajor,
+                policy: PolicyKind::TinyLfu,
+                watermark: 7,
+                ttl_seconds: Some(3600),
+            }),
+        ];
+        for choice in choices {
+            let json = serde_json::to_string(&choice).unwrap();
+            assert_eq!(serde_json::from_str::<CacheChoice>(&json).unwrap(), choice, "{json}");
+            assert_eq!(choice.boxed_clone().kind(), choice.kind());
+        }
+        let from = |json: &str| serde_json::from_str::<CacheChoice>(json).unwrap();
+        assert_eq!(from(r#"{"cache":"static","max_len":"max"}"#), "static".parse().unwrap());
+        assert_eq!(from(r#"{"cache":"static","max_len":0}"#), "static".parse().unwrap());
+        assert_eq!(from(r#"{"cache":"paged"}"#), "paged".parse().unwrap());
+        let policy = PagedCacheConfig { policy: PolicyKind::S3Fifo, ..PagedCacheConfig::default() };
+        assert_eq!(from(r#"{"cache":"paged","policy":"s3-fifo"}"#), CacheChoice::Paged(policy));
+        assert!("hybrid".parse::<CacheChoice>().is_err());
+    }
+
+    #[test]
+    fn the_settings_of_the_pool_take_effect() {
+        let config = PagedCacheConfig {
+            policy: PolicyKind::Priority,
+            watermark: 3,
+            ttl_seconds: Some(60),
+            ..Default::default()
+        };
+        let clock = ManualClock::default();
+        let pool = BlockPool::with_config(0..8, config.pool().clock(Arc::new(clock.clone()))).unwrap();
+        assert!(pool.admit(6).is_err() && pool.admit(5).is_ok(), "the watermark");
+        let keys = KeyScope::new("m", b"").root().chain(&[1, 2, 3, 4], 2);
+        let wanted = pool.allocate(2).unwrap().register(None, &keys).unwrap();
+        wanted.retain(Retention { priority: 100, lasts: None });
+        drop(wanted);
+        let others = KeyScope::new("m", b"").root().chain(&[5, 6, 7, 8], 2);
+        drop(pool.allocate(2).unwrap().register(None, &others).unwrap());
+        drop(pool.allocate(6).unwrap());
+        assert_eq!((pool.cached_prefix(&keys), pool.cached_prefix(&others)), (2, 0), "the policy");
+        clock.advance(Duration::from_secs(61));
+        assert_eq!(pool.lookup_chain(&keys).len(), 0, "the time to live");
+    }
+
+    /// Seed 000's example: 10 GiB, 32 heads of 128 in bf16. Its formula leaves the layers out; ours gives
+    /// its 40,960 blocks for one layer and a 32nd of them for 32.
+    #[test]
+    fn seed_000s_block_count_is_the_one_of_a_single_layer() {
+        let extents = |num_layers| KvExtents {
+            num_layers,
+            k_heads: 32,
+            v_heads: 32,
+            k_dim: 128,
+            v_dim: 128,
+            max_positions: 4096,
+            format: DType::BF16.into(),
+        };
+        let blocks = |num_layers, rank: &RankInfo| {
+            let shape = extents(num_layers).shape(rank, 1, 16).unwrap();
+            let layout = KvLayout::within_budget(&shape, 10 << 30).unwrap();
+            assert!(layout.k_bytes() + layout.v_bytes() <= 10 << 30);
+            layout.shape().num_blocks
+        };
+        assert_eq!(blocks(1, &RankInfo::default()), 40_960);
+        assert_eq!(blocks(32, &RankInfo::default()), 40_960 / 32);
+        assert_eq!(blocks(32, &RankInfo::tensor_parallel(1, 4).unwrap()), 40_960 / 32 * 4);
+        assert_eq!(blocks(32, &RankInfo::pipeline(3, 4).unwrap()), 40_960 / 8);
+    }
+
+    #[test]
+    fn k_and_v_may_differ_in_heads_and_dims() {
+        let extents = KvExtents {
+            num_layers: 2,
+            k_heads: 4,
+            v_heads: 8,
+            k_dim: 192,
+            v_dim: 128,
+            max_positions: 64,
+            format: DType::F16.into(),
+        };
+        let shape = extents.shape(&RankInfo::tensor_parallel(0, 4).unwrap(), 1, 16).unwrap();
+        assert_eq!((shape.k_heads, shape.v_heads), (1, 2));
+        let block = 2 * 16 * (192 + 2 * 128) * 2;
+        assert_eq!(KvLayout::within_budget(&shape, 3 * block + 1).unwrap().shape().num_blocks, 3);
+        assert_eq!(
+            KvLayout::within_budget(&shape, block - 1),
+            Err(Error::NotEnoughMemory { budget: block - 1, block_bytes: block })
+        );
+    }
+}

@@ -1,0 +1,195 @@
+//! Blocks by number: for engines that keep block lists themselves.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::rows::{read_rows, write_rows};
+use super::{Error, KvExtents, LayerViews, Result};
+use crate::base::{BlockId, KvLayout, MemoryKind, RankInfo};
+use crate::device::{Backend, KvArena, Stream, TensorView};
+use crate::paging::{BlockPool, MutableBlocks, PoolCounts};
+
+/// How many blocks of what size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BlockManagerConfig {
+    /// Tokens per block; any number from 1 up.
+    pub block_size: usize,
+    /// Blocks.
+    pub num_blocks: usize,
+}
+
+impl Default for BlockManagerConfig {
+    /// 256 blocks of 16 tokens.
+    fn default() -> Self {
+        Self { block_size: 16, num_blocks: 256 }
+    }
+}
+
+/// Blocks of one device, allocated and freed by number, read and written block by block.
+///
+/// The typed guards of [`BlockPool`] make wrong frees impossible; here they are errors. All layers share
+/// block numbers. Rows move in the order of the caller's streams: a read sees what was written before on
+/// the same stream, or on one that it waits for.
+///
+/// ```
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{BlockManager, BlockManagerConfig, DType, Error, KvExtents, RankInfo};
+///
+/// let extents = KvExtents {
+///     num_layers: 2, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8, max_positions: 128,
+///     format: DType::F32.into(),
+/// };
+/// let config = BlockManagerConfig::default();
+/// let mut manager = BlockManager::from_config(CpuBackend::new(), &extents, &RankInfo::default(), &config)?;
+/// let blocks = manager.allocate(3)?;
+/// assert_eq!((manager.counts().free, manager.max_tokens_supported()), (253, 256 * 16));
+/// manager.free(&blocks)?;
+/// assert_eq!(manager.free(&blocks[..1]), Err(Error::NotAllocated { block: blocks[0] }));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BlockManager {
+    backend: Arc<dyn Backend>,
+    arena: KvArena,
+    pool: BlockPool,
+    held: BTreeMap<BlockId, MutableBlocks>,
+}
+
+impl BlockManager {
+    /// Allocates the blocks of this rank's part of a model.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no blocks or a block size of 0, [`Error::Uneven`], [`Error::Overflow`], and what
+    /// the backend refuses.
+    pub fn from_config(
+        backend: Arc<dyn Backend>,
+        extents: &KvExtents,
+        rank: &RankInfo,
+        config: &BlockManagerConfig,
+    ) -> Result<Self> {
+        let layout = KvLayout::new(extents.shape(rank, config.num_blocks, config.block_size)?)?;
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+        let pool = BlockPool::new(0..config.num_blocks as u32)?;
+        Ok(Self { backend, arena, pool, held: BTreeMap::new() })
+    }
+
+    /// Takes `n` blocks; all or none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`].
+    pub fn allocate(&mut self, n: usize) -> Result<Vec<BlockId>> {
+        let mut blocks = self.pool.allocate(n)?;
+        let ids = blocks.ids().to_vec();
+        for &id in ids.iter().rev() {
+            let last = blocks.split_off(blocks.len() - 1)?;
+            self.held.insert(id, last);
+        }
+        Ok(ids)
+    }
+
+    /// Gives blocks back; all or none.
+    ///
+    /// # Errors
+    /// [`Error::ForeignBlock`] for a number the manager never had, [`Error::NotAllocated`] for a block that
+    /// is free already or given twice. Nothing is freed then.
+    pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
+        let mut seen = std::collections::HashSet::new();
+        for &block in blocks {
+            self.check_held(block)?;
+            if !seen.insert(block) {
+                return Err(Error::NotAllocated { block });
+            }
+        }
+        for block in blocks {
+            self.held.remove(block);
+        }
+        Ok(())
+    }
+
+    fn check_held(&self, block: BlockId) -> Result<()> {
+        let range = self.pool.range();
+        if !range.contains(&block.0) {
+            return Err(Error::ForeignBlock { block, start: range.start, end: range.end });
+        }
+        if self.held.contains_key(&block) { Ok(()) } else { Err(Error::NotAllocated { block }) }
+    }
+
+    /// Writes rows `[heads, tokens, dim]` of one layer into a block, from `offset` on, in the order of `stream`.
+    ///
+    /// # Errors
+    /// A block that is not allocated, rows past the block's end, a layer or shape that does not fit;
+    /// nothing is written then.
+    pub fn write(
+        &self,
+        stream: &dyn Stream,
+        layer: usize,
+        block: BlockId,
+        offset: usize,
+        k: &TensorView,
+        v: &TensorView,
+    ) -> Result<()> {
+        self.check_held(block)?;
+        let size = self.block_size();
+        let tokens = k.shape().get(1).copied().unwrap_or(0);
+        let end = offset.saturating_add(tokens);
+        if end > size {
+            return Err(Error::range("end of the rows in the block", end, size + 1));
+        }
+        let first = block.index() * size + offset;
+        let slots = (first as i64..(first + tokens) as i64).collect();
+        write_rows(stream, &self.arena, layer, k, v, slots)
+    }
+
+    /// Copies the first `len` tokens of a list of blocks: `([heads, len, k_dim], [heads, len, v_dim])`. The
+    /// result may be used on `stream`, elsewhere after an event of it.
+    ///
+    /// # Errors
+    /// A block that is not allocated, more tokens than the blocks have, a layer out of range.
+    pub fn read(
+        &self,
+        stream: &dyn Stream,
+        layer: usize,
+        blocks: &[BlockId],
+        len: usize,
+    ) -> Result<LayerViews> {
+        blocks.iter().try_for_each(|&block| self.check_held(block))?;
+        let size = self.block_size();
+        if len > blocks.len() * size {
+            return Err(Error::range("tokens to read", len, blocks.len() * size + 1));
+        }
+        let slot = |token: usize| (blocks[token / size].index() * size + token % size) as i64;
+        read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())
+    }
+
+    /// Gives all blocks back.
+    pub fn reset(&mut self) {
+        self.held.clear();
+    }
+
+    fn block_size(&self) -> usize {
+        self.arena.layout().shape().block_size
+    }
+
+    /// How many blocks are in which state.
+    pub fn counts(&self) -> PoolCounts {
+        self.pool.counts()
+    }
+
+    /// Tokens of one layer that fit into all blocks.
+    pub fn max_tokens_supported(&self) -> usize {
+        self.arena.layout().num_slots()
+    }
+
+    /// Bytes of K and V and their scales, over all layers.
+    pub fn memory_usage(&self) -> usize {
+        self.arena.storages().map(|storage| storage.len()).sum()
+    }
+
+    /// Keys and values, for kernels that read blocks in place.
+    pub fn arena(&self) -> &KvArena {
+        &self.arena
+    }
+}

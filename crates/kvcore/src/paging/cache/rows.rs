@@ -1,0 +1,47 @@
+//! Head-major rows to and from slots of an arena, for caches that read back what they hold.
+
+use std::sync::Arc;
+
+use super::{LayerViews, Result};
+use crate::base::{DType, MemoryKind};
+use crate::device::{Backend, Gather, KvArena, Scatter, Stream, TensorView, allocate_tensor};
+
+/// Copies the rows at `slots` into new memory: `([k_heads, rows, k_dim], [v_heads, rows, v_dim])`, in
+/// the arena's element type, or in f32 if it is quantised. The copy is enqueued on `stream`.
+pub(super) fn read_rows(
+    backend: &dyn Backend,
+    stream: &dyn Stream,
+    arena: &KvArena,
+    layer: usize,
+    slots: Arc<[i64]>,
+) -> Result<LayerViews> {
+    let s = arena.layout().shape();
+    let dtype = if s.format.is_quantized() { DType::F32 } else { s.format.storage_dtype() };
+    let rows = |heads, dim| {
+        let shape = [slots.len().max(1), heads, dim];
+        allocate_tensor(backend, MemoryKind::Device, dtype, &shape)?.slice(0, 0, slots.len())
+    };
+    let (k, v) = (rows(s.k_heads, s.k_dim)?, rows(s.v_heads, s.v_dim)?);
+    let op = Gather { arena: arena.clone(), layer, slots, k: k.clone(), v: v.clone(), rotation: None };
+    stream.gather(&op)?;
+    Ok((k.permute(&[1, 0, 2])?, v.permute(&[1, 0, 2])?))
+}
+
+/// Writes head-major rows `[heads, rows, dim]` to `slots`.
+pub(super) fn write_rows(
+    stream: &dyn Stream,
+    arena: &KvArena,
+    layer: usize,
+    k: &TensorView,
+    v: &TensorView,
+    slots: Arc<[i64]>,
+) -> Result<()> {
+    let (k, v) = (token_major(k)?, token_major(v)?);
+    stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots })
+}
+
+/// Head-major rows `[heads, rows, dim]` as kernels take them: `[rows, heads, dim]`, nothing moved.
+pub(super) fn token_major(rows: &TensorView) -> Result<TensorView> {
+    crate::base::same("rank of [heads, rows, dim]", 3, rows.shape().len())?;
+    rows.permute(&[1, 0, 2])
+}

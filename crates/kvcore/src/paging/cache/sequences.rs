@@ -1,0 +1,269 @@
+//! Sequences by the caller's own numbers, a layer at a time, read back as dense tensors.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::rows::{read_rows, token_major};
+use super::single::SingleSequence;
+use super::{Error, LayerViews, PagedKvCache, Result, SequenceId, SequenceStart};
+use crate::device::{Backend, Stream, TensorView};
+
+/// Most blocks of a sequence unless it is configured.
+pub const DEFAULT_MAX_BLOCKS: usize = 64;
+
+#[derive(Debug)]
+struct Named {
+    id: SequenceId,
+    /// Tokens written in each layer.
+    written: Vec<usize>,
+}
+
+/// A paged cache whose sequences are appended to layer by layer.
+///
+/// All layers of a sequence share its blocks: the layer that comes first with a token takes the room, the
+/// others write to the same slots, so that the length advances once per token. Rows move in the order of
+/// the caller's streams, under the rule that [`PagedKvCache`] states. For engines that attend
+/// over dense tensors; those that read blocks in place use [`PagedKvCache`] itself.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvbackend_cpu::CpuBackend;
+/// use kvcore::{
+///     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+///     PagedSequences, allocate_tensor,
+/// };
+///
+/// let backend = CpuBackend::new();
+/// let stream = backend.stream()?;
+/// let shape = KvShape {
+///     num_layers: 2, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
+///     format: DType::F32.into(), order: BlockOrder::HeadMajor,
+/// };
+/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+/// let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
+/// let mut sequences = PagedSequences::new(backend.clone(), cache);
+///
+/// let id = sequences.create(None)?;
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 5, 3])?;
+/// for layer in 0..2 {
+///     sequences.append(stream.as_ref(), id, layer, &rows, &rows)?;
+/// }
+/// assert_eq!(sequences.len(id)?, 5);
+/// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [2, 5, 3]);
+/// sequences.delete(id)?;
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct PagedSequences {
+    backend: Arc<dyn Backend>,
+    cache: PagedKvCache,
+    sequences: BTreeMap<u64, Named>,
+    max_blocks: usize,
+}
+
+impl PagedSequences {
+    /// Sequences of at most [`DEFAULT_MAX_BLOCKS`] blocks in `cache`, whose memory is `backend`'s.
+    pub fn new(backend: Arc<dyn Backend>, cache: PagedKvCache) -> Self {
+        Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS }
+    }
+
+    /// Another limit to the blocks of a sequence.
+    #[must_use]
+    pub fn max_blocks(mut self, blocks: usize) -> Self {
+        self.max_blocks = blocks;
+        self
+    }
+
+    /// A new sequence: under the caller's number, or under the smallest above all in use.
+    ///
+    /// # Errors
+    /// [`Error::SequenceExists`] for a number in use.
+    pub fn create(&mut self, number: Option<u64>) -> Result<u64> {
+        let next = || self.sequences.last_key_value().map_or(0, |(last, _)| last.wrapping_add(1));
+        let number = number.unwrap_or_else(next);
+        if self.sequences.contains_key(&number) {
+            return Err(Error::SequenceExists(number));
+        }
+        let id = self.cache.create(SequenceStart::default())?;
+        let layers = self.cache.arena().layout().shape().num_layers;
+        self.sequences.insert(number, Named { id, written: vec![0; layers] });
+        Ok(number)
+    }
+
+    fn named(&self, number: u64) -> Result<&Named> {
+        self.sequences.get(&number).ok_or(Error::UnknownSequence(number))
+    }
+
+    /// Tokens written in one layer.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::OutOfRange`] for a layer past the last.
+    pub fn layer_len(&self, number: u64, layer: usize) -> Result<usize> {
+        let written = &self.named(number)?.written;
+        written.get(layer).copied().ok_or(Error::range("layer", layer, written.len()))
+    }
+
+    /// Tokens of a sequence: those of the layer that is furthest.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn len(&self, number: u64) -> Result<usize> {
+        self.cache.len(self.named(number)?.id)
+    }
+
+    /// Whether a sequence has no token.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn is_empty(&self, number: u64) -> Result<bool> {
+        Ok(self.len(number)? == 0)
+    }
+
+    /// Live sequences.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// Writes new rows `[heads, tokens, dim]` of one layer behind those it has.
+    ///
+    /// # Errors
+    /// [`Error::SequenceTooLong`], [`Error::OutOfBlocks`], a layer or shape that does not fit; the sequence
+    /// is as before then.
+    pub fn append(
+        &mut self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+    ) -> Result<()> {
+        let start = self.layer_len(number, layer)?;
+        self.write(stream, number, layer, k, v, start)
+    }
+
+    /// Writes rows of one layer at `start`, which forgets what the layer had from there on, and returns
+    /// all it has now: `([k_heads, len, k_dim], [v_heads, len, v_dim])`. Blocks past the layer that is
+    /// furthest then are given back.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvbackend_cpu::CpuBackend;
+    /// # use kvcore::{
+    /// #     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+    /// #     PagedSequences, allocate_tensor,
+    /// # };
+    /// # let backend = CpuBackend::new();
+    /// # let stream = backend.stream()?;
+    /// # let shape = KvShape {
+    /// #     num_layers: 1, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
+    /// #     format: DType::F32.into(), order: BlockOrder::HeadMajor,
+    /// # };
+    /// # let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+    /// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
+    /// # let mut sequences = PagedSequences::new(backend.clone(), cache);
+    /// let id = sequences.create(None)?;
+    /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 6, 3])?;
+    /// sequences.append(stream.as_ref(), id, 0, &rows, &rows)?;
+    /// // the last four of six tokens were wrong: three others take their place
+    /// let new = rows.slice(1, 0, 3)?;
+    /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
+    /// assert_eq!((k.shape(), sequences.len(id)?), (&[2, 5, 3][..], 5));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`append`](Self::append), and [`Error::OutOfRange`] for a start that would leave a hole.
+    pub fn update(
+        &mut self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> Result<LayerViews> {
+        let held = self.layer_len(number, layer)?;
+        if start > held {
+            return Err(Error::range("start of the update", start, held + 1));
+        }
+        self.write(stream, number, layer, k, v, start)?;
+        self.read(stream, number, layer)
+    }
+
+    fn write(
+        &mut self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> Result<()> {
+        let id = self.named(number)?.id;
+        let (k, v) = (token_major(k)?, token_major(v)?);
+        let end = start.saturating_add(k.shape()[0]);
+        let blocks = self.cache.arena().layout().blocks_for(end);
+        if blocks > self.max_blocks {
+            return Err(Error::SequenceTooLong { sequence: number, blocks, limit: self.max_blocks });
+        }
+        let before = self.cache.len(id)?;
+        if end > before {
+            self.cache.grow(id, end - before)?;
+        }
+        let slots = self.cache.slots(id, start..end)?;
+        if let Err(error) = self.cache.write(id, stream, layer, k, v, &slots) {
+            self.cache.truncate(id, before)?;
+            return Err(error);
+        }
+        let Some(named) = self.sequences.get_mut(&number) else { return Ok(()) };
+        named.written[layer] = end;
+        let furthest = named.written.iter().copied().max().unwrap_or(end);
+        self.cache.truncate(id, furthest)
+    }
+
+    /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    ///
+    /// # Errors
+    /// As [`layer_len`](Self::layer_len), and what the backend refuses.
+    pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize) -> Result<LayerViews> {
+        self.read_first(stream, number, layer, self.layer_len(number, layer)?)
+    }
+
+    pub(super) fn read_first(
+        &self,
+        stream: &dyn Stream,
+        number: u64,
+        layer: usize,
+        len: usize,
+    ) -> Result<LayerViews> {
+        let held = self.layer_len(number, layer)?;
+        if len > held {
+            return Err(Error::range("tokens to read", len, held + 1));
+        }
+        let slots = self.cache.slots(self.named(number)?.id, 0..len)?;
+        read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))
+    }
+
+    /// Ends a sequence; its blocks are free at once.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn delete(&mut self, number: u64) -> Result<()> {
+        let named = self.sequences.remove(&number).ok_or(Error::UnknownSequence(number))?;
+        self.cache.free(named.id)
+    }
+
+    /// The cache under the sequences.
+    pub fn cache(&self) -> &PagedKvCache {
+        &self.cache
+    }
+
+    /// One sequence with the interface of a dense cache.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn single(&mut self, number: u64) -> Result<SingleSequence<'_>> {
+        self.named(number)?;
+        Ok(SingleSequence::new(self, number))
+    }
+}

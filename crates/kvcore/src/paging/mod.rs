@@ -1,0 +1,19 @@
+//! What an engine uses: keys, the block pool and its policies, block tables, caches, prefixes, sleep, and the batch
+//! that it hands to a model.
+
+pub mod batch;
+pub mod block;
+pub mod cache;
+pub mod key;
+mod sleep;
+mod sync;
+
+pub use batch::{Logits, SequenceInput};
+pub use block::{
+    BlockPool, BlockTable, Clock, CompleteBlocks, Duplicates, Entry, EventQueue, EventSink, EvictionPolicy,
+    FreeOrder, KvEvent, Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig,
+    PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
+};
+pub use cache::*;
+pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};
+pub use sleep::{ReservedArena, SleepingBlocks};

@@ -1,0 +1,7 @@
+//! Sleep: blocks whose memory is released while their ids and addresses stay.
+
+mod arena;
+mod blocks;
+
+pub use arena::ReservedArena;
+pub use blocks::SleepingBlocks;
