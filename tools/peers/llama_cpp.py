@@ -152,7 +152,7 @@ def main() -> None:
             server.close()
         print(json.dumps({"cold": cold_row, **theirs}), flush=True)
         files = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.json")]
-        ours = {row["scenario"]: row for row in common.ours("kvmodel", "peer_ttft", *files)}
+        ours = {row["scenario"]: row for row in common.ours("kvlab", "peer_ttft", *files)}
     print(json.dumps(ours))
     same = "the same" if ours["cold"]["first"] == cold_row["first"] else "ANOTHER"
     print(f"first token of both, cold: {same}")

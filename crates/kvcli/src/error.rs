@@ -8,6 +8,9 @@ pub(crate) enum Error {
     /// From the model and its caches.
     #[error(transparent)]
     Model(#[from] kvmodel::Error),
+    /// From the laboratory.
+    #[error(transparent)]
+    Lab(#[from] kvlab::Error),
     /// A prompt file that cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
     Prompt { from: String, source: std::io::Error },
@@ -23,7 +26,7 @@ pub(crate) enum Error {
     Dataset { path: PathBuf, source: std::io::Error },
     /// A file of questions that is none.
     #[error("{path}: {source}")]
-    Questions { path: PathBuf, source: kvmodel::Error },
+    Questions { path: PathBuf, source: kvlab::Error },
     /// A model without questions.
     #[error(
         "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
@@ -51,15 +54,14 @@ impl Error {
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{NotEnoughMemory, OutOfBlocks};
         use kvmodel::Error::{Chunk, Core};
-        match self {
+        let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
+        match error {
             // A budget of chunks is that of their sleep.
-            Self::Model(Chunk(kvchunk::Error::Core(NotEnoughMemory { .. }))) => {
+            Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }
-            Self::Model(
-                Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
-                | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })),
-            ) => Some(
+            Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
+            | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })) => Some(
                 "give the caches more memory: --kv-memory MIB (--help says how much they have without it)",
             ),
             _ => None,

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
-use kvcore::{PoolCounts, ProfileReport};
-use kvmodel::{CacheReport, Engine, FinishReason, Generation};
+use kvcore::PoolCounts;
+use kvmodel::{CacheReport, Engine, FinishReason, Generation, ProfileReport};
 use serde::Serialize;
 
 use crate::memory::MemoryJson;

@@ -30,7 +30,6 @@ pub mod device;
 pub mod metrics;
 pub mod paging;
 pub mod parallel;
-mod profile;
 pub mod storage;
 
 pub use base::*;
@@ -38,7 +37,6 @@ pub use device::*;
 pub use metrics::{Exposition, Latencies, LatencyHistogram, MetricKind};
 pub use paging::*;
 pub use parallel::{Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
-pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use storage::{
     BlockState, Goal, PoolMetrics, RequestId, StorageManager, Target, Tier, TierAction, TierThresholds,
 };

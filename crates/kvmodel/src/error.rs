@@ -45,17 +45,6 @@ pub enum Error {
         /// Blocks.
         held: usize,
     },
-    /// A workload that cannot be.
-    #[error("workload: {0}")]
-    Workload(String),
-    /// A file of questions that is none.
-    #[error("questions{}: {reason}", of_line(*line))]
-    Dataset {
-        /// The line, counted from 1; 0 for the file.
-        line: usize,
-        /// What is wrong.
-        reason: String,
-    },
     /// A token id that the model has no embedding for.
     #[error(
         "token id {token} is outside the vocabulary of {vocabulary}; encode the prompt with the tokenizer of this model"
@@ -85,8 +74,3 @@ pub enum Error {
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// A line's number, if it is one.
-fn of_line(line: usize) -> String {
-    if line == 0 { String::new() } else { format!(", line {line}") }
-}

@@ -23,14 +23,13 @@
 mod config;
 pub mod engine;
 mod error;
-pub mod eval;
 mod layers;
 mod load;
 mod model;
+mod profile;
 mod sample;
 mod text;
 mod weights;
-pub mod workload;
 
 // candle multiplies with this crate; naming it here turns its AVX-512 kernels on.
 use gemm as _;
@@ -43,6 +42,7 @@ pub use error::{Error, Result};
 pub use layers::WeightFormat;
 pub use load::ModelDirectory;
 pub use model::{Checkpoint, ComputeDevice, Forward, FreshKv, Model, Narrowed, Observer};
+pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use sample::{Sampler, Sampling};
 pub use text::{PromptTokens, TextCodec};
 pub use weights::Weights;

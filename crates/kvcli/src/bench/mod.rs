@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ReuseCell};
-use kvmodel::workload::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
+use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
 use kvmodel::{Engine, EngineConfig, Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvcore::{Goal, Target};
-use kvmodel::workload::{Popularity, RagReport, Times, TtftRow};
+use kvlab::{Popularity, RagReport, Times, TtftRow};
 
 use crate::args::RagArgs;
 use crate::error::Result;

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use kvmodel::eval::{Arm, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
+use kvlab::{Arm, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory};
 use serde::Serialize;
 

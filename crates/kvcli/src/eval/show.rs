@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, PositionStrategy, Recompute};
-use kvmodel::eval::{Gate, QuestionKind, Score};
+use kvlab::{Gate, QuestionKind, Score};
 
 use super::kinds;
 use crate::error::Result;

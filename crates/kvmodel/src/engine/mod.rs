@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport, SleepForm};
 use kvcore::{
-    Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Profiler,
-    Stream,
+    Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Stream,
 };
 
 use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
+use crate::profile::Profiler;
 use crate::text::PromptTokens;
 
 mod blend;

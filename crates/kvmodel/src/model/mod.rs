@@ -3,13 +3,12 @@
 use std::ops::ControlFlow;
 
 use candle_core::Tensor;
-use kvcore::{
-    Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, Profiler, RopeConfig, RopeFamily, Stream,
-};
+use kvcore::{Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, RopeConfig, RopeFamily, Stream};
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::layers::{Layer, Linear, RmsNorm, WeightFormat};
+use crate::profile::Profiler;
 use crate::weights::Weights;
 
 mod flops;

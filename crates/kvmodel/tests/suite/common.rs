@@ -11,10 +11,10 @@ use kvchunk::{
 };
 use kvcore::{
     Backend, BlockId, BlockKey, BlockPool, DType, Gather, KeyForm, KeyScope, KvArena, KvFormat, KvLayout,
-    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, Profiler, RankInfo, SequenceId, SequenceInput,
+    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceId, SequenceInput,
     SequenceStart, Stream, SystemClock, allocate_tensor,
 };
-use kvmodel::{ComputeDevice, Model, ModelConfig, WeightFormat, Weights};
+use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
 use safetensors::SafeTensors;
 
 /// A test for every golden model: each family, and each kind of rotary embedding. The first argument is the

@@ -8,9 +8,9 @@ use kvchunk::{ChunkedPrompt, PositionStrategy, ReuseCell};
 use serde::Serialize;
 
 use super::{Popularity, RagWorkload};
-use crate::engine::{Engine, Request};
 use crate::error::Result;
-use crate::text::PromptTokens;
+use kvmodel::PromptTokens;
+use kvmodel::{Engine, Request};
 
 /// A time beside the one that it is compared with.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -5,9 +5,9 @@ use kvcore::{DType, KvFormat};
 use serde::Serialize;
 
 use super::{Arm, Question, QuestionKind, evaluate};
-use crate::engine::{Engine, Generation, Request};
 use crate::error::Result;
-use crate::text::TextCodec;
+use kvmodel::TextCodec;
+use kvmodel::{Engine, Generation, Request};
 
 /// How far results may be apart.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -216,7 +216,8 @@ impl Identity {
         let mut ask = |arm: Arm, order: &[usize], reuse: bool| -> Result<Generation> {
             let request = arm.request(question, order, codec, engine.separator())?;
             let reuse = reuse && request.reuse;
-            engine.generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())
+            Ok(engine
+                .generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())?)
         };
         let arm = Arm::reuse(self.cell, self.recompute);
         ask(Arm::reuse(self.cell, Recompute::None), &elsewhere, true)?;

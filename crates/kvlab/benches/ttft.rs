@@ -6,7 +6,7 @@
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
-use kvmodel::workload::ttft_rows;
+use kvlab::ttft_rows;
 use kvmodel::{Engine, EngineConfig, Model, ModelConfig, WeightFormat, Weights};
 
 fn number(name: &str, default: usize) -> usize {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
-use kvmodel::eval::{Arm, Question, QuestionKind, World, evaluate};
+use kvlab::{Arm, Question, QuestionKind, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, WeightFormat};
 
 /// System prompts, most of them of words that are no single tokens.

@@ -18,7 +18,7 @@ pub use report::{ProfileReport, SpanStats};
 /// the work runs, so that spans may lie inside each other (the outer one's time includes the inner's).
 ///
 /// ```
-/// use kvcore::Profiler;
+/// use kvmodel::Profiler;
 ///
 /// fn prefill(profiler: &Profiler, fail: bool) -> Result<(), &'static str> {
 ///     let _span = profiler.record("prefill");       // ends at `}`, at `?` and at a panic

@@ -15,9 +15,9 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 
-use crate::engine::{Engine, Request};
 use crate::error::Result;
-use crate::text::TextCodec;
+use kvmodel::TextCodec;
+use kvmodel::{Engine, Request};
 
 mod gate;
 mod question;

@@ -7,9 +7,9 @@ use kvcore::Goal;
 use serde::Serialize;
 
 use super::RagWorkload;
-use crate::engine::{Engine, Generation, Request};
 use crate::error::Result;
-use crate::text::PromptTokens;
+use kvmodel::PromptTokens;
+use kvmodel::{Engine, Generation, Request};
 
 /// Quantiles of times, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -193,5 +193,5 @@ fn ask_of(
 ) -> Result<Generation> {
     let request = Request::new(PromptTokens::Chunked(prompt.clone()));
     let request = Request { cell, reuse, full_attention, max_new_tokens: 1, ..request };
-    engine.generate(&request, &mut ())
+    Ok(engine.generate(&request, &mut ())?)
 }

@@ -21,7 +21,7 @@ impl Estimate {
     /// Of these repetitions; 0 of none.
     ///
     /// ```
-    /// use kvmodel::eval::Estimate;
+    /// use kvlab::Estimate;
     /// let estimate = Estimate::of(&[0.9, 1.0, 0.8, 0.9, 0.9]);
     /// assert!((estimate.mean - 0.9).abs() < 1e-9);
     /// assert!((estimate.half_width.unwrap() - 2.776 * (0.005f64 / 5.0).sqrt()).abs() < 1e-9);

@@ -9,9 +9,9 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt};
+use kvlab::{Error, Result};
 use kvmodel::{
-    Engine, EngineConfig, Error, Generation, Model, ModelConfig, PromptTokens, Request, Result, WeightFormat,
-    Weights,
+    Engine, EngineConfig, Generation, Model, ModelConfig, PromptTokens, Request, WeightFormat, Weights,
 };
 use serde::Deserialize;
 
@@ -46,7 +46,7 @@ fn argument(flag: &str) -> Result<PathBuf> {
 }
 
 fn read(path: PathBuf) -> Result<String> {
-    std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })
+    std::fs::read_to_string(&path).map_err(|source| kvmodel::Error::Io { path, source }.into())
 }
 
 /// How a prompt is computed.
@@ -84,7 +84,7 @@ impl Lab {
             keep_logits: true,
             ..Request::new(prompt)
         };
-        self.engine.generate(&request, &mut ())
+        Ok(self.engine.generate(&request, &mut ())?)
     }
 }
 

@@ -33,7 +33,7 @@ impl QuestionKind {
 /// A question about documents, and its answer.
 ///
 /// ```
-/// use kvmodel::eval::{Question, QuestionKind};
+/// use kvlab::{Question, QuestionKind};
 /// let line = r#"{"system": "be brief", "documents": ["a is b", "c is d"], "question": "c?", "answer": "d"}"#;
 /// let [question] = &Question::read_all(line, "##")?[..] else { panic!() };
 /// assert_eq!(question.kind, QuestionKind::Local);

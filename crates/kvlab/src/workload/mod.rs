@@ -28,7 +28,7 @@ pub enum Popularity {
 /// Prompts of a retrieval service.
 ///
 /// ```
-/// use kvmodel::workload::{Popularity, RagWorkload};
+/// use kvlab::{Popularity, RagWorkload};
 /// let workload = RagWorkload { requests: 50, ..RagWorkload::default() };
 /// let prompts = workload.prompts(1000)?;
 /// assert_eq!((prompts.len(), prompts[0].chunks().len()), (50, 5));

@@ -1,0 +1,26 @@
+//! A laboratory for the reuse of KV: what each strategy costs, how often its answers are right, and whether reuse
+//! fits a model.
+//!
+//! [`evaluate`] asks questions through a real [`kvmodel::Engine`] in several [`Arm`]s and scores each. [`Gate`]
+//! checks the identities that exact reuse must keep. [`RagWorkload`] draws prompts of a retrieval service, and
+//! [`serve`] measures what serving them takes.
+//!
+//! ```no_run
+//!
+//! let world = kvlab::World::from_json(&std::fs::read_to_string("models/tiny-rag/world.json")?)?;
+//! let questions = world.questions(7, 4); // four questions of each kind, drawn from seed 7
+//! println!("{} questions about {} documents", questions.len(), questions[0].documents.len());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod eval;
+mod workload;
+
+pub use error::{Error, Result};
+pub use eval::{Arm, Estimate, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
+pub use workload::{
+    ArrivalTimes, Popularity, RagReport, RagWorkload, Times, TtftRow, TtftTarget, serve, ttft_rows,
+};
