@@ -14,7 +14,7 @@ fn number(name: &str, default: usize) -> usize {
     args.iter().position(|a| a == name).and_then(|i| args.get(i + 1)?.parse().ok()).unwrap_or(default)
 }
 
-fn main() -> kvmodel::Result<()> {
+fn main() -> kvlab::Result<()> {
     let (layers, hidden) = (number("--layers", 4), number("--hidden", 256));
     let (chunks, length) = (number("--chunks", 5), number("--tokens", 256));
     let config = ModelConfig::benchmark(layers, hidden)?;

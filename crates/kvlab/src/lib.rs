@@ -6,7 +6,6 @@
 //! [`serve`] measures what serving them takes.
 //!
 //! ```no_run
-//!
 //! let world = kvlab::World::from_json(&std::fs::read_to_string("models/tiny-rag/world.json")?)?;
 //! let questions = world.questions(7, 4); // four questions of each kind, drawn from seed 7
 //! println!("{} questions about {} documents", questions.len(), questions[0].documents.len());
