@@ -1,4 +1,4 @@
-//! The three element types, as f32 for arithmetic.
+//! The three element types, converted to f32 for arithmetic.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use kvcore::{DType, Error, Result};
 
 use crate::NAME;
 
-/// An element that kernels read to f32 and round from f32 (to nearest, ties to even).
+/// An element that kernels convert to f32, and round from f32 to nearest, ties to even.
 pub(crate) trait Element: Pod + Send + Sync {
     fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
@@ -71,13 +71,13 @@ pub(crate) fn unsupported(dtype: DType) -> Error {
     Error::Unsupported { backend: NAME, what: format!("element type {dtype}") }
 }
 
-/// Bytes as elements; a tail that is no whole element is left out.
+/// Returns `bytes` as elements, without a tail that is no whole element.
 pub(crate) fn elements<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     bytemuck::try_cast_slice(&bytes[..whole]).map_err(|_| misaligned::<T>(bytes))
 }
 
-/// Bytes as elements to write.
+/// Returns `bytes` as mutable elements, without a tail that is no whole element.
 pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     let error = misaligned::<T>(bytes);

@@ -1,11 +1,8 @@
-//! Which kernels a stream runs.
+//! The kernels that a stream runs: the reference, or the fast ones.
 
 use std::sync::Arc;
 
-use kvcore::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, Result, RotateKeys,
-    Scatter, SwapBlocks,
-};
+use kvcore::{Operation, Result};
 
 use crate::fast::Fast;
 use crate::reference;
@@ -17,30 +14,45 @@ pub(crate) enum KernelTable {
     Fast(Arc<Fast>),
 }
 
-/// A method for each kernel.
-macro_rules! either {
-    ($($name:ident: $op:ty),* $(,)?) => {
+/// A kernel with its operation, to be run later.
+type Deferred = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// Gives each operation its kernel, which has the same name in `reference` and in `Fast`.
+macro_rules! kernels {
+    ($($operation:ident: $kernel:ident),* $(,)?) => {
         impl KernelTable {
-            $(pub(crate) fn $name(&self, op: &$op) -> Result<()> {
-                match self {
-                    Self::Reference => reference::$name(op),
-                    Self::Fast(fast) => fast.$name(op),
+            /// Runs an operation now.
+            pub(crate) fn run(&self, operation: Operation<'_>) -> Result<()> {
+                match (self, operation) {
+                    $((Self::Reference, Operation::$operation(op)) => reference::$kernel(op),
+                    (Self::Fast(fast), Operation::$operation(op)) => fast.$kernel(op),)*
                 }
-            })*
+            }
+
+            /// Returns a closure over a copy of the operation.
+            pub(crate) fn deferred(&self, operation: Operation<'_>) -> Deferred {
+                let kernels = self.clone();
+                match operation {
+                    $(Operation::$operation(op) => {
+                        let op = op.clone();
+                        Box::new(move || kernels.run(Operation::$operation(&op)))
+                    })*
+                }
+            }
         }
     };
 }
 
-either! {
-    scatter: Scatter,
-    gather: Gather,
-    copy_blocks: CopyBlocks,
-    swap_blocks: SwapBlocks,
-    rope: ApplyRope,
-    rotate_keys: RotateKeys,
-    attend: Attend,
-    attend_mla: AttendMla,
-    quantize: Quantize,
-    dequantize: Dequantize,
-    copy_tensor: CopyTensor,
+kernels! {
+    Scatter: scatter,
+    Gather: gather,
+    CopyBlocks: copy_blocks,
+    SwapBlocks: swap_blocks,
+    CopyTensor: copy_tensor,
+    ApplyRope: rope,
+    RotateKeys: rotate_keys,
+    Attend: attend,
+    AttendMla: attend_mla,
+    Quantize: quantize,
+    Dequantize: dequantize,
 }

@@ -1,8 +1,9 @@
-//! The CPU backend: host memory, ordered streams, reference kernels and fast ones.
+//! The CPU backend: host memory, ordered streams, reference kernels and fast kernels.
 //!
-//! Each reference kernel says in a loop what the contract of [`kvcore::kernels`] says in words, in f32
-//! arithmetic whatever the element type. They are the oracle for every fast kernel, on this device and on
-//! others. [`CpuOptions`] chooses between them, and the instruction set and threads of the fast ones.
+//! The reference kernels state the contract of [`kvcore::kernels`] as plain loops, in f32 arithmetic for
+//! every element type. They are the oracle for every fast kernel, on the CPU and on other devices.
+//! [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the threads of
+//! the fast ones.
 //!
 //! ```
 //! use kvbackend_cpu::CpuBackend;
@@ -18,7 +19,7 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
-/// The README's example compiles and runs.
+/// Compiles and runs the example of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
@@ -67,21 +68,22 @@ pub use options::{CpuOptions, KernelSet, Thresholds};
 pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};
 
-/// Name of this backend in errors and on command lines.
+/// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "cpu";
 
 /// When enqueued work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Execution {
-    /// At once, in the caller's thread.
+    /// In the calling thread, at the time of the call.
     #[default]
     Immediate,
-    /// When something waits for it: a read, a synchronisation, an event. What a program forgets to
-    /// wait for it does not see, as on a GPU. For tests.
+    /// When a read, a synchronisation or an event waits for the work.
+    ///
+    /// A program that forgets to wait does not see the results, as on a GPU. Meant for tests.
     Deferred,
 }
 
-/// Host memory as a device.
+/// The CPU as a device whose memory is host memory.
 #[derive(Debug)]
 pub struct CpuBackend {
     execution: Execution,
@@ -92,22 +94,23 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend that runs fast kernels at once.
+    /// Creates a backend that runs fast kernels immediately.
     pub fn new() -> Arc<Self> {
         Self::with_execution(Execution::Immediate)
     }
 
-    /// The same with the given order of execution.
+    /// Creates a backend that runs fast kernels when `execution` says; [`new`](Self::new) runs them
+    /// immediately.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
         let options = CpuOptions { execution, ..CpuOptions::default() };
         Self::made(&options, Available::best(), Workers::of_the_machine())
     }
 
-    /// A backend that computes as `options` say.
+    /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// [`kvcore::Error::Unsupported`] for instructions that the processor lacks, [`kvcore::Error::Zero`] for
-    /// no threads.
+    /// Returns [`kvcore::Error::Unsupported`] if the processor lacks the instruction set of `options.simd`,
+    /// and [`kvcore::Error::Zero`] if `options.threads` is 0.
     pub fn with_options(options: &CpuOptions) -> Result<Arc<Self>> {
         let level = options.simd.map_or_else(|| Ok(Available::best()), Available::new)?;
         let workers = match options.threads {
@@ -127,7 +130,7 @@ impl CpuBackend {
         Arc::new(Self { execution, simd, kernels, counters: Arc::default(), streams: AtomicU64::new(0) })
     }
 
-    /// The instruction set of its fast kernels.
+    /// Returns the instruction set of the fast kernels.
     pub fn simd(&self) -> SimdLevel {
         self.simd
     }

@@ -1,14 +1,14 @@
-//! How a CPU backend computes.
+//! Settings of a CPU backend.
 
 use crate::{Execution, SimdLevel};
 
-/// Which kernels a backend runs.
+/// The set of kernels that a backend runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelSet {
-    /// Those for speed: vectors, threads, stores past the caches.
+    /// Kernels made for speed: SIMD, threads, and stores that bypass the caches.
     #[default]
     Fast,
-    /// The plain loops that fast ones are tested against.
+    /// Plain loops, against which the fast kernels are tested.
     Reference,
 }
 
@@ -24,30 +24,32 @@ pub enum KernelSet {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
-    /// When enqueued work runs.
+    /// The time at which enqueued work runs.
     pub execution: Execution,
-    /// Which kernels run.
+    /// The set of kernels that runs.
     pub kernels: KernelSet,
-    /// Instruction set of fast kernels; by default the best that the processor has.
+    /// Instruction set of the fast kernels; by default the best one that the processor has.
     pub simd: Option<SimdLevel>,
-    /// Threads of a kernel, the caller's among them. By default one per processor, from threads that all such
-    /// backends share.
+    /// Threads of a kernel, including the caller's.
+    ///
+    /// By default one thread per processor, taken from a pool that all such backends share.
     pub threads: Option<usize>,
-    /// From which sizes on fast kernels take threads and pass the caches.
+    /// Sizes from which on fast kernels use threads and bypass the caches.
     pub thresholds: Thresholds,
 }
 
-/// Sizes at which a fast kernel changes its way. Results are the same on either side.
+/// Sizes at which a fast kernel changes its method. Results are the same on either side of a threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Bytes of work for each thread: about what one moves in the time in which another is woken.
+    /// Bytes of work for each thread: about as many as one thread moves while another one is woken.
     pub bytes_per_thread: usize,
-    /// Bytes from which on copies go past the caches: whoever reads so much later would not find it there.
+    /// Bytes from which on a copy bypasses the caches: a later reader would not find the start of so large a
+    /// copy there.
     pub stream_bytes: usize,
 }
 
 impl Default for Thresholds {
-    /// 256 KiB and 4 MiB.
+    /// Returns 256 KiB per thread, and 4 MiB as the size from which on copies bypass the caches.
     fn default() -> Self {
         Self { bytes_per_thread: 256 << 10, stream_bytes: 4 << 20 }
     }

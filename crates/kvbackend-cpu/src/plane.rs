@@ -1,4 +1,4 @@
-//! K or V of an arena as rows of f32, whatever the format.
+//! K or V of an arena as rows of f32, for every format.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Parts;
 
-/// Which row: one head's elements of one token.
+/// The place of a row: one head's elements of one token.
 #[derive(Clone, Copy)]
 pub(crate) struct RowAt {
     pub(crate) layer: usize,
@@ -19,23 +19,23 @@ pub(crate) struct RowAt {
 }
 
 impl RowAt {
-    /// Head 0 of the token at `slot`.
+    /// Returns the row of head 0 of the token at `slot`.
     pub(crate) fn slot(layer: usize, slot: usize, block_size: usize) -> Self {
         Self { layer, block: slot / block_size, token: slot % block_size, head: 0 }
     }
 
-    /// The same row of another block.
+    /// Returns the row at the same layer, token and head of another block.
     pub(crate) fn block(self, block: BlockId) -> Self {
         Self { block: block.index(), ..self }
     }
 
-    /// The same token's row of another head.
+    /// Returns the row of another head of the same token.
     pub(crate) fn head(self, head: usize) -> Self {
         Self { head, ..self }
     }
 }
 
-/// Where the codes or the scales of rows lie in their storage.
+/// The places of the codes, or of the scales, of all rows in their storage.
 #[derive(Clone, Copy)]
 pub(crate) struct Span {
     strides: PlaneStrides,
@@ -44,12 +44,12 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// The codes of a plane.
+    /// Returns the places of the codes of a plane.
     pub(crate) fn codes(plane: &KvPlane) -> Self {
         Self { strides: plane.strides, bits: plane.format.storage_dtype().bits(), elements: plane.dim }
     }
 
-    /// The scales of a plane.
+    /// Returns the places of the scales of a plane, if its format has scales.
     pub(crate) fn scales(plane: &KvPlane) -> Option<Self> {
         plane.scales.map(|(_, scales)| Self {
             strides: scales.strides,
@@ -58,39 +58,39 @@ impl Span {
         })
     }
 
-    /// Where one row lies, in bytes.
+    /// Returns the byte range of one row in the storage.
     pub(crate) fn bytes(&self, at: RowAt) -> Range<usize> {
         let start = self.strides.at(at.layer, at.block, at.token, at.head) * self.bits / 8;
         start..start + self.row_bytes()
     }
 
-    /// Strides in elements.
+    /// Returns the strides, in elements.
     pub(crate) fn strides(&self) -> PlaneStrides {
         self.strides
     }
 
-    /// Bytes from one head's row to the next.
+    /// Returns the bytes from one head's row to the next.
     pub(crate) fn head_bytes(&self) -> usize {
         self.strides.head * self.bits / 8
     }
 
-    /// Bytes from one token's row to the next, within a block.
+    /// Returns the bytes from one token's row to the next, within a block.
     pub(crate) fn token_bytes(&self) -> usize {
         self.strides.token * self.bits / 8
     }
 
-    /// Elements of one row.
+    /// Returns the number of elements of one row.
     pub(crate) fn row_elements(&self) -> usize {
         self.elements
     }
 
-    /// Bytes of one row.
+    /// Returns the number of bytes of one row.
     pub(crate) fn row_bytes(&self) -> usize {
         self.elements * self.bits / 8
     }
 }
 
-/// Rows of a plane, to read.
+/// Rows of a plane, for reading.
 pub(crate) struct Rows<'a> {
     format: KvFormat,
     codes: (Span, &'a [u8]),
@@ -98,20 +98,20 @@ pub(crate) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// The rows of a plane whose storages are locked.
+    /// Takes the bytes of a plane from the locked storages.
     pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
         let codes = (Span::codes(plane), parts.read(plane.storage)?);
         let scales = plane.scales.map(|(storage, _)| parts.read(storage)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
     }
 
-    /// A row's codes, and its scales if it has any.
+    /// Returns the codes of a row, and its scales; without scales the second slice is empty.
     fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
         let scales = self.scales.map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
         (&self.codes.1[self.codes.0.bytes(at)], scales)
     }
 
-    /// A row: where it lies if it is f32, otherwise decoded into `buffer`.
+    /// Returns a row as f32: in place if the plane is f32, otherwise decoded into `buffer`.
     pub(crate) fn read<'b>(&'b self, at: RowAt, buffer: &'b mut [f32]) -> Result<&'b [f32]> {
         let (codes, scales) = self.row(at);
         if self.format == KvFormat::Dense(DType::F32) {
@@ -122,7 +122,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rows of a plane, to read and to write.
+/// Rows of a plane, for reading and writing.
 pub(crate) struct RowsMut<'a> {
     format: KvFormat,
     codes: (Span, &'a mut [u8]),
@@ -130,21 +130,21 @@ pub(crate) struct RowsMut<'a> {
 }
 
 impl<'a> RowsMut<'a> {
-    /// The rows of a plane whose storages are locked to write.
+    /// Takes the bytes of a plane from the storages that are locked for writing.
     pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
         let codes = (Span::codes(plane), parts.write(plane.storage)?);
         let scales = plane.scales.map(|(storage, _)| parts.write(storage)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
     }
 
-    /// Reads a row.
+    /// Decodes the row at `at` into `row`.
     pub(crate) fn read(&self, at: RowAt, row: &mut [f32]) -> Result<()> {
         let codes = &self.codes.1[self.codes.0.bytes(at)];
         let scales = self.scales.as_ref().map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
         decode(self.format, codes, scales, row)
     }
 
-    /// Writes a row: rounds it, or quantises it.
+    /// Writes a row, rounded or quantised to the format of the plane.
     pub(crate) fn write(&mut self, at: RowAt, row: &[f32]) -> Result<()> {
         let codes = &mut self.codes.1[self.codes.0.bytes(at)];
         let scales = self.scales.as_mut().map_or(&mut [][..], |(span, bytes)| &mut bytes[span.bytes(at)]);

@@ -1,8 +1,11 @@
-//! Bytes that several threads use at the same time, each its own part.
+//! Bytes that several threads use at the same time, each thread its own part.
 
 use std::marker::PhantomData;
 
-/// Bytes to write. Whoever takes a pointer out of it sees to it that no two threads touch the same bytes.
+/// Bytes to write.
+///
+/// Code that dereferences a pointer from [`at`](Self::at) guarantees that no other thread accesses the same
+/// bytes meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     start: *mut u8,
@@ -10,7 +13,7 @@ pub(crate) struct Target<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Bytes to read; they may be part of a [`Target`] that nobody writes there.
+/// Bytes to read. They may belong to a [`Target`], of which nobody writes this part meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin<'a> {
     start: *const u8,
@@ -18,13 +21,17 @@ pub(crate) struct Origin<'a> {
     life: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: the bytes belong to the borrower; which thread touches which of them is the duty of who dereferences.
+// SAFETY: a `Target` holds the exclusive borrow `'a` of its bytes. It touches no byte itself: code that
+// dereferences a pointer from `at` guarantees that no two threads access the same byte.
 unsafe impl Send for Target<'_> {}
-// SAFETY: as above.
+// SAFETY: `&Target` only gives out pointers, by `at`; code that dereferences them excludes races, as for
+// `Send`.
 unsafe impl Sync for Target<'_> {}
-// SAFETY: as above.
+// SAFETY: an `Origin` holds a borrow `'a` of bytes that are only read. It touches no byte itself: code that
+// dereferences a pointer from `at` guarantees that no thread writes the same byte.
 unsafe impl Send for Origin<'_> {}
-// SAFETY: as above.
+// SAFETY: `&Origin` only gives out pointers, by `at`; code that dereferences them excludes races, as for
+// `Send`.
 unsafe impl Sync for Origin<'_> {}
 
 impl<'a> Target<'a> {
@@ -32,22 +39,22 @@ impl<'a> Target<'a> {
         Self { start: bytes.as_mut_ptr(), len: bytes.len(), life: PhantomData }
     }
 
-    /// The same bytes, to read.
+    /// Returns the bytes as an origin, from which they are read.
     pub(crate) fn as_origin(self) -> Origin<'a> {
         Origin { start: self.start, len: self.len, life: PhantomData }
     }
 
-    /// Where `len` bytes begin.
+    /// Returns a pointer to the `len` bytes that begin at `offset`.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
         self.start.wrapping_add(offset)
     }
 
-    /// Whether a place is aligned to a cache line.
+    /// Returns whether the byte at `offset` begins a cache line.
     pub(crate) fn is_line(self, offset: usize) -> bool {
         (self.start as usize + offset).is_multiple_of(64)
     }
@@ -58,20 +65,20 @@ impl<'a> Origin<'a> {
         Self { start: bytes.as_ptr(), len: bytes.len(), life: PhantomData }
     }
 
-    /// Where `len` bytes begin.
+    /// Returns a pointer to the `len` bytes that begin at `offset`.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *const u8 {
         assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
         self.start.wrapping_add(offset)
     }
 
-    /// `len` bytes from `offset` on.
+    /// Returns the `len` bytes that begin at `offset`.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range `offset..offset + len` does not lie inside the bytes.
     pub(crate) fn part(self, offset: usize, len: usize) -> Self {
         Self { start: self.at(offset, len), len, life: PhantomData }
     }

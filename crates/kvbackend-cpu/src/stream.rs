@@ -6,10 +6,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvcore::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Counters, Dequantize, Error, Event, Gather,
-    Kernels, KvArena, Quantize, Result, RotateKeys, Scatter, Storage, Stream, SwapBlocks, TensorView,
-};
+use kvcore::{Checked, Counters, Error, Event, Result, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 
 use crate::kernels::KernelTable;
@@ -106,24 +103,6 @@ impl CpuStream {
             }
         }
     }
-
-    /// Runs a kernel now, on the operation itself, or later on a copy of it.
-    fn launch<O: Clone + Send + 'static>(
-        &self,
-        op: &O,
-        kernel: fn(&KernelTable, &O) -> Result<()>,
-    ) -> Result<()> {
-        match self.execution {
-            Execution::Immediate => {
-                let _running = self.queue.running.lock();
-                kernel(&self.kernels, op)
-            }
-            Execution::Deferred => {
-                let (op, kernels) = (op.clone(), self.kernels.clone());
-                self.enqueue(move || kernel(&kernels, &op))
-            }
-        }
-    }
 }
 
 impl Drop for CpuStream {
@@ -135,6 +114,24 @@ impl Drop for CpuStream {
 }
 
 impl Stream for CpuStream {
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        match self.execution {
+            Execution::Immediate => {
+                let _running = self.queue.running.lock();
+                self.kernels.run(operation.operation())
+            }
+            Execution::Deferred => self.enqueue(self.kernels.deferred(operation.operation())),
+        }
+    }
+
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        cpu(storage).map(drop)
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
     fn record(&self) -> Result<Arc<dyn Event>> {
         let at = self.queue.enqueued.load(Ordering::Acquire);
         Ok(Arc::new(CpuEvent { stream: self.id, at, queue: Arc::downgrade(&self.queue) }))
@@ -180,96 +177,5 @@ impl Stream for CpuStream {
         let access = Access::new(&[src.storage()], &[])?;
         dst.copy_from_slice(&access.read(src.storage())?[range]);
         Ok(())
-    }
-}
-
-/// Refuses storages of other backends before anything is enqueued.
-fn ours(arenas: &[&KvArena], views: &[&TensorView]) -> Result<()> {
-    let check = |storage: &Arc<dyn Storage>| cpu(storage).map(drop);
-    arenas.iter().flat_map(|arena| arena.storages()).try_for_each(check)?;
-    views.iter().try_for_each(|view| check(view.storage()))
-}
-
-fn ours_in_attend(op: &Attend) -> Result<()> {
-    ours(&[&op.arena], &[&op.q, &op.out])?;
-    op.lse.as_ref().map_or(Ok(()), |lse| ours(&[], &[lse]))
-}
-
-impl Kernels for CpuStream {
-    fn scatter(&self, op: &Scatter) -> Result<()> {
-        op.check()?;
-        ours(&[&op.arena], &[&op.k, &op.v])?;
-        Counters::add(&self.counters.scatter_bytes, op.bytes());
-        self.launch(op, KernelTable::scatter)
-    }
-
-    fn gather(&self, op: &Gather) -> Result<()> {
-        op.check()?;
-        ours(&[&op.arena], &[&op.k, &op.v])?;
-        Counters::add(&self.counters.gather_bytes, op.bytes());
-        self.launch(op, KernelTable::gather)
-    }
-
-    fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
-        op.check()?;
-        ours(&[&op.arena], &[])?;
-        Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        self.launch(op, KernelTable::copy_blocks)
-    }
-
-    fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
-        op.check()?;
-        ours(&[&op.src, &op.dst], &[])?;
-        Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        self.launch(op, KernelTable::swap_blocks)
-    }
-
-    fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
-        op.check()?;
-        ours(&[], &[&op.src, &op.dst])?;
-        Counters::add(&self.counters.tensor_copy_bytes, op.bytes());
-        self.launch(op, KernelTable::copy_tensor)
-    }
-
-    fn rope(&self, op: &ApplyRope) -> Result<()> {
-        op.check()?;
-        ours(&[], &[&op.rows])?;
-        self.launch(op, KernelTable::rope)
-    }
-
-    fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
-        op.check()?;
-        ours(&[&op.src, &op.dst], &[])?;
-        Counters::add(&self.counters.block_copy_bytes, op.bytes());
-        self.launch(op, KernelTable::rotate_keys)
-    }
-
-    fn attend(&self, op: &Attend) -> Result<()> {
-        op.check()?;
-        ours_in_attend(op)?;
-        Counters::add(&self.counters.attend_calls, 1);
-        self.launch(op, KernelTable::attend)
-    }
-
-    fn attend_mla(&self, op: &AttendMla) -> Result<()> {
-        op.check()?;
-        ours_in_attend(&op.attend)?;
-        ours(&[], &[&op.q_latent])?;
-        Counters::add(&self.counters.attend_calls, 1);
-        self.launch(op, KernelTable::attend_mla)
-    }
-
-    fn quantize(&self, op: &Quantize) -> Result<()> {
-        op.check()?;
-        ours(&[&op.src, &op.dst], &[])?;
-        Counters::add(&self.counters.quantize_bytes, op.bytes());
-        self.launch(op, KernelTable::quantize)
-    }
-
-    fn dequantize(&self, op: &Dequantize) -> Result<()> {
-        op.check()?;
-        ours(&[&op.src, &op.dst], &[])?;
-        Counters::add(&self.counters.dequantize_bytes, op.bytes());
-        self.launch(op, KernelTable::dequantize)
     }
 }

@@ -1,7 +1,8 @@
 //! A few threads that wait for work, so that a kernel can be cut into parts.
 //!
-//! Kernels are short: a decode step has some ten of them per millisecond. So the caller works too, nothing
-//! is allocated per call, and whoever finds the threads busy with another stream's work does its own alone.
+//! Kernels are short: a decode step runs some ten of them per millisecond. Therefore the caller works too, a
+//! call allocates nothing, and a caller that finds the threads busy with another stream's work does its own
+//! work alone.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -15,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 pub(crate) struct Workers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Held while a job runs.
+    /// Locked while a job runs.
     busy: Mutex<()>,
 }
 
@@ -24,33 +25,34 @@ struct Shared {
     state: Mutex<State>,
     wake: Condvar,
     done: Condvar,
-    /// The next part that nobody has taken.
+    /// Number of the next part that no thread has taken.
     next: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
     job: Option<Job>,
-    /// Counts jobs, so that a thread takes part in each once.
+    /// Count of jobs, so that a thread takes part in each job once.
     number: u64,
-    /// Threads that are inside the job.
+    /// Number of threads inside the job.
     inside: usize,
     panic: Option<Box<dyn Any + Send>>,
     stop: bool,
 }
 
-/// What to call for each part. The reference lives as long as `Workers::run` waits.
+/// The function to call for each part. `Workers::run` keeps the referent of `work` alive while it waits.
 #[derive(Clone, Copy)]
 struct Job {
     work: *const (dyn Fn(usize) + Sync),
     parts: usize,
 }
 
-// SAFETY: the work is `Sync`, and `Workers::run` keeps it alive until no thread is inside.
+// SAFETY: `work` points to a `Sync` closure, and `Workers::run` keeps the closure alive until no thread is
+// inside.
 unsafe impl Send for Job {}
 
 impl Shared {
-    /// Takes parts until none is left.
+    /// Takes parts and calls `work` with each, until none is left.
     fn take_parts(&self, work: &(dyn Fn(usize) + Sync), parts: usize) {
         loop {
             let part = self.next.fetch_add(1, Ordering::Relaxed);
@@ -73,7 +75,8 @@ impl Shared {
                     seen = state.number;
                     state.inside += 1;
                     drop(state);
-                    // SAFETY: the job was there under the lock, and `run` does not return while `inside` counts us.
+                    // SAFETY: `job.work` was read under the lock while the job was set, and `inside` was
+                    // counted up under the same lock; `run` keeps the closure alive until `inside` is 0.
                     let work = unsafe { &*job.work };
                     let result = catch_unwind(AssertUnwindSafe(|| self.take_parts(work, job.parts)));
                     state = self.state.lock();
@@ -92,7 +95,7 @@ impl Shared {
 }
 
 impl Workers {
-    /// `threads` in all, the caller among them; fewer if the system gives no more.
+    /// Starts `threads - 1` threads, which with the caller make `threads`; fewer if the system refuses one.
     pub(crate) fn new(threads: usize) -> Self {
         let shared: Arc<Shared> = Arc::default();
         let threads = (1..threads)
@@ -104,26 +107,28 @@ impl Workers {
         Self { shared, threads, busy: Mutex::new(()) }
     }
 
-    /// One thread per processor, shared by all backends that ask for no number of their own.
+    /// Returns the pool with one thread per processor, which all backends without a thread count of their own
+    /// share.
     pub(crate) fn of_the_machine() -> Arc<Self> {
         static ALL: OnceLock<Arc<Workers>> = OnceLock::new();
         let threads = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Arc::clone(ALL.get_or_init(|| Arc::new(Self::new(threads()))))
     }
 
-    /// Threads, the caller among them.
+    /// Returns the number of threads, including the caller.
     pub(crate) fn count(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Into how many parts `units` of work that move `bytes` in all are best cut.
+    /// Returns the number of parts into which `units` units of work that move `bytes` bytes in all are best
+    /// cut.
     pub(crate) fn parts(&self, units: usize, bytes: usize, bytes_per_thread: usize) -> usize {
         (bytes / bytes_per_thread.max(1)).min(self.count()).min(units).max(1)
     }
 
-    /// Calls `work` once for each of `0..parts`, on several threads, and waits for all.
+    /// Calls `work` once for each part of `0..parts`, on several threads, and waits for all of them.
     ///
-    /// A panic of a part is passed on, after all others have ended.
+    /// If a part panics, the panic is passed on after all other parts have ended.
     pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
         let alone = || (0..parts).for_each(work);
         if parts <= 1 || self.threads.is_empty() {
@@ -132,7 +137,9 @@ impl Workers {
         let Some(_busy) = self.busy.try_lock() else { return alone() };
         let shared = &self.shared;
         shared.next.store(0, Ordering::Relaxed);
-        // SAFETY: only the lifetime changes; the job is taken back below before `work` goes out of scope.
+        // SAFETY: the transmute changes only the lifetime of `work`. Threads call the job only while `inside`
+        // counts them; below, the job is removed and `inside` reaches 0 before this call returns, so that
+        // `work` outlives every use.
         let erased: &'static (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
         {
             let mut state = shared.state.lock();
@@ -159,7 +166,7 @@ impl Drop for Workers {
         self.shared.state.lock().stop = true;
         self.shared.wake.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread ends without a panic: it catches those of its work.
+            // A thread itself never panics: it catches the panics of its work.
             let _ = thread.join();
         }
     }

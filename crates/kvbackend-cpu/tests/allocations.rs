@@ -1,4 +1,4 @@
-//! A step of decoding at the cache allocates nothing: counted by the allocator, over all threads.
+//! A decode step at the cache allocates nothing, as counted by the allocator over all threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -12,27 +12,29 @@ use kvcore::{
     SlotMapping, TensorView, allocate_tensor,
 };
 
-/// The system's allocator, counted.
+/// The system's allocator, with a count of allocations.
 struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all calls are passed on as they are.
+// SAFETY: every call is passed to `System` with the arguments of the caller, and counting does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `layout` has a size above 0.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `ptr` was allocated by this allocator, hence by `System`, with
+        // `layout`.
         unsafe { System.dealloc(ptr, layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `ptr` was allocated by this allocator, hence by `System`, with
+        // `layout`, and that `size` is valid.
         unsafe { System.realloc(ptr, layout, size) }
     }
 }
@@ -45,12 +47,12 @@ const HEADS: usize = 4;
 const QUERY_HEADS: usize = 16;
 const DIM: usize = 64;
 const BLOCK: usize = 16;
-/// Blocks of the context before the steps that are counted.
+/// Blocks of the context before the counted steps.
 const BEFORE: usize = 80;
 
-/// Allocations of each of the steps that follow `BEFORE` blocks of tokens.
+/// Returns the allocations of each of the steps that follow `BEFORE` blocks of tokens.
 fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
-    // Every step is shared between the threads, however small.
+    // Every step is shared between the threads, however small it is.
     let thresholds = Thresholds { bytes_per_thread: 1, ..Thresholds::default() };
     let options = CpuOptions { threads: Some(threads), thresholds, ..CpuOptions::default() };
     let backend = CpuBackend::with_options(&options).unwrap();
@@ -79,7 +81,7 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
         let (k, v) = (rows(before.len(), HEADS), rows(before.len(), HEADS));
         cache.write(id, stream.as_ref(), layer, k, v, &before).unwrap();
     }
-    // What a step needs is made once and changed in place.
+    // The inputs of a step are made once and changed in place.
     let (k, v) = (rows(1, HEADS), rows(1, HEADS));
     let mut slots = SlotMapping::from(vec![0]);
     let mut turn = ApplyRope { rows: k.clone(), positions: [0].into(), rope: Arc::clone(&rope) };
@@ -123,14 +125,15 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
     (0..steps).map(count).collect()
 }
 
-/// One test, so that no other thread allocates meanwhile.
+/// A single test, so that no other thread allocates meanwhile.
 #[test]
 fn a_step_of_decoding_allocates_nothing_but_what_a_new_block_takes() {
     for format in ["f32", "bf16", "int8:32", "fp8-e4m3"] {
         for threads in [1, 2] {
             let counts = steps(format.parse().unwrap(), threads, 2 * BLOCK);
             for (i, count) in counts.iter().enumerate() {
-                // A new block makes the block table longer, and now and then the list of what the sequence holds.
+                // A new block makes the block table longer and, now and then, the list of blocks that the
+                // sequence holds.
                 let limit = if i.is_multiple_of(BLOCK) { 2 } else { 0 };
                 assert!(*count <= limit, "{format}, {threads} threads, step {i}: {counts:?}");
             }

@@ -1,4 +1,4 @@
-//! Tensors that move between memories: what `TensorView` and `OwnedStorage` promise, on real memory.
+//! Tensors that move between memories: the promises of `TensorView` and `OwnedStorage`, on real memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

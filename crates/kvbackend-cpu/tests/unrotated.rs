@@ -1,4 +1,5 @@
-//! Keys that are stored unrotated: used anywhere, they are bit for bit those of a fresh prefill there.
+//! Unrotated keys: used at any position, they equal, bit for bit, the keys of a fresh prefill at that
+//! position.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -48,7 +49,7 @@ impl Setup {
         view
     }
 
-    /// An arena with the same keys and values in it, rotated from `start` on or not at all.
+    /// Returns an arena with the same keys and values, rotated from position `start` on or not at all.
     fn filled(&self, format: KvFormat, start: Option<i64>) -> KvArena {
         let shape = KvShape {
             num_layers: 1,
@@ -74,7 +75,7 @@ impl Setup {
         arena
     }
 
-    /// What a query right after the tokens reads.
+    /// Returns the output of a query right after the tokens.
     fn attend(&self, arena: KvArena, keys: KeyForm, stored: i64, used: i64) -> Vec<f32> {
         let blocks: Arc<[BlockId]> = (0..6).map(BlockId).collect();
         let segment = Segment::new(blocks, TOKENS, 0, stored).at_offset(used - stored);
@@ -115,7 +116,7 @@ fn reuse_is_bit_for_bit_a_fresh_prefill(#[values(0, 1, 777, 100_000)] used: i64)
     }
 }
 
-/// Where a format rounds, a prefill that stores its keys so is the measure.
+/// In a format that rounds, the reference is a prefill that stores its keys unrotated.
 #[rstest]
 fn in_every_format_the_place_of_storing_leaves_no_trace(
     #[values("f16", "bf16", "int8:8", "int4:8", "fp8-e4m3")] format: &str,

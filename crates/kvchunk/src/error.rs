@@ -4,205 +4,206 @@ use std::time::Duration;
 
 use crate::replica::ReplicaId;
 
-/// What can go wrong between a prompt and its placed chunks.
+/// An error between a prompt and its placed chunks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A part of a chunked prompt holds nothing.
+    /// A part of a chunked prompt is empty, or the prompt has no chunk.
     #[error("{part} is empty; a chunked prompt is system, chunks and question, none of them empty")]
     EmptyPart {
-        /// `"system prompt"`, `"chunk 2"`, `"question"`.
+        /// The part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
         part: String,
     },
-    /// An empty separator would split everywhere.
+    /// The separator is empty and would split the text everywhere.
     #[error("the separator is empty and would split everywhere; give it at least one character, such as ##")]
     EmptySeparator,
-    /// A prompt whose largest position the model does not have.
+    /// The prompt needs a position that the model does not have.
     #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
     TooLong {
-        /// Largest position of the prompt.
+        /// The largest position that the prompt needs.
         largest: i64,
-        /// Positions that the model has.
+        /// The number of positions of the model.
         limit: usize,
     },
-    /// A configuration value out of its domain.
+    /// A setting is 0, but must be at least 1.
     #[error("{what} must be at least 1")]
     Zero {
-        /// The value.
+        /// The name of the setting.
         what: &'static str,
     },
-    /// A number that must be above 0.
+    /// A number is not positive and finite, but must be.
     #[error("{what} is {value}; it must be above 0")]
     NotPositive {
-        /// The number's name.
+        /// The name of the number.
         what: &'static str,
         /// The number.
         value: f32,
     },
-    /// A commit before everything is there.
+    /// An assembly was committed before all its pieces were there.
     #[error("{pieces} pieces of the prompt are being computed by other requests; advance until it is ready")]
     NotReady {
-        /// Pieces.
+        /// The number of pieces that other requests are still computing.
         pieces: usize,
     },
-    /// A recompute strategy chose a token that is not there.
+    /// A recompute strategy chose a token that the chunk does not have.
     #[error(
         "token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}; \
          a strategy may choose 0..{len}"
     )]
     NoSuchToken {
-        /// The chunk, counted from 0.
+        /// The index of the chunk in the prompt, from 0.
         chunk: usize,
-        /// The token in it.
+        /// The index of the token in the chunk.
         token: usize,
-        /// Tokens of the chunk.
+        /// The number of tokens of the chunk.
         len: usize,
     },
-    /// A recompute strategy that is none.
+    /// The text names no recompute strategy.
     #[error(
         "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], random:R[@SEED], full"
     )]
     UnknownStrategy(String),
-    /// A form of sleep that is none.
+    /// The text names no form of sleep.
     #[error(
         "{0:?} is no form of sleep: plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \
          fp8-e5m2[:head] are"
     )]
     UnknownSleepForm(String),
-    /// A share that is none.
+    /// A share is not above 0 and below 1.
     #[error("{what} is {value}; it must be above 0 and below 1")]
     NotAShare {
-        /// The value's name.
+        /// The name of the value.
         what: &'static str,
         /// The value.
         value: f64,
     },
-    /// An arena that cannot be cut in two pools.
+    /// An arena is too small, or too large, to be split into a main pool and a chunk pool.
     #[error("{blocks} blocks cannot be cut into a main pool and a chunk pool: 2 to 2^32 - 1 are needed")]
     NoRoomForTwoPools {
-        /// Blocks of the arena.
+        /// The number of blocks of the arena.
         blocks: usize,
     },
-    /// A tenant that was never added.
+    /// No tenant has this tag.
     #[error("tenant {0:?} is unknown; add it first")]
     UnknownTenant(String),
-    /// A tenant's tag that is taken.
+    /// A tenant with this tag exists already.
     #[error("tenant {0:?} is there already; ask for it by its tag, or add another tag")]
     TenantExists(String),
-    /// A tenant's salt that another one has, or that is empty, as the default tenant's is.
+    /// Two tenants would have the same salt. The default tenant's salt is empty, so an empty salt is refused,
+    /// too.
     #[error(
         "tenant {tag:?} has the salt of tenant {other:?}, so that they would share chunks; give it its own"
     )]
     SharedSalt {
-        /// The tenant that is refused.
+        /// The tag of the refused tenant.
         tag: String,
-        /// The one that is there.
+        /// The tag of the existing tenant with the same salt.
         other: String,
     },
-    /// A cache that was built without a [`SleepStore`](crate::SleepStore).
+    /// The cache was built without a [`SleepStore`](crate::SleepStore).
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,
-    /// A run of tokens that is no single segment for whoever goes by position.
+    /// The tokens of a run do not have consecutive positions, so one segment cannot describe the run.
     #[error("token {index} of the run has position {position}; one segment cannot say so")]
     NotInARow {
-        /// The first token whose position is not its index.
+        /// The index of the first token whose position is not its index.
         index: i64,
-        /// Its position.
+        /// The position of that token.
         position: i64,
     },
-    /// A rank that did not come to an agreement.
+    /// A rank left, or did not take part in an agreement in time.
     #[error("a rank has left, or did not answer within {limit:?}; end the request on all ranks")]
     RankLost {
-        /// How long the others wait.
+        /// The longest time that the other ranks wait.
         limit: Duration,
     },
-    /// A prompt for which another rank has no room.
+    /// Another rank cannot compute the prompt, for instance for lack of room.
     #[error("another rank cannot compute this prompt; its own error says why")]
     RankFailed,
-    /// Ranks that assemble different prompts.
+    /// The ranks assemble different prompts.
     #[error("ranks compute different prompts: {own} flags to agree on here, {others} elsewhere")]
     RanksDiffer {
-        /// Flags of this rank.
+        /// The number of flags that this rank brought to the agreement.
         own: usize,
-        /// Flags of another one.
+        /// The number of flags that another rank brought.
         others: usize,
     },
-    /// A replica that has a chunk no more.
+    /// A replica no longer has a chunk.
     #[error("{replica} has the chunk no more; ask another one, or compute it")]
     ReplicaLacks {
         /// The replica.
         replica: ReplicaId,
     },
-    /// A replica that cannot be reached, or does not answer.
+    /// A replica cannot be reached, or does not answer.
     #[error("{replica} gave nothing: {reason}; ask another one, or compute the chunk")]
     ReplicaFailed {
         /// The replica.
         replica: ReplicaId,
-        /// What the transport says.
+        /// The reason that the transport gave.
         reason: String,
     },
-    /// Contents of another replica that are not what was asked for, or do not lie as here.
+    /// A parcel from another replica is not the requested piece, or has another layout than the blocks here.
     #[error(
         "what a replica sent has another {what} than this one needs; run replicas of one model and setup"
     )]
     ReplicaDiffers {
-        /// What differs.
+        /// The name of the property that differs.
         what: &'static str,
     },
-    /// Replicas under a hash that anybody can make collisions of.
+    /// The hash does not resist collisions, so replicas cannot share chunks under it.
     #[error("replicas share no chunks under a hash that does not resist collisions; take blake3 or sha256")]
     WeakHash,
-    /// No room for a chunk, even after evicting what nobody holds.
+    /// The pool has no room for a chunk, even after every piece that nobody holds was evicted.
     #[error("no room for a chunk of {blocks} blocks; give chunks more memory, or let requests end")]
     NoRoomForChunk {
-        /// Blocks that it takes.
+        /// The number of blocks that the chunk needs.
         blocks: usize,
     },
-    /// A chunk that another request has been at for too long.
+    /// Another request has been computing or moving the chunk for too long.
     #[error("another request has computed or moved the chunk for {limit:?}; ask again, or compute it")]
     StillBusy {
-        /// Longest wait.
+        /// The longest time to wait.
         limit: Duration,
     },
-    /// A place to sleep that is full.
+    /// The place where pieces sleep is full.
     #[error(
         "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller \
          form, or clear chunks"
     )]
     SleepFull {
-        /// Bytes asked for.
+        /// The number of bytes that were needed.
         asked: usize,
-        /// Bytes free.
+        /// The number of free bytes.
         free: usize,
-        /// Bytes in all.
+        /// The budget in bytes.
         limit: usize,
     },
-    /// Saved contents that do not read back as they were.
+    /// Saved or received contents fail their check: a checksum, a digest or a panic of the store.
     #[error("saved chunk is damaged: {0}; compute it anew, which the next request for it does by itself")]
     Damaged(String),
-    /// A pool that cannot sleep while it is in use.
+    /// The chunk pool is in use and cannot be put to sleep.
     #[error(
         "the chunk pool is in use: {held} pieces are held, {flights} are being computed or moved, \
          {others} blocks are held by others; let these requests end first"
     )]
     PoolInUse {
-        /// Pieces that requests hold.
+        /// The number of pieces that requests hold.
         held: usize,
-        /// Pieces that are computed, put to sleep or woken at this moment.
+        /// The number of pieces that are being computed, put to sleep or woken.
         flights: usize,
-        /// Blocks that belong to neither: of pieces that were not kept, or taken from the pool directly.
+        /// The number of other blocks in use: of pieces that were not kept, or taken directly from the pool.
         others: usize,
     },
-    /// A pool that sleeps already.
+    /// The chunk pool is asleep already.
     #[error("the chunk pool sleeps already; wake it before putting it to sleep again")]
     PoolAsleep,
-    /// A pool that another thread puts to sleep or wakes.
+    /// Another thread is putting the chunk pool to sleep or waking it.
     #[error("the chunk pool is being put to sleep or woken by another thread; ask again")]
     PoolMoving,
-    /// From the structures below.
+    /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }
 
-/// Shorthand for results of this crate.
+/// A result with the error type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

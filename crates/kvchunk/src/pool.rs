@@ -1,4 +1,4 @@
-//! The chunk pool: the blocks of an arena that belong to chunks.
+//! The chunk pool: the blocks of an arena that hold chunks.
 
 use std::ops::Range;
 
@@ -6,9 +6,11 @@ use kvcore::{BlockPool, KvLayout, MutableBlocks};
 
 use crate::error::{Error, Result};
 
-/// Blocks for chunks. It shares the arena and the block ids with the main pool, so that one attend reads
-/// both, and never takes a block from it nor gives one. A piece that finds no room here is computed into blocks of
-/// the *main* pool, for its request alone and until that ends.
+/// The block pool for chunks.
+///
+/// The chunk pool shares the arena and the block ids with the main pool, so that one `attend` reads both. The
+/// two pools never exchange blocks. A piece that finds no room in the chunk pool is computed into blocks of
+/// the *main* pool, for its request alone and until the request ends.
 ///
 /// ```
 /// use kvchunk::ChunkBlockPool;
@@ -27,19 +29,19 @@ pub struct ChunkBlockPool {
 }
 
 impl ChunkBlockPool {
-    /// A pool over the blocks `range` of an arena, which hold `block_size` tokens each.
+    /// Creates a pool over the blocks `range` of an arena. Each block holds `block_size` tokens.
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0, [`kvcore::Error::Zero`] for an empty range.
+    /// Returns [`Error::Zero`] if the block size is 0, and [`kvcore::Error::Zero`] if the range is empty.
     pub fn new(range: Range<u32>, block_size: usize) -> Result<Self> {
         Self::over(BlockPool::new(range)?, block_size)
     }
 
-    /// The same over a pool that was configured elsewhere. Its eviction policy is of no account: chunks are
-    /// pinned, and evicted by the chunk cache as a whole.
+    /// Creates a pool over a [`BlockPool`] that was configured elsewhere. The eviction policy of `blocks` has
+    /// no effect: chunks are pinned, and the chunk cache evicts them as a whole.
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0.
+    /// Returns [`Error::Zero`] if the block size is 0.
     pub fn over(blocks: BlockPool, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -47,11 +49,13 @@ impl ChunkBlockPool {
         Ok(Self { blocks, block_size })
     }
 
-    /// Splits the blocks of an arena: the first for the main pool, `share` of all, rounded down, for chunks.
-    /// Both have one block at least.
+    /// Splits the blocks of an arena into the range of the main pool, which comes first, and the range of the
+    /// chunk pool. The chunk pool gets the fraction `share` of all blocks, rounded down. Each pool gets at
+    /// least one block.
     ///
     /// # Errors
-    /// [`Error::NotAShare`], [`Error::NoRoomForTwoPools`] for fewer than two blocks or more than ids can name.
+    /// Returns [`Error::NotAShare`] if `share` is not above 0 and below 1. Returns
+    /// [`Error::NoRoomForTwoPools`] if there are fewer than two blocks, or more than a `u32` can count.
     pub fn split(num_blocks: usize, share: f64) -> Result<(Range<u32>, Range<u32>)> {
         if !(share > 0.0 && share < 1.0) {
             return Err(Error::NotAShare { what: "memory_share", value: share });
@@ -62,8 +66,9 @@ impl ChunkBlockPool {
         Ok((0..main, main..all))
     }
 
-    /// Bytes that a chunk of `tokens` tokens takes: `2 × layers × heads × dim × bytes` for each token of its
-    /// blocks where K and V are alike, the sum of both where they differ, with scales if there are any.
+    /// Returns the number of bytes that a chunk of `tokens` tokens takes in its blocks. Per token slot this
+    /// is `2 × layers × heads × dim × bytes` if K and V have the same shape, otherwise the sum of K and V,
+    /// plus the scales if there are any.
     ///
     /// ```
     /// use kvchunk::ChunkBlockPool;
@@ -83,22 +88,22 @@ impl ChunkBlockPool {
     /// Takes `n` blocks, all or none.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfBlocks`].
+    /// Returns [`kvcore::Error::OutOfBlocks`] if fewer than `n` blocks are free.
     pub fn allocate_blocks(&self, n: usize) -> Result<MutableBlocks> {
         Ok(self.blocks.allocate(n)?)
     }
 
-    /// Blocks that nobody uses.
+    /// Returns the number of free blocks.
     pub fn num_free_blocks(&self) -> usize {
         self.blocks.counts().free
     }
 
-    /// Tokens per block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
-    /// The blocks with their states.
+    /// Returns the underlying block pool, with the state of every block.
     pub fn blocks(&self) -> &BlockPool {
         &self.blocks
     }

@@ -2,13 +2,13 @@
 
 use crate::error::{Error, Result};
 
-/// The separator between the parts of a prompt, unless configured otherwise.
+/// The default separator between the parts of a prompt.
 pub const DEFAULT_SEPARATOR: &str = "##";
 
-/// Token ids of a prompt in parts.
+/// The token ids of a chunked prompt: system prompt, chunks and question.
 ///
-/// The separator belongs to no part and takes no position. Each part is tokenised on its own, since
-/// tokenizers merge across borders.
+/// The separator belongs to no part and takes no position. Each part is tokenised on its own, because
+/// tokenizers merge tokens across borders.
 ///
 /// ```
 /// use kvchunk::ChunkedPrompt;
@@ -25,10 +25,10 @@ pub struct ChunkedPrompt {
 }
 
 impl ChunkedPrompt {
-    /// A prompt from token ids.
+    /// Creates a prompt from token ids.
     ///
     /// # Errors
-    /// [`Error::EmptyPart`] for an empty part, or for no chunk at all.
+    /// Returns [`Error::EmptyPart`] if a part is empty, or if there is no chunk.
     pub fn new(system: Vec<u32>, chunks: Vec<Vec<u32>>, question: Vec<u32>) -> Result<Self> {
         let empty = |part: String| Err(Error::EmptyPart { part });
         if system.is_empty() {
@@ -46,45 +46,45 @@ impl ChunkedPrompt {
         Ok(Self { system, chunks, question })
     }
 
-    /// Tokens of the system prompt.
+    /// Returns the tokens of the system prompt.
     pub fn system(&self) -> &[u32] {
         &self.system
     }
 
-    /// Tokens of each chunk, in the prompt's order.
+    /// Returns the tokens of each chunk, in the prompt's order.
     pub fn chunks(&self) -> &[Vec<u32>] {
         &self.chunks
     }
 
-    /// Tokens of the question.
+    /// Returns the tokens of the question.
     pub fn question(&self) -> &[u32] {
         &self.question
     }
 
-    /// Tokens of all parts.
+    /// Returns the number of tokens of all parts together.
     pub fn total_tokens(&self) -> usize {
         self.system.len() + self.chunks.iter().map(Vec::len).sum::<usize>() + self.question.len()
     }
 
-    /// All tokens in the prompt's order, for computing without chunks.
+    /// Returns all tokens in the prompt's order, for a computation without chunks.
     pub fn flatten(&self) -> Vec<u32> {
         let chunks = self.chunks.iter().flatten();
         self.system.iter().chain(chunks).chain(&self.question).copied().collect()
     }
 }
 
-/// A text cut at its separators, before tokenising.
+/// A text cut at its separators, before it is tokenised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SplitPrompt<'a> {
-    /// Fewer than two separators: an ordinary prompt, its text unchanged.
+    /// An ordinary prompt, with fewer than two separators. The text is unchanged.
     Plain(&'a str),
-    /// Two or more separators.
+    /// A chunked prompt, with two or more separators.
     Chunked {
-        /// What stands before the first separator.
+        /// The text before the first separator.
         system: &'a str,
-        /// What stands between separators.
+        /// The texts between two separators, in the prompt's order.
         chunks: Vec<&'a str>,
-        /// What stands after the last one.
+        /// The text after the last separator.
         question: &'a str,
     },
 }
@@ -101,8 +101,8 @@ impl<'a> SplitPrompt<'a> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::EmptySeparator`], or [`Error::EmptyPart`] when there are two separators or more and
-    /// nothing, or only white space, stands in a part.
+    /// Returns [`Error::EmptySeparator`] if the separator is empty. Returns [`Error::EmptyPart`] if there are
+    /// two or more separators and a part is empty or only white space.
     pub fn new(text: &'a str, separator: &str) -> Result<Self> {
         if separator.is_empty() {
             return Err(Error::EmptySeparator);

@@ -1,4 +1,4 @@
-//! Context scaling: how sharply a question looks at chunks that overlap in position.
+//! Context scaling: temperature and scale of the question's attention to chunks.
 
 use std::sync::Arc;
 
@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Temperature and scale of the context, after APE (Yang et al., *APE: Faster and Longer Context-Augmented
-/// Generation via Adaptive Parallel Encoding*, 2025).
+/// The temperature and scale of the question's attention to chunks, after APE (Yang et al., *APE: Faster and
+/// Longer Context-Augmented Generation via Adaptive Parallel Encoding*, 2025).
 ///
-/// Chunks that were computed apart compete for the question's attention with more mass than one after the
-/// other, since each has first tokens of its own. A temperature below 1 sharpens the logits of the chunks;
-/// the scale multiplies the log-sum-exp of all chunks together before it is merged with the rest. Both cost
-/// nothing here: segments are merged by log-sum-exp anyway. The system prompt and the question's own
-/// tokens are left as they are (APE's shared prefix and query).
+/// Chunks that were computed apart take more of the question's attention than chunks that were computed one
+/// after the other, because each has first tokens of its own. A temperature below 1 sharpens the logits of
+/// the chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
+/// rest. Neither costs anything here, since segments are merged by log-sum-exp anyway. The system prompt and
+/// the question's own tokens are left as they are (APE's shared prefix and query).
 ///
 /// ```
 /// use kvchunk::ContextScaling;
@@ -24,9 +24,9 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ContextScaling {
-    /// Divides the logits of chunk tokens; 1 is plain attention.
+    /// The divisor of the logits of chunk tokens; 1 is plain attention.
     pub temperature: f32,
-    /// Multiplies the log-sum-exp of all chunk tokens; 1 is plain attention.
+    /// The factor of the log-sum-exp of all chunk tokens; 1 is plain attention.
     pub scale: f32,
 }
 
@@ -37,15 +37,15 @@ impl Default for ContextScaling {
 }
 
 impl ContextScaling {
-    /// Whether this is plain attention.
+    /// Returns true if this is plain attention: temperature and scale are both 1.
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Checks that both are positive and finite.
+    /// Checks that temperature and scale are positive and finite.
     ///
     /// # Errors
-    /// [`Error::NotPositive`].
+    /// Returns [`Error::NotPositive`] if one of the two is not positive and finite.
     pub fn check(&self) -> Result<()> {
         for (what, value) in [("context temperature", self.temperature), ("context scale", self.scale)] {
             if !(value.is_finite() && value > 0.0) {
@@ -55,12 +55,14 @@ impl ContextScaling {
         Ok(())
     }
 
-    /// The merge groups that [`apply`](Self::apply) refers to.
+    /// Returns the merge groups that [`apply`](Self::apply) refers to: group 0 for the system prompt and the
+    /// question, group 1 for the chunks.
     pub fn groups(&self) -> Arc<[MergeGroup]> {
         [MergeGroup::default(), MergeGroup { lse_scale: self.scale }].into()
     }
 
-    /// The segments of an assembled prompt, of which the first is the system prompt, under this scaling.
+    /// Returns a copy of the segments of an assembled prompt under this scaling. The first segment is the
+    /// system prompt and stays unchanged.
     pub fn apply(&self, segments: &[Segment]) -> Vec<Segment> {
         let mut segments = segments.to_vec();
         if !self.is_plain() {

@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex};
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, Capabilities, CopyBlocks, CopyTensor,
-    CounterSnapshot, DType, Dequantize, Dims, Error, Event, Gather, Kernels, KeyForm, KvArena, MemoryKind,
-    Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment,
-    Selection, SelectionUnit, Storage, Stream, SwapBlocks, TensorView, check_granules,
+    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, Capabilities, Checked, CopyBlocks,
+    CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather, KeyForm, KvArena,
+    MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig, RotateKeys,
+    Rotation, Scatter, Segment, Selection, SelectionUnit, Storage, Stream, SwapBlocks, TensorView,
+    check_granules,
 };
 use rstest::rstest;
 
@@ -344,6 +345,31 @@ impl WrongStream {
 }
 
 impl Stream for WrongStream {
+    /// The one entry, taken over whole: some faults are checks that are not made.
+    fn run(&self, operation: Operation<'_>) -> Result<()> {
+        match operation {
+            Operation::Scatter(op) => self.scatter(op),
+            Operation::Gather(op) => self.gather(op),
+            Operation::CopyBlocks(op) => self.copy_blocks(op),
+            Operation::SwapBlocks(op) => self.swap_blocks(op),
+            Operation::CopyTensor(op) => self.copy_tensor(op),
+            Operation::ApplyRope(op) => self.rope(op),
+            Operation::RotateKeys(op) => self.rotate_keys(op),
+            Operation::Attend(op) => self.attend(op),
+            Operation::AttendMla(op) => self.attend_mla(op),
+            Operation::Quantize(op) => self.quantize(op),
+            Operation::Dequantize(op) => self.dequantize(op),
+        }
+    }
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        self.inner.launch(operation)
+    }
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        self.inner.owns(storage)
+    }
+    fn counters(&self) -> &Counters {
+        self.inner.counters()
+    }
     fn record(&self) -> Result<Arc<dyn Event>> {
         if self.fault == Fault::EventsDoNotOrder { Ok(Arc::new(Never)) } else { self.inner.record() }
     }
@@ -365,7 +391,8 @@ impl Stream for WrongStream {
     }
 }
 
-impl Kernels for WrongStream {
+/// Operations with what the fault makes of them.
+impl WrongStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;
         let limit = op.arena.layout().num_slots() as i64;

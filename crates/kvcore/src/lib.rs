@@ -8,7 +8,7 @@
 //! ```
 //!
 //! This crate knows no device API, no async runtime and no model. A backend implements
-//! [`Backend`], [`Stream`] and [`Kernels`]; an engine keeps sequences in a [`PagedKvCache`] (or a
+//! [`Backend`] and [`Stream`]; an engine keeps sequences in a [`PagedKvCache`] (or a
 //! [`StaticKvCache`]) and hands operations to a stream.
 //!
 //! ```

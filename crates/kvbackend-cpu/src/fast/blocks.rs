@@ -1,4 +1,4 @@
-//! Whole blocks: copies inside an arena and between arenas, and copies with keys rotated.
+//! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
 
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ impl Fast {
         self.copy_plane(&copy, &src.v_plane(), &dst.v_plane())
     }
 
-    /// Copies codes, and the scales that go with blocks.
+    /// Copies codes, and the scales that belong to blocks.
     fn copy_plane(&self, copy: &BlockCopy, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         let codes = (Span::codes(src), Span::codes(dst));
         self.pieces(copy, src.heads, codes, (src.storage, dst.storage))?;
@@ -97,21 +97,21 @@ impl Fast {
     }
 }
 
-/// Blocks of some layers that are copied.
+/// Blocks of some layers, to be copied.
 pub(super) struct BlockCopy<'a> {
     layers: std::ops::Range<usize>,
     block_size: usize,
     pairs: &'a [(BlockId, BlockId)],
 }
 
-/// Rows that lie beside each other in both arenas.
+/// Rows that are adjacent in both arenas.
 #[derive(Clone, Copy)]
 struct Run {
-    /// Rows of a run.
+    /// Number of rows of a run.
     rows: usize,
-    /// A run for each head.
+    /// Whether each head has a run of its own.
     by_head: bool,
-    /// A run for each token.
+    /// Whether each token has a run of its own.
     by_token: bool,
 }
 
@@ -128,12 +128,12 @@ impl<'a> BlockCopy<'a> {
         self.pairs.len()
     }
 
-    /// Rows of one head.
+    /// Returns the number of rows of one head.
     pub(super) fn rows(&self) -> usize {
         self.layers.len() * self.pairs.len() * self.block_size
     }
 
-    /// What of a block is dense in both arenas: all of it, a token, a head, or a row.
+    /// Returns the longest run that is dense in both arenas: a whole block, a token, a head, or a row.
     fn run(&self, heads: usize, a: Span, b: Span) -> Run {
         let dense = |rows: usize, inner: usize, outer: Option<usize>| {
             [a, b].iter().all(|span| {
@@ -155,7 +155,7 @@ impl<'a> BlockCopy<'a> {
         }
     }
 
-    /// First rows of the runs of some pairs.
+    /// Returns the first rows of the runs of some pairs, in the source and in the destination.
     fn runs(
         &self,
         run: Run,
@@ -176,7 +176,7 @@ impl<'a> BlockCopy<'a> {
         })
     }
 
-    /// The first head's rows of all tokens of some pairs.
+    /// Returns head 0's rows of all tokens of some pairs, in the source and in the destination.
     pub(super) fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
         self.runs(Run { rows: 1, by_head: false, by_token: true }, 1, pairs)
     }

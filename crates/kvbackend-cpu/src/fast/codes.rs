@@ -1,6 +1,8 @@
-//! Codes to f32 and back, a row at a time: the reference's bits (`kvcore::quant`).
+//! Conversion of codes to f32 and back, one row at a time, with the same bits as the reference
+//! (`kvcore::quant`).
 //!
-//! Loops without branches, which the compiler turns into vectors of whatever instruction set they are compiled for.
+//! Loops have no branches, so that the compiler vectorises them for the instruction set that they are
+//! compiled for.
 
 use half::f16;
 use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
@@ -8,13 +10,14 @@ use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
 use crate::plane::unsupported;
 use crate::simd::{Simd, Task, narrow, widen};
 
-/// Adding it to a number below 2²² in magnitude leaves the nearest integer, ties to even, in the lowest bits.
+/// A number that, added to a number below 2²² in magnitude, leaves the nearest integer, ties to even, in the
+/// lowest bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
 
-/// Whether rows of a format can be decoded and encoded.
+/// Checks that rows of a format can be decoded and encoded.
 ///
 /// # Errors
-/// [`kvcore::Error::Unsupported`].
+/// Returns [`kvcore::Error::Unsupported`] for any other format.
 pub(super) fn check(format: KvFormat) -> Result<()> {
     match format {
         KvFormat::Dense(_) | KvFormat::Int8 { .. } | KvFormat::Int4 { .. } | KvFormat::Fp8 { .. } => Ok(()),
@@ -22,7 +25,13 @@ pub(super) fn check(format: KvFormat) -> Result<()> {
     }
 }
 
-/// A row to decode: `dim` elements of a float type, or codes in whole groups and their scales.
+/// Decodes one row: `dim` elements of a float type, or codes in whole groups and their scales.
+///
+/// # Safety
+/// `codes` is valid for reads of `dim` codes of `format`, `scales` for reads of the scales of these codes if
+/// the format has scales, and `to` for writes of `dim` elements of f32. Elements of a dense format are
+/// aligned. `to` overlaps neither `codes` nor `scales`, and `dim` is a multiple of the group of the format.
+/// `check` accepted the format.
 pub(super) struct Decode {
     pub(super) format: KvFormat,
     pub(super) codes: *const u8,
@@ -31,12 +40,18 @@ pub(super) struct Decode {
     pub(super) dim: usize,
 }
 
-/// A row to encode.
+/// Encodes one row of `dim` elements of f32.
+///
+/// # Safety
+/// `from` is valid for reads of `dim` elements of f32, `codes` for writes of `dim` codes of `format`, and
+/// `scales` for writes, or reads in FP8 formats, of the scales of these codes if the format has scales.
+/// Elements of a dense format are aligned. No other thread accesses `codes` or `scales`, and neither overlaps
+/// `from`. `dim` is a multiple of the group of the format. `check` accepted the format.
 pub(super) struct Encode {
     pub(super) format: KvFormat,
     pub(super) from: *const f32,
     pub(super) codes: *mut u8,
-    /// Written with codes that have groups, read with others.
+    /// Scales: written for formats with groups, only read for FP8.
     pub(super) scales: *mut u8,
     pub(super) dim: usize,
 }
@@ -47,7 +62,8 @@ impl Task for Decode {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { format, mut codes, scales, mut to, dim } = self;
-        // SAFETY: the caller's rows, whose groups follow each other.
+        // SAFETY: the contract of `Decode` gives `dim` codes, their scales and `dim` writable elements at
+        // `to`. Group `g < dim / group` covers the next `group` codes and elements, and has scale `g`.
         unsafe {
             match format {
                 KvFormat::Dense(dtype) => widen::<S>(dtype, codes, to, dim),
@@ -79,7 +95,8 @@ impl Task for Encode {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { format, from, codes, scales, dim } = self;
-        // SAFETY: the caller's rows.
+        // SAFETY: the contract of `Encode` gives `dim` readable elements at `from`, `dim` writable codes, and
+        // a scale for each group `g < dim / group`; `codes` and `from` do not overlap.
         unsafe {
             let row = std::slice::from_raw_parts(from, dim);
             match format {
@@ -118,23 +135,35 @@ impl Task for Encode {
     }
 }
 
+/// Returns `n` bytes at `at`.
+///
+/// # Safety
+/// `at` is valid for reads of `n` bytes, which nobody writes while the slice lives.
 unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that `at` is valid for reads of `n` bytes.
     unsafe { std::slice::from_raw_parts(at, n) }
 }
 
-/// The scale of group `g`.
+/// Returns the scale of group `g`.
+///
+/// # Safety
+/// `scales` is valid for reads of `g + 1` elements of f16; they may be unaligned.
 #[inline(always)]
 unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that element `g` of `scales` is readable.
     unsafe { scales.cast::<f16>().add(g).read_unaligned() }.to_f32()
 }
 
-/// `to[i] = codes[i] * step`.
+/// Computes `to[i] = codes[i] * step` for `n` elements.
+///
+/// # Safety
+/// `codes` is valid for reads of `n` bytes, `to` for writes of `n` elements, and the caller is compiled for
+/// `S`.
 #[inline(always)]
 unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     let mut i = 0;
-    // SAFETY: `i` stays below `n`.
+    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where one element is, and the caller
+    // guarantees `n` elements at `codes` and at `to`.
     unsafe {
         while i + S::LANES <= n {
             S::store(to.add(i), S::mul(S::load_i8(codes.add(i)), S::splat(step)));
@@ -146,11 +175,16 @@ unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     }
 }
 
-/// The same of two codes in a byte, the first in the low half.
+/// Computes `to[i] = codes[i] * step` as [`times`] does, for two codes in a byte, the first in the low half.
+///
+/// # Safety
+/// `codes` is valid for reads of `group / 2` bytes, `to` for writes of `group` elements, and the caller is
+/// compiled for `S`.
 #[inline(always)]
 unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group: usize) {
     let mut wide = [0i8; 64];
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees `group / 2` bytes at `codes` and `group` elements at `to`. A part has at
+    // most 32 bytes, so that its codes fit in `wide`, and the parts together give `group` elements.
     unsafe {
         for part in slice(codes, group / 2).chunks(32) {
             for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {
@@ -164,18 +198,22 @@ unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group:
     }
 }
 
-/// Writes the scale of a group and returns it; NaN for a group with an element that is not finite.
+/// Writes the scale of group `g` and returns it. The scale of a group with an element that is not finite is
+/// NaN.
+///
+/// # Safety
+/// `scales` is valid for writes of `g + 1` elements of f16; they may be unaligned.
 #[inline(always)]
 unsafe fn put_scale(kind: IntKind, group: &[f32], scales: *mut u8, g: usize) -> f32 {
-    // Magnitudes are in the order of their bits, and what is not finite is above all others.
+    // Magnitudes have the same order as their bits, and the bits of infinities and NaN are above all others.
     let largest = group.iter().fold(0u32, |max, x| max.max(x.to_bits() & 0x7fff_ffff));
     let scale = kind.scale_of(&[f32::from_bits(largest)]);
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that element `g` of `scales` is writable.
     unsafe { scales.cast::<f16>().add(g).write_unaligned(scale) };
     scale.to_f32()
 }
 
-/// The nearest codes of `row / step`; all 0 of a step that is 0 or no number.
+/// Writes the nearest codes of `row / step`, or 0 for all if `step` is 0 or NaN.
 #[inline(always)]
 fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
     if step > 0.0 {
@@ -190,15 +228,16 @@ fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
     }
 }
 
-/// What the bits of an 8-bit float are.
+/// The parameters of an 8-bit float format.
 struct Float {
     /// Mantissa bits of f32 that are dropped.
     dropped: u32,
-    /// Of the exponents, in the place of the codes.
+    /// Difference of the exponent biases of f32 and of the format, shifted to the place of the exponent in a
+    /// code.
     bias: u32,
     max: f32,
     smallest_normal: f32,
-    /// One by the smallest number.
+    /// Reciprocal of the smallest positive number.
     per_smallest: f32,
     infinity: u32,
 }
@@ -221,7 +260,7 @@ const E5M2: Float = Float {
     infinity: 0x7c,
 };
 
-/// The nearest codes of `row / scale`, ties to even; what is finite saturates.
+/// Writes the nearest codes of `row / scale`, ties to even; finite numbers saturate.
 #[inline(always)]
 fn floats(float: &Float, row: &[f32], scale: f32, codes: &mut [u8]) {
     for (code, x) in codes.iter_mut().zip(row) {

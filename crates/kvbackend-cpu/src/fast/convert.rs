@@ -1,4 +1,5 @@
-//! Rows of one format as rows of another, rotated on the way if wanted: all movement to and from quantised caches.
+//! Rows of one format converted to another, rotated on the way if asked: all movement to and from quantised
+//! caches.
 
 use kvcore::{
     BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation, Scatter,
@@ -16,28 +17,28 @@ use crate::plane::{RowAt, Span};
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task};
 
-/// Elements of a row that lie on the stack.
+/// Elements of a row up to which the row lies on the stack.
 const ROW: usize = 512;
 
-/// One side's rows: elements of a float type, or codes and scales.
+/// The rows of one side: elements of a float type, or codes and scales.
 #[derive(Clone, Copy)]
 struct Side<B> {
     format: KvFormat,
     /// Bytes of a row.
     bytes: usize,
     codes: B,
-    /// And bytes of a row's scales.
+    /// The scales, and the bytes of one row's scales.
     scales: Option<(B, usize)>,
 }
 
-/// Where a row's codes and scales begin, in bytes.
+/// Byte offsets of a row's codes and scales.
 #[derive(Clone, Copy)]
 struct Place {
     codes: usize,
     scales: usize,
 }
 
-/// Where rows of a plane lie.
+/// The places of the rows of a plane.
 #[derive(Clone, Copy)]
 struct Places {
     codes: Span,
@@ -81,9 +82,10 @@ fn target<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Target<'a>>> {
     Ok(Side::new(plane, ends.target(plane.storage)?, scales))
 }
 
-/// Rows of `dim` elements, from the first to the second place of each pair.
+/// Converts rows of `dim` elements, from the first to the second place of each pair.
 ///
-/// No other thread touches the rows written.
+/// The maker guarantees that no other thread accesses the rows written, and that no row is both read and
+/// written.
 struct Convert<'a, I> {
     from: Side<Origin<'a>>,
     to: Side<Target<'a>>,
@@ -102,7 +104,9 @@ impl<I: Iterator<Item = (Place, Place)>> Task for Convert<'_, I> {
         let row = row.as_mut_ptr();
         let turn = self.turn.map(|(turn, delta)| turn.at(delta));
         for (a, b) in self.places {
-            // SAFETY: `at` checks both ends of each row; the row between has `dim` elements.
+            // SAFETY: `at` checks that the codes and scales of each row lie inside both sides, whose formats
+            // passed `check`. The buffer `row` has `dim` elements, the caller guarantees the instruction set,
+            // and the maker of the task excludes other accesses to the rows written.
             unsafe {
                 let codes = from.codes.at(a.codes, from.bytes);
                 let scales = from.scales.map_or(std::ptr::null(), |(scales, n)| scales.at(a.scales, n));
@@ -118,14 +122,14 @@ impl<I: Iterator<Item = (Place, Place)>> Task for Convert<'_, I> {
     }
 }
 
-/// Where a head's row of a view begins.
+/// Returns the byte offset of a head's row of a view.
 fn row_of(view: &TensorView, row: usize, head: usize) -> Place {
     let at = view.offset() + row * view.strides()[0] + head * view.strides()[1];
     Place { codes: at * view.dtype().bits() / 8, scales: 0 }
 }
 
 impl Fast {
-    /// Rows into a quantised plane. `twice`: whether a slot is written twice.
+    /// Scatters rows into a quantised plane. `twice` returns whether a slot is written twice.
     pub(super) fn scatter_codes(
         &self,
         op: &Scatter,
@@ -149,7 +153,8 @@ impl Fast {
         })
     }
 
-    /// And back.
+    /// Gathers rows of a quantised plane, the reverse of [`scatter_codes`](Self::scatter_codes), and rotates
+    /// them if asked.
     pub(super) fn gather_codes(
         &self,
         op: &Gather,
@@ -189,7 +194,7 @@ impl Fast {
         self.convert_plane(&copy, &src.v_plane(), &dst.v_plane(), None)
     }
 
-    /// The keys of a quantised arena, rotated and quantised anew.
+    /// Rotates the keys of a quantised arena and quantises them again.
     pub(super) fn rotate_codes(&self, op: &RotateKeys, copy: &BlockCopy) -> Result<()> {
         self.convert_plane(copy, &op.src.k_plane(), &op.dst.k_plane(), Some(&op.rotation))
     }

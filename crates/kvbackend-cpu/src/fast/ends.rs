@@ -1,4 +1,4 @@
-//! What an operation reads and writes, locked as a whole. A storage may be on both sides.
+//! The storages that an operation reads and writes, locked together. One storage may be read and written.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use crate::NAME;
 use crate::memory::Access;
 use crate::raw::{Origin, Target};
 
-/// Locked storages by address.
+/// Locked storages, each with its address.
 pub(super) struct Ends<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 8]>);
 
-/// Calls `work` with all storages locked.
+/// Locks all storages and calls `work` with them.
 pub(super) fn with_ends<R>(
     reads: &[&Arc<dyn Storage>],
     writes: &[&Arc<dyn Storage>],
@@ -52,7 +52,7 @@ impl<'a> Ends<'a> {
     }
 }
 
-/// The storages of a plane.
+/// Returns the storages of a plane.
 pub(super) fn storages<'a>(plane: &KvPlane<'a>) -> SmallVec<[&'a Arc<dyn Storage>; 2]> {
     std::iter::once(plane.storage).chain(plane.scales.map(|(storage, _)| storage)).collect()
 }

@@ -5,8 +5,8 @@
 //!                               └─► Task::run::<S>        one part, compiled for an instruction set
 //! ```
 //!
-//! What only moves or rotates elements gives the reference's bits. Attention adds in another order and takes
-//! its own exponential: it agrees to rounding.
+//! Kernels that only move or rotate elements give the same bits as the reference. Attention adds in another
+//! order and uses its own exponential, so that it agrees with the reference up to rounding.
 
 mod attend;
 mod blocks;
@@ -39,12 +39,12 @@ impl Fast {
         Self { level, workers, thresholds }
     }
 
-    /// Parts for threads of `units` of work that move `bytes` in all.
+    /// Returns the number of parts for threads, for `units` units of work that move `bytes` bytes in all.
     fn parts(&self, units: usize, bytes: usize) -> usize {
         self.workers.parts(units, bytes, self.thresholds.bytes_per_thread)
     }
 
-    /// Whether to pass the caches.
+    /// Returns whether a kernel that moves `bytes` bytes bypasses the caches.
     fn streams(&self, bytes: usize) -> bool {
         bytes >= self.thresholds.stream_bytes
     }
@@ -56,13 +56,13 @@ impl fmt::Debug for Fast {
     }
 }
 
-/// The part `part` of `units` cut into `parts`.
+/// Returns part number `part` of `units` cut into `parts` parts.
 fn share(units: Range<usize>, part: usize, parts: usize) -> Range<usize> {
     let at = |part: usize| units.start + units.len() * part / parts;
     at(part)..at(part + 1)
 }
 
-/// A list for each lane of [`pieces::Pieces`].
+/// Returns one list of places for each lane of [`pieces::Pieces`].
 fn lanes<I>(units: Range<usize>, places: impl Fn(Range<usize>) -> I) -> [I; pieces::LANES] {
     std::array::from_fn(|lane| places(share(units.clone(), lane, pieces::LANES)))
 }

@@ -1,27 +1,28 @@
 //! Copies of many pieces of equal size.
 //!
-//! A single stream of loads waits for memory most of the time. Four streams side by side, each asking for its
-//! next piece meanwhile, and stores that do not read the line first, reach what `memcpy` reaches on one large
-//! piece.
+//! A single stream of loads waits for memory most of the time. Therefore four streams run side by side, each
+//! prefetches its next piece, and stores do not read the line first. Together they reach the speed of
+//! `memcpy` on one large piece.
 
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task};
 
-/// Pieces copied side by side.
+/// Number of pieces copied side by side.
 pub(super) const LANES: usize = 4;
-/// A cache line.
+/// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Pieces of `bytes` bytes, from the first to the second place of each pair.
+/// Copies pieces of `bytes` bytes, from the first to the second place of each pair.
 ///
-/// No byte is both read and written, and no other thread touches the places written.
+/// The maker guarantees that no byte is both read and written, and that no other thread accesses the places
+/// written.
 pub(super) struct Pieces<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Target<'a>,
     pub(super) bytes: usize,
-    /// Four lists, best of places that follow each other.
+    /// Four lists of places, fastest if the places of a list are adjacent.
     pub(super) places: [I; LANES],
-    /// Whether to go past the caches.
+    /// Whether to bypass the caches.
     pub(super) stream: bool,
 }
 
@@ -32,7 +33,7 @@ struct Piece {
 }
 
 impl<I: Iterator<Item = (usize, usize)>> Pieces<'_, I> {
-    /// The next piece of a lane that can go past the caches; others are copied at once.
+    /// Returns the next piece of a lane that can bypass the caches. Pieces that cannot are copied on the way.
     #[inline(always)]
     fn next(&mut self, lane: usize, stream: bool) -> Option<Piece> {
         let (bytes, from, to) = (self.bytes, self.from, self.to);
@@ -41,13 +42,15 @@ impl<I: Iterator<Item = (usize, usize)>> Pieces<'_, I> {
             if stream && to.is_line(b) {
                 return Some(piece);
             }
-            // SAFETY: `at` has checked both ends, and by contract they do not overlap.
+            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends, and the maker of `Pieces`
+            // guarantees that the ends do not overlap and that no other thread accesses the destination.
             unsafe { std::ptr::copy_nonoverlapping(piece.from, piece.to, bytes) };
             None
         })
     }
 
-    /// The next pieces, if every lane has one; those of the others are copied otherwise.
+    /// Returns the next piece of every lane, if each lane has one. Otherwise copies the pieces that were
+    /// found.
     #[inline(always)]
     fn next_of_each(&mut self) -> Option<[Piece; LANES]> {
         let mut all = [None; LANES];
@@ -58,7 +61,8 @@ impl<I: Iterator<Item = (usize, usize)>> Pieces<'_, I> {
             return Some([a, b, c, d]);
         }
         for piece in all.into_iter().flatten() {
-            // SAFETY: as in `next`.
+            // SAFETY: `next` obtained both pointers from `at` for `bytes` bytes, and the maker of `Pieces`
+            // guarantees that the ends do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(piece.from, piece.to, self.bytes) };
         }
         None
@@ -74,11 +78,14 @@ impl<I: Iterator<Item = (usize, usize)>> Task for Pieces<'_, I> {
             let mut now = self.next_of_each();
             while let Some(pieces) = now {
                 let ahead = self.next_of_each();
-                // SAFETY: as in `next`; the last four ask for their own lines, which are there already.
+                // SAFETY: `next` obtained the pointers of each piece from `at` for `bytes` bytes, and
+                // returned only pieces whose destination begins a cache line; the caller guarantees the
+                // instruction set. `ahead` is only prefetched; at the end the pieces themselves stand in for
+                // it.
                 unsafe { copy::<S>(&pieces, ahead.as_ref().unwrap_or(&pieces), self.bytes) };
                 now = ahead;
             }
-            // SAFETY: the instruction set is the caller's.
+            // SAFETY: the caller guarantees the instruction set of `S`; no pointer is involved.
             unsafe { S::fence() };
         }
         for lane in 0..LANES {
@@ -87,13 +94,19 @@ impl<I: Iterator<Item = (usize, usize)>> Task for Pieces<'_, I> {
     }
 }
 
+/// Copies four pieces side by side and prefetches the pieces `ahead`.
+///
 /// # Safety
-/// All pieces are valid for `bytes` bytes, and what is written is aligned to lines.
+/// Each of `pieces` is valid for `bytes` bytes at both ends, which do not overlap, and its destination is
+/// aligned to a cache line. The caller is compiled for the instruction set of `S`. The pointers of `ahead`
+/// may be any.
 #[inline(always)]
 unsafe fn copy<S: Simd>(pieces: &[Piece; LANES], ahead: &[Piece; LANES], bytes: usize) {
     let whole = bytes - bytes % LINE;
     let mut at = 0;
-    // SAFETY: `at` stays within whole lines of each piece, and the rest is copied byte by byte.
+    // SAFETY: `at + LINE <= whole <= bytes` in the loop, and the rest is `bytes - whole` bytes from `whole`
+    // on; the caller guarantees `bytes` bytes and aligned destinations, which stay aligned because `at` is a
+    // multiple of `LINE`.
     unsafe {
         while at < whole {
             for lane in 0..LANES {

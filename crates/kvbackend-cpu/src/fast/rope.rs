@@ -1,4 +1,4 @@
-//! Rotary embedding of rows in place.
+//! RoPE applied to rows in place.
 
 use kvcore::{ApplyRope, Result};
 
@@ -11,7 +11,7 @@ impl Fast {
         let turn = Turn::new(&op.rope, &op.positions)?;
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
-        // `check` has refused rows that share elements.
+        // The operation's check has refused rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
         with_ends(&[], &[op.rows.storage()], |ends| {
             let to = ends.target(op.rows.storage())?;

@@ -1,5 +1,5 @@
-//! Rotation of rows, in the reference's arithmetic: products and sums are rounded one by one, so that the
-//! results are the same bits.
+//! Rotation of rows in the reference's arithmetic: each product and each sum is rounded on its own, so that
+//! the results have the same bits.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 use crate::raw::{Origin, Target};
 use crate::simd::{Lane, Simd, Task};
 
-/// A table that holds all positions of a call.
+/// A RoPE table that holds all positions of a call.
 pub(super) struct Turn {
     table: Arc<RopeTable>,
     half: usize,
     pairing: Pairing,
-    /// What a first rotation multiplies by.
+    /// The factor by which the first rotation of a row multiplies.
     pub(super) factor: f32,
 }
 
@@ -29,12 +29,12 @@ impl Turn {
         Self::new(&rotation.rope, &[rotation.delta])
     }
 
-    /// For an operation whose check has grown the table to all its positions.
+    /// Creates a table for an operation whose check has already grown the table to all its positions.
     pub(super) fn of_checked(rope: &Rope) -> Result<Self> {
         Self::new(rope, &[])
     }
 
-    /// Cosines and sines at the distance of a position from 0, and the sign of the sines.
+    /// Returns the cosines and sines at the distance of `position` from 0, and the sign of the sines.
     #[inline(always)]
     pub(super) fn at(&self, position: i64) -> Angle<'_> {
         let at = position.unsigned_abs() as usize * self.half;
@@ -47,7 +47,7 @@ impl Turn {
     }
 }
 
-/// One rotation.
+/// The cosines and sines of one rotation.
 #[derive(Clone, Copy)]
 pub(super) struct Angle<'a> {
     cos: &'a [f32],
@@ -56,21 +56,22 @@ pub(super) struct Angle<'a> {
     pairing: Pairing,
 }
 
-/// The heads' rows of tokens at `(from, to, position)`, in bytes. A row may be rotated in place.
+/// Rotates the heads' rows of tokens at `(from, to, position)`, in bytes. A row may be rotated in place.
 ///
-/// No other thread touches the rows written.
+/// The maker guarantees that no other thread accesses the rows written, that source and destination of a row
+/// are equal or do not overlap, and that the rotary dimension of `turn` is at most `dim`.
 pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Target<'a>,
     pub(super) heads: usize,
-    /// Bytes from one head's row to the next, on both sides.
+    /// Bytes from one head's row to the next, in source and destination.
     pub(super) head_strides: (usize, usize),
     /// Elements of a row.
     pub(super) dim: usize,
     pub(super) dtype: DType,
     pub(super) turn: &'a Turn,
     pub(super) factor: f32,
-    /// Whether to go past the caches, which rows in place cannot.
+    /// Whether to bypass the caches. Rows rotated in place cannot bypass them.
     pub(super) stream: bool,
     pub(super) tokens: I,
 }
@@ -80,7 +81,8 @@ impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set is the caller's, and `at` checks both ends of each row.
+        // SAFETY: the caller guarantees the instruction set of `S`, and the maker of the task its conditions,
+        // which are those of `each`.
         unsafe {
             match self.dtype {
                 DType::F16 => each::<S, f16, I>(self),
@@ -92,13 +94,17 @@ impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
     }
 }
 
-/// Bytes ahead of a row that are asked for.
+/// Bytes ahead of a row to prefetch.
 const AHEAD: usize = 2048;
 
-/// A row on its way past the caches.
+/// A row that is rotated here before it is stored past the caches.
 #[repr(align(64))]
 struct Buffer([u8; 1024]);
 
+/// Rotates all rows of a task.
+///
+/// # Safety
+/// The conditions of [`RotateRows`] hold, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: RotateRows<'_, I>) {
     let bytes = task.dim * size_of::<E>();
@@ -109,7 +115,10 @@ unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: 
         for head in 0..task.heads {
             let (a, b) = (a + head * task.head_strides.0, b + head * task.head_strides.1);
             let (from, to) = (task.from.at(a, bytes).cast::<E>(), task.to.at(b, bytes));
-            // SAFETY: the row lies inside on both sides; the buffer holds `bytes` bytes, whole lines of them.
+            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends. With `stream`, `bytes` is a
+            // multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the destination
+            // aligned. The caller guarantees that source and destination are equal or apart, and a rotary
+            // dimension of at most `dim`.
             unsafe {
                 // Rows follow each other more often than not.
                 let mut ahead = 0;
@@ -133,10 +142,12 @@ unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: 
     }
 }
 
-/// Rotates one row, which may be in place, and copies what is past the rotary dimension.
+/// Rotates one row, in place or not, and copies the elements past the rotary dimension.
 ///
 /// # Safety
-/// Both rows have `dim` elements, and the rotary dimension is at most that.
+/// `from` is valid for reads and `to` for writes of `dim` aligned elements; the two rows are equal or do not
+/// overlap. The rotary dimension, `2 * angle.cos.len()`, is at most `dim`. The caller is compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn rotate<S: Simd, E: Lane>(
     from: *const E,
@@ -145,7 +156,8 @@ pub(super) unsafe fn rotate<S: Simd, E: Lane>(
     angle: Angle<'_>,
     factor: f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees `dim` elements at `from` and at `to`, equal or apart, and `rotary <=
+    // dim`, so that `dim - rotary` elements remain past the rotary ones.
     unsafe {
         match (angle.pairing, factor == 1.0 && angle.sign == 1.0) {
             (Pairing::HalfSplit, true) => half_split::<S, E, true>(from, to, angle, factor),
@@ -159,10 +171,10 @@ pub(super) unsafe fn rotate<S: Simd, E: Lane>(
     }
 }
 
-/// Pairs `i` to `i + LANES` of a row, rotated. `PLAIN`: without factor and sign.
+/// Returns pairs `i` to `i + LANES` of a row, rotated. `PLAIN` leaves out factor and sign.
 ///
 /// # Safety
-/// `i + LANES <= half`, and the row has `2 * half` elements.
+/// `i + LANES <= half` with `half = angle.cos.len()`, and `from` is valid for reads of `2 * half` elements.
 #[inline(always)]
 unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
     from: *const E,
@@ -170,7 +182,8 @@ unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
     angle: Angle<'_>,
     factor: f32,
 ) -> (S::V, S::V) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees `i + LANES <= half` and `2 * half` elements at `from`; `cos` and `sin`
+    // have `half` elements each.
     unsafe {
         let (a, b) = (E::load::<S>(from.add(i)), E::load::<S>(from.add(angle.cos.len() + i)));
         let (c, s) = (S::load(angle.cos.as_ptr().add(i)), S::load(angle.sin.as_ptr().add(i)));
@@ -181,6 +194,11 @@ unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
     }
 }
 
+/// Rotates the pairs `(i, half + i)` of one row.
+///
+/// # Safety
+/// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
+/// caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn half_split<S: Simd, E: Lane, const PLAIN: bool>(
     from: *const E,
@@ -190,7 +208,8 @@ unsafe fn half_split<S: Simd, E: Lane, const PLAIN: bool>(
 ) {
     let half = angle.cos.len();
     let mut i = 0;
-    // SAFETY: `i + LANES <= half` wherever a vector is touched, and rows have `2 * half` elements.
+    // SAFETY: with `half = angle.cos.len()`, `i + LANES <= half` where a vector is accessed and `i < half`
+    // where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`.
     unsafe {
         while i + 2 * S::LANES <= half {
             let (x0, y0) = turned::<S, E, PLAIN>(from, i, angle, factor);
@@ -222,12 +241,19 @@ const ALTERNATING: [f32; 16] = {
     signs
 };
 
+/// Rotates the pairs `(2 i, 2 i + 1)` of one row.
+///
+/// # Safety
+/// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
+/// caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle<'_>, factor: f32) {
     let half = angle.cos.len();
     let (cos, sin) = (angle.cos.as_ptr(), angle.sin.as_ptr());
     let (step, mut i) = (S::LANES / 2, 0);
-    // SAFETY: `i + LANES / 2 <= half`, and rows have `2 * half` elements.
+    // SAFETY: with `half = angle.cos.len()`, `i + LANES / 2 <= half` where a vector is accessed and `i <
+    // half` where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`. `ALTERNATING`
+    // is as long as the longest vector.
     unsafe {
         let (sign, scale) = (S::mul(S::splat(angle.sign), S::load(ALTERNATING.as_ptr())), S::splat(factor));
         while i + step <= half {
@@ -243,7 +269,10 @@ unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle
     }
 }
 
-/// One pair of elements.
+/// Rotates the pair of elements `x` and `y`.
+///
+/// # Safety
+/// `from` is valid for reads and `to` for writes of elements `x` and `y`.
 #[inline(always)]
 unsafe fn pair<E: Lane>(
     from: *const E,
@@ -252,7 +281,8 @@ unsafe fn pair<E: Lane>(
     (cos, sin): (f32, f32),
     factor: f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that elements `x` and `y` of `from` are readable, and those of `to`
+    // writable.
     unsafe {
         let (a, b) = (from.add(x).read().to_f32(), from.add(y).read().to_f32());
         to.add(x).write(E::from_f32((a * cos - b * sin) * factor));

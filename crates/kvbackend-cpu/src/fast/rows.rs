@@ -13,7 +13,7 @@ use crate::movement::Movement;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, narrow};
 
-/// How some rows lie on both sides, as pieces of equal size.
+/// A division of rows into pieces of equal size, by their places on both sides.
 #[derive(Clone, Copy)]
 struct Cut {
     steps: Steps,
@@ -23,19 +23,20 @@ struct Cut {
     elements: usize,
 }
 
-/// How many rows are one step.
+/// The number of rows that form one step.
 #[derive(Clone, Copy)]
 enum Steps {
-    /// Each is.
+    /// Each row is a step.
     Single,
-    /// So many whose slots follow each other, the first at a multiple; no others.
+    /// This many rows whose slots are consecutive, the first slot a multiple of the number; all other rows
+    /// are left out.
     Joined(usize),
-    /// Each is that such a step does not take.
+    /// Each row is a step that a `Joined` step of this number does not take.
     Rest(usize),
 }
 
 impl Steps {
-    /// The first rows of the steps in a range.
+    /// Returns the first rows of the steps in a range.
     fn rows(self, slots: &[i64], range: Range<usize>) -> impl Iterator<Item = usize> {
         let (count, joined) = match self {
             Self::Single => (1, false),
@@ -62,11 +63,11 @@ impl Steps {
     }
 }
 
-/// Bytes to which rows are joined at most.
+/// Bytes up to which rows are joined.
 const JOINED: usize = 4096;
 
 impl Movement<'_> {
-    /// A row as one step. Heads that lie beside each other on both sides are one piece.
+    /// Returns a cut with one row per step. Heads that are adjacent on both sides form one piece.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
         let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
@@ -74,8 +75,8 @@ impl Movement<'_> {
         Cut { steps: Steps::Single, pieces, elements }
     }
 
-    /// Calls `work` for cuts until none of the rows is left. Rows with nothing between them on either side are joined
-    /// where their slots follow each other, which those of a block do.
+    /// Calls `work` with cuts until no row is left. Rows without gaps on either side are joined if their
+    /// slots are consecutive, as the slots of a block are.
     fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;
@@ -91,8 +92,8 @@ impl Movement<'_> {
         }
     }
 
-    /// First elements of the pieces of some rows, in the rows and in the plane. Padding is skipped. `left` counts down
-    /// the rows.
+    /// Returns the first elements of the pieces of some rows, in the rows and in the plane. Padding is
+    /// skipped. `left` counts the remaining rows down.
     fn places(
         &self,
         cut: Cut,
@@ -101,7 +102,7 @@ impl Movement<'_> {
     ) -> impl Iterator<Item = (usize, usize)> {
         let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
-        // Then tokens of different blocks are as far apart as their slots, and nothing is to be divided.
+        // If so, tokens of different blocks are as far apart as their slots, and no division is needed.
         let linear = strides.block == block_size * strides.token;
         let count = if let Steps::Joined(count) = cut.steps { count } else { 1 };
         let slots = cut.steps.rows(self.slots, rows).map(move |row| {
@@ -126,11 +127,11 @@ impl Movement<'_> {
 }
 
 thread_local! {
-    /// A bit for each slot.
+    /// One bit for each slot.
     static SEEN: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Whether a slot is written twice: then threads must not share the work.
+/// Returns whether a slot is written twice, in which case threads must not share the work.
 fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
     SEEN.with_borrow_mut(|seen| {
         seen.clear();
@@ -145,8 +146,8 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 }
 
 impl Fast {
-    /// Parts for threads, which must not write the same slot. `twice`: whether a slot is written twice, asked only if
-    /// it matters.
+    /// Returns the number of parts for threads, which must not write the same slot. `twice` returns whether a
+    /// slot is written twice; it is called only if the answer matters.
     pub(super) fn parts_of_scatter(&self, m: &Movement, twice: impl FnOnce() -> bool) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
             parts if parts > 1 && twice() => 1,
@@ -155,7 +156,7 @@ impl Fast {
     }
 
     pub(crate) fn scatter(&self, op: &Scatter) -> Result<()> {
-        // Both planes have the same slots.
+        // Both planes use the same slot mapping.
         let twice = OnceCell::new();
         let twice = || *twice.get_or_init(|| has_duplicates(&op.slots, op.arena.layout().num_slots()));
         for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
@@ -203,7 +204,7 @@ impl Fast {
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
             let turn = rotation.map(Turn::of_rotation).transpose()?;
-            // Rows are apart from each other, whatever slots they come from.
+            // Rows do not overlap each other, whatever slots they come from.
             let parts = self.parts(op.slots.len(), m.bytes());
             with_ends(&[plane.storage], &[rows.storage()], |ends| {
                 let (from, to) = (ends.origin(plane.storage)?, ends.target(rows.storage())?);
@@ -242,7 +243,9 @@ impl Fast {
     }
 }
 
-/// Rows of f32 rounded into a narrower cache. Places are in elements.
+/// Rounds rows of f32 into a narrower cache. Places are in elements.
+///
+/// The maker guarantees that no other thread accesses the elements written, and that `dtype` has two bytes.
 struct Narrow<'a, I> {
     from: Origin<'a>,
     to: Target<'a>,
@@ -259,7 +262,9 @@ impl<I: Iterator<Item = (usize, usize)>> Task for Narrow<'_, I> {
         for (from, to) in self.places {
             let from = self.from.at(from * 4, self.elements * 4).cast::<f32>();
             let to = self.to.at(to * 2, self.elements * 2);
-            // SAFETY: `at` has checked both ends; they lie in different storages.
+            // SAFETY: `at` checked that `elements` elements lie inside at both ends, which are different
+            // storages, because the operation's check refuses rows inside the arena. The caller guarantees
+            // the instruction set.
             unsafe { narrow::<S>(self.dtype, from, to, self.elements) };
         }
     }

@@ -1,4 +1,5 @@
-//! Strided copies: runs that are dense on both sides, or squares where the two sides run along different axes.
+//! Strided copies: of runs that are dense on both sides, or of squares if the two sides run along different
+//! axes.
 
 use kvcore::{CopyTensor, Result};
 
@@ -7,7 +8,7 @@ use super::{Fast, share};
 use crate::raw::{Origin, Target};
 use crate::reference::{Axis, Runs};
 
-/// Elements of a side of a square: its lines on both sides stay in the first cache.
+/// Elements along a side of a square, chosen so that its lines of both sides stay in the first-level cache.
 const SIDE: usize = 32;
 
 impl Fast {
@@ -25,7 +26,7 @@ impl Fast {
             let end = |stride: fn(&Axis) -> usize| {
                 runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
             };
-            // All that is copied lies inside.
+            // Checks that all bytes copied lie inside both storages.
             copy.from.at(runs.start.0, end(|axis| axis.src));
             copy.to.at(runs.start.1, end(|axis| axis.dst));
             self.workers.run(parts, &|part| {
@@ -40,7 +41,9 @@ impl Fast {
                 let second = nearest(&axes, |axis| axis.src).map(|i| axes.remove(i));
                 let one = || Axis { n: 1, src: 0, dst: 0 };
                 let inner = (second.unwrap_or_else(one), first.unwrap_or_else(one));
-                // SAFETY: checked above; no thread writes what another does, and nothing is both read and written.
+                // SAFETY: the two calls of `at` above checked the last byte of each side. `share` gives each
+                // thread its own part of an axis, and the operation's check refused destinations that overlap
+                // themselves or the source.
                 unsafe { copy.over(&axes, start, &inner) };
             });
             Ok(())
@@ -48,12 +51,12 @@ impl Fast {
     }
 }
 
-/// The axis of the smallest stride.
+/// Returns the index of the axis with the smallest stride.
 fn nearest(axes: &[Axis], stride: fn(&Axis) -> usize) -> Option<usize> {
     (0..axes.len()).min_by_key(|&i| stride(&axes[i]))
 }
 
-/// A copy of runs of `bytes` bytes.
+/// Copies runs of `bytes` bytes.
 #[derive(Clone, Copy)]
 struct Copy<'a> {
     from: Origin<'a>,
@@ -62,10 +65,14 @@ struct Copy<'a> {
 }
 
 impl Copy<'_> {
+    /// Copies the runs of `axes`, and inside each the two axes `inner`, from the offsets `at`.
+    ///
     /// # Safety
-    /// All runs lie inside, and none is both read and written.
+    /// Every run that `axes` and `inner` reach from `at` lies inside `self.from` and `self.to`. No byte is
+    /// both read and written, and no other thread accesses the bytes written.
     unsafe fn over(&self, axes: &[Axis], at: (usize, usize), inner: &(Axis, Axis)) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that all runs lie inside both sides, and each recursive call reaches
+        // a part of them.
         unsafe {
             if let Some((axis, rest)) = axes.split_first() {
                 for i in 0..axis.n {
@@ -84,23 +91,32 @@ impl Copy<'_> {
     }
 }
 
-/// Elements of `T` along two axes.
+/// Copies elements of type `T` along two axes.
+///
+/// # Safety
+/// `from` and `to` are valid for an element at every offset that `axes` reaches, and no other thread writes
+/// there.
 unsafe fn squares<T: std::marker::Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
     each_square(axes, |from_at, to_at| {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that an element at `from_at` is readable and one at `to_at` writable.
         unsafe { to.add(to_at).cast::<T>().write_unaligned(from.add(from_at).cast::<T>().read_unaligned()) }
     });
 }
 
-/// Runs of `bytes` bytes along two axes.
+/// Copies runs of `bytes` bytes along two axes.
+///
+/// # Safety
+/// `from` and `to` are valid for `bytes` bytes at every offset that `axes` reaches; the runs read and written
+/// do not overlap, and no other thread writes there.
 unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) {
     each_square(axes, |from_at, to_at| {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees `bytes` readable bytes at `from_at` and as many writable ones at
+        // `to_at`, apart from each other.
         unsafe { std::ptr::copy_nonoverlapping(from.add(from_at), to.add(to_at), bytes) }
     });
 }
 
-/// Places on both sides, a square of the two axes at a time.
+/// Calls `copy` with the byte offsets on both sides, one square of the two axes at a time.
 #[inline(always)]
 fn each_square((outer, inner): &(Axis, Axis), mut copy: impl FnMut(usize, usize)) {
     for i in (0..outer.n).step_by(SIDE) {

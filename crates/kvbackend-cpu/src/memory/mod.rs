@@ -20,17 +20,18 @@ mod reserved;
 #[cfg(target_os = "linux")]
 pub use reserved::CpuReserved;
 
-/// A cache line; also suits every SIMD width.
+/// Alignment of an allocation: a cache line, which also suits every SIMD width.
 const ALIGN: usize = 64;
 
-/// A large page. Rows of a pool lie anywhere: with small pages most of them would miss the table of pages too.
+/// Bytes of a large page. Rows of a pool are accessed in any order: with small pages, most accesses would
+/// also miss the TLB.
 const LARGE_PAGE: usize = 2 << 20;
 
 /// Bytes of host memory.
 ///
-/// The bytes lie behind a reader–writer lock that kernels take for the time they run. The contract
-/// asks callers to order streams by events; if one forgets, results may be stale, but two threads
-/// never race on an element.
+/// The bytes lie behind a reader–writer lock, which kernels hold while they run. The contract asks callers to
+/// order streams by events. If a caller forgets to, results may be stale, but two threads never race on an
+/// element.
 pub struct CpuStorage {
     bytes: RwLock<Bytes>,
     kind: MemoryKind,
@@ -45,24 +46,24 @@ struct Bytes {
 }
 
 enum Owner {
-    /// Allocated here, with this layout.
+    /// Allocated by [`CpuStorage::allocate`] with this layout.
     Allocated(Layout),
     /// Mapped by the system for this storage alone.
     #[cfg(target_os = "linux")]
     Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
-    /// Lent; the owner keeps the bytes alive.
+    /// Lent to the storage; the owner keeps the bytes alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
-// SAFETY: `Bytes` owns its memory or keeps its owner alive, and nothing in it is tied to a thread.
+// SAFETY: `Bytes` owns its memory, or keeps the owner alive, which is `Send`; no field is tied to a thread.
 unsafe impl Send for Bytes {}
-// SAFETY: shared access only reads the bytes (`as_slice`).
+// SAFETY: `&Bytes` gives only shared access to the bytes, by `as_slice`, and the owner is `Sync`.
 unsafe impl Sync for Bytes {}
 
 impl Drop for Bytes {
     fn drop(&mut self) {
         if let Owner::Allocated(layout) = self.owner {
-            // SAFETY: `ptr` came from `alloc` with this layout and is freed once.
+            // SAFETY: `ptr` came from `alloc` with `layout`, and `drop` runs once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
     }
@@ -70,21 +71,22 @@ impl Drop for Bytes {
 
 impl Bytes {
     fn as_slice(&self) -> &[u8] {
-        // SAFETY: `ptr` is valid for `len` initialised bytes as long as `self` lives, and writes need `&mut self`.
+        // SAFETY: `ptr` is valid for `len` initialised bytes while `self` lives, and writes need `&mut self`.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 
     fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` excludes every other access through this storage.
+        // SAFETY: `ptr` is valid for `len` initialised bytes while `self` lives, and `&mut self` excludes
+        // every other access through the storage.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }
 
 impl CpuStorage {
-    /// Allocates zeroed bytes.
+    /// Allocates `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no bytes, [`Error::Allocation`] if the system refuses.
+    /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
     pub fn allocate(kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
@@ -93,19 +95,19 @@ impl CpuStorage {
         let align = if bytes < 2 * LARGE_PAGE { ALIGN } else { LARGE_PAGE };
         let layout =
             Layout::from_size_align(bytes, align).map_err(|_| refused("larger than the address space"))?;
-        // SAFETY: the layout's size is not zero.
+        // SAFETY: the size of `layout` is `bytes`, which is not 0.
         let ptr =
             NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| refused("the system is out of memory"))?;
         #[cfg(target_os = "linux")]
         if align == LARGE_PAGE {
             pages::prefer(ptr, bytes);
         }
-        // SAFETY: just allocated, for this many bytes.
+        // SAFETY: `ptr` was just allocated for `bytes` bytes.
         unsafe { ptr.write_bytes(0, bytes) };
         Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
     }
 
-    /// Uses memory that somebody else allocated; `owner` is dropped with the storage.
+    /// Creates a storage over memory that other code allocated; `owner` is dropped with the storage.
     ///
     /// ```
     /// use std::any::Any;
@@ -124,11 +126,11 @@ impl CpuStorage {
     /// ```
     ///
     /// # Safety
-    /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner`
-    /// lives, and while the storage lives nothing else may access them but through it.
+    /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner` lives.
+    /// While the storage lives, nothing else may access these bytes except through the storage.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no bytes.
+    /// Returns [`Error::Zero`] if `bytes` is 0.
     pub unsafe fn from_raw(
         ptr: NonNull<u8>,
         bytes: usize,
@@ -171,16 +173,17 @@ impl Storage for CpuStorage {
     }
 }
 
-/// The CPU storage behind a handle.
+/// Returns the CPU storage behind a handle.
 pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }
 
-/// Locks of the storages that one operation touches, each taken once and in order of address, so
-/// that operations on different streams cannot wait for each other in a circle.
+/// Locks of the storages that one operation touches.
+///
+/// Each storage is locked once, in order of address, so that operations on different streams cannot deadlock.
 pub(crate) struct Access<'a>(Few<(u64, Lock<'a>)>);
 
-/// As many as operations touch: not on the heap.
+/// A list whose inline capacity covers the storages that operations touch, so that it does not use the heap.
 type Few<T> = SmallVec<[T; 8]>;
 
 enum Lock<'a> {
@@ -189,7 +192,7 @@ enum Lock<'a> {
 }
 
 impl<'a> Access<'a> {
-    /// Locks `reads` for reading and `writes` for writing; a storage in both is written.
+    /// Locks `reads` for reading and `writes` for writing; a storage in both lists is locked for writing.
     pub(crate) fn new(reads: &[&'a Arc<dyn Storage>], writes: &[&'a Arc<dyn Storage>]) -> Result<Self> {
         let mut wanted: Few<(&CpuStorage, bool)> = Few::new();
         for (list, write) in [(writes, true), (reads, false)] {
@@ -216,7 +219,7 @@ impl<'a> Access<'a> {
         ))
     }
 
-    /// Bytes of a locked storage, to read.
+    /// Returns the bytes of a locked storage, for reading.
     pub(crate) fn read(&self, storage: &Arc<dyn Storage>) -> Result<&[u8]> {
         match self.0.iter().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Read(guard))) => Ok(guard.as_slice()),
@@ -225,7 +228,7 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// Bytes of a storage locked for writing.
+    /// Returns the bytes of a storage that is locked for writing.
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&mut [u8]> {
         match self.0.iter_mut().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Write(guard))) => Ok(guard.as_mut_slice()),
@@ -233,7 +236,7 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// The bytes of all locked storages, to be taken out one by one.
+    /// Returns the bytes of all locked storages, to be taken out one by one.
     pub(crate) fn parts(&mut self) -> Parts<'_> {
         let parts = self.0.iter_mut().map(|(address, lock)| {
             let part = match lock {
@@ -246,7 +249,7 @@ impl<'a> Access<'a> {
     }
 }
 
-/// Bytes of several storages at the same time; each storage can be taken once.
+/// Bytes of several storages at the same time. The bytes of a storage can be taken once.
 pub(crate) struct Parts<'a>(Few<(u64, Part<'a>)>);
 
 enum Part<'a> {
@@ -261,7 +264,7 @@ impl<'a> Parts<'a> {
         Ok(self.0.swap_remove(at).1)
     }
 
-    /// Bytes of a storage, to read.
+    /// Takes the bytes of a locked storage, for reading.
     pub(crate) fn read(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a [u8]> {
         self.take(storage).map(|part| match part {
             Part::Read(bytes) => bytes,
@@ -269,7 +272,7 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Bytes of a storage locked for writing.
+    /// Takes the bytes of a storage that is locked for writing.
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
         match self.take(storage)? {
             Part::Write(bytes) => Ok(bytes),
@@ -304,7 +307,8 @@ mod tests {
     fn lent_memory_keeps_its_owner_alive() {
         let owner: Arc<Vec<u8>> = Arc::new(vec![7; 64]);
         let ptr = NonNull::new(owner.as_ptr().cast_mut()).unwrap();
-        // SAFETY: the vector lives in `owner` and is only read here.
+        // SAFETY: `ptr` points to the 64 bytes of the vector, which `owner` keeps alive; they are only read
+        // here.
         let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
         let storage: Arc<dyn Storage> = Arc::new(storage);
         assert_eq!(Arc::strong_count(&owner), 2);
@@ -318,8 +322,8 @@ mod tests {
         let mut bytes = vec![0u8; 64];
         let ptr = NonNull::new(bytes.as_mut_ptr()).unwrap();
         let owner: Arc<Mutex<Vec<u8>>> = Arc::new(Mutex::new(bytes));
-        // SAFETY: the vector's heap memory lives in `owner` and does not move; nothing else touches it
-        // before the storage is gone.
+        // SAFETY: `ptr` points to the 64 bytes of the vector, which lives in `owner` and does not move;
+        // nothing else touches them before the storage is gone.
         let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
         let owned = OwnedStorage::from_arc(Arc::new(storage)).unwrap();
         let view = owned.view_at(16, DType::U8, &[4]).unwrap();

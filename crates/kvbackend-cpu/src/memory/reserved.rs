@@ -1,4 +1,4 @@
-//! Reserved host memory: an anonymous mapping whose pages go back to the system and come again as zeros.
+//! Reserved host memory: an anonymous mapping whose pages go back to the system and return zeroed.
 
 use std::any::Any;
 use std::ops::Range;
@@ -11,15 +11,15 @@ use rustix::param::page_size;
 
 use super::{Bytes, CpuStorage, LARGE_PAGE, Owner, pages};
 
-/// Host memory that can sleep: a [`CpuStorage`] to every kernel.
+/// Host memory whose pages can be released and mapped again; kernels use it as a [`CpuStorage`].
 ///
-/// Pages of an unmapped range are dropped, not protected: the system puts a zeroed page behind an address
-/// as soon as somebody touches it, so that reading or writing there is harmless, as safe code needs. What
-/// is written there takes memory until the range is unmapped again or mapped, which drops it.
+/// Pages of an unmapped range are dropped, not protected. On the next access the system puts a zeroed page
+/// behind the address, so that safe code may read and write there. Bytes written to an unmapped range occupy
+/// memory until the range is unmapped or mapped again, which drops them.
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
-    /// Whether a page is mapped, by page. Locked before the bytes, never after.
+    /// Whether each page is mapped, by page number. Locked before the bytes, never after.
     mapped: Mutex<Vec<bool>>,
     page: usize,
 }
@@ -30,15 +30,16 @@ pub(super) struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread.
+// SAFETY: a `Mapping` belongs to the process, not to a thread: any thread may unmap it.
 unsafe impl Send for Mapping {}
-// SAFETY: a shared reference to it reads and writes nothing.
+// SAFETY: `&Mapping` gives no access to the mapped bytes.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `ptr` and `len` are those of a mapping made below, which nothing refers to any more.
-        // It can fail only for a range that is none; memory is then leaked, not freed twice.
+        // SAFETY: `ptr` and `len` are those of a mapping that `CpuReserved::reserve` made, and nothing refers
+        // to it any more. `munmap` can fail only for a range that is no mapping; in that case memory is
+        // leaked, not freed twice.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }
@@ -47,7 +48,7 @@ impl CpuReserved {
     /// Reserves `bytes` bytes, rounded up to whole pages.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no bytes, [`Error::Allocation`] if the system refuses.
+    /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
     pub fn reserve(kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
@@ -56,7 +57,8 @@ impl CpuReserved {
         let page = page_size();
         let len = bytes.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
         let len = len.ok_or_else(|| refused("larger than the address space"))?;
-        // SAFETY: a new private mapping at an address that the system chooses touches no other memory.
+        // SAFETY: with a null address the system chooses an unused range, so that the new private mapping
+        // touches no other memory.
         let ptr =
             unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
@@ -69,15 +71,16 @@ impl CpuReserved {
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
     }
 
-    /// Drops the pages of `range`, which is whole pages inside the mapping.
+    /// Drops the pages of `range`, which consists of whole pages inside the mapping.
     fn discard(&self, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
         }
         let mut bytes = self.storage.bytes.write();
         let at = bytes.as_mut_slice()[range.clone()].as_mut_ptr();
-        // SAFETY: the range lies in a private anonymous mapping, and the write lock excludes every reader
-        // and writer of its bytes; they are zero afterwards, which is a value that bytes may have.
+        // SAFETY: `range` lies in a private anonymous mapping, because the slice above is in bounds. The
+        // write lock `bytes` excludes every other reader and writer. The bytes are zero afterwards, which is
+        // a valid value.
         unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) }.map_err(|errno| Error::Allocation {
             bytes: range.len(),
             kind: self.storage.kind,
@@ -103,7 +106,7 @@ impl Storage for CpuReserved {
         self.storage.kind()
     }
 
-    /// The storage inside, which is what kernels look for.
+    /// Returns the inner [`CpuStorage`], which kernels look for.
     fn as_any(&self) -> &dyn Any {
         &self.storage
     }
@@ -122,7 +125,8 @@ impl ReservedStorage for CpuReserved {
         for run in mapped[pages.clone()].chunk_by(|a, b| a == b) {
             let next = page + run.len();
             if !run[0] {
-                // What was written while it was unmapped goes first, so that it is zero now.
+                // Bytes written while the run was unmapped are dropped first, so that the run is zero when
+                // mapped.
                 self.discard(&(page * self.page..next * self.page))?;
             }
             page = next;
@@ -156,7 +160,7 @@ mod tests {
     use super::*;
     use crate::{CpuBackend, Execution};
 
-    /// Pages of a range that hold physical memory, as the system's page table says.
+    /// Returns the number of pages in a range that hold physical memory, as the system's page table reports.
     fn resident(storage: &CpuReserved, range: Range<usize>) -> usize {
         let table = File::open("/proc/self/pagemap").unwrap();
         let page = |at: usize| (storage.address() as usize + at) / storage.page;

@@ -1,4 +1,4 @@
-//! Attention over segments, one row and head after another.
+//! Attention over segments, one row and one head at a time.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
     store(&op.attend, &results)
 }
 
-/// Output and log-sum-exp of one row and head.
+/// The output and the log-sum-exp of one row and head.
 struct Partial {
     row: usize,
     head: usize,
@@ -48,7 +48,7 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<Partial
     Ok(nested.into_iter().flatten().collect())
 }
 
-/// All of `[rows, heads, dim]` as dense f32.
+/// A view `[rows, heads, dim]` as dense f32.
 struct Queries {
     heads: usize,
     dim: usize,
@@ -76,7 +76,7 @@ impl Queries {
     }
 }
 
-/// What a call reads.
+/// The inputs of one call.
 struct Inputs<'a> {
     op: &'a Attend,
     queries: Queries,
@@ -85,7 +85,7 @@ struct Inputs<'a> {
     values: Rows<'a>,
 }
 
-/// A softmax that is still open: running maximum, sum of exponentials, weighted sum of values.
+/// A softmax in progress: running maximum, sum of exponentials, weighted sum of values.
 #[derive(Clone)]
 struct Open {
     max: f32,
@@ -115,7 +115,7 @@ impl Open {
         }
     }
 
-    /// Whether nothing was added. NaN is something: it must reach the output.
+    /// Returns whether nothing was added. A NaN counts as added, because it must reach the output.
     fn is_empty(&self) -> bool {
         self.sum == 0.0
     }
@@ -168,7 +168,7 @@ impl Inputs<'_> {
     }
 }
 
-/// A query or a key rotated to a position.
+/// A query or a key, rotated to a position.
 #[derive(Default)]
 struct Turned {
     position: Option<i64>,
@@ -176,7 +176,8 @@ struct Turned {
 }
 
 impl Turned {
-    /// The same row again and again: it is kept while positions are the same.
+    /// Returns `row` rotated to `position`. The result is kept for the next call with the same position,
+    /// which must pass the same row.
     fn by<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
         if self.position == Some(position) && op.rope.is_some() {
             return Ok(&self.row);

@@ -1,4 +1,4 @@
-//! Quantisation of whole blocks, and back.
+//! Quantisation and dequantisation of whole blocks.
 
 use kvcore::{BlockId, Dequantize, KvArena, KvPlane, Quantize, Result};
 
@@ -14,7 +14,7 @@ pub(crate) fn dequantize(op: &Dequantize) -> Result<()> {
     convert(&op.src, &op.dst, &op.pairs)
 }
 
-/// Blocks of one arena as blocks of another format.
+/// Converts blocks of one arena to the format of another.
 fn convert(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
     convert_plane(src, &src.k_plane(), &dst.k_plane(), pairs)?;
     convert_plane(src, &src.v_plane(), &dst.v_plane(), pairs)

@@ -17,7 +17,7 @@ pub(crate) fn swap_blocks(op: &SwapBlocks) -> Result<()> {
     copy_layers(&op.src, &op.dst, &op.pairs)
 }
 
-/// Elements of dense keys past the rotary dimension are copied bit for bit.
+/// Copies blocks with rotated keys. Elements of dense keys past the rotary dimension are copied bit for bit.
 pub(crate) fn rotate_keys(op: &RotateKeys) -> Result<()> {
     let copy =
         BlockCopy { layer: op.layer, block_size: op.src.layout().shape().block_size, pairs: &op.pairs };
@@ -45,7 +45,7 @@ fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Re
     Ok(())
 }
 
-/// Blocks of one layer that are copied bit for bit.
+/// Blocks of one layer, to be copied bit for bit.
 struct BlockCopy<'a> {
     layer: usize,
     block_size: usize,
@@ -53,7 +53,7 @@ struct BlockCopy<'a> {
 }
 
 impl BlockCopy<'_> {
-    /// Copies codes, and the scales that go with blocks.
+    /// Copies codes, and the scales that belong to blocks.
     fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         self.codes(src, dst, |_| Ok(()))?;
         if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
@@ -65,7 +65,7 @@ impl BlockCopy<'_> {
         Ok(())
     }
 
-    /// Copies codes, each row changed on the way.
+    /// Copies codes and applies `change` to each row on the way.
     fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
         self.bytes(src.heads, (src.storage, Span::codes(src)), (dst.storage, Span::codes(dst)), change)
     }
@@ -106,7 +106,7 @@ impl BlockCopy<'_> {
     }
 }
 
-/// Rotates quantised keys that have just been copied: in f32, and quantised again.
+/// Rotates quantised keys that have just been copied: in f32, after which they are quantised again.
 fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
     let mut access = Access::new(&[], &locks(plane))?;
     let mut keys = RowsMut::new(plane, &mut access.parts())?;

@@ -1,7 +1,7 @@
 //! Reference kernels: the contract of `kvcore::kernels` as plain loops.
 //!
-//! Each function trusts that its operation has been checked, and reads like the description of the
-//! operation. Arithmetic is f32; elements are rounded once, when they are stored.
+//! Each function trusts that its operation has been checked, and reads like the description of the operation.
+//! Arithmetic is f32. Elements are rounded once, when they are stored.
 
 mod attend;
 mod convert;
@@ -24,12 +24,12 @@ use kvcore::{BlockId, KvPlane, Result, Rope, RopeTable, Rotation, Storage, rotat
 use crate::element::Element;
 use crate::plane::RowAt;
 
-/// The storages of a plane.
+/// Returns the storages of a plane.
 fn locks<'a>(plane: &KvPlane<'a>) -> Vec<&'a Arc<dyn Storage>> {
     std::iter::once(plane.storage).chain(plane.scales.map(|(storage, _)| storage)).collect()
 }
 
-/// The rows of one block in one layer.
+/// Returns the rows of one block in one layer.
 fn rows_of_block(
     layer: usize,
     block: BlockId,
@@ -40,7 +40,7 @@ fn rows_of_block(
     (0..block_size).flat_map(move |token| (0..heads).map(move |head| RowAt { layer, block, token, head }))
 }
 
-/// Rotations by one position after another, with the buffers they need.
+/// Rotations by one position after another, with the buffers that they need.
 struct Rotator<'a> {
     rope: &'a Rope,
     table: Arc<RopeTable>,
@@ -54,18 +54,19 @@ impl<'a> Rotator<'a> {
         Ok(Self { rope, table, sin: vec![0.0; rope.frequencies().len()], row: Vec::new() })
     }
 
-    /// For a move of keys.
+    /// Creates a rotator for keys that move by `rotation.delta` positions.
     fn by(rotation: &'a Rotation) -> Result<Self> {
         Self::new(&rotation.rope, [rotation.delta])
     }
 
-    /// Rotates an f32 row to `position`, scaled by `factor`.
+    /// Rotates an f32 row to `position` and scales it by `factor`.
     fn rotate(&mut self, row: &mut [f32], position: i64, factor: f32) {
         let cos = self.table.at(position, &mut self.sin);
         rotate_row(row, cos, &self.sin, factor, self.rope.pairing());
     }
 
-    /// The same for a row of any element type.
+    /// Rotates a row of any element type in f32, as [`rotate`](Self::rotate) does, and rounds only the rotary
+    /// elements.
     fn rotate_elements<T: Element>(&mut self, row: &mut [T], position: i64, factor: f32) {
         let mut wide = std::mem::take(&mut self.row);
         wide.clear();

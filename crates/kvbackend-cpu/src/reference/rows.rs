@@ -9,8 +9,8 @@ use crate::movement::Movement;
 use crate::plane::{RowAt, Rows, RowsMut};
 
 impl Movement<'_> {
-    /// Calls `work` with the first element of each head's row and with its place in the plane. Slots
-    /// that are padding are skipped.
+    /// Calls `work` with the index of each head's first element in the rows and with its place in the plane.
+    /// Slots that are padding are skipped.
     fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
         let strides = self.rows.strides();
         for (row, at) in self.tokens(0..self.slots.len()) {
@@ -39,7 +39,7 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
     Ok(())
 }
 
-/// Elements of the same type are copied bit for bit.
+/// Scatters rows into a dense plane. Elements of the same type are copied bit for bit.
 fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T) -> Result<()> {
     let mut access = Access::new(&[m.rows.storage()], &[m.plane.storage])?;
     let mut parts = access.parts();
@@ -82,7 +82,7 @@ pub(crate) fn gather(op: &Gather) -> Result<()> {
     Ok(())
 }
 
-/// Elements that are not rotated are copied bit for bit.
+/// Gathers rows from a dense plane. Elements that are not rotated are copied bit for bit.
 fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
     let mut access = Access::new(&[m.plane.storage], &[m.rows.storage()])?;
     let mut parts = access.parts();

@@ -24,13 +24,13 @@ pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
 pub(crate) struct Runs {
     /// Bytes of a run.
     pub(crate) bytes: usize,
-    /// Where the first run begins, in bytes.
+    /// Byte offsets of the first run in the source and in the destination.
     pub(crate) start: (usize, usize),
     /// Axes over the runs, outermost first.
     pub(crate) axes: SmallVec<[Axis; 6]>,
 }
 
-/// Extent, and strides of source and destination in bytes.
+/// Extent of an axis, and its strides in source and destination, in bytes.
 #[derive(Clone)]
 pub(crate) struct Axis {
     pub(crate) n: usize,
@@ -59,7 +59,7 @@ impl Runs {
         }
     }
 
-    /// Calls `copy` with where each run begins in the source and in the destination.
+    /// Calls `copy` with the byte offsets of each run in the source and in the destination.
     fn each(&self, mut copy: impl FnMut(usize, usize)) {
         over(&self.axes, self.start.0, self.start.1, &mut copy);
     }

@@ -1,7 +1,8 @@
-//! AMX: products of matrices of bf16, a tile of 16 rows of 64 bytes at a time, summed in f32.
+//! AMX: products of matrices of bf16, one tile of 16 rows of 64 bytes at a time, summed in f32.
 //!
-//! A number of f32 is the sum of three of bf16, so products with one on one side are as exact as in f32. The
-//! instructions take denormals for zero, and a product of infinity with the parts of a number may be no number.
+//! An f32 number is the sum of three bf16 numbers, so that products with bf16 on one side are as exact as in
+//! f32. The instructions treat denormals as zero, and a product of infinity with the parts of a number may be
+//! NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __m512, _mm512_and_si512, _mm512_castps_si512};
@@ -17,12 +18,12 @@ pub(crate) const ROWS: usize = 16;
 pub(crate) const ROW: usize = 64;
 /// Bytes of a tile.
 pub(crate) const TILE: usize = ROWS * ROW;
-/// Products at once: tiles of results.
+/// Tiles of results that one call sums.
 pub(crate) const EACH: usize = 4;
 /// Numbers of bf16 whose sum is a number of f32.
 pub(crate) const PARTS: usize = 3;
 
-/// Whether the processor multiplies tiles of bf16 and the system lets this process use them.
+/// Returns whether the processor multiplies tiles of bf16 and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
@@ -34,12 +35,13 @@ pub(crate) fn is_available() -> bool {
     })
 }
 
-/// Asks Linux for the state of tiles, which it keeps for those alone who ask.
+/// Asks Linux for the tile state, which it saves only for processes that ask; returns whether it was granted.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const REQUEST: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
-    // SAFETY: the call has two numbers as arguments and changes nothing but this process's permission.
+    // SAFETY: this call takes two integers, reads and writes no memory of the process, and changes only its
+    // permissions.
     unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
 }
 
@@ -48,7 +50,7 @@ fn permitted() -> bool {
     false
 }
 
-/// The form of a thread's tiles, all of them whole.
+/// The configuration of a thread's tiles: all of them at full size.
 #[repr(C, align(64))]
 struct Form([u8; 64]);
 
@@ -64,14 +66,18 @@ static FORM: Form = {
     Form(form)
 };
 
-/// A thread's tiles, in use while this lives.
+/// The tiles of the current thread, configured while the value lives.
 pub(crate) struct Tiles(());
 
 impl Tiles {
+    /// Configures the tiles of the current thread.
+    ///
     /// # Safety
-    /// [`is_available`] has said so.
+    /// [`is_available`] has returned true, no other `Tiles` of this thread lives, and the value is dropped in
+    /// this thread.
     pub(crate) unsafe fn new() -> Self {
-        // SAFETY: the form is valid, and tiles belong to nobody else in this thread.
+        // SAFETY: `FORM` is 64 valid bytes, AMX is available, and no other `Tiles` uses the tiles of this
+        // thread.
         unsafe { asm!("ldtilecfg [{}]", in(reg) FORM.0.as_ptr(), options(nostack, readonly)) };
         Self(())
     }
@@ -79,30 +85,30 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: there are tiles.
+        // SAFETY: `new` configured the tiles of this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
 
-/// Four operands, a tile of each at every step.
+/// Four operands. Each gives one tile per step.
 #[derive(Clone, Copy)]
 pub(crate) struct Each {
     pub(crate) at: [*const u8; EACH],
-    /// Bytes from row to row.
+    /// Bytes from one row of a tile to the next.
     pub(crate) stride: usize,
-    /// Bytes from step to step.
+    /// Bytes from one step to the next.
     pub(crate) step: usize,
 }
 
-/// The operand that all four share: at every step as many tiles as it has parts, one after the other.
+/// The operand that all four products share. Each step takes `parts` tiles, one after the other.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared {
     pub(crate) at: *const u8,
     pub(crate) parts: usize,
 }
 
-/// Sums over all steps of four products of tiles. `$left` and `$right` put an operand of the four and one that they
-/// share in order; `$shared` are the registers of the latter.
+/// Sums, over all steps, four products of tiles. `$load` loads the tiles of the shared operand; `$dot` names
+/// the two factors of each product in their order.
 macro_rules! products {
     ($each:ident, $shared:ident, $steps:ident, $out:ident, ($($load:literal),*), ($($dot:literal),*)) => {
         asm!(
@@ -149,15 +155,18 @@ macro_rules! products {
     };
 }
 
-/// `out[i][r][c] = Σ each[i][r] · shared[c]`: rows as they lie, times columns whose pairs of elements lie beside each
-/// other, 16 columns to a row.
+/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows as they lie, times columns. Elements of a column
+/// lie in pairs, 16 columns to a row.
 ///
 /// # Safety
-/// The tiles of all steps can be read, four tiles written at `out`, and the thread has [`Tiles`]. There is a step.
+/// AMX with bf16 is available and this thread holds the [`Tiles`] passed. `steps` is at least 1. Every tile
+/// that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of [`EACH`]
+/// tiles, and `shared.parts` is 1 or [`PARTS`].
 #[inline]
 pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && [1, PARTS].contains(&shared.parts));
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable tiles for `steps >= 1` steps, [`EACH`] writable tiles at `out`,
+    // and configured tiles; the assembly accesses nothing else.
     unsafe {
         if shared.parts == 1 {
             products!(each, shared, steps, out, ("tileloadd tmm4, [{shared} + {row}]"), ("tmm7, tmm4"));
@@ -178,14 +187,16 @@ pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, step
     }
 }
 
-/// `out[i][r][c] = Σ shared[r] · each[i][c]`: the same of four sets of columns, with rows in [`PARTS`] parts.
+/// Computes `out[i][r][c] = Σ shared[r] · each[i][c]`: rows in [`PARTS`] parts, times four sets of columns.
+/// In [`rows_by_columns`] the shared operand has the columns.
 ///
 /// # Safety
-/// As [`rows_by_columns`].
+/// As for [`rows_by_columns`], with `shared.parts` equal to [`PARTS`].
 #[inline]
 pub(crate) unsafe fn row_by_each_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && shared.parts == PARTS);
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable tiles for `steps >= 1` steps, [`EACH`] writable tiles at `out`,
+    // and configured tiles; the assembly accesses nothing else.
     unsafe {
         products!(
             each,
@@ -202,24 +213,24 @@ pub(crate) unsafe fn row_by_each_columns(_: &Tiles, each: Each, shared: Shared, 
     }
 }
 
-/// The upper half of every element.
+/// Returns the upper half of every element, with zeros below.
 #[inline(always)]
 unsafe fn cut(a: __m512) -> __m512 {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees AVX-512 F; no pointer is involved.
     unsafe {
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), upper))
     }
 }
 
-/// A vector of f32 as three of bf16, in the upper halves of their elements: their sum is the vector. Of what is not
-/// finite only the first counts.
+/// Splits a vector of f32 into three of bf16, in the upper halves of their elements, whose sum is the vector.
+/// Of an infinite element, the second and the third part are 0.
 ///
 /// # Safety
-/// The processor has AVX-512 F and DQ, and the caller is compiled for them.
+/// The processor supports AVX-512 F and DQ, and the caller is compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn parts(a: __m512) -> [__m512; PARTS] {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees AVX-512 F and DQ; no pointer is involved.
     unsafe {
         let first = cut(a);
         let infinite = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(a), _mm512_set1_ps(f32::INFINITY));

@@ -17,7 +17,7 @@ use std::arch::x86_64::{
 use super::level::with_avx2;
 use super::{Simd, Task};
 
-/// The instruction set.
+/// The AVX2 instruction set, with FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
@@ -68,7 +68,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Transposes while it adds.
+    /// Transposes while adding.
     #[inline(always)]
     unsafe fn sum_four(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
         unsafe {
@@ -87,7 +87,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m256; 16]) {
         unsafe {
-            // Pairs of rows, then quarters of rows, then halves.
+            // First pairs of rows, next quarters of rows, last halves.
             let mut pairs = *square;
             for i in (0..8).step_by(2) {
                 pairs[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
@@ -129,7 +129,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// To nearest, ties to even; what is not a number is made quiet.
+    /// Rounds to nearest, ties to even; NaN becomes quiet.
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: __m256) {
         unsafe {

@@ -18,11 +18,11 @@ use std::arch::x86_64::{
 use super::level::with_avx512;
 use super::{Simd, Task};
 
-/// The instruction set.
+/// The AVX-512 instruction set: F, BW, DQ and VL.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-/// `1, 3, 5, …`: the upper halves of 32-bit elements, as 16-bit ones.
+/// `1, 3, 5, …`: indices of the upper halves of 32-bit elements, counted in 16-bit elements.
 const UPPER: [u16; 32] = {
     let mut places = [0; 32];
     let mut i = 0;
@@ -33,13 +33,13 @@ const UPPER: [u16; 32] = {
     places
 };
 
-/// The upper half of every element, of `a` and then of `b`.
+/// Returns the upper half of every 32-bit element, of `a` and after that of `b`.
 ///
 /// # Safety
-/// The processor has AVX-512 F and BW, and the caller is compiled for them.
+/// The processor supports AVX-512 F and BW, and the caller is compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees AVX-512 F and BW, and `UPPER` has 32 elements of 16 bits, a whole vector.
     unsafe {
         let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
         _mm512_permutex2var_epi16(a, upper, b)
@@ -48,10 +48,10 @@ pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
-/// Bits whose upper half is the number rounded to bf16, ties to even.
+/// Returns bits whose upper half is the number rounded to bf16, ties to even.
 #[inline(always)]
 unsafe fn rounded(a: __m512) -> __m512i {
-    // SAFETY: the instruction set is the caller's.
+    // SAFETY: the caller guarantees AVX-512 F; no pointer is involved.
     unsafe {
         let bits = _mm512_castps_si512(a);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -96,7 +96,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_reduce_max_ps(a) }
     }
 
-    /// Transposes while it adds: 13 instructions instead of four times ten.
+    /// Transposes while adding: 13 instructions instead of four times ten.
     #[inline(always)]
     unsafe fn sum_four(a: __m512, b: __m512, c: __m512, d: __m512) -> [f32; 4] {
         unsafe {
@@ -116,7 +116,8 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m512; 16]) {
         unsafe {
-            // Pairs of rows, then fours, as in each quarter of AVX2's; then quarters find their places.
+            // First pairs of rows, next fours, as AVX2 does in each quarter; last, quarters move to their
+            // places.
             let mut pairs = *square;
             for i in (0..16).step_by(2) {
                 pairs[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
@@ -163,7 +164,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// To nearest, ties to even; what is not a number is made quiet.
+    /// Rounds to nearest, ties to even; NaN becomes quiet.
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: __m512) {
         unsafe {

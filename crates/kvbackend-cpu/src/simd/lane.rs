@@ -1,4 +1,4 @@
-//! Elements that vectors of f32 are loaded from and rounded to, and rows of them.
+//! Element types that vectors of f32 are loaded from and rounded to, and rows of such elements.
 
 use half::{bf16, f16};
 use kvcore::DType;
@@ -9,15 +9,18 @@ use crate::element::Element;
 /// An element type that every instruction set converts.
 ///
 /// # Safety
-/// Each function as [`Simd`].
+/// Every function requires the instruction set of `S`, as [`Simd`] does, and a pointer that is valid for the
+/// `S::LANES` elements loaded or stored, or for `2 * S::LANES` elements in
+/// [`store_twice`](Self::store_twice).
 #[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
 pub(crate) trait Lane: Element {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
-    /// Two vectors, one after the other.
+    /// Stores two vectors, one after the other: `2 * S::LANES` elements.
     #[inline(always)]
     unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the instruction set of `S`, and that `to` is valid for writes of `2 *
+        // S::LANES` elements.
         unsafe {
             Self::store::<S>(to, a);
             Self::store::<S>(to.add(S::LANES), b);
@@ -37,7 +40,7 @@ impl Lane for f32 {
     }
 }
 
-/// Elements of two bytes, by functions of [`Simd`].
+/// Implements [`Lane`] for an element of two bytes by functions of [`Simd`].
 macro_rules! half {
     ($element:ty, $load:ident, $store:ident, $store_twice:ident) => {
         #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
@@ -61,13 +64,16 @@ macro_rules! half {
 half!(bf16, load_bf16, store_bf16, store_bf16_twice);
 half!(f16, load_f16, store_f16, store_f16_twice);
 
-/// `n` elements of a float type as f32.
+/// Converts `n` elements of a float type to f32.
 ///
 /// # Safety
-/// As [`Simd`]; both ends have `n` elements.
+/// The caller is compiled for the instruction set of `S`, as [`Simd`] requires. `from` is valid for reads of
+/// `n` elements of `dtype`, `to` for writes of `n` elements of f32, each is aligned for its elements, and the
+/// two do not overlap.
 #[inline(always)]
 pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, n: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that `from` holds `n` elements of `dtype` and `to` holds `n` of f32,
+    // without overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f16, f32>(from.cast(), to, n),
@@ -77,13 +83,16 @@ pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32,
     }
 }
 
-/// `n` elements of f32 rounded to a float type.
+/// Rounds `n` elements of f32 to a float type.
 ///
 /// # Safety
-/// As [`widen`].
+/// The caller is compiled for the instruction set of `S`, as [`Simd`] requires. `from` is valid for reads of
+/// `n` elements of f32, `to` for writes of `n` elements of `dtype`, each is aligned for its elements, and the
+/// two do not overlap.
 #[inline(always)]
 pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, n: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that `from` holds `n` elements of f32 and `to` holds `n` of `dtype`,
+    // without overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f32, f16>(from, to.cast(), n),
@@ -93,10 +102,15 @@ pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8
     }
 }
 
+/// Converts `n` elements from one type to another.
+///
+/// # Safety
+/// As for [`widen`]: `from` is valid for reads and `to` for writes of `n` elements, without overlap.
 #[inline(always)]
 unsafe fn convert<S: Simd, A: Lane, B: Lane>(from: *const A, to: *mut B, n: usize) {
     let mut i = 0;
-    // SAFETY: `i` plus the vectors at work stays within `n`.
+    // SAFETY: `i + 2 * LANES <= n` where two vectors are accessed and `i < n` where one element is, and the
+    // caller guarantees `n` elements at `from` and at `to`.
     unsafe {
         while i + 2 * S::LANES <= n {
             let (a, b) = (A::load::<S>(from.add(i)), A::load::<S>(from.add(i + S::LANES)));

@@ -1,4 +1,4 @@
-//! Which instruction set kernels use.
+//! The instruction set that kernels use.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,40 +22,41 @@ use super::{amx, avx2::Avx2, avx512::Avx512};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SimdLevel {
-    /// Whatever the program was compiled for: SSE2 on x86-64, NEON on 64-bit ARM.
+    /// The instruction set that the program was compiled for: SSE2 on x86-64, NEON on 64-bit ARM.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL. Conversions to bf16 are integer arithmetic: the instruction for it
+    /// AVX-512 F, BW, DQ and VL. Conversions to bf16 use integer arithmetic, because the instruction for them
     /// (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
-    /// AVX-512, and AMX with bf16: attention over keys and values of bf16 multiplies tiles of them, by queries and
-    /// weights in as many parts of bf16 as their numbers have.
+    /// AVX-512 and AMX with bf16. Attention over keys and values of bf16 multiplies tiles of them; queries
+    /// and weights are split into as many parts of bf16 as their numbers need.
     Amx,
 }
 
 /// Code that is generic over the instruction set.
 pub(crate) trait Task {
-    /// What it gives.
+    /// The result of the task.
     type Output;
 
-    /// Runs it.
+    /// Runs the task.
     ///
     /// # Safety
-    /// The processor has the instruction set of `S`, and the caller is compiled for it.
+    /// The processor supports the instruction set of `S`, the caller is compiled for it, and the fields of
+    /// `self` meet the conditions that the type of the task states.
     unsafe fn run<S: Simd>(self) -> Self::Output;
 }
 
 impl SimdLevel {
-    /// All of them, the plainest first.
+    /// All levels, the plainest first.
     pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
-    /// The best that this processor has.
+    /// Returns the best level that this processor supports.
     pub fn best() -> Self {
         Self::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Self::Portable)
     }
 
-    /// Whether this processor has it.
+    /// Returns whether this processor supports the level.
     pub fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
@@ -80,10 +81,10 @@ impl SimdLevel {
         }
     }
 
-    /// This level, if the processor has it.
+    /// Returns this level if the processor supports it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`].
+    /// Returns [`Error::Unsupported`] if it does not.
     pub fn checked(self) -> Result<Self> {
         if self.is_available() {
             Ok(self)
@@ -93,7 +94,7 @@ impl SimdLevel {
     }
 }
 
-/// A level that the processor has: the only way to run a task.
+/// A level that the processor supports. Outside of tasks, it is the only way to run a task.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Available(SimdLevel);
 
@@ -110,35 +111,54 @@ impl Available {
         self.0
     }
 
+    /// Runs a task, compiled for the level. The caller guarantees the conditions that the type of the task
+    /// states.
     pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
-            // SAFETY: every processor that the program runs on has what it was compiled for.
+            // SAFETY: every processor that the program runs on supports the instructions that the program is
+            // compiled for, and the caller guarantees the conditions of `task`.
             SimdLevel::Portable => unsafe { Portable::call(task) },
-            // SAFETY: `new` and `best` have found these instructions.
+            // SAFETY: `new` or `best` found AVX2, FMA and F16C, and the caller guarantees the conditions of
+            // `task`.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => unsafe { with_avx2(task) },
-            // SAFETY: as above.
+            // SAFETY: `new` or `best` found AVX-512 F, BW, DQ and VL, and the caller guarantees the
+            // conditions of `task`.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 | SimdLevel::Amx => unsafe { with_avx512(task) },
+            // SAFETY: as for `Portable`, which needs no instructions of its own; `new` and `best` never give
+            // these levels here.
             #[cfg(not(target_arch = "x86_64"))]
             SimdLevel::Avx2 | SimdLevel::Avx512 | SimdLevel::Amx => unsafe { Portable::call(task) },
         }
     }
 }
 
+/// Runs a task in a function that is compiled for AVX2.
+///
+/// # Safety
+/// The processor supports AVX2, FMA and F16C, and the fields of `task` meet the conditions that its type
+/// states.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline(never)]
 pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
-    // SAFETY: the caller has these instructions, and this function is compiled for them.
+    // SAFETY: the caller guarantees AVX2, FMA, F16C and the conditions of `task`, and this function is
+    // compiled for the instructions.
     unsafe { task.run::<Avx2>() }
 }
 
+/// Runs a task in a function that is compiled for AVX-512.
+///
+/// # Safety
+/// The processor supports AVX2, FMA, F16C and AVX-512 F, BW, DQ and VL, and the fields of `task` meet the
+/// conditions that its type states.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline(never)]
 pub(super) unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
-    // SAFETY: the caller has these instructions, and this function is compiled for them.
+    // SAFETY: the caller guarantees AVX-512 and the conditions of `task`, and this function is compiled for
+    // the instructions.
     unsafe { task.run::<Avx512>() }
 }
 

@@ -1,21 +1,22 @@
-//! Functions of vectors that are the same for all instruction sets.
+//! Functions of vectors that are common to all instruction sets.
 
 use super::Simd;
 
-/// `e^x` to about one unit in the last place for `x ≤ 88`; 0 below −88; what is not a number stays so.
+/// Returns `e^x` to about one unit in the last place for `x ≤ 88`. The result is 0 below −88 and NaN for NaN.
 ///
-/// `e^x = 2^n · e^r` with whole `n` and `|r| ≤ ln 2 / 2`; `e^r` by its Taylor polynomial of degree 7, whose
-/// remainder is below 2⁻²⁷ there.
+/// `e^x = 2^n · e^r` with an integer `n` and `|r| ≤ ln 2 / 2`. `e^r` is its Taylor polynomial of degree 7,
+/// whose remainder is below 2⁻²⁷ there.
 ///
 /// # Safety
-/// As [`Simd`].
+/// The processor supports the instruction set of `S`, and the caller is compiled for it, as [`Simd`]
+/// requires.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller guarantees the instruction set of `S`; no pointer is involved.
     unsafe {
         let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
-        // ln 2 in two parts, the first with trailing zeros, so that n times it is exact.
+        // ln 2 is split in two parts. The first has trailing zeros, so that its product with n is exact.
         let r = S::mul_add(n, S::splat(-0.693_359_4), x);
         let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.0 / 5040.0);
@@ -40,7 +41,8 @@ mod tests {
         unsafe fn run<S: Simd>(self) {
             let mut lanes = [0.0; 16];
             for &x in self.0 {
-                // SAFETY: `lanes` holds the largest vector.
+                // SAFETY: `lanes` has 16 elements, as many as the longest vector, and `Available::run`
+                // checked the instruction set.
                 unsafe { S::store(lanes.as_mut_ptr(), exp::<S>(S::splat(x))) };
                 assert!(lanes[..S::LANES].iter().all(|y| y.to_bits() == lanes[0].to_bits()));
                 self.1.push(lanes[0]);

@@ -1,12 +1,13 @@
-//! Vectors of f32, one implementation per instruction set, and the choice between them at run time.
+//! Vectors of f32: one implementation per instruction set, chosen at run time.
 //!
-//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`Available::run`] calls it inside a function
-//! that is compiled for the instruction set, so that everything inlined into it is too. Functions on this
-//! path are `#[inline(always)]`: one that is not inlined would be compiled without the instructions. What is
-//! large, or used in many places, is a task of its own, called by [`Simd::call`]: one function for all places,
-//! or compile time grows with every way through them.
+//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`Available::run`] calls the task inside a
+//! function that is compiled for the instruction set, so that everything inlined into the task is compiled
+//! for it too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would
+//! be compiled without the instructions. Code that is large, or used in many places, is a task of its own,
+//! called by [`Simd::call`]: it is compiled once for all places. Otherwise compile time would grow with every
+//! path through them.
 
-/// Functions of [`Simd`] that are an intrinsic each.
+/// Defines the functions of [`Simd`] that are one intrinsic each.
 #[cfg(target_arch = "x86_64")]
 macro_rules! intrinsics {
     (splat: $splat:ident, $($name:ident: $intrinsic:ident),* $(,)?) => {
@@ -18,7 +19,7 @@ macro_rules! intrinsics {
     };
 }
 
-/// One of them, by its name.
+/// Defines one of these functions, by its name.
 #[cfg(target_arch = "x86_64")]
 macro_rules! intrinsic {
     (load: $intrinsic:ident) => {
@@ -67,17 +68,18 @@ pub(crate) use math::exp;
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
-/// Every function needs the instruction set of its implementation; those that take a pointer need it to be
-/// valid for as many elements as they touch, aligned for the element type alone.
+/// Every function requires that the processor supports the instruction set of the implementation, and that
+/// the caller is compiled for it. A pointer argument must be valid for as many elements as the function reads
+/// or writes there, and aligned for its element type; [`stream_line`](Self::stream_line) asks for more.
 #[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
-    /// The vector.
+    /// The vector type.
     type V: Copy;
-    /// Its elements.
+    /// Elements of a vector: its SIMD lanes.
     const LANES: usize;
-    /// Vectors that the processor holds in registers: how large a block of products may be.
+    /// Vectors that the processor holds in registers. They bound the size of a block of products.
     const REGISTERS: usize;
-    /// Whether [`stream_line`](Self::stream_line) passes the caches.
+    /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
     /// Runs a task in a function of its own.
@@ -87,39 +89,39 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`, rounded once where the set has such an instruction.
+    /// Returns `a * b + c`, rounded once if the instruction set has a fused instruction.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The larger of each pair; `b` where one is not a number.
+    /// Returns the larger element of each pair; `b` if either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// The smaller of each pair; `b` where one is not a number.
+    /// Returns the smaller element of each pair; `b` if either is NaN.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// To the nearest whole number, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `a * 2^n` for whole numbers `n` of −127 (which gives 0) to 127.
+    /// Returns `a * 2^n` for integers `n` from −127, which gives 0, to 127.
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     unsafe fn sum(a: Self::V) -> f32;
     unsafe fn largest(a: Self::V) -> f32;
-    /// The sums of four vectors.
+    /// Returns the sums of the elements of four vectors.
     #[inline(always)]
     unsafe fn sum_four(a: Self::V, b: Self::V, c: Self::V, d: Self::V) -> [f32; 4] {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the instruction set of `Self`; no pointer is involved.
         unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
     }
-    /// Exchanges rows and columns of the first `LANES` vectors.
+    /// Transposes the first `LANES` vectors of `square` as a matrix.
     unsafe fn transpose(square: &mut [Self::V; 16]);
-    /// Exchanges the elements of each pair `(2 i, 2 i + 1)`.
+    /// Swaps the elements of each pair `(2 i, 2 i + 1)`.
     unsafe fn swap_pairs(a: Self::V) -> Self::V;
-    /// `(x0, x0, x1, x1, …)` of the first half of the lanes at `from`.
+    /// Returns `(x0, x0, x1, x1, …)` for the `LANES / 2` elements at `from`.
     unsafe fn load_twice(from: *const f32) -> Self::V;
 
     unsafe fn load(from: *const f32) -> Self::V;
     unsafe fn store(to: *mut f32, a: Self::V);
     unsafe fn load_bf16(from: *const u16) -> Self::V;
     unsafe fn store_bf16(to: *mut u16, a: Self::V);
-    /// Two vectors, one after the other.
+    /// Stores two vectors, one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_bf16_twice(to: *mut u16, a: Self::V, b: Self::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `to` is valid for writes of `2 * LANES` elements.
         unsafe {
             Self::store_bf16(to, a);
             Self::store_bf16(to.add(Self::LANES), b);
@@ -127,22 +129,24 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
     unsafe fn load_f16(from: *const u16) -> Self::V;
     unsafe fn store_f16(to: *mut u16, a: Self::V);
-    /// Two vectors, one after the other.
+    /// Stores two vectors, one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_f16_twice(to: *mut u16, a: Self::V, b: Self::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `to` is valid for writes of `2 * LANES` elements.
         unsafe {
             Self::store_f16(to, a);
             Self::store_f16(to.add(Self::LANES), b);
         }
     }
     unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// Copies 64 bytes past the caches; `to` is aligned to 64.
+    /// Copies 64 bytes and bypasses the caches if [`STREAMS`](Self::STREAMS); `to` must be aligned to 64
+    /// bytes.
     unsafe fn stream_line(to: *mut u8, from: *const u8);
-    /// Orders streamed stores before what follows.
+    /// Orders streamed stores before all later stores.
     unsafe fn fence();
-    /// Asks for the cache line at an address, which may be any.
+    /// Asks for the cache line at `at`, which may be any address.
     unsafe fn prefetch(at: *const u8);
-    /// The same, no nearer than the second cache.
+    /// Asks for the cache line at `at` as [`prefetch`](Self::prefetch) does, but only into the second-level
+    /// cache.
     unsafe fn prefetch_far(at: *const u8);
 }

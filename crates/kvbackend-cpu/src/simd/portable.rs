@@ -1,10 +1,11 @@
-//! Eight lanes in plain Rust, which the compiler turns into whatever the program is compiled for.
+//! Vectors of eight lanes in plain Rust, which the compiler turns into the instructions that the program is
+//! compiled for.
 
 use half::{bf16, f16};
 
 use super::{Simd, Task};
 
-/// No instruction set in particular.
+/// The instruction set that the program is compiled for.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -23,7 +24,8 @@ impl Simd for Portable {
 
     #[inline(never)]
     unsafe fn call<T: Task>(task: T) -> T::Output {
-        // SAFETY: the caller's.
+        // SAFETY: `Self` needs no instructions beyond those that the program is compiled for; the caller
+        // guarantees the conditions of `task`.
         unsafe { task.run::<Self>() }
     }
 
@@ -47,7 +49,7 @@ impl Simd for Portable {
         each(|i| a[i] * b[i])
     }
 
-    /// Where there is no instruction for it, a fused one would be a call of a function.
+    /// Fuses only if there is an instruction for it: otherwise a fused operation would be a function call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -67,7 +69,7 @@ impl Simd for Portable {
         each(|i| if a[i] < b[i] { a[i] } else { b[i] })
     }
 
-    /// Adding and taking away 1.5 · 2²³ leaves no room for a fraction; good for |a| < 2²².
+    /// Adds and subtracts 1.5 · 2²³, which leaves no bits for a fraction. Correct for |a| < 2²².
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
         const MAGIC: f32 = 12_582_912.0;
@@ -104,55 +106,59 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load_twice(from: *const f32) -> Self::V {
-        // SAFETY: the caller's half vector.
+        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES / 2` elements, and `i / 2 <
+        // LANES / 2`.
         each(|i| unsafe { from.add(i / 2).read() })
     }
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self::V {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements and aligned for
+        // f32, as an array of f32 is.
         unsafe { from.cast::<Self::V>().read() }
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, a: Self::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements and aligned for
+        // f32, as an array of f32 is.
         unsafe { to.cast::<Self::V>().write(a) }
     }
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self::V {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from_bits(u32::from(from.add(i).read()) << 16) })
     }
 
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: Self::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements, and `i < LANES`.
         (0..LANES).for_each(|i| unsafe { to.add(i).write(bf16::from_f32(a[i]).to_bits()) });
     }
 
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> Self::V {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f16::from_bits(from.add(i).read()).to_f32() })
     }
 
     #[inline(always)]
     unsafe fn store_f16(to: *mut u16, a: Self::V) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements, and `i < LANES`.
         (0..LANES).for_each(|i| unsafe { to.add(i).write(f16::from_f32(a[i]).to_bits()) });
     }
 
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self::V {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from(from.add(i).read()) })
     }
 
     #[inline(always)]
     unsafe fn stream_line(to: *mut u8, from: *const u8) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that `from` is valid for reads of 64 bytes and `to` for writes of 64
+        // bytes.
         unsafe { to.cast::<[u64; 8]>().write_unaligned(from.cast::<[u64; 8]>().read_unaligned()) }
     }
 

@@ -1,4 +1,4 @@
-//! Small arenas, tensors of counting numbers, and what lies in them.
+//! Small arenas, tensors of counting numbers, and their contents.
 
 use std::sync::Arc;
 

@@ -1,19 +1,18 @@
-//! A stream that refuses operations by name, and what a refusal leaves behind.
+//! A stream that refuses operations by name, and the state after a refusal.
 
 use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, Backend, BlockPool, CopyBlocks, CopyTensor, Dequantize, Error, Event,
-    Gather, Kernels, PagedKvCache, Quantize, Result, RotateKeys, Scatter, SequenceStart, Stream, SwapBlocks,
-    TensorView,
+    Backend, BlockPool, Checked, Counters, Error, Event, PagedKvCache, Result, SequenceStart, Storage,
+    Stream, TensorView,
 };
 use rstest::rstest;
 
 use crate::common::Memory;
 use crate::sharing::{contents, root, write};
 
-/// Refuses one operation and passes the others on.
+/// A stream that refuses one operation and passes on the others.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     stream: Arc<dyn Stream>,
@@ -34,24 +33,17 @@ fn refusal() -> Error {
     Error::Unsupported { backend: "faulty", what: "this".to_owned() }
 }
 
-macro_rules! pass_on {
-    ($($name:ident: $op:ty),* $(,)?) => {
-        impl Kernels for Faulty {
-            $(fn $name(&self, op: &$op) -> Result<()> {
-                self.check(stringify!($name))?;
-                self.stream.$name(op)
-            })*
-        }
-    };
-}
-
-pass_on! {
-    scatter: Scatter, gather: Gather, copy_blocks: CopyBlocks, swap_blocks: SwapBlocks, copy_tensor: CopyTensor,
-    rope: ApplyRope, rotate_keys: RotateKeys, attend: Attend, attend_mla: AttendMla, quantize: Quantize,
-    dequantize: Dequantize,
-}
-
 impl Stream for Faulty {
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        self.check(operation.operation().name())?;
+        self.stream.launch(operation)
+    }
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        self.stream.owns(storage)
+    }
+    fn counters(&self) -> &Counters {
+        self.stream.counters()
+    }
     fn record(&self) -> Result<Arc<dyn Event>> {
         self.check("record")?;
         self.stream.record()
@@ -129,7 +121,7 @@ fn a_refused_copy_changes_nothing(#[values(Immediate, Deferred)] execution: Exec
     cache.pool().check_invariants().unwrap();
 }
 
-/// The copy in waits for the copy out, whichever stream makes it.
+/// The swap-in waits for the swap-out, whichever stream performs it.
 #[rstest]
 fn a_swap_in_on_another_stream_waits_for_the_swap_out(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);

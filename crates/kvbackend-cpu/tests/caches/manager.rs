@@ -1,4 +1,4 @@
-//! Blocks and sequences by number (seed 001), and the same bytes from dense and paged caches.
+//! Blocks and sequences by number (seed 001), and equal bytes from dense and paged caches.
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
@@ -22,7 +22,7 @@ fn manager(m: &Memory, config: &BlockManagerConfig) -> BlockManager {
     BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), config).unwrap()
 }
 
-/// The values of a strided view, copied row by row.
+/// Returns the values of a strided view, copied row by row.
 fn dense(m: &Memory, view: &TensorView) -> Vec<f32> {
     let (heads, len) = (view.shape()[0], view.shape()[1]);
     let row = |head, token| m.values(&view.select(0, head).unwrap().select(0, token).unwrap());
@@ -38,7 +38,7 @@ fn blocks_are_allocated_written_read_and_freed_by_number(
     assert_eq!((blocks.counts().total, blocks.max_tokens_supported()), (256, 256 * 16));
     assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
     let ids = blocks.allocate(3).unwrap();
-    // 14 and then 5 tokens, over a block's border
+    // 14 and then 5 tokens, across a block boundary
     let first = m.tensor(&[HEADS, 14, DIM], 0.0);
     blocks.write(m.stream.as_ref(), 1, ids[2], 0, &first, &first).unwrap();
     let second = m.tensor(&[HEADS, 5, DIM], 1000.0);
@@ -159,7 +159,7 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
     let one = m.tensor(&[HEADS, 1, DIM], 0.0);
     assert!(all.update(m.stream.as_ref(), id, 0, &one, &one, 7).is_err(), "a hole");
     assert_eq!((all.len(id).unwrap(), all.cache().pool().counts().free), (6, 6));
-    // 65 blocks are one too many unless it is configured
+    // 65 blocks are one too many unless configured
     let mut many = sequences(&m, 70, 1);
     let long = many.create(None).unwrap();
     let rows = m.tensor(&[HEADS, 65, DIM], 0.0);
@@ -204,7 +204,7 @@ fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)]
     );
 }
 
-/// Another stream sees what was written once it waits for an event of the writer's.
+/// Another stream sees the rows once it waits for an event of the writer.
 #[rstest]
 fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     #[values(Immediate, Deferred)] execution: Execution,
@@ -221,7 +221,7 @@ fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     assert_eq!(dense(&m, &k), dense(&m, &rows));
 }
 
-/// Blocks that were held in any order come back in the order of their numbers.
+/// Blocks that were held in any order return in the order of their numbers.
 #[test]
 fn a_reset_frees_blocks_in_one_order() {
     let next = || {
@@ -236,7 +236,7 @@ fn a_reset_frees_blocks_in_one_order() {
     assert!((0..4).all(|_| next() == first));
 }
 
-/// Each layer goes back on its own; the sequence is as long as the layer that is furthest.
+/// Each layer rolls back on its own; the sequence is as long as its longest layer.
 #[rstest]
 fn a_sequence_shrinks_with_the_layer_that_is_furthest(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);

@@ -1,4 +1,4 @@
-//! Forks, swaps, prefixes: blocks that several sequences share, and their bytes.
+//! Forks, swaps and prefixes: blocks that several sequences share, and their bytes.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens
     }
 }
 
-/// K and V of all tokens of a sequence, in both layers.
+/// Returns K and V of all tokens of a sequence, in both layers.
 fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
     (0..2)
         .flat_map(|layer| {
@@ -42,7 +42,7 @@ fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
                 v: v.clone(),
                 rotation: None,
             };
-            kvcore::Kernels::gather(m.stream.as_ref(), &op).unwrap();
+            m.stream.gather(&op).unwrap();
             [m.values(&k), m.values(&v)].concat()
         })
         .collect()
@@ -66,12 +66,12 @@ fn forks_share_until_they_write_and_keep_their_own_tokens(
     assert_eq!((cache.pool().counts().shared, cache.pool().counts().mutable), (2, 0));
     for (i, id) in [a, twins[0], twins[1]].into_iter().enumerate() {
         assert!(matches!(cache.grow(id, 1), Err(Error::SharedBlock { token: 6, .. })));
-        // the last one to ask is alone with the block and takes it back
+        // the last to ask is the only holder of the block, and takes it back
         assert_eq!(cache.copy_on_write(id, m.stream.as_ref()), Ok(i < 2));
         assert!(!cache.copy_on_write(id, m.stream.as_ref()).unwrap(), "once");
         write(&m, &mut cache, id, 1, 100.0 * (i + 1) as f32);
     }
-    // six tokens alike, the seventh its own
+    // six tokens alike, the seventh different for each
     let all: Vec<Vec<f32>> = [a, twins[0], twins[1]].map(|id| contents(&m, &cache, id)).into();
     let row = HEADS * DIM;
     for (i, contents) in all.iter().enumerate() {
@@ -138,7 +138,7 @@ fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
         let id = if known == 8 { id } else { last(&cache) };
         let out = cache.swap_out(id, m.stream.as_ref(), &host, &host_pool).unwrap();
         assert_eq!((out.len(), host_pool.counts().mutable, cache.num_sequences()), (10, 3, 0));
-        // others take blocks of the prefix meanwhile: all but `known` tokens of it are lost
+        // meanwhile others take blocks of the prefix: all but `known` tokens of it are lost
         let taken = cache.pool().allocate(8 - known / 4).unwrap();
         assert_eq!(cache.pool().counts().cached, known / 4);
         drop(taken);
@@ -151,7 +151,7 @@ fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
     }
 }
 
-/// The only sequence of a cache, whose id is the number of sequences made before it.
+/// Returns the only sequence of a cache, whose id is the number of sequences made before it.
 fn last(cache: &PagedKvCache) -> SequenceId {
     cache.sequence_ids().next_back().unwrap()
 }
@@ -204,7 +204,7 @@ fn the_common_part_of_a_block_is_copied_not_computed(#[values(Immediate, Deferre
     write(&m, &mut cache, b, 2, 500.0);
     cache.commit(b, &second[6..]).unwrap();
     assert_eq!(contents(&m, &cache, a), known, "the source is untouched");
-    // the copied block is found under its own tokens, and continues as its own
+    // the copied block is found under its own tokens, and continued under them
     let (c, cached) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 70, 80, 0]).unwrap();
     assert_eq!(cached, 8);
     // one token is always left to compute
@@ -215,7 +215,7 @@ fn the_common_part_of_a_block_is_copied_not_computed(#[values(Immediate, Deferre
     for id in [a, b, c, d, e] {
         cache.free(id).unwrap();
     }
-    // what was evicted is not copied
+    // an evicted block is not copied
     drop(cache.pool().allocate(10).unwrap());
     let (f, _) = cache.create_with_prefix(root(), &[1, 2, 3]).unwrap();
     assert_eq!(cache.reuse_partial(f, &[1, 2, 3], stream), Ok(0));
@@ -235,7 +235,7 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     assert!(matches!(cache.admit(root(), &[9; 3]), Err(Error::OutOfBlocks { asked: 1, .. })));
     assert!(cache.grow(a, 5).is_ok(), "a running sequence may use the watermark");
     cache.free(a).unwrap();
-    // a refused prompt changes neither what is held nor what goes next
+    // a refused prompt changes neither the held blocks nor the next victim
     let counts = cache.pool().counts();
     let long: Vec<u32> = (0..30).collect();
     assert!(cache.admit(root(), &long).is_err());
@@ -256,7 +256,7 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     let (a, cached, _) = cache.admit(scheme("alice"), &tokens[..6]).unwrap();
     assert_eq!(cached, 0);
     cache.commit(a, &tokens[..6]).unwrap();
-    // decoded in two steps: the salt is in the first block only, wherever a commit begins
+    // decoded in two steps: the salt is only in the first block, wherever a commit begins
     cache.grow(a, 7).unwrap();
     cache.commit(a, &tokens[6..9]).unwrap();
     cache.commit(a, &tokens[9..]).unwrap();
@@ -274,7 +274,7 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     assert_eq!(cached, 12);
     let (c, cached) = cache.create_with_prefix(scheme("bob"), &tokens).unwrap();
     assert_eq!(cached, 0, "another tenant");
-    // our own keys: a salt separates tenants as well
+    // with our own keys, a salt separates tenants too
     let salted = |salt: &[u8]| KeyScope::new("m", b"w").tenant_salt(salt).root();
     let (d, _, _) = cache.admit(salted(b"alice"), &tokens[..6]).unwrap();
     cache.commit(d, &tokens[..6]).unwrap();
@@ -315,7 +315,7 @@ fn slots_of_others_and_of_freed_sequences_are_not_written(
     assert!(matches!(stale, Err(Error::NotOwned { .. })), "not all of these slots are its own");
 }
 
-/// Rows of two sequences in one call; refused as a whole as soon as one slot is not theirs to write.
+/// Rows of two sequences in one call, refused as a whole if one slot is not theirs to write.
 #[rstest]
 fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill(
     #[values(Immediate, Deferred)] execution: Execution,

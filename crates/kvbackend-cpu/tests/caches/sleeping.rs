@@ -1,4 +1,4 @@
-//! Arenas whose blocks sleep: memory goes, ids and addresses stay, and nothing else changes.
+//! Arenas whose blocks sleep: memory is released, ids and addresses stay, and nothing else changes.
 #![cfg(target_os = "linux")]
 
 use std::any::Any;
@@ -36,7 +36,7 @@ fn layout(shape: KvShape) -> Arc<KvLayout> {
     Arc::new(KvLayout::new(shape).unwrap())
 }
 
-/// Bytes that follow no pattern, in every storage that belongs to blocks.
+/// Writes bytes without a pattern to every storage that belongs to blocks.
 fn fill(stream: &dyn Stream, arena: &KvArena) {
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut byte = || {
@@ -53,7 +53,7 @@ fn fill(stream: &dyn Stream, arena: &KvArena) {
     stream.synchronize().unwrap();
 }
 
-/// Codes and scales of one block.
+/// Returns the codes and scales of one block.
 fn block(backend: &dyn Backend, arena: &KvArena, block: u32) -> Vec<u8> {
     let stream = backend.stream().unwrap();
     let one = layout(KvShape { num_blocks: 1, ..arena.layout().shape().clone() });
@@ -73,7 +73,7 @@ fn blocks(backend: &dyn Backend, arena: &KvArena) -> Vec<Vec<u8>> {
     (0..arena.layout().shape().num_blocks as u32).map(|at| block(backend, arena, at)).collect()
 }
 
-/// Bytes of an arena that hold physical memory, as the system's page table says.
+/// Returns the bytes of an arena that hold physical memory, as the system's page table reports.
 fn resident(arena: &KvArena) -> usize {
     let table = File::open("/proc/self/pagemap").unwrap();
     let page = rustix::param::page_size();
@@ -111,7 +111,7 @@ fn kept_blocks_come_back_and_others_never_change(
     let asleep = reserved.sleep("test", range.clone(), &KEPT.map(BlockId), stream.as_ref()).unwrap();
     let released = asleep.released_bytes();
     let block_bytes = arena.layout().block_bytes();
-    // What stays of a run is less than a granule at each of its ends.
+    // Less than a granule stays mapped at each end of a run.
     let granularity = rustix::param::page_size();
     let runs = 3 * if format.starts_with("int") { 4 } else { 2 };
     assert!(released <= range.len() * block_bytes);
@@ -197,7 +197,7 @@ fn a_stream_that_refuses_the_copy_leaves_everything_as_it_was() {
     assert_eq!(blocks(m.backend.as_ref(), reserved.arena()), before);
 }
 
-/// Memory that refuses to be mapped or unmapped when its number comes up.
+/// Memory that refuses to be mapped or unmapped at a given call.
 #[derive(Debug)]
 struct Moody {
     inner: Arc<CpuBackend>,
@@ -207,7 +207,7 @@ struct Moody {
 #[derive(Debug)]
 struct MoodyStorage {
     inner: CpuReserved,
-    /// Calls that succeed until one does not.
+    /// Number of calls that succeed before one fails.
     calls: Arc<AtomicUsize>,
 }
 

@@ -28,7 +28,7 @@ fn shape(num_layers: usize) -> KvShape {
     }
 }
 
-/// All of K and V, layer by layer.
+/// Returns all of K and V, layer by layer.
 fn all(m: &Memory, arena: &KvArena) -> Vec<Vec<f32>> {
     let layers = arena.layout().shape().num_layers;
     [arena.k(), arena.v()]
@@ -70,14 +70,13 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
             v: rows,
             slots: Arc::clone(slots.slots()),
         };
-        kvcore::Kernels::scatter(m.stream.as_ref(), &op).unwrap();
+        m.stream.scatter(&op).unwrap();
     }
     let mut fork = table.fork().unwrap();
     let copy = fork.unshare_tail().unwrap().unwrap();
     let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
     spanned.copy_blocks(&(pairs.clone() as Arc<[_]>)).unwrap();
-    kvcore::Kernels::copy_blocks(m.stream.as_ref(), &kvcore::CopyBlocks { arena: single.clone(), pairs })
-        .unwrap();
+    m.stream.copy_blocks(&kvcore::CopyBlocks { arena: single.clone(), pairs }).unwrap();
     spanned.synchronize().unwrap();
 
     let (k, v) = {

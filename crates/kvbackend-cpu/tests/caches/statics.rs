@@ -1,4 +1,4 @@
-//! The static cache: views of everything so far, wrong updates, and the same bytes as a paged cache.
+//! The static cache: views of all tokens so far, wrong updates, and the same bytes as a paged cache.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
-/// Element `[batch, head, token, 0]` of a head-major view, read one by one.
+/// Returns element `[batch, head, token, 0]` of a head-major view, read alone.
 fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
     let row = view.select(0, index[0]).unwrap().select(0, index[1]).unwrap().select(0, index[2]).unwrap();
     m.values(&row)[0]
@@ -26,7 +26,7 @@ fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] exec
     let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
     assert_eq!(k.shape(), [2, HEADS, 3, DIM]);
     let second = m.tensor(&[2, HEADS, 2, DIM], 100.0);
-    // entry 1 goes back one token, entry 0 goes on
+    // entry 1 rolls back one token, entry 0 grows
     let (k, v) = cache.update(m.stream.as_ref(), 1, &second, &second, &[3, 2]).unwrap();
     assert_eq!((k.shape(), v.shape()), (&[2, HEADS, 5, DIM][..], &[2, HEADS, 5, DIM][..]));
     assert_eq!(
@@ -99,7 +99,7 @@ fn static_and_paged_hold_the_same_bytes(#[values(Immediate, Deferred)] execution
             let (k, v) = (m.tensor(&[10, HEADS, DIM], 0.0), m.tensor(&[10, HEADS, DIM], 0.0));
             let op =
                 Gather { arena: arena.clone(), layer, slots, k: k.clone(), v: v.clone(), rotation: None };
-            kvcore::Kernels::gather(m.stream.as_ref(), &op).unwrap();
+            m.stream.gather(&op).unwrap();
             (m.values(&k), m.values(&v))
         };
         let blocks = paged.blocks(sequence).unwrap();
@@ -174,7 +174,7 @@ fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] exec
     assert_eq!(refused(&none, &extents(2, 2), &RankInfo::default()), Error::Zero { what: "block_size" });
 }
 
-/// Seed 000's example: five tokens to slots of blocks 5, 12 and 7, given head-major.
+/// The example of seed 000: five tokens to slots of blocks 5, 12 and 7, given head-major.
 #[rstest]
 fn a_paged_update_scatters_across_blocks_and_returns_the_layer(
     #[values(Immediate, Deferred)] execution: Execution,

@@ -1,4 +1,4 @@
-//! Attention: the same to rounding.
+//! Attention: equal to the reference up to rounding.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use rstest::rstest;
 
 use super::{Lab, compare, encode, shape};
 
-/// What a call is made of, apart from memory.
+/// The parameters of a call, without its memory.
 #[derive(Debug, Clone)]
 struct Call {
     shape: KvShape,
@@ -21,13 +21,13 @@ struct Call {
     window: Option<usize>,
     softcap: Option<f32>,
     unrotated: bool,
-    /// Queries are rotated by the call.
+    /// Whether the call rotates the queries.
     roped: bool,
     selected: Option<(bool, u64)>,
     latent: bool,
     q_dtype: DType,
     gap: usize,
-    /// Results lie in the memory of the queries, this many elements further on.
+    /// If set, results lie in the memory of the queries, this many elements further on.
     in_place: Option<usize>,
 }
 
@@ -69,19 +69,20 @@ fn call() -> impl Strategy<Value = Call> {
     })
 }
 
-/// Many queries over rotated keys and values of bf16 in whole rows of tiles, in blocks that rows of tiles are parts of
-/// and in others: what [`kvbackend_cpu::SimdLevel::Amx`] multiplies as matrices.
+/// Many queries over rotated keys and values of bf16 in whole rows of tiles, which
+/// [`kvbackend_cpu::SimdLevel::Amx`] multiplies as matrices. Some block sizes are whole rows of tiles, others
+/// are not.
 fn many_queries() -> impl Strategy<Value = Call> {
     let dim = || prop::sample::select(vec![32usize, 64, 96, 128, 224]);
     let block_size = prop::sample::select(vec![1usize, 5, 16, 16, 32, 48]);
     let rows = prop::collection::vec((0..150usize, -5i64..160), 16..40);
-    // So many heads that a single row is many queries, too: then it may select what it sees.
+    // With this many heads, a single row is many queries too; in that case it may select tokens.
     let group = prop::option::weighted(0.3, 16..20usize);
     (call(), rows, dim(), dim(), block_size, any::<bool>(), group).prop_map(
         |(call, rows, k_dim, v_dim, block_size, roped, group)| {
             let format = DType::BF16.into();
             let shape = KvShape { k_dim, v_dim, block_size, format, ..call.shape };
-            // Nobody else turns queries to the places of moved segments.
+            // Only a call that rotates its queries can turn them to the positions of moved segments.
             let offset = |offset: i64| if roped { offset } else { 0 };
             let cuts = call.cuts.into_iter().map(|(a, b, at, c)| (a, b, offset(at), c)).collect();
             let selected = call.selected.filter(|_| group.is_some());
@@ -116,7 +117,7 @@ impl Call {
         Some(Selection { unit, offsets, indices: chosen.concat().into() })
     }
 
-    /// Output and log-sum-exp.
+    /// Returns the output and the log-sum-exp.
     fn run(&self, lab: &Lab) -> (Vec<f32>, Vec<f32>) {
         let (shape, rows) = (&self.shape, self.rows.len());
         let heads = self.group * shape.k_heads.max(shape.v_heads);
@@ -147,7 +148,8 @@ impl Call {
             rows: self.rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
             batch: [AttendRows { selection, ..AttendRows::new(0..rows, segments) }].into(),
             groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
-            // Of what meets: logits of a size at which rounding is what differs.
+            // The scale follows the dimension of the products, so that logits have a size at which only
+            // rounding differs.
             scale: 1.0 / ((shape.k_dim + if self.latent { shape.v_dim } else { 0 }) as f32).sqrt(),
             window: self.window,
             softcap: self.softcap,
@@ -194,7 +196,7 @@ fn equals_the_reference(call: &Call) -> Result<(), TestCaseError> {
     )
 }
 
-/// Keys and values that are not finite reach those queries alone that see them.
+/// Keys and values that are not finite reach only the queries that see them.
 #[rstest]
 fn infinity_and_nan_stay_with_those_who_see_them(
     #[values(false, true)] of_keys: bool,
@@ -246,7 +248,7 @@ fn infinity_and_nan_stay_with_those_who_see_them(
         for (i, (x, y)) in got.iter().zip(expected).enumerate() {
             let same = x == y || (x.is_nan() && y.is_nan()) || (x - y).abs() <= 2e-5;
             prop_assert!(same, "token {}, element {}: {} is not {}", i / 64, i % 64, x, y);
-            // A value is in one element; a key is in the weights of all, unless it makes them nothing.
+            // A value affects one element. A key affects the weights of all elements, unless it makes them 0.
             let touched = i / 64 >= 40 && (of_keys || i % 64 == 3);
             prop_assert!(y.is_finite() || touched, "the reference gives {} at {}", y, i);
             prop_assert!(!y.is_finite() || !touched || of_keys, "the reference gives {} at {}", y, i);

@@ -1,4 +1,4 @@
-//! Sizes at which indices leave 32 bits, and odd pointers.
+//! Sizes at which indices exceed 32 bits, and unaligned pointers.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -49,7 +49,7 @@ fn a_pool_of_more_than_four_gibibytes_is_addressed_right() {
     }
 }
 
-/// Memory that somebody else allocated may begin anywhere an element may.
+/// Memory that other code allocated may begin at any address that is aligned for its elements.
 #[test]
 fn lent_memory_that_is_not_aligned_to_lines_is_right_or_refused() {
     for (offset, fits) in [(2, true), (34, true), (1, false)] {
@@ -59,7 +59,8 @@ fn lent_memory_that_is_not_aligned_to_lines_is_right_or_refused() {
             let mut bytes = vec![0u64; 5000];
             let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>().wrapping_add(offset)).unwrap();
             let owner: Arc<dyn Any + Send + Sync> = Arc::new(std::sync::Mutex::new(bytes));
-            // SAFETY: the vector lives in `owner` and its memory does not move; nobody else touches it.
+            // SAFETY: `start` lies at most 34 bytes into the 40000 bytes of the vector, so that 39000 bytes
+            // follow; the vector lives in `owner`, its memory does not move, and nobody else accesses it.
             let storage = unsafe { CpuStorage::from_raw(start, 39_000, MemoryKind::Device, owner) }.unwrap();
             let storage: Arc<dyn Storage> = Arc::new(storage);
             let view = match TensorView::new(storage, DType::BF16, &[37, 4, 130]) {

@@ -1,5 +1,5 @@
-//! Fast kernels against reference kernels: on every instruction set that the processor has, on one thread and on
-//! several, past the caches and through them.
+//! Fast kernels against reference kernels: on every instruction set that the processor has, on one thread and
+//! on several, past the caches and through them.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod attention;
@@ -17,7 +17,8 @@ use kvcore::{
 };
 use proptest::prelude::*;
 
-/// Ways to compute: reference first, then every level alone and with threads from the first byte on.
+/// Returns the ways to compute: reference first, then every level on one thread and on threads from the first
+/// byte on.
 fn ways() -> Vec<CpuOptions> {
     let plain = CpuOptions { kernels: KernelSet::Reference, ..CpuOptions::default() };
     let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_available());
@@ -29,13 +30,13 @@ fn ways() -> Vec<CpuOptions> {
     std::iter::once(plain).chain(fast).collect()
 }
 
-/// One way, with memory of its own.
+/// One way to compute, with its own memory.
 struct Lab {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
 }
 
-/// Numbers between −2 and 2, different ones for every seed.
+/// Returns `n` numbers between −2 and 2, different for every seed.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
@@ -63,7 +64,7 @@ impl Lab {
         Self { backend, stream }
     }
 
-    /// A view of `[rows, heads, dim]` inside larger memory: rows and heads have gaps between them.
+    /// Returns a view `[rows, heads, dim]` of larger memory, with gaps between rows and between heads.
     fn rows(&self, dtype: DType, shape: [usize; 3], gap: usize, seed: u64) -> TensorView {
         let [rows, heads, dim] = shape;
         let all = [rows.max(1), heads + gap, dim + gap];
@@ -92,7 +93,7 @@ impl Lab {
         bytes
     }
 
-    /// All that an arena holds, scales too.
+    /// Returns all bytes of an arena, including scales.
     fn contents(&self, arena: &KvArena) -> Vec<u8> {
         arena.storages().flat_map(|storage| self.bytes(storage)).collect()
     }
@@ -121,7 +122,7 @@ fn compare<T>(
     Ok(())
 }
 
-/// The same bits.
+/// Checks that both results have the same bits.
 #[allow(clippy::ptr_arg, reason = "results are compared by reference, and these are vectors")]
 fn equal(got: &Vec<u8>, expected: &Vec<u8>) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.len(), expected.len());
@@ -130,7 +131,7 @@ fn equal(got: &Vec<u8>, expected: &Vec<u8>) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Shapes with rows from one element to more than a few vectors.
+/// Generates shapes with rows from one element to more than a few vectors.
 fn shape() -> impl Strategy<Value = KvShape> {
     let heads = prop::sample::select(vec![(1, 1), (2, 2), (3, 3), (1, 2), (4, 2), (2, 6), (8, 8)]);
     let dim = || prop::sample::select(vec![1usize, 2, 7, 8, 16, 31, 33, 40, 64, 96, 128, 150]);

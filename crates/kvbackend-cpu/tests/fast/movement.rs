@@ -1,4 +1,4 @@
-//! Rows and blocks that are moved or rotated: the same bits.
+//! Rows and blocks that are moved or rotated: equal to the reference bit for bit.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use rstest::rstest;
 
 use super::{compare, encode, equal, numbers, shape};
 
-/// First slots, and how many follow each other from there on: alone, or as a block table gives them.
+/// Generates first slots, and the number of slots that follow each: alone, or as in a block table.
 fn picks() -> impl Strategy<Value = Vec<(u16, usize)>> {
     prop::collection::vec((any::<u16>(), prop_oneof![Just(1), 1..40usize]), 0..100)
 }
 
-/// Each slot once at most, and padding between them.
+/// Returns each slot at most once, with padding in between.
 fn slots(shape: &KvShape, picks: &[(u16, usize)]) -> Arc<[i64]> {
     let total = shape.num_blocks * shape.block_size;
     let mut taken = vec![false; total];
@@ -140,7 +140,7 @@ proptest! {
     }
 }
 
-/// Which row wins is open, but it is one of them, whole.
+/// The contract leaves open which row wins, but the slot holds exactly one of them, whole.
 #[rstest]
 fn a_slot_that_occurs_twice_holds_one_of_its_rows(#[values(3, 4)] count: usize) {
     let shape = KvShape {

@@ -1,4 +1,4 @@
-//! Quantised formats: the same codes, and attention over them the same to rounding.
+//! Quantised formats: equal codes, and attention over them equal up to rounding.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ fn shape() -> impl Strategy<Value = KvShape> {
     )
 }
 
-/// The bits of numbers of every size, now and then of what is no number.
+/// Generates the bits of numbers of every size, now and then of NaN or infinity.
 fn any_float() -> impl Strategy<Value = u32> {
     let near = (-2.0f32..2.0).prop_map(f32::to_bits);
     let halves = (-600i32..600).prop_map(|x| (x as f32 / 2.0).to_bits());
@@ -45,7 +45,7 @@ fn any_float() -> impl Strategy<Value = u32> {
     prop_oneof![200 => near, 100 => halves, 100 => tiny, 1 => any::<u32>()]
 }
 
-/// An arena with rows scattered into all its slots of every layer.
+/// Returns an arena with rows scattered into all slots of every layer.
 fn filled(lab: &Lab, shape: &KvShape, dtype: DType) -> kvcore::KvArena {
     let arena = lab.arena(shape, 0);
     if let (Some(k), Some(v)) = (arena.layout().k_scales(), arena.layout().v_scales())

@@ -8,13 +8,13 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{Counters, DType, Error, Event, Result, Stream, TensorView};
+use kvcore::{Checked, Counters, DType, Error, Event, Result, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 use wgpu::{BufferUsages, MapMode, SubmissionIndex};
 
 use crate::NAME;
 use crate::device::Device;
-use crate::kernels::copy;
+use crate::kernels::{self, copy};
 use crate::memory;
 use crate::pipeline::Binding;
 
@@ -105,7 +105,7 @@ impl WgpuStream {
     }
 
     /// Enqueues runs of kernels.
-    pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
+    fn run_kernels(&self, work: Vec<Dispatch>) -> Result<()> {
         self.inner.device.check()?;
         self.inner.pending.lock().run(&self.inner.device, work)
     }
@@ -165,6 +165,18 @@ impl WgpuStream {
 }
 
 impl Stream for WgpuStream {
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        self.run_kernels(kernels::lower(self, operation.operation())?)
+    }
+
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        memory::of(self.device(), storage).map(drop)
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.device().counters
+    }
+
     fn record(&self) -> Result<Arc<dyn Event>> {
         self.inner.device.check()?;
         let point = self.inner.pending.lock().point();

@@ -1,4 +1,4 @@
-//! Acquiring a piece: hit, compute, wait for whoever computes it, or go without.
+//! Acquiring a piece: hold it, compute it, wait for the request that computes it, or go without.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,25 +12,25 @@ use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, Shared, Tally, Wa
 use crate::hash::{ChunkPiece, Evidence};
 use crate::position::{PositionReindexer, ReindexedChunkKv};
 
-/// What became of a request for a piece.
+/// The outcome of a request for a piece.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 pub enum Acquired {
-    /// It is stored; the handle holds it.
+    /// The piece is stored, and the handle holds it.
     Hit(ChunkKvCache),
-    /// It is this request's to compute.
+    /// The piece is missing, and this request must compute it.
     Compute(ChunkReservation),
-    /// Another request computes it, or it is being moved: wait, then ask again. Compute what is reserved
-    /// first: see [`ChunkWaiter`].
+    /// Another request computes the piece, or the piece is being moved. Wait, and ask again. Compute your own
+    /// reservations first; see [`ChunkWaiter`].
     Busy(ChunkWaiter),
-    /// Even after evicting what nobody holds there is no room, or the whole pool sleeps: this request
-    /// computes the piece for itself.
+    /// There is no room, even after every piece that nobody holds was evicted, or the whole pool sleeps. This
+    /// request computes the piece for itself.
     NoRoom,
 }
 
 impl ChunkCacheManager {
-    /// The piece if it is stored and awake, a hit by `tally` then and not counted at all otherwise: so that a
-    /// prompt holds all that it finds before it makes room for what it does not.
+    /// Holds the piece if it is stored and awake. In that case it counts as a hit by `tally`; otherwise
+    /// nothing is counted. A prompt can thus hold everything that it finds before it makes room for the rest.
     pub(crate) fn hold(
         &self,
         tenant: TenantId,
@@ -48,7 +48,7 @@ impl ChunkCacheManager {
         Some(found)
     }
 
-    /// As [`hold`](Self::hold), and wakes the piece if it sleeps.
+    /// Wakes the piece if it sleeps, and holds it. Counts as [`hold`](Self::hold) does.
     pub(crate) fn hold_woken(
         &self,
         tenant: TenantId,
@@ -72,29 +72,29 @@ impl ChunkCacheManager {
         no_room(&mut state, tenant);
     }
 
-    /// Counts a piece that was held to be counted [later](Tally::Later) as a hit: the request uses it.
+    /// Counts a piece that was held with [`Tally::Later`] as a hit, because the request uses it.
     pub(crate) fn count_hit(&self, tenant: TenantId, chunk: &ChunkKvCache) {
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
         state.account(tenant).counted.hit(chunk.num_tokens(), chunk.is_exact());
     }
 
-    /// Lets go of a piece that was held to be counted [later](Tally::Later) and is computed for the request all the
-    /// same: it counts as a miss.
+    /// Releases a piece that was held with [`Tally::Later`], and counts it as a miss, because the request
+    /// computes it for itself.
     pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
         self.go_without(tenant);
         drop(chunk);
     }
 
-    /// Looks a piece up for a tenant, and reserves room for it if it is missing. `stored_start` is the
-    /// position that its first key is rotated to if it is computed now.
+    /// Looks a piece up for a tenant, and reserves room for it if it is missing. If this request must compute
+    /// the piece, its first key is to be rotated to the position `stored_start`.
     ///
-    /// A piece that sleeps is woken, without the lock, and held as soon as it is awake.
+    /// A sleeping piece is woken without the lock, and is held as soon as it is awake.
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         self.0.acquire(tenant, piece, stored_start, Tally::Now)
     }
 
-    /// The same; what is found is counted by `tally`.
+    /// Acquires a piece as [`acquire`](Self::acquire) does, but counts a hit by `tally`.
     pub(crate) fn acquire_counted(
         &self,
         tenant: TenantId,
@@ -105,7 +105,8 @@ impl ChunkCacheManager {
         self.0.acquire(tenant, piece, stored_start, tally)
     }
 
-    /// The stored piece, or `None`: a lookup that reserves nothing, waits for nothing and wakes nothing.
+    /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), it reserves nothing,
+    /// waits for nothing and wakes nothing.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
         let since = Instant::now();
         let found = self.hold(tenant, piece, Tally::Now);
@@ -119,8 +120,8 @@ impl ChunkCacheManager {
         found
     }
 
-    /// The piece at the position `new_position_start`, computed by `compute` into the reservation's blocks
-    /// if it is not cached. If another request computes it at this moment, waits for that.
+    /// Returns the piece at the position `new_position_start`. If the piece is not cached, `compute` fills
+    /// the reservation's blocks. If another request is computing the piece, the call waits for that.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -147,12 +148,14 @@ impl ChunkCacheManager {
     /// # Ok::<(), kvchunk::Error>(())
     /// ```
     ///
-    /// Returns `None` when there is no room for it, or when whoever computes it takes longer than
-    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms): compute it as part of an ordinary prompt.
+    /// Returns `None` if there is no room for the piece, or if the other request takes longer than
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). In that case, compute the piece as part of an
+    /// ordinary prompt.
     ///
     /// # Errors
-    /// What `compute` gives; the blocks are free again then, and the next request computes the piece. An
-    /// error of the reindexer for a position that the model does not have.
+    /// Returns the error of `compute`. In that case the blocks are free again, and the next request computes
+    /// the piece. Returns [`Error::TooLong`](crate::Error::TooLong) if the model does not have one of the
+    /// positions.
     pub fn get_or_compute_chunk<E: From<crate::Error>>(
         &self,
         tenant: TenantId,
@@ -183,10 +186,10 @@ impl ChunkCacheManager {
         Ok(Some(self.reindex(reindexer, chunk, new_position_start)?))
     }
 
-    /// Places a piece, and records how long that took.
+    /// Places a piece, and records the time that this took.
     ///
     /// # Errors
-    /// As [`PositionReindexer::reindex`].
+    /// Returns the errors of [`PositionReindexer::reindex`].
     pub fn reindex(
         &self,
         reindexer: &PositionReindexer,
@@ -200,10 +203,10 @@ impl ChunkCacheManager {
     }
 }
 
-/// What was found under the lock.
+/// The outcome of a search under the lock.
 enum Found {
     Here(Acquired),
-    /// It slept, and has room to wake in.
+    /// The piece sleeps, and has room to wake in.
     Waking(Waking),
 }
 
@@ -230,7 +233,7 @@ impl Shared {
                     let tenant = wanted.tenant;
                     match self.wake(waking, |state, slot| self.hit(state, tenant, slot, now, tally)) {
                         Ok(Some(chunk)) => Acquired::Hit(chunk),
-                        // What is lost can be computed now.
+                        // A lost piece can be computed now.
                         Ok(None) | Err(_) => continue,
                     }
                 }
@@ -273,7 +276,7 @@ impl Shared {
             return Found::Here(Acquired::Hit(chunk));
         }
         let key = piece.hash().key;
-        // A piece that only shares its hash with one under way is computed beside it and not kept.
+        // A piece that only shares its hash with a piece under way is computed beside it and not kept.
         let flight_of = |known: &UnderWay| known.evidence.proves(piece).then(|| Arc::clone(&known.flight));
         let known_flight = state.under_way.get(&key).map(flight_of);
         match known_flight {
@@ -359,7 +362,7 @@ impl Shared {
         })
     }
 
-    /// Stores a piece that has been computed.
+    /// Stores a piece that has been computed or fetched.
     pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> ChunkKvCache {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
@@ -407,7 +410,7 @@ impl Shared {
         ChunkKvCache::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
-    /// Ends a reservation that was not computed; one that was stored has ended already.
+    /// Ends a reservation that was not computed. A reservation that was stored has ended already.
     pub(super) fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
         let mut state = self.lock();
@@ -418,7 +421,7 @@ impl Shared {
         reservation.flight.land();
     }
 
-    /// A holder has gone.
+    /// Removes a holder.
     pub(super) fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
         self.lock().let_go(slot, generation, now);

@@ -1,11 +1,11 @@
-//! Single flight: a chunk that several requests miss at once is computed by one of them.
+//! Single flight: of several requests that miss a chunk at once, one computes it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Work on a piece that is under way: it is computed, put to sleep or woken.
+/// A flight: work on a piece that is under way. The piece is being computed, put to sleep or woken.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
     landed: Mutex<bool>,
@@ -13,18 +13,18 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// The work has ended, well or not; whoever waited asks the cache again.
+    /// Ends the flight, whether or not the work succeeded. Every waiter asks the cache again.
     pub(super) fn land(&self) {
         *self.landed.lock() = true;
         self.changed.notify_all();
     }
 }
 
-/// Waits for a piece that somebody else works on.
+/// A handle to wait for a piece that another request works on.
 ///
-/// How the work ended is not said: ask the cache again. If it failed or was cancelled, the first to ask
-/// takes it over. Never wait while holding a reservation that is not computed yet: two requests could
-/// wait for each other.
+/// A waiter does not tell how the work ended: ask the cache again. If the work failed or was cancelled, the
+/// first request to ask takes it over. Never wait while you hold a reservation that is not computed yet,
+/// because two requests could wait for each other.
 #[derive(Debug, Clone)]
 pub struct ChunkWaiter(pub(super) Arc<Flight>);
 
@@ -37,7 +37,7 @@ impl ChunkWaiter {
         }
     }
 
-    /// Blocks until the work has ended or `limit` has passed; returns whether it has ended.
+    /// Blocks until the work has ended or `limit` has passed. Returns true if the work has ended.
     pub fn wait_for(&self, limit: Duration) -> bool {
         let mut landed = self.0.landed.lock();
         let Some(until) = Instant::now().checked_add(limit) else {
@@ -49,7 +49,7 @@ impl ChunkWaiter {
         *landed
     }
 
-    /// Whether the work has ended; never blocks.
+    /// Returns true if the work has ended. Never blocks.
     pub fn is_over(&self) -> bool {
         *self.0.landed.lock()
     }

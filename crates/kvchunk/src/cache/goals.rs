@@ -1,13 +1,13 @@
-//! What the seed promises of a chunk cache, beside what was measured.
+//! The goals that the seed sets for a chunk cache, with the measured values.
 
 use kvcore::{Goal, Target};
 
 use super::ChunkCacheMetrics;
 
 impl ChunkCacheMetrics {
-    /// Seed 004's goals, and whether they are met: more than 70 % of the lookups found, 70 to 90 % of the blocks used,
-    /// lookups below 1 ms on average, placing a piece below 10 ms for 99 in 100. Without any lookup, block or time a goal
-    /// is unknown.
+    /// Returns seed 004's goals, each with the measured value: more than 70 % of the lookups hit, 70 to 90 %
+    /// of the blocks used, lookups below 1 ms on average, and placing a piece below 10 ms for 99 in 100. The
+    /// value of a goal is unknown while there is no lookup, block or time.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;
@@ -25,7 +25,7 @@ impl ChunkCacheMetrics {
         ]
     }
 
-    /// The bounds at which the seed raises an alarm, as goals: one that is missed is an alarm.
+    /// Returns the bounds at which the seed raises an alarm, as goals. A missed goal is an alarm.
     pub fn alarms(&self) -> [Goal; 4] {
         [
             Goal::new("hit_rate", "fraction", Target::Above(0.50), self.found_share()),

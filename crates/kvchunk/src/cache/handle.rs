@@ -1,4 +1,4 @@
-//! Holds on stored pieces, and reservations for pieces to come.
+//! Holds on stored pieces, and reservations for missing ones.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,23 +12,24 @@ use crate::error::Result;
 use crate::hash::{ChunkHash, Evidence};
 use crate::position::Stored;
 
-/// A hold on a stored piece of a chunk: its KV, where it lies, and where its keys were rotated to.
+/// A hold on a stored piece of a chunk: its blocks, and the position that its keys were rotated to.
 ///
-/// Cloning it adds a holder. Its blocks are never written again, and never evicted while it lives.
+/// A clone is one more reference to the same hold. While a hold lives, the piece's blocks are neither written
+/// nor evicted.
 ///
 /// # Drop behaviour
-/// With the last hold the piece stays cached until room is needed.
+/// When the last hold is dropped, the piece stays cached until room is needed.
 #[derive(Debug, Clone)]
 pub struct ChunkKvCache(Arc<Held>);
 
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) cache: Arc<Shared>,
-    /// Where the piece is in the index; `None` for one that is not kept.
+    /// The slot of the piece in the index; `None` for a piece that is not kept.
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     pub(super) blocks: Option<SharedBlocks>,
     pub(super) hash: ChunkHash,
     pub(super) stored_start: i64,
@@ -37,7 +38,8 @@ pub(super) struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // The blocks first: once the cache hears of it, it may evict the piece and wants them back.
+        // The blocks go first: as soon as the cache hears of the drop, it may evict the piece and wants them
+        // back.
         drop(self.blocks.take());
         self.cache.release(self.slot, self.generation);
     }
@@ -48,49 +50,50 @@ impl ChunkKvCache {
         Self(Arc::new(held))
     }
 
-    /// The piece's hash.
+    /// Returns the piece's hash.
     pub fn chunk_hash(&self) -> ChunkHash {
         self.0.hash
     }
 
-    /// Tokens stored.
+    /// Returns the number of tokens.
     pub fn num_tokens(&self) -> usize {
         self.0.hash.token_count
     }
 
-    /// The physical blocks, in order.
+    /// Returns the ids of the physical blocks, in the order of the tokens.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.0.ids
     }
 
-    /// What a placement goes by.
+    /// Returns the blocks, the length and the position that a placement needs.
     pub(crate) fn stored(&self) -> Stored<'_> {
         Stored { blocks: &self.0.ids, len: self.num_tokens(), start: self.0.stored_start }
     }
 
-    /// Tokens per block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> usize {
         self.0.cache.pool.block_size()
     }
 
-    /// Position that the first key was rotated to when it was stored.
+    /// Returns the position that the first key was rotated to when the piece was stored.
     pub fn cached_position_start(&self) -> i64 {
         self.0.stored_start
     }
 
-    /// One past the position of the last key.
+    /// Returns one past the position that the last key was rotated to.
     pub fn cached_position_end(&self) -> i64 {
         self.0.stored_start + self.num_tokens() as i64
     }
 
-    /// Whether the bytes are exactly those of the hash. They are not if the piece was computed under
-    /// another system prompt, or quantised in its sleep.
+    /// Returns true if the bytes are exactly those of the hash. This is false if the piece was computed under
+    /// another system prompt, or was quantised while it slept.
     pub fn is_exact(&self) -> bool {
         self.0.exact
     }
 }
 
-/// Blocks for a piece that is about to be computed. Other requests for the piece wait for it.
+/// A reservation of blocks for a piece that this request is about to compute. Other requests for the piece
+/// wait for the reservation to end.
 ///
 /// # Drop behaviour
 /// The blocks are free again, nothing of the piece can be found, and the next request computes it.
@@ -103,44 +106,44 @@ pub struct ChunkReservation {
     pub(super) evidence: Evidence,
     pub(super) tenant: TenantId,
     pub(super) stored_start: i64,
-    /// `None` once it is stored.
+    /// `None` once the piece is stored.
     pub(super) blocks: Option<MutableBlocks>,
     pub(super) ids: Arc<[BlockId]>,
     pub(super) flight: Arc<Flight>,
     pub(super) since: Instant,
-    /// Whether it has come from another replica instead of being computed.
+    /// True if the piece came from another replica instead of being computed.
     pub(super) fetched: bool,
 }
 
 impl ChunkReservation {
-    /// The piece's hash.
+    /// Returns the piece's hash.
     pub fn chunk_hash(&self) -> ChunkHash {
         self.hash
     }
 
-    /// The piece's tokens.
+    /// Returns the piece's tokens.
     pub fn tokens(&self) -> &Arc<[u32]> {
         self.evidence.tokens()
     }
 
-    /// The blocks to fill, in order.
+    /// Returns the ids of the blocks to fill, in the order of the tokens.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
 
-    /// Where the piece's tokens go.
+    /// Returns the slot of each of the piece's tokens.
     pub fn slot_mapping(&self) -> Result<SlotMapping> {
         let tokens = 0..self.hash.token_count;
         Ok(SlotMapping::in_blocks(&self.ids, self.cache.pool.block_size(), tokens)?)
     }
 
-    /// Position that the first key is to be rotated to.
+    /// Returns the position that the first key must be rotated to.
     pub fn stored_start(&self) -> i64 {
         self.stored_start
     }
 
-    /// Stores the piece, whose blocks have been filled; the handle holds it. When the cache is full of
-    /// pieces in use, it is not kept, and freed with the handle's last clone.
+    /// Stores the piece and returns a hold on it. The caller guarantees that the blocks have been filled. If
+    /// the cache is full of pieces in use, the piece is not kept, and is freed with its last holder.
     pub fn store(mut self) -> ChunkKvCache {
         let cache = Arc::clone(&self.cache);
         cache.store(&mut self)

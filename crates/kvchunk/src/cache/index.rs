@@ -1,4 +1,4 @@
-//! The index of stored pieces: from a hash to what is stored under it.
+//! The index of stored pieces, by their hash.
 
 use std::collections::HashMap;
 
@@ -6,20 +6,20 @@ use kvcore::BlockKey;
 
 use crate::hash::ChunkHash;
 
-/// What an index must know of its values; nobody outside can name it.
+/// A value that an index can hold. The trait is sealed: nobody outside can name it.
 pub trait Indexed {
-    /// Under which hash the value is found.
+    /// Returns the hash under which the value is found.
     fn hash(&self) -> ChunkHash;
-    /// The hash of the same tokens under any system prompt, if it is found by that, too.
+    /// Returns the hash of the same tokens under any system prompt, if the value is found by that hash, too.
     fn any_system(&self) -> Option<BlockKey>;
 }
 
-/// Stored pieces by their hashes, and by those of the same tokens under any system prompt, of which the latest
-/// counts.
+/// An index of stored pieces by their hash. A second hash finds the same tokens under any system prompt; of
+/// several such pieces it finds the latest.
 ///
-/// A cache keeps its pieces in one, behind its lock: there a change belongs to the account of a tenant, too, so
-/// that nothing is entered or removed from outside. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
-/// gives a copy to read.
+/// A cache keeps its pieces in an index behind its lock. Every change also belongs to the account of a
+/// tenant, so nothing can be inserted or removed from outside.
+/// [`ChunkCacheManager::index`](super::ChunkCacheManager::index) returns a copy to read.
 #[derive(Debug, Clone)]
 pub struct ChunkHashIndex<T> {
     slots: Vec<Option<T>>,
@@ -33,37 +33,37 @@ impl<T> ChunkHashIndex<T> {
         Self { slots: Vec::new(), free: Vec::new(), by_hash: HashMap::new(), by_tokens: HashMap::new() }
     }
 
-    /// Pieces in it.
+    /// Returns the number of pieces.
     pub fn len(&self) -> usize {
         self.by_hash.len()
     }
 
-    /// Whether it holds nothing.
+    /// Returns true if the index holds no piece.
     pub fn is_empty(&self) -> bool {
         self.by_hash.is_empty()
     }
 
-    /// What is stored under a hash.
+    /// Returns the value under a hash.
     pub fn get(&self, hash: &ChunkHash) -> Option<&T> {
         self.at(self.slot_of(&hash.key)?)
     }
 
-    /// Whether something is stored under a hash.
+    /// Returns true if the index has a value under this hash.
     pub fn contains(&self, hash: &ChunkHash) -> bool {
         self.by_hash.contains_key(&hash.key)
     }
 
-    /// All values, in no order that means anything.
+    /// Returns an iterator over all values, in arbitrary order.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
         self.slots.iter().flatten()
     }
 
-    /// Slots that there are, taken or not.
+    /// Returns the number of slots, occupied or free.
     pub(super) fn slots(&self) -> u32 {
         self.slots.len() as u32
     }
 
-    /// Values with their slots.
+    /// Returns an iterator over the values with their slots.
     pub(super) fn with_slots(&self) -> impl Iterator<Item = (u32, &T)> {
         let numbered = (0..).zip(&self.slots);
         numbered.filter_map(|(slot, value)| Some((slot, value.as_ref()?)))
@@ -81,12 +81,12 @@ impl<T> ChunkHashIndex<T> {
         self.by_hash.get(key).copied()
     }
 
-    /// The latest of the same tokens under any system prompt.
+    /// Returns the slot of the latest piece with the same tokens under any system prompt.
     pub(super) fn slot_under_any_system(&self, key: &BlockKey) -> Option<u32> {
         self.by_tokens.get(key).copied()
     }
 
-    /// The same hashes with other values.
+    /// Returns an index with the same hashes and other values.
     pub(super) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
         ChunkHashIndex {
             slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),
@@ -98,7 +98,7 @@ impl<T> ChunkHashIndex<T> {
 }
 
 impl<T: Indexed> ChunkHashIndex<T> {
-    /// Enters a value whose hash is not there yet; returns its slot.
+    /// Inserts a value and returns its slot. The caller guarantees that the hash is not in the index yet.
     pub(super) fn insert(&mut self, value: T) -> u32 {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
@@ -112,7 +112,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
         slot
     }
 
-    /// Takes a value out.
+    /// Removes the value in a slot and returns it.
     pub(super) fn remove(&mut self, slot: u32) -> Option<T> {
         let value = self.slots.get_mut(slot as usize)?.take()?;
         self.by_hash.remove(&value.hash().key);
@@ -125,7 +125,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
         Some(value)
     }
 
-    /// Recounts; `Err` says what is inconsistent.
+    /// Recounts everything. `Err` says which part is inconsistent.
     pub(super) fn check(&self) -> Result<(), String> {
         for (slot, value) in self.with_slots() {
             if self.slot_of(&value.hash().key) != Some(slot) {

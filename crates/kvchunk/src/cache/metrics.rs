@@ -1,27 +1,27 @@
-//! What a chunk cache did, in numbers.
+//! The metrics of a chunk cache.
 
 use kvcore::{Exposition, Latencies, MetricKind};
 use serde::{Serialize, Serializer};
 
-/// Counts since the cache was made, and what it holds now: of the whole cache, or of one tenant.
+/// The metrics of a cache, or of one tenant: counts since the cache was made, and gauges of this moment.
 ///
-/// A lookup ends as a hit or as a miss; a piece that somebody else was computing is counted when that has
-/// ended. Times are of the whole cache, and empty unless
+/// A lookup ends as a hit or as a miss. A lookup that waits for another request's computation is counted when
+/// that has ended. Times are those of the whole cache. They are empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
-/// As JSON it has what follows from the counts, too: `hit_rate`, `memory_utilization` and the average times
-/// `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
+/// The JSON form also has the values that follow from the counts: `hit_rate`, `memory_utilization` and the
+/// average times `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[serde(remote = "Self")]
 pub struct ChunkCacheMetrics {
-    /// Pieces that were looked up.
+    /// Lookups of pieces.
     pub lookup_count: u64,
-    /// Found.
+    /// Lookups that found the piece.
     pub hit_count: u64,
-    /// Not found, or found under the same hash with other contents.
+    /// Lookups that did not find the piece, or found other contents under the same hash.
     pub miss_count: u64,
-    /// Hits without a bound on their error: computed under another system prompt, or quantised in their
-    /// sleep. They are among [`hit_count`](Self::hit_count).
+    /// Hits without a bound on their error: the piece was computed under another system prompt, or was
+    /// quantised while it slept. They are included in [`hit_count`](Self::hit_count).
     pub approximate_hits: u64,
     /// Lookups that waited for a piece that another request was computing.
     pub shared_flights: u64,
@@ -29,42 +29,44 @@ pub struct ChunkCacheMetrics {
     pub insertions: u64,
     /// Pieces evicted to make room.
     pub evictions: u64,
-    /// Pieces that were computed for one request only, since nothing could be evicted.
+    /// Pieces computed for one request only, since nothing could be evicted.
     pub uncached: u64,
-    /// Pieces that were missing here and have come from another replica. They are among the misses.
+    /// Pieces that were missing here and came from another replica. They are included in
+    /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Replicas that were asked and did not give a piece: gone, failed, or what came was not it.
+    /// Replicas that were asked and did not give the piece: the piece was gone, the replica failed, or the
+    /// parcel was wrong.
     pub fetch_failures: u64,
-    /// Pieces that were put to sleep.
+    /// Pieces put to sleep.
     pub slept: u64,
-    /// Pieces that were woken.
+    /// Pieces woken.
     pub woken: u64,
-    /// Sleeping pieces that could not be read back; they are gone.
+    /// Sleeping pieces that could not be read back and are gone.
     pub lost: u64,
-    /// Tokens of pieces found.
+    /// Tokens of the pieces that were found.
     pub tokens_reused: u64,
-    /// Tokens of pieces stored that were computed here.
+    /// Tokens of the pieces that were computed here and stored.
     pub tokens_computed: u64,
-    /// Pieces held now, awake or asleep.
+    /// Pieces stored now, awake or asleep.
     pub cached_chunks: usize,
-    /// Those of them that sleep.
+    /// Pieces that sleep now; included in [`cached_chunks`](Self::cached_chunks).
     pub sleeping_chunks: usize,
-    /// Bytes that these take where they sleep, as the store counts them.
+    /// Bytes that the sleeping pieces take, as the store counts them.
     pub sleeping_bytes: usize,
-    /// Blocks of the pool; of a tenant: its quota.
+    /// Blocks of the pool; for a tenant, its quota.
     pub total_blocks: usize,
-    /// Blocks of the pool in use or cached; of a tenant: those of its pieces.
+    /// Blocks of the pool that are not free; for a tenant, the blocks of its pieces and reservations.
     pub used_blocks: usize,
-    /// How long lookups took, without waking what was found asleep.
+    /// Times of lookups, without the time to wake pieces that were found asleep.
     #[serde(rename = "lookup_time")]
     pub lookups: Latencies,
-    /// How long it took to wake a piece.
+    /// Times to wake a piece.
     #[serde(rename = "wake_time")]
     pub wakes: Latencies,
-    /// How long it took to place a piece at its position.
+    /// Times to place a piece at its position.
     #[serde(rename = "reindex_time")]
     pub reindexes: Latencies,
-    /// From the reservation of a piece to its storing.
+    /// Times from the reservation of a piece to its storing.
     #[serde(rename = "compute_time")]
     pub computes: Latencies,
 }
@@ -82,7 +84,7 @@ impl ChunkCacheMetrics {
         self.miss_count += 1;
     }
 
-    /// Counts of two tenants together; what is held now and times are the caller's to fill in.
+    /// Adds the counts of two tenants. The caller fills in gauges and times.
     pub(super) fn plus(self, other: &Self) -> Self {
         Self {
             lookup_count: self.lookup_count + other.lookup_count,
@@ -104,38 +106,38 @@ impl ChunkCacheMetrics {
         }
     }
 
-    /// Hits per lookup; 0 before the first lookup.
+    /// Returns the hits per lookup; 0 before the first lookup.
     pub fn hit_rate(&self) -> f64 {
         ratio(self.hit_count as f64, self.lookup_count as f64)
     }
 
-    /// Used blocks per block.
+    /// Returns the used blocks per block, from 0 to 1.
     pub fn memory_utilization(&self) -> f64 {
         ratio(self.used_blocks as f64, self.total_blocks as f64)
     }
 
-    /// Average time of a lookup in milliseconds; 0 before the first.
+    /// Returns the average time of a lookup in milliseconds; 0 before the first.
     pub fn avg_lookup_time_ms(&self) -> f64 {
         mean_ms(&self.lookups)
     }
 
-    /// Average time to wake a piece in milliseconds.
+    /// Returns the average time to wake a piece in milliseconds; 0 before the first.
     pub fn avg_wake_time_ms(&self) -> f64 {
         mean_ms(&self.wakes)
     }
 
-    /// Average time to place a piece in milliseconds.
+    /// Returns the average time to place a piece in milliseconds; 0 before the first.
     pub fn avg_reindex_time_ms(&self) -> f64 {
         mean_ms(&self.reindexes)
     }
 
-    /// Average time to compute a piece in milliseconds.
+    /// Returns the average time to compute a piece in milliseconds; 0 before the first.
     pub fn avg_compute_time_ms(&self) -> f64 {
         mean_ms(&self.computes)
     }
 
-    /// The numbers of several caches or tenants, each with its name as the label `cache`, in the text
-    /// format of Prometheus.
+    /// Formats the metrics of several caches or tenants in the text format of Prometheus. Each name becomes
+    /// the label `cache`.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;
@@ -161,7 +163,7 @@ impl ChunkCacheMetrics {
     }
 }
 
-/// What is printed: the counts, and what follows from them.
+/// The JSON form: the counts, and the values that follow from them.
 #[derive(Serialize)]
 struct Printed<'a> {
     #[serde(flatten, serialize_with = "counted")]
@@ -194,7 +196,7 @@ impl Serialize for ChunkCacheMetrics {
     }
 }
 
-/// A number of the metrics, with its name, kind and meaning.
+/// One number of the metrics, with its name, kind and meaning.
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
 const COLUMNS: [Column; 19] = [
@@ -238,7 +240,7 @@ const COLUMNS: [Column; 19] = [
     ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks.", |m| m.used_blocks as f64),
 ];
 
-/// Latencies of the metrics, with their name and meaning.
+/// One latency histogram of the metrics, with its name and meaning.
 type Histogram = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
 
 const HISTOGRAMS: [Histogram; 4] = [

@@ -1,8 +1,8 @@
-//! The chunk cache: stored pieces of chunks, found by what they hold.
+//! The chunk cache: stored pieces of chunks, found by their hash.
 //!
-//! A *piece* is a chunk, or a part of an oversized one. A request [acquires](ChunkCacheManager::acquire)
-//! the pieces of its chunks: what is cached it holds by [`ChunkKvCache`]; what is not, it computes into a
-//! [`ChunkReservation`], unless another request is at it already.
+//! A *piece* is a chunk, or a part of an oversized chunk. A request [acquires](ChunkCacheManager::acquire)
+//! the pieces of its chunks. It holds a cached piece by a [`ChunkKvCache`]. It computes a missing piece into
+//! a [`ChunkReservation`], unless another request is computing that piece already.
 //!
 //! ```text
 //!              acquire ──────────────────► Hit ────────────┐
@@ -13,7 +13,8 @@
 //!                                                         Asleep
 //! ```
 //!
-//! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]): every request gets `NoRoom` then.
+//! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]). In that case every request gets
+//! `NoRoom`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -53,7 +54,7 @@ pub use tenant::{Tenant, TenantId};
 use state::{Place, State};
 use tenant::Account;
 
-/// A cache of chunk pieces; clones share it.
+/// A cache of chunk pieces. Clones share one cache.
 ///
 /// ```
 /// use kvchunk::{
@@ -77,7 +78,7 @@ use tenant::Account;
 #[derive(Debug, Clone)]
 pub struct ChunkCacheManager(Arc<Shared>);
 
-/// A cache that is not kept alive by this: for stores and clocks of a cache that use it.
+/// A weak reference to a cache, for stores and clocks that a cache owns and that use the cache.
 ///
 /// ```
 /// use kvchunk::{ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager};
@@ -92,7 +93,7 @@ pub struct ChunkCacheManager(Arc<Shared>);
 pub struct WeakChunkCache(Weak<Shared>);
 
 impl WeakChunkCache {
-    /// The cache, if anybody still has it.
+    /// Returns the cache, if it still exists.
     pub fn upgrade(&self) -> Option<ChunkCacheManager> {
         self.0.upgrade().map(ChunkCacheManager)
     }
@@ -111,10 +112,10 @@ struct Shared {
     computes: LatencyHistogram,
 }
 
-/// The state under its lock. What is discarded meanwhile is dropped after the lock: code of a store's runs then,
-/// which may use the cache.
+/// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
+/// because dropping them runs code of the store, which may use the cache.
 struct Locked<'a> {
-    /// Unlocked first: fields are dropped in this order.
+    /// Released first, since fields are dropped in this order.
     state: MutexGuard<'a, State>,
     discarded: Vec<Box<dyn Sleeping>>,
 }
@@ -145,42 +146,43 @@ impl std::ops::DerefMut for Locked<'_> {
     }
 }
 
-/// A stored piece as it is now.
+/// A snapshot of a stored piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkInfo {
-    /// Its hash, with tokens and blocks.
+    /// The piece's hash, with its numbers of tokens and blocks.
     pub chunk_hash: ChunkHash,
-    /// The tag of its tenant.
+    /// The tag of the tenant that the piece belongs to.
     pub tenant: String,
-    /// Position of its first key where it is stored.
+    /// The position that the first key was rotated to when the piece was stored.
     pub cached_position_start: i64,
-    /// Requests that hold it.
+    /// The number of holds on the piece. Clones of one [`ChunkKvCache`] count once.
     pub ref_count: u32,
-    /// Uses since it was stored.
+    /// The number of uses since the piece was stored.
     pub access_count: u64,
-    /// Milliseconds since it was stored.
+    /// The milliseconds since the piece was stored.
     pub age_ms: u64,
-    /// Milliseconds since it was used.
+    /// The milliseconds since the last use.
     pub idle_ms: u64,
-    /// Whether it sleeps, or is on its way.
+    /// True if the piece sleeps, or is moving into sleep or out of it.
     pub asleep: bool,
-    /// Whether its bytes are exactly those of its hash.
+    /// True if the bytes are exactly those of the hash.
     pub exact: bool,
 }
 
 impl ChunkCacheManager {
-    /// An empty cache over `pool`.
+    /// Creates an empty cache over `pool`, without a place to sleep and with the system's clock.
     ///
     /// # Errors
-    /// As [`ChunkCacheConfig::check`].
+    /// Returns the errors of [`ChunkCacheConfig::check`].
     pub fn new(config: ChunkCacheConfig, pool: ChunkBlockPool) -> Result<Self> {
         Self::build(config, pool, None, Arc::new(SystemClock::default()))
     }
 
-    /// The same with a place to sleep, and with the time from elsewhere.
+    /// Creates an empty cache over `pool`. Unlike [`new`](Self::new), it takes a place for pieces to sleep
+    /// in, and a clock.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Returns the errors of [`ChunkCacheConfig::check`].
     pub fn build(
         config: ChunkCacheConfig,
         pool: ChunkBlockPool,
@@ -204,26 +206,27 @@ impl ChunkCacheManager {
         })))
     }
 
-    /// The same cache for those whom it owns itself.
+    /// Returns a weak reference to this cache.
     pub fn downgrade(&self) -> WeakChunkCache {
         WeakChunkCache(Arc::downgrade(&self.0))
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &ChunkCacheConfig {
         &self.0.config
     }
 
-    /// The cache's own blocks.
+    /// Returns the pool of the cache's blocks.
     pub fn pool(&self) -> &ChunkBlockPool {
         &self.0.pool
     }
 
-    /// Adds a tenant.
+    /// Adds a tenant and returns its id.
     ///
     /// # Errors
-    /// [`Error::TenantExists`]; [`Error::SharedSalt`] for a salt that is empty, as the default tenant's, or
-    /// another one's: the two would find each other's chunks.
+    /// Returns [`Error::TenantExists`] if the tag is taken. Returns [`Error::SharedSalt`] if the salt is that
+    /// of another tenant, because the two would find each other's chunks. The default tenant's salt is empty,
+    /// so an empty salt is refused, too.
     pub fn add_tenant(&self, tenant: Tenant) -> Result<TenantId> {
         let mut state = self.0.lock();
         for Account { tenant: other, .. } in &state.accounts {
@@ -240,10 +243,10 @@ impl ChunkCacheManager {
         Ok(TenantId(state.accounts.len() as u32 - 1))
     }
 
-    /// The tenant with this tag, and what was said of it.
+    /// Returns the id of the tenant with this tag, with its description.
     ///
     /// # Errors
-    /// [`Error::UnknownTenant`].
+    /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
     pub fn tenant(&self, tag: &str) -> Result<(TenantId, Tenant)> {
         let state = self.0.lock();
         let at = state.accounts.iter().position(|account| account.tenant.tag == tag);
@@ -251,21 +254,21 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Evicts the next piece that nobody holds, of the tenant that uses most of its quota; if all are held,
-    /// the one that has slept longest. `false` if there is none.
+    /// Evicts one piece: the next one that nobody holds, of the tenant that uses most of its quota. If there
+    /// is no such piece, evicts the sleeping piece with the oldest last use. Returns false if there is none.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         state.evict_fullest(now) || state.evict_sleeper(|_| true)
     }
 
-    /// Forgets every piece. Those that requests hold are freed when the last of these ends, and count to their
-    /// tenants until then; those that are being computed are stored afterwards.
+    /// Forgets every stored piece. A held piece is freed when its last holder ends, and counts to its tenant
+    /// until that moment. A piece that is being computed is still stored when it is ready.
     pub fn clear(&self) {
         self.clear_where(|_| true);
     }
 
-    /// Forgets the pieces of one tenant.
+    /// Forgets the stored pieces of one tenant; see [`clear`](Self::clear).
     pub fn clear_tenant(&self, tenant: TenantId) {
         self.clear_where(|of| of == tenant);
     }
@@ -282,12 +285,12 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Every stored piece.
+    /// Returns a snapshot of every stored piece.
     pub fn chunks(&self) -> Vec<ChunkInfo> {
         self.index().iter().cloned().collect()
     }
 
-    /// The index as it is now, a copy: every stored piece by its hash.
+    /// Returns a copy of the index: a snapshot of every stored piece, by its hash.
     pub fn index(&self) -> ChunkHashIndex<ChunkInfo> {
         let now = self.0.clock.millis();
         let state = self.0.lock();
@@ -304,7 +307,7 @@ impl ChunkCacheManager {
         })
     }
 
-    /// Counts so far, and what is held now.
+    /// Returns the counts since the cache was made, and the gauges of this moment.
     pub fn metrics(&self) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let counts = self.0.pool.blocks().counts();
@@ -326,7 +329,7 @@ impl ChunkCacheManager {
         }
     }
 
-    /// The same of one tenant, without times. A tenant that was never added has done nothing.
+    /// Returns the metrics of one tenant, without times. All numbers are 0 for a tenant that was never added.
     pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let Some(account) = state.accounts.get(tenant.0 as usize) else {
@@ -342,13 +345,13 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Recounts everything; `Err` says what is inconsistent.
+    /// Recounts everything. `Err` says which number is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.0.lock().check()?;
         self.0.pool.blocks().check_invariants()
     }
 
-    /// Records how long it took to place a piece.
+    /// Records the time to place a piece, which began at `since`.
     pub(crate) fn reindexed(&self, since: Instant) {
         if self.0.config.stats {
             self.0.reindexes.record(since.elapsed());
@@ -356,18 +359,19 @@ impl ChunkCacheManager {
     }
 }
 
-/// Pieces that do not lie in blocks.
+/// Counts the pieces that do not lie in blocks, of the tenants that `of` accepts.
 fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&state::Entry| of(entry.tenant) && !matches!(entry.place, Place::Awake(_));
     state.index.iter().filter(sleeps).count()
 }
 
-/// The tenant, or the default one for a number of another cache: keys keep them apart, this is about quotas.
+/// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas only;
+/// keys keep the pieces of tenants apart.
 fn known(state: &State, tenant: TenantId) -> TenantId {
     if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
 }
 
-/// A piece that is looked for, where it would be stored and for whom.
+/// A piece to look up, with the tenant it is for and the position to store it at.
 #[derive(Debug, Clone, Copy)]
 struct Wanted<'a, 't> {
     piece: &'a ChunkPiece<'t>,
@@ -376,11 +380,12 @@ struct Wanted<'a, 't> {
     tally: Tally,
 }
 
-/// When what is found counts as a hit.
+/// The moment at which a piece that was found counts as a hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tally {
-    /// As soon as it is held.
+    /// Counted as soon as the piece is held.
     Now,
-    /// Once it is settled, by [`ChunkCacheManager::count_hit`] or [`ChunkCacheManager::give_up`]: counts never fall.
+    /// Counted by [`ChunkCacheManager::count_hit`] or [`ChunkCacheManager::give_up`], once the outcome is
+    /// known. Counts never fall.
     Later,
 }

@@ -1,4 +1,4 @@
-//! The whole pool asleep: its memory is released, every piece stays where it is found.
+//! Sleep of the whole pool: its memory is released, but every piece keeps its blocks.
 
 use kvcore::{BlockId, ReservedArena, SleepingBlocks, Stream};
 
@@ -6,11 +6,11 @@ use super::state::{Place, State};
 use super::{ChunkCacheManager, Tenant};
 use crate::error::{Error, Result};
 
-/// Whether the pool's blocks have memory.
+/// The memory of the pool's blocks.
 #[derive(Debug)]
 pub(super) enum PoolPlace {
     Awake,
-    /// Falling asleep or waking, without the lock.
+    /// The pool is falling asleep or waking, without the lock.
     Moving,
     Asleep(SleepingBlocks),
 }
@@ -21,32 +21,36 @@ impl PoolPlace {
     }
 }
 
-/// What putting a pool to sleep brought.
+/// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// Bytes of device memory that were released: of granules in which nothing lies but chunks.
+    /// The bytes of device memory that were released: granules that hold nothing but chunks.
     pub released_bytes: usize,
-    /// Bytes of host memory that hold the stored pieces meanwhile.
+    /// The bytes of host memory that hold the stored pieces while the pool sleeps.
     pub saved_bytes: usize,
 }
 
 impl ChunkCacheManager {
-    /// Tag of the pool in [`ReservedArena::asleep`].
+    /// The tag of the pool in [`ReservedArena::asleep`].
     pub const POOL_TAG: &'static str = Tenant::DEFAULT_TAG;
 
-    /// Puts the whole pool to sleep: stored pieces are copied to host memory and the memory of the pool's
-    /// blocks is released. `arena` is the one that the pool's block ids belong to.
+    /// Puts the whole pool to sleep: copies the stored pieces to host memory, and releases the memory of the
+    /// pool's blocks. The pool's block ids must belong to `arena`.
     ///
-    /// Until [`wake_pool`](Self::wake_pool) every request gets [`Acquired::NoRoom`](super::Acquired::NoRoom)
-    /// and goes uncached. Pieces keep their blocks: addresses, and what an engine knows of them, stay as they
-    /// are. Pieces in a [`SleepStore`](crate::SleepStore) sleep on.
+    /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](super::Acquired::NoRoom)
+    /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block ids stay valid. Pieces
+    /// in a [`SleepStore`](crate::SleepStore) sleep on.
     ///
-    /// It waits for `stream`; work on other streams that touches the pool, such as copies of a
-    /// [`SleepStore`](crate::SleepStore) that uses another one, must be done before.
+    /// The call waits for `stream`. The caller guarantees that work on other streams that touches the pool is
+    /// done, such as the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
     ///
     /// # Errors
-    /// [`Error::PoolInUse`] while pieces are held, computed or moved, with how many; [`Error::PoolAsleep`],
-    /// [`Error::PoolMoving`], and those of [`ReservedArena::sleep`]. Everything is as before then.
+    /// In every case the pool stays as it was.
+    ///
+    /// - Returns [`Error::PoolInUse`], with the numbers, while pieces are held, computed or moved.
+    /// - Returns [`Error::PoolAsleep`] if the pool sleeps already.
+    /// - Returns [`Error::PoolMoving`] if another thread is putting it to sleep or waking it.
+    /// - Returns the errors of [`ReservedArena::sleep`].
     pub fn sleep_pool(&self, arena: &ReservedArena, stream: &dyn Stream) -> Result<PoolSleep> {
         let keep = self.fall()?;
         let slept = arena.sleep(Self::POOL_TAG, self.0.pool.blocks().range(), &keep, stream);
@@ -64,11 +68,12 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Wakes the pool: every piece is found again, bit for bit where it was. Returns whether it slept. Waits
-    /// for `stream`.
+    /// Wakes the pool. Every piece is found again, bit for bit and in the same blocks. Returns true if the
+    /// pool slept. Waits for `stream`.
     ///
     /// # Errors
-    /// [`Error::PoolMoving`], and those of [`SleepingBlocks::wake`]; the pool sleeps on then.
+    /// Returns [`Error::PoolMoving`] if another thread is putting the pool to sleep or waking it. Returns the
+    /// errors of [`SleepingBlocks::wake`]; in that case the pool sleeps on.
     pub fn wake_pool(&self, stream: &dyn Stream) -> Result<bool> {
         let mut state = self.0.lock();
         let asleep = match std::mem::replace(&mut state.pool, PoolPlace::Moving) {
@@ -94,12 +99,12 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Whether the pool's blocks have memory; `false` also while it falls asleep or wakes.
+    /// Returns true if the pool's blocks have memory. Returns false while the pool falls asleep or wakes.
     pub fn is_pool_awake(&self) -> bool {
         self.0.lock().pool.is_awake()
     }
 
-    /// Closes the pool and says which blocks hold pieces.
+    /// Closes the pool, and returns the blocks that hold pieces.
     fn fall(&self) -> Result<Vec<BlockId>> {
         let mut state = self.0.lock();
         match state.pool {
@@ -122,7 +127,8 @@ impl ChunkCacheManager {
     }
 }
 
-/// Pieces that are held, pieces under way, and blocks of all pieces that can be found or will be.
+/// Returns the number of held pieces, the number of pieces under way, and the number of blocks of all pieces
+/// that can be found now or will be.
 fn in_use(state: &State) -> (usize, usize, usize) {
     let entries = || state.index.iter();
     let held = entries().filter(|entry| entry.holders > 0).count();

@@ -1,4 +1,4 @@
-//! What other replicas may have of a cache, and what has come from them.
+//! The cache's side of replicas: giving pieces to other replicas, and storing theirs.
 
 use std::sync::Arc;
 
@@ -6,13 +6,14 @@ use super::state::{Entry, Place};
 use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
 use crate::hash::ChunkHash;
 
-/// Pieces that slept in fewer bits are no function of their hash, and a weak hash proves nothing elsewhere.
+/// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits are no
+/// function of its hash, and a weak hash proves nothing elsewhere.
 fn may_leave(entry: &Entry) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
 
 impl ChunkCacheManager {
-    /// Whether a replica would get the piece under a hash now.
+    /// Returns true if a replica that asks now would get the piece under this hash.
     pub(crate) fn can_give(&self, hash: &ChunkHash) -> bool {
         let state = self.0.lock();
         let entry = state.index.slot_of(&hash.key).and_then(|slot| state.index.at(slot));
@@ -20,7 +21,8 @@ impl ChunkCacheManager {
             && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.place, Place::Awake(_)))
     }
 
-    /// Holds the piece under a hash for another replica, with its tokens. It is a use, and no lookup of a tenant.
+    /// Holds the piece under a hash for another replica, and returns it with its tokens. This counts as a use
+    /// of the piece, but not as a lookup of a tenant.
     pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(ChunkKvCache, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -35,7 +37,7 @@ impl ChunkCacheManager {
 }
 
 impl ChunkCacheManager {
-    /// Counts replicas that were asked in vain.
+    /// Counts replicas that were asked and did not give a piece.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
             self.0.lock().account(tenant).counted.fetch_failures += failures as u64;
@@ -44,7 +46,7 @@ impl ChunkCacheManager {
 }
 
 impl ChunkReservation {
-    /// As [`store`](Self::store), for a piece that has come from another replica.
+    /// Stores the piece as [`store`](Self::store) does, but counts it as fetched from another replica.
     pub(crate) fn store_fetched(mut self) -> ChunkKvCache {
         self.fetched = true;
         self.store()

@@ -1,4 +1,4 @@
-//! Sleep: pieces that are seldom used wait in a lower memory.
+//! Sleep: pieces that are seldom used are kept in a lower memory.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,80 +7,87 @@ use kvcore::BlockId;
 
 use crate::error::Result;
 
-/// Where pieces sleep. What it does runs without any lock of the cache, dropping what is saved included. A store that
-/// uses its cache holds a [`WeakChunkCache`](crate::WeakChunkCache), or neither would ever be freed.
+/// A place where pieces sleep.
 ///
-/// Copies may be enqueued instead of done, if they are ordered with whatever reads and writes the blocks
-/// later: [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that computes.
+/// The cache calls a store without any lock of its own, and drops saved contents without one. A store that
+/// uses its cache must hold a [`WeakChunkCache`](crate::WeakChunkCache); otherwise neither would ever be
+/// freed.
+///
+/// A store may enqueue its copies instead of waiting for them, if the copies are ordered with everything that
+/// reads or writes the blocks later. [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that
+/// computes.
 pub trait SleepStore: Send + Sync + fmt::Debug {
     /// Saves the contents of blocks.
     ///
     /// # Errors
-    /// Nothing is kept then, and the blocks are as before.
+    /// Returns the error of the store. In that case nothing is kept, and the blocks are unchanged.
     fn save(&self, blocks: &[BlockId]) -> Result<Box<dyn Sleeping>>;
 }
 
-/// Saved contents. Dropping it gives its memory back.
+/// The saved contents of a piece. Dropping them gives their memory back.
 pub trait Sleeping: Send + Sync + fmt::Debug {
-    /// Writes the contents into as many blocks as they came from.
+    /// Writes the contents into blocks, as many as the contents came from.
     ///
     /// # Errors
-    /// The contents cannot be had; what the blocks hold then does not matter.
+    /// Returns the error of the store if the contents cannot be read back. In that case the contents of the
+    /// blocks do not matter.
     fn restore(&self, blocks: &[BlockId]) -> Result<()>;
 
-    /// Bytes that it takes.
+    /// Returns the number of bytes that the saved contents take.
     fn bytes(&self) -> usize;
 
-    /// Whether what is restored is bit for bit what was saved.
+    /// Returns true if the restored contents are bit for bit the saved ones.
     fn is_exact(&self) -> bool {
         true
     }
 }
 
-/// Which pieces are cold. Pieces that somebody holds never are, nor are those just stored or woken.
+/// The rule by which pieces are cold. A held piece is never cold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColdRule {
-    /// Pieces used less often than this are cold.
+    /// The number of uses below which a piece is cold.
     pub min_accesses: u64,
-    /// Pieces not used for this long are cold.
+    /// The time without a use after which a piece is cold.
     pub idle: Duration,
-    /// Pieces that were stored or woken more recently are spared: they have not had the time to be used.
+    /// The time after storing or waking during which a piece is never cold, because it has not had the time
+    /// to be used.
     pub spare_younger_than: Duration,
 }
 
 impl Default for ColdRule {
-    /// Fewer than 5 uses, or none for an hour; pieces of the last minute are spared.
+    /// Calls pieces cold that had fewer than 5 uses, or no use for an hour. Spares pieces that were stored or
+    /// woken within the last minute.
     fn default() -> Self {
         Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
     }
 }
 
 impl ColdRule {
-    /// Everything that nobody holds is cold.
+    /// The rule that calls every piece cold that nobody holds.
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 
-    /// `awake` is the time since the piece was stored or woken.
+    /// Returns true if a piece is cold. The piece was stored or woken `awake` ago.
     pub(super) fn is_cold(&self, awake: Duration, idle: Duration, accesses: u64) -> bool {
         awake >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
     }
 }
 
-/// Why a piece was not woken.
+/// The reason why a piece was not woken.
 #[derive(Debug, Clone, PartialEq)]
 pub enum NotWoken {
     /// No piece has this hash.
     Unknown,
-    /// Even after evicting what nobody holds there is no room.
+    /// There is no room, even after every piece that nobody holds was evicted.
     NoRoom,
-    /// The whole pool sleeps: see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
+    /// The whole pool sleeps; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
-    /// Another thread was still putting it to sleep or waking it when the time to wait was over.
+    /// Another thread was still putting the piece to sleep or waking it when the time to wait was over.
     Moving {
-        /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+        /// The longest time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
         limit: Duration,
     },
-    /// What was saved cannot be read back; the piece is gone and will be computed anew.
+    /// The saved contents cannot be read back. The piece is gone and will be computed anew.
     Lost(crate::Error),
 }
 

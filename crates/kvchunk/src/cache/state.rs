@@ -1,4 +1,4 @@
-//! What a chunk cache knows, behind its lock: the pieces, who holds them, which goes next.
+//! The state of a chunk cache behind its lock: the pieces, their holders and the order of eviction.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,14 +13,15 @@ use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, Evidence};
 use crate::pool::ChunkBlockPool;
 
-/// Where a stored piece is.
+/// The place of a stored piece.
 #[derive(Debug)]
 pub(super) enum Place {
-    /// In blocks of the pool.
+    /// The piece is in blocks of the pool.
     Awake(Awake),
-    /// On its way into sleep or out of it: its blocks are its tenant's, and whoever moves it has them.
+    /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
+    /// them.
     Moving(Arc<Flight>),
-    /// In a lower memory.
+    /// The piece is in a lower memory.
     Asleep(Dormant),
 }
 
@@ -32,7 +33,7 @@ pub(super) struct Awake {
     pub(super) number: u32,
 }
 
-/// A piece's contents in a lower memory, and what the store said of them.
+/// A piece's contents in a lower memory, with the properties that the store gave.
 #[derive(Debug)]
 pub(super) struct Dormant {
     pub(super) saved: Box<dyn Sleeping>,
@@ -47,17 +48,17 @@ pub(super) struct Entry {
     pub(super) any_system: Option<BlockKey>,
     pub(super) evidence: Evidence,
     pub(super) tenant: TenantId,
-    /// Tells a hold on this entry from one on a later entry in the same slot.
+    /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
     pub(super) generation: u64,
     pub(super) stored_start: i64,
     pub(super) place: Place,
     pub(super) exact: bool,
     pub(super) holders: u32,
-    /// Cleared while it moved: it goes when it has arrived.
+    /// Set if the piece was cleared while it moved. Such a piece is forgotten when the move ends.
     pub(super) doomed: bool,
-    /// In milliseconds of the cache's clock.
+    /// The time of storing, in milliseconds of the cache's clock.
     pub(super) created: u64,
-    /// When it was stored or woken last.
+    /// The time when the piece was last stored or woken.
     pub(super) awake_since: u64,
     pub(super) last_accessed: u64,
     pub(super) access_count: u64,
@@ -79,7 +80,7 @@ impl Indexed for Entry {
     }
 }
 
-/// A piece that a request computes.
+/// A piece that a request is computing.
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) evidence: Evidence,
@@ -88,8 +89,8 @@ pub(super) struct UnderWay {
     pub(super) blocks: usize,
 }
 
-/// A piece that is held and cannot be found: it was cleared, or there was no place for it. Its blocks are its
-/// tenant's until the last holder ends.
+/// A held piece that can no longer be found: it was cleared, or the cache had no place for it. Its blocks are
+/// charged to its tenant until the last holder ends.
 #[derive(Debug)]
 pub(super) struct Orphan {
     tenant: TenantId,
@@ -101,13 +102,13 @@ pub(super) struct Orphan {
 pub(super) struct State {
     pub(super) index: ChunkHashIndex<Entry>,
     pub(super) under_way: HashMap<BlockKey, UnderWay>,
-    /// By generation.
+    /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
     pub(super) accounts: Vec<Account>,
-    /// Whether the blocks have memory.
+    /// The memory of the pool's blocks: present, moving or asleep.
     pub(super) pool: PoolPlace,
     generations: u64,
-    /// What is dropped once the lock is free: dropping it runs code of the store's.
+    /// Contents to drop once the lock is free, because dropping them runs code of the store.
     pub(super) discarded: Vec<Box<dyn Sleeping>>,
 }
 
@@ -128,14 +129,15 @@ impl State {
         &mut self.accounts[tenant.0 as usize]
     }
 
-    /// The stored piece, if what is stored under its hash is it.
+    /// Returns the slot of the stored piece, if the entry under its hash is that piece.
     pub(super) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
         let slot = self.index.slot_of(&piece.hash().key)?;
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
-    /// A piece of the same tokens under another system prompt that is awake, stored no further on than
-    /// `stored_start`: moved forward only, no query is turned to a position that its request does not reach.
+    /// Finds an awake piece of the same tokens under another system prompt, stored at or before
+    /// `stored_start`. Such a piece moves forward only, so no query is rotated to a position that its request
+    /// does not reach.
     pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
         let same = |entry: &&Entry| {
@@ -146,7 +148,8 @@ impl State {
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
-    /// Counts a use of an awake piece in an awake pool and takes it out of the order of eviction.
+    /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
+    /// eviction order.
     pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&Entry, &Awake)> {
         if !self.pool.is_awake() {
             return None;
@@ -165,7 +168,7 @@ impl State {
         Some((entry, awake))
     }
 
-    /// One holder fewer.
+    /// Removes a holder.
     pub(super) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
         let entry = slot.and_then(|slot| self.index.at_mut(slot));
         let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
@@ -191,20 +194,21 @@ impl State {
         }
     }
 
-    /// Blocks of pieces that are held and cannot be found.
+    /// Returns the number of blocks of orphans.
     pub(super) fn orphaned_blocks(&self) -> usize {
         self.orphans.values().map(|orphan| orphan.blocks).sum()
     }
 
-    /// Blocks that its tenant has been charged with are a piece's that nobody can find, with one holder.
+    /// Records an orphan with one holder, whose blocks are charged to its tenant already. Returns its
+    /// generation.
     pub(super) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
         self.generations += 1;
         self.orphans.insert(self.generations, Orphan { tenant, blocks, holders: 1 });
         self.generations
     }
 
-    /// Puts a piece, which is awake and held, into the index; its blocks are counted to its tenant and it has a
-    /// number in the order already.
+    /// Inserts a piece that is awake and held into the index. Its blocks are charged to its tenant already,
+    /// and it has a number in the eviction order. Returns the slot and the generation.
     pub(super) fn insert(&mut self, mut entry: Entry) -> (u32, u64) {
         self.generations += 1;
         let (generation, tenant) = (self.generations, entry.tenant);
@@ -220,8 +224,8 @@ impl State {
         (slot, generation)
     }
 
-    /// A piece that nobody holds starts to move into sleep: its blocks stay until it has arrived, and it keeps
-    /// its place in the order, though nothing evicts it meanwhile.
+    /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
+    /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
     pub(super) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(flight))) {
@@ -238,7 +242,8 @@ impl State {
         }
     }
 
-    /// A piece that had departed stays awake after all, where it was in the order.
+    /// Ends the move of a departed piece that stays awake after all. Its rank in the eviction order is
+    /// unchanged.
     pub(super) fn stay(&mut self, slot: u32, awake: Awake) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
@@ -247,7 +252,7 @@ impl State {
         entry.place = Place::Awake(awake);
     }
 
-    /// A piece that had departed sleeps now, and its blocks are free.
+    /// Ends the move of a departed piece that sleeps now. Its blocks are free.
     pub(super) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
@@ -257,10 +262,10 @@ impl State {
         account.counted.slept += 1;
         entry.exact &= dormant.exact;
         entry.place = Place::Asleep(dormant);
-        drop(awake); // its blocks are free
+        drop(awake); // frees the blocks
     }
 
-    /// A piece that could be evicted leaves the order of eviction.
+    /// Removes an evictable piece from the eviction order.
     fn unorder(&mut self, slot: u32) {
         let Some(entry) = self.index.at(slot).filter(|entry| entry.is_evictable()) else { return };
         if let Place::Awake(awake) = &entry.place {
@@ -270,8 +275,9 @@ impl State {
         }
     }
 
-    /// Forgets a piece that is in no order; whether it was there. Blocks of one that is held are its tenant's
-    /// until the last holder ends, those of one that moves the business of whoever moves it.
+    /// Forgets a piece that is in no eviction order. Returns true if it was there. The blocks of a held piece
+    /// stay charged to its tenant until the last holder ends. The blocks of a moving piece are the mover's
+    /// business.
     fn forget(&mut self, slot: u32) -> bool {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
@@ -294,7 +300,7 @@ impl State {
         true
     }
 
-    /// Forgets a piece; whether it was there. What is held lives on until its holders end.
+    /// Forgets a piece. Returns true if it was there. A held piece lives on until its holders end.
     pub(super) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
@@ -307,7 +313,7 @@ impl State {
         }
     }
 
-    /// Evicts the next piece of a tenant; `false` if all are held.
+    /// Evicts the next piece of a tenant. Returns false if all its pieces are held.
     pub(super) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
@@ -317,7 +323,7 @@ impl State {
         self.forget(slot)
     }
 
-    /// Evicts any piece that is awake: of this tenant, or else of the one that uses most of its quota.
+    /// Evicts an awake piece: of this tenant, or else of the tenant that uses most of its quota.
     pub(super) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
@@ -332,8 +338,9 @@ impl State {
         idle.max_by(|(_, a), (_, b)| a.pressure().total_cmp(&b.pressure())).map(|(i, _)| TenantId(i as u32))
     }
 
-    /// Forgets one piece, so that a tenant can store another: what sleeps before what is awake, since it is
-    /// colder, and all of the tenant's own before any of the others'.
+    /// Forgets one piece, so that a tenant can store another. Sleeping pieces go before awake ones, since
+    /// they are colder. All of the tenant's own pieces go before those of others. Returns false if there is
+    /// none.
     pub(super) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
@@ -341,7 +348,7 @@ impl State {
             || self.evict_fullest(now)
     }
 
-    /// Forgets the piece that has slept longest, of some tenants.
+    /// Forgets the sleeping piece with the oldest last use, of the tenants that `of` accepts.
     pub(super) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &Entry| matches!(entry.place, Place::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
@@ -351,8 +358,8 @@ impl State {
         self.remove(slot)
     }
 
-    /// `n` blocks for a tenant, evicting pieces that nobody holds as needed. `None` when even that does
-    /// not make room; then nothing was evicted.
+    /// Allocates `n` blocks for a tenant, and evicts pieces that nobody holds as needed. Returns `None` if
+    /// even that does not make room. In that case nothing was evicted.
     pub(super) fn room(
         &mut self,
         pool: &ChunkBlockPool,
@@ -382,7 +389,7 @@ impl State {
         }
     }
 
-    /// Recounts everything; `Err` says what is inconsistent.
+    /// Recounts everything. `Err` says which number is inconsistent.
     pub(super) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![Sum::default(); self.accounts.len()];
@@ -416,7 +423,7 @@ impl State {
     }
 }
 
-/// What a tenant's account must say.
+/// The numbers that a tenant's account must show.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sum {
     used: usize,

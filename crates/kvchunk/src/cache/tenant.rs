@@ -1,37 +1,38 @@
-//! Tenants: who a piece belongs to, how much each may hold, and in which order its pieces go.
+//! Tenants: the owners of pieces, their quotas, and the order in which their pieces are evicted.
 
 use kvcore::Entry as PolicyEntry;
 use kvcore::{BlockKey, EvictionPolicy, PolicyKind};
 
 use super::metrics::ChunkCacheMetrics;
 
-/// A tenant of a chunk cache, by number. The default one is always there.
+/// A tenant of a chunk cache, by its number. The default tenant always exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct TenantId(pub(super) u32);
 
-/// Who uses a chunk cache: a tag for people, a salt that separates its keys, and a quota.
+/// A user of a chunk cache: a tag for people, a salt that separates the tenant's keys, and a quota.
 ///
-/// The salt comes from whoever runs the server: one that clients choose protects nobody.
+/// The operator of the server chooses the salt. A salt that clients choose protects nobody.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     /// The tenant's name, unique in a cache.
     pub tag: String,
-    /// Part of every key of the tenant.
+    /// The salt, which is part of every key of the tenant.
     pub salt: Vec<u8>,
-    /// Most blocks that its pieces may take, or `None` for all of the pool.
+    /// The largest number of blocks that the tenant's pieces may take. `None` allows the whole pool.
     pub max_blocks: Option<usize>,
 }
 
 impl Tenant {
-    /// The tag of the tenant that is always there.
+    /// The tag of the default tenant.
     pub const DEFAULT_TAG: &'static str = "chunk_cache";
 
-    /// A tenant without a limit of its own, salted by its tag.
+    /// Creates a tenant without a limit of its own. Its salt is its tag.
     pub fn new(tag: &str) -> Self {
         Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None }
     }
 
-    /// The root of this tenant's keys under a root that all tenants have in common; without a salt, that one.
+    /// Derives the root of this tenant's keys from a root that all tenants share. A tenant without a salt
+    /// gets the shared root itself.
     #[must_use]
     pub fn root(&self, root: &BlockKey) -> BlockKey {
         if self.salt.is_empty() {
@@ -46,17 +47,18 @@ impl Tenant {
 #[derive(Debug)]
 pub(super) struct Account {
     pub(super) tenant: Tenant,
-    /// Blocks it may have.
+    /// The largest number of blocks that the tenant may use.
     pub(super) quota: usize,
-    /// Blocks of its pieces and reservations, also of pieces that are held and cannot be found any more.
+    /// The blocks of the tenant's pieces and reservations, including pieces that are held but can no longer
+    /// be found.
     pub(super) used: usize,
-    /// Those of them that could be evicted now.
+    /// The part of `used` that could be evicted now.
     pub(super) idle: usize,
-    /// Pieces that are awake and not held, in the order in which they go.
+    /// The eviction order of pieces that are awake and not held.
     pub(super) order: Order,
-    /// Bytes that its sleeping pieces take.
+    /// The bytes that the tenant's sleeping pieces take.
     pub(super) sleeping_bytes: usize,
-    /// Counts; what is held now is filled in when somebody asks.
+    /// The tenant's counts. Gauges are filled in when somebody asks.
     pub(super) counted: ChunkCacheMetrics,
 }
 
@@ -68,30 +70,31 @@ impl Account {
         Self { tenant, quota, used: 0, idle: 0, order, sleeping_bytes: 0, counted }
     }
 
-    /// Share of the quota in use.
+    /// Returns the share of the quota in use.
     pub(super) fn pressure(&self) -> f64 {
         self.used as f64 / self.quota.max(1) as f64
     }
 }
 
-/// An eviction policy over pieces, which it knows by numbers of its own.
+/// An eviction policy over pieces. The policy knows each piece by a small number.
 ///
-/// A piece that departs into sleep keeps its place, in case it has to stay; [`evict`](Self::evict) passes it over.
+/// A piece that departs into sleep keeps its rank in the order, in case it has to stay.
+/// [`evict`](Self::evict) passes it over.
 #[derive(Debug)]
 pub(super) struct Order {
     policy: Box<dyn EvictionPolicy>,
-    /// The piece behind a number.
+    /// The piece behind each number.
     pieces: Vec<u32>,
     free: Vec<u32>,
     wants_hits: bool,
-    /// Numbers of pieces that have departed.
+    /// The numbers of pieces that have departed.
     departed: Vec<u32>,
-    /// Numbers that the policy gave up while their pieces were away, the next to go first.
+    /// The numbers that the policy gave up while their pieces were away, in the order of eviction.
     passed_over: Vec<u32>,
 }
 
 impl Order {
-    /// For at most `capacity` pieces that are awake at a time.
+    /// Creates an order for at most `capacity` awake pieces at a time.
     fn new(policy: PolicyKind, capacity: usize) -> Self {
         let policy = policy.build(capacity);
         let numbers = capacity as u32;
@@ -105,58 +108,58 @@ impl Order {
         }
     }
 
-    /// A number for a piece; `None` when there are as many as there can be.
+    /// Takes a free number for a piece. Returns `None` if all numbers are in use.
     pub(super) fn admit(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    /// Says which piece a number belongs to.
+    /// Records the piece that a number belongs to.
     pub(super) fn assign(&mut self, number: u32, piece: u32) {
         self.pieces[number as usize] = piece;
     }
 
-    /// Takes a number back.
+    /// Gives a number back.
     pub(super) fn retire(&mut self, number: u32) {
         self.free.push(number);
     }
 
-    /// The piece can be evicted from now on.
+    /// Makes a piece evictable.
     pub(super) fn insert(&mut self, number: u32, key: &BlockKey, now: u64) {
         self.policy.insert(number, &PolicyEntry { key: Some(key), now, ..PolicyEntry::default() });
     }
 
-    /// The piece is held again, or goes.
+    /// Makes a piece unevictable, because it is held again or goes.
     pub(super) fn remove(&mut self, number: u32) {
         if !take(&mut self.passed_over, number) {
             self.policy.remove(number);
         }
     }
 
-    /// The piece cannot be evicted for a while.
+    /// Makes a piece unevictable for a while, because it moves into sleep. It keeps its rank.
     pub(super) fn depart(&mut self, number: u32) {
         self.departed.push(number);
     }
 
-    /// A piece that had departed can be evicted again, at its turn.
+    /// Makes a departed piece evictable again, at its rank.
     pub(super) fn stay(&mut self, number: u32) {
         take(&mut self.departed, number);
     }
 
-    /// A piece that had departed is awake no more.
+    /// Removes a departed piece, because it sleeps now, and gives its number back.
     pub(super) fn arrive(&mut self, number: u32) {
         take(&mut self.departed, number);
         self.remove(number);
         self.retire(number);
     }
 
-    /// A lookup found the piece.
+    /// Tells the policy that a lookup found the piece.
     pub(super) fn hit(&mut self, number: u32, key: &BlockKey) {
         if self.wants_hits {
             self.policy.hit(number, key);
         }
     }
 
-    /// Takes the piece out that is to go next.
+    /// Removes the next piece to evict and returns it.
     pub(super) fn evict(&mut self, now: u64) -> Option<u32> {
         let back = self.passed_over.iter().position(|number| !self.departed.contains(number));
         if let Some(at) = back {
@@ -171,13 +174,13 @@ impl Order {
         }
     }
 
-    /// Pieces that can be evicted.
+    /// Returns the number of evictable pieces.
     pub(super) fn len(&self) -> usize {
         self.policy.len() + self.passed_over.len() - self.departed.len()
     }
 }
 
-/// Takes a number out of a list; whether it was there.
+/// Removes a number from a list. Returns true if it was there.
 fn take(numbers: &mut Vec<u32>, number: u32) -> bool {
     let at = numbers.iter().position(|&other| other == number);
     at.map(|at| numbers.remove(at)).is_some()

@@ -14,33 +14,36 @@ use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
 use crate::pool::ChunkBlockPool;
 
-/// A sleeping piece that has blocks to wake in.
+/// A sleeping piece with the blocks that it will wake in.
 pub(super) struct Waking {
     slot: u32,
     tenant: TenantId,
     blocks: MutableBlocks,
-    /// Its number in the order of its tenant.
+    /// The piece's number in the eviction order of its tenant.
     number: u32,
     dormant: Dormant,
     flight: Arc<Flight>,
 }
 
 impl ChunkCacheManager {
-    /// Puts pieces that `rule` calls cold to sleep; returns how many. Their blocks are free then. A hit
-    /// wakes them.
+    /// Puts the pieces that `rule` calls cold to sleep, and returns their number. Their blocks become free. A
+    /// later hit wakes them.
+    ///
+    /// If the store fails after some pieces fell asleep, the other pieces stay awake and keep their order of
+    /// eviction. In that case the call succeeds.
     ///
     /// # Errors
-    /// [`Error::NoSleep`] for a cache without a place to sleep. The store's error, for instance when it is
-    /// full, if no piece could be put to sleep; else what fitted sleeps and the rest stays awake, and goes in
-    /// the order in which it would have gone.
+    /// Returns [`Error::NoSleep`] if the cache has no place to sleep. Returns the store's error, such as
+    /// [`Error::SleepFull`], if no piece could be put to sleep.
     pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
         self.sleep_cold_where(rule, |_| true)
     }
 
-    /// The same with the pieces of one tenant.
+    /// Puts the cold pieces of one tenant to sleep. Otherwise equal to
+    /// [`sleep_cold_chunks`](Self::sleep_cold_chunks).
     ///
     /// # Errors
-    /// As [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    /// Returns the errors of [`sleep_cold_chunks`](Self::sleep_cold_chunks).
     pub fn sleep_cold_chunks_of(&self, tenant: TenantId, rule: ColdRule) -> Result<usize> {
         self.sleep_cold_where(rule, |of| of == tenant)
     }
@@ -63,15 +66,17 @@ impl ChunkCacheManager {
         Ok(slept)
     }
 
-    /// Wakes pieces; says of each that is not awake now why. Waits for those that others move at this moment, for all of
-    /// them together no longer than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+    /// Wakes the given pieces. Returns those that could not be woken, each with the reason.
+    ///
+    /// If other threads are moving some of the pieces, the call waits for them, no longer than
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms) for all pieces together.
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
         let since = Instant::now();
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
     }
 }
 
-/// A store that panics must not leave others waiting: it has failed.
+/// Runs code of a store, and takes a panic for a failure, so that nobody waits for ever.
 fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     caught.unwrap_or_else(|_| Err(Error::Damaged("the store panicked".to_owned())))
@@ -116,7 +121,7 @@ impl Shared {
         result
     }
 
-    /// Wakes the piece under a hash, unless it is awake. `since` is when its caller began to wait.
+    /// Wakes the piece under a hash, unless it is awake. The caller began to wait at `since`.
     fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
             let now = self.clock.millis();
@@ -142,9 +147,11 @@ impl Shared {
         }
     }
 
-    /// Wakes a piece, without the lock while it is copied, and passes its slot to `then`, under the lock that it
-    /// became awake under: nothing can have put it back to sleep. An error for contents that are lost; the piece
-    /// is gone then.
+    /// Wakes a piece, and copies it without the lock. Calls `then` with the piece's slot under the same lock
+    /// under which the piece became awake, so that nothing can have put it back to sleep.
+    ///
+    /// # Errors
+    /// Returns the store's error if the contents are lost. In that case the piece is forgotten.
     pub(super) fn wake<T>(&self, waking: Waking, then: impl FnOnce(&mut Locked<'_>, u32) -> T) -> Result<T> {
         let since = Instant::now();
         let Waking { slot, tenant, blocks, number, dormant, flight } = waking;
@@ -172,8 +179,8 @@ impl Shared {
 }
 
 impl State {
-    /// Makes room for a sleeping piece, which moves from now on. `None` if it does not sleep or there is no room;
-    /// it sleeps on then.
+    /// Makes room for a sleeping piece, which is moving from now on. Returns `None` if the piece does not
+    /// sleep or there is no room. In that case nothing has changed for the piece.
     pub(super) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
         let entry = self.index.at(slot).filter(|entry| matches!(entry.place, Place::Asleep(_)))?;
         let (tenant, needed) = (entry.tenant, entry.hash.num_blocks);
@@ -183,7 +190,7 @@ impl State {
             return None;
         };
         let flight = Arc::new(Flight::default());
-        // Making room touches no sleeping piece, so this one is still there, and asleep.
+        // Making room touches no sleeping piece, so this one is still there and asleep.
         let entry = self.index.at_mut(slot)?;
         let Place::Asleep(dormant) = std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(&flight)))
         else {
@@ -193,7 +200,7 @@ impl State {
         Some(Waking { slot, tenant, blocks, number, dormant, flight })
     }
 
-    /// A piece that was waking is awake; nobody holds it.
+    /// Ends the move of a piece that is awake now and has no holder.
     fn awaken(&mut self, slot: u32, blocks: MutableBlocks, number: u32, now: u64) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
@@ -206,13 +213,13 @@ impl State {
         entry.place = Place::Awake(Awake { pinned: blocks.share().pin(), ids, number });
     }
 
-    /// A piece that was waking cannot be had back: it is gone, and its blocks are free.
+    /// Ends the move of a piece that could not be restored: it is forgotten, and its blocks are free.
     fn lose(&mut self, slot: u32, tenant: TenantId, blocks: MutableBlocks, number: u32) {
         let account = self.account(tenant);
         account.counted.lost += 1;
         account.used -= blocks.len();
         account.order.retire(number);
-        drop(blocks); // before anybody who waited asks for room
+        drop(blocks); // before a waiter asks for room
         self.remove(slot);
     }
 }

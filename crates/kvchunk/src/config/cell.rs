@@ -1,56 +1,57 @@
-//! How chunks are computed and where they are used, and how exact their reuse is.
+//! Compute modes, position strategies, and the exactness of reuse in each combination.
 
 use serde::{Deserialize, Serialize};
 
-/// What a chunk sees while its KV is computed.
+/// The tokens that a chunk sees while its KV is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ComputeMode {
-    /// The system prompt and itself; stored at the positions right after the system prompt. The key
-    /// contains the system prompt.
+    /// A chunk sees the system prompt and itself. It is stored at the positions right after the system
+    /// prompt, and its key contains the system prompt.
     #[default]
     WithSystem,
-    /// Itself only; stored at positions `0..n`. Serves under any system prompt.
+    /// A chunk sees only itself. It is stored at positions `0..n` and serves under any system prompt.
     Alone,
 }
 
-/// Where chunks stand in position space when they are used.
+/// The positions that chunks take when they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PositionStrategy {
-    /// Every chunk right after the system prompt; the question after the longest chunk.
+    /// Every chunk starts right after the system prompt. The question starts after the longest chunk.
     #[default]
     #[serde(alias = "virtual")]
     Overlapped,
-    /// One chunk after the other, as in an ordinary prompt.
+    /// Chunks follow one another, as in an ordinary prompt.
     Sequential,
-    /// As sequential, and every chunk is stored where it is used: the position is part of its key, and
-    /// only the same place in another prompt is a hit.
+    /// Chunks follow one another, as under [`Sequential`](Self::Sequential), but each is stored at the
+    /// position where it is used. The position is part of the key, so only the same position in another
+    /// prompt is a hit.
     Absolute,
 }
 
-/// How exact reuse in a cell is, against a reference under the mask "chunks do not see each other".
+/// The exactness of reuse in a cell, compared with a reference under the mask "chunks do not see each other".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exactness {
-    /// Equal to a forward pass with that mask and these positions, to rounding.
+    /// Reuse equals one forward pass with that mask and these positions, to rounding.
     Exact,
-    /// Equal only to a pass in two phases: chunks at the positions they were stored for, the
-    /// question at sequential positions over all keys. Not to any single pass.
+    /// Reuse equals only a pass in two phases: chunk rows at their stored positions, question rows at
+    /// sequential positions over all keys. No single pass gives the same result.
     TwoPhase,
 }
 
-/// Strategy and mode together: the cell of the exactness table a request is in.
+/// A compute mode with a position strategy: one cell of the exactness table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct ReuseCell {
-    /// What chunks see.
+    /// The tokens that a chunk sees while its KV is computed.
     pub mode: ComputeMode,
-    /// Where they are used.
+    /// The positions that chunks take when they are used.
     pub strategy: PositionStrategy,
 }
 
 impl ReuseCell {
-    /// All six cells.
+    /// All six cells: each of the two modes with each of the three strategies.
     pub const ALL: [Self; 6] = {
         use ComputeMode::{Alone, WithSystem};
         use PositionStrategy::{Absolute, Overlapped, Sequential};
@@ -64,7 +65,7 @@ impl ReuseCell {
         ]
     };
 
-    /// How exact reuse in this cell is.
+    /// Returns the exactness of reuse in this cell.
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,

@@ -13,7 +13,7 @@ mod cell;
 
 pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
 
-/// Settings of a chunk cache. What a stored config leaves out has its default.
+/// The settings of a chunk cache. A setting that a stored config leaves out has its default.
 ///
 /// ```
 /// use kvchunk::{ChunkCacheConfig, HashAlgorithm};
@@ -26,38 +26,40 @@ pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkCacheConfig {
-    /// Whether chunks are kept at all. Without it a prompt in parts is computed anew under the same mask.
+    /// Turns the keeping of chunks on. If false, every chunked prompt is computed anew under the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
-    /// Share of the KV memory that belongs to chunks, above 0 and below 1.
+    /// The share of the KV memory that belongs to chunks, above 0 and below 1.
     #[serde(alias = "chunk_cache_gpu_memory_utilization")]
     pub memory_share: f64,
-    /// Most chunks kept, asleep or awake. Pieces of oversized chunks count each.
+    /// The largest number of pieces that are kept, awake or asleep. Each piece of an oversized chunk counts.
     pub max_chunks: usize,
-    /// Longer chunks are stored in pieces of this many tokens; later pieces see earlier ones, so the
-    /// limit never changes an answer.
+    /// The largest number of tokens of a piece. A longer chunk is stored in several pieces. Later pieces see
+    /// earlier ones, so the limit never changes an answer.
     pub max_chunk_tokens: usize,
-    /// What stands between the parts of a prompt.
+    /// The separator between the parts of a prompt.
     #[serde(alias = "chunk_separator")]
     pub separator: String,
-    /// How chunks are hashed.
+    /// The hash algorithm for chunks.
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
-    /// Where chunks stand when they are used. The seed's word `virtual`, how chunks are stored under every strategy
-    /// but the absolute one, is read as the default strategy.
+    /// The positions that chunks take when they are used. The seed's word `virtual` is read as the default
+    /// strategy; it means how chunks are stored under every strategy but the absolute one.
     pub position_strategy: PositionStrategy,
-    /// What chunks see while they are computed.
+    /// The tokens that a chunk sees while its KV is computed.
     pub compute_mode: ComputeMode,
-    /// Which chunk goes first when room is needed.
+    /// The policy that chooses the next piece to evict.
     pub cache_policy: PolicyKind,
-    /// Whether the times of lookups, placements and computations are measured.
+    /// Turns on the measurement of the times of lookups, placements, computations and wakes.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
-    /// Longest time in milliseconds that a request waits for pieces that other requests compute. Afterwards it
-    /// computes them for itself. Whoever wakes pieces waits no longer for those that others move.
+    /// The longest time in milliseconds that a request waits for pieces that other requests compute. After
+    /// that time the request computes the pieces for itself. Waking pieces waits no longer than this for
+    /// pieces that other threads move.
     pub max_wait_ms: u64,
-    /// Whether a chunk that was computed under another system prompt, no longer than this one, is used where
-    /// none is found under this one. No bound holds for such a hit; it is counted as approximate.
+    /// Lets a piece that is missing under this system prompt be replaced by one that was computed under
+    /// another system prompt that is no longer than this one. No bound holds for the error of such a hit. The
+    /// hit counts as approximate.
     pub cross_system_reuse: bool,
 }
 
@@ -81,20 +83,21 @@ impl Default for ChunkCacheConfig {
 }
 
 impl ChunkCacheConfig {
-    /// [`max_wait_ms`](Self::max_wait_ms) as a duration.
+    /// Returns [`max_wait_ms`](Self::max_wait_ms) as a duration.
     pub fn max_wait(&self) -> Duration {
         Duration::from_millis(self.max_wait_ms)
     }
 
-    /// Strategy and mode.
+    /// Returns the cell of these settings: compute mode and position strategy.
     pub fn cell(&self) -> ReuseCell {
         ReuseCell { mode: self.compute_mode, strategy: self.position_strategy }
     }
 
-    /// Checks every value against its domain.
+    /// Checks that every value is in its domain.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::NotAShare`], [`Error::EmptySeparator`].
+    /// Returns [`Error::Zero`] if `max_chunks` or `max_chunk_tokens` is 0, [`Error::NotAShare`] if
+    /// `memory_share` is not above 0 and below 1, and [`Error::EmptySeparator`] if the separator is empty.
     pub fn check(&self) -> Result<()> {
         for (what, value) in [("max_chunks", self.max_chunks), ("max_chunk_tokens", self.max_chunk_tokens)] {
             if value == 0 {

@@ -1,17 +1,20 @@
-//! The hash functions that chunks can be found by.
+//! The hash functions of chunk keys.
 
 use kvcore::BlockKey;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::Xxh3;
 
-/// How chunks are hashed.
+/// The hash function of chunk keys.
 ///
-/// | algorithm | a hit compares | 4096 tokens |
+/// | algorithm | a hit compares | speed |
 /// |---|---|---|
-/// | BLAKE3, keyed by what comes before | the tokens | the fastest that resists collisions |
-/// | SHA-256 | the tokens | for those who must use it |
-/// | xxh3-128 | everything the hash stands for: root key (model, tenant), mode, system prompt, tokens before, tokens | faster still; anybody can make collisions, which the comparison turns into misses |
+/// | BLAKE3, keyed by the hash of the preceding content | the tokens | the fastest that resists collisions |
+/// | SHA-256 | the tokens | slower; for installations that must use it |
+/// | xxh3-128 | everything that the hash covers | the fastest, but anybody can make collisions |
+///
+/// With xxh3-128 a hit compares the root key (model, tenant), the mode, the system prompt, the preceding
+/// tokens and the piece's own tokens. The comparison turns collisions into misses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HashAlgorithm {
@@ -26,15 +29,16 @@ pub enum HashAlgorithm {
 }
 
 impl HashAlgorithm {
-    /// All of them.
+    /// All algorithms.
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
 
-    /// Whether nobody can make two contents with the same hash.
+    /// Returns true if nobody can make two contents with the same hash.
     pub fn is_collision_resistant(self) -> bool {
         self != Self::Xxh3
     }
 
-    /// The hash of `tokens` that follow what `parent` stands for. The number of tokens is part of it.
+    /// Returns the hash of `tokens` after the content that `parent` is the hash of. The hash covers the
+    /// number of tokens, too.
     pub(crate) fn child(self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {
         let mut bytes = [0; 32];
         match self {
@@ -56,7 +60,7 @@ impl HashAlgorithm {
     }
 }
 
-/// The number of tokens and the tokens themselves, as little-endian bytes.
+/// Feeds the number of tokens, followed by the tokens, as little-endian bytes.
 fn feed(tokens: &[u32], mut update: impl FnMut(&[u8])) {
     update(&(tokens.len() as u64).to_le_bytes());
     let mut bytes = [0u8; 256 * 4];

@@ -1,10 +1,15 @@
-//! Chunk hashes: what the stored bytes of a chunk are a function of, and nothing else.
+//! Chunk hashes: the identity of a chunk's stored bytes.
 //!
-//! Under the root key (model, tokenizer, rotary specification and regime, element type, layout,
-//! adapter, tenant) a chunk's hash covers the computing mode with, when the chunk saw one, the system
-//! prompt's tokens; its position, under the absolute strategy only; the pieces before it, for a piece
-//! of an oversized chunk; and its own tokens. The final position, other chunks, the question and the
-//! request are not in it.
+//! A hash covers everything that the bytes depend on, and nothing else. The root key covers model, tokenizer,
+//! rotary specification and regime, element type, layout, adapter and tenant. Under that root, a chunk's hash
+//! covers:
+//!
+//! - the compute mode, with the system prompt's tokens if the chunk saw them;
+//! - its position, under the absolute strategy only;
+//! - the preceding pieces, for a piece of an oversized chunk;
+//! - its own tokens.
+//!
+//! The final position, other chunks, the question and the request are not part of the hash.
 
 use std::sync::Arc;
 
@@ -16,14 +21,15 @@ pub use algorithm::HashAlgorithm;
 
 use crate::config::ComputeMode;
 
-/// The identity of a piece's bytes, independent of where it is used. Two are equal when their keys are.
+/// The identity of a piece's bytes, independent of the place of use. Two hashes are equal if their keys are
+/// equal.
 #[derive(Debug, Clone, Copy)]
 pub struct ChunkHash {
-    /// The 256-bit key; under [`HashAlgorithm::Xxh3`] its second half is zero.
+    /// The 256-bit key. Under [`HashAlgorithm::Xxh3`] its second half is zero.
     pub key: BlockKey,
-    /// Tokens of the piece.
+    /// The number of tokens of the piece.
     pub token_count: usize,
-    /// Blocks that it takes.
+    /// The number of blocks that the piece takes.
     pub num_blocks: usize,
 }
 
@@ -41,19 +47,20 @@ impl std::hash::Hash for ChunkHash {
     }
 }
 
-/// What chunks of one prompt have in common: everything a hash covers but tokens.
+/// The context of a prompt's chunks: everything that a hash covers except tokens of chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkContext {
     root: BlockKey,
     mode: ComputeMode,
-    /// Tokens that chunks see; empty when they are computed alone.
+    /// The system prompt's tokens; empty if chunks are computed alone.
     system: Arc<[u32]>,
-    /// The chunk's position, if it is part of the hash.
+    /// The chunk's position, if the hash covers it.
     position: Option<i64>,
 }
 
 impl ChunkContext {
-    /// Chunks under `root` in `mode`; `system` counts only when chunks see it.
+    /// Creates the context of chunks under the key `root` in `mode`. The tokens `system` are ignored in
+    /// [`ComputeMode::Alone`].
     pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
         let system = match mode {
             ComputeMode::WithSystem => system.into(),
@@ -62,14 +69,14 @@ impl ChunkContext {
         Self { root, mode, system, position: None }
     }
 
-    /// The same for a chunk that serves at one position only.
+    /// Returns this context for a chunk that serves at one position only.
     #[must_use]
     pub fn at(&self, position: i64) -> Self {
         Self { position: Some(position), ..self.clone() }
     }
 }
 
-/// Hashes the pieces of chunks in one context.
+/// A hasher for the pieces of chunks in one context.
 ///
 /// ```
 /// use kvchunk::{ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm};
@@ -88,13 +95,13 @@ pub struct ChunkHasher {
     algorithm: HashAlgorithm,
     context: Arc<ChunkContext>,
     base: BlockKey,
-    /// Where chains start that leave the system prompt out.
+    /// The start of hash chains that leave the system prompt out.
     any_system: BlockKey,
     block_size: usize,
 }
 
 impl ChunkHasher {
-    /// A hasher for chunks in `context` whose blocks hold `block_size` tokens.
+    /// Creates a hasher for chunks in `context`. A block holds `block_size` tokens.
     pub fn new(algorithm: HashAlgorithm, context: ChunkContext, block_size: usize) -> Self {
         let purpose = match context.mode {
             ComputeMode::WithSystem => "kvchunk with-system v2",
@@ -110,12 +117,13 @@ impl ChunkHasher {
         Self { algorithm, context: Arc::new(context), base, any_system, block_size: block_size.max(1) }
     }
 
-    /// The context.
+    /// Returns the context.
     pub fn context(&self) -> &Arc<ChunkContext> {
         &self.context
     }
 
-    /// The pieces of at most `max_tokens` tokens of a chunk, each chained to those before.
+    /// Cuts a chunk into pieces of at most `max_tokens` tokens and hashes them. Each hash covers the
+    /// preceding pieces. A limit of 0 is taken as 1.
     pub fn pieces<'t>(
         &'t self,
         tokens: &'t [u32],
@@ -136,7 +144,7 @@ impl ChunkHasher {
     }
 }
 
-/// A piece of a chunk that is looked for: its hash, and all that the hash stands for.
+/// A piece of a chunk to look up: its hash, with everything that the hash covers.
 #[derive(Debug, Clone, Copy)]
 pub struct ChunkPiece<'t> {
     hasher: &'t ChunkHasher,
@@ -146,35 +154,36 @@ pub struct ChunkPiece<'t> {
 }
 
 impl ChunkPiece<'_> {
-    /// The hash.
+    /// Returns the hash.
     pub fn hash(&self) -> ChunkHash {
         self.hash
     }
 
-    /// The piece's tokens.
+    /// Returns the piece's tokens.
     pub fn tokens(&self) -> &[u32] {
         self.tokens
     }
 
-    /// Whether its hash proves its contents to whoever has not computed them.
+    /// Returns true if the hash proves the contents to a cache that has not computed them.
     pub(crate) fn resists_collisions(&self) -> bool {
         self.hasher.algorithm.is_collision_resistant()
     }
 
-    /// The same piece under another hash: to see what a cache does when hashes collide.
+    /// Returns this piece with another hash, to test how a cache treats colliding hashes.
     #[must_use]
     pub fn with_hash(self, hash: ChunkHash) -> Self {
         Self { hash, ..self }
     }
 
-    /// The hash of the same tokens under any system prompt, for approximate hits; of chunks that see one.
+    /// Returns the hash of the same tokens under any system prompt, for approximate hits. Returns `None` for
+    /// chunks that see no system prompt.
     pub(crate) fn any_system(&self) -> Option<BlockKey> {
         let algorithm = self.hasher.algorithm;
         let hash = || algorithm.child(&algorithm.child(&self.hasher.any_system, self.before), self.tokens);
         (self.hasher.context.mode == ComputeMode::WithSystem).then(hash)
     }
 
-    /// What a later hit is compared with.
+    /// Returns the evidence that a later hit is compared with.
     pub(crate) fn evidence(&self) -> Evidence {
         let whole = !self.hasher.algorithm.is_collision_resistant();
         Evidence {
@@ -184,16 +193,16 @@ impl ChunkPiece<'_> {
     }
 }
 
-/// What is kept of a stored piece, to be compared on a hit: a hash alone is never trusted.
+/// The evidence of a stored piece, compared on every hit, since a hash alone is never trusted.
 #[derive(Debug, Clone)]
 pub(crate) struct Evidence {
     tokens: Arc<[u32]>,
-    /// Where the hash does not resist collisions: the context and the tokens of earlier pieces.
+    /// The context and the tokens of earlier pieces, if the hash does not resist collisions.
     rest: Option<(Arc<ChunkContext>, Arc<[u32]>)>,
 }
 
 impl Evidence {
-    /// Whether a piece with the same hash is the stored one.
+    /// Returns true if a piece with the same hash is the stored one.
     pub(crate) fn proves(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             **before == *piece.before
@@ -202,7 +211,7 @@ impl Evidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Whether it is, but for the system prompt that it was computed under.
+    /// Returns true if a piece with the same hash is the stored one, except perhaps for the system prompt.
     pub(crate) fn proves_under_any_system(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             let asked = &piece.hasher.context;
@@ -212,12 +221,12 @@ impl Evidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Whether the hash is proved by the tokens alone.
+    /// Returns true if the tokens alone prove the hash.
     pub(crate) fn is_tokens_alone(&self) -> bool {
         self.rest.is_none()
     }
 
-    /// The stored tokens.
+    /// Returns the stored tokens.
     pub(crate) fn tokens(&self) -> &Arc<[u32]> {
         &self.tokens
     }

@@ -1,14 +1,15 @@
-//! The KV of all parts of a prompt as one run, for kernels that know no segments.
+//! The KV of all parts of a prompt as one run, for kernels that do not read segments.
 
 use kvcore::{BlockId, Segment, SlotMapping};
 
 use crate::error::Result;
 
-/// Slots and positions of system prompt, chunks and whatever follows, in logical order.
+/// The slots and positions of the system prompt, the chunks and any further parts, in logical order.
 ///
-/// Positions are those at which tokens are *used*; keys lie rotated where they were stored. A kernel that
-/// takes one table for all therefore needs parts without an offset (the overlapped strategy in with-system
-/// mode, the absolute one), or the run of a [`RotatedCopy`](crate::RotatedCopy).
+/// The positions are those at which the tokens are *used*, but the keys lie rotated for the positions at
+/// which they were stored. A kernel that takes one table for all parts therefore needs parts without an
+/// offset (the overlapped strategy in with-system mode, or the absolute strategy), or the run of a
+/// [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```
 /// use kvchunk::MergedKvCache;
@@ -23,21 +24,21 @@ use crate::error::Result;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MergedKvCache {
-    /// Slot of every token.
+    /// The slot of every token.
     pub slot_mapping: SlotMapping,
-    /// Position of every token where it is used.
+    /// The position at which every token is used.
     pub positions: Vec<i64>,
-    /// Blocks of the parts after one another; they need not adjoin.
+    /// The blocks of the parts, one part after the other. They need not adjoin.
     pub block_ids: Vec<BlockId>,
-    /// Tokens of all parts.
+    /// The number of tokens of all parts together.
     pub total_tokens: usize,
 }
 
 impl MergedKvCache {
-    /// Merges parts in the order given.
+    /// Merges `parts` in the given order. A block holds `block_size` tokens.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfRange`] for a segment with more tokens than its blocks hold.
+    /// Returns [`kvcore::Error::OutOfRange`] if a segment has more tokens than its blocks hold.
     pub fn new(parts: &[Segment], block_size: usize) -> Result<Self> {
         let slots = |part: &Segment| SlotMapping::in_blocks(&part.blocks, block_size, 0..part.len);
         let slots = parts.iter().map(slots).collect::<Result<Vec<_>, _>>()?;

@@ -1,4 +1,4 @@
-//! Positions: where parts stand, and placing stored chunks there.
+//! Positions: the places of a prompt's parts, and the placing of stored chunks.
 
 mod merged;
 mod plan;

@@ -1,37 +1,37 @@
-//! Where everything stands: logical order and positions of a chunked prompt's parts.
+//! The position plan: logical order and positions of a chunked prompt's parts.
 
 use crate::config::{ComputeMode, PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};
 use crate::prompt::ChunkedPrompt;
 
-/// Where one chunk is stored and used.
+/// The places at which one chunk is stored and used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPlace {
-    /// Logical index of its first token.
+    /// The logical index of the chunk's first token.
     pub logical_start: usize,
-    /// Position its first key is rotated to when it is stored.
+    /// The position that the chunk's first key is rotated to when it is stored.
     pub stored_start: i64,
-    /// Position its first token has in this prompt.
+    /// The position of the chunk's first token in this prompt.
     pub used_start: i64,
-    /// Tokens.
+    /// The number of tokens.
     pub len: usize,
 }
 
 impl ChunkPlace {
-    /// Positions from where the chunk was stored to where it is used.
+    /// Returns the distance in positions from the stored place to the place of use.
     pub fn offset(&self) -> i64 {
         self.used_start - self.stored_start
     }
 }
 
-/// Positions of all parts. The separator takes none.
+/// The positions of all parts of a prompt. The separator takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PositionPlan {
-    /// Chunks in the prompt's order.
+    /// The places of the chunks, in the prompt's order.
     pub chunks: Vec<ChunkPlace>,
-    /// Logical index of the question's first token.
+    /// The logical index of the question's first token.
     pub question_logical: usize,
-    /// Position of the question's first token.
+    /// The position of the question's first token.
     pub question_position: i64,
 }
 
@@ -39,8 +39,8 @@ impl PositionPlan {
     /// Places the parts of `prompt`.
     ///
     /// # Errors
-    /// [`Error::TooLong`] when the question's last position is not below `max_positions`; it is the
-    /// largest position that counts, not the number of tokens.
+    /// Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit
+    /// applies to the largest position, not to the number of tokens.
     pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
         let system = prompt.system().len();
         let mut chunks = Vec::with_capacity(prompt.chunks().len());

@@ -1,4 +1,4 @@
-//! Reindexing: a stored piece placed at the position where a prompt uses it. No key byte is touched.
+//! Reindexing: placing a stored piece at the position where a prompt uses it. No key byte is touched.
 
 use std::sync::Arc;
 
@@ -7,25 +7,25 @@ use kvcore::{BlockId, LayerRopes, Rope, Segment, SlotMapping};
 use crate::cache::ChunkKvCache;
 use crate::error::{Error, Result};
 
-/// Places stored pieces, and knows what the rotary embeddings of the model's layers allow.
+/// A reindexer: it places stored pieces, and checks what the rotary embeddings of the model's layers allow.
 ///
-/// Keys stay as they are stored: rotated at their virtual positions. An attend rotates the *query* by
-/// its position less the piece's offset instead, which gives the same scores.
+/// Keys stay as they are stored, rotated at their virtual positions. Instead, `attend` rotates the *query* by
+/// its position minus the piece's offset, which gives the same scores.
 #[derive(Debug, Clone)]
 pub struct PositionReindexer {
     ropes: Ropes,
 }
 
-/// The rotary embedding of each layer.
+/// The rotary embeddings of the layers.
 #[derive(Debug, Clone)]
 enum Ropes {
-    /// One for all of them, however many they are.
+    /// One embedding for all layers, however many there are.
     Same(Arc<Rope>),
     Each(LayerRopes),
 }
 
 impl Ropes {
-    /// All that there are; never none.
+    /// Returns all embeddings; there is always at least one.
     fn all(&self) -> &[Arc<Rope>] {
         match self {
             Self::Same(rope) => std::slice::from_ref(rope),
@@ -42,30 +42,30 @@ impl Ropes {
 }
 
 impl PositionReindexer {
-    /// For a model with this rotary embedding in every layer. A `Rope` has one vector of frequencies; pieces that were
-    /// computed under others (another regime of dynamic NTK or LongRoPE) have other hashes and never
-    /// come here.
+    /// Creates a reindexer for a model that has this rotary embedding in every layer. A `Rope` has one vector
+    /// of frequencies. Pieces that were computed under other frequencies (another regime of dynamic NTK or
+    /// LongRoPE) have other hashes and never come here.
     pub fn new(rope: Arc<Rope>) -> Self {
         Self { ropes: Ropes::Same(rope) }
     }
 
-    /// For the embeddings of a request, one a layer. Positions and the longest of them are the same in all layers,
-    /// frequencies need not be.
+    /// Creates a reindexer for the embeddings of a request, one per layer. All layers have the same positions
+    /// and the same limit, but their frequencies may differ.
     pub fn for_layers(ropes: &LayerRopes) -> Self {
         Self { ropes: Ropes::Each(ropes.clone()) }
     }
 
-    /// Places a piece with its first token at `new_position_start`, at the start of the merged KV; see
-    /// [`ReindexedChunkKv::at_offset_in_merged_kv`].
+    /// Places a piece with its first token at position `new_position_start` and at index 0 of the merged KV.
+    /// To place it further on, call [`ReindexedChunkKv::at_offset_in_merged_kv`].
     ///
     /// # Errors
-    /// [`Error::TooLong`] for a position that the model does not have.
+    /// Returns [`Error::TooLong`] if the model does not have one of the positions.
     pub fn reindex(&self, chunk: ChunkKvCache, new_position_start: i64) -> Result<ReindexedChunkKv> {
         self.check(new_position_start, chunk.num_tokens())?;
         Ok(ReindexedChunkKv { original: chunk, new_position_start, offset_in_merged_kv: 0 })
     }
 
-    /// Whether the model has the positions of `len` tokens from `start`.
+    /// Checks that the model has the positions of `len` tokens from `start`.
     pub(crate) fn check(&self, start: i64, len: usize) -> Result<()> {
         if self.has(start, len as i64) {
             return Ok(());
@@ -74,16 +74,17 @@ impl PositionReindexer {
         Err(Error::TooLong { largest, limit: self.max_positions() })
     }
 
-    /// Whether keys of a layer that `rotated_by` rotated for `old_offset` serve at `new_offset`: whether it rotates as
-    /// that layer does now, by the same frequencies, pairs and factor, and the model has both positions. Another regime
-    /// of dynamic NTK or LongRoPE does not serve, at no distance; nor does a layer that the model does not have.
+    /// Returns true if keys of a layer that `rotated_by` rotated for `old_offset` serve at `new_offset`. For
+    /// this the layer must rotate now as `rotated_by` does, by the same frequencies, pairs and factor, and
+    /// the model must have both positions. Keys of another regime of dynamic NTK or LongRoPE never serve, at
+    /// no distance. A layer that the model does not have gives false.
     pub fn can_reuse_rope(&self, layer: usize, rotated_by: &Rope, old_offset: i64, new_offset: i64) -> bool {
         self.ropes.of(layer).is_some_and(|rope| rotates_alike(rope, rotated_by))
             && self.has(old_offset, 1)
             && self.has(new_offset, 1)
     }
 
-    /// The same of a piece, which has keys of every layer: whether all of them serve.
+    /// Returns true if [`can_reuse_rope`](Self::can_reuse_rope) holds for every layer of a piece.
     pub fn can_reuse_ropes(&self, rotated_by: &LayerRopes, old_offset: i64, new_offset: i64) -> bool {
         let layers = rotated_by.layers();
         let as_many = match &self.ropes {
@@ -96,15 +97,16 @@ impl PositionReindexer {
         as_many && layers.iter().enumerate().all(serves)
     }
 
-    /// One past the largest position of the model: that of the layer with the fewest.
+    /// Returns the number of positions of the model: that of the layer with the fewest.
     pub fn max_positions(&self) -> usize {
         self.ropes.all().iter().map(|rope| rope.max_positions()).min().unwrap_or(0)
     }
 
-    /// What lies in blocks, placed with its first token at `position`, after `logical` tokens of the merged KV.
+    /// Returns the segment of stored keys and values with the first token at `position`, after `logical`
+    /// tokens of the merged KV.
     ///
     /// # Errors
-    /// As [`reindex`](Self::reindex).
+    /// Returns the errors of [`reindex`](Self::reindex).
     pub(crate) fn place(&self, stored: Stored<'_>, position: i64, logical: usize) -> Result<Segment> {
         self.check(position, stored.len)?;
         Ok(stored.used_at(position, logical))
@@ -115,11 +117,12 @@ impl PositionReindexer {
         start >= 0 && end.is_some_and(|end| end <= self.max_positions())
     }
 
-    /// Cosines and sines of a layer at `positions`, `[positions, rotary_dim / 2]` each, without the attention factor.
-    /// They are computed for these positions, never taken modulo the size of a table.
+    /// Computes the cosines and sines of a layer at `positions`, without the attention factor. Both have the
+    /// shape `[positions, rotary_dim / 2]`. They are computed for exactly these positions; a position is
+    /// never taken modulo the size of a table.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfRange`] for a layer or a position that the model does not have.
+    /// Returns [`kvcore::Error::OutOfRange`] if the model does not have the layer or one of the positions.
     pub fn compute_rope_for_positions(
         &self,
         layer: usize,
@@ -139,30 +142,30 @@ impl PositionReindexer {
     }
 }
 
-/// Whether two embeddings rotate by the same angles.
+/// Returns true if two embeddings rotate by the same angles and with the same attention factor.
 fn rotates_alike(a: &Rope, b: &Rope) -> bool {
     a.frequencies() == b.frequencies()
         && a.pairing() == b.pairing()
         && a.attention_factor() == b.attention_factor()
 }
 
-/// Keys and values in blocks.
+/// Stored keys and values: their blocks and their position.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stored<'a> {
     pub(crate) blocks: &'a Arc<[BlockId]>,
     pub(crate) len: usize,
-    /// Position that the first key is rotated to.
+    /// The position that the first key is rotated to.
     pub(crate) start: i64,
 }
 
 impl Stored<'_> {
-    /// As an attend reads it whose tokens have the positions from `position` on.
+    /// Returns the segment of these keys and values, used at the positions from `position` on.
     fn used_at(self, position: i64, logical: usize) -> Segment {
         Segment::new(Arc::clone(self.blocks), self.len, logical, self.start).at_offset(position - self.start)
     }
 }
 
-/// A stored piece where a prompt uses it: metadata over the original blocks.
+/// A stored piece at the place where a prompt uses it: metadata over the original blocks.
 #[derive(Debug, Clone)]
 pub struct ReindexedChunkKv {
     original: ChunkKvCache,
@@ -171,51 +174,51 @@ pub struct ReindexedChunkKv {
 }
 
 impl ReindexedChunkKv {
-    /// The same piece after `offset` tokens of the merged KV: its logical index.
+    /// Returns this piece at the logical index `offset`, that is, after `offset` tokens of the merged KV.
     #[must_use]
     pub fn at_offset_in_merged_kv(mut self, offset: usize) -> Self {
         self.offset_in_merged_kv = offset;
         self
     }
 
-    /// The stored piece, unchanged.
+    /// Returns the stored piece, which is unchanged.
     pub fn original_cache(&self) -> &ChunkKvCache {
         &self.original
     }
 
-    /// Position of the first token here.
+    /// Returns the position at which the first token is used.
     pub fn new_position_start(&self) -> i64 {
         self.new_position_start
     }
 
-    /// One past the position of the last token.
+    /// Returns one past the position at which the last token is used.
     pub fn new_position_end(&self) -> i64 {
         self.new_position_start + self.original.num_tokens() as i64
     }
 
-    /// Positions of all tokens.
+    /// Returns the positions at which all tokens are used.
     pub fn new_positions(&self) -> impl ExactSizeIterator<Item = i64> + use<> {
         let start = self.new_position_start;
         (0..self.original.num_tokens() as u32).map(move |i| start + i64::from(i))
     }
 
-    /// Positions from where the keys are stored to where they are used.
+    /// Returns the distance in positions from the stored place of the keys to the place of use.
     pub fn position_offset(&self) -> i64 {
         self.new_position_start - self.original.cached_position_start()
     }
 
-    /// Tokens of the merged KV before this piece.
+    /// Returns the number of tokens of the merged KV before this piece.
     pub fn offset_in_merged_kv(&self) -> usize {
         self.offset_in_merged_kv
     }
 
-    /// The slot of every token; the same wherever the piece is used.
+    /// Returns the slot of every token. The slots do not depend on the place of use.
     pub fn slot_mapping(&self) -> Result<SlotMapping> {
         let chunk = &self.original;
         Ok(SlotMapping::in_blocks(chunk.block_ids(), chunk.block_size(), 0..chunk.num_tokens())?)
     }
 
-    /// The piece as an attend reads it.
+    /// Returns the segment that `attend` reads.
     pub fn segment(&self) -> Segment {
         self.original.stored().used_at(self.new_position_start, self.offset_in_merged_kv)
     }

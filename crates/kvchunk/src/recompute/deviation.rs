@@ -1,40 +1,40 @@
-//! How far the stored KV of tokens is from what full attention gives, at one layer.
+//! Deviations: the distance of the stored KV of tokens from that of full attention, at one layer.
 
 use serde::{Deserialize, Serialize};
 
-/// What is compared.
+/// The rows that deviations compare: keys, values or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviationOf {
-    /// Keys, both rotated to the position where they are stored.
+    /// The keys, both rotated to the position at which they are stored.
     Keys,
-    /// Values, as CacheBlend's code does.
+    /// The values, as in CacheBlend's code.
     #[default]
     Values,
-    /// The sum of both, each relative to the size of what is compared.
+    /// The sum of the two deviations, each relative to the mean size of its rows.
     Both,
 }
 
-/// Where a strategy looks.
+/// The layer at which a strategy compares stored with fresh rows, and the rows that it compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviationCheck {
-    /// The layer, counted from 0. At layer 0 nothing deviates yet but by system prompt and position.
+    /// The layer, from 0. At layer 0 rows deviate only by system prompt and position.
     pub layer: usize,
-    /// What is compared.
+    /// The rows to compare.
     pub of: DeviationOf,
 }
 
-/// Deviations of every chunk token: `‖fresh − stored‖² / mean ‖fresh‖²` at the layer that was asked for.
+/// The deviation of every chunk token at the checked layer: `‖fresh − stored‖² / mean ‖fresh‖²`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Deviations(Vec<Vec<f32>>);
 
 impl Deviations {
-    /// For each chunk, one number per token.
+    /// Creates deviations from one list per chunk, with one number per token.
     pub fn new(chunks: Vec<Vec<f32>>) -> Self {
         Self(chunks)
     }
 
-    /// For each chunk, one number per token.
+    /// Returns one list per chunk, with one number per token.
     pub fn chunks(&self) -> &[Vec<f32>] {
         &self.0
     }

@@ -1,17 +1,26 @@
-//! Recompute strategies: which tokens of reused chunks are computed anew, under full attention.
+//! Recompute strategies: the choice of tokens of reused chunks that are computed anew, under full attention.
 //!
-//! A chunk that was computed apart knows nothing of the chunks before it. A strategy chooses tokens whose
-//! KV is computed again with everything before them in sight; the others stay as they are stored.
+//! A chunk that was computed apart knows nothing of the preceding chunks. A strategy chooses tokens whose KV
+//! is computed again with everything before them in sight. All other tokens keep their stored KV.
 //!
-//! | strategy | tokens | source, and what differs |
+//! | strategy | tokens | source |
 //! |---|---|---|
-//! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache: reuse as it is |
-//! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024). There a chunk is computed alone and its first tokens, which act as attention sinks, are recomputed; here the same, in both modes. In *alone* mode the first chunk is linked too, since it has not seen the system prompt |
-//! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024). There the deviation of V is taken at layer 1 and tokens are chosen anew on the way down; here once, at a layer and of K, V or both as one likes. Layers before it are computed for all tokens |
-//! | [`Recompute::Random`] | the share r, drawn | none: what choosing well must beat |
+//! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache |
+//! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024) |
+//! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
+//! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
-//! Recomputed tokens go into blocks of the request's own; see
+//! Differences from the sources:
+//!
+//! - EPIC computes chunks alone and recomputes their first tokens, which act as attention sinks.
+//!   [`Recompute::Link`] does this in both modes. In *alone* mode it links the first chunk, too, because that
+//!   chunk has not seen the system prompt.
+//! - CacheBlend takes the deviation of V at layer 1 and chooses tokens anew at later layers.
+//!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
+//!   all tokens.
+//!
+//! Recomputed tokens go into the request's own blocks; see
 //! [`AssembledPrompt::copy_on_write`](crate::AssembledPrompt::copy_on_write).
 
 use std::fmt;
@@ -25,7 +34,7 @@ mod strategy;
 pub use deviation::{DeviationCheck, DeviationOf, Deviations};
 pub use strategy::Recompute;
 
-/// Chooses the tokens to compute anew.
+/// A strategy that chooses the tokens to compute anew.
 ///
 /// ```
 /// use kvchunk::{ChunkSpan, Deviations, RecomputeStrategy, TokenSelection};
@@ -47,25 +56,25 @@ pub use strategy::Recompute;
 /// assert_eq!(Ends.select(&[chunk], None).chunks()[0], [6]);
 /// ```
 pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
-    /// Its name, as users write it.
+    /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Where the strategy looks at deviations before it chooses. The model then computes all tokens up to
-    /// there.
+    /// Returns the layer at which the strategy compares stored with fresh rows, or `None` if it needs no
+    /// deviations. The model computes all tokens up to that layer before the strategy chooses.
     fn check(&self) -> Option<DeviationCheck> {
         None
     }
 
-    /// Chooses. `deviations` are there if [`check`](Self::check) asked for them.
+    /// Chooses the tokens. `deviations` is `Some` if [`check`](Self::check) asked for them.
     fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection;
 }
 
-/// Tokens of a prompt's chunks, by their index in the chunk.
+/// A selection of tokens of a prompt's chunks, by their index in the chunk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenSelection(Vec<Vec<u32>>);
 
 impl TokenSelection {
-    /// A selection: for each chunk its tokens, in any order.
+    /// Creates a selection from one list per chunk. The tokens of a list may be in any order.
     pub fn new(chunks: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let sorted = |mut tokens: Vec<u32>| {
             tokens.sort_unstable();
@@ -75,22 +84,22 @@ impl TokenSelection {
         Self(chunks.into_iter().map(sorted).collect())
     }
 
-    /// For each chunk its tokens, rising.
+    /// Returns one list per chunk, with its selected tokens in ascending order.
     pub fn chunks(&self) -> &[Vec<u32>] {
         &self.0
     }
 
-    /// Tokens of all chunks.
+    /// Returns the number of selected tokens in all chunks.
     pub fn len(&self) -> usize {
         self.0.iter().map(Vec::len).sum()
     }
 
-    /// Whether nothing is selected.
+    /// Returns true if no token is selected.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Selected tokens of a part of a chunk, counted from the part's start.
+    /// Returns the selected tokens of a part of a chunk, counted from the part's start.
     pub(crate) fn within(&self, chunk: usize, part: Range<usize>) -> Vec<u32> {
         let tokens = self.0.get(chunk).map_or(&[][..], Vec::as_slice);
         let inside = tokens.iter().filter(|&&token| part.contains(&(token as usize)));

@@ -9,7 +9,7 @@ use super::{DeviationCheck, DeviationOf, Deviations, RecomputeStrategy, TokenSel
 use crate::assembly::ChunkSpan;
 use crate::error::{Error, Result};
 
-/// A strategy by name, as users write it.
+/// A strategy of this crate, parsed from the name that users write.
 ///
 /// ```
 /// use kvchunk::{DeviationOf, Recompute, RecomputeStrategy};
@@ -24,31 +24,31 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Recompute {
-    /// Nothing: chunks are used as they are stored.
+    /// Recomputes nothing: chunks are used as they are stored.
     #[default]
     None,
-    /// The first `tokens` of every chunk that has not seen all before it.
+    /// Recomputes the first tokens of every chunk that is not full attention's already.
     Link {
-        /// Tokens of each chunk.
+        /// The number of tokens per chunk.
         tokens: usize,
     },
-    /// The tokens that deviate most.
+    /// Recomputes the tokens whose KV deviates most.
     Blend {
-        /// Share of all chunk tokens, rounded up; 0 is none, 1 all.
+        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
-        /// The layer at which deviations are taken.
+        /// The layer at which deviations are taken, from 0.
         layer: usize,
-        /// What is compared there.
+        /// The rows that are compared there.
         of: DeviationOf,
     },
-    /// As many tokens as [`Blend`](Self::Blend) takes, drawn evenly: a baseline.
+    /// Recomputes as many tokens as [`Blend`](Self::Blend), drawn evenly at random: a baseline.
     Random {
-        /// Share of all chunk tokens, rounded up.
+        /// The share of all chunk tokens, rounded up.
         share: f64,
-        /// Seed of the draw.
+        /// The seed of the draw.
         seed: u64,
     },
-    /// Everything: ordinary full attention at the cell's positions.
+    /// Recomputes all tokens: ordinary full attention at the cell's positions.
     Full,
 }
 
@@ -59,7 +59,7 @@ impl RecomputeStrategy for Recompute {
 
     fn check(&self) -> Option<DeviationCheck> {
         match *self {
-            // At the ends there is nothing to choose.
+            // At shares 0 and 1 there is nothing to choose.
             Self::Blend { share, layer, of } if share > 0.0 && share < 1.0 => {
                 Some(DeviationCheck { layer, of })
             }
@@ -90,8 +90,8 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// The share of all tokens with the largest scores; of equal ones the earlier. Chunks that are full
-/// attention's already come last.
+/// Selects the share of all tokens with the highest scores, and the earlier of two equal ones. Chunks whose
+/// KV is full attention's already come last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
     // A product such as 0.15 × 20 is a hair above 3.
@@ -107,7 +107,7 @@ fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32
     TokenSelection::new(selected)
 }
 
-/// A bijection that scatters numbers (the finaliser of SplitMix64, Steele et al., 2014).
+/// Scatters numbers by a bijection (the finaliser of SplitMix64, Steele et al., 2014).
 fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -137,7 +137,8 @@ impl fmt::Display for Recompute {
 impl FromStr for Recompute {
     type Err = Error;
 
-    /// `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `random:R[@SEED]`, `full`.
+    /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer
+    /// defaults to 1, the rows to `values` and the seed to 0.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));

@@ -1,4 +1,4 @@
-//! Blocks of an arena as bytes, and back.
+//! Copies between blocks of an arena and bytes on the host.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use kvcore::{
 use super::ReplicaDevice;
 use crate::error::{Error, Result};
 
-/// A buffer of staged blocks; scales that belong to the whole arena lie in the device's.
+/// A buffer of staged blocks. Static scales belong to the whole arena and lie in the device's.
 struct Buffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
@@ -23,7 +23,7 @@ impl Buffer<'_> {
     }
 }
 
-/// K, its scales, V, its scales.
+/// Returns K, its scales, V and its scales.
 fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Buffer<'a>> {
     let layout = staged.layout();
     let k = (staged.k_plane(), device.k_plane(), layout.k_bytes());
@@ -41,18 +41,18 @@ fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Buffer<'a>> {
 }
 
 impl ReplicaDevice {
-    /// Shape of so many blocks of the arena.
+    /// Returns the shape of `num_blocks` blocks of the arena.
     pub(super) fn shape_of(&self, num_blocks: usize) -> KvShape {
         KvShape { num_blocks, ..self.arena.layout().shape().clone() }
     }
 
-    /// Host memory for so many blocks.
+    /// Allocates host memory for `num_blocks` blocks.
     fn staging(&self, num_blocks: usize) -> Result<KvArena> {
         let layout = Arc::new(KvLayout::new(self.shape_of(num_blocks))?);
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
     }
 
-    /// Contents of blocks. Waits for the stream.
+    /// Reads the contents of blocks. Waits for the stream.
     pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(blocks.len())?;
         let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
@@ -65,7 +65,7 @@ impl ReplicaDevice {
         buffers(&self.arena, &staged).iter().map(read).collect()
     }
 
-    /// Fills blocks, and waits: what did not arrive must not be found.
+    /// Fills blocks and waits for the stream, since contents that have not arrived must not be found.
     pub(super) fn write(&self, blocks: &[BlockId], contents: &[Vec<u8>]) -> Result<()> {
         let staged = self.staging(blocks.len())?;
         let targets = buffers(&self.arena, &staged);

@@ -1,4 +1,4 @@
-//! Replicas of one process, each with a cache of its own.
+//! Replicas within one process, each with its own cache.
 
 use std::sync::Arc;
 
@@ -9,18 +9,19 @@ use crate::cache::{ChunkCacheManager, WeakChunkCache};
 use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
 
-/// A replica of this process: threads with caches of their own. Who pulls reads the other's memory itself, through the
-/// other's stream.
+/// A replica within this process: threads that have their own cache. A replica that pulls reads the other's
+/// memory itself, through the other's stream.
 ///
 /// # Drop behaviour
-/// A replica that is dropped gives nothing any more; the others compute what they would have pulled from it.
+/// A dropped replica gives nothing any more. The other replicas compute the pieces that they would have
+/// pulled from it.
 #[derive(Debug)]
 pub struct LocalReplica {
     members: Arc<Mutex<Vec<Option<Member>>>>,
     id: ReplicaId,
 }
 
-/// What a replica gives from.
+/// The cache and the memory that a replica gives from.
 #[derive(Debug, Clone)]
 struct Member {
     cache: WeakChunkCache,
@@ -28,18 +29,18 @@ struct Member {
 }
 
 impl LocalReplica {
-    /// So many replicas. None of them gives anything until it [serves](Self::serve).
+    /// Creates a group of `replicas` replicas. None of them gives anything until it [serves](Self::serve).
     pub fn group(replicas: u32) -> Vec<Self> {
         let members = Arc::new(Mutex::new(vec![None; replicas as usize]));
         (0..replicas).map(|id| Self { members: Arc::clone(&members), id: ReplicaId(id) }).collect()
     }
 
-    /// This replica's number.
+    /// Returns this replica's number.
     pub fn id(&self) -> ReplicaId {
         self.id
     }
 
-    /// Lets the others pull from `cache`, whose chunks lie in `device`, as long as the cache lives.
+    /// Lets the other replicas pull from `cache`, whose chunks lie in `device`, as long as the cache lives.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
         let member = Member { cache: cache.downgrade(), device: device.clone() };
         self.members.lock()[self.id.0 as usize] = Some(member);
@@ -49,7 +50,7 @@ impl LocalReplica {
 impl ReplicaTransport for LocalReplica {
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>> {
         let members = self.members.lock().clone();
-        // Replicas after this one first, so that not all ask the same one.
+        // Replicas after this one come first, so that not all ask the same one.
         let count = members.len() as u32;
         let others = (1..count).map(|step| (self.id.0 + step) % count);
         let has = |id: &u32| {
@@ -71,6 +72,6 @@ impl ReplicaTransport for LocalReplica {
 impl Drop for LocalReplica {
     fn drop(&mut self) {
         let gone = self.members.lock()[self.id.0 as usize].take();
-        drop(gone); // not under the lock: it may hold the last of a stream
+        drop(gone); // not under the lock: the member may hold the last reference to a stream
     }
 }

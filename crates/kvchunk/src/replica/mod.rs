@@ -1,4 +1,5 @@
-//! Replicas: whole caches of one model that share chunks. Who misses a chunk pulls it from whoever has it.
+//! Replicas: whole caches of one model that share chunks. A replica that misses a chunk pulls it from one
+//! that has it.
 //!
 //! ```text
 //!   get_chunk_with_remote_lookup
@@ -9,8 +10,9 @@
 //!      └──────────────┴──────────────────────────────────────────────────────────► Compute
 //! ```
 //!
-//! One side alone acts: nothing is broadcast, and a replica that does not ask takes no part. No lock is held while bytes
-//! travel; other local requests for the chunk wait for the reservation, as they wait for a computation.
+//! Only the side that misses a chunk acts. Nothing is broadcast, and a replica that does not ask takes no
+//! part. No lock is held while bytes travel. Other local requests for the chunk wait for the reservation, as
+//! they wait for a computation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -28,7 +30,7 @@ mod parcel;
 pub use local::LocalReplica;
 pub use parcel::ChunkParcel;
 
-/// A replica by its number in the group.
+/// A replica, by its number in the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReplicaId(pub u32);
 
@@ -38,51 +40,54 @@ impl fmt::Display for ReplicaId {
     }
 }
 
-/// How a replica reaches the others: a network, or [`LocalReplica`] within a process.
+/// The way from one replica to the others: a network, or [`LocalReplica`] within a process.
 ///
-/// Every call is from one to one, and no other replica has to call anything for it to end. A call waits no longer than
-/// its implementation allows, and then fails.
+/// Every call goes from one replica to one other. No third replica has to take part for the call to end. A
+/// call waits no longer than its implementation allows, and fails after that.
 pub trait ReplicaTransport: fmt::Debug + Send + Sync {
-    /// Other replicas that have a chunk, the one to ask first first. A hint: it may be evicted before it is pulled.
+    /// Returns the other replicas that have a chunk, in the order in which to ask them. The answer is a hint:
+    /// the chunk may be evicted before it is pulled.
     ///
     /// # Errors
-    /// The implementation's, such as [`Error::ReplicaFailed`].
+    /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>>;
 
-    /// A chunk's contents from one replica; `None` if it does not have it any more. Over there
-    /// [`ReplicaDevice::pack`] makes the parcel.
+    /// Fetches a chunk's contents from one replica. Returns `None` if the replica no longer has the chunk.
+    /// The replica makes the parcel by [`ReplicaDevice::pack`].
     ///
     /// # Errors
-    /// The implementation's, such as [`Error::ReplicaFailed`].
+    /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>>;
 }
 
-/// Where a replica's keys and values lie.
+/// The memory that holds a replica's keys and values.
 #[derive(Debug, Clone)]
 pub struct ReplicaDevice {
-    /// Allocates host memory that the bytes pass through: as much as the piece takes.
+    /// The backend that allocates the host memory through which the bytes pass: as much as the piece takes.
     pub backend: Arc<dyn Backend>,
-    /// Orders the copies: the stream that computes into the arena and reads it, or one ordered with it by events.
+    /// The stream that orders the copies. It must be the stream that computes into the arena and reads it, or
+    /// one that events order with it.
     pub stream: Arc<dyn Stream>,
-    /// What the chunk cache's block ids refer to.
+    /// The arena that the chunk cache's block ids refer to.
     pub arena: KvArena,
-    /// In which form keys are stored.
+    /// The form in which keys are stored.
     pub keys: KeyForm,
 }
 
 impl ReplicaDevice {
-    /// Packs a chunk of `cache` for another replica, if it is stored, awake and exact. It is held meanwhile, and is no hit.
-    /// Waits for the stream.
+    /// Packs a chunk of `cache` for another replica. Returns `None` unless the chunk is stored, awake, exact
+    /// and under a hash that resists collisions. The chunk is held while it is read. This does not count as a
+    /// hit. Waits for the stream.
     ///
     /// # Errors
-    /// What the backend refuses.
+    /// Returns the errors of the backend.
     pub fn pack(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
         let Some((chunk, tokens)) = cache.hold_for_replica(hash) else { return Ok(None) };
         let buffers = self.read(chunk.block_ids())?;
         Ok(Some(ChunkParcel::seal(self, &chunk, tokens, buffers)))
     }
 
-    /// Writes what has come into blocks, if it is the piece that was asked for and whole.
+    /// Writes the contents of `parcel` into `blocks`, if it is the requested piece and undamaged.
     fn unpack(
         &self,
         parcel: &ChunkParcel,
@@ -95,13 +100,13 @@ impl ReplicaDevice {
     }
 }
 
-/// A replica as its own chunk cache needs it: its device, and the way to the others.
+/// The link of a chunk cache to other replicas: its own device, and the transport.
 #[derive(Debug, Clone)]
 #[doc(alias = "MultiGPUChunkCacheCoordinator")]
 pub struct ReplicaLink {
-    /// Where keys and values lie here.
+    /// The memory that holds keys and values here.
     pub device: ReplicaDevice,
-    /// The way to the other replicas.
+    /// The transport to the other replicas.
     pub transport: Arc<dyn ReplicaTransport>,
 }
 
@@ -113,23 +118,24 @@ impl ReplicaLink {
     }
 }
 
-/// What a lookup here and among the other replicas gave.
+/// The result of a lookup here and among the other replicas.
 #[derive(Debug)]
 pub struct RemoteLookup {
-    /// As of [`ChunkCacheManager::acquire`]; a hit also if the piece has come from another replica. What none of them
-    /// could give is this request's to compute.
+    /// The outcome, as of [`ChunkCacheManager::acquire`]. A piece that came from another replica is a hit,
+    /// too. A piece that no replica could give is reserved for this request to compute.
     pub acquired: Acquired,
-    /// Who it came from.
+    /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,
-    /// Why replicas that were asked did not give it; `None` where it could not be asked who has it.
+    /// The errors of replicas that did not give the piece. The replica is `None` if the transport could not
+    /// say which replicas have it.
     pub failed: Vec<(Option<ReplicaId>, Error)>,
 }
 
 impl ChunkCacheManager {
-    /// As [`acquire`](Self::acquire), but a piece that is missing here is pulled from a replica that has it. Afterwards
-    /// it is found here.
+    /// Acquires a piece as [`acquire`](Self::acquire) does, but pulls a missing piece from a replica that has
+    /// it. Afterwards the piece is stored here.
     ///
-    /// The replicas are asked by one request only: others that miss the piece here wait for that one.
+    /// Only one request asks the replicas. Other requests that miss the piece here wait for that one.
     ///
     /// ```
     /// use std::{sync::Arc, time::Duration};
@@ -182,7 +188,8 @@ impl ChunkCacheManager {
             Acquired::Compute(reservation) => reservation,
             acquired => return RemoteLookup { acquired, fetched_from: None, failed },
         };
-        // A hash that does not resist collisions proves nothing about contents that another replica has hashed.
+        // A hash that does not resist collisions proves nothing about contents that another replica has
+        // hashed.
         let located =
             if piece.resists_collisions() { link.transport.locate(&piece.hash()) } else { Ok(Vec::new()) };
         let others = located.unwrap_or_else(|error| {
@@ -203,14 +210,20 @@ impl ChunkCacheManager {
         RemoteLookup { acquired: Acquired::Compute(reservation), fetched_from: None, failed }
     }
 
-    /// Pulls a piece from one replica, unless it is here: to share what is about to be asked for. Waits if another
-    /// request computes or pulls it, no longer than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To have a
-    /// chunk everywhere, every replica pulls it; none waits for the others.
+    /// Pulls a piece from the replica `from`, unless it is stored here already. This shares a piece before
+    /// requests ask for it. If another request computes or pulls the piece, the call waits for it, no longer
+    /// than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To have a chunk everywhere, every replica
+    /// pulls it, and none waits for the others.
     ///
     /// # Errors
-    /// [`Error::ReplicaLacks`]; [`Error::ReplicaDiffers`] and [`Error::Damaged`] for what has come;
-    /// [`Error::NoRoomForChunk`]; [`Error::WeakHash`]; [`Error::StillBusy`] when it has waited; and those of the
-    /// transport. Nothing is held then.
+    /// In every case no block stays held.
+    ///
+    /// - Returns [`Error::WeakHash`] if the hash does not resist collisions.
+    /// - Returns [`Error::ReplicaLacks`] if the replica does not have the piece.
+    /// - Returns [`Error::ReplicaDiffers`] or [`Error::Damaged`] if the parcel fails its check.
+    /// - Returns [`Error::NoRoomForChunk`] if there is no room here.
+    /// - Returns [`Error::StillBusy`] if the wait was too long.
+    /// - Returns the errors of the transport and of the device.
     #[doc(alias = "sync_chunk_across_gpus")]
     pub fn pull_chunk(
         &self,

@@ -1,4 +1,4 @@
-//! What travels from one replica to another.
+//! Parcels: the contents of chunks on their way from one replica to another.
 
 use std::sync::Arc;
 
@@ -10,30 +10,32 @@ use crate::cache::ChunkKvCache;
 use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
-/// A chunk's contents between two replicas: whole blocks of all layers, with all that must agree before they are used.
+/// The contents of a piece between two replicas: whole blocks of all layers, with every property that must
+/// agree before they are used.
 ///
-/// Fields are public for transports that write them to a wire; whoever reads one from there can trust it as far as
-/// the digest goes: it finds damage, and proves nothing about who sent it. Replicas trust each other, as ranks do.
+/// The fields are public for transports that write them to a wire. The digest finds damage, but proves
+/// nothing about the sender. Replicas trust each other, as ranks do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChunkParcel {
     /// The piece's key.
     pub key: BlockKey,
-    /// Its tokens.
+    /// The piece's tokens.
     pub tokens: Arc<[u32]>,
-    /// Position that its first key was rotated to.
+    /// The position that the first key was rotated to.
     pub stored_start: i64,
-    /// Extents, format and order of the blocks; as many as the piece has.
+    /// The extents, format and order of the blocks, with the piece's number of blocks.
     pub shape: KvShape,
-    /// In which form keys are stored.
+    /// The form in which keys are stored.
     pub keys: KeyForm,
-    /// Bytes of K, of its scales if there are any, of V, and of its scales. Static scales are the sender's.
+    /// The bytes of K, of its scales if there are any, of V, and of its scales. Static scales are the
+    /// sender's.
     pub buffers: Vec<Vec<u8>>,
-    /// Of tokens and buffers.
+    /// The xxh3 digest of the tokens and the buffers.
     pub digest: u64,
 }
 
 impl ChunkParcel {
-    /// A chunk whose bytes have been read.
+    /// Makes a parcel of a chunk whose bytes have been read.
     pub(super) fn seal(
         device: &ReplicaDevice,
         chunk: &ChunkKvCache,
@@ -47,7 +49,7 @@ impl ChunkParcel {
         Self { key, tokens, stored_start, shape, keys, buffers, digest }
     }
 
-    /// Whether it is the piece that was asked for, as it would lie here, and whole.
+    /// Checks that the parcel is the requested piece, laid out as here and undamaged.
     pub(super) fn check(
         &self,
         device: &ReplicaDevice,

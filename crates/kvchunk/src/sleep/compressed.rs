@@ -1,4 +1,4 @@
-//! Pieces as compressed bytes.
+//! Sleeping pieces as compressed bytes.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ pub(super) struct CompressedStore {
     ledger: Arc<Ledger>,
 }
 
-/// Most blocks that lie between device and compressor at a time: memory beside the budget that does not grow with the
-/// piece.
+/// The largest number of blocks between device and compressor at a time. This memory comes on top of the
+/// budget, and does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
 /// A compressed piece.
@@ -30,12 +30,12 @@ const STAGED_BLOCKS: usize = 8;
 pub(super) struct CompressedPiece {
     store: Arc<CompressedStore>,
     blocks: usize,
-    /// One for every [`STAGED_BLOCKS`] blocks.
+    /// One group for every [`STAGED_BLOCKS`] blocks.
     groups: Vec<Group>,
     charge: Charge,
 }
 
-/// A few blocks: K, V, and the scales that go with them.
+/// A few blocks: K and V, with their scales.
 #[derive(Debug)]
 struct Group {
     buffers: Vec<Planes>,
@@ -51,7 +51,7 @@ impl CompressedStore {
         Self { backend, device, stream, ledger }
     }
 
-    /// Host blocks between the device and the compressor: those there are, if they are as many as needed.
+    /// Returns host blocks between the device and the compressor. Takes `there` if it has the right size.
     fn staging(&self, num_blocks: usize, there: Option<KvArena>) -> Result<KvArena> {
         if let Some(staging) = there.filter(|arena| arena.layout().shape().num_blocks == num_blocks) {
             return Ok(staging);
@@ -61,7 +61,8 @@ impl CompressedStore {
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
     }
 
-    /// A piece that does not fit is given up as soon as that is known, not when all of it is compressed.
+    /// Saves blocks. A piece that does not fit is given up as soon as that is known, not after all of it is
+    /// compressed.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
         for group in blocks.chunks(STAGED_BLOCKS) {
@@ -110,11 +111,11 @@ impl Sleeping for CompressedPiece {
     }
 }
 
-/// A storage of an arena with what belongs to its blocks.
+/// A storage of an arena, with the part of it that belongs to blocks.
 struct Buffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
-    /// Bytes of an element.
+    /// The bytes of an element.
     element: usize,
 }
 
@@ -151,7 +152,7 @@ mod tests {
         ComputeMode, Error, HashAlgorithm, SleepStore, TenantId,
     };
 
-    /// A store of which one buffer rots.
+    /// A store in which one buffer rots.
     #[derive(Debug)]
     struct Rotting {
         store: Arc<CompressedStore>,
@@ -246,7 +247,7 @@ mod tests {
         }
     }
 
-    /// A store over an arena of 64 blocks of noise, 1 KiB each in K and in V.
+    /// Creates a store over an arena of 64 blocks of noise, 1 KiB each in K and in V.
     fn noisy(limit: usize) -> (Arc<CompressedStore>, Arc<Watched>) {
         let shape = KvShape {
             num_layers: 2,

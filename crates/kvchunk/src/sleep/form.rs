@@ -1,4 +1,4 @@
-//! The forms of sleep and their words.
+//! The forms of sleep, and their names as text.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use kvcore::KvFormat;
 
 use crate::error::{Error, Result};
 
-/// In which form pieces sleep. As a word: `plain`, `compressed`, or that of a quantised format.
+/// The form in which pieces sleep. Its text is `plain`, `compressed`, or the name of a quantised format.
 ///
 /// ```
 /// use kvchunk::SleepForm;
@@ -18,18 +18,19 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepForm {
-    /// As they are, in blocks of a host arena, with a digest. Waits for the stream.
+    /// Unchanged, in blocks of a host arena, with a digest. Waits for the stream.
     Plain,
-    /// Without loss: the bytes of elements are sorted into planes, sign and exponent apart from the rest of
-    /// the mantissa, and each plane is compressed by zstd with a checksum. Waits for the stream.
+    /// Compressed without loss. The bytes of the elements are sorted into planes, so that sign and exponent
+    /// lie apart from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the
+    /// stream.
     Compressed,
-    /// In a quantised format. What wakes is not what fell asleep: pieces are marked as approximate, and hits
-    /// on them are counted so.
+    /// In a quantised format. The woken contents differ from the saved ones, so the pieces are marked as
+    /// approximate, and hits on them are counted as approximate.
     Quantised(KvFormat),
 }
 
 impl SleepForm {
-    /// Whether what wakes is bit for bit what fell asleep.
+    /// Returns true if the woken contents are bit for bit the saved ones.
     pub fn is_exact(self) -> bool {
         !matches!(self, Self::Quantised(_))
     }

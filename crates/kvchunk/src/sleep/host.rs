@@ -1,4 +1,4 @@
-//! Pieces in blocks of a host arena, as they are or quantised.
+//! Sleeping pieces in blocks of a host arena, unchanged or quantised.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,12 +29,13 @@ pub(super) struct HostStore {
 #[derive(Debug)]
 pub(super) struct HostPiece {
     store: Arc<HostStore>,
-    /// The host arena under the piece's own scales, if it has any.
+    /// The host arena under the piece's own scales, if the piece has any.
     scaled: Option<KvArena>,
-    /// Before the charge: what the ledger has room for, the pool must have.
+    /// The piece's blocks. They are declared before the charge and therefore freed first: the pool must have
+    /// whatever the ledger has room for.
     blocks: MutableBlocks,
     charge: Charge,
-    /// Of what was saved.
+    /// The digest of the saved contents.
     digest: u64,
 }
 
@@ -82,7 +83,7 @@ impl HostStore {
     ) -> Result<Self> {
         let shape = KvShape { format, ..device.layout().shape().clone() };
         let layout = KvLayout::within_budget(&shape, ledger.usage().limit_bytes)?;
-        // The layout has checked that ids can name all blocks.
+        // The layout has checked that block ids can name all blocks.
         let blocks = layout.shape().num_blocks as u32;
         let host = KvArena::allocate(backend.as_ref(), MemoryKind::System, Arc::new(layout))?;
         let pool = BlockPool::new(0..blocks)?;
@@ -116,7 +117,8 @@ impl HostStore {
         Ok(HostPiece { store: Arc::clone(self), scaled, blocks: taken, charge, digest })
     }
 
-    /// A digest of all that lies in blocks of a host arena, and of its static scales. Waits for the stream.
+    /// Computes a digest of the contents of blocks of a host arena, and of its static scales. Waits for the
+    /// stream.
     fn digest(&self, arena: &KvArena, blocks: &[BlockId]) -> Result<u64> {
         let layout = arena.layout();
         let planes = [arena.k_plane(), arena.v_plane()];

@@ -1,4 +1,4 @@
-//! What sleeps, in bytes, and how much more may.
+//! The ledger of a place to sleep: the bytes that sleeping pieces take, and the limit.
 
 use std::sync::Arc;
 
@@ -7,21 +7,21 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// What sleeps in an [`ArenaSleep`](crate::ArenaSleep).
+/// The numbers of an [`ArenaSleep`](crate::ArenaSleep): sleeping pieces and their bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SleepUsage {
-    /// Pieces that sleep.
+    /// The number of sleeping pieces.
     pub pieces: usize,
-    /// Bytes that they took on the device.
+    /// The bytes that these pieces took on the device.
     pub device_bytes: usize,
-    /// Bytes of host memory that they take.
+    /// The bytes of host memory that these pieces take.
     pub host_bytes: usize,
-    /// Most bytes of host memory that they may take.
+    /// The largest number of bytes of host memory that pieces may take.
     pub limit_bytes: usize,
 }
 
 impl SleepUsage {
-    /// Bytes by which they are smaller than they were on the device; 0 for what does not shrink.
+    /// Returns the bytes by which the pieces are smaller than on the device; 0 if they did not shrink.
     pub fn saved_bytes(&self) -> usize {
         self.device_bytes.saturating_sub(self.host_bytes)
     }
@@ -41,7 +41,7 @@ impl SleepUsage {
 #[derive(Debug)]
 pub(super) struct Ledger(Mutex<SleepUsage>);
 
-/// A piece's entry in the account; dropping it strikes it out.
+/// A piece's entry in the account. Dropping the entry removes it.
 #[derive(Debug)]
 pub(super) struct Charge {
     ledger: Arc<Ledger>,
@@ -58,18 +58,18 @@ impl Ledger {
         *self.0.lock()
     }
 
-    /// Whether `host` bytes are free at this moment.
+    /// Checks that `host` bytes are free at this moment.
     ///
     /// # Errors
-    /// [`Error::SleepFull`].
+    /// Returns [`Error::SleepFull`] if they are not.
     pub(super) fn has_room(&self, host: usize) -> Result<()> {
         self.0.lock().check(host)
     }
 
-    /// Books a piece.
+    /// Charges a piece with `device` and `host` bytes.
     ///
     /// # Errors
-    /// [`Error::SleepFull`].
+    /// Returns [`Error::SleepFull`] if the `host` bytes are not free.
     pub(super) fn charge(self: &Arc<Self>, device: usize, host: usize) -> Result<Charge> {
         let mut usage = self.0.lock();
         usage.check(host)?;
@@ -81,7 +81,7 @@ impl Ledger {
 }
 
 impl Charge {
-    /// Bytes of host memory.
+    /// Returns the bytes of host memory.
     pub(super) fn host_bytes(&self) -> usize {
         self.host
     }

@@ -1,4 +1,4 @@
-//! Where pieces sleep: in host memory, plain, compressed or quantised.
+//! Places where pieces sleep: in host memory, plain, compressed or quantised.
 //!
 //! ```text
 //!   device arena ──► Plain:      swap_blocks ──► blocks of a host arena           exact
@@ -27,15 +27,20 @@ use compressed::CompressedStore;
 use host::HostStore;
 use ledger::Ledger;
 
-/// A place for pieces of one device arena to sleep in, within a budget of host memory.
+/// A place for the pieces of one device arena to sleep in, within a budget of host memory.
 ///
-/// All copies are enqueued on one stream, which must be the one that computes into the arena and reads it,
-/// or be ordered with it by events. Compressing takes memory for a few blocks beside the budget, however long the
-/// piece. With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the
-/// budget is allocated at once. What sleeps has a digest, in every form: what is damaged is not woken but computed
-/// anew; taking and comparing it reads the piece on the host and waits for the stream. A piece that sleeps in eight-bit
-/// floats is looked at before, for its largest magnitudes; its scales, four bytes for each layer or head of K and of V,
-/// come on top.
+/// All copies are enqueued on one stream. It must be the stream that computes into the arena and reads it, or
+/// one that events order with it.
+///
+/// With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the whole budget is allocated at once.
+/// [`Compressed`](SleepForm::Compressed) allocates as pieces fall asleep. Compressing takes memory for a few
+/// blocks on top of the budget, however long the piece is.
+///
+/// Every form has a digest or a checksum. A damaged piece is not woken but computed anew. Taking and
+/// comparing the digest reads the piece on the host and waits for the stream.
+///
+/// For eight-bit floats, the largest magnitudes of a piece are found first. The piece's own scales come on
+/// top of the budget: four bytes per layer, or per head of each layer, for K and for V.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -75,13 +80,16 @@ enum Store {
 }
 
 impl ArenaSleep {
-    /// A place for blocks of `device` with at most `budget` bytes of host memory.
+    /// Creates a place for pieces in blocks of `device`, with at most `budget` bytes of host memory.
     ///
     /// # Errors
-    /// [`kvcore::Error::NotEnoughMemory`] for a budget that does not hold a block in this form, and what the
-    /// backend refuses. For [`SleepForm::Quantised`] also [`kvcore::Error::InvalidFormat`] where the device
-    /// arena is quantised or the form is not, and [`kvcore::Error::Unsupported`] where the backend lacks the
-    /// format or the kernels.
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block. A compressed form
+    ///   has no such minimum.
+    /// - Returns [`kvcore::Error::InvalidFormat`] for [`SleepForm::Quantised`] if the device arena is
+    ///   quantised already, or if the form is not quantised.
+    /// - Returns [`kvcore::Error::Unsupported`] for [`SleepForm::Quantised`] if the backend lacks the format
+    ///   or the kernels.
+    /// - Returns the errors of the backend.
     pub fn new(
         backend: Arc<dyn Backend>,
         device: KvArena,
@@ -103,13 +111,13 @@ impl ArenaSleep {
         Ok(Self { ledger, store })
     }
 
-    /// What sleeps here, and what it takes.
+    /// Returns the numbers of sleeping pieces and of their bytes.
     pub fn usage(&self) -> SleepUsage {
         self.ledger.usage()
     }
 
-    /// The host arena; none where pieces are compressed. Of eight-bit floats it has the codes: every piece has scales of
-    /// its own.
+    /// Returns the host arena, or `None` if pieces are compressed. For eight-bit floats the arena holds only
+    /// the codes, since every piece has its own scales.
     pub fn host_arena(&self) -> Option<&KvArena> {
         match &self.store {
             Store::Host(store) => Some(store.arena()),

@@ -1,13 +1,14 @@
-//! Bytes of elements sorted into planes, each compressed: sign and exponent repeat, mantissas do not.
+//! Byte planes: the bytes of elements sorted into planes, each compressed. Sign and exponent repeat,
+//! mantissas do not.
 
 use zstd::bulk::{Compressor, Decompressor};
 
 use crate::error::{Error, Result};
 
-/// The fastest of zstd's ordinary levels: mantissas do not shrink at any.
+/// The fastest of zstd's ordinary levels. Mantissas do not shrink at any level.
 const LEVEL: i32 = 1;
 
-/// One buffer, compressed: a frame for each byte of its elements, with a checksum of the contents.
+/// A compressed buffer: one frame for each byte of its elements, with a checksum of the contents.
 #[derive(Debug)]
 pub(super) struct Planes {
     pub(super) frames: Vec<Box<[u8]>>,
@@ -17,7 +18,7 @@ impl Planes {
     /// Compresses a buffer of elements of `element` bytes.
     ///
     /// # Errors
-    /// [`kvcore::Error::Allocation`] when zstd is refused memory.
+    /// Returns [`kvcore::Error::Allocation`] if zstd gets no memory.
     pub(super) fn compress(bytes: &[u8], element: usize) -> Result<Self> {
         let refused = |error: std::io::Error| kvcore::Error::Allocation {
             bytes: bytes.len(),
@@ -28,17 +29,17 @@ impl Planes {
         compressor.include_checksum(true).map_err(refused)?;
         let mut frame = |plane: usize| {
             let plane: Vec<u8> = bytes.iter().skip(plane).step_by(element).copied().collect();
-            // Boxed: a vector would keep the room for the worst case.
+            // Boxed, because a vector would keep the room for the worst case.
             compressor.compress(&plane).map(Vec::into_boxed_slice).map_err(refused)
         };
         let frames = (0..element).map(&mut frame).collect::<Result<_, _>>()?;
         Ok(Self { frames })
     }
 
-    /// The buffer of `len` bytes again.
+    /// Decompresses the buffer of `len` bytes.
     ///
     /// # Errors
-    /// [`Error::Damaged`] when a frame is not what was made.
+    /// Returns [`Error::Damaged`] if a frame is not the one that was made.
     pub(super) fn decompress(&self, len: usize) -> Result<Vec<u8>> {
         let damaged = |plane: usize, why: &str| Error::Damaged(format!("byte plane {plane}: {why}"));
         let element = self.frames.len();
@@ -67,7 +68,7 @@ impl Planes {
 mod tests {
     use super::*;
 
-    /// Values as a model makes them: of similar size.
+    /// Returns values of similar size, as a model makes them.
     fn values(n: usize) -> Vec<u8> {
         let value = |i: usize| ((i as f32 * 0.37).sin() * 2.0).to_bits().to_le_bytes();
         (0..n).flat_map(value).collect()

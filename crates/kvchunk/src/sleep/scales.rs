@@ -1,4 +1,4 @@
-//! Scales of one piece: those of eight-bit floats, from the piece's own largest magnitudes.
+//! The scales of one piece in eight-bit floats, from the piece's own largest magnitudes.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use kvcore::{
 
 use crate::error::Result;
 
-/// Blocks that are looked at together: memory that does not grow with the piece.
+/// The number of blocks that are read at a time. This memory does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
-/// The codes of `host` under scales of their own, with which the contents of `blocks` of `device` just fit. `None` for
-/// formats whose scales go with every row. Waits for the stream.
+/// Returns the codes of `host` under new scales, so large that the contents of `blocks` of `device` just fit.
+/// Returns `None` for formats that keep scales with every row. Waits for the stream.
 pub(super) fn of_piece(
     backend: &dyn Backend,
     stream: &dyn Stream,
@@ -37,7 +37,7 @@ pub(super) fn of_piece(
     Ok(Some(own))
 }
 
-/// A look at what lies on the device.
+/// A reader of the largest magnitudes on the device.
 struct Look<'a> {
     stream: &'a dyn Stream,
     device: &'a KvArena,
@@ -46,7 +46,7 @@ struct Look<'a> {
 }
 
 impl Look<'_> {
-    /// Scales of K and of V, layer by layer.
+    /// Returns the scales of K and of V, layer by layer.
     fn scales(&self, backend: &dyn Backend, blocks: &[BlockId]) -> Result<[Vec<f32>; 2]> {
         let shape = self.device.layout().shape();
         let (dtype, staged) =
@@ -87,7 +87,7 @@ impl Look<'_> {
         Ok(all)
     }
 
-    /// Scales of a plane in one layer.
+    /// Returns the number of scales of a plane in one layer.
     fn groups(&self, plane: &KvPlane<'_>) -> usize {
         match self.scope {
             ScaleScope::PerTensor => 1,
@@ -95,7 +95,7 @@ impl Look<'_> {
         }
     }
 
-    /// The largest finite magnitudes so far and those of some rows.
+    /// Raises the largest finite magnitudes so far to those of some rows.
     fn raise(&self, largest: &mut [f32], view: &TensorView, plane: &KvPlane<'_>) -> Result<()> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;
@@ -110,7 +110,7 @@ impl Look<'_> {
     }
 }
 
-/// Elements as they come from the device, as f32.
+/// Converts elements from the device to f32.
 fn widened(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
     let size = if dtype == DType::F32 { 4 } else { 2 };
     bytes.chunks_exact(size).map(move |b| match (dtype, b) {

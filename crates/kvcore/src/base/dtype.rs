@@ -9,8 +9,8 @@ use crate::base::{Error, Result, product};
 
 /// The type of one stored element.
 ///
-/// Rows that kernels compute with have one of [`COMPUTE`](Self::COMPUTE). The others are what
-/// quantised caches store; see [`KvFormat`](crate::KvFormat).
+/// Kernels compute with rows of the types in [`COMPUTE`](Self::COMPUTE). Quantised caches store the other
+/// types; see [`KvFormat`](crate::KvFormat).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -25,11 +25,11 @@ pub enum DType {
     F8E4M3,
     /// OCP 8-bit float with 5 exponent bits.
     F8E5M2,
-    /// Signed byte.
+    /// Signed 8-bit integer.
     I8,
-    /// Unsigned byte.
+    /// Unsigned 8-bit integer.
     U8,
-    /// Signed 4-bit integer, two in a byte, the first in the low half.
+    /// Signed 4-bit integer. Two share a byte; the first is in the low half.
     I4,
 }
 
@@ -38,10 +38,10 @@ impl DType {
     pub const ALL: [Self; 8] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8, Self::I4];
 
-    /// The types of rows that every kernel takes, in the order in which suites run them.
+    /// The row types that every kernel accepts, in the order in which test suites run them.
     pub const COMPUTE: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
 
-    /// Bits of one element.
+    /// Returns the number of bits of one element.
     pub const fn bits(self) -> usize {
         match self {
             Self::F32 => 32,
@@ -51,7 +51,7 @@ impl DType {
         }
     }
 
-    /// Bytes of `count` elements, a last partial byte counted whole, or [`Error::Overflow`].
+    /// Returns the number of bytes that `count` elements take. A partial last byte counts as a whole one.
     ///
     /// ```
     /// use kvcore::DType;
@@ -59,21 +59,24 @@ impl DType {
     /// assert_eq!(DType::I4.bytes_for(5)?, 3);
     /// # Ok::<(), kvcore::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// Returns [`Error::Overflow`] if the number of bits does not fit the address space.
     pub fn bytes_for(self, count: usize) -> Result<usize> {
         Ok(product("bits of elements", &[count, self.bits()])?.div_ceil(8))
     }
 
-    /// Alignment of one element in bytes, at least 1.
+    /// Returns the alignment of one element in bytes, at least 1.
     pub const fn align(self) -> usize {
         self.bits().div_ceil(8)
     }
 
-    /// Whether kernels compute with rows of this type; see [`COMPUTE`](Self::COMPUTE).
+    /// Returns whether kernels compute with rows of this type; see [`COMPUTE`](Self::COMPUTE).
     pub fn is_compute(self) -> bool {
         Self::COMPUTE.contains(&self)
     }
 
-    /// The name used in configs and on the command line.
+    /// Returns the name used in configs and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

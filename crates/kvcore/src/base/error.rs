@@ -1,10 +1,10 @@
-//! The one error type of this crate. Each variant carries the numbers needed to act on it.
+//! The error type of this crate. Each variant carries the numbers that a caller needs to act on it.
 
 use crate::base::{BlockId, DType, KvFormat};
 
-/// What can go wrong in `kvcore` and in a backend that implements its contract.
+/// An error of `kvcore`, or of a backend that implements its contract.
 ///
-/// A call that returns an error has changed nothing: no block is held, no metadata moved.
+/// A call that returns an error leaves the state as it was: no block is held and no metadata has moved.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,124 +14,124 @@ pub enum Error {
         /// The quantity that overflowed.
         what: &'static str,
     },
-    /// A count that must be at least one is zero.
+    /// A count is zero that must be at least one.
     #[error("{what} must be at least 1")]
     Zero {
         /// The quantity that is zero.
         what: &'static str,
     },
-    /// Two extents that must agree do not.
+    /// Two extents differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     Mismatch {
-        /// What was compared.
+        /// The extents compared.
         what: &'static str,
-        /// The extent required.
+        /// The required extent.
         expected: usize,
-        /// The extent given.
+        /// The given extent.
         got: usize,
     },
-    /// Two element types that must agree do not.
+    /// Two element types differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     DTypeMismatch {
-        /// What was compared.
+        /// The element types compared.
         what: &'static str,
-        /// The element type required.
+        /// The required element type.
         expected: DType,
-        /// The element type given.
+        /// The given element type.
         got: DType,
     },
-    /// Two KV formats that must agree do not.
+    /// Two KV formats differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     FormatMismatch {
-        /// What was compared.
+        /// The formats compared.
         what: &'static str,
-        /// The format required.
+        /// The required format.
         expected: KvFormat,
-        /// The format given.
+        /// The given format.
         got: KvFormat,
     },
-    /// A KV format that cannot be used in this way.
+    /// A KV format cannot be used in this way.
     #[error("KV format {format}: {reason}")]
     InvalidFormat {
-        /// The format.
+        /// The refused format.
         format: KvFormat,
-        /// Why it is refused.
+        /// The reason for the refusal.
         reason: String,
     },
-    /// An index, length or id beyond its limit.
+    /// An index, length or id is beyond its limit.
     #[error("{what} {value} is out of range: it must be below {limit}")]
     OutOfRange {
         /// The quantity that is out of range.
         what: &'static str,
-        /// The value given.
+        /// The given value.
         value: i128,
         /// The first value that is not allowed.
         limit: i128,
     },
-    /// Strides under which two elements share an address, or which leave the storage.
+    /// Strides let two elements share an address, or reach past the end of the storage.
     #[error("invalid strides for {what}: {reason}")]
     InvalidStrides {
         /// The plane or view.
         what: &'static str,
-        /// Why they are refused.
+        /// The reason for the refusal.
         reason: String,
     },
-    /// The pool cannot supply the blocks asked for, even after eviction.
+    /// The pool cannot supply the requested blocks, even after eviction.
     #[error(
         "out of blocks: {asked} asked, {free} free and {evictable} evictable of {total}; \
          free a sequence or give the pool more memory"
     )]
     OutOfBlocks {
-        /// Blocks asked for.
+        /// Number of blocks requested.
         asked: usize,
-        /// Blocks free when asked.
+        /// Number of free blocks at the time of the request.
         free: usize,
-        /// Cached blocks that eviction could have freed.
+        /// Number of cached blocks that eviction could have freed.
         evictable: usize,
-        /// All blocks of the pool.
+        /// Number of blocks in the pool.
         total: usize,
     },
-    /// A memory budget that does not hold a single block.
+    /// A memory budget does not hold a single block.
     #[error("not enough memory for a KV cache: the budget is {budget} bytes, one block takes {block_bytes}")]
     NotEnoughMemory {
-        /// Bytes offered.
+        /// Size of the budget in bytes.
         budget: usize,
-        /// Bytes of one block over all layers, K and V.
+        /// Bytes of one block over all layers: K, V and the scales stored per block.
         block_bytes: usize,
     },
-    /// A block that is free: freed twice, given twice, or never allocated.
+    /// A block is free: it was freed twice, given twice, or never allocated.
     #[error("block {block} is not allocated")]
     NotAllocated {
         /// The block.
         block: BlockId,
     },
-    /// A number that a sequence has already.
+    /// A sequence with this number exists already.
     #[error("sequence {0} exists already")]
     SequenceExists(u64),
-    /// A sequence that would have more blocks than it may.
+    /// A sequence would exceed its limit of blocks.
     #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
     SequenceTooLong {
         /// The sequence.
         sequence: u64,
-        /// Blocks it would have.
+        /// Number of blocks that the sequence would have.
         blocks: usize,
-        /// Most blocks of a sequence.
+        /// Largest number of blocks of a sequence.
         limit: usize,
     },
-    /// A sequence id that the cache does not hold (never created, or freed).
+    /// The cache does not hold this sequence: it was never created, or it was freed.
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),
-    /// Heads, layers or batch entries that do not divide among ranks.
+    /// Heads, layers or batch entries do not divide evenly among ranks.
     #[error("{count} {what} do not divide among {ranks} ranks")]
     Uneven {
-        /// What is divided.
+        /// The things to divide.
         what: &'static str,
-        /// How many there are.
+        /// Number of things to divide.
         count: usize,
-        /// Among how many.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// A piece of a merge that has arrived before.
+    /// A piece of a merge has arrived before.
     #[error("stage {stage} of chunk {chunk} has arrived already")]
     DuplicatePiece {
         /// The chunk of tokens.
@@ -139,7 +139,7 @@ pub enum Error {
         /// The stage of the pipeline.
         stage: usize,
     },
-    /// A piece of a chunk that is complete, so that readers may use it.
+    /// A piece arrived for a chunk that is complete and may already be in use by readers.
     #[error("stage {stage} of chunk {chunk} is late: the chunk is complete and sealed")]
     LatePiece {
         /// The chunk of tokens.
@@ -147,23 +147,24 @@ pub enum Error {
         /// The stage of the pipeline.
         stage: usize,
     },
-    /// An operation of another kind of cache.
+    /// An operation does not apply to this kind of cache.
     #[error("a {cache} cache does not take {given}")]
     WrongCache {
-        /// The cache that was asked.
+        /// The kind of cache that was called.
         cache: &'static str,
-        /// What it was given.
+        /// The argument that was given.
         given: &'static str,
     },
-    /// A write into a block that others may read.
+    /// A write would change a block that others may read.
     #[error("block {block} is shared and must not be written (token {token}); copy it first")]
     SharedBlock {
         /// The block.
         block: BlockId,
-        /// The token that would be written.
+        /// The token that the write would change.
         token: usize,
     },
-    /// A slot in a block that the writer does not fill itself: a shared block, a freed one, or another's.
+    /// A slot lies in a block that the writer does not fill itself: a shared block, a freed block, or a
+    /// block of another sequence.
     #[error("slot {slot} is not in a block that {} fills itself", Writer(*sequence))]
     NotOwned {
         /// The slot.
@@ -171,76 +172,77 @@ pub enum Error {
         /// The sequence that writes, or `None` for a write on behalf of any live sequence of the cache.
         sequence: Option<u64>,
     },
-    /// Operands that must be apart share memory.
+    /// Operands share memory that must be separate.
     #[error("{what}: operands share memory; copy one of them first")]
     Aliased {
-        /// Which operands.
+        /// The operands.
         what: &'static str,
     },
-    /// A view in another kind of memory than an operation needs.
+    /// A view lies in another kind of memory than the operation requires.
     #[error("{what}: expected {expected} memory, got {got} memory")]
     WrongMemory {
-        /// Which operand.
+        /// The operand.
         what: &'static str,
-        /// The memory required: `"host"` or `"device"`.
+        /// The required memory: `"host"` or `"device"`.
         expected: &'static str,
-        /// The memory it lies in.
+        /// The kind of memory that the operand lies in.
         got: crate::base::MemoryKind,
     },
-    /// A block that belongs to another pool.
+    /// A block belongs to another pool.
     #[error("block {block} does not belong to this pool (blocks {start}..{end})")]
     ForeignBlock {
-        /// The block given.
+        /// The given block.
         block: BlockId,
         /// First block of the pool.
         start: u32,
         /// First block after the pool.
         end: u32,
     },
-    /// Blocks that sleep: their memory is released.
+    /// Blocks are asleep: their memory is released.
     #[error("blocks {start}..{end} ({tag:?}) are asleep; wake them first")]
     Asleep {
-        /// The name under which they were put to sleep.
+        /// The tag under which the blocks were put to sleep.
         tag: String,
-        /// First block of those that sleep.
+        /// First block of the sleeping range.
         start: u32,
-        /// First block after them.
+        /// First block after the sleeping range.
         end: u32,
     },
-    /// A backend was handed a storage, event or stream of another backend.
+    /// A backend was given a storage, event or stream of another backend.
     #[error("{what} belongs to another backend than {backend}")]
     ForeignHandle {
-        /// What was handed over.
+        /// The object that was given.
         what: &'static str,
-        /// The backend that refused it.
+        /// The backend that refused the object.
         backend: &'static str,
     },
-    /// No device that the backend could run on, or not the one asked for.
+    /// There is no device that the backend could run on, or the requested device is not available.
     #[error("no device for the {backend} backend: {reason}")]
     NoDevice {
         /// The backend.
         backend: &'static str,
-        /// What was found, and what to do.
+        /// The devices found, and the suggested remedy.
         reason: String,
     },
-    /// A device that is gone: unplugged, reset or destroyed. Its memory is gone with it; other devices are not
-    /// affected.
+    /// A device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
+    /// are not affected.
     #[error("the device of the {backend} backend is lost: {reason}; open it again and compute anew")]
     DeviceLost {
         /// The backend.
         backend: &'static str,
-        /// What the driver says.
+        /// The driver's message.
         reason: String,
     },
-    /// Something that a device refused although it was asked correctly.
+    /// A device refused a valid request.
     #[error("the device of the {backend} backend refused: {reason}")]
     Device {
         /// The backend.
         backend: &'static str,
-        /// What the driver says.
+        /// The driver's message.
         reason: String,
     },
-    /// A combination that this backend lacks; listed by its `capabilities()`.
+    /// The backend does not support this operation or combination; its `capabilities()` list the supported
+    /// ones.
     #[error("{backend} does not support {what}")]
     Unsupported {
         /// The backend.
@@ -248,51 +250,51 @@ pub enum Error {
         /// The operation or combination.
         what: String,
     },
-    /// An allocation that the device or the system refused.
+    /// The device or the system refused an allocation.
     #[error("cannot allocate {bytes} bytes of {kind} memory: {reason}")]
     Allocation {
-        /// Bytes asked for.
+        /// Number of bytes requested.
         bytes: usize,
-        /// Which memory.
+        /// The kind of memory requested.
         kind: crate::base::MemoryKind,
         /// The system's reason.
         reason: String,
     },
-    /// A pointer or view whose address does not fit its element type.
+    /// The address of a pointer or view is not a multiple of the required alignment.
     #[error("{what} at {address:#x} is not aligned to {align} bytes")]
     Misaligned {
-        /// What was addressed.
+        /// The pointer or view.
         what: &'static str,
         /// Its address.
         address: u64,
-        /// The alignment required.
+        /// The required alignment in bytes.
         align: usize,
     },
-    /// Offsets or indices of a sparse selection that are not in order.
+    /// Offsets or indices of a sparse selection are not in order.
     #[error("selection of row {row}: {reason}")]
     InvalidSelection {
-        /// Row of the batch entry.
+        /// Row of the batch.
         row: usize,
-        /// What is out of order.
+        /// The offsets or indices that are out of order.
         reason: String,
     },
-    /// A request that holds no blocks (never reserved any, or was released).
+    /// A request holds no blocks: it never reserved any, or has released them.
     #[error("unknown request {0}")]
     UnknownRequest(u64),
-    /// A share, threshold or heat that is not between 0 and 1.
+    /// A share, threshold or heat is not between 0 and 1.
     #[error("{what} is {value}, not between 0 and 1")]
     NotAFraction {
-        /// Which quantity.
+        /// The quantity.
         what: &'static str,
-        /// The value given.
+        /// The given value.
         value: f64,
     },
-    /// A RoPE specification that is contradictory or not supported.
+    /// A RoPE specification is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),
 }
 
-/// Who was to write, in words.
+/// The writer of a refused slot, for the error message.
 struct Writer(Option<u64>);
 
 impl std::fmt::Display for Writer {
@@ -314,15 +316,15 @@ impl Error {
     }
 }
 
-/// Shorthand for results of this crate.
+/// A result whose error type defaults to [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// `expected == got`, or a [`Error::Mismatch`] that names `what`.
+/// Checks that `expected == got`. Otherwise returns an [`Error::Mismatch`] that names `what`.
 pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
 }
 
-/// The product of `factors`, or [`Error::Overflow`].
+/// Returns the product of `factors`, or [`Error::Overflow`].
 pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()

@@ -1,17 +1,17 @@
-//! Names of places in an arena: blocks and slots.
+//! Identifiers of places in an arena: blocks and slots.
 
 use std::fmt;
 
-/// The slot of a row that is padding: `scatter` and `gather` skip it.
+/// The slot of a padding row, which `scatter` and `gather` skip.
 pub const PADDING_SLOT: i64 = -1;
 
-/// A physical block of an arena.
+/// The id of a physical block in an arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct BlockId(pub u32);
 
 impl BlockId {
-    /// The id as an index.
+    /// Returns the id as an index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }

@@ -2,20 +2,20 @@
 
 use std::fmt;
 
-/// Which memory a storage lies in. A disk is a tier below, not a memory.
+/// The kind of memory that a storage lies in. Disks are a tier below memory and have no kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// The device's own memory (for the CPU backend: host memory).
+    /// The device's own memory. For the CPU backend this is host memory.
     Device,
-    /// Host memory that the device reaches directly; zeroed on allocation.
+    /// Host memory that the device accesses directly. Zeroed on allocation.
     Pinned,
     /// Ordinary host memory.
     System,
 }
 
 impl MemoryKind {
-    /// Whether it is memory of the host.
+    /// Returns whether the memory belongs to the host.
     pub const fn is_host(self) -> bool {
         !matches!(self, Self::Device)
     }

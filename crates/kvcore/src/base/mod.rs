@@ -1,5 +1,5 @@
-//! Values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks, and the errors about
-//! them. Nothing here touches memory or knows a device.
+//! Plain values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks and errors.
+//! Nothing in this module touches memory or knows a device.
 
 mod dtype;
 mod error;

@@ -1,4 +1,4 @@
-//! One rank's place in tensor, pipeline and data parallelism, and what it holds of a model.
+//! The place of one rank in tensor, pipeline and data parallelism, and its share of a model.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// A rank's place. Sizes of 1 mean that a dimension is not cut.
+/// The place of a rank among all ranks. A size of 1 means that the dimension is not split.
 ///
 /// ```
 /// use kvcore::RankInfo;
@@ -18,22 +18,22 @@ use crate::base::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
-    /// Place among the ranks that share heads.
+    /// Index of this rank among the ranks that share the heads.
     pub tp_rank: usize,
-    /// Ranks that share heads.
+    /// Number of ranks that share the heads.
     pub tp_size: usize,
-    /// Place among the pipeline's stages.
+    /// Index of this rank's stage in the pipeline.
     pub pp_rank: usize,
-    /// Stages of the pipeline.
+    /// Number of stages in the pipeline.
     pub pp_size: usize,
-    /// Place among the ranks that share a batch.
+    /// Index of this rank among the ranks that share a batch.
     pub dp_rank: usize,
-    /// Ranks that share a batch.
+    /// Number of ranks that share a batch.
     pub dp_size: usize,
 }
 
 impl Default for RankInfo {
-    /// The only rank.
+    /// Returns the place of a single rank, with nothing split.
     fn default() -> Self {
         Self { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1, dp_rank: 0, dp_size: 1 }
     }
@@ -44,40 +44,42 @@ impl Default for RankInfo {
 pub struct HeadShare {
     /// First head of the model that this rank holds.
     pub first: usize,
-    /// Heads that this rank holds.
+    /// Number of heads that this rank holds.
     pub count: usize,
-    /// Ranks that hold the same heads; more than 1 where a model has fewer heads than there are ranks.
+    /// Number of ranks that hold the same heads. Greater than 1 if the model has fewer heads than there are
+    /// ranks.
     pub replicas: usize,
 }
 
 impl HeadShare {
-    /// The heads as numbered in the model.
+    /// Returns the heads of this rank, numbered as in the model.
     pub fn range(&self) -> Range<usize> {
         self.first..self.first + self.count
     }
 }
 
 impl RankInfo {
-    /// Rank `rank` of `size` that share heads.
+    /// Creates the place of rank `rank` among `size` ranks that share the heads.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no ranks, [`Error::OutOfRange`] for a rank past the last.
+    /// Returns [`Error::Zero`] if `size` is 0, and [`Error::OutOfRange`] if `rank` is not below `size`.
     pub fn tensor_parallel(rank: usize, size: usize) -> Result<Self> {
         Self { tp_rank: rank, tp_size: size, ..Self::default() }.checked()
     }
 
-    /// Stage `rank` of `size` of a pipeline.
+    /// Creates the place of stage `rank` in a pipeline of `size` stages.
     ///
     /// # Errors
-    /// As [`tensor_parallel`](Self::tensor_parallel).
+    /// Returns the errors of [`tensor_parallel`](Self::tensor_parallel).
     pub fn pipeline(rank: usize, size: usize) -> Result<Self> {
         Self { pp_rank: rank, pp_size: size, ..Self::default() }.checked()
     }
 
-    /// The same place if it exists.
+    /// Checks the place and returns it unchanged.
     ///
     /// # Errors
-    /// [`Error::Zero`] and [`Error::OutOfRange`], for any of the three dimensions.
+    /// Returns [`Error::Zero`] if a size is 0, and [`Error::OutOfRange`] if a rank is not below its size,
+    /// in any of the three dimensions.
     pub fn checked(self) -> Result<Self> {
         for (what, rank, size) in [
             ("tp_rank", self.tp_rank, self.tp_size),
@@ -94,10 +96,11 @@ impl RankInfo {
         Ok(self)
     }
 
-    /// This rank's query heads.
+    /// Returns the query heads of this rank.
     ///
     /// # Errors
-    /// [`Error::Uneven`] if they do not divide among the ranks.
+    /// Returns [`Error::Uneven`] if `heads` is 0 or does not divide evenly among the ranks, and the errors
+    /// of [`checked`](Self::checked).
     pub fn query_heads(&self, heads: usize) -> Result<HeadShare> {
         let Self { tp_rank, tp_size, .. } = self.checked()?;
         if heads == 0 || !heads.is_multiple_of(tp_size) {
@@ -107,10 +110,12 @@ impl RankInfo {
         Ok(HeadShare { first: tp_rank * count, count, replicas: 1 })
     }
 
-    /// This rank's K or V heads. With fewer heads than ranks, neighbouring ranks hold replicas.
+    /// Returns the K or V heads of this rank. If there are fewer heads than ranks, neighbouring ranks hold
+    /// replicas of one head.
     ///
     /// # Errors
-    /// [`Error::Uneven`] if neither divides the other.
+    /// Returns [`Error::Uneven`] if `heads` is 0, or if neither of `heads` and the number of ranks divides
+    /// the other, and the errors of [`checked`](Self::checked).
     pub fn kv_heads(&self, heads: usize) -> Result<HeadShare> {
         let Self { tp_rank, tp_size, .. } = self.checked()?;
         if heads > 0 && heads < tp_size && tp_size.is_multiple_of(heads) {
@@ -124,16 +129,19 @@ impl RankInfo {
         Ok(HeadShare { first: tp_rank * count, count, replicas: 1 })
     }
 
-    /// This stage's layers: as evenly as possible, earlier stages one more where it does not divide.
+    /// Returns the layers of this stage. The split is as even as possible: earlier stages hold the extra
+    /// layers.
     ///
     /// # Errors
-    /// [`Error::Uneven`] for fewer layers than stages.
+    /// Returns [`Error::Uneven`] if there are fewer layers than stages, and the errors of
+    /// [`checked`](Self::checked).
     pub fn layers(&self, layers: usize) -> Result<Range<usize>> {
         let rank = self.checked()?;
         slice("layers", layers, rank.pp_rank, rank.pp_size)
     }
 
-    /// This rank's entries of a batch: as evenly as possible.
+    /// Returns the entries of a batch that belong to this rank. The split is as even as possible: earlier
+    /// ranks hold the extra entries.
     ///
     /// ```
     /// use kvcore::RankInfo;
@@ -143,7 +151,8 @@ impl RankInfo {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Uneven`] for fewer entries than ranks.
+    /// Returns [`Error::Uneven`] if there are fewer entries than ranks, and the errors of
+    /// [`checked`](Self::checked).
     pub fn batch(&self, entries: usize) -> Result<Range<usize>> {
         let rank = self.checked()?;
         slice("batch entries", entries, rank.dp_rank, rank.dp_size)

@@ -7,10 +7,10 @@ use crate::base::{
 };
 use crate::device::{Backend, Dims, Storage, Stream, TensorView};
 
-/// The K and V memory of one device and one layout: what block ids and slots refer to.
+/// The K and V memory of one device in one layout. Block ids and slots refer to places in an arena.
 ///
-/// The main pool and the chunk pool are quotas over one arena, so that one `attend` reads both. A
-/// quantised arena has two storages more, for the scales of K and of V.
+/// The main pool and the chunk pool are quotas over one arena, so that one `attend` reads both. A quantised
+/// arena has two further storages, for the scales of K and of V.
 #[derive(Debug, Clone)]
 pub struct KvArena {
     k: Arc<dyn Storage>,
@@ -25,35 +25,37 @@ struct Scales {
     v: Arc<dyn Storage>,
 }
 
-/// K or V of an arena: all that a kernel needs to find a head's row.
+/// K or V of an arena, with everything that a kernel needs to find a head's row.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPlane<'a> {
-    /// The codes, or the elements themselves.
+    /// The codes of a quantised plane, or the elements of a dense one.
     pub storage: &'a Arc<dyn Storage>,
-    /// Strides of the codes.
+    /// Strides of the codes or elements.
     pub strides: PlaneStrides,
-    /// Heads of this plane.
+    /// Number of heads of this plane.
     pub heads: usize,
-    /// Elements of one head's row.
+    /// Number of elements of one head's row.
     pub dim: usize,
-    /// How elements are stored.
+    /// Format in which elements are stored.
     pub format: KvFormat,
-    /// The scales' storage and where they lie in it; none for dense formats.
+    /// The storage of the scales and their layout in it, or `None` for dense formats.
     pub scales: Option<(&'a Arc<dyn Storage>, ScaleLayout)>,
 }
 
 impl KvArena {
     /// Allocates K, V and their scales for `layout`. Static scales are 1 until
-    /// [`set_scales`](Self::set_scales).
+    /// [`set_scales`](Self::set_scales) is called.
     ///
     /// # Errors
-    /// What the backend refuses: [`Error::Allocation`], [`Error::Unsupported`] for the kind of memory.
+    /// Returns the errors of the backend: [`Error::Allocation`], or [`Error::Unsupported`] for the kind of
+    /// memory.
     pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
     }
 
-    /// The same with memory from `memory`, which is asked for K, V, the scales of K and those of V in this
-    /// order: how many bytes, and whether they are static scales.
+    /// Creates an arena with storages from `memory`. The function is called for K, V, the scales of K and
+    /// the scales of V, in this order, with the number of bytes and whether the storage holds static
+    /// scales.
     pub(crate) fn allocate_with(
         backend: &dyn Backend,
         layout: Arc<KvLayout>,
@@ -78,21 +80,24 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// A dense arena over memory that the caller brings.
+    /// Creates a dense arena over memory that the caller provides.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when a storage is smaller than the layout, [`Error::Misaligned`],
-    /// [`Error::Aliased`] when K and V are the same storage, and [`Error::InvalidFormat`] for a
-    /// quantised layout, which needs [`with_scales`](Self::with_scales).
+    /// - Returns [`Error::Mismatch`] if a storage is smaller than the layout requires.
+    /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
+    /// - Returns [`Error::Aliased`] if K and V are the same storage.
+    /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
+    ///   [`with_scales`](Self::with_scales).
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
         Self::validated(k, v, None, layout)
     }
 
-    /// A quantised arena over memory that the caller brings, the scales as they are in it.
+    /// Creates a quantised arena over memory that the caller provides. The contents of the scale storages
+    /// are kept.
     ///
     /// # Errors
-    /// As [`from_storage`](Self::from_storage), with any two of the four storages; and
-    /// [`Error::InvalidFormat`] for a dense layout.
+    /// Returns the errors of [`from_storage`](Self::from_storage), with [`Error::Aliased`] if any two of
+    /// the four storages are the same. Returns [`Error::InvalidFormat`] for a dense layout.
     pub fn with_scales(
         k: Arc<dyn Storage>,
         v: Arc<dyn Storage>,
@@ -131,17 +136,17 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// The K storage.
+    /// Returns the K storage.
     pub fn k(&self) -> &Arc<dyn Storage> {
         &self.k
     }
 
-    /// The V storage.
+    /// Returns the V storage.
     pub fn v(&self) -> &Arc<dyn Storage> {
         &self.v
     }
 
-    /// K with its strides and scales.
+    /// Returns K with its strides and scales.
     pub fn k_plane(&self) -> KvPlane<'_> {
         let (layout, s) = (&self.layout, self.layout.shape());
         KvPlane {
@@ -154,7 +159,7 @@ impl KvArena {
         }
     }
 
-    /// V with its strides and scales.
+    /// Returns V with its strides and scales.
     pub fn v_plane(&self) -> KvPlane<'_> {
         let (layout, s) = (&self.layout, self.layout.shape());
         KvPlane {
@@ -167,8 +172,11 @@ impl KvArena {
         }
     }
 
-    /// All of K and all of V (of a quantised arena: the codes) as strided views
-    /// `[num_layers, num_blocks, heads, block_size, dim]`; nothing is copied.
+    /// Returns all of K and all of V as strided views `[num_layers, num_blocks, heads, block_size, dim]`.
+    /// For a quantised arena these are the codes. Nothing is copied.
+    ///
+    /// # Errors
+    /// Returns the errors of [`TensorView::with_strides`].
     pub fn views(&self) -> Result<(TensorView, TensorView)> {
         let s = self.layout.shape();
         let view = |plane: KvPlane<'_>| {
@@ -184,10 +192,11 @@ impl KvArena {
         Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
-    /// The same of one layer, `[num_blocks, heads, len, dim]`: the first `len` tokens of every block.
+    /// Returns the first `len` tokens of every block of one layer, as strided views
+    /// `[num_blocks, heads, len, dim]` of K and of V.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a layer past the last, or more tokens than a block has.
+    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the block size.
     pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
         let layers = self.layout.shape().num_layers;
         if layer >= layers {
@@ -198,20 +207,21 @@ impl KvArena {
         Ok((of(k)?, of(v)?))
     }
 
-    /// K, V, and the scales of both if there are any.
+    /// Returns the storages of K and V, and of the scales of both if there are any.
     pub fn storages(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
         let scales = self.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
         [&self.k, &self.v].into_iter().chain(scales)
     }
 
-    /// The layout of both.
+    /// Returns the layout of K and V.
     pub fn layout(&self) -> &Arc<KvLayout> {
         &self.layout
     }
 
-    /// Sets the static scales of an fp8 arena, `[num_layers]` or `[num_layers, heads]` for each of K
-    /// and V, and waits until they are in force. Whatever is cached changes its meaning: do it before
-    /// the first row is stored. [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) gives a scale.
+    /// Sets the static scales of an fp8 arena, `[num_layers]` or `[num_layers, heads]` for each of K and V,
+    /// and waits until the scales are in force. New scales change the values of rows that are already
+    /// cached, so set them before the first row is stored.
+    /// [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) computes a scale.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -230,8 +240,8 @@ impl KvArena {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidFormat`] for a format without static scales or a scale that is not a positive
-    /// finite number, [`Error::Mismatch`] for another count.
+    /// Returns [`Error::InvalidFormat`] if the format has no static scales or if a scale is not a positive
+    /// finite number, and [`Error::Mismatch`] if the number of scales is wrong.
     pub fn set_scales(&self, stream: &dyn Stream, k: &[f32], v: &[f32]) -> Result<()> {
         let format = self.layout.shape().format;
         let invalid = |reason: String| Error::InvalidFormat { format, reason };
@@ -256,7 +266,8 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
-    /// Rows that lie in the arena itself would be read while it is written.
+    /// Checks that `view` does not lie in a storage of the arena, where it would be read while the arena is
+    /// written.
     pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
         let address = view.storage().address();
         if self.storages().any(|storage| storage.address() == address) {
@@ -272,7 +283,7 @@ impl KvArena {
     }
 }
 
-/// Whether a storage is large enough and aligned.
+/// Checks that a storage is large enough and aligned.
 fn fits(what: &'static str, storage: &Arc<dyn Storage>, bytes: usize, dtype: DType) -> Result<()> {
     if storage.len() < bytes {
         return Err(Error::Mismatch {

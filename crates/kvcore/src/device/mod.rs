@@ -15,9 +15,9 @@ pub use backend::{
     allocate_tensor, check_granules, whole_granules,
 };
 pub use operation::{
-    ApplyRope, Attend, AttendMla, AttendRows, CopyBlocks, CopyTensor, Dequantize, Gather, Kernels,
-    MergeGroup, OPTIONAL, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, Scatter, Segment, Selection,
-    SelectionUnit, SwapBlocks,
+    ApplyRope, Attend, AttendMla, AttendRows, Checked, CopyBlocks, CopyTensor, Dequantize, Gather,
+    MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, Scatter, Segment,
+    Selection, SelectionUnit, SwapBlocks,
 };
 pub use owned::OwnedStorage;
 pub use tensor::{Dims, TensorView};

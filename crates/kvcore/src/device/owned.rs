@@ -1,4 +1,4 @@
-//! A handle that owns memory, whoever allocated it, and cuts typed views out of it.
+//! A handle that owns memory from any source and creates typed views of it.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -6,11 +6,11 @@ use std::sync::Arc;
 use crate::base::{DType, Error, MemoryKind, Result};
 use crate::device::{Backend, Dims, Storage, TensorView};
 
-/// Memory of any kind, from any source; clones share it and the last one frees it.
+/// Owned memory of any kind, from any source. Clones share the memory, and the last clone frees it.
 ///
-/// It differs from the `Arc<dyn Storage>` inside by two promises: it is never empty, and typed views
-/// of it, several if need be, come from one checked place. It dereferences to
-/// [`Storage`]: `len`, `address`, `kind`. The idea is the `OwnedStorage` of NVIDIA Dynamo.
+/// An `OwnedStorage` makes two promises beyond those of the `Arc<dyn Storage>` inside: it is never empty,
+/// and each typed view of it is checked. It dereferences to [`Storage`] for `len`, `address` and `kind`.
+/// The idea comes from the `OwnedStorage` of NVIDIA Dynamo.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -31,7 +31,7 @@ impl OwnedStorage {
     /// Allocates `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no bytes, the same on every backend; those of [`Backend::allocate`].
+    /// Returns [`Error::Zero`] if `bytes` is 0, on every backend, and the errors of [`Backend::allocate`].
     pub fn create(backend: &dyn Backend, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a storage" });
@@ -39,11 +39,11 @@ impl OwnedStorage {
         backend.allocate(kind, bytes).map(Self)
     }
 
-    /// Memory that somebody else brings: anything that is a [`Storage`] and keeps its owner alive, such
+    /// Wraps memory that the caller provides. Any [`Storage`] that keeps its owner alive is accepted, such
     /// as a backend's type over a foreign pointer (`CpuStorage::from_raw`).
     ///
     /// # Errors
-    /// [`Error::Zero`] for no bytes.
+    /// Returns [`Error::Zero`] if the storage is empty.
     pub fn from_arc(storage: Arc<dyn Storage>) -> Result<Self> {
         if storage.is_empty() {
             return Err(Error::Zero { what: "bytes of a storage" });
@@ -51,18 +51,18 @@ impl OwnedStorage {
         Ok(Self(storage))
     }
 
-    /// A dense row-major view of `shape` at the start.
+    /// Returns a dense row-major view of `shape` at the start.
     ///
     /// # Errors
-    /// Those of [`TensorView::new`].
+    /// Returns the errors of [`TensorView::new`].
     pub fn view(&self, dtype: DType, shape: &[usize]) -> Result<TensorView> {
         self.view_at(0, dtype, shape)
     }
 
-    /// A dense row-major view of `shape` that begins at byte `start`.
+    /// Returns a dense row-major view of `shape` that begins at byte `start`.
     ///
     /// # Errors
-    /// [`Error::Misaligned`] for a start that does not suit `dtype`, and those of
+    /// Returns [`Error::Misaligned`] if `start` does not suit `dtype`, and the errors of
     /// [`TensorView::with_strides`].
     pub fn view_at(&self, start: usize, dtype: DType, shape: &[usize]) -> Result<TensorView> {
         let align = dtype.align();
@@ -86,7 +86,8 @@ impl Deref for OwnedStorage {
 }
 
 impl From<OwnedStorage> for Arc<dyn Storage> {
-    /// For [`KvArena::from_storage`](crate::KvArena::from_storage) and operations, which own handles.
+    /// Unwraps the handle, for [`KvArena::from_storage`](crate::KvArena::from_storage) and for operations,
+    /// which own storages.
     fn from(owned: OwnedStorage) -> Self {
         owned.0
     }
@@ -96,7 +97,7 @@ impl From<OwnedStorage> for Arc<dyn Storage> {
 mod tests {
     use super::*;
 
-    /// Bytes that a caller brought, alive as long as `owner`.
+    /// Bytes that the caller provided, alive as long as `owner`.
     #[derive(Debug)]
     struct Lent {
         len: usize,

@@ -1,4 +1,5 @@
-//! What a model is asked to compute: tokens, where they stand, where their KV goes, what they see.
+//! The input of a forward pass: tokens, their positions, the slots for their KV, and the segments they
+//! attend to.
 
 use std::sync::Arc;
 
@@ -6,45 +7,47 @@ use crate::base::{Result, same};
 use crate::device::{MergeGroup, QueryRow, Segment};
 use crate::paging::SlotMapping;
 
-/// Which logits the caller wants.
+/// The logits that the caller wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Logits {
-    /// None: the pass only fills the cache.
+    /// No logits: the pass only fills the cache.
     #[default]
     None,
-    /// Of the last token.
+    /// The logits of the last token.
     Last,
-    /// Of every token.
+    /// The logits of every token.
     All,
 }
 
-/// One sequence's share of a forward pass: a prefill, a decode step, a chunk to fill, or tokens of one to
-/// compute anew.
+/// The part of one sequence in a forward pass: a prefill, a decode step, a chunk to fill, or tokens of a
+/// chunk to recompute.
 #[derive(Debug, Clone)]
 pub struct SequenceInput {
-    /// New tokens.
+    /// The new tokens.
     pub tokens: Vec<u32>,
     /// Logical index of the start.
     pub logical_start: usize,
     /// Position of the start.
     pub position_start: i64,
-    /// How far from the start each token stands, rising; `None` when they follow one another from it.
+    /// Distance of each token from the start, in increasing order. `None` if the tokens are consecutive
+    /// from the start.
     pub at: Option<Arc<[u32]>>,
-    /// Positions from where keys are stored to where their tokens stand: a token at position `p` has its
-    /// key rotated to `p − key_offset`, for a segment with that offset.
+    /// Distance in positions between stored keys and their tokens: the key of a token at position `p` is
+    /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,
-    /// Where K and V of the new tokens are written, one slot each.
+    /// Slots for K and V of the new tokens, one slot per token.
     pub slots: SlotMapping,
-    /// What the tokens see: earlier segments and, last, the one that holds the tokens themselves.
+    /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
+    /// themselves.
     pub segments: Vec<Segment>,
-    /// The merge groups of these segments.
+    /// Merge groups of the segments.
     pub groups: Arc<[MergeGroup]>,
-    /// Which logits are wanted.
+    /// The logits that the caller wants.
     pub logits: Logits,
 }
 
 impl SequenceInput {
-    /// Tokens that follow one another from a start, with plain attention and no logits.
+    /// Creates an input of consecutive tokens, with plain attention and no logits.
     ///
     /// ```
     /// use kvcore::{BlockId, Segment, SequenceInput, SlotMapping};
@@ -72,23 +75,24 @@ impl SequenceInput {
         }
     }
 
-    /// The same with logits.
+    /// Sets the logits that the caller wants.
     #[must_use]
     pub fn with_logits(mut self, logits: Logits) -> Self {
         self.logits = logits;
         self
     }
 
-    /// Checks that there is a slot, and a place if places are given, for every token.
+    /// Checks that every token has a slot, and a distance if `at` is given.
     ///
     /// # Errors
-    /// [`crate::Error::Mismatch`].
+    /// Returns [`crate::Error::Mismatch`] if the number of slots or distances differs from the number of
+    /// tokens.
     pub fn check(&self) -> Result<()> {
         same("slots of a sequence", self.tokens.len(), self.slots.len())?;
         self.at.as_ref().map_or(Ok(()), |at| same("places of a sequence", self.tokens.len(), at.len()))
     }
 
-    /// One query row per token.
+    /// Returns one query row per token.
     pub fn rows(&self) -> impl Iterator<Item = QueryRow> + '_ {
         (0..self.tokens.len()).map(|i| {
             let at = self.at.as_ref().and_then(|at| at.get(i)).map_or(i, |&at| at as usize);
@@ -96,7 +100,7 @@ impl SequenceInput {
         })
     }
 
-    /// The position that each token's key is rotated to.
+    /// Returns the position that each token's key is rotated to.
     pub fn key_positions(&self) -> impl Iterator<Item = i64> + '_ {
         self.rows().map(|row| row.position - self.key_offset)
     }

@@ -1,5 +1,5 @@
-//! What an engine uses: keys, the block pool and its policies, block tables, caches, prefixes, sleep, and the batch
-//! that it hands to a model.
+//! The structures that an engine uses: keys, the block pool with its policies, block tables, caches,
+//! prefixes, sleep, and the batch for a model.
 
 pub mod batch;
 pub mod block;

@@ -1,4 +1,4 @@
-//! The locks of this crate: `parking_lot`'s, or `loom`'s when its models are checked
+//! The locks of this crate: those of `parking_lot`, or those of `loom` when its models are checked
 //! (`RUSTFLAGS="--cfg loom"`).
 
 #[cfg(not(loom))]
@@ -15,7 +15,8 @@ mod imp {
         static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1 << 20, Ordering::Relaxed));
     }
 
-    /// A number that is far apart between threads at first and moves on by `step`.
+    /// Returns the thread's counter and advances it by `step`. The counters of different threads start far
+    /// apart.
     pub(crate) fn turn(step: usize) -> usize {
         TURN.with(|turn| turn.replace(turn.get().wrapping_add(step)))
     }
@@ -42,7 +43,7 @@ mod imp {
         }
     }
 
-    /// Models must be deterministic: every thread begins at the first shard.
+    /// Returns 0: models must be deterministic, so every thread begins at the first shard.
     pub(crate) fn turn(_: usize) -> usize {
         0
     }

@@ -5,9 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
-    ApplyRope, Attend, AttendMla, Backend, Capabilities, CopyBlocks, CopyTensor, CounterSnapshot, Dequantize,
-    Error, Event, Gather, Kernels, MemoryKind, Quantize, Result, RotateKeys, Scatter, Storage, Stream,
-    SwapBlocks, TensorView,
+    Backend, Capabilities, Checked, CounterSnapshot, Counters, Error, Event, MemoryKind, Result, Storage,
+    Stream, TensorView,
 };
 
 /// The CPU backend, but for one operation.
@@ -88,24 +87,17 @@ struct FaultyStream {
     fuse: Arc<Fuse>,
 }
 
-macro_rules! pass_on {
-    ($($name:ident: $op:ty),* $(,)?) => {
-        impl Kernels for FaultyStream {
-            $(fn $name(&self, op: &$op) -> Result<()> {
-                self.fuse.check(stringify!($name))?;
-                self.stream.$name(op)
-            })*
-        }
-    };
-}
-
-pass_on! {
-    scatter: Scatter, gather: Gather, copy_blocks: CopyBlocks, swap_blocks: SwapBlocks, copy_tensor: CopyTensor,
-    rope: ApplyRope, rotate_keys: RotateKeys, attend: Attend, attend_mla: AttendMla, quantize: Quantize,
-    dequantize: Dequantize,
-}
-
 impl Stream for FaultyStream {
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        self.fuse.check(operation.operation().name())?;
+        self.stream.launch(operation)
+    }
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        self.stream.owns(storage)
+    }
+    fn counters(&self) -> &Counters {
+        self.stream.counters()
+    }
     fn record(&self) -> Result<Arc<dyn Event>> {
         self.fuse.check("record")?;
         self.stream.record()

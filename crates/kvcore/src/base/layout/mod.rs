@@ -1,4 +1,4 @@
-//! Where an element of K or V lies: one affine formula with validated strides.
+//! The address of every element of K and V: one affine formula with validated strides.
 
 use crate::base::{DType, Error, Result, product};
 
@@ -14,9 +14,9 @@ pub use shape::{BlockOrder, KvShape};
 /// A validated layout of paged (or static) K and V storage.
 ///
 /// The element `(layer, block, token, head, i)` of K lies at
-/// `layer * k.layer + block * k.block + token * k.token + head * k.head + i`. No two elements share
-/// an address and every product is checked at construction, so that address arithmetic afterwards
-/// cannot overflow. Scales of quantised formats follow the same formula with strides of their own.
+/// `layer * k.layer + block * k.block + token * k.token + head * k.head + i`. The constructor checks that
+/// no two elements share an address and that no product overflows, so later address arithmetic cannot
+/// overflow. The scales of quantised formats follow the same formula with strides of their own.
 ///
 /// ```
 /// use kvcore::{BlockOrder, DType, KvFormat, KvLayout, KvShape};
@@ -40,13 +40,13 @@ pub struct KvLayout {
     block_bytes: usize,
 }
 
-/// K or V.
+/// The layout of K or of V.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plane {
     strides: PlaneStrides,
     bytes: usize,
     scales: Option<ScaleLayout>,
-    /// Bytes of one token in one layer, its scales included.
+    /// Bytes of one token in one layer, including its scales.
     token_bytes: usize,
 }
 
@@ -75,24 +75,27 @@ fn per_byte(dtype: DType) -> usize {
 }
 
 impl KvLayout {
-    /// A layout of the given shape without gaps.
+    /// Creates a layout of the given shape without gaps.
     ///
     /// # Errors
-    /// As [`with_strides`](Self::with_strides).
+    /// Returns the errors of [`with_strides`](Self::with_strides).
     pub fn new(shape: KvShape) -> Result<Self> {
         let k = PlaneStrides::dense(&shape, shape.k_heads, shape.k_dim)?;
         let v = PlaneStrides::dense(&shape, shape.v_heads, shape.v_dim)?;
         Self::with_strides(shape, k, v)
     }
 
-    /// A layout with the caller's strides, for memory that somebody else laid out. Scales lie without
-    /// gaps, in the shape's order.
+    /// Creates a layout with the caller's strides, for memory that other code laid out. Scales lie without
+    /// gaps, in the order of `shape`.
     ///
     /// # Errors
-    /// [`Error::Zero`] for an empty extent or group, [`Error::Overflow`], [`Error::InvalidFormat`] for
-    /// a dense type that no kernel computes with, [`Error::Mismatch`] for a group that does not divide
-    /// both dims or is odd in int4, and [`Error::InvalidStrides`] when two elements would share an
-    /// address or a row of 4-bit elements would begin inside a byte.
+    /// - Returns [`Error::Zero`] if an extent or the group is 0.
+    /// - Returns [`Error::OutOfRange`] if the number of blocks does not fit a [`BlockId`](crate::BlockId).
+    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
+    /// - Returns [`Error::InvalidFormat`] for a dense type that no kernel computes with.
+    /// - Returns [`Error::Mismatch`] if the group does not divide `k_dim` and `v_dim`, or is odd in int4.
+    /// - Returns [`Error::InvalidStrides`] if two elements would share an address, or if a row of 4-bit
+    ///   elements would begin inside a byte.
     pub fn with_strides(shape: KvShape, k: PlaneStrides, v: PlaneStrides) -> Result<Self> {
         for (what, extent) in [
             ("num_layers", shape.num_layers),
@@ -121,7 +124,8 @@ impl KvLayout {
         Ok(Self { shape, k, v, token_bytes, block_bytes })
     }
 
-    /// As many blocks as `budget` bytes hold, over all layers, K, V and their scales together.
+    /// Creates a layout with as many blocks as `budget` bytes hold. A block counts K, V and their scales
+    /// over all layers. The `num_blocks` of `shape` is ignored.
     ///
     /// ```
     /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
@@ -136,7 +140,8 @@ impl KvLayout {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotEnoughMemory`] when the budget does not hold one block.
+    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, and the errors of
+    /// [`new`](Self::new).
     pub fn within_budget(shape: &KvShape, budget: usize) -> Result<Self> {
         let block_bytes = Self::new(KvShape { num_blocks: 1, ..shape.clone() })?.block_bytes;
         match budget / block_bytes {
@@ -145,58 +150,58 @@ impl KvLayout {
         }
     }
 
-    /// The extents.
+    /// Returns the extents of the layout.
     pub fn shape(&self) -> &KvShape {
         &self.shape
     }
 
-    /// Strides of K.
+    /// Returns the strides of K.
     pub fn k_strides(&self) -> PlaneStrides {
         self.k.strides
     }
 
-    /// Strides of V.
+    /// Returns the strides of V.
     pub fn v_strides(&self) -> PlaneStrides {
         self.v.strides
     }
 
-    /// Bytes that the K storage must have.
+    /// Returns the number of bytes that the K storage must have.
     pub fn k_bytes(&self) -> usize {
         self.k.bytes
     }
 
-    /// Bytes that the V storage must have.
+    /// Returns the number of bytes that the V storage must have.
     pub fn v_bytes(&self) -> usize {
         self.v.bytes
     }
 
-    /// The scales of K; none for dense formats.
+    /// Returns the layout of the scales of K, or `None` for a dense format.
     pub fn k_scales(&self) -> Option<ScaleLayout> {
         self.k.scales
     }
 
-    /// The scales of V; none for dense formats.
+    /// Returns the layout of the scales of V, or `None` for a dense format.
     pub fn v_scales(&self) -> Option<ScaleLayout> {
         self.v.scales
     }
 
-    /// Bytes of one token in one layer, K and V with the scales that go with them.
+    /// Returns the bytes of one token in one layer: K and V, including the scales stored per block.
     pub fn token_bytes(&self) -> usize {
         self.token_bytes
     }
 
-    /// Bytes of one block over all layers, K and V with the scales that go with them. Static scales
-    /// belong to no block and are not in it.
+    /// Returns the bytes of one block over all layers: K and V, including the scales stored per block.
+    /// Static scales belong to no block and are not counted.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// Slots per layer: `num_blocks * block_size`.
+    /// Returns the number of slots per layer: `num_blocks * block_size`.
     pub fn num_slots(&self) -> usize {
         self.shape.num_blocks * self.shape.block_size
     }
 
-    /// Blocks that `tokens` tokens fill.
+    /// Returns the number of blocks that hold `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.shape.block_size)
     }
@@ -221,7 +226,8 @@ mod tests {
         }
     }
 
-    /// Every row of `len` elements has its own place, and together they fill `elements`.
+    /// Asserts that every row of `len` elements has its own place and that the rows together fill
+    /// `elements`.
     fn tile(s: &KvShape, strides: PlaneStrides, heads: usize, len: usize, elements: usize) {
         let mut seen = vec![false; elements];
         for layer in 0..s.num_layers {

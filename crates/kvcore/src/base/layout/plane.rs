@@ -1,28 +1,29 @@
-//! Strides of one plane, K or V, and the proof that no two elements share an address.
+//! Strides of one plane, K or V, and the check that no two elements share an address.
 
 use super::{BlockOrder, KvShape};
 use crate::base::{Error, Result, product};
 
-/// Strides of K, of V or of their scales, in elements; the innermost axis has stride 1.
+/// Strides of K, of V or of their scales, counted in elements. The innermost axis has stride 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneStrides {
-    /// From a layer to the next.
+    /// Distance from a layer to the next.
     pub layer: usize,
-    /// From a block to the next.
+    /// Distance from a block to the next.
     pub block: usize,
-    /// From a head to the next inside a block.
+    /// Distance from a head to the next inside a block.
     pub head: usize,
-    /// From a token to the next inside a block.
+    /// Distance from a token to the next inside a block.
     pub token: usize,
 }
 
 impl PlaneStrides {
-    /// The first element of a head's row. Cannot overflow for extents of a validated layout.
+    /// Returns the index of the first element of a head's row. Cannot overflow within the extents of a
+    /// validated layout.
     pub fn at(&self, layer: usize, block: usize, token: usize, head: usize) -> usize {
         layer * self.layer + block * self.block + token * self.token + head * self.head
     }
 
-    /// Strides without gaps for rows of `dim` elements.
+    /// Creates strides without gaps for rows of `dim` elements.
     pub(super) fn dense(shape: &KvShape, heads: usize, dim: usize) -> Result<Self> {
         let (head, token) = match shape.order {
             BlockOrder::HeadMajor => (product("head stride", &[shape.block_size, dim])?, dim),
@@ -33,8 +34,8 @@ impl PlaneStrides {
         Ok(Self { layer, block, head, token })
     }
 
-    /// Elements from the first to the last, after checking that none share an address and that rows
-    /// of elements smaller than a byte (`per_byte` of them in one) begin on a byte.
+    /// Returns the number of elements from the first to the last of the plane. Checks that no two elements
+    /// share an address and that every row begins on a byte; `per_byte` elements share a byte.
     pub(super) fn extent(
         &self,
         what: &'static str,

@@ -1,27 +1,28 @@
-//! Which bytes of a buffer belong to which blocks.
+//! The byte ranges of a buffer that belong to given blocks.
 
 use std::ops::Range;
 
 use super::{KvLayout, KvShape, PlaneStrides};
 use crate::base::DType;
 
-/// Rows of one buffer role of an arena: K, V, or the scales of either.
+/// The rows of one buffer role of an arena: K, V, or the scales of either.
 #[derive(Debug, Clone, Copy)]
 struct Rows {
     strides: PlaneStrides,
     heads: usize,
-    /// Elements of a row.
+    /// Number of elements in a row.
     len: usize,
     dtype: DType,
     bytes: usize,
 }
 
 impl KvLayout {
-    /// The byte ranges that belong to `blocks` and to no other block, in ascending order, for each buffer
-    /// that belongs to blocks at all: K, V, and the scales of K and of V unless they are static. What lies
-    /// behind the last block belongs to it, and its runs end at `usize::MAX`.
+    /// Returns the byte ranges that belong to `blocks` and to no other block, in ascending order, for each
+    /// buffer with per-block contents: K, V, and the scales of K and of V unless the scales are static.
     ///
-    /// Where layers are outermost, as they are unless the caller gave strides, a buffer has one run a layer.
+    /// A range that reaches the end of its buffer ends at `usize::MAX` instead, so it also covers any bytes
+    /// behind the last block. If layers are the outermost axis, which holds unless the caller gave strides,
+    /// a buffer has at most one range per layer.
     pub fn runs(&self, blocks: &Range<u32>) -> Vec<Vec<Range<usize>>> {
         let s = &self.shape;
         let dtype = s.format.storage_dtype();
@@ -40,8 +41,8 @@ impl KvLayout {
 }
 
 impl Rows {
-    /// Extents and strides do not overlap (`PlaneStrides::extent`): axes with a larger stride than the
-    /// blocks' lie around a block, the others inside it.
+    /// Returns the byte ranges of `blocks`. Relies on strides that do not overlap (`PlaneStrides::extent`):
+    /// axes with a larger stride than the block axis lie around a block, the other axes inside it.
     fn runs(&self, shape: &KvShape, blocks: &Range<u32>) -> Vec<Range<usize>> {
         let s = self.strides;
         let axes = [(s.layer, shape.num_layers), (s.head, self.heads), (s.token, shape.block_size)];
@@ -91,7 +92,7 @@ mod tests {
         }
     }
 
-    /// The blocks whose elements lie in each byte, found by walking over every element.
+    /// Returns the block that owns each byte, found by walking over every element.
     fn owners(shape: &KvShape, strides: PlaneStrides, heads: usize, len: usize, bits: usize) -> Vec<usize> {
         let mut owner = Vec::new();
         for layer in 0..shape.num_layers {
@@ -107,7 +108,7 @@ mod tests {
         owner
     }
 
-    /// Every byte of the range's blocks is in a run, and no byte of another block.
+    /// Asserts that the runs hold every byte of the range's blocks and no byte of another block.
     fn check(layout: &KvLayout) {
         let s = layout.shape().clone();
         let bits = s.format.storage_dtype().bits();
@@ -149,7 +150,7 @@ mod tests {
 
     #[test]
     fn strides_of_any_order_are_followed() {
-        // Heads around blocks around layers around tokens, with gaps.
+        // From the outermost axis: heads, blocks, layers, tokens, with gaps.
         let s = shape(DType::F32.into(), BlockOrder::TokenMajor);
         let strides = |dim: usize| {
             let (token, layer) = (dim + 1, 4 * (dim + 1));

@@ -1,32 +1,33 @@
-//! Where the scales of a quantised plane lie: a further buffer role of the same blocks.
+//! The layout of the scales of a quantised plane: a further buffer role of the same blocks.
 
 use super::{KvShape, PlaneStrides};
 use crate::base::{DType, KvFormat, Result, ScaleScope, product};
 
-/// The scales of K or of V.
+/// The layout of the scales of K or of V.
 ///
-/// Integer formats have `per_row` f16 scales in each head's row, laid out like the rows themselves:
-/// they belong to a block and go with it. fp8 has static f32 scales, one per layer or per layer and
-/// head; their strides of blocks and tokens are 0.
+/// Integer formats have `per_row` f16 scales for each head's row, laid out in the same order as the rows.
+/// These scales belong to a block and move with it. fp8 formats have static f32 scales, one per layer or
+/// one per layer and head; the block and token strides of static scales are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScaleLayout {
-    /// Type of a scale.
+    /// Element type of one scale.
     pub dtype: DType,
-    /// Strides in scales.
+    /// Strides, counted in scales.
     pub strides: PlaneStrides,
-    /// Consecutive scales of one head's row.
+    /// Number of consecutive scales of one head's row.
     pub per_row: usize,
-    /// Bytes that the storage of the scales must have.
+    /// Number of bytes that the storage of the scales must have.
     pub bytes: usize,
 }
 
 impl ScaleLayout {
-    /// Whether scales belong to the arena and not to its blocks.
+    /// Returns whether the scales belong to the arena rather than to its blocks.
     pub fn is_static(&self) -> bool {
         self.strides.block == 0
     }
 
-    /// The scales of a plane of `heads` rows of `dim` elements; none for dense formats.
+    /// Creates the layout of the scales for `heads` rows of `dim` elements per token. Returns `None` for
+    /// dense formats.
     pub(super) fn new(shape: &KvShape, heads: usize, dim: usize) -> Result<Option<Self>> {
         match shape.format {
             KvFormat::Dense(_) => Ok(None),
@@ -48,7 +49,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Bytes of the scales of one row that go with its block.
+    /// Returns the bytes of the scales of one row that move with its block.
     pub(super) fn row_bytes(&self) -> usize {
         if self.is_static() { 0 } else { self.per_row * self.dtype.bits() / 8 }
     }

@@ -1,41 +1,41 @@
-//! The extents from which a layout is made.
+//! The extents that define a layout.
 
 use serde::{Deserialize, Serialize};
 
 use crate::base::KvFormat;
 
-/// Order of the two inner axes of a block.
+/// The order of the two outer axes inside a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockOrder {
-    /// `[heads, block_size, dim]`: one head's tokens are contiguous.
+    /// `[heads, block_size, dim]`: the tokens of one head are contiguous.
     HeadMajor,
-    /// `[block_size, heads, dim]`: one token's heads are contiguous; most GPU kernels read this.
+    /// `[block_size, heads, dim]`: the heads of one token are contiguous. Most GPU kernels read this order.
     TokenMajor,
 }
 
-/// The extents from which a [`KvLayout`](crate::KvLayout) is made.
+/// The extents that define a [`KvLayout`](crate::KvLayout).
 ///
-/// K and V may differ in heads and in width. Multi-head latent attention is the shape with one head
-/// of each, where K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent
-/// (`v_dim` = `kv_lora_rank`).
+/// K and V may differ in the number of heads and in width. Multi-head latent attention (MLA) uses one head
+/// each: K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent (`v_dim` =
+/// `kv_lora_rank`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvShape {
-    /// Layers held by this rank.
+    /// Number of layers held by this rank.
     pub num_layers: usize,
-    /// Physical blocks per layer.
+    /// Number of physical blocks per layer.
     pub num_blocks: usize,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: usize,
-    /// Key heads held by this rank.
+    /// Number of key heads held by this rank.
     pub k_heads: usize,
-    /// Value heads held by this rank.
+    /// Number of value heads held by this rank.
     pub v_heads: usize,
-    /// Elements per head of K.
+    /// Number of elements per head of K.
     pub k_dim: usize,
-    /// Elements per head of V.
+    /// Number of elements per head of V.
     pub v_dim: usize,
-    /// How elements are stored.
+    /// Format in which elements are stored.
     pub format: KvFormat,
     /// Order of heads and tokens inside a block.
     pub order: BlockOrder,

@@ -1,4 +1,4 @@
-//! The formats in which a cache stores keys and values.
+//! Storage formats of keys and values.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::base::Fp8Kind;
 use crate::base::{DType, Error, Result};
 
-/// Elements that share a scale in integer formats unless told otherwise.
+/// Default number of elements that share a scale in integer formats.
 const DEFAULT_GROUP: usize = 32;
 
-/// What shares one static scale of an fp8 cache.
+/// The part of an fp8 cache that shares one static scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScaleScope {
     /// All of K, or all of V, in one layer.
@@ -20,10 +20,11 @@ pub enum ScaleScope {
     PerHead,
 }
 
-/// How the elements of K and V are stored.
+/// The storage format of the elements of K and V.
 ///
-/// On command lines and in configs a format is a word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
-/// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`, either with `:head` for a scale per head.
+/// Command lines and configs name a format by one word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
+/// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`. Either fp8 format takes the suffix `:head` for one scale
+/// per head.
 ///
 /// ```
 /// use kvcore::{DType, KvFormat};
@@ -35,32 +36,32 @@ pub enum ScaleScope {
 #[serde(try_from = "String", into = "String")]
 #[non_exhaustive]
 pub enum KvFormat {
-    /// Elements as they are, in one of [`DType::COMPUTE`].
+    /// Elements without quantisation, in one of [`DType::COMPUTE`].
     Dense(DType),
     /// Signed bytes, with one f16 scale for each `group` consecutive elements of a head's row.
     Int8 {
-        /// Elements that share a scale; divides `k_dim` and `v_dim`.
+        /// Number of elements that share a scale. Divides `k_dim` and `v_dim`.
         group: usize,
     },
     /// Signed 4-bit integers, with scales as in [`Int8`](Self::Int8).
     Int4 {
-        /// Elements that share a scale; even, and divides `k_dim` and `v_dim`.
+        /// Number of elements that share a scale. Even, and divides `k_dim` and `v_dim`.
         group: usize,
     },
     /// 8-bit floats with static f32 scales.
     Fp8 {
-        /// Which 8-bit float.
+        /// The kind of 8-bit float.
         kind: Fp8Kind,
-        /// What shares a scale.
+        /// The part of the cache that shares a scale.
         scales: ScaleScope,
     },
 }
 
 impl KvFormat {
-    /// Names of all quantised formats, as [`name`](Self::name) gives them.
+    /// Names of all quantised formats, as [`name`](Self::name) returns them.
     pub const QUANTIZED: [&str; 4] = ["int8", "int4", "fp8-e4m3", "fp8-e5m2"];
 
-    /// The element type of the stored codes.
+    /// Returns the element type of the stored codes.
     pub const fn storage_dtype(self) -> DType {
         match self {
             Self::Dense(dtype) => dtype,
@@ -71,12 +72,13 @@ impl KvFormat {
         }
     }
 
-    /// Whether elements are stored as codes with scales.
+    /// Returns whether elements are stored as codes with scales.
     pub const fn is_quantized(self) -> bool {
         !matches!(self, Self::Dense(_))
     }
 
-    /// The family's name, without group or scope: what a backend lists in its capabilities.
+    /// Returns the name of the format without its group or scope. Backends list these names in their
+    /// capabilities.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Dense(dtype) => dtype.name(),
@@ -87,11 +89,11 @@ impl KvFormat {
         }
     }
 
-    /// Whether rows of `dim` elements can be stored.
+    /// Checks that rows of `dim` elements can be stored in this format.
     ///
     /// # Errors
-    /// [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`] for
-    /// an empty group, [`Error::Mismatch`] for an odd group of int4 or one that does not divide `dim`.
+    /// Returns [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`]
+    /// if the group is 0, and [`Error::Mismatch`] if the group does not divide `dim` or is odd in int4.
     pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
         match self {
             Self::Dense(dtype) if !dtype.is_compute() => {

@@ -1,6 +1,6 @@
 //! The two 8-bit floats of the OCP specification (OFP8, revision 1.0).
 
-/// Which 8-bit float.
+/// The kind of 8-bit float.
 ///
 /// ```
 /// use kvcore::Fp8Kind;
@@ -17,7 +17,7 @@ pub enum Fp8Kind {
 }
 
 const SIGN: u8 = 0x80;
-/// Mantissa bits and exponent bias of an f32.
+/// Number of mantissa bits of an f32.
 const F32_MANTISSA: u32 = 23;
 const F32_BIAS: u32 = 127;
 
@@ -49,7 +49,7 @@ impl Fp8Kind {
         }
     }
 
-    /// Code of the largest finite value.
+    /// Returns the code of the largest finite value.
     const fn max_code(self) -> u8 {
         match self {
             Self::E4M3 => 0x7e,
@@ -57,7 +57,7 @@ impl Fp8Kind {
         }
     }
 
-    /// The largest finite value.
+    /// Returns the largest finite value.
     pub const fn max(self) -> f32 {
         match self {
             Self::E4M3 => 448.0,
@@ -65,17 +65,17 @@ impl Fp8Kind {
         }
     }
 
-    /// The smallest positive value, one step of the subnormal range.
+    /// Returns the smallest positive value: one step of the subnormal range.
     pub const fn smallest(self) -> f32 {
         f32::from_bits((F32_BIAS + 1 - self.bias() - self.mantissa_bits()) << F32_MANTISSA)
     }
 
-    /// The smallest positive normal value.
+    /// Returns the smallest positive normal value.
     const fn smallest_normal(self) -> f32 {
         f32::from_bits((F32_BIAS + 1 - self.bias()) << F32_MANTISSA)
     }
 
-    /// The value of a code, by the definition of the format.
+    /// Returns the value of a code, as the format defines it.
     const fn value(self, code: u8) -> f32 {
         let magnitude = code & !SIGN;
         let x = if magnitude > self.max_code() {
@@ -90,7 +90,7 @@ impl Fp8Kind {
         if code & SIGN == 0 { x } else { -x }
     }
 
-    /// The value of a code; exact.
+    /// Returns the exact value of a code.
     pub fn decode(self, code: u8) -> f32 {
         match self {
             Self::E4M3 => E4M3[usize::from(code)],
@@ -98,9 +98,9 @@ impl Fp8Kind {
         }
     }
 
-    /// The code nearest to `x`, ties to even; finite values beyond [`max`](Self::max) saturate.
+    /// Returns the code nearest to `x`, ties to even. Finite values beyond [`max`](Self::max) saturate.
     ///
-    /// NaN stays NaN. Infinity stays infinity in E5M2 and becomes NaN in E4M3, which has none.
+    /// NaN stays NaN. Infinity stays infinity in E5M2 and becomes NaN in E4M3, which has no infinity.
     pub fn encode(self, x: f32) -> u8 {
         let sign = if x.is_sign_negative() { SIGN } else { 0 };
         let magnitude = x.abs();
@@ -123,13 +123,13 @@ impl Fp8Kind {
         }
     }
 
-    /// The static scale under which a tensor whose largest magnitude is `amax` just fits; 1 if `amax`
-    /// is zero or no number.
+    /// Returns the smallest static scale under which a tensor with largest magnitude `amax` does not
+    /// saturate. Returns 1 if `amax` is not a positive finite number.
     pub fn scale_for(self, amax: f32) -> f32 {
         if amax.is_finite() && amax > 0.0 { (amax / self.max()).max(f32::MIN_POSITIVE) } else { 1.0 }
     }
 
-    /// Encodes `row / scale`. Finite elements saturate, however small the scale.
+    /// Encodes `row / scale`. Finite elements saturate, however small the scale is.
     pub fn encode_row(self, row: &[f32], scale: f32, codes: &mut [u8]) {
         for (code, &x) in codes.iter_mut().zip(row) {
             let scaled = x / scale;
@@ -137,7 +137,7 @@ impl Fp8Kind {
         }
     }
 
-    /// Decodes codes and multiplies them by `scale`.
+    /// Decodes `codes` and multiplies the values by `scale`.
     pub fn decode_row(self, codes: &[u8], scale: f32, row: &mut [f32]) {
         for (x, &code) in row.iter_mut().zip(codes) {
             *x = self.decode(code) * scale;
@@ -198,7 +198,7 @@ mod tests {
         }
     }
 
-    /// The nearest of all 256 values, of two equally near ones the one with an even code.
+    /// Returns the nearest of all 256 values; of two equally near values, the one with the even code.
     fn nearest(kind: Fp8Kind, x: f32) -> f32 {
         let x = f64::from(x.clamp(-kind.max(), kind.max()));
         let distance = |code: u8| (f64::from(kind.decode(code)) - x).abs();

@@ -5,11 +5,11 @@ use half::f16;
 use super::KvFormat;
 use crate::base::{Result, same};
 
-/// Which integer.
+/// The kind of integer that stores a code.
 ///
-/// A group's scale is its largest magnitude divided by the largest code, rounded *up* to f16, so that
-/// no finite element clips: each reads back within half a scale. A group that holds NaN or infinity, or
-/// whose scale is too large for f16, has a NaN scale and reads back as NaN.
+/// The scale of a group is its largest magnitude divided by the largest code, rounded *up* to f16. No
+/// finite element is clipped, and each reads back within half a scale. A group has a NaN scale and reads
+/// back as NaN if it holds NaN or infinity, or if its scale is too large for f16.
 ///
 /// ```
 /// use kvcore::IntKind;
@@ -21,14 +21,14 @@ use crate::base::{Result, same};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IntKind {
-    /// Codes −127..=127, one in a byte.
+    /// Codes −127..=127, one per byte.
     Int8,
-    /// Codes −7..=7, two in a byte, the first in the low half.
+    /// Codes −7..=7, two per byte, the first in the low half.
     Int4,
 }
 
 impl IntKind {
-    /// The largest code.
+    /// Returns the largest code.
     pub const fn max(self) -> i8 {
         match self {
             Self::Int8 => 127,
@@ -36,7 +36,7 @@ impl IntKind {
         }
     }
 
-    /// The scale of a group.
+    /// Returns the scale of a group.
     pub fn scale_of(self, group: &[f32]) -> f16 {
         let mut amax = 0.0f32;
         for &x in group {
@@ -47,17 +47,18 @@ impl IntKind {
         }
         let limit = f32::from(self.max());
         let near = f16::from_f32(amax / limit);
-        // Exact: eleven bits times at most seven.
+        // Exact: the product has at most eleven bits times seven bits.
         let up = near.to_f32() * limit < amax;
         let scale = if up { f16::from_bits(near.to_bits() + 1) } else { near };
         if scale.is_finite() { scale } else { f16::NAN }
     }
 
-    /// Encodes a row: a code per element and a scale per group.
+    /// Encodes a row into one code per element and one scale per group.
     ///
     /// # Errors
-    /// [`Error::Zero`] for an empty group, [`Error::Mismatch`] for a group that does not divide the row or is
-    /// odd in int4, and for another number of codes or scales than the row has. Nothing is written then.
+    /// Returns [`Error::Zero`] if `group` is 0. Returns [`Error::Mismatch`] if `group` does not divide the
+    /// length of the row or is odd in int4, or if `codes` or `scales` has the wrong length. In these cases
+    /// nothing is written.
     ///
     /// [`Error::Zero`]: crate::Error::Zero
     /// [`Error::Mismatch`]: crate::Error::Mismatch
@@ -68,7 +69,7 @@ impl IntKind {
         {
             *scale = self.scale_of(part);
             let (step, limit) = (scale.to_f32(), f32::from(self.max()));
-            // Of a zero or NaN scale all codes are 0.
+            // If the scale is zero or NaN, all codes are 0.
             let code = |x: f32| if step > 0.0 { nearest((x / step).clamp(-limit, limit)) } else { 0 };
             match self {
                 Self::Int8 => {
@@ -87,10 +88,10 @@ impl IntKind {
         Ok(())
     }
 
-    /// Decodes a row: each code times its group's scale.
+    /// Decodes a row: multiplies each code by the scale of its group.
     ///
     /// # Errors
-    /// As [`encode_row`](Self::encode_row).
+    /// Returns the errors of [`encode_row`](Self::encode_row).
     pub fn decode_row(self, codes: &[u8], group: usize, scales: &[f16], row: &mut [f32]) -> Result<()> {
         self.check_row(row.len(), group, codes.len(), scales.len())?;
         for ((part, codes), scale) in
@@ -115,7 +116,7 @@ impl IntKind {
         Ok(())
     }
 
-    /// Whether a row is whole groups, with all its codes and scales.
+    /// Checks that a row consists of whole groups and has one code per element and one scale per group.
     fn check_row(self, elements: usize, group: usize, codes: usize, scales: usize) -> Result<()> {
         let format = match self {
             Self::Int8 => KvFormat::Int8 { group },
@@ -126,7 +127,7 @@ impl IntKind {
         same("scales of a row", elements / group, scales)
     }
 
-    /// Bytes of a group's codes.
+    /// Returns the number of bytes of a group's codes.
     fn bytes_of(self, group: usize) -> usize {
         match self {
             Self::Int8 => group,
@@ -135,8 +136,8 @@ impl IntKind {
     }
 }
 
-/// The nearest integer, ties to even, for magnitudes below 2²²: the sum has no bit left for a fraction.
-/// A call of the mathematics library for each element would take several times as long.
+/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the sum has no bit left for a
+/// fraction. Calling the mathematics library for each element would take several times as long.
 fn nearest(x: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 · 2²³
     (x + SHIFT - SHIFT) as i32 as i8

@@ -1,14 +1,15 @@
-//! Quantised caches: how the elements of a row are stored in fewer bits. Pure arithmetic, no device.
+//! Quantised caches: arithmetic that stores the elements of a row in fewer bits. This module knows no
+//! device.
 //!
 //! | format | one code | scales | NaN and infinity |
 //! |---|---|---|---|
 //! | int8 | −127..=127 | f16 per token, head and group | the group reads back as NaN |
-//! | int4 | −7..=7 | the same | the same |
-//! | fp8 e4m3 | OCP E4M3, largest 448 | f32 per layer (and head), set once | NaN; infinity becomes NaN |
-//! | fp8 e5m2 | OCP E5M2, largest 57344 | the same | kept |
+//! | int4 | −7..=7 | f16 per token, head and group | the group reads back as NaN |
+//! | fp8 e4m3 | OCP E4M3, largest 448 | f32 per layer (and head), set once | NaN kept; infinity becomes NaN |
+//! | fp8 e5m2 | OCP E5M2, largest 57344 | f32 per layer (and head), set once | both kept |
 //!
-//! An element is its code times its scale. The functions here are the definition: a backend's kernels
-//! may differ from them by the rounding of a tie, not by more.
+//! An element is its code times its scale. The functions of this module are the definition: a backend's
+//! kernels may differ from them only in how a tie is rounded.
 
 mod format;
 mod fp8;

@@ -1,50 +1,50 @@
-//! What a model says about its rotary embedding.
+//! The specification of a model's rotary embedding.
 
 use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// Which elements form a rotated pair.
+/// The rule that selects the elements of a rotated pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pairing {
-    /// Element `i` with `i + rotary_dim / 2` (Llama, Qwen, Mistral in the Hugging Face layout).
+    /// Element `i` with `i + rotary_dim / 2` (Llama, Qwen and Mistral in the Hugging Face layout).
     HalfSplit,
-    /// Element `2 i` with `2 i + 1` (GPT-J, DeepSeek's stored layout).
+    /// Element `2 i` with `2 i + 1` (GPT-J, and DeepSeek's stored layout).
     Interleaved,
 }
 
-/// How frequencies are stretched for contexts longer than those trained on.
+/// The scaling of frequencies for contexts longer than those trained on.
 ///
-/// Most scalings have one vector of frequencies, so keys rotated under them may be reused anywhere.
-/// [`DynamicNtk`](Self::DynamicNtk) and [`LongRope`](Self::LongRope) have several, one a
+/// Most scalings have one vector of frequencies, so keys rotated under them can be reused by any request.
+/// [`DynamicNtk`](Self::DynamicNtk) and [`LongRope`](Self::LongRope) have one vector per
 /// [`Regime`](crate::base::Regime).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// As trained.
+    /// No scaling: the trained frequencies.
     None,
-    /// Position interpolation (Chen et al., 2023): all frequencies divided by `factor`.
+    /// Position interpolation (Chen et al., 2023): all frequencies are divided by `factor`.
     Linear {
         /// Ratio of the extended to the trained context.
         factor: f64,
     },
-    /// NTK-aware scaling (bloc97, 2023): theta multiplied once by `factor^(d / (d − 2))`, where `d` is
-    /// the rotary dimension. The lowest frequency is divided by `factor`, the highest is kept.
+    /// NTK-aware scaling (bloc97, 2023): theta is multiplied once by `factor^(d / (d − 2))`, where `d` is
+    /// the rotary dimension. The lowest frequency is divided by `factor`, and the highest is kept.
     StaticNtk {
         /// Ratio of the extended to the trained context.
         factor: f64,
     },
-    /// Dynamic NTK (emozilla, 2023): as trained up to the original context; for `n` positions beyond it
-    /// theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
+    /// Dynamic NTK (emozilla, 2023): the trained frequencies up to the original context. For `n` positions
+    /// beyond it, theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
     DynamicNtk {
         /// Ratio of the longest to the trained context.
         factor: f64,
-        /// Context length of the original training.
+        /// Length of the originally trained context, in positions.
         original_max_position: usize,
     },
-    /// Llama 3.1: low frequencies divided by `factor`, high ones kept, a smooth ramp between.
+    /// Llama 3.1: low frequencies are divided by `factor`, high ones are kept, with a smooth ramp between.
     Llama3 {
         /// Divisor of low frequencies.
         factor: f64,
@@ -52,58 +52,60 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Wavelengths below `original / high_freq_factor` are kept.
         high_freq_factor: f64,
-        /// Context length of the original training.
+        /// Length of the originally trained context, in positions.
         original_max_position: usize,
     },
     /// YaRN (Peng et al., 2023): interpolation by parts, and an attention factor on cos and sin.
     Yarn {
         /// Ratio of the extended to the trained context.
         factor: f64,
-        /// Multiplies cos and sin of queries and of keys, each once.
+        /// Factor on the cos and sin of queries and of keys, applied once to each.
         attention_factor: f64,
-        /// Rotations over the original context above which a frequency is kept.
+        /// Number of rotations over the original context above which a frequency is kept.
         beta_fast: f64,
-        /// Rotations below which it is fully interpolated.
+        /// Number of rotations over the original context below which a frequency is fully interpolated.
         beta_slow: f64,
-        /// Context length of the original training.
+        /// Length of the originally trained context, in positions.
         original_max_position: usize,
-        /// Whether the ends of the ramp are rounded to whole dimensions (the usual choice).
+        /// True if the ends of the ramp are rounded to whole dimensions (the usual choice).
         truncate: bool,
     },
-    /// `LongRoPE` (Ding et al., 2024): each frequency divided by a searched factor of its own, from one list
-    /// up to the original context and from another beyond it.
+    /// `LongRoPE` (Ding et al., 2024): each frequency is divided by a searched factor of its own. Requests
+    /// up to the original context use one list of factors, longer requests another.
     LongRope {
-        /// Divisors of requests within the original context, one a pair.
+        /// Divisors for requests within the original context, one per pair.
         short_factor: Vec<f64>,
-        /// Divisors of longer requests, one a pair.
+        /// Divisors for longer requests, one per pair.
         long_factor: Vec<f64>,
-        /// Multiplies cos and sin of queries and of keys, each once, in both regimes.
+        /// Factor on the cos and sin of queries and of keys, applied once to each in both regimes.
         attention_factor: f64,
-        /// Context length of the original training.
+        /// Length of the originally trained context, in positions.
         original_max_position: usize,
     },
 }
 
-/// The rotary embedding of a layer.
+/// The specification of a layer's rotary embedding.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RopeConfig {
-    /// Elements of a row that are rotated: all of a head, or fewer for partial rotary embeddings.
+    /// Number of leading elements of a row that are rotated: `head_dim`, or less for partial rotary
+    /// embeddings.
     pub rotary_dim: usize,
-    /// Base of the frequencies, e.g. 10000 or 500000.
+    /// Base of the frequencies, for example 10000 or 500000.
     pub theta: f64,
-    /// Which elements form a pair.
+    /// Rule that selects the elements of a pair.
     pub pairing: Pairing,
     /// Scaling of the frequencies.
     pub scaling: RopeScaling,
 }
 
 impl RopeConfig {
-    /// The usual embedding: all of `head_dim` rotated in half-split pairs, no scaling.
+    /// Creates the usual embedding: all of `head_dim` is rotated in half-split pairs, without scaling.
     pub fn new(head_dim: usize, theta: f64) -> Self {
         Self { rotary_dim: head_dim, theta, pairing: Pairing::HalfSplit, scaling: RopeScaling::None }
     }
 
-    /// What cos and sin are multiplied by when a row is first rotated: 1 but for `YaRN` and `LongRoPE`.
+    /// Returns the factor applied to cos and sin when a row is first rotated: 1 except for `YaRN` and
+    /// `LongRoPE`.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
@@ -113,8 +115,9 @@ impl RopeConfig {
         }
     }
 
-    /// Positions that a model made for `model` positions may use: dynamic NTK goes on to `factor` times
-    /// the original context, the others end where the model says.
+    /// Returns the number of positions that requests may use, for a model whose config allows `model`
+    /// positions. Dynamic NTK extends it to `factor` times the original context if that is more; for other
+    /// scalings it is `model`.
     pub fn max_positions(&self, model: usize) -> usize {
         match self.scaling {
             RopeScaling::DynamicNtk { factor, original_max_position } => {
@@ -127,7 +130,7 @@ impl RopeConfig {
     /// Checks every parameter.
     ///
     /// # Errors
-    /// [`Error::InvalidRope`] that names the parameter and its value.
+    /// Returns [`Error::InvalidRope`], which names the parameter and its value.
     pub fn check(&self) -> Result<()> {
         if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
             return invalid(format!("rotary_dim {} is not even and positive", self.rotary_dim));
@@ -181,7 +184,8 @@ impl RopeConfig {
         }
     }
 
-    /// With a single pair the exponent `d / (d − 2)` has no value.
+    /// Checks that the embedding has more than one pair: with a single pair the exponent `d / (d − 2)` is
+    /// undefined.
     fn check_ntk(&self) -> Result<()> {
         if self.rotary_dim > 2 {
             Ok(())

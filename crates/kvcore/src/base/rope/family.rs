@@ -1,4 +1,4 @@
-//! The embeddings of a model: one for every layer in the regime of a request, shared where they are equal.
+//! The rotary embeddings of a model's layers. Layers with equal embeddings share them.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 use super::{Regime, Rope, RopeConfig};
 use crate::base::{Error, Result};
 
-/// Regimes of one specification whose tables are kept. Dynamic NTK has one a length; older ones are
-/// computed anew.
+/// Number of regimes of one specification whose tables are kept. Dynamic NTK has one regime per length;
+/// older ones are recomputed.
 const KEPT: usize = 4;
 
 /// The rotary embeddings of a model's layers, in every regime.
@@ -27,34 +27,35 @@ const KEPT: usize = 4;
 #[derive(Debug)]
 pub struct RopeFamily {
     kinds: Vec<Kind>,
-    /// Index into `kinds` of every layer.
+    /// For every layer, the index into `kinds`.
     layers: Vec<usize>,
     max_positions: usize,
 }
 
-/// One specification and its regimes used last, the most recent at the end.
+/// One specification and its most recently used regimes, the latest at the end.
 #[derive(Debug)]
 struct Kind {
     config: RopeConfig,
     recent: Mutex<Vec<(Regime, Arc<Rope>)>>,
 }
 
-/// The embedding of every layer, all in the regime of one request. Cheap to clone.
+/// The embeddings of all layers in the regime of one request. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct LayerRopes(Arc<[Arc<Rope>]>);
 
 impl LayerRopes {
-    /// One embedding a layer.
+    /// Returns the embeddings, one per layer.
     pub fn layers(&self) -> &[Arc<Rope>] {
         &self.0
     }
 }
 
 impl RopeFamily {
-    /// The embeddings of `layers` for positions `0..max_positions`.
+    /// Creates the embeddings of `layers` for positions `0..max_positions`.
     ///
     /// # Errors
-    /// [`Error::InvalidRope`], or [`Error::Zero`] for no layers or no positions.
+    /// Returns [`Error::InvalidRope`] for an invalid specification, and [`Error::Zero`] if there are no
+    /// layers or no positions.
     pub fn new(layers: &[RopeConfig], max_positions: usize) -> Result<Self> {
         for (what, count) in [("layers", layers.len()), ("max_positions", max_positions)] {
             if count == 0 {
@@ -73,15 +74,15 @@ impl RopeFamily {
         Ok(family)
     }
 
-    /// One past the largest position of any request.
+    /// Returns the first position past the largest one of any request.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// The embeddings of a request whose positions are all below `longest`, see [`Regime`].
+    /// Returns the embeddings for a request whose positions are all below `longest`; see [`Regime`].
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more than [`max_positions`](Self::max_positions).
+    /// Returns [`Error::OutOfRange`] if `longest` exceeds [`max_positions`](Self::max_positions).
     pub fn at(&self, longest: usize) -> Result<LayerRopes> {
         if longest > self.max_positions {
             return Err(Error::range("positions of a request", longest, self.max_positions + 1));

@@ -1,4 +1,4 @@
-//! In which form keys lie in a cache.
+//! The form in which a cache stores its keys.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// Whether cached keys are rotated already.
+/// The form of cached keys: rotated or not.
 ///
 /// ```
 /// use kvcore::KeyForm;
@@ -17,14 +17,15 @@ use crate::base::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyForm {
-    /// Rotated to the position where they were stored. Reading costs nothing; used elsewhere, the query
-    /// makes up for the difference, to rounding.
+    /// Keys rotated to the position where they were stored. Reading costs nothing extra. At another
+    /// position the query compensates for the difference, up to rounding.
     #[default]
     Rotated,
-    /// As the model projected them. Whoever reads them rotates them to the position where they are used,
-    /// so that a key used anywhere is bit for bit the key of a fresh prefill there (in f32, and in any
-    /// format against a prefill that stores them so). Reading costs a rotation per key. `KVQuant` (Hooper
-    /// et al., 2024) quantises keys so, because rotation spreads a channel's outliers over its pair.
+    /// Keys as the model projected them. The reader rotates each key to the position where it is used. A
+    /// key used at any position is therefore bit for bit the key of a fresh prefill at that position (in
+    /// f32, and in any format compared with a prefill that stores unrotated keys). Reading costs one
+    /// rotation per key. `KVQuant` (Hooper et al., 2024) quantises unrotated keys, because rotation spreads
+    /// a channel's outliers over its pair.
     Unrotated,
 }
 

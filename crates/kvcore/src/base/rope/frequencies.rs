@@ -1,5 +1,5 @@
-//! Frequencies of a regime, in f32 with the operations of Hugging Face transformers in their order, so
-//! that they are those the model runs with elsewhere.
+//! The frequencies of a regime, computed in f32 with the operations of Hugging Face transformers in the
+//! same order, so that they equal the frequencies the model runs with elsewhere.
 
 use std::f32::consts::PI;
 
@@ -8,11 +8,11 @@ use super::{Regime, RopeConfig, RopeScaling};
 use crate::base::Result;
 
 impl RopeConfig {
-    /// One frequency per pair, in radians per position.
+    /// Returns one frequency per pair, in radians per position.
     ///
     /// # Errors
-    /// [`Error::InvalidRope`](crate::Error::InvalidRope) for parameters out of their domain, and for a
-    /// regime that this scaling does not have.
+    /// Returns [`Error::InvalidRope`](crate::Error::InvalidRope) for a parameter outside its domain, or if
+    /// this scaling does not have `regime`.
     pub fn frequencies_for(&self, regime: Regime) -> Result<Vec<f32>> {
         self.check()?;
         if !self.has(regime) {
@@ -66,23 +66,23 @@ impl RopeConfig {
         }
     }
 
-    /// Frequencies without scaling.
+    /// Returns the frequencies without scaling.
     fn trained(&self) -> Vec<f32> {
         reciprocals(self.periods(self.theta as f32))
     }
 
-    /// `theta^(2 i / d)` of every pair `i`: positions per radian.
+    /// Returns the period of every pair `i` in positions per radian: `theta^(2 i / d)`.
     fn periods(&self, theta: f32) -> impl Iterator<Item = f32> {
         let d = self.rotary_dim;
         (0..d / 2).map(move |i| theta.powf((2 * i) as f32 / d as f32))
     }
 
-    /// `d / (d − 2)`: scaling theta by `s` to this power divides the lowest frequency by `s`.
+    /// Returns `d / (d − 2)`: scaling theta by `s` to this power divides the lowest frequency by `s`.
     fn ntk_exponent(&self) -> f64 {
         self.rotary_dim as f64 / (self.rotary_dim as f64 - 2.0)
     }
 
-    /// First and last dimension of `YaRN`'s ramp between kept and interpolated frequencies.
+    /// Returns the first and last dimension of `YaRN`'s ramp between kept and interpolated frequencies.
     fn yarn_ramp(&self, fast: f64, slow: f64, original: f64, truncate: bool) -> (f64, f64) {
         let dim = self.rotary_dim as f64;
         let dimension_of = |rotations: f64| {

@@ -1,12 +1,12 @@
 //! Rotary position embeddings: `RoPE(x, m)` rotates pairs of elements by `m * frequency`.
 //!
-//! Because rotations compose, `(R(m) q)·(R(P + i) k) = (R(m − P) q)·(R(i) k)`: a key that is stored
-//! rotated at `i` serves at `P + i` when the *query* is rotated by `m − P`. That identity is what
-//! position-independent reuse stands on.
+//! Rotations compose, so `(R(m) q)·(R(P + i) k) = (R(m − P) q)·(R(i) k)`: a key stored rotated at `i`
+//! serves at `P + i` if the *query* is rotated by `m − P`. Position-independent reuse is based on this
+//! identity.
 //!
-//! Frequencies are computed in f32 as Hugging Face transformers does, so that they are the model's;
-//! angle, sine and cosine in f64, then rounded once. Where they depend on a request's length, [`Regime`]
-//! says how.
+//! Frequencies are computed in f32 as in Hugging Face transformers, so they equal the model's. Angles,
+//! sines and cosines are computed in f64 and rounded once. [`Regime`] covers frequencies that depend on the
+//! length of a request.
 
 mod config;
 mod family;
@@ -23,9 +23,9 @@ pub use table::{Rope, RopeTable};
 
 /// Rotates the leading `2 * cos.len()` elements of `row` and multiplies them by `factor`.
 ///
-/// `cos` and `sin` hold one value per pair. Elements past the rotary dimension are left alone. For a
-/// rotation from one position to another pass the sine and cosine of the difference and a factor
-/// of 1: the attention factor of `YaRN` or `LongRoPE` has been applied when the key was first rotated.
+/// `cos` and `sin` hold one value per pair. Elements past the rotary dimension are not changed. To move a
+/// row from one position to another, pass the cosine and sine of the difference and a factor of 1: the
+/// attention factor of `YaRN` or `LongRoPE` was applied when the key was first rotated.
 ///
 /// ```
 /// use kvcore::{rotate_row, Pairing};

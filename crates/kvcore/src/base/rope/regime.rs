@@ -1,30 +1,32 @@
-//! Regimes: which frequencies a request is computed under, where they depend on its length.
+//! Regimes: the choice of frequencies for a request, for scalings in which it depends on the length.
 
 use super::{RopeConfig, RopeScaling};
 
-/// What the frequencies of a [`RopeConfig`] follow from, besides the config.
+/// The input, besides a [`RopeConfig`], that determines the frequencies.
 ///
-/// A request has one regime for all of its tokens, from its first prefill to its last answer token: that
-/// of the longest position it *may* reach, prompt and `max_new_tokens` together, cut at the model's limit.
-/// So no request ever holds keys of two regimes, and a [`Rope`](crate::Rope) refuses positions past the end
-/// of its own. Keys of another regime cannot be repaired by a rotation, because the states of deeper layers
-/// were made under other attention; the frequencies are part of every key
-/// ([`KeyScope::rope`](crate::KeyScope::rope)), and another regime is a miss.
+/// A request has one regime for all of its tokens, from its first prefill to its last answer token. The
+/// longest position that the request *may* reach decides it: the prompt and `max_new_tokens` together,
+/// capped at the model's limit. No request therefore holds keys of two regimes, and a [`Rope`](crate::Rope)
+/// refuses positions past the end of its regime.
 ///
-/// Hugging Face transformers takes the longest position of each *forward pass* instead, and thus changes
-/// frequencies in the middle of an answer, where older cached keys stay under the old ones.
+/// A rotation cannot repair keys of another regime, because the states of deeper layers were computed under
+/// other attention. The frequencies are part of every key ([`KeyScope::rope`](crate::KeyScope::rope)), so a
+/// lookup under another regime is a miss.
+///
+/// Hugging Face transformers uses the longest position of each *forward pass* instead. Its frequencies
+/// therefore change in the middle of an answer, while older cached keys keep the old ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Regime {
-    /// Within the original context, or a scaling whose frequencies never change.
+    /// The frequencies within the original context, and those of scalings that never change them.
     Original,
-    /// `LongRoPE` beyond its original context.
+    /// The frequencies of `LongRoPE` beyond the original context.
     Long,
-    /// Dynamic NTK for so many positions, more than the original context.
+    /// The frequencies of dynamic NTK for this many positions, more than the original context.
     Length(usize),
 }
 
 impl RopeConfig {
-    /// The regime of a request whose positions are all below `longest`.
+    /// Returns the regime of a request whose positions are all below `longest`.
     ///
     /// ```
     /// use kvcore::{Regime, RopeConfig, RopeScaling};
@@ -45,7 +47,8 @@ impl RopeConfig {
         }
     }
 
-    /// One past the largest position of requests in `regime`, or `None` if it has no end of its own.
+    /// Returns the first position past the largest one of requests in `regime`, or `None` if the regime has
+    /// no end of its own.
     pub(super) fn end_of(&self, regime: Regime) -> Option<usize> {
         match (regime, &self.scaling) {
             (Regime::Length(n), _) => Some(n),
@@ -58,7 +61,7 @@ impl RopeConfig {
         }
     }
 
-    /// Whether some request of this embedding has `regime`.
+    /// Returns whether some request of this embedding has `regime`.
     pub(super) fn has(&self, regime: Regime) -> bool {
         match regime {
             Regime::Original => true,
@@ -103,7 +106,7 @@ mod tests {
         let trained = RopeConfig::new(8, 10_000.0).frequencies_for(Regime::Original).unwrap();
         assert_eq!(dynamic().frequencies_for(Regime::Original).unwrap(), trained);
         let stretched = dynamic().frequencies_for(Regime::Length(32)).unwrap();
-        // n / original = 2 under factor 2 stretches by 3: the lowest frequency is a third of its own.
+        // With n / original = 2 and factor 2 the stretch is 3: the lowest frequency falls to a third.
         assert_eq!(stretched[0], trained[0]);
         assert!((stretched[3] * 3.0 / trained[3] - 1.0).abs() < 1e-5, "{stretched:?}");
         let divided: Vec<f32> = trained.iter().zip([1.0, 2.0, 3.0, 4.0]).map(|(f, d)| f / d).collect();

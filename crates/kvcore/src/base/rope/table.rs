@@ -1,4 +1,4 @@
-//! Sines and cosines by position, grown on demand.
+//! Sines and cosines by position, computed on demand.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use parking_lot::RwLock;
 
 use crate::base::{Error, Pairing, Regime, Result, RopeConfig};
 
-/// A rotary embedding in one regime, with its table. Cheap to share; one per distinct specification and
-/// regime, see [`RopeFamily`](crate::base::RopeFamily).
+/// A rotary embedding in one regime, with its table of sines and cosines. Share one per distinct
+/// specification and regime; see [`RopeFamily`](crate::base::RopeFamily).
 #[derive(Debug)]
 pub struct Rope {
     config: RopeConfig,
@@ -17,7 +17,7 @@ pub struct Rope {
     table: RwLock<Arc<RopeTable>>,
 }
 
-/// Cosines and sines of positions `0..len`, without the attention factor.
+/// The cosines and sines of positions `0..len`, without the attention factor.
 #[derive(Debug)]
 pub struct RopeTable {
     half: usize,
@@ -26,10 +26,12 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Cosines and sines of `position`, one per pair. Negative positions turn the other way.
+    /// Returns the cosines of `position`, one per pair, and writes its sines to `sin`. Negative positions
+    /// rotate in the opposite direction.
     ///
     /// # Panics
-    /// If the table was not asked for this position with [`Rope::table`].
+    /// Panics if the table does not hold this position (see [`Rope::table`]), or if `sin` does not have one
+    /// element per pair.
     pub fn at(&self, position: i64, sin: &mut [f32]) -> &[f32] {
         let row =
             position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
@@ -42,41 +44,44 @@ impl RopeTable {
         &self.cos[row]
     }
 
-    /// Positions held.
+    /// Returns the number of positions held.
     pub fn len(&self) -> usize {
         self.cos.len() / self.half
     }
 
-    /// Whether no position is held yet.
+    /// Returns whether the table holds no position yet.
     pub fn is_empty(&self) -> bool {
         self.cos.is_empty()
     }
 
-    /// All cosines, `[len, rotary_dim / 2]`, for backends that upload the table.
+    /// Returns all cosines, `[len, rotary_dim / 2]`, for backends that upload the table.
     pub fn cos(&self) -> &[f32] {
         &self.cos
     }
 
-    /// All sines, `[len, rotary_dim / 2]`.
+    /// Returns all sines, `[len, rotary_dim / 2]`.
     pub fn sin(&self) -> &[f32] {
         &self.sin
     }
 }
 
 impl Rope {
-    /// A rotary embedding for positions `0..max_positions`, in the regime of requests that use all of them.
+    /// Creates a rotary embedding for positions `0..max_positions`, in the regime of requests that use all
+    /// of them.
     ///
     /// # Errors
-    /// [`Error::InvalidRope`], or [`Error::Zero`] for no positions.
+    /// Returns [`Error::InvalidRope`] for an invalid specification, and [`Error::Zero`] if `max_positions`
+    /// is 0.
     pub fn new(config: RopeConfig, max_positions: usize) -> Result<Self> {
         let regime = config.regime(max_positions);
         Self::in_regime(config, regime, max_positions)
     }
 
-    /// A rotary embedding in `regime`, for the positions below `max_positions` that belong to it.
+    /// Creates a rotary embedding in `regime`, for the positions below `max_positions` that belong to it.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and for a regime that the scaling does not have.
+    /// Returns the errors of [`new`](Self::new), and [`Error::InvalidRope`] if the scaling does not have
+    /// `regime`.
     pub fn in_regime(config: RopeConfig, regime: Regime, max_positions: usize) -> Result<Self> {
         if max_positions == 0 {
             return Err(Error::Zero { what: "max_positions" });
@@ -87,41 +92,42 @@ impl Rope {
         Ok(Self { config, regime, frequencies, max_positions, table: RwLock::new(Arc::new(table)) })
     }
 
-    /// The specification.
+    /// Returns the specification.
     pub fn config(&self) -> &RopeConfig {
         &self.config
     }
 
-    /// The regime that the frequencies are of.
+    /// Returns the regime of the frequencies.
     pub fn regime(&self) -> Regime {
         self.regime
     }
 
-    /// One frequency per pair.
+    /// Returns the frequencies in radians per position, one per pair.
     pub fn frequencies(&self) -> &[f32] {
         &self.frequencies
     }
 
-    /// What cos and sin are multiplied by when a row is first rotated.
+    /// Returns the factor applied to cos and sin when a row is first rotated.
     pub fn attention_factor(&self) -> f32 {
         self.config.attention_factor()
     }
 
-    /// Which elements form a pair.
+    /// Returns the rule that selects the elements of a pair.
     pub fn pairing(&self) -> Pairing {
         self.config.pairing
     }
 
-    /// One past the largest position (or distance) allowed.
+    /// Returns the first position (or distance) that is not allowed.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// A table that holds every position in `positions`, grown if needed; never indexed modulo its size.
+    /// Returns a table that holds every position in `positions`, and grows it if needed. The table is never
+    /// indexed modulo its size.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a position at or past [`max_positions`](Self::max_positions) in
-    /// either direction.
+    /// Returns [`Error::OutOfRange`] if the magnitude of a position is not below
+    /// [`max_positions`](Self::max_positions).
     pub fn table(&self, positions: impl IntoIterator<Item = i64>) -> Result<Arc<RopeTable>> {
         let mut need = 0usize;
         for position in positions {

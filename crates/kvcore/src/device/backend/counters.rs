@@ -1,30 +1,30 @@
-//! Counts of bytes that kernels moved. They cost one relaxed addition per operation.
+//! Counts of the bytes that kernels moved. Counting costs one relaxed addition per operation.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Live counters of a backend; see [`CounterSnapshot`] for the meaning of each.
+        /// Live counters of a backend.
         #[derive(Debug, Default)]
         pub struct Counters {
             $($(#[$doc])* pub $name: AtomicU64,)*
         }
 
-        /// Counters at one moment.
+        /// The values of [`Counters`] at one moment.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct CounterSnapshot {
             $($(#[$doc])* pub $name: u64,)*
         }
 
         impl Counters {
-            /// The values now.
+            /// Returns the current values.
             pub fn snapshot(&self) -> CounterSnapshot {
                 CounterSnapshot { $($name: self.$name.load(Relaxed),)* }
             }
         }
 
         impl CounterSnapshot {
-            /// What happened between `earlier` and `self`.
+            /// Returns the differences from `earlier` to `self`.
             #[must_use]
             pub fn since(&self, earlier: &Self) -> Self {
                 Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
@@ -34,25 +34,27 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Bytes of new K and V rows written to cache slots by `scatter`.
+    /// Bytes of new K and V rows that `scatter` wrote to cache slots.
     scatter_bytes,
-    /// Bytes of cached K and V read into rows by `gather`.
+    /// Bytes of cached K and V that `gather` read into rows.
     gather_bytes,
-    /// Bytes of cached K and V duplicated by `copy_blocks`, `swap_blocks` and `rotate_keys`.
+    /// Bytes of cached K and V that `copy_blocks`, `swap_blocks` and `rotate_keys` duplicated.
     block_copy_bytes,
-    /// Bytes of tensors written by `copy_tensor`.
+    /// Bytes of tensors that `copy_tensor` wrote.
     tensor_copy_bytes,
-    /// Bytes of quantised blocks written by `quantize`.
+    /// Bytes of rows that `rope` rotated in place.
+    rope_bytes,
+    /// Bytes of quantised blocks that `quantize` wrote.
     quantize_bytes,
-    /// Bytes of dense blocks written by `dequantize`.
+    /// Bytes of dense blocks that `dequantize` wrote.
     dequantize_bytes,
-    /// Bytes that came from the host by `write`.
+    /// Bytes that `write` copied from the host.
     host_write_bytes,
-    /// Bytes that went to the host by `read`.
+    /// Bytes that `read` copied to the host.
     host_read_bytes,
-    /// Calls of `attend` and `attend_mla`.
+    /// Number of calls of `attend` and `attend_mla`.
     attend_calls,
-    /// Times that recorded work was given to a device; none where work runs as it is enqueued.
+    /// Number of submissions of recorded work to a device. Always 0 if work runs as soon as it is enqueued.
     submissions,
 }
 

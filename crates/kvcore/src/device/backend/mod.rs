@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::{DType, KvFormat, MemoryKind, Result};
-use crate::device::{Kernels, OwnedStorage, TensorView};
+use crate::device::{Checked, Operation, OwnedStorage, TensorView};
 
 mod counters;
 mod reserve;
@@ -55,7 +55,46 @@ pub trait Event: Send + Sync + fmt::Debug {
 }
 
 /// An ordered queue of operations on one device.
-pub trait Stream: Kernels + Send + Sync + fmt::Debug {
+///
+/// # Behaviour
+/// - [`run`](Self::run) is the one entry for work: it checks the operation, checks that its memory is the backend's,
+///   launches it, and counts it. `stream.scatter(&op)` and its siblings are `run` under the operation's name.
+/// - Operations run in the order in which they were enqueued; operations of other streams run in any order, unless
+///   [`wait_for`](Self::wait_for) orders them.
+/// - An operation that is refused enqueues nothing.
+/// - Results are visible to the host after [`read`](Self::read), [`synchronize`](Self::synchronize) or
+///   [`Event::wait`].
+pub trait Stream: Send + Sync + fmt::Debug {
+    /// Enqueues an operation that has passed its check and touches memory of this backend only. Called by
+    /// [`run`](Self::run).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for an operation that the backend lists as missing; what the
+    /// device refuses. Nothing is enqueued in that case.
+    fn launch(&self, operation: Checked<'_>) -> Result<()>;
+
+    /// Checks that a storage was made by this stream's backend, for this device.
+    ///
+    /// # Errors
+    /// [`Error::ForeignHandle`](crate::Error::ForeignHandle).
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
+
+    /// Returns the live counters of the backend.
+    fn counters(&self) -> &Counters;
+
+    /// Checks, launches and counts an operation.
+    ///
+    /// # Errors
+    /// Those of [`Operation::check`], [`owns`](Self::owns) and [`launch`](Self::launch), in this order; nothing is
+    /// enqueued or counted in that case.
+    fn run(&self, operation: Operation<'_>) -> Result<()> {
+        let checked = operation.checked()?;
+        operation.storages().try_for_each(|storage| self.owns(storage))?;
+        self.launch(checked)?;
+        operation.count(self.counters());
+        Ok(())
+    }
+
     /// An event after everything enqueued so far.
     fn record(&self) -> Result<Arc<dyn Event>>;
 

@@ -1,54 +1,55 @@
-//! Reserved memory: addresses that stay while the physical memory behind them goes and comes back.
+//! Reserved memory: fixed addresses whose physical memory can be released and mapped again.
 
 use std::ops::Range;
 
 use super::Storage;
 use crate::base::{Error, Result};
 
-/// A storage whose addresses stay for its whole life, and whose physical memory does not: what a pool
-/// sleeps in.
+/// A storage with fixed addresses whose physical memory can be released and mapped again. A pool sleeps in
+/// such a storage.
 ///
 /// # Contract
-/// - It is wholly mapped and zero when it is made. Its length is a multiple of the granularity.
-/// - [`unmap`](Self::unmap) gives the physical memory of a range back to the device or the system. The
-///   contents are gone; everything outside the range, and every address, stays as it is.
-/// - [`map`](Self::map) brings memory back at the same addresses; what was unmapped reads as zeros.
-/// - Both go by *granules*: ranges in bytes that begin and end at multiples of
-///   [`granularity`](Self::granularity), or they are refused. [`whole_granules`] rounds a range inward.
-/// - Unmapping what is unmapped and mapping what is mapped does nothing, also for parts of a range.
-/// - Both act at once and wait for nothing: the caller first waits for the enqueued work that touches the
-///   range. What reads an unmapped range afterwards gets any bytes, and what writes there is lost; on a
-///   device it may end the context, in host memory it never faults.
+/// - A new storage is fully mapped and zeroed. Its length is a multiple of the granularity.
+/// - [`unmap`](Self::unmap) returns the physical memory of a range to the device or the system. The
+///   contents of the range are lost. Everything outside the range and every address stay as they are.
+/// - [`map`](Self::map) restores memory at the same addresses. Memory that was unmapped reads as zeros.
+/// - Both methods work in *granules*: they refuse a byte range unless it begins and ends at multiples of
+///   [`granularity`](Self::granularity). [`whole_granules`] rounds a range inward.
+/// - Unmapping unmapped memory and mapping mapped memory has no effect, also for parts of a range.
+/// - Both methods act at once and wait for nothing: the caller MUST first wait for the enqueued work that
+///   touches the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On a
+///   device such an access may end the context; in host memory it never faults.
 ///
-/// [`Backend::reserve`](super::Backend::reserve) makes one.
+/// [`Backend::reserve`](super::Backend::reserve) creates one.
 pub trait ReservedStorage: Storage {
-    /// Bytes in which physical memory goes and comes: a power of two.
+    /// Returns the granule size in bytes: a power of two. Physical memory is mapped and released in
+    /// granules.
     fn granularity(&self) -> usize;
 
-    /// Puts physical memory, zeroed, behind the granules of `range` that have none.
+    /// Maps zeroed physical memory behind those granules of `range` that have none.
     ///
     /// # Errors
-    /// [`Error::Misaligned`] and [`Error::OutOfRange`] for a wrong range, [`Error::Allocation`] when memory
-    /// is refused. Nothing is mapped then.
+    /// Returns [`Error::Misaligned`] or [`Error::OutOfRange`] for an invalid range, and
+    /// [`Error::Allocation`] if the system refuses the memory. In these cases nothing is mapped.
     fn map(&self, range: Range<usize>) -> Result<()>;
 
-    /// Releases the physical memory of `range` and what it holds.
+    /// Releases the physical memory of `range`. Its contents are lost.
     ///
     /// # Errors
-    /// [`Error::Misaligned`] and [`Error::OutOfRange`] for a wrong range, [`Error::Allocation`] when the
-    /// system refuses. Nothing is unmapped then.
+    /// Returns [`Error::Misaligned`] or [`Error::OutOfRange`] for an invalid range, and
+    /// [`Error::Allocation`] if the system refuses. In these cases nothing is unmapped.
     fn unmap(&self, range: Range<usize>) -> Result<()>;
 
-    /// Bytes that are mapped.
+    /// Returns the number of mapped bytes.
     fn mapped_bytes(&self) -> usize;
 }
 
-/// Checks a range of [`ReservedStorage::map`] and [`unmap`](ReservedStorage::unmap): what every backend
-/// calls first.
+/// Checks the range given to [`ReservedStorage::map`] or [`unmap`](ReservedStorage::unmap). Every backend
+/// calls this first.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] for a range that ends before it begins or past the storage, [`Error::Misaligned`]
-/// for ends that are no multiples of the granularity.
+/// Returns [`Error::OutOfRange`] if the range ends before it begins or past the storage, and
+/// [`Error::Misaligned`] if an end is not a multiple of the granularity.
 pub fn check_granules(range: &Range<usize>, granularity: usize, len: usize) -> Result<()> {
     if range.end > len {
         return Err(Error::range("end of a reserved range", range.end, len + 1));
@@ -64,7 +65,7 @@ pub fn check_granules(range: &Range<usize>, granularity: usize, len: usize) -> R
     }
 }
 
-/// The granules that lie wholly inside `range`; an empty range at its end if there are none.
+/// Returns the granules that lie wholly inside `range`, or an empty range if there are none.
 ///
 /// ```
 /// use kvcore::whole_granules;

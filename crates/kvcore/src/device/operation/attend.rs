@@ -8,6 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::entry::Storages;
 use super::{Selection, apart, computable, innermost_dense, writable};
 use crate::base::{BlockId, DType, Error, KeyForm, Result, Rope, same};
 use crate::device::{KvArena, TensorView};
@@ -327,5 +328,22 @@ impl Attend {
             }
         }
         Ok(())
+    }
+
+    /// Returns the bytes of the cached keys and values, with their scales, that the entries have in sight: each
+    /// entry's segments once.
+    pub fn bytes(&self) -> usize {
+        let tokens: usize = self.batch.iter().flat_map(|entry| entry.segments.iter()).map(|s| s.len).sum();
+        tokens * self.arena.layout().token_bytes()
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.arena);
+        storages.view(&self.q);
+        storages.view(&self.out);
+        if let Some(lse) = &self.lse {
+            storages.view(lse);
+        }
     }
 }

@@ -1,17 +1,19 @@
-//! Whole blocks, inside an arena or between two.
+//! Copies of whole blocks, within one arena or between two.
 
 use std::sync::Arc;
 
+use super::entry::Storages;
 use crate::base::{BlockId, Error, KvShape, Result, same};
 use crate::device::KvArena;
 
-/// Copies block `src` to block `dst` for each pair, over all layers, K and V, bit for bit, with the
+/// Copies block `src` to block `dst` for each pair, over all layers, K and V, bit for bit, including the
 /// scales of quantised blocks.
 ///
-/// A block may be a source or a destination of one call, not both: no order is promised.
+/// A block may be a source or a destination of one call, but not both, because the order of the copies is
+/// unspecified.
 #[derive(Debug, Clone)]
 pub struct CopyBlocks {
-    /// The arena of both.
+    /// Arena of the sources and destinations.
     pub arena: KvArena,
     /// `(source, destination)` pairs.
     pub pairs: Arc<[(BlockId, BlockId)]>,
@@ -19,6 +21,10 @@ pub struct CopyBlocks {
 
 impl CopyBlocks {
     /// Checks the block ids.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if a block is outside the arena, and [`Error::InvalidStrides`] if a
+    /// block is a destination twice, or both source and destination.
     pub fn check(&self) -> Result<()> {
         check_pairs(&self.arena, &self.arena, &self.pairs)?;
         let mut written: Vec<BlockId> = self.pairs.iter().map(|&(_, dst)| dst).collect();
@@ -32,40 +38,51 @@ impl CopyBlocks {
         }
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.pairs.len() * self.arena.layout().block_bytes()
     }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.arena);
+    }
 }
 
-/// Copies blocks from one arena to another of the same block shape: between memories or pools.
+/// Copies blocks from one arena to another of the same block shape, between memories or pools.
 ///
-/// Codes and the scales of blocks move bit for bit. Static scales belong to an arena and stay: codes
-/// of fp8 mean the same in both only if both were given the same scales.
+/// Codes and per-block scales are copied bit for bit. Static scales belong to an arena and are not copied:
+/// fp8 codes have the same values in both arenas only if both have the same static scales.
 #[derive(Debug, Clone)]
 pub struct SwapBlocks {
-    /// Where blocks are read.
+    /// Arena to read from.
     pub src: KvArena,
-    /// Where they are written; may differ in the number of blocks and in the memory it lies in.
+    /// Arena to write to. May differ from `src` in the number of blocks and in the kind of memory.
     pub dst: KvArena,
     /// `(source, destination)` pairs.
     pub pairs: Arc<[(BlockId, BlockId)]>,
 }
 
 impl SwapBlocks {
-    /// Checks block ids and that both arenas hold the same kind of block.
+    /// Checks the block ids, and that both arenas have blocks of the same extents and format.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.pairs.len() * self.dst.layout().block_bytes()
     }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.src);
+        storages.arena(&self.dst);
+    }
 }
 
-/// Block ids inside their arenas, and no destination twice.
+/// Checks that the block ids lie inside their arenas, and that no destination appears twice.
 pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
     for &(from, to) in pairs {
         src.check_block(from)?;
@@ -82,8 +99,8 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, Block
     }
 }
 
-/// Whether blocks of both arenas hold the same elements in the same format, whatever their order or
-/// number.
+/// Checks that blocks of both arenas have the same extents and format. The order inside a block and the
+/// number of blocks may differ.
 pub(super) fn same_blocks(src: &KvArena, dst: &KvArena) -> Result<()> {
     same_extents(src, dst)?;
     let (expected, got) = (src.layout().shape().format, dst.layout().shape().format);
@@ -94,7 +111,7 @@ pub(super) fn same_blocks(src: &KvArena, dst: &KvArena) -> Result<()> {
     }
 }
 
-/// Whether blocks of both arenas have the same extents, whatever their format.
+/// Checks that blocks of both arenas have the same extents. The formats may differ.
 pub(super) fn same_extents(src: &KvArena, dst: &KvArena) -> Result<()> {
     let (a, b): (&KvShape, &KvShape) = (src.layout().shape(), dst.layout().shape());
     same("num_layers of the arenas", a.num_layers, b.num_layers)?;

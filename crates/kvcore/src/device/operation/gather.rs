@@ -1,22 +1,23 @@
-//! Gather: cache slots into contiguous rows.
+//! Gather: reads cache slots into contiguous rows.
 
 use std::sync::Arc;
 
+use super::entry::Storages;
 use super::{check_rows, check_slots, slot_bytes, writable};
 use crate::base::{Error, KvFormat, Result, Rope};
 use crate::device::{KvArena, TensorView};
 
-/// A move of keys by a distance, always from the stored original.
+/// A rotation of keys by a distance in positions, always applied to the stored original.
 #[derive(Debug, Clone)]
 pub struct Rotation {
     /// The layer's rotary embedding.
     pub rope: Arc<Rope>,
-    /// Positions to move by: used minus stored.
+    /// Number of positions to move by: the position of use minus the stored position.
     pub delta: i64,
 }
 
 impl Rotation {
-    /// Checks the distance against the table and the keys' dimension.
+    /// Checks the distance against the table, and the rotary dimension against `k_dim`.
     pub(super) fn check(&self, k_dim: usize) -> Result<()> {
         if self.rope.config().rotary_dim > k_dim {
             return Err(Error::range("rotary_dim", self.rope.config().rotary_dim, k_dim + 1));
@@ -27,27 +28,27 @@ impl Rotation {
 
 /// Reads slot `slots[i]` of one layer into row `i` of `k` and `v`.
 ///
-/// A negative slot leaves its row as it is. Outputs of a dense arena have its element type; outputs of
-/// a quantised one have any of [`DType::COMPUTE`](crate::DType::COMPUTE) and are dequantised, rotated
-/// in f32 and rounded once.
+/// A row with a negative slot is left unchanged. Rows read from a dense arena have its element type. Rows
+/// read from a quantised arena have any of the types in [`DType::COMPUTE`](crate::DType::COMPUTE): the
+/// codes are dequantised, the keys rotated in f32, and the results rounded once.
 #[derive(Debug, Clone)]
 pub struct Gather {
-    /// Source.
+    /// Arena to read from.
     pub arena: KvArena,
-    /// Layer read.
+    /// Layer to read.
     pub layer: usize,
-    /// One slot per row, or negative.
+    /// One slot per row. Rows with a negative slot are skipped.
     pub slots: Arc<[i64]>,
-    /// Keys `[rows, k_heads, k_dim]`.
+    /// Rows for the keys, `[rows, k_heads, k_dim]`.
     pub k: TensorView,
-    /// Values `[rows, v_heads, v_dim]`.
+    /// Rows for the values, `[rows, v_heads, v_dim]`.
     pub v: TensorView,
-    /// Rotates the keys on the way.
+    /// Rotation to apply to the keys, or `None` to read them as stored.
     pub rotation: Option<Rotation>,
 }
 
 impl Gather {
-    /// Checks shapes, types and slots.
+    /// Checks shapes, types, slots and the rotation.
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
@@ -67,8 +68,15 @@ impl Gather {
         check_slots(&self.arena, &self.slots)
     }
 
-    /// Bytes read from the cache.
+    /// Returns the number of bytes read from the cache.
     pub fn bytes(&self) -> usize {
         slot_bytes(&self.arena, &self.slots)
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.arena);
+        storages.view(&self.k);
+        storages.view(&self.v);
     }
 }

@@ -1,23 +1,24 @@
-//! Multi-head latent attention over the cached latents themselves.
+//! Multi-head latent attention (MLA) directly over the cached latents.
 
+use super::entry::Storages;
 use super::{Attend, apart, computable, innermost_dense};
 use crate::base::{Result, same};
 use crate::device::TensorView;
 
 /// Attention whose values are latents that are also part of the keys (DeepSeek's MLA).
 ///
-/// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), V the
-/// latent (`v_dim` = `kv_lora_rank`). The caller absorbs the projections from and to the latent into
-/// queries and output. For each row and head the logit of a token is
-/// `scale * logit_scale * (q·k + q_latent·latent)`, and the output is the weighted sum of latents;
-/// everything else is as in [`Attend`].
+/// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), and V holds
+/// the latent (`v_dim` = `kv_lora_rank`). The caller absorbs the projections to and from the latent into
+/// the queries and the output. For each row and head, the logit of a token is
+/// `scale * logit_scale * (q·k + q_latent·latent)`, and the output is the weighted sum of the latents.
+/// Everything else is as in [`Attend`].
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::{Attend, AttendMla, AttendRows, MergeGroup, QueryRow};
 /// use kvcore::{
-///     Backend, BlockId, BlockOrder, DType, KeyForm, Kernels, KvArena, KvLayout, KvShape, MemoryKind, Segment,
+///     Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind, Segment,
 ///     allocate_tensor,
 /// };
 ///
@@ -44,17 +45,18 @@ use crate::device::TensorView;
 /// ```
 #[derive(Debug, Clone)]
 pub struct AttendMla {
-    /// The rotated part: `q` is `[rows, heads, qk_rope_head_dim]`, `out` `[rows, heads, kv_lora_rank]`.
+    /// The rotated part: `q` is `[rows, heads, qk_rope_head_dim]`, `out` is `[rows, heads, kv_lora_rank]`.
     pub attend: Attend,
-    /// The part of the queries that meets the latent, `[rows, heads, kv_lora_rank]`; never rotated.
+    /// The part of the queries that is multiplied with the latents, `[rows, heads, kv_lora_rank]`. Never
+    /// rotated.
     pub q_latent: TensorView,
 }
 
 impl AttendMla {
-    /// Checks what [`Attend::check`] does, that the arena has one head, and the latent queries.
+    /// Checks the attention as [`Attend::check`] does, that the arena has one head, and the latent queries.
     ///
     /// # Errors
-    /// As [`Attend::check`], for the latent queries too.
+    /// Returns the errors of [`Attend::check`], also for the latent queries.
     pub fn check(&self) -> Result<()> {
         self.attend.check()?;
         let s = self.attend.arena.layout().shape();
@@ -70,5 +72,16 @@ impl AttendMla {
         self.attend.arena.check_apart("latent queries", &self.q_latent)?;
         let lse = self.attend.lse.as_ref();
         lse.map_or(Ok(()), |lse| apart("lse and latent queries", lse, &self.q_latent))
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        self.attend.storages(storages);
+        storages.view(&self.q_latent);
+    }
+
+    /// Returns the bytes of the cached latents and rotated keys that the entries have in sight.
+    pub fn bytes(&self) -> usize {
+        self.attend.bytes()
     }
 }

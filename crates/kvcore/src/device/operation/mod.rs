@@ -13,6 +13,7 @@ use crate::device::{KvArena, TensorView};
 
 mod attend;
 mod copy;
+mod entry;
 mod gather;
 mod mla;
 mod quantize;
@@ -24,6 +25,7 @@ mod tensor;
 
 pub use attend::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
 pub use copy::{CopyBlocks, SwapBlocks};
+pub use entry::{Checked, Operation};
 pub use gather::{Gather, Rotation};
 pub use mla::AttendMla;
 pub use quantize::{Dequantize, Quantize};
@@ -32,46 +34,6 @@ pub use rotate::RotateKeys;
 pub use scatter::Scatter;
 pub use selection::{Selection, SelectionUnit};
 pub use tensor::CopyTensor;
-
-/// The kernels of the contract.
-///
-/// [`REQUIRED`] ones work for f32, f16 and bf16 on every backend. A backend that lacks another kernel,
-/// or a quantised format in any of them, says so in its
-/// [`Capabilities`](crate::device::Capabilities) and returns [`Error::Unsupported`].
-pub trait Kernels {
-    /// New K and V rows into cache slots.
-    fn scatter(&self, op: &Scatter) -> Result<()>;
-
-    /// Cache slots into contiguous rows, K rotated on the way if asked.
-    fn gather(&self, op: &Gather) -> Result<()>;
-
-    /// Whole blocks inside one arena, over all layers.
-    fn copy_blocks(&self, op: &CopyBlocks) -> Result<()>;
-
-    /// Whole blocks from one arena to another, over all layers.
-    fn swap_blocks(&self, op: &SwapBlocks) -> Result<()>;
-
-    /// A tensor of any strides into another one of the same shape.
-    fn copy_tensor(&self, op: &CopyTensor) -> Result<()>;
-
-    /// Rotary embedding of rows in place.
-    fn rope(&self, op: &ApplyRope) -> Result<()>;
-
-    /// Copies of cached blocks with their keys moved by a distance.
-    fn rotate_keys(&self, op: &RotateKeys) -> Result<()>;
-
-    /// Grouped-query attention over segments.
-    fn attend(&self, op: &Attend) -> Result<()>;
-
-    /// Attention over cached latents.
-    fn attend_mla(&self, op: &AttendMla) -> Result<()>;
-
-    /// Blocks of a dense arena into a quantised one.
-    fn quantize(&self, op: &Quantize) -> Result<()>;
-
-    /// Blocks of a quantised arena into a dense one.
-    fn dequantize(&self, op: &Dequantize) -> Result<()>;
-}
 
 /// Names of the kernels that no backend may lack.
 pub const REQUIRED: [&str; 8] =

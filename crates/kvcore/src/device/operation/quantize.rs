@@ -1,19 +1,20 @@
-//! Whole blocks between a dense arena and a quantised one.
+//! Conversion of whole blocks between a dense arena and a quantised one.
 
 use std::sync::Arc;
 
 use super::copy::{check_pairs, same_extents};
+use super::entry::Storages;
 use crate::base::{BlockId, Error, Result};
 use crate::device::KvArena;
 
-/// Quantises blocks of a dense arena into a quantised one, over all layers, K and V.
+/// Quantises blocks of a dense arena into a quantised arena, over all layers, K and V.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::{Dequantize, Quantize};
 /// use kvcore::{
-///     Backend, BlockId, BlockOrder, DType, Kernels, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+///     Backend, BlockId, BlockOrder, DType, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
 /// };
 ///
 /// let backend = CpuBackend::new();
@@ -35,9 +36,9 @@ use crate::device::KvArena;
 /// ```
 #[derive(Debug, Clone)]
 pub struct Quantize {
-    /// Where dense blocks are read.
+    /// Dense arena to read from.
     pub src: KvArena,
-    /// Where quantised blocks are written: the same extents, but for the number of blocks.
+    /// Quantised arena to write to. Has the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
     /// `(source, destination)` pairs.
     pub pairs: Arc<[(BlockId, BlockId)]>,
@@ -47,26 +48,35 @@ impl Quantize {
     /// Checks formats, extents and block ids.
     ///
     /// # Errors
-    /// [`Error::InvalidFormat`] when the source is quantised or the destination is not,
-    /// [`Error::Mismatch`] for other extents, [`Error::OutOfRange`], [`Error::InvalidStrides`] for a
-    /// destination twice, [`Error::Aliased`].
+    /// - Returns [`Error::InvalidFormat`] if the source is quantised or the destination is not.
+    /// - Returns [`Error::Mismatch`] if the extents differ.
+    /// - Returns [`Error::OutOfRange`] if a block is outside its arena.
+    /// - Returns [`Error::InvalidStrides`] if a block is a destination twice.
+    /// - Returns [`Error::Aliased`] if the arenas share a storage.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.pairs.len() * self.dst.layout().block_bytes()
     }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.src);
+        storages.arena(&self.dst);
+    }
 }
 
-/// Turns blocks of a quantised arena into blocks of a dense one, over all layers, K and V; see [`Quantize`].
+/// Dequantises blocks of a quantised arena into a dense arena, over all layers, K and V. The inverse of
+/// [`Quantize`].
 #[derive(Debug, Clone)]
 pub struct Dequantize {
-    /// Where quantised blocks are read.
+    /// Quantised arena to read from.
     pub src: KvArena,
-    /// Where dense blocks are written: the same extents, but for the number of blocks.
+    /// Dense arena to write to. Has the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
     /// `(source, destination)` pairs.
     pub pairs: Arc<[(BlockId, BlockId)]>,
@@ -76,19 +86,26 @@ impl Dequantize {
     /// Checks formats, extents and block ids.
     ///
     /// # Errors
-    /// As [`Quantize::check`], with the formats the other way round.
+    /// Returns the errors of [`Quantize::check`], with the formats exchanged.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.dst, &self.src)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.pairs.len() * self.dst.layout().block_bytes()
     }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.src);
+        storages.arena(&self.dst);
+    }
 }
 
-/// One dense and one quantised arena of the same extents, apart from each other.
+/// Checks that one arena is dense, the other quantised, and that both have the same extents and share no
+/// storage.
 fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
     for (arena, wanted, reason) in
         [(dense, false, "the dense side is quantised"), (quantized, true, "the quantised side is dense")]

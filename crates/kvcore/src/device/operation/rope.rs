@@ -1,17 +1,18 @@
-//! Rotary embedding of rows in place.
+//! In-place rotary embedding of rows.
 
 use std::sync::Arc;
 
+use super::entry::Storages;
 use super::{computable, innermost_dense, writable};
 use crate::base::{Error, Result, Rope, same};
 use crate::device::TensorView;
 
-/// Rotates row `i` of `rows` to `positions[i]`, the attention factor included.
+/// Rotates row `i` of `rows` to `positions[i]`, and applies the attention factor.
 ///
-/// Arithmetic is f32 whatever the element type; the result is rounded once.
+/// The arithmetic is f32 for every element type, and the result is rounded once.
 #[derive(Debug, Clone)]
 pub struct ApplyRope {
-    /// Rows `[rows, heads, dim]`, changed in place.
+    /// Rows `[rows, heads, dim]`, rotated in place.
     pub rows: TensorView,
     /// One position per row.
     pub positions: Arc<[i64]>,
@@ -20,7 +21,7 @@ pub struct ApplyRope {
 }
 
 impl ApplyRope {
-    /// Checks shapes and positions, and grows the table.
+    /// Checks shapes and positions. Grows the table of sines and cosines if needed.
     pub fn check(&self) -> Result<()> {
         same("rank of rows [rows, heads, dim]", 3, self.rows.shape().len())?;
         same("number of positions", self.rows.shape()[0], self.positions.len())?;
@@ -32,5 +33,15 @@ impl ApplyRope {
             return Err(Error::range("rotary_dim", rotary, dim + 1));
         }
         self.rope.table(self.positions.iter().copied()).map(drop)
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.view(&self.rows);
+    }
+
+    /// Returns the bytes of the rows.
+    pub fn bytes(&self) -> usize {
+        self.rows.len() * self.rows.dtype().bits() / 8
     }
 }

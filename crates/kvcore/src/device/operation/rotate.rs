@@ -1,33 +1,34 @@
-//! The rotated copy: for kernels that know no segments.
+//! The rotated copy, for kernels without support for segments.
 
 use std::sync::Arc;
 
 use super::Rotation;
 use super::copy::{check_pairs, same_blocks};
+use super::entry::Storages;
 use crate::base::{BlockId, Result};
 use crate::device::KvArena;
 
-/// Copies blocks of one layer, their keys moved by a distance, their values as they are.
+/// Copies blocks of one layer. Keys are rotated by a distance, and values are copied unchanged.
 ///
-/// Out of place only, and always from the stored original: chained moves would round again and
-/// again. The rotation has magnitude 1, so that the attention factor of `YaRN` enters once. Quantised
-/// keys are rotated in f32 and quantised anew; static scales must be the same in both arenas.
+/// The copy is out of place and starts from the stored original, because each further move would round
+/// again. The rotation has magnitude 1, so the attention factor of `YaRN` is applied only once. Quantised
+/// keys are rotated in f32 and quantised again; static scales must be equal in both arenas.
 #[derive(Debug, Clone)]
 pub struct RotateKeys {
-    /// Where the originals lie.
+    /// Arena of the originals.
     pub src: KvArena,
-    /// Where the copies go; may be the same arena, in other blocks.
+    /// Arena of the copies. May be the same arena as `src`, with other blocks.
     pub dst: KvArena,
-    /// Layer copied (rotary embeddings may differ by layer).
+    /// Layer to copy. Rotary embeddings may differ between layers.
     pub layer: usize,
     /// `(source, destination)` pairs.
     pub pairs: Arc<[(BlockId, BlockId)]>,
-    /// By how much, and with which embedding.
+    /// Distance to rotate by, and the rotary embedding.
     pub rotation: Rotation,
 }
 
 impl RotateKeys {
-    /// Checks blocks, layer and distance.
+    /// Checks the blocks, the layer and the distance.
     pub fn check(&self) -> Result<()> {
         self.src.check_layer(self.layer)?;
         same_blocks(&self.src, &self.dst)?;
@@ -38,8 +39,14 @@ impl RotateKeys {
         self.rotation.check(self.src.layout().shape().k_dim)
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.pairs.len() * self.dst.layout().block_bytes() / self.dst.layout().shape().num_layers
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.src);
+        storages.arena(&self.dst);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::entry::Storages;
 use super::{check_rows, check_slots, slot_bytes};
 use crate::base::{DType, Error, KvFormat, Result};
 use crate::device::{KvArena, TensorView};
@@ -48,5 +49,12 @@ impl Scatter {
     /// Bytes that land in the cache.
     pub fn bytes(&self) -> usize {
         slot_bytes(&self.arena, &self.slots)
+    }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.arena(&self.arena);
+        storages.view(&self.k);
+        storages.view(&self.v);
     }
 }

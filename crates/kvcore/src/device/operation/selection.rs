@@ -1,23 +1,23 @@
-//! Sparse attention: which of its tokens a row may see at all.
+//! Sparse attention: the tokens that each row may attend to.
 
 use std::sync::Arc;
 
 use super::Segment;
 use crate::base::{Error, Result, same};
 
-/// What the indices of a [`Selection`] count.
+/// The unit that the indices of a [`Selection`] count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SelectionUnit {
     /// Single tokens.
     Tokens,
-    /// Blocks; the last one of a segment may be partial.
+    /// Blocks. The last block of a segment may be partial.
     Blocks,
 }
 
-/// The tokens or blocks that each row of an entry may see, in compressed rows.
+/// The tokens or blocks that each row of an entry may attend to, in compressed sparse rows.
 ///
-/// Indices count the tokens (or blocks) of the entry's segments, in order of the segments, from 0. A
-/// row sees a token only if it is selected *and* visible by causality and window.
+/// Indices count the tokens (or blocks) of the entry's segments from 0, in order of the segments. A row
+/// attends to a token only if the token is selected *and* visible under causality and window.
 ///
 /// ```
 /// use kvcore::{Selection, SelectionUnit};
@@ -27,16 +27,17 @@ pub enum SelectionUnit {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Selection {
-    /// What indices count.
+    /// Unit of the indices.
     pub unit: SelectionUnit,
-    /// Row `i` of the entry has `indices[offsets[i]..offsets[i + 1]]`; one offset more than rows.
+    /// Row `i` of the entry selects `indices[offsets[i]..offsets[i + 1]]`. Has one more element than there
+    /// are rows.
     pub offsets: Arc<[u32]>,
-    /// Strictly increasing in each row.
+    /// Selected units, strictly increasing within each row.
     pub indices: Arc<[u32]>,
 }
 
 impl Selection {
-    /// The indices of a row, counted from the entry's first row; none for a row that has no offsets.
+    /// Returns the indices of a row, counted from the entry's first row. Empty for a row without offsets.
     pub fn row(&self, row: usize) -> &[u32] {
         match self.offsets.get(row..).unwrap_or_default() {
             &[start, end, ..] => self.indices.get(start as usize..end as usize).unwrap_or_default(),
@@ -44,7 +45,7 @@ impl Selection {
         }
     }
 
-    /// Tokens in one unit.
+    /// Returns the number of tokens in one unit.
     pub fn tokens_per_unit(&self, block_size: usize) -> usize {
         match self.unit {
             SelectionUnit::Tokens => 1,
@@ -52,7 +53,7 @@ impl Selection {
         }
     }
 
-    /// Checks the selection of an entry of `rows` rows over `segments`.
+    /// Checks the selection for an entry of `rows` rows over `segments`.
     pub(super) fn check(&self, rows: usize, segments: &[Segment], block_size: usize) -> Result<()> {
         let expected = rows.checked_add(1).ok_or(Error::Overflow { what: "offsets of a selection" })?;
         same("offsets of a selection", expected, self.offsets.len())?;

@@ -1,33 +1,36 @@
-//! Copies of tensors of any strides, inside a memory or between two.
+//! Copies of tensors with any strides, within one memory or between two.
 
+use super::entry::Storages;
 use super::{apart, writable};
 use crate::base::{Error, Result, same};
 use crate::device::TensorView;
 
-/// Copies every element of `src` to the same index of `dst`, bit for bit, whatever the element type.
+/// Copies every element of `src` to the same index of `dst`, bit for bit, for any element type.
 ///
-/// Both have the same shape and element type; their strides and the memory that they lie in are free.
-/// It is what makes a view contiguous, and what moves tensors between host and device
-/// ([`TensorView::h2d`], [`TensorView::d2h`]). An axis of `src` may have stride 0 (a repeated row).
+/// Both views have the same shape and element type. Their strides and the kinds of memory may differ. The
+/// operation makes a view contiguous, and moves tensors between host and device ([`TensorView::h2d`],
+/// [`TensorView::d2h`]). An axis of `src` may have stride 0 (a repeated row).
 ///
-/// Elements smaller than a byte are copied in whole bytes: their rows are dense, and begin and end on
-/// a byte.
+/// Elements smaller than a byte are copied in whole bytes: their rows must be dense, and begin and end on a
+/// byte.
 #[derive(Debug, Clone)]
 pub struct CopyTensor {
-    /// What is read.
+    /// View to read.
     pub src: TensorView,
-    /// What is written.
+    /// View to write.
     pub dst: TensorView,
 }
 
 impl CopyTensor {
-    /// Checks shapes, types and that the operands are apart.
+    /// Checks shapes and types, and that the operands do not overlap.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for other extents, [`Error::DTypeMismatch`]; [`Error::Aliased`] when the
-    /// operands lie in one storage and the bytes from the first to the last element of one reach into
-    /// those of the other, or when two elements of `dst` may share an address;
-    /// [`Error::InvalidStrides`] for rows that begin or end inside a byte.
+    /// - Returns [`Error::Mismatch`] if the shapes differ.
+    /// - Returns [`Error::DTypeMismatch`] if the element types differ.
+    /// - Returns [`Error::Aliased`] if the operands lie in one storage and their byte ranges, each from
+    ///   first to last element, overlap.
+    /// - Returns [`Error::Aliased`] if two elements of `dst` may share an address.
+    /// - Returns [`Error::InvalidStrides`] if a row begins or ends inside a byte.
     pub fn check(&self) -> Result<()> {
         let Self { src, dst } = self;
         same("rank of a tensor copy", dst.shape().len(), src.shape().len())?;
@@ -47,13 +50,19 @@ impl CopyTensor {
         apart("source and destination of a tensor copy", dst, src)
     }
 
-    /// Bytes written.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> usize {
         self.dst.len() * self.dst.dtype().bits() / 8
     }
+
+    /// Names the memory that the operation touches.
+    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+        storages.view(&self.src);
+        storages.view(&self.dst);
+    }
 }
 
-/// Rows of elements smaller than a byte must be whole bytes.
+/// Checks that rows of elements smaller than a byte consist of whole bytes.
 fn whole_rows(what: &'static str, view: &TensorView) -> Result<()> {
     let per_byte = (8 / view.dtype().bits()).max(1);
     if per_byte == 1 || view.is_empty() {

@@ -13,8 +13,8 @@ pub use shape::{Dims, MAX_RANK};
 
 /// A typed, strided window into a storage of any backend.
 ///
-/// Cloning copies the shape and shares the storage; no element moves. Every view lies inside its
-/// storage, which is checked once, when it is made.
+/// Cloning copies the shape and shares the storage; no element moves. Construction checks that the view
+/// lies inside its storage.
 #[derive(Debug, Clone)]
 pub struct TensorView {
     storage: Arc<dyn Storage>,
@@ -25,18 +25,24 @@ pub struct TensorView {
 }
 
 impl TensorView {
-    /// A dense row-major view of `shape` at the start of `storage`.
+    /// Creates a dense row-major view of `shape` at the start of `storage`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Dims::new`] and of [`with_strides`](Self::with_strides).
     pub fn new(storage: Arc<dyn Storage>, dtype: DType, shape: &[usize]) -> Result<Self> {
         let shape = Dims::new(shape)?;
         let strides = shape.dense_strides()?;
         Self::with_strides(storage, dtype, shape, strides, 0)
     }
 
-    /// A view with explicit strides and offset, both in elements.
+    /// Creates a view with explicit strides and offset, both in elements.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when the view leaves the storage, [`Error::Misaligned`] when the
-    /// storage's address does not suit `dtype` or the offset ends inside a byte, [`Error::Overflow`].
+    /// - Returns [`Error::OutOfRange`] if the view reaches past the end of the storage.
+    /// - Returns [`Error::Misaligned`] if the storage's address does not suit `dtype`, or if the offset
+    ///   ends inside a byte.
+    /// - Returns [`Error::Mismatch`] if `shape` and `strides` differ in rank.
+    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     pub fn with_strides(
         storage: Arc<dyn Storage>,
         dtype: DType,
@@ -62,7 +68,8 @@ impl TensorView {
         Ok(view)
     }
 
-    /// One past the last element that the view can touch; its offset if it is empty.
+    /// Returns the index after the last element that the view can touch, or the offset if the view is
+    /// empty.
     fn end(&self) -> Result<usize> {
         if self.shape.contains(&0) {
             return Ok(self.offset);
@@ -76,42 +83,42 @@ impl TensorView {
         last.checked_add(1).ok_or(Error::Overflow { what: "extent of a view" })
     }
 
-    /// The storage under the view.
+    /// Returns the storage under the view.
     pub fn storage(&self) -> &Arc<dyn Storage> {
         &self.storage
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Extents, outermost first.
+    /// Returns the extents, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Strides in elements.
+    /// Returns the strides in elements.
     pub fn strides(&self) -> &[usize] {
         &self.strides
     }
 
-    /// Offset of the first element from the start of the storage, in elements.
+    /// Returns the offset of the first element from the start of the storage, in elements.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether the view has no element.
+    /// Returns whether the view has no element.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether the elements lie densely in row-major order; an empty view's do.
+    /// Returns whether the elements lie densely in row-major order. True for an empty view.
     pub fn is_contiguous(&self) -> bool {
         if self.is_empty() {
             return true;
@@ -126,16 +133,19 @@ impl TensorView {
         true
     }
 
-    /// Bytes of the storage from the first element to the last, those between them included.
+    /// Returns the byte range of the storage from the first element to the last, including the bytes
+    /// between them.
     fn extent(&self) -> Result<Range<usize>> {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
     }
 
-    /// The bytes of the storage that a copy of `bytes` host bytes reads or writes: what every backend checks first in
-    /// [`Stream::read`](crate::Stream::read) and [`Stream::write`](crate::Stream::write).
+    /// Returns the byte range of the storage that a copy of `bytes` host bytes reads or writes. Every
+    /// backend calls this first in [`Stream::read`](crate::Stream::read) and
+    /// [`Stream::write`](crate::Stream::write).
     ///
     /// # Errors
-    /// [`Error::InvalidStrides`] for a view that is not contiguous, [`Error::Mismatch`] for another length.
+    /// Returns [`Error::InvalidStrides`] if the view is not contiguous, and [`Error::Mismatch`] if `bytes`
+    /// is not the size of the view.
     pub fn host_range(&self, bytes: usize) -> Result<Range<usize>> {
         if !self.is_contiguous() {
             return Err(Error::InvalidStrides {
@@ -147,17 +157,18 @@ impl TensorView {
         self.extent()
     }
 
-    /// Whether both views lie in one storage and one reaches into the bytes from the first to the last
-    /// element of the other. Interleaved views overlap in this sense without sharing an element.
+    /// Returns whether both views lie in one storage and their byte ranges, each from first to last
+    /// element, overlap. Interleaved views overlap in this sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {
         let (a, b) = (self.extent()?, other.extent()?);
         Ok(self.storage.address() == other.storage.address() && a.start.max(b.start) < a.end.min(b.end))
     }
 
-    /// Device or host address of the element at `index`, in bytes.
+    /// Returns the device or host address of the element at `index`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], and [`Error::Misaligned`] for an element that starts inside a byte.
+    /// Returns [`Error::Mismatch`] if `index` has another rank than the view, [`Error::OutOfRange`] if an
+    /// index is past the end of its axis, and [`Error::Misaligned`] if the element starts inside a byte.
     pub fn address(&self, index: &[usize]) -> Result<u64> {
         crate::base::same("rank of an index", self.shape.rank(), index.len())?;
         let mut at = self.offset;
@@ -170,11 +181,11 @@ impl TensorView {
         whole_bytes(&self.storage, self.dtype, at)
     }
 
-    /// The part `start..end` of axis `axis`; nothing is copied.
+    /// Returns the part `start..end` of axis `axis`. Nothing is copied.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for an unknown axis, a reversed range, or one past the end;
-    /// [`Error::Misaligned`] for a start inside a byte.
+    /// Returns [`Error::OutOfRange`] if `axis` is unknown, or if the range is reversed or past the end.
+    /// Returns [`Error::Misaligned`] if the part starts inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {
@@ -192,7 +203,11 @@ impl TensorView {
         Ok(view)
     }
 
-    /// The sub-view at `index` of axis `axis`, which disappears.
+    /// Returns the sub-view at `index` of axis `axis`, without that axis.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if `axis` or `index` is unknown, and [`Error::Misaligned`] if the
+    /// sub-view starts inside a byte.
     pub fn select(&self, axis: usize, index: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if index >= n {
@@ -204,13 +219,21 @@ impl TensorView {
         Ok(view)
     }
 
-    /// The same elements with one more axis of extent 1 before axis `axis`.
+    /// Returns a view of all elements with one more axis, of extent 1, before axis `axis`.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if `axis` exceeds the rank, or if the view has [`MAX_RANK`] axes
+    /// already.
     pub fn unsqueeze(&self, axis: usize) -> Result<Self> {
         let (shape, strides) = (self.shape.with(axis, 1)?, self.strides.with(axis, 0)?);
         Ok(Self { shape, strides, ..self.clone() })
     }
 
-    /// The same elements with axes in the order `axes`.
+    /// Returns a view of all elements with the axes in the order `axes`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if `axes` has another length than the rank, [`Error::OutOfRange`] if an
+    /// axis is unknown, and [`Error::InvalidStrides`] if an axis is given twice.
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         crate::base::same("rank of a permutation", self.shape.rank(), axes.len())?;
         let mut seen = [false; MAX_RANK];
@@ -229,7 +252,7 @@ impl TensorView {
     }
 }
 
-/// The address of element `at` of a storage, which must not lie inside a byte.
+/// Returns the address of element `at` of a storage. Refuses an element that starts inside a byte.
 fn whole_bytes(storage: &Arc<dyn Storage>, dtype: DType, at: usize) -> Result<u64> {
     let bits = product("bits of a view", &[at, dtype.bits()])?;
     let address = storage.address() + (bits / 8) as u64;

@@ -1,13 +1,13 @@
-//! A list of extents or strides that lives inline: views are made on every step.
+//! An inline list of extents or strides. Views are created on every step, so the list must not allocate.
 
 use std::ops::{Deref, DerefMut};
 
 use crate::base::{Error, Result};
 
-/// Most axes a view can have.
+/// Largest number of axes of a view.
 pub const MAX_RANK: usize = 6;
 
-/// Up to [`MAX_RANK`] extents or strides.
+/// A list of up to [`MAX_RANK`] extents or strides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dims {
     values: [usize; MAX_RANK],
@@ -15,7 +15,10 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// The given values, or an error when there are more than [`MAX_RANK`].
+    /// Creates a list of `values`.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if there are more than [`MAX_RANK`] values.
     pub fn new(values: &[usize]) -> Result<Self> {
         let mut dims = Self { values: [0; MAX_RANK], rank: values.len() };
         dims.values
@@ -25,12 +28,15 @@ impl Dims {
         Ok(dims)
     }
 
-    /// Number of axes.
+    /// Returns the number of axes.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Row-major strides of these extents.
+    /// Returns the row-major strides of these extents.
+    ///
+    /// # Errors
+    /// Returns [`Error::Overflow`] if a stride does not fit the address space.
     pub fn dense_strides(&self) -> Result<Self> {
         let mut strides = *self;
         let mut next = 1usize;

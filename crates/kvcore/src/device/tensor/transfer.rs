@@ -1,11 +1,11 @@
-//! Tensors that move: contiguous copies, and transfers between host and device.
+//! Copies of tensors: contiguous copies, and transfers between host and device.
 
 use super::TensorView;
 use crate::base::{Error, MemoryKind, Result};
 use crate::device::{Backend, CopyTensor, Stream, allocate_tensor};
 
-/// Copies are enqueued and do not block: wait for the stream before the host looks at the result, and
-/// order other streams by an event. Strides on both sides are free.
+/// Copies are enqueued and do not block. Wait for the stream before the host reads the result, and order
+/// other streams by an event. Source and destination may have any strides.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -30,18 +30,19 @@ impl TensorView {
     /// Copies the elements to `dst`, a view of the same shape and type.
     ///
     /// # Errors
-    /// Those of [`CopyTensor::check`], and [`Error::ForeignHandle`] for memory of another backend than
-    /// the stream's; nothing is enqueued then.
+    /// Returns the errors of [`CopyTensor::check`], and [`Error::ForeignHandle`] if a view lies in memory
+    /// of another backend than the stream's. In these cases nothing is enqueued.
     pub fn copy_to(&self, dst: &Self, stream: &dyn Stream) -> Result<()> {
         stream.copy_tensor(&CopyTensor { src: self.clone(), dst: dst.clone() })
     }
 
-    /// The same elements, dense in row-major order: this view if it is so already (as `PyTorch` does),
-    /// else a copy of it in fresh memory of the same kind. [`copy_to`](Self::copy_to) copies into memory
-    /// that exists.
+    /// Returns the elements in dense row-major order. If this view is contiguous, the result is a clone of
+    /// the view (as in `PyTorch`); otherwise it is a copy in fresh memory of the same kind. To copy into
+    /// existing memory, use [`copy_to`](Self::copy_to).
     ///
     /// # Errors
-    /// [`Error::Allocation`], and those of [`copy_to`](Self::copy_to).
+    /// Returns [`Error::Allocation`] if there is no memory for the copy, and the errors of
+    /// [`copy_to`](Self::copy_to).
     pub fn contiguous(&self, backend: &dyn Backend, stream: &dyn Stream) -> Result<Self> {
         if self.is_contiguous() {
             return Ok(self.clone());
@@ -51,13 +52,13 @@ impl TensorView {
         Ok(copy)
     }
 
-    /// Copies this view of host memory to a view of device memory (the seed's `cudaMemcpyAsync`, host
-    /// to device). From [`MemoryKind::Pinned`] memory the device reads by itself; from
-    /// [`MemoryKind::System`] memory a backend may stage.
+    /// Copies this view of host memory to a view of device memory (as `cudaMemcpyAsync` does, host to
+    /// device). The device reads [`MemoryKind::Pinned`] memory directly; for [`MemoryKind::System`] memory
+    /// a backend may use a staging buffer.
     ///
     /// # Errors
-    /// [`Error::WrongMemory`] unless this view lies in host memory and `device` does not, and those of
-    /// [`copy_to`](Self::copy_to).
+    /// Returns [`Error::WrongMemory`] if this view does not lie in host memory or `device` does not lie in
+    /// device memory, and the errors of [`copy_to`](Self::copy_to).
     pub fn h2d(&self, device: &Self, stream: &dyn Stream) -> Result<()> {
         in_host("source of a host-to-device copy", self)?;
         in_device("destination of a host-to-device copy", device)?;
@@ -67,7 +68,8 @@ impl TensorView {
     /// Copies this view of device memory to a view of host memory.
     ///
     /// # Errors
-    /// As [`h2d`](Self::h2d), with the memories the other way round.
+    /// Returns [`Error::WrongMemory`] if this view does not lie in device memory or `host` does not lie in
+    /// host memory, and the errors of [`copy_to`](Self::copy_to).
     pub fn d2h(&self, host: &Self, stream: &dyn Stream) -> Result<()> {
         in_device("source of a device-to-host copy", self)?;
         in_host("destination of a device-to-host copy", host)?;

@@ -1,11 +1,11 @@
-//! The pool recounted from its blocks: what must hold at every observable moment.
+//! A recount of the pool from its blocks. The checks hold whenever the shards are locked.
 
 use super::index::Index;
 use super::pool::Rules;
 use super::shard::{Shard, Stage};
 use super::{FreeOrder, PoolCounts};
 
-/// What is wrong with a shard, if anything is; else how many of its blocks have keys.
+/// Returns the number of blocks of a shard that have keys, or a description of the first inconsistency.
 pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize, String> {
     let mut seen = PoolCounts { total: shard.stage.len(), ..PoolCounts::default() };
     let mut keyed = 0;

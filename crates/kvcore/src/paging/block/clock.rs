@@ -1,17 +1,17 @@
-//! Where a pool takes the time from: the system, or a test.
+//! The clock of a pool: the system's, or one that a test controls.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Milliseconds since some fixed moment.
+/// A source of milliseconds since some fixed moment.
 pub trait Clock: Send + Sync + fmt::Debug {
-    /// Now. Never goes back.
+    /// Returns the current time. The time never decreases.
     fn millis(&self) -> u64;
 }
 
-/// Whole milliseconds, rounded up: a time that is not zero does not become zero.
+/// Returns whole milliseconds, rounded up, so that a time above zero does not become zero.
 pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
@@ -32,12 +32,12 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands until it is told to move: for tests and simulations.
+/// A clock that only moves when told to, for tests and simulations.
 #[derive(Debug, Clone, Default)]
 pub struct ManualClock(Arc<AtomicU64>);
 
 impl ManualClock {
-    /// Moves time on.
+    /// Advances the clock, in whole milliseconds.
     pub fn advance(&self, by: Duration) {
         self.0.fetch_add(by.as_millis() as u64, Ordering::Relaxed);
     }

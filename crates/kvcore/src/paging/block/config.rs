@@ -1,4 +1,4 @@
-//! How a pool behaves: everything that has a default.
+//! The settings of a pool, each with a default.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,31 +8,31 @@ use super::clock::{Clock, SystemClock};
 use super::event::EventSink;
 use super::evict::{EvictionPolicy, PolicyKind};
 
-/// Which blocks an allocation takes first.
+/// The order in which allocations take blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreeOrder {
-    /// Free blocks before cached ones: contents are kept as long as possible. With [`super::Lru`] and
-    /// one shard this is the order of vLLM's free block queue since 0.28.
+    /// Free blocks before cached blocks: contents are kept as long as possible. With [`super::Lru`] and one
+    /// shard this is the order of vLLM's free block queue since 0.28.
     #[default]
     FreeFirst,
-    /// Free and cached blocks wait in one order, that of the eviction policy: what was released longest
-    /// ago goes first, whether it holds contents or not. vLLM before 0.28 did so.
+    /// Free and cached blocks in one queue, ordered by the eviction policy: the block released longest ago
+    /// goes first, with or without contents. vLLM before 0.28 used this order.
     OneQueue,
 }
 
-/// What happens when a second block is registered under a known key.
+/// The handling of a second block registered under a known key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Duplicates {
-    /// The known block is shared and the second one freed.
+    /// Shares the known block and frees the second one.
     #[default]
     Merge,
-    /// Both stay, and lookups find the older: what vLLM does, so that block tables only ever grow.
+    /// Keeps both blocks; lookups find the older one. vLLM does this so that block tables only ever grow.
     Keep,
 }
 
 type PolicyMaker = Arc<dyn Fn(usize) -> Box<dyn EvictionPolicy> + Send + Sync>;
 
-/// Settings of a [`super::BlockPool`].
+/// The settings of a [`super::BlockPool`].
 ///
 /// ```
 /// use std::time::Duration;
@@ -59,7 +59,7 @@ pub struct PoolConfig {
 }
 
 impl Default for PoolConfig {
-    /// LRU, free blocks first, one block per key, no watermark, no expiry, no events.
+    /// Returns LRU eviction, free blocks first, one block per key, no watermark, no expiry and no events.
     fn default() -> Self {
         Self {
             policy: Arc::new(|blocks| PolicyKind::Lru.build(blocks)),
@@ -87,13 +87,14 @@ impl fmt::Debug for PoolConfig {
 }
 
 impl PoolConfig {
-    /// One of the given eviction policies.
+    /// Sets the eviction policy to a built-in one.
     #[must_use]
     pub fn policy(self, kind: PolicyKind) -> Self {
         self.custom_policy(move |blocks| kind.build(blocks))
     }
 
-    /// The caller's eviction policy: `make` gives an empty one for a number of blocks, one per shard.
+    /// Sets a custom eviction policy. `make` creates an empty policy for the given number of blocks, once
+    /// per shard.
     #[must_use]
     pub fn custom_policy(
         mut self,
@@ -103,37 +104,38 @@ impl PoolConfig {
         self
     }
 
-    /// Parts with a lock and an eviction order each; fewer where their sizes, powers of two, need no more. More let more threads work at once; one makes
-    /// eviction exact over the whole pool. By default pools below 4,096 blocks have one, larger ones
-    /// up to two per processor core.
+    /// Sets the number of shards, each with its own lock and eviction order. Shard sizes are powers of two,
+    /// so the pool may have fewer shards. More shards let more threads work at once; a single shard makes
+    /// eviction exact over the whole pool. By default, pools below 4,096 blocks have one shard, and larger
+    /// pools up to two per processor core.
     #[must_use]
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = Some(shards);
         self
     }
 
-    /// Which blocks are taken first.
+    /// Sets the order in which allocations take blocks.
     #[must_use]
     pub fn free_order(mut self, order: FreeOrder) -> Self {
         self.free_order = order;
         self
     }
 
-    /// What happens to a second block of a key.
+    /// Sets the handling of a second block registered under a known key.
     #[must_use]
     pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
         self.duplicates = duplicates;
         self
     }
 
-    /// Blocks that [`admit`](super::BlockPool::admit) leaves to sequences that run already.
+    /// Sets the number of blocks that [`admit`](super::BlockPool::admit) leaves to running sequences.
     #[must_use]
     pub fn watermark(mut self, blocks: usize) -> Self {
         self.watermark = blocks;
         self
     }
 
-    /// Cached blocks that nobody used for this long are not found again.
+    /// Sets the time to live: a cached block that is not used for this long is no longer found.
     ///
     /// ```
     /// use std::{sync::Arc, time::Duration};
@@ -155,21 +157,21 @@ impl PoolConfig {
         self
     }
 
-    /// Where events go.
+    /// Sets the receiver of the pool's events.
     #[must_use]
     pub fn events(mut self, sink: Arc<dyn EventSink>) -> Self {
         self.events = Some(sink);
         self
     }
 
-    /// Where the time comes from, for pools that need it.
+    /// Sets the clock, for pools that need the time.
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
     }
 
-    /// The shards of a pool of `blocks` blocks.
+    /// Returns the number of shards to divide `blocks` blocks into.
     pub(super) fn shards_for(&self, blocks: usize) -> usize {
         const SMALLEST: usize = 2048;
         let wanted = self.shards.unwrap_or_else(|| {

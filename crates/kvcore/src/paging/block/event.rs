@@ -1,4 +1,4 @@
-//! What routers want to know: which keys a pool holds from now on, and which no more.
+//! Events for routers: the keys that become findable in a pool, and the keys that no longer are.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -8,44 +8,45 @@ use parking_lot::Mutex;
 use crate::base::BlockId;
 use crate::paging::BlockKey;
 
-/// A change of what can be found in a pool.
+/// A change of the keys that can be found in a pool.
 ///
 /// Events of one pool reach a sink in an order in which each key is stored before it is removed. Under
-/// [`super::Duplicates::Keep`] each block of a key is stored and removed by itself: a key is found as long as
-/// it was stored more often than removed.
+/// [`super::Duplicates::Keep`] each block of a key is stored and removed separately: the key is findable as
+/// long as it was stored more often than removed.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
-    /// Blocks can be found under these keys, each the child of the one before.
+    /// Blocks became findable under these keys, each the child of the previous one.
     Stored {
-        /// Key of the block before the first one; `None` if the caller gave none.
+        /// Key of the block before the first one, or `None` if the caller gave none.
         parent: Option<BlockKey>,
-        /// Keys in order.
+        /// The keys, in order.
         keys: Vec<BlockKey>,
-        /// The blocks that hold them.
+        /// The blocks that hold the keys.
         blocks: Vec<BlockId>,
     },
-    /// A key is not found any more: its block was evicted, cleared, or has expired.
+    /// A key is no longer findable: its block was evicted or cleared, or it expired.
     Removed {
         /// The key.
         key: BlockKey,
         /// The block that held it.
         block: BlockId,
     },
-    /// No key is left: the pool was cleared while nobody held a block with a key. If somebody does, each key
-    /// that goes is removed by itself.
+    /// No key is left: the pool was cleared while no block with a key was held or pinned. Otherwise each
+    /// cleared key is reported as removed.
     Cleared,
 }
 
-/// Receives the events of a pool.
+/// A receiver of the events of a pool.
 ///
-/// The pool calls it under its locks: it must return at once and must not call the pool.
+/// The pool calls the sink while it holds its locks: `record` MUST return at once and MUST NOT call the
+/// pool.
 pub trait EventSink: Send + Sync + fmt::Debug {
-    /// One more event.
+    /// Receives one event.
     fn record(&self, event: KvEvent);
 }
 
-/// A bounded queue of events, to be drained by a router's publisher.
+/// A bounded queue of events, for a router's publisher to drain.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -67,13 +68,13 @@ pub struct EventQueue {
 }
 
 impl EventQueue {
-    /// A queue that keeps the newest `capacity` events.
+    /// Creates a queue that keeps the newest `capacity` events, at least one.
     pub fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(1), inner: Mutex::default() }
     }
 
-    /// Takes all events, oldest first, and how many were lost before them because nobody drained the
-    /// queue in time. After a loss a router must forget what it knew of this pool.
+    /// Takes all events, oldest first. Also returns the number of earlier events that were lost because the
+    /// queue was full. After a loss, a router must forget everything it knew of this pool.
     pub fn drain(&self) -> (Vec<KvEvent>, u64) {
         let mut inner = self.inner.lock();
         let lost = std::mem::take(&mut inner.1);

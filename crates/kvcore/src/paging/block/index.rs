@@ -1,8 +1,8 @@
-//! From keys to blocks: hash tables over the digests' own bits, sharded by key.
+//! The index from keys to blocks: hash tables over bits of the digests, sharded by key.
 //!
-//! An entry holds 64 bits of its key; whoever follows it compares the whole key under the lock of the
-//! block's shard. Locks here are leaves: no other lock is taken while one is held, and never two at once.
-//! Batches are grouped by table, so that a table is locked once for all its keys of a batch.
+//! An entry holds 64 bits of its key. The caller compares the whole key under the lock of the block's
+//! shard. The locks of the tables are leaves: no other lock is taken while one is held, and no two are held
+//! at once. Batches are grouped by table, so that a table is locked once for all its keys in a batch.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as Slot;
@@ -16,7 +16,7 @@ use crate::paging::sync::Mutex;
 struct Entry {
     word: u64,
     block: u32,
-    /// Counts registrations: among equal keys the smallest is the oldest.
+    /// Number of the registration. Among entries with equal keys, the smallest is the oldest.
     stamp: u32,
 }
 
@@ -27,13 +27,14 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// The block registered first under a key.
+    /// Returns the block registered under a key.
     fn find(&self, key: &BlockKey) -> Option<u32> {
         let word = key.word();
         self.entries.find(word, |e| e.word == word).map(|e| e.block)
     }
 
-    /// As `find`, where a key may have several blocks.
+    /// Returns the oldest of the blocks registered under a key, for an index in which a key may have
+    /// several.
     fn find_oldest(&self, key: &BlockKey) -> Option<u32> {
         let word = key.word();
         let newest_first = |e: &&Entry| self.stamp.wrapping_sub(e.stamp);
@@ -51,20 +52,20 @@ impl Table {
 #[derive(Debug)]
 pub(super) struct Index {
     tables: Box<[Mutex<Table>]>,
-    /// Whether a key may have several blocks.
+    /// True if a key may have several blocks.
     duplicates: bool,
 }
 
-/// Keys of a batch that are grouped at a time: as many as a word has bits.
+/// Number of keys of a batch that are grouped at a time: the number of bits in a word.
 const WINDOW: usize = 64;
 
-/// Most tables; each has a word of its own while a window is grouped.
+/// Largest number of tables. Each table has a word of its own while a window is grouped.
 const MOST_TABLES: usize = 64;
 
 impl Index {
     pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
-        // A little above the mean, so that an uneven spread seldom grows a table.
+        // A little above the mean, so that a table seldom grows when keys spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
         let table = || Mutex::new(Table { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }
@@ -74,8 +75,8 @@ impl Index {
         self.tables.iter().map(|table| table.lock().entries.len()).sum()
     }
 
-    /// Calls `each` for every key with its number and its table, which is locked. Keys of one table come
-    /// in order, tables in any.
+    /// Calls `each` for every key with its number and its locked table. The keys of one table come in
+    /// order; the tables come in any order.
     fn visit<'k>(
         &self,
         keys: impl ExactSizeIterator<Item = &'k BlockKey> + Clone,
@@ -107,11 +108,11 @@ impl Index {
         }
     }
 
-    /// The blocks to which the longest known prefix of `keys` leads; their own keys are still to be
-    /// compared.
+    /// Returns the blocks that the longest known prefix of `keys` leads to. The caller must still compare
+    /// the whole keys.
     pub(super) fn find_prefix(&self, keys: &[BlockKey]) -> SmallVec<[u32; WINDOW]> {
         let mut found = SmallVec::new();
-        // An unknown prompt ends at its first key, a known one is found in large steps.
+        // An unknown prompt ends at its first key; a known prompt is found in large steps.
         let mut step = 1;
         let mut rest = keys;
         while !rest.is_empty() {
@@ -136,8 +137,8 @@ impl Index {
         found
     }
 
-    /// Enters blocks under keys. Where a key is known and may not have two blocks, nothing changes;
-    /// `known` is told the block's number and the known block.
+    /// Enters blocks under keys. If a key is known and duplicates are not allowed, its entry stays, and
+    /// `known` is called with the number of the key and the known block.
     pub(super) fn enter(
         &self,
         keys: &[BlockKey],
@@ -168,7 +169,7 @@ impl Index {
         });
     }
 
-    /// Whether a block is entered under a key.
+    /// Returns whether a block is entered under a key.
     pub(super) fn holds(&self, key: &BlockKey, block: u32) -> bool {
         let mut held = false;
         self.visit(std::iter::once(key), |_, key, table| {

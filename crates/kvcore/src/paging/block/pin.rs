@@ -1,12 +1,11 @@
-//! Pins: claims that keep blocks cached while nobody holds them.
+//! Pins: claims that keep blocks cached while they have no holder.
 
 use super::BlockPool;
 use super::guard::{Ids, SharedBlocks};
 use crate::base::BlockId;
 
-/// A claim that keeps blocks cached while they have no holder: the pool does not evict them, and they do
-/// not expire. Whoever pins decides when they go, by dropping the claim; any number of claims may be on
-/// a block.
+/// A claim that keeps blocks cached while they have no holder: the pool does not evict the blocks, and they
+/// do not expire. The blocks are released when the claim is dropped. A block may have any number of claims.
 ///
 /// ```
 /// use kvcore::BlockPool;
@@ -22,8 +21,8 @@ use crate::base::BlockId;
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks without holders stay cached if they have a key and become free if not; held ones follow when
-/// their last holder goes.
+/// Blocks without holders stay cached if they have a key, and become free otherwise. Held blocks do so when
+/// their last holder is dropped.
 #[derive(Debug)]
 #[must_use = "dropping the claim lets blocks go that nobody holds"]
 pub struct PinnedBlocks {
@@ -43,7 +42,7 @@ impl PinnedBlocks {
         Self { pool, ids }
     }
 
-    /// A new hold on every block.
+    /// Returns a guard that is a further holder of every block.
     pub fn share(&self) -> SharedBlocks {
         let mut walk = self.pool.0.walk();
         for &id in &self.ids {
@@ -54,22 +53,22 @@ impl PinnedBlocks {
         SharedBlocks { pool: self.pool.clone(), ids: self.ids.clone() }
     }
 
-    /// The blocks in order.
+    /// Returns the blocks, in order.
     pub fn ids(&self) -> &[BlockId] {
         &self.ids
     }
 
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
-    /// Whether no block is pinned.
+    /// Returns whether no block is pinned.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// Whether any block has a holder.
+    /// Returns whether any of the blocks has a holder.
     pub fn is_held(&self) -> bool {
         let mut walk = self.pool.0.walk();
         self.ids.iter().any(|&id| {

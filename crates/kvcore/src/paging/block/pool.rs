@@ -1,8 +1,9 @@
-//! The pool: a quota of an arena's blocks and the locks around its bookkeeping.
+//! The pool: a quota of an arena's blocks, and the locks around its bookkeeping.
 //!
-//! A pool has one shard or several, each a run of its blocks with a lock, a free list and an eviction
-//! order; and an index from keys to blocks, which has locks of its own. The order of locks is: shards
-//! by number (only slow paths take more than one), then one table of the index, then the event sink.
+//! A pool has one or more shards. Each shard is a run of the pool's blocks with a lock, a free list and an
+//! eviction order. The pool also has an index from keys to blocks, with locks of its own. Locks are taken
+//! in this order: shards by number (only slow paths take more than one), then one table of the index, then
+//! the event sink.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,10 +20,10 @@ use crate::base::{BlockId, Error, Result};
 use crate::paging::key::BlockKey;
 use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
 
-/// A handle to a pool of blocks; clones share the pool.
+/// A handle to a pool of blocks. Clones share the pool.
 ///
-/// A pool owns a contiguous range of an arena's block ids. Pools over disjoint ranges of one arena
-/// (the main pool and the chunk pool, say) never take blocks from each other, yet one `attend` reads
+/// A pool owns a contiguous range of an arena's block ids. Pools over disjoint ranges of one arena (for
+/// example the main pool and the chunk pool) never take blocks from each other, yet one `attend` reads
 /// blocks of all of them.
 ///
 /// ```
@@ -42,7 +43,7 @@ pub struct BlockPool(pub(super) Arc<Inner>);
 #[derive(Debug)]
 pub(super) struct Inner {
     range: Range<u32>,
-    /// A block's shard is its index shifted by this.
+    /// Number of bits to shift a block's index by to get its shard.
     shift: u32,
     shards: Box<[Cell]>,
     pub(super) index: Index,
@@ -50,16 +51,16 @@ pub(super) struct Inner {
     watermark: usize,
 }
 
-/// What shards need to know of the whole pool.
+/// The settings of the pool that its shards use.
 #[derive(Debug)]
 pub(super) struct Rules {
     /// First block id of the pool.
     pub(super) first: u32,
     pub(super) free_order: FreeOrder,
-    /// In milliseconds.
+    /// Time to live in milliseconds.
     pub(super) ttl: Option<u64>,
     pub(super) events: Option<std::sync::Arc<dyn EventSink>>,
-    /// Only if something needs the time.
+    /// Present only if the pool needs the time.
     pub(super) clock: Option<std::sync::Arc<dyn Clock>>,
 }
 
@@ -68,9 +69,10 @@ pub(super) struct Rules {
 #[repr(align(128))]
 struct Cell {
     shard: Mutex<Shard>,
-    /// The shard's free blocks when its lock was last let go: a hint where to look.
+    /// Number of free blocks of the shard when its lock was last released: a hint for searches.
     free: AtomicUsize,
-    /// Lookups that began with a key of this cell; by key, so that threads seldom meet here.
+    /// Number of keys found by lookups that began with a key of this cell. Counted by key, so that threads
+    /// seldom contend.
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -101,50 +103,50 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// How many keys were looked up in a pool to hold their blocks, by
-/// [`lookup_chain`](BlockPool::lookup_chain) and everything that is made of it.
+/// The number of keys that were looked up in a pool to hold their blocks, by
+/// [`lookup_chain`](BlockPool::lookup_chain) and everything built on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Lookups {
-    /// Blocks that were found.
+    /// Number of keys whose blocks were found.
     pub hits: u64,
-    /// Blocks that were not.
+    /// Number of keys whose blocks were not found.
     pub misses: u64,
 }
 
-/// How many blocks are in which state. `free + mutable + complete + shared + cached = total`.
+/// The number of blocks in each state. `free + mutable + complete + shared + cached = total`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct PoolCounts {
-    /// All blocks of the pool.
+    /// Number of blocks of the pool.
     pub total: usize,
-    /// Blocks that nobody uses.
+    /// Blocks without contents or holders.
     pub free: usize,
     /// Blocks being filled.
     pub mutable: usize,
-    /// Blocks filled and not yet shared.
+    /// Blocks that are full and not yet shared.
     pub complete: usize,
     /// Blocks with at least one holder.
     pub shared: usize,
     /// Blocks without holders whose contents are kept.
     pub cached: usize,
-    /// Those of the cached blocks that this pool may evict by itself.
+    /// Cached blocks that the pool may evict: those without pins.
     pub evictable: usize,
 }
 
 impl PoolCounts {
-    /// Blocks that an allocation can have: free ones and those that may be evicted.
+    /// Returns the number of blocks that an allocation can take: free and evictable blocks.
     pub fn available(&self) -> usize {
         self.free + self.evictable
     }
 
-    /// Share of the blocks that are not free; 0 for an empty pool. Cached blocks count here, unlike in
-    /// [`PoolMetrics::utilization`](crate::PoolMetrics::utilization).
+    /// Returns the share of blocks that are not free, between 0 and 1, or 0 for an empty pool. Counts
+    /// cached blocks as used, unlike [`PoolMetrics::utilization`](crate::PoolMetrics::utilization).
     pub fn utilization(&self) -> f64 {
         if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
     }
 }
 
 impl std::iter::Sum for PoolCounts {
-    /// Counts of several pools together.
+    /// Adds the counts of several pools.
     fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
         counts.fold(Self::default(), |a, b| Self {
             total: a.total + b.total,
@@ -159,18 +161,19 @@ impl std::iter::Sum for PoolCounts {
 }
 
 impl BlockPool {
-    /// A pool over the blocks `range` with the default settings.
+    /// Creates a pool over the blocks `range` with the default settings.
     ///
     /// # Errors
-    /// [`Error::Zero`] for an empty range.
+    /// Returns [`Error::Zero`] if the range is empty.
     pub fn new(range: Range<u32>) -> Result<Self> {
         Self::with_config(range, PoolConfig::default())
     }
 
-    /// A pool with other settings.
+    /// Creates a pool over the blocks `range` with the given settings.
     ///
     /// # Errors
-    /// [`Error::Zero`] for an empty range, [`Error::OutOfRange`] for a watermark above the pool's size.
+    /// Returns [`Error::Zero`] if the range is empty, and [`Error::OutOfRange`] if the watermark exceeds
+    /// the size of the pool.
     pub fn with_config(range: Range<u32>, config: PoolConfig) -> Result<Self> {
         let blocks = range.len();
         if blocks == 0 {
@@ -210,31 +213,36 @@ impl BlockPool {
         })))
     }
 
-    /// Takes `n` blocks to fill, evicting cached ones if needed; all or none.
+    /// Takes `n` blocks to fill, and evicts cached blocks if needed. Takes all `n` blocks or none.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; nothing is taken or evicted then.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case nothing
+    /// is taken or evicted.
     pub fn allocate(&self, n: usize) -> Result<MutableBlocks> {
         let mut blocks = MutableBlocks::none(self);
         self.take(&mut blocks.ids, n, 0)?;
         Ok(blocks)
     }
 
-    /// As [`allocate`](Self::allocate), for a new sequence: leaves the watermark's blocks to those that
-    /// run already, so that admitting one does not soon preempt another.
+    /// Takes `n` blocks for a new sequence. Unlike [`allocate`](Self::allocate), leaves the watermark's
+    /// blocks to running sequences, so that a newly admitted sequence does not soon preempt another.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks above the watermark.
+    /// In that case nothing is taken or evicted.
     pub fn admit(&self, n: usize) -> Result<MutableBlocks> {
         let mut blocks = MutableBlocks::none(self);
         self.take(&mut blocks.ids, n, self.0.watermark)?;
         Ok(blocks)
     }
 
-    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys` and takes what
-    /// is missing to `blocks`. The watermark's blocks are left; and there must be room for `room` blocks
-    /// in all, which is what the whole prompt needs when only its first part is computed now.
+    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and takes the
+    /// missing blocks up to `blocks` in total. Leaves the watermark's blocks. There must be room for `room`
+    /// blocks in total; pass the number that the whole prompt needs if only its first part is computed now.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]. Nothing has changed then: not even the order of eviction, which a lookup
-    /// given up again would have.
+    /// Returns [`Error::OutOfBlocks`] if there is not enough room. In that case nothing has changed, not
+    /// even the order of eviction, which a lookup followed by a drop would change.
     pub fn admit_prefix(
         &self,
         keys: &[BlockKey],
@@ -256,13 +264,13 @@ impl BlockPool {
                 idle.push(id);
             }
         }
-        // A key may occur twice, its block is there once.
+        // A key may occur twice; its block is counted once.
         idle.sort_unstable();
         idle.dedup();
         let missing = blocks.saturating_sub(found.ids.len());
         let needed = blocks.max(room).saturating_sub(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // What is found idle leaves the blocks that others can have, just as what is taken.
+        // An idle block that is found is no longer available to others, just like a block that is taken.
         let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(inner.watermark));
         let admits_nothing = idle.is_empty() && needed == 0;
         if !admits_nothing && leaves.is_none_or(|wanted| wanted > available) {
@@ -275,7 +283,7 @@ impl BlockPool {
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
         let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
-        // The guards lock shards when they are dropped.
+        // The guards lock shards when dropped.
         drop(shards);
         taken.map(|()| (found, fresh))
     }
@@ -297,21 +305,21 @@ impl BlockPool {
                 shard.take_free(n, out);
                 return Ok(());
             }
-            // Contents elsewhere must not go while blocks are free: that is for the slow path to see.
+            // Contents elsewhere must not be evicted while blocks are free. The slow path decides that.
             if shard.available() >= n && !elsewhere() {
                 return inner.take_from(&mut [shard], 0, out, n, now);
             }
         }
         let mut shards = inner.lock_all();
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // With a spare too large for the sum there is nothing to give.
+        // If the sum with the spare overflows, nothing is available.
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
         inner.take_from(&mut shards, home, out, n, now)
     }
 
-    /// The block with this key, if it is held or cached; the guard is one more holder.
+    /// Returns the block with this key if it is held or cached. The guard is a further holder of the block.
     pub fn lookup(&self, key: &BlockKey) -> Option<SharedBlocks> {
         let found = self.lookup_chain(std::slice::from_ref(key));
         (!found.is_empty()).then_some(found)
@@ -323,7 +331,7 @@ impl BlockPool {
         let inner = &*self.0;
         let now = inner.now();
         let known = inner.index.find_prefix(keys);
-        // What the index said may have changed since: each block is asked for its key under its lock.
+        // The index may have changed since it was read, so each block's key is compared under its lock.
         found.ids.reserve_exact(known.len());
         let mut walk = inner.walk();
         for (block, key) in known.into_iter().zip(keys) {
@@ -339,8 +347,8 @@ impl BlockPool {
         found
     }
 
-    /// How many blocks of a chain a lookup would find now, without holding any: for schedulers that weigh
-    /// requests.
+    /// Returns the number of blocks of a chain that a lookup would find now, without holding any. For
+    /// schedulers that weigh requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
         let inner = &*self.0;
         let now = inner.now();
@@ -353,18 +361,19 @@ impl BlockPool {
         found.count()
     }
 
-    /// How many blocks are in which state.
+    /// Returns the number of blocks in each state.
     pub fn counts(&self) -> PoolCounts {
         self.0.lock_all().iter().map(|shard| shard.counts()).sum()
     }
 
-    /// Blocks evicted since the pool was made.
+    /// Returns the number of blocks evicted since the pool was created.
     pub fn evictions(&self) -> u64 {
         self.0.lock_all().iter().map(|shard| shard.evicted).sum()
     }
 
-    /// Keys looked up since the pool was made. Those of a chain after its first unknown one are misses too;
-    /// refused admissions and [`cached_prefix`](Self::cached_prefix) do not count.
+    /// Returns the number of keys looked up since the pool was created. The keys of a chain after its first
+    /// unknown key count as misses. Refused admissions and [`cached_prefix`](Self::cached_prefix) do not
+    /// count.
     pub fn lookups(&self) -> Lookups {
         let sum = |of: fn(&Cell) -> &AtomicU64| {
             self.0.shards.iter().map(|cell| of(cell).load(Ordering::Relaxed)).sum()
@@ -372,7 +381,7 @@ impl BlockPool {
         Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
     }
 
-    /// Frees every cached block that this pool may evict; returns how many.
+    /// Frees every cached block that the pool may evict. Returns the number of blocks freed.
     pub fn clear_cached(&self) -> usize {
         let inner = &*self.0;
         let now = inner.now();
@@ -387,8 +396,8 @@ impl BlockPool {
         shards.iter_mut().map(clear).sum()
     }
 
-    /// Frees cached blocks that nobody used for the configured time to live; returns how many.
-    /// Lookups and this call see the time, nothing runs in the background.
+    /// Frees the cached blocks that were not used for the configured time to live. Returns the number of
+    /// blocks freed. Only lookups and this call check the time; nothing runs in the background.
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
         let now = inner.now();
@@ -396,12 +405,13 @@ impl BlockPool {
         (0..inner.shards.len()).map(each).sum()
     }
 
-    /// Block ids of this pool.
+    /// Returns the block ids of this pool.
     pub fn range(&self) -> Range<u32> {
         self.0.range.clone()
     }
 
-    /// Recounts all states and looks every key up; `Err` says what is inconsistent.
+    /// Recounts all states and looks up every key. Returns `Err` with a description of the first
+    /// inconsistency.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         let shards = self.0.lock_all();
         let mut keyed = 0;
@@ -414,7 +424,7 @@ impl BlockPool {
         }
     }
 
-    /// Whether both handles are of the same pool.
+    /// Returns whether both handles refer to one pool.
     pub fn same_pool(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -450,9 +460,9 @@ impl Inner {
         Locked { shard: cell.shard.lock(), hint: &cell.free }
     }
 
-    /// The shard at which a thread begins that takes `n` blocks. A thread stays with a shard, whose
-    /// bookkeeping is then in its core's cache, for a sixteenth of the shard's blocks: contents are evicted
-    /// evenly from all shards.
+    /// Returns the shard at which a thread begins to take `n` blocks. A thread stays with a shard for a
+    /// sixteenth of the shard's blocks, so that the bookkeeping stays in its core's cache and contents are
+    /// evicted evenly from all shards.
     fn home(&self, n: usize) -> usize {
         if self.shards.len() == 1 {
             return 0;
@@ -461,7 +471,7 @@ impl Inner {
         turn(n) / stay.max(1) % self.shards.len()
     }
 
-    /// Locks this shard or, if other threads are in it, the next one that is not locked.
+    /// Locks the shard `home`. If another thread holds its lock, locks the next shard that is not locked.
     fn lock_near(&self, home: &mut usize) -> Locked<'_> {
         let count = self.shards.len();
         for i in (0..count).map(|i| (*home + i) % count) {
@@ -478,7 +488,8 @@ impl Inner {
         (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
     }
 
-    /// Takes `n` blocks that are known to be there: free ones of all shards first, then evicted ones.
+    /// Takes `n` blocks that are known to be available: free blocks of all shards first, evicted blocks
+    /// after them.
     fn take_from(
         &self,
         shards: &mut [Locked<'_>],
@@ -499,7 +510,8 @@ impl Inner {
                 left -= shard.take_next(share.min(left), now, &self.rules, &self.index, out);
             }
             if left == before {
-                // A policy that holds blocks and gives none up breaks its contract; nothing is lost by it.
+                // A policy that holds blocks and evicts none breaks its contract. The blocks taken so far
+                // are returned.
                 for id in out.drain(start..).rev() {
                     let at = if count == 1 { 0 } else { self.shard_of(id) };
                     shards[at].discard(self.local(id), now, &self.rules);
@@ -518,18 +530,19 @@ impl Inner {
         ((id.0 - self.range.start) >> self.shift) as usize
     }
 
-    /// A block's index in its shard.
+    /// Returns the index of a block in its shard.
     pub(super) fn local(&self, id: BlockId) -> u32 {
         (id.0 - self.range.start) & ((1 << self.shift) - 1)
     }
 
-    /// Access to one block after another; the lock is kept while blocks are of one shard.
+    /// Returns access to one block after another. The lock is kept while consecutive blocks are in one
+    /// shard.
     pub(super) fn walk(&self) -> Walk<'_> {
         Walk { pool: self, at: usize::MAX, shard: None }
     }
 }
 
-/// See [`Inner::walk`].
+/// Access to one block after another; see [`Inner::walk`].
 pub(super) struct Walk<'a> {
     pool: &'a Inner,
     at: usize,
@@ -537,7 +550,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// The shard of a block, locked, and the block's index there.
+    /// Returns the locked shard of a block, and the index of the block in the shard.
     pub(super) fn shard(&mut self, id: BlockId) -> (&mut Shard, u32) {
         let at = self.pool.shard_of(id);
         if self.at != at {

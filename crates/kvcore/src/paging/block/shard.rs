@@ -1,4 +1,4 @@
-//! One shard's bookkeeping behind its lock: the states of a run of blocks, their free list, their
+//! The bookkeeping of one shard behind its lock: the states of a run of blocks, their free list and their
 //! eviction order. All methods take indices into the shard.
 
 use smallvec::SmallVec;
@@ -18,15 +18,15 @@ pub(super) enum Stage {
     Free,
     Mutable,
     Complete,
-    /// Shared while it has holders, cached while only pins keep it.
+    /// Shared while the block has holders, cached while only pins keep it.
     Held,
-    /// As `Held`, and the index finds it under its key.
+    /// As `Held`, and registered in the index under its key.
     Keyed,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
-    /// Meaningful in stage `Keyed` only; the counts are 0 in all stages before `Held`.
+    /// Valid only in stage `Keyed`. The counts below are 0 in all stages before `Held`.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
@@ -34,11 +34,11 @@ pub(super) struct Meta {
 
 const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
 
-/// Kept only by pools that need the time.
+/// Times of a block, kept only by pools that need the time.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     released: u64,
-    /// The priority in the upper byte; below it until when, in milliseconds.
+    /// The priority in the upper byte, and below it the end of the priority in milliseconds.
     retention: u64,
 }
 
@@ -67,14 +67,14 @@ impl Times {
 
 #[derive(Debug)]
 pub(super) struct Shard {
-    /// First block id.
+    /// First block id of the shard.
     first: u32,
     pub(super) stage: Box<[Stage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[Times]>,
     /// Free blocks, unless they wait in the policy's order.
     pub(super) free: Vec<u32>,
-    /// Free blocks that wait in the policy's order.
+    /// Number of free blocks that wait in the policy's order.
     queued_free: usize,
     policy: Box<dyn EvictionPolicy>,
     wants_hits: bool,
@@ -121,7 +121,7 @@ impl Shard {
         self.policy.len() - self.queued_free
     }
 
-    /// Blocks that an allocation can have.
+    /// Returns the number of blocks that an allocation can take.
     pub(super) fn available(&self) -> usize {
         self.free.len() + self.policy.len()
     }
@@ -139,7 +139,7 @@ impl Shard {
         }
     }
 
-    /// Takes up to `n` blocks from the free list.
+    /// Takes up to `n` blocks from the free list. Returns the number taken.
     pub(super) fn take_free(&mut self, n: usize, out: &mut impl Extend<BlockId>) -> usize {
         let n = n.min(self.free.len());
         let (first, stage) = (self.first, &mut self.stage);
@@ -151,7 +151,7 @@ impl Shard {
         n
     }
 
-    /// Takes up to `n` blocks in the policy's order.
+    /// Takes up to `n` blocks in the policy's order. Returns the number taken.
     pub(super) fn take_next(
         &mut self,
         n: usize,
@@ -180,8 +180,8 @@ impl Shard {
         taken
     }
 
-    /// The index entry that is to go with a cached block. Routers hear of it, if they are to, before it goes,
-    /// hence before the key can be stored anew.
+    /// Returns the index entry to remove for a cached block. If `tell` is set, records the removal first,
+    /// so that routers see it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
@@ -196,7 +196,7 @@ impl Shard {
         self.complete += 1;
     }
 
-    /// A mutable or complete block goes back unused.
+    /// Frees a mutable or complete block. Does nothing for other stages.
     pub(super) fn discard(&mut self, block: u32, now: u64, rules: &Rules) {
         match self.stage[block as usize] {
             Stage::Mutable => self.mutable -= 1,
@@ -219,7 +219,7 @@ impl Shard {
         self.queued_free += 1;
     }
 
-    /// A mutable or complete block gets its first holder.
+    /// Gives a mutable or complete block its first holder.
     pub(super) fn share(&mut self, block: u32) {
         match self.stage[block as usize] {
             Stage::Mutable => self.mutable -= 1,
@@ -233,7 +233,7 @@ impl Shard {
         }
     }
 
-    /// A block that one holder has, without key and pin, is to be filled further; `false` for others.
+    /// Makes a shared block mutable again if it has one holder, no key and no pin. Returns whether it did.
     pub(super) fn reclaim(&mut self, block: u32) -> bool {
         let meta = &mut self.meta[block as usize];
         let alone = self.stage[block as usize] == Stage::Held && meta.holders == 1 && meta.pins == 0;
@@ -250,7 +250,8 @@ impl Shard {
         self.stage[block as usize] == Stage::Keyed
     }
 
-    /// Whether the index, which knows words of keys, finds this block under a key that is not its own.
+    /// Returns whether the index, which compares only words of keys, finds this block under a key that is
+    /// not its own.
     pub(super) fn collides(&self, block: u32, key: &BlockKey) -> bool {
         let own = &self.meta[block as usize].key;
         self.has_key(block) && own.word() == key.word() && own != key
@@ -262,7 +263,7 @@ impl Shard {
         self.meta[block as usize].key = key;
     }
 
-    /// One more holder of a held or cached block.
+    /// Adds a holder to a held or cached block.
     pub(super) fn hold(&mut self, block: u32) {
         let meta = &mut self.meta[block as usize];
         meta.holders += 1;
@@ -297,7 +298,8 @@ impl Shard {
         true
     }
 
-    /// Whether a lookup would find a block, and if so, whether nobody holds or pins it.
+    /// Returns `None` if a lookup would not find the block, else whether the block has neither holders nor
+    /// pins.
     pub(super) fn findable(&self, block: u32, key: &BlockKey, now: u64, rules: &Rules) -> Option<bool> {
         let meta = &self.meta[block as usize];
         let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, now, rules);
@@ -315,7 +317,7 @@ impl Shard {
         self.release(block, now, rules);
     }
 
-    /// Frees cached blocks whose time is over; returns how many.
+    /// Frees the cached blocks that have expired. Returns the number of blocks freed.
     pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
         let over = |shard: &Self, block: u32| {
             shard.stage[block as usize] == Stage::Keyed && shard.has_expired(block, now, rules)
@@ -327,7 +329,7 @@ impl Shard {
         gone.len()
     }
 
-    /// One holder fewer.
+    /// Removes a holder from a block.
     pub(super) fn let_go(&mut self, block: u32, now: u64, rules: &Rules) {
         let meta = &mut self.meta[block as usize];
         meta.holders -= 1;
@@ -339,7 +341,7 @@ impl Shard {
         }
     }
 
-    /// A block without holders and pins is cached if it has a key, else free.
+    /// Caches a block without holders and pins if it has a key, and frees it otherwise.
     fn settle(&mut self, block: u32, now: u64, rules: &Rules) {
         if self.stage[block as usize] != Stage::Keyed {
             return self.release(block, now, rules);
@@ -367,7 +369,7 @@ impl Shard {
         }
     }
 
-    /// Says how much a held block is wanted, once it is cached.
+    /// Sets the retention of a held block, for when it is cached.
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
             let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));
@@ -375,8 +377,8 @@ impl Shard {
         }
     }
 
-    /// Frees all cached blocks that the pool may evict. They are taken again after the blocks that are free
-    /// already, in the order in which they would have been evicted.
+    /// Frees all cached blocks that the pool may evict. Allocations take them after the blocks that are
+    /// already free, in the order in which they would have been evicted.
     pub(super) fn clear_cached(&mut self, now: u64, tell_each: bool, rules: &Rules, index: &Index) -> usize {
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
         self.queued_free = 0;
@@ -395,7 +397,7 @@ impl Shard {
         cleared.len()
     }
 
-    /// Whether nobody holds or pins a block with a key.
+    /// Returns whether no block with a key is held or pinned.
     pub(super) fn keyed_are_evictable(&self) -> bool {
         let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Keyed).count();
         keyed == self.evictable()

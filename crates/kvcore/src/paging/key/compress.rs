@@ -1,19 +1,19 @@
-//! BLAKE3 of inputs that are one full block, under a key, without the set-up for longer inputs: sixteen
-//! tokens are 64 bytes, and so are most cache blocks.
+//! Keyed BLAKE3 of inputs that are exactly one BLAKE3 block, without the set-up for longer inputs. Sixteen
+//! tokens are 64 bytes, the usual size of a cache block's tokens.
 //!
-//! The compression function is not part of `blake3`'s documented interface, hence the dependency on one
-//! minor version of it; a test compares with `blake3::keyed_hash`.
+//! The compression function is not part of the documented interface of `blake3`, so this crate depends on
+//! one minor version of it. A test compares the results with `blake3::keyed_hash`.
 
 use blake3::platform::{Platform, le_bytes_from_words_32, words_from_le_bytes_32};
 
-/// Tokens that fill an input block.
+/// Number of tokens that fill one input block.
 pub(super) const TOKENS: usize = 16;
 
 /// Flags of an input that is one chunk of one block: chunk start, chunk end, root, keyed.
 const FLAGS: u8 = 1 | 2 | 8 | 16;
 
-/// A chain of keyed hashes, each the key of the next. It stays in words: going through bytes would
-/// take longer than the rest of the overhead together.
+/// A chain of keyed hashes, each the key of the next. The state stays in words: a conversion to bytes would
+/// take longer than all other overhead.
 pub(super) struct Chain {
     state: [u32; 8],
     platform: Platform,
@@ -24,7 +24,7 @@ impl Chain {
         Self { state: words_from_le_bytes_32(key), platform: Platform::detect() }
     }
 
-    /// The hash of [`TOKENS`] tokens, little-endian, under the hash before.
+    /// Returns the hash of [`TOKENS`] tokens, little-endian, keyed by the previous hash.
     pub(super) fn next(&mut self, tokens: &[u32]) -> [u8; 32] {
         let mut block = [0; 64];
         for (slot, token) in block.chunks_exact_mut(4).zip(tokens) {

@@ -1,4 +1,4 @@
-//! Keys as text: 64 hexadecimal digits, in JSON and wherever a router reads them.
+//! Keys as text: 64 hexadecimal digits, in JSON and in a router's messages.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::BlockKey;
 
 impl BlockKey {
-    /// All bytes as hexadecimal digits.
+    /// Returns all bytes as hexadecimal digits.
     ///
     /// ```
     /// use kvcore::BlockKey;
@@ -17,7 +17,8 @@ impl BlockKey {
         self.as_bytes().iter().flat_map(|&byte| [digit(byte >> 4), digit(byte & 15)]).collect()
     }
 
-    /// The key that [`to_hex`](Self::to_hex) wrote; `None` if the text is none.
+    /// Parses the text that [`to_hex`](Self::to_hex) wrote. Returns `None` if `text` is not 64 hexadecimal
+    /// digits.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.as_bytes();
         if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

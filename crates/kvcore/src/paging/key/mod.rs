@@ -1,9 +1,9 @@
-//! Content keys: 256-bit chained hashes of what a block's bytes depend on.
+//! Content keys: 256-bit chained hashes of everything that the bytes of a block depend on.
 //!
-//! The bytes of a cached block are a function of the model, the rotary specification, the element
-//! type, the tenant, the tokens before it and its own tokens. All of that, and nothing else, goes
-//! into its key. Two contexts that agree on the key therefore agree on the bytes; 256 bits of a
-//! keyed cryptographic hash make an accidental or a crafted collision infeasible.
+//! The bytes of a cached block are a function of the model, the rotary specification, the element type, the
+//! tenant, the preceding tokens and the block's own tokens. The key of the block covers all of these inputs
+//! and nothing else. Two contexts with the same key therefore have the same bytes. With 256 bits of a keyed
+//! cryptographic hash, neither an accidental nor a crafted collision is feasible.
 
 use std::fmt;
 
@@ -17,32 +17,32 @@ pub use scheme::KeyScheme;
 pub use scope::{KeyScope, ScopeEncoder};
 pub use vllm::{VllmChain, VllmExtras};
 
-/// A 256-bit key of a block or of a chunk.
+/// The 256-bit key of a block or of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey([u8; 32]);
 
 impl BlockKey {
-    /// The key with these bytes.
+    /// Creates the key with the given bytes.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// The bytes.
+    /// Returns the bytes of the key.
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// The low word, for hash tables: the digest is uniform already.
+    /// Returns the low word, for hash tables. Needs no further hashing, because the digest is uniform.
     pub(crate) fn word(&self) -> u64 {
         let mut word = [0; 8];
         word.copy_from_slice(&self.0[..8]);
         u64::from_le_bytes(word)
     }
 
-    /// The key of `tokens` that follow this key's tokens: BLAKE3 keyed by the parent.
+    /// Returns the key of `tokens` that follow this key's tokens: their BLAKE3 hash, keyed by this key.
     ///
-    /// The number of tokens is implied by the input's length, so a partial block never has the key
-    /// of a full one.
+    /// The length of the input implies the number of tokens, so a partial block never has the key of a full
+    /// one.
     ///
     /// ```
     /// use kvcore::{BlockKey, KeyScope};
@@ -58,7 +58,7 @@ impl BlockKey {
         }
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         if cfg!(target_endian = "little") {
-            // In one go, which lets BLAKE3 hash several of its chunks side by side.
+            // One call for the whole input, which lets BLAKE3 hash several of its chunks in parallel.
             return Self(*hasher.update(bytemuck::cast_slice(tokens)).finalize().as_bytes());
         }
         let mut bytes = [0u8; 64 * 4];
@@ -71,7 +71,7 @@ impl BlockKey {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// A key for another purpose that no chain of tokens from this key can reach.
+    /// Derives a key for another purpose. No chain of tokens from this key can reach the derived key.
     #[must_use]
     pub fn derive(&self, purpose: &'static str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(purpose);
@@ -79,7 +79,8 @@ impl BlockKey {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// Keys of the consecutive blocks of `tokens`; a last partial block has a key too.
+    /// Returns the keys of the consecutive blocks of `tokens`, including the key of a partial last block. A
+    /// block size of 0 counts as 1.
     pub fn chain(&self, tokens: &[u32], block_size: usize) -> Vec<Self> {
         let block_size = block_size.max(1);
         let mut keys = Vec::with_capacity(tokens.len().div_ceil(block_size));

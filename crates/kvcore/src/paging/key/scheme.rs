@@ -1,10 +1,10 @@
-//! How the blocks of a sequence are keyed: by our chain, or by another engine's.
+//! The scheme that keys the blocks of a sequence: this crate's chain, or another engine's.
 
 use std::sync::Arc;
 
 use super::{BlockKey, VllmChain, VllmExtras};
 
-/// Where a sequence's chain of keys starts and how it goes on.
+/// The start of a sequence's chain of keys, and the function that continues it.
 ///
 /// ```
 /// use kvcore::{KeyScheme, KeyScope, VllmChain, VllmExtras};
@@ -16,7 +16,7 @@ use super::{BlockKey, VllmChain, VllmExtras};
 /// ```
 #[derive(Debug, Clone)]
 pub enum KeyScheme {
-    /// BLAKE3 chained from a root that covers all but the tokens; see [`crate::KeyScope`].
+    /// BLAKE3, chained from a root that covers everything but the tokens; see [`crate::KeyScope`].
     Chained(BlockKey),
     /// vLLM's `sha256_cbor` chain, for routers that ask both engines. Its keys cover tokens, salt, adapter
     /// and inputs only: whoever shares a pool among models or layouts keeps them apart by salts.
@@ -30,12 +30,12 @@ impl From<BlockKey> for KeyScheme {
 }
 
 impl KeyScheme {
-    /// vLLM's chain for a request.
+    /// Creates the scheme of vLLM's chain for a request.
     pub fn vllm(chain: VllmChain, extras: VllmExtras) -> Self {
         Self::Vllm(chain, Arc::new(extras))
     }
 
-    /// The parent of first blocks.
+    /// Returns the parent of first blocks.
     pub fn root(&self) -> BlockKey {
         match self {
             Self::Chained(root) => *root,
@@ -43,12 +43,13 @@ impl KeyScheme {
         }
     }
 
-    /// Keys of the full blocks of a prompt. A block size of 0 counts as 1.
+    /// Returns the keys of the full blocks of a prompt. A block size of 0 counts as 1.
     pub fn keys(&self, tokens: &[u32], block_size: usize) -> Vec<BlockKey> {
         self.extend(&self.root(), 0, tokens, block_size)
     }
 
-    /// Keys of the full blocks of `tokens`, which begin at token `start` after the block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`. The tokens begin at index `start` of the prompt,
+    /// after the block of `parent`.
     pub(crate) fn extend(
         &self,
         parent: &BlockKey,

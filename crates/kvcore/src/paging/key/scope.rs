@@ -1,13 +1,14 @@
-//! Everything but the tokens that cached bytes depend on, encoded once into a root key.
+//! The root key: an encoding of everything but the tokens that cached bytes depend on.
 
 use crate::base::{BlockOrder, KeyForm, KvShape, LayerRopes, Pairing, Rope};
 use crate::paging::BlockKey;
 
-/// Version of the encoding below; a change of it separates old keys from new ones.
+/// Version of the encoding below. Increase it with every change of the encoding, so that old keys are not
+/// found.
 const VERSION: &str = "kvcore key scope v2";
 
-/// What a root key is made of. Every field is length-prefixed and tagged, so that no two scopes
-/// encode alike.
+/// The inputs of a root key. Every field is tagged and length-prefixed, so no two scopes have the same
+/// encoding.
 ///
 /// ```
 /// use kvcore::KeyScope;
@@ -19,7 +20,7 @@ const VERSION: &str = "kvcore key scope v2";
 pub struct KeyScope(ScopeEncoder);
 
 impl KeyScope {
-    /// A scope for a model: its name and whatever identifies its weights and configuration.
+    /// Creates a scope for a model: its name, and bytes that identify its weights and configuration.
     pub fn new(model: &str, revision: &[u8]) -> Self {
         let mut encoder = ScopeEncoder::default();
         encoder.field("model", model.as_bytes());
@@ -27,14 +28,14 @@ impl KeyScope {
         Self(encoder)
     }
 
-    /// The tokenizer's revision: the same text may give other tokens under another.
+    /// Adds the tokenizer's revision: another tokenizer may turn one text into other tokens.
     #[must_use]
     pub fn tokenizer(mut self, revision: &[u8]) -> Self {
         self.0.field("tokenizer", revision);
         self
     }
 
-    /// The rotary embedding of one layer: pairing, rotary window, frequency vector and factor.
+    /// Adds the rotary embedding of one layer: pairing, rotary dimension, frequencies and attention factor.
     #[must_use]
     pub fn rope(mut self, layer: usize, rope: &Rope) -> Self {
         let mut bytes = (layer as u64).to_le_bytes().to_vec();
@@ -49,13 +50,13 @@ impl KeyScope {
         self
     }
 
-    /// The rotary embeddings of all layers of a request: another regime is another scope.
+    /// Adds the rotary embeddings of all layers of a request. Another regime gives another scope.
     #[must_use]
     pub fn ropes(self, ropes: &LayerRopes) -> Self {
         ropes.layers().iter().enumerate().fold(self, |scope, (layer, rope)| scope.rope(layer, rope))
     }
 
-    /// The stored form: format, extents and order of a block.
+    /// Adds the stored form of a block: format, extents and order.
     #[must_use]
     pub fn layout(mut self, shape: &KvShape) -> Self {
         self.0.field("format", shape.format.to_string().as_bytes());
@@ -71,15 +72,15 @@ impl KeyScope {
         self
     }
 
-    /// Whether keys lie rotated or not.
+    /// Adds the form in which keys are stored: rotated or not.
     #[must_use]
     pub fn keys(mut self, form: KeyForm) -> Self {
         self.0.field("keys", form.to_string().as_bytes());
         self
     }
 
-    /// The static scales of an fp8 cache, if [`set_scales`](crate::KvArena::set_scales) changed them:
-    /// the same codes mean other values under others.
+    /// Adds the static scales of an fp8 cache. Needed if [`set_scales`](crate::KvArena::set_scales) changed
+    /// the scales, because codes have other values under other scales.
     #[must_use]
     pub fn static_scales(mut self, k: &[f32], v: &[f32]) -> Self {
         for (tag, scales) in [("K scales", k), ("V scales", v)] {
@@ -89,7 +90,7 @@ impl KeyScope {
         self
     }
 
-    /// The adapter (`LoRA`) in force and its revision.
+    /// Adds the active adapter (`LoRA`) and its revision.
     #[must_use]
     pub fn adapter(mut self, id: &str, revision: &[u8]) -> Self {
         self.0.field("adapter", id.as_bytes());
@@ -97,14 +98,14 @@ impl KeyScope {
         self
     }
 
-    /// The tenant's salt. It must come from the server: a salt that clients choose protects nobody.
+    /// Adds the tenant's salt. The server must choose the salt: a salt chosen by clients protects nobody.
     #[must_use]
     pub fn tenant_salt(mut self, salt: &[u8]) -> Self {
         self.0.field("tenant", salt);
         self
     }
 
-    /// The root key from which chains start.
+    /// Returns the root key, from which chains start.
     pub fn root(&self) -> BlockKey {
         self.0.finish()
     }
@@ -129,7 +130,7 @@ impl ScopeEncoder {
         }
     }
 
-    /// The key of all fields so far.
+    /// Returns the key of all fields added so far.
     pub fn finish(&self) -> BlockKey {
         BlockKey::from_bytes(*self.0.finalize().as_bytes())
     }

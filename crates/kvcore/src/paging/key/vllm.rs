@@ -1,15 +1,15 @@
-//! Block keys as vLLM makes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can ask
-//! both engines for the same prefix.
+//! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can
+//! query both engines for one prefix.
 //!
-//! A key is SHA-256 over canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. Checked against
-//! digests that vLLM 0.33 made itself (`tools/vllm_traces`).
+//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. Checked against
+//! digests computed by vLLM 0.33 (`tools/vllm_traces`).
 
 use sha2::{Digest, Sha256};
 
 use super::BlockKey;
 
-/// What a request adds to its keys beside tokens. Prompts that are given as embeddings have no keys here:
-/// vLLM hashes the embeddings of each block, which are not tokens.
+/// The inputs of a request's keys besides its tokens. Prompts given as embeddings have no keys in this
+/// crate: vLLM hashes the embeddings of each block instead of tokens.
 ///
 /// ```
 /// use kvcore::{VllmChain, VllmExtras};
@@ -27,13 +27,14 @@ pub struct VllmExtras {
     /// The tenant's salt, in the first block only. Empty is none. Note what that means: two tenants'
     /// later blocks differ because their parents do.
     pub cache_salt: Option<String>,
-    /// Name and path of a `LoRA` adapter, in every block.
+    /// Name and path of a `LoRA` adapter, which enter every block.
     pub lora: Option<(String, String)>,
-    /// Images and the like: identifier, first token and number of tokens of each, in order.
+    /// Images and similar inputs, in order: the identifier, the first token and the number of tokens of
+    /// each.
     pub inputs: Vec<(String, usize, usize)>,
 }
 
-/// The start of vLLM's chains: what its seed gives.
+/// The start of vLLM's chains, which depends on its hash seed.
 ///
 /// ```
 /// use kvcore::{VllmChain, VllmExtras};
@@ -48,31 +49,32 @@ pub struct VllmChain {
 }
 
 impl Default for VllmChain {
-    /// The start of an engine to which no `PYTHONHASHSEED` was given.
+    /// Returns the start of an engine without `PYTHONHASHSEED`.
     fn default() -> Self {
         Self::with_seed("vllm-none-hash")
     }
 }
 
 impl VllmChain {
-    /// The start of an engine that runs under `PYTHONHASHSEED=seed`.
+    /// Creates the start of an engine that runs with `PYTHONHASHSEED=seed`.
     pub fn with_seed(seed: &str) -> Self {
         let mut cbor = Cbor::default();
         cbor.text(seed);
         Self { none_hash: cbor.digest() }
     }
 
-    /// The parent of first blocks.
+    /// Returns the parent of first blocks.
     pub fn none_hash(&self) -> BlockKey {
         self.none_hash
     }
 
-    /// Keys of the full blocks of a prompt.
+    /// Returns the keys of the full blocks of a prompt. A block size of 0 counts as 1.
     pub fn keys(&self, tokens: &[u32], block_size: usize, extras: &VllmExtras) -> Vec<BlockKey> {
         Self::extend(&self.none_hash, 0, tokens, block_size.max(1), extras)
     }
 
-    /// Keys of the full blocks of `tokens`, which begin at token `start` after the block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`. The tokens begin at index `start` of the prompt,
+    /// after the block of `parent`.
     pub(super) fn extend(
         parent: &BlockKey,
         start: usize,
@@ -87,7 +89,7 @@ impl VllmChain {
         tokens.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
     }
 
-    /// The key of the block `tokens` that begins at token `start` of its prompt.
+    /// Returns the key of the block `tokens`, which begins at token `start` of its prompt.
     pub fn child(parent: &BlockKey, tokens: &[u32], start: usize, extras: &VllmExtras) -> BlockKey {
         let end = start.saturating_add(tokens.len());
         let salt = extras.cache_salt.as_deref().filter(|salt| start == 0 && !salt.is_empty());
@@ -139,7 +141,7 @@ const TEXT: u8 = 3 << 5;
 const ARRAY: u8 = 4 << 5;
 const NULL: u8 = 0xf6;
 
-/// The part of canonical CBOR that keys need: shortest heads, definite lengths.
+/// An encoder for the part of canonical CBOR that keys need: shortest heads, definite lengths.
 #[derive(Default)]
 struct Cbor(Vec<u8>);
 

@@ -1,14 +1,15 @@
-//! Doubly linked lists over block indices: the clay that policies are made of. A block is in at
-//! most one list; no operation allocates.
+//! Doubly linked lists over block indices, from which the policies are built. A block is in at most one
+//! list. No operation allocates.
 
 const NONE: u32 = u32::MAX;
 
-/// Several lists over the same indices, each from its oldest element to its newest.
+/// Several lists over one range of indices, each from its oldest element to its newest.
 #[derive(Debug)]
 pub(super) struct Lists {
-    /// `(older, newer)`; after the blocks come the heads of the lists, which close each into a ring.
+    /// `(older, newer)` of each block, followed by the heads of the lists. A head closes its list into a
+    /// ring.
     links: Vec<(u32, u32)>,
-    /// Which list a block is in, or the number of lists.
+    /// The list that each block is in, or the number of lists if it is in none.
     home: Vec<u8>,
     lens: Vec<usize>,
     blocks: u32,
@@ -22,7 +23,7 @@ impl Lists {
         Self { links, home: vec![lists; blocks], lens: vec![0; usize::from(lists)], blocks: n }
     }
 
-    /// The list that holds a block.
+    /// Returns the list that holds a block.
     pub(super) fn list_of(&self, block: u32) -> Option<u8> {
         let list = self.home[block as usize];
         (usize::from(list) < self.lens.len()).then_some(list)
@@ -39,7 +40,7 @@ impl Lists {
         self.lens[usize::from(list)] += 1;
     }
 
-    /// Takes a block out of its list; `false` if it is in none.
+    /// Removes a block from its list. Returns `false` if the block is in no list.
     pub(super) fn unlink(&mut self, block: u32) -> bool {
         let Some(list) = self.list_of(block) else { return false };
         let (older, newer) = std::mem::replace(&mut self.links[block as usize], (NONE, NONE));
@@ -50,19 +51,19 @@ impl Lists {
         true
     }
 
-    /// The oldest block of a list, which stays in it.
+    /// Returns the oldest block of a list without removing it.
     pub(super) fn oldest(&self, list: u8) -> Option<u32> {
         let oldest = self.links[(self.blocks + u32::from(list)) as usize].1;
         (oldest < self.blocks).then_some(oldest)
     }
 
-    /// The newest block of a list, which stays in it.
+    /// Returns the newest block of a list without removing it.
     pub(super) fn newest(&self, list: u8) -> Option<u32> {
         let newest = self.links[(self.blocks + u32::from(list)) as usize].0;
         (newest < self.blocks).then_some(newest)
     }
 
-    /// Takes the oldest block of a list.
+    /// Removes and returns the oldest block of a list.
     pub(super) fn pop(&mut self, list: u8) -> Option<u32> {
         let block = self.oldest(list)?;
         self.unlink(block);

@@ -3,12 +3,13 @@
 use super::lists::Lists;
 use super::{Entry, EvictionPolicy};
 
-/// Least recently used. Time counts from the moment the last holder let go.
+/// A policy that evicts the least recently used block. A block counts as used until its last holder lets
+/// go.
 #[derive(Debug)]
 pub struct Lru(Lists);
 
 impl Lru {
-    /// An empty order for `blocks` blocks.
+    /// Creates an empty order for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
         Self(Lists::new(blocks, 1))
     }

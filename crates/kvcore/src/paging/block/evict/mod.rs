@@ -1,11 +1,11 @@
-//! Which cached block goes first.
+//! Eviction policies: the order in which cached blocks are evicted.
 //!
-//! | policy | order | for |
+//! | policy | evicts first | suits |
 //! |---|---|---|
-//! | [`Lru`] | released longest ago | the default; recency is what chat traffic has |
-//! | [`TinyLfu`] | asked for least often, by a sketch that ages | scans and one-off prompts beside popular prefixes |
-//! | [`S3Fifo`] | a small queue on probation, a main queue, a memory of ghosts | the same, without moving a block on a hit |
-//! | [`PriorityLru`] | lowest [`Retention`] priority, then released longest ago | prefixes that the caller ranks, for a time |
+//! | [`Lru`] | the block released longest ago | chat traffic, which is driven by recency; the default |
+//! | [`TinyLfu`] | the key seen least often, by a sketch that ages | scans and one-off prompts beside popular prefixes |
+//! | [`S3Fifo`] | blocks without hits in a small queue, then a main queue; remembers ghosts | as `TinyLfu`, without moving a block on a hit |
+//! | [`PriorityLru`] | the lowest [`Retention`] priority, then as `Lru` | prefixes that the caller ranks, for a time |
 
 use std::fmt;
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub use priority::PriorityLru;
 pub use s3fifo::S3Fifo;
 pub use tinylfu::TinyLfu;
 
-/// How much the caller wants a cached block to stay.
+/// The priority with which a cached block is kept.
 ///
 /// ```
 /// use std::time::Duration;
@@ -42,17 +42,17 @@ pub use tinylfu::TinyLfu;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retention {
-    /// Blocks of a lower priority go first; see [`Retention::DEFAULT`]. 0 is evicted first.
+    /// Blocks with a lower priority are evicted first; see [`Retention::DEFAULT`].
     pub priority: u8,
-    /// How long the priority holds from the moment it is set; afterwards the default does.
+    /// Duration of the priority from the moment it is set. After it, the default priority applies.
     pub lasts: Option<Duration>,
 }
 
 impl Retention {
-    /// The priority of blocks of which nothing was said (as in TensorRT-LLM's retention policy).
+    /// The priority of blocks without a retention (as in TensorRT-LLM's retention policy).
     pub const DEFAULT_PRIORITY: u8 = 35;
 
-    /// What holds for blocks of which nothing was said.
+    /// The retention of blocks for which the caller set none.
     pub const DEFAULT: Self = Self { priority: Self::DEFAULT_PRIORITY, lasts: None };
 }
 
@@ -62,17 +62,17 @@ impl Default for Retention {
     }
 }
 
-/// What a policy is told of a block that has lost its last holder.
+/// The information that a policy gets about a block that has lost its last holder.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry<'a> {
-    /// The block's key; `None` only under [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue), for a
-    /// block without contents.
+    /// The block's key. `None` for a block without contents, which occurs only under
+    /// [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue).
     pub key: Option<&'a BlockKey>,
     /// The block's priority.
     pub priority: u8,
-    /// Until when the priority holds, in milliseconds of the pool's clock.
+    /// End of the priority, in milliseconds of the pool's clock.
     pub until: u64,
-    /// Now, in milliseconds of the pool's clock; 0 if the pool needs no clock.
+    /// Current time, in milliseconds of the pool's clock, or 0 if the pool needs no clock.
     pub now: u64,
 }
 
@@ -84,9 +84,9 @@ impl Default for Entry<'_> {
 
 /// An order over cached blocks, identified by their index in a shard of the pool.
 ///
-/// The pool calls it under its lock: keep every method short. The caller guarantees that `insert`
-/// and `remove` alternate for an index (an eviction counts as a removal), and that every index is
-/// below the number of blocks the policy was made for.
+/// The pool calls the policy while it holds a lock, so every method should return quickly. The caller
+/// guarantees that `insert` and `remove` alternate for an index (an eviction counts as a removal), and that
+/// every index is below the number of blocks the policy was created for.
 ///
 /// ```
 /// use kvcore::{BlockPool, Entry, EvictionPolicy, KeyScope, PoolConfig};
@@ -111,45 +111,46 @@ impl Default for Entry<'_> {
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 pub trait EvictionPolicy: Send + fmt::Debug {
-    /// The last holder of the block has gone.
+    /// Adds a block that has lost its last holder.
     fn insert(&mut self, block: u32, entry: &Entry<'_>);
 
-    /// The block has a holder again, or was freed.
+    /// Removes a block that has a holder again, or was freed.
     fn remove(&mut self, block: u32);
 
-    /// Takes the block that is to go next.
+    /// Removes and returns the block to evict next. Must return a block unless the order is empty.
     fn evict(&mut self, now: u64) -> Option<u32>;
 
-    /// A lookup found the block, held or not. Only called if [`wants_hits`](Self::wants_hits).
+    /// Records that a lookup found the block, held or not. Called only if [`wants_hits`](Self::wants_hits)
+    /// returns true.
     fn hit(&mut self, _block: u32, _key: &BlockKey) {}
 
-    /// Whether the policy counts hits.
+    /// Returns whether the policy counts hits.
     fn wants_hits(&self) -> bool {
         false
     }
 
-    /// Whether the policy looks at the clock and at priorities.
+    /// Returns whether the policy uses the clock and priorities.
     fn wants_time(&self) -> bool {
         false
     }
 
-    /// Blocks in the order.
+    /// Returns the number of blocks in the order.
     fn len(&self) -> usize;
 
-    /// Whether no block is in the order.
+    /// Returns whether no block is in the order.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What policies that remember keys keep of them, and the word of no key.
+/// The key word of a block without a key, in policies that remember keys.
 const NO_KEY: u64 = 0;
 
 fn word(key: &BlockKey) -> u64 {
     key.word().max(1)
 }
 
-/// A policy by name, as configurations give it.
+/// A built-in policy, by its name in configurations.
 ///
 /// ```
 /// use kvcore::{BlockPool, PolicyKind, PoolConfig};
@@ -163,22 +164,22 @@ fn word(key: &BlockKey) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyKind {
-    /// [`Lru`].
+    /// The policy [`Lru`].
     #[default]
     Lru,
-    /// [`TinyLfu`].
+    /// The policy [`TinyLfu`].
     TinyLfu,
-    /// [`S3Fifo`].
+    /// The policy [`S3Fifo`].
     S3Fifo,
-    /// [`PriorityLru`].
+    /// The policy [`PriorityLru`].
     Priority,
 }
 
 impl PolicyKind {
-    /// All of them.
+    /// All built-in policies.
     pub const ALL: [Self; 4] = [Self::Lru, Self::TinyLfu, Self::S3Fifo, Self::Priority];
 
-    /// An empty policy for `blocks` blocks.
+    /// Creates an empty policy for `blocks` blocks.
     pub fn build(self, blocks: usize) -> Box<dyn EvictionPolicy> {
         match self {
             Self::Lru => Box::new(Lru::new(blocks)),

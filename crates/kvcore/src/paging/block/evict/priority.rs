@@ -1,4 +1,4 @@
-//! Lowest priority first, least recently released among equals; priorities may expire.
+//! Lowest priority first, and the least recently released block among equals. Priorities may expire.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -6,26 +6,27 @@ use std::collections::BinaryHeap;
 use super::lists::Lists;
 use super::{Entry, EvictionPolicy, Retention};
 
-/// Priorities 0 to 100; larger ones count as 100.
+/// Number of priority levels, 0 to 100. Larger priorities count as 100.
 const LEVELS: u8 = 101;
 
-/// Evicts the lowest [`Retention`] priority first, and the least recently released among equals.
+/// A policy that evicts the lowest [`Retention`] priority first, and the least recently released block
+/// among equals.
 ///
-/// A priority that has expired counts as [`Retention::DEFAULT_PRIORITY`] from then on. The idea and
-/// the scale are `TensorRT-LLM`'s (priority-based eviction with durations).
+/// An expired priority counts as [`Retention::DEFAULT_PRIORITY`]. The idea and the scale come from
+/// `TensorRT-LLM` (priority-based eviction with durations).
 #[derive(Debug)]
 pub struct PriorityLru {
     lists: Lists,
-    /// `(end, block)` of blocks whose priority ends, soonest first. An entry applies as long as it is what
-    /// `until` says.
+    /// `(end, block)` of blocks whose priority ends, soonest first. An entry applies only while it agrees
+    /// with `until`.
     ends: BinaryHeap<Reverse<(u64, u32)>>,
-    /// When the priority of a block ends, held blocks included.
+    /// The end of each block's priority, including held blocks.
     until: Vec<u64>,
     len: usize,
 }
 
 impl PriorityLru {
-    /// An empty order for `blocks` blocks.
+    /// Creates an empty order for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
         Self {
             lists: Lists::new(blocks, LEVELS),
@@ -35,7 +36,7 @@ impl PriorityLru {
         }
     }
 
-    /// Notes when a block's priority ends; what was noted before is not noted twice.
+    /// Records the end of a block's priority. An end that is already recorded is not recorded again.
     fn expect(&mut self, until: u64, block: u32) {
         if std::mem::replace(&mut self.until[block as usize], until) == until || until == u64::MAX {
             return;

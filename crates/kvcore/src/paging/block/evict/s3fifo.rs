@@ -1,4 +1,4 @@
-//! S3-FIFO: three queues, no move on a hit.
+//! S3-FIFO: FIFO queues that move no block on a hit.
 
 use super::lists::Lists;
 use super::{Entry, EvictionPolicy, NO_KEY, word};
@@ -8,11 +8,11 @@ const SMALL: u8 = 0;
 const MAIN: u8 = 1;
 const MOST: u8 = 3;
 
-/// S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi 2023): newcomers pass a small queue; what was hit there goes
-/// on to the main queue, the rest leaves and is remembered as a ghost; a ghost that returns enters the
-/// main queue at once.
+/// S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi 2023). New blocks enter a small queue. A block that was hit there
+/// moves on to the main queue; other blocks are evicted, and their keys are remembered as ghosts. A block
+/// whose key is a ghost enters the main queue directly.
 ///
-/// A block that is held keeps its place, so that a hit moves nothing; it is passed over when its turn
+/// A held block keeps its place in its queue, so that a hit moves nothing. It is skipped when its turn
 /// comes.
 #[derive(Debug)]
 pub struct S3Fifo {
@@ -28,12 +28,12 @@ struct State {
     /// Word of the key under which the block was last cached.
     key: u64,
     hits: u8,
-    /// Whether it may be evicted; else it is held and only keeps its place.
+    /// True if the block may be evicted. Otherwise it is held and only keeps its place.
     present: bool,
 }
 
-/// Keys evicted from the small queue, as the paper keeps them: fingerprints in buckets, each with the
-/// number of its eviction, which says when it is forgotten.
+/// Keys evicted from the small queue, kept as in the paper: fingerprints in buckets, each with the number
+/// of its eviction. The number decides when a ghost is forgotten.
 #[derive(Debug)]
 struct Ghosts {
     buckets: Vec<[(u32, u32); WAYS]>,
@@ -50,7 +50,7 @@ impl Ghosts {
     }
 
     fn place(&self, key: u64) -> (usize, u32) {
-        // No fingerprint is 0, which stands for an empty place.
+        // No fingerprint is 0, because 0 marks an empty place.
         ((key as usize) & (self.buckets.len() - 1), (key >> 32) as u32 | 1)
     }
 
@@ -74,8 +74,8 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    /// An empty order for `blocks` blocks: a tenth of them are the small queue, and as many ghosts are
-    /// remembered as the main queue has blocks.
+    /// Creates an empty order for `blocks` blocks. The small queue takes a tenth of them. The number of
+    /// ghosts remembered equals the number of blocks left for the main queue.
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
@@ -83,7 +83,8 @@ impl S3Fifo {
         Self { lists: Lists::new(blocks, 2), blocks: vec![State::default(); blocks], ghosts, small, len: 0 }
     }
 
-    /// The next block of the small queue that may go; those that were hit move on to the main queue.
+    /// Removes and returns the next evictable block of the small queue. Blocks that were hit move to the
+    /// main queue.
     fn pop_small(&mut self) -> Option<u32> {
         for _ in 0..self.lists.len(SMALL) {
             let block = self.lists.pop(SMALL)?;
@@ -104,9 +105,10 @@ impl S3Fifo {
         None
     }
 
-    /// The next block of the main queue that may go; others get another round for each hit.
+    /// Removes and returns the next evictable block of the main queue. Other blocks get another round per
+    /// hit.
     fn pop_main(&mut self) -> Option<u32> {
-        // Each round takes a hit from every block that has one, and a held block only once.
+        // Each round takes a hit from every block that has one, and passes a held block only once.
         for _ in 0..=self.lists.len(MAIN) * usize::from(MOST + 1) {
             let block = self.lists.pop(MAIN)?;
             let state = &mut self.blocks[block as usize];
@@ -186,7 +188,7 @@ mod tests {
         }
         policy.hit(0, &keys[0]);
         assert_eq!(policy.evict(0), Some(1), "block 0 was hit and moved on");
-        // key 1 comes back in another block: it is a ghost, hence in the main queue
+        // key 1 returns in another block: the key is a ghost, so the block enters the main queue
         policy.insert(15, &Entry { key: Some(&keys[1]), ..Entry::default() });
         assert_eq!(policy.lists.list_of(15), Some(MAIN));
         let order: Vec<u32> = std::iter::from_fn(|| policy.evict(0)).collect();

@@ -1,11 +1,12 @@
-//! A count-min sketch of four-bit counters that ages by halving: how often a key was seen lately.
+//! A count-min sketch of four-bit counters that ages by halving. It estimates how often a key was seen
+//! lately.
 //!
-//! After `TinyLFU` (Einziger, Friedman, Manes 2017): four rows, saturation at 15, and after ten
-//! observations per counter all are halved, so that yesterday's favourites fade.
+//! The design follows `TinyLFU` (Einziger, Friedman, Manes 2017): four rows, and saturation at 15. After an
+//! average of ten increments per counter, all counters are halved, so that old favourites fade.
 
 #[derive(Debug)]
 pub(super) struct Sketch {
-    /// Sixteen counters a word.
+    /// Counters, sixteen per word.
     words: Vec<u64>,
     mask: u64,
     seen: usize,
@@ -23,14 +24,14 @@ impl Sketch {
 
     fn places(&self, word: u64) -> impl Iterator<Item = (usize, u32)> + use<> {
         let mask = self.mask;
-        // It is part of a digest: other rotations of it are other hashes.
+        // The word is part of a digest, so its rotations serve as independent hashes.
         (0..ROWS).map(move |row| {
             let place = word.rotate_left(row * 16) & mask;
             ((place / 16) as usize, (place % 16) as u32 * 4)
         })
     }
 
-    /// One more observation of a key, given by its first word.
+    /// Records one observation of a key, given by its first word.
     pub(super) fn observe(&mut self, key: u64) {
         for (word, shift) in self.places(key) {
             if (self.words[word] >> shift) & 15 < 15 {
@@ -44,7 +45,7 @@ impl Sketch {
         }
     }
 
-    /// How often a key was seen: never too low (before ageing), at most 15.
+    /// Estimates how often a key was seen: never too low (before ageing), and at most 15.
     pub(super) fn estimate(&self, key: u64) -> u8 {
         self.places(key).map(|(word, shift)| ((self.words[word] >> shift) & 15) as u8).min().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! Least frequently used, with a sketch that decides who may stay.
+//! Least frequently used, with a sketch that decides which blocks may stay.
 
 use super::lists::Lists;
 use super::sketch::Sketch;
@@ -11,23 +11,23 @@ const PROTECTED: u8 = 2;
 
 /// Window-TinyLFU (Einziger, Friedman, Manes 2017).
 ///
-/// A newcomer enters a small window, and from there a queue on probation. When room is needed, the newest
-/// block on probation stands for admission against the oldest: the one whose key was seen less often
-/// goes. A block on probation that is hit again is protected from the others.
+/// A new block enters a small window, and moves from there to a probation queue. When room is needed, the
+/// newest block on probation competes with the oldest: the block whose key was seen less often is evicted.
+/// A block on probation that is hit again becomes protected.
 #[derive(Debug)]
 pub struct TinyLfu {
     lists: Lists,
     sketch: Sketch,
-    /// Word of the key under which each block was last cached; a block with another one is a newcomer.
+    /// Word of the key under which each block was last cached. A block with another key counts as new.
     keys: Vec<u64>,
-    /// Where a block was when it was last held.
+    /// The list that each block was in when it was last held.
     left: Vec<u8>,
     window: usize,
     protected: usize,
 }
 
 impl TinyLfu {
-    /// An empty order for `blocks` blocks: 1 % of them are the window, 80 % of the rest protected.
+    /// Creates an empty order for `blocks` blocks: 1 % are the window, and 80 % of the rest are protected.
     pub fn new(blocks: usize) -> Self {
         let window = (blocks / 100).max(1);
         Self {
@@ -47,7 +47,7 @@ impl TinyLfu {
         }
     }
 
-    /// Moves the oldest blocks of a list on probation while it has more than its share.
+    /// Moves the oldest blocks of a list to the probation queue while the list exceeds its share.
     fn overflow(&mut self, list: u8, share: usize) {
         while self.lists.len(list) > share
             && let Some(block) = self.lists.pop(list)
@@ -63,7 +63,7 @@ impl EvictionPolicy for TinyLfu {
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && self.keys[i] == key;
         if known && self.left[i] != WINDOW {
-            // Hit since it was cached: a step up from where it stood.
+            // Hit since it was cached: it moves up from probation.
             self.lists.push(PROTECTED, block);
             self.overflow(PROTECTED, self.protected);
             return;
@@ -127,7 +127,7 @@ mod tests {
         for (block, key) in popular.iter().enumerate() {
             policy.insert(block as u32, &Entry { key: Some(key), ..Entry::default() });
         }
-        // 1,000 keys that come once, through the other fifty blocks
+        // 1,000 keys that occur once each, in the other fifty blocks
         let mut free: Vec<u32> = (50..100).collect();
         for i in 0..1000 {
             let block = free.pop().unwrap_or_else(|| policy.evict(0).unwrap());

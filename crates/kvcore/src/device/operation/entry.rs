@@ -1,0 +1,155 @@
+//! One enum over all descriptors: the single entry through which a stream is given work.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::{
+    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
+    SwapBlocks,
+};
+use crate::base::Result;
+use crate::device::{Counters, KvArena, Storage, Stream, TensorView};
+
+/// The handles of the memory that one operation touches; few enough to lie inline.
+#[derive(Default)]
+pub(super) struct Storages<'a>(SmallVec<[&'a Arc<dyn Storage>; 8]>);
+
+impl<'a> Storages<'a> {
+    pub(super) fn arena(&mut self, arena: &'a KvArena) {
+        self.0.extend(arena.storages());
+    }
+
+    pub(super) fn view(&mut self, view: &'a TensorView) {
+        self.0.push(view.storage());
+    }
+}
+
+/// An operation that has passed its check; only [`Operation::checked`] makes one. Kernels rely on it for memory
+/// safety.
+#[derive(Debug, Clone, Copy)]
+pub struct Checked<'a>(Operation<'a>);
+
+impl<'a> Checked<'a> {
+    /// Returns the operation.
+    pub fn operation(self) -> Operation<'a> {
+        self.0
+    }
+}
+
+/// Counts a call, whatever its size.
+fn once<T>(_: &T) -> usize {
+    1
+}
+
+/// Defines [`Operation`], and on `dyn Stream` a method of the same name for each operation.
+macro_rules! operations {
+    ($($(#[$doc:meta])* $variant:ident: $method:ident, $counter:ident += $amount:path;)*) => {
+        /// Any operation of the contract, by reference: cheap to pass on, and cloned only by a backend that defers.
+        ///
+        /// Adding an operation means adding a descriptor, a line here, and a kernel to each backend.
+        ///
+        /// ```
+        /// # use kvbackend_cpu::CpuBackend;
+        /// use kvcore::{Backend, CopyTensor, DType, MemoryKind, Operation, allocate_tensor};
+        ///
+        /// let backend = CpuBackend::new();
+        /// let tensor = || allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[4]);
+        /// let copy = CopyTensor { src: tensor()?, dst: tensor()? };
+        /// let operation = Operation::from(&copy);
+        /// assert_eq!((operation.name(), operation.bytes()), ("copy_tensor", 16));
+        /// backend.stream()?.run(operation)?;
+        /// # Ok::<(), kvcore::Error>(())
+        /// ```
+        #[derive(Debug, Clone, Copy)]
+        pub enum Operation<'a> {
+            $($(#[$doc])* $variant(&'a $variant),)*
+        }
+
+        $(impl<'a> From<&'a $variant> for Operation<'a> {
+            fn from(descriptor: &'a $variant) -> Self {
+                Self::$variant(descriptor)
+            }
+        })*
+
+        impl<'a> Operation<'a> {
+            /// Names of all operations, in the order of the variants.
+            pub const NAMES: &'static [&'static str] = &[$(stringify!($method)),*];
+
+            /// Returns the name by which errors, capabilities and profiles call the operation.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant(_) => stringify!($method),)* }
+            }
+
+            /// Checks shapes, element types, ranges and write permits against each other.
+            ///
+            /// # Errors
+            /// Those of the descriptor's own `check`.
+            pub fn check(self) -> Result<()> {
+                match self { $(Self::$variant(descriptor) => descriptor.check(),)* }
+            }
+
+            /// Returns the bytes that the operation writes, or, for an operation that only reads the cache, reads.
+            pub fn bytes(self) -> usize {
+                match self { $(Self::$variant(descriptor) => descriptor.bytes(),)* }
+            }
+
+            /// Returns every storage that the operation reads or writes.
+            pub fn storages(self) -> impl Iterator<Item = &'a Arc<dyn Storage>> {
+                let mut storages = Storages::default();
+                match self { $(Self::$variant(descriptor) => descriptor.storages(&mut storages),)* }
+                storages.0.into_iter()
+            }
+
+            /// Checks the operation and returns the proof that [`Stream::launch`] asks for.
+            ///
+            /// # Errors
+            /// As [`check`](Self::check).
+            pub fn checked(self) -> Result<Checked<'a>> {
+                self.check().map(|()| Checked(self))
+            }
+
+            /// Adds the operation to the counters of a backend.
+            pub(crate) fn count(self, counters: &Counters) {
+                match self {
+                    $(Self::$variant(descriptor) => Counters::add(&counters.$counter, $amount(descriptor)),)*
+                }
+            }
+        }
+
+        impl dyn Stream + '_ {
+            $($(#[$doc])*
+            ///
+            /// # Errors
+            /// Those of [`Stream::run`].
+            pub fn $method(&self, operation: &$variant) -> Result<()> {
+                self.run(Operation::$variant(operation))
+            })*
+        }
+    };
+}
+
+operations! {
+    /// Writes new K and V rows to cache slots.
+    Scatter: scatter, scatter_bytes += Scatter::bytes;
+    /// Reads cache slots into contiguous rows, with the keys rotated on the way if asked.
+    Gather: gather, gather_bytes += Gather::bytes;
+    /// Copies whole blocks inside one arena, over all layers.
+    CopyBlocks: copy_blocks, block_copy_bytes += CopyBlocks::bytes;
+    /// Copies whole blocks from one arena to another, over all layers.
+    SwapBlocks: swap_blocks, block_copy_bytes += SwapBlocks::bytes;
+    /// Copies a tensor of any strides into another tensor of the same shape.
+    CopyTensor: copy_tensor, tensor_copy_bytes += CopyTensor::bytes;
+    /// Applies a rotary embedding to rows in place.
+    ApplyRope: rope, rope_bytes += ApplyRope::bytes;
+    /// Copies cached blocks of one layer with the keys moved by a distance.
+    RotateKeys: rotate_keys, block_copy_bytes += RotateKeys::bytes;
+    /// Computes grouped-query attention over segments.
+    Attend: attend, attend_calls += once;
+    /// Computes attention over cached latents.
+    AttendMla: attend_mla, attend_calls += once;
+    /// Quantises blocks of a dense arena into a quantised one.
+    Quantize: quantize, quantize_bytes += Quantize::bytes;
+    /// Dequantises blocks of a quantised arena into a dense one.
+    Dequantize: dequantize, dequantize_bytes += Dequantize::bytes;
+}
