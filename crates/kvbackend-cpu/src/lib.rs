@@ -71,7 +71,7 @@ pub use stream::{CpuEvent, CpuStream};
 /// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "cpu";
 
-/// When enqueued work runs.
+/// The time at which enqueued work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Execution {
     /// In the calling thread, at the time of the call.

@@ -1,4 +1,4 @@
-//! Rows that go to the slots of one layer, or come from there.
+//! Rows that go to the slots of one layer, or come from these slots.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use kvcore::{KvArena, KvPlane, TensorView};
 
 use crate::plane::RowAt;
 
-/// One plane of one layer, the rows that go there or come from there, and their slots.
+/// One plane of one layer, the rows that go to the plane or come from it, and their slot mapping.
 pub(crate) struct Movement<'a> {
     pub(crate) plane: KvPlane<'a>,
     pub(crate) rows: &'a TensorView,
@@ -26,7 +26,7 @@ impl<'a> Movement<'a> {
         Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
     }
 
-    /// Some of the rows, and where head 0 of their slots lies. Padding is skipped.
+    /// Returns some of the rows, each with the place of head 0 of its slot. Padding is skipped.
     pub(crate) fn tokens(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, RowAt)> {
         let (layer, block_size) = (self.layer, self.block_size);
         let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);

@@ -1,4 +1,4 @@
-//! Streams and events: a queue of closures that runs at once, or when something waits for it.
+//! Streams and events: a queue of closures that runs immediately, or when something waits for it.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -24,18 +24,19 @@ pub struct CpuStream {
     queue: Arc<Queue>,
 }
 
-/// Work in order. `done` counts finished items, so that an event is "done ≥ its number".
+/// Enqueued work, in order. `done` counts finished items, so that an event is done if `done` is at least its
+/// number.
 #[derive(Default)]
 struct Queue {
     items: Mutex<VecDeque<Work>>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Held while an item runs: two waiting threads must not run items side by side.
+    /// Locked while an item runs, so that two waiting threads never run items side by side.
     running: Mutex<()>,
 }
 
 impl Queue {
-    /// Runs work until `until` items have run; stops at the first error.
+    /// Runs items until `until` items have run, and stops at the first error.
     fn run(&self, until: u64) -> Result<()> {
         while self.done.load(Ordering::Acquire) < until {
             let _running = self.running.lock();
@@ -51,7 +52,7 @@ impl Queue {
     }
 }
 
-/// A point in a [`CpuStream`].
+/// A point in the order of a [`CpuStream`].
 pub struct CpuEvent {
     stream: u64,
     at: u64,
@@ -106,7 +107,7 @@ impl CpuStream {
 }
 
 impl Drop for CpuStream {
-    /// Enqueued work still runs, past failures too: a GPU would run it.
+    /// Runs the enqueued work, even past failures, as a GPU would.
     fn drop(&mut self) {
         let enqueued = self.queue.enqueued.load(Ordering::Acquire);
         while self.queue.run(enqueued).is_err() {}

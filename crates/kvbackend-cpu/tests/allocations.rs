@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbackend_cpu::{CpuBackend, CpuOptions, Thresholds};
 use kvcore::{
-    ApplyRope, Attend, AttendRows, Backend, BlockOrder, BlockPool, DType, KeyForm, KvArena, KvFormat,
-    KvLayout, KvShape, MemoryKind, MergeGroup, PagedKvCache, QueryRow, Rope, RopeConfig, SequenceStart,
-    SlotMapping, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KvArena,
+    KvFormat, KvLayout, KvShape, MemoryKind, PagedKvCache, QueryRow, Rope, RopeConfig, SequenceStart,
+    TensorView, WriteSlots, allocate_tensor,
 };
 
 /// The system's allocator, with a count of allocations.
@@ -21,20 +21,19 @@ static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller guarantees that `layout` has a size above 0.
+        // SAFETY: by contract, `layout` has a size above 0.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller guarantees that `ptr` was allocated by this allocator, hence by `System`, with
-        // `layout`.
+        // SAFETY: by contract, `ptr` was allocated by this allocator, hence by `System`, with `layout`.
         unsafe { System.dealloc(ptr, layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller guarantees that `ptr` was allocated by this allocator, hence by `System`, with
-        // `layout`, and that `size` is valid.
+        // SAFETY: by contract, `ptr` was allocated by this allocator, hence by `System`, with `layout`, and
+        // that `size` is valid.
         unsafe { System.realloc(ptr, layout, size) }
     }
 }
@@ -83,7 +82,7 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
     }
     // The inputs of a step are made once and changed in place.
     let (k, v) = (rows(1, HEADS), rows(1, HEADS));
-    let mut slots = SlotMapping::from(vec![0]);
+    let mut slots = WriteSlots::default();
     let mut turn = ApplyRope { rows: k.clone(), positions: [0].into(), rope: Arc::clone(&rope) };
     let mut attend = Attend {
         arena: cache.arena().clone(),
@@ -91,9 +90,10 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
         q: rows(1, QUERY_HEADS),
         rope: Some(rope),
         keys: KeyForm::default(),
-        rows: [QueryRow { logical: 0, position: 0 }].into(),
-        batch: [AttendRows::new(0..1, [cache.segment(id).unwrap()])].into(),
-        groups: [MergeGroup::default()].into(),
+        work: Arc::new(AttendWork::new(
+            [QueryRow { logical: 0, position: 0 }],
+            [AttendRows::new(0..1, [cache.segment(id).unwrap()])],
+        )),
         scale: 0.125,
         window: None,
         softcap: None,
@@ -104,10 +104,10 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
         let position = cache.len(id).unwrap();
         cache.grow_into(id, 1, &mut slots).unwrap();
         Arc::get_mut(&mut turn.positions).unwrap()[0] = position as i64;
-        Arc::get_mut(&mut attend.rows).unwrap()[0] =
-            QueryRow { logical: position, position: position as i64 };
-        let entry = &mut Arc::get_mut(&mut attend.batch).unwrap()[0];
-        Arc::get_mut(&mut entry.segments).unwrap()[0] = cache.segment(id).unwrap();
+        Arc::get_mut(&mut attend.work).unwrap().edit(|rows, batch| {
+            rows[0] = QueryRow { logical: position, position: position as i64 };
+            Arc::get_mut(&mut batch[0].segments).unwrap()[0] = cache.segment(id).unwrap();
+        });
         for layer in 0..LAYERS {
             attend.layer = layer;
             stream.rope(&turn).unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvcore::{
     Backend, BlockId, BlockOrder, DType, Dequantize, Error, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
-    Quantize, Scatter, Stream, TensorView, allocate_tensor,
+    Quantize, Scatter, Stream, TensorView, WritePairs, WriteSlots, allocate_tensor,
 };
 
 fn layout(format: &str) -> Arc<KvLayout> {
@@ -93,13 +93,32 @@ fn bytes_are_counted_with_the_scales_of_blocks() {
     let stream = backend.stream().unwrap();
     let (dense, quantised) = (arena(&backend, "bf16"), arena(&backend, "int4:8"));
     let pairs: Arc<[_]> = [(BlockId(0), BlockId(2)), (BlockId(2), BlockId(1))].into();
-    let op = Quantize { src: dense.clone(), dst: quantised.clone(), pairs: Arc::clone(&pairs) };
+    let op = Quantize {
+        src: dense.clone(),
+        dst: quantised.clone(),
+        pairs: WritePairs::unchecked(Arc::clone(&pairs)),
+    };
     stream.quantize(&op).unwrap();
-    stream.dequantize(&Dequantize { src: quantised.clone(), dst: dense.clone(), pairs }).unwrap();
+    stream
+        .dequantize(&Dequantize {
+            src: quantised.clone(),
+            dst: dense.clone(),
+            pairs: WritePairs::unchecked(pairs),
+        })
+        .unwrap();
     let rows =
         |heads, dim| allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[3, heads, dim]);
     let (k, v) = (rows(2, 16).unwrap(), rows(1, 8).unwrap());
-    stream.scatter(&Scatter { arena: quantised, layer: 0, k, v, slots: [0, -1, 5].into() }).unwrap();
+    stream
+        .scatter(&Scatter {
+            arena: quantised,
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked([0, -1, 5]),
+            rotation: None,
+        })
+        .unwrap();
     let counters = backend.counters();
     let (elements, groups) = (2 * 16 + 8, 5);
     assert_eq!(counters.quantize_bytes, 2 * 2 * 4 * (elements / 2 + groups * 2));
@@ -116,7 +135,14 @@ fn rows_of_codes_are_refused_before_anything_runs() {
             allocate_tensor(backend.as_ref(), MemoryKind::Device, dtype, &[1, heads, dim])
         };
         let (k, v) = (rows(DType::I8, 2, 16).unwrap(), rows(DType::F32, 1, 8).unwrap());
-        let op = Scatter { arena: arena(&backend, format), layer: 0, k, v, slots: [0].into() };
+        let op = Scatter {
+            arena: arena(&backend, format),
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked([0]),
+            rotation: None,
+        };
         assert!(matches!(stream.scatter(&op), Err(Error::DTypeMismatch { got: DType::I8, .. })), "{format}");
     }
     assert_eq!(backend.counters().scatter_bytes, 0);

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
-    ApplyRope, Attend, AttendRows, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvFormat, KvLayout,
-    KvShape, MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, RopeScaling, Scatter, Segment, Stream,
-    TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena,
+    KvFormat, KvLayout, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RopeScaling, Scatter, Segment,
+    Stream, TensorView, WriteSlots, allocate_tensor,
 };
 use rstest::rstest;
 
@@ -70,8 +70,17 @@ impl Setup {
             let rope = Arc::clone(&self.rope);
             self.stream.rope(&ApplyRope { rows: k.clone(), positions, rope }).unwrap();
         }
-        let slots = (0..TOKENS as i64).collect();
-        self.stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots }).unwrap();
+        let slots = (0..TOKENS as i64).collect::<Vec<_>>();
+        self.stream
+            .scatter(&Scatter {
+                arena: arena.clone(),
+                layer: 0,
+                k,
+                v,
+                slots: WriteSlots::unchecked(slots),
+                rotation: None,
+            })
+            .unwrap();
         arena
     }
 
@@ -86,9 +95,10 @@ impl Setup {
             q: self.rows(1, 2 * HEADS, 3),
             rope: Some(Arc::clone(&self.rope)),
             keys,
-            rows: [QueryRow { logical: TOKENS, position: used + TOKENS as i64 }].into(),
-            batch: [AttendRows::new(0..1, [segment])].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                [QueryRow { logical: TOKENS, position: used + TOKENS as i64 }],
+                [AttendRows::new(0..1, [segment])],
+            )),
             scale: 0.25,
             window: None,
             softcap: None,

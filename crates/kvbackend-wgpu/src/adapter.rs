@@ -1,4 +1,4 @@
-//! Adapters: what this machine has, and the choice among them.
+//! Adapters: the list of this machine, and the choice among them.
 
 use kvcore::{Error, Result};
 use wgpu::{
@@ -10,38 +10,38 @@ use crate::NAME;
 use crate::device::NATIVE_F16;
 use crate::options::WgpuOptions;
 
-/// Storage buffers that the kernel of attention binds.
+/// Number of storage buffers that the attention kernel binds.
 const STORAGE_BUFFERS: u32 = 9;
 
-/// Threads of the largest workgroup.
+/// Number of threads of the largest workgroup.
 const INVOCATIONS: u32 = 256;
 
-/// An adapter of this machine: a GPU, or a program that acts as one.
+/// An adapter of this machine: a GPU, or software that acts as one.
 #[derive(Debug, Clone)]
 pub struct AdapterReport {
-    /// Name, as the driver gives it.
+    /// Name that the driver reports.
     pub name: String,
-    /// The interface: `vulkan`, `metal`, `dx12`.
+    /// Graphics interface: `vulkan`, `metal` or `dx12`.
     pub interface: String,
     /// `discrete`, `integrated`, `virtual`, `cpu` or `other`.
     pub kind: &'static str,
-    /// Driver and its version.
+    /// Name and version of the driver.
     pub driver: String,
-    /// Bytes of the largest buffer.
+    /// Bytes of the largest buffer that the device can make.
     pub max_buffer: u64,
-    /// Bytes of a buffer that a kernel can bind at once; larger ones are bound in parts.
+    /// Most bytes of a buffer that a kernel can bind at once; larger buffers are bound in parts.
     pub max_binding: u64,
-    /// Bytes of workgroup memory.
+    /// Bytes of memory of a workgroup.
     pub workgroup_memory: u32,
-    /// Whether kernels read f16 by the device's own 16-bit arithmetic; bit operations do it elsewhere.
+    /// True if kernels read f16 with the device's own 16-bit arithmetic. Without it, they use bit operations.
     pub native_f16: bool,
-    /// Whether host memory can be bound, which `pinned` and `system` memory need.
+    /// True if the device can bind host memory, which `pinned` and `system` memory need.
     pub host_memory: bool,
-    /// Why the backend cannot use it, if so.
+    /// The reason why the backend cannot use the adapter, if there is one.
     pub unfit: Option<String>,
 }
 
-/// The adapters of this machine, in the order in which [`WgpuOptions::adapter`] counts them.
+/// Returns the adapters of this machine, in the order in which [`WgpuOptions::adapter`] counts them.
 pub fn adapters() -> Vec<AdapterReport> {
     list().iter().map(report).collect()
 }
@@ -85,7 +85,7 @@ fn report(adapter: &Adapter) -> AdapterReport {
     }
 }
 
-/// What a device lacks that no kernel can do without.
+/// Returns the limit of a device that is too low for the kernels, if there is one.
 pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     [
         ("storage buffers in a shader", limits.max_storage_buffers_per_shader_stage, STORAGE_BUFFERS),
@@ -125,7 +125,7 @@ pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
         .map_err(|error| none(format!("{name} could not be opened: {error}")))
 }
 
-/// What to do about a machine without any adapter.
+/// Advice for a machine without any adapter.
 pub const NO_ADAPTER: &str = "no Vulkan, Metal or DirectX 12 adapter was found; install the driver of the GPU, or a \
                           software adapter (Debian, Ubuntu: apt-get install mesa-vulkan-drivers libvulkan1)";
 

@@ -1,4 +1,4 @@
-//! An opened device: what streams, storages and kernels share.
+//! An opened device, which streams, storages and kernels share.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,19 +17,20 @@ use crate::NAME;
 use crate::options::WgpuOptions;
 use crate::pipeline::Pipelines;
 
-/// Storages get addresses that are unique among all devices of the process: indices, not memory.
+/// The next address of a storage. Addresses are unique among all devices of the process; they are indices,
+/// not memory.
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(ADDRESS_ALIGN);
 
-/// Suits every element type, and every offset at which a buffer may be bound.
+/// Alignment of addresses: suits every element type and every offset at which a buffer may be bound.
 const ADDRESS_ALIGN: u64 = 256;
 
-/// Elements of a binding are counted in 32 bits; 4-bit ones are the most.
+/// Most bytes of a binding: elements are counted in 32 bits, and 4-bit elements are the most numerous.
 const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
 
-/// What a device needs to compute in f16 itself.
+/// Features that a device needs to compute in f16 itself.
 pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
 
-/// How long a device that refused something is given to finish, before it is asked whether it is lost.
+/// Time for which a device that refused something may finish its work, before it is asked whether it is lost.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device with its queue, its pipelines and its state of health.
@@ -40,16 +41,16 @@ pub(crate) struct Device {
     pub(crate) features: Features,
     pub(crate) pipelines: Pipelines,
     pub(crate) counters: Counters,
-    /// Bytes of the largest part of a buffer that is bound at once.
+    /// Most bytes of a buffer that are bound at once.
     pub(crate) binding: u64,
     health: Arc<Health>,
-    /// Tables of angles on the device, by the host's table that each is a copy of.
+    /// RoPE tables on the device, by the address of the host's table that each is a copy of.
     angles: Mutex<HashMap<usize, (Weak<RopeTable>, Buffer)>>,
-    /// Bound where a kernel has no use for a binding: one to read, one to write.
+    /// Buffers for bindings that a kernel does not use: one to read, one to write.
     pub(crate) nothing: [Buffer; 2],
 }
 
-/// What went wrong outside any call.
+/// Failures that the device reported outside any call.
 #[derive(Default)]
 struct Health {
     lost: OnceLock<String>,
@@ -76,7 +77,7 @@ impl Device {
         let (limits, features) = (handle.limits(), handle.features());
         let native = features.contains(NATIVE_F16) && !options.packed_f16;
         let binding = limits.max_storage_buffer_binding_size.min(MOST_BINDING);
-        // Room for what a row's beginning and end are rounded to.
+        // Room for the rounding of a row's beginning and end.
         let least = 4 * u64::from(limits.min_storage_buffer_offset_alignment).max(ADDRESS_ALIGN);
         let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(least)));
         let nothing = [0, 1].map(|_| {
@@ -102,18 +103,18 @@ impl Device {
         })
     }
 
-    /// An address that no other storage has.
+    /// Returns an address that no other storage has.
     pub(crate) fn address(bytes: usize) -> u64 {
         let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
         NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)
     }
 
-    /// Where a binding may begin: multiples of this many bytes.
+    /// Returns the bytes of which the offset of a binding must be a multiple.
     pub(crate) fn binding_align(&self) -> u64 {
         u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
-    /// Refuses rows that are too long for the memory of a workgroup; `words` is what they take of it.
+    /// Checks that rows fit in workgroup memory, of which they take `words` words of 32 bits.
     pub(crate) fn check_workgroup(&self, words: usize) -> Result<()> {
         let bytes = self.limits.max_compute_workgroup_storage_size as usize;
         if 4 * words <= bytes {
@@ -126,7 +127,7 @@ impl Device {
         Err(Error::Unsupported { backend: NAME, what })
     }
 
-    /// An error if the device is lost, or if it refused something since the last call.
+    /// Returns an error if the device is lost, or if it has refused something since the last call.
     pub(crate) fn check(&self) -> Result<()> {
         let refused = self.health.error.lock().take();
         match (refused, self.health.lost.get()) {
@@ -135,7 +136,8 @@ impl Device {
         }
     }
 
-    /// What a refusal of the device means. Of its loss a device tells when it has nothing left to do.
+    /// Returns the error for a refusal of the device: loss of the device, or `reason`. A device reports its
+    /// loss only when it has no work left, so that this call waits for it.
     pub(crate) fn refusal(&self, reason: String) -> Error {
         let _ = self.poll(None, Some(PATIENCE));
         match self.health.lost.get() {
@@ -144,7 +146,7 @@ impl Device {
         }
     }
 
-    /// Runs `make` and says why the device refused, if it did.
+    /// Runs `make` and returns its result, or the device's reason if it refused.
     pub(crate) fn guarded<T>(&self, make: impl FnOnce() -> T) -> std::result::Result<T, String> {
         let scopes = [ErrorFilter::Validation, ErrorFilter::OutOfMemory, ErrorFilter::Internal]
             .map(|filter| self.handle.push_error_scope(filter));
@@ -158,7 +160,8 @@ impl Device {
         refused.map_or(Ok(made), Err)
     }
 
-    /// Gives the queue whole words for a buffer, before the next submission; an error says why it refused them.
+    /// Queues whole words for a buffer, to be written before the next submission. The error is the reason of
+    /// a refusal.
     pub(crate) fn fill(&self, buffer: &Buffer, at: u64, bytes: &[u8]) -> std::result::Result<(), String> {
         self.guarded(|| self.queue.write_buffer(buffer, at, bytes))
     }
@@ -170,13 +173,14 @@ impl Device {
         waited.map_err(|error| self.refusal(error.to_string()))
     }
 
-    /// Whether a submission is done, or will never be; does not wait.
+    /// Returns whether a submission is done or never will be, without waiting.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
         !matches!(self.poll(Some(submission), Some(Duration::ZERO)), Err(PollError::Timeout))
     }
 
-    /// Waits for a submission, or the last one. `wgpu` panics when the driver says that the device is gone; here that is
-    /// its loss.
+    /// Waits for a submission, or for the last one.
+    ///
+    /// `wgpu` panics if the driver reports that the device is gone; here the panic marks the device as lost.
     fn poll(
         &self,
         submission_index: Option<SubmissionIndex>,
@@ -192,8 +196,8 @@ impl Device {
         )
     }
 
-    /// Cosines and sines of a rotary embedding, one pair after another, by position: a table on the device that
-    /// grows with the host's.
+    /// Returns the table of a RoPE on the device: cosine and sine of each pair, by position. The table grows
+    /// with the host's.
     pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;
@@ -213,7 +217,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// A buffer of the backend's own.
+    /// Creates a buffer for the backend's own use.
     pub(crate) fn buffer(&self, label: &str, size: u64, usage: BufferUsages) -> Result<Buffer> {
         let descriptor = BufferDescriptor {
             label: Some(label),
@@ -225,7 +229,7 @@ impl Device {
             .map_err(|reason| self.no_memory(kvcore::MemoryKind::Device, size as usize, reason))
     }
 
-    /// A refused allocation: of memory, or of a device that is gone.
+    /// Returns the error for a refused allocation: out of memory, or loss of the device.
     pub(crate) fn no_memory(&self, kind: kvcore::MemoryKind, bytes: usize, reason: String) -> Error {
         match self.refusal(reason) {
             Error::Device { reason, .. } => Error::Allocation { bytes, kind, reason },

@@ -1,22 +1,23 @@
-//! The wgpu backend: any GPU with Vulkan, Metal or DirectX 12, and software that acts as one.
+//! The wgpu backend: any GPU with Vulkan, Metal or DirectX 12, and software adapters.
 //!
-//! Memory is `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the device's one queue.
-//! Nothing is visible to the host before a wait.
+//! Memory is `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the one queue of the
+//! device. Results are visible to the host only after a wait.
 //!
 //! # Rows that share a word
-//! Buffers are arrays of 32-bit words, and rows of 16, 8 or 4-bit elements may begin and end inside one. A word
-//! that a row fills wholly is stored; in a word that it shares, its bits alone are cleared and set by atomic
-//! operations, so that threads that own other bits of it lose nothing. (Reading the word, changing it and
-//! writing it back would: it was wrong in every one of fifty trials.)
+//! Buffers are arrays of 32-bit words, and rows of 16-bit, 8-bit or 4-bit elements may begin and end inside a
+//! word. A word that a row fills completely is stored. In a word that a row shares, atomic operations clear
+//! and set only the bits of the row, so that threads that own other bits of the word lose nothing. (Reading,
+//! changing and writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
 //!
 //! # Large pools
-//! A device binds a part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4 GiB. Kernels
-//! over a larger one run once for each window of it that they touch, and attention merges what it saw in each. A
-//! storage is one buffer, at most `max_buffer_size`; a larger allocation is refused with that number.
+//! A device binds only a part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4 GiB.
+//! Kernels over a larger buffer run once for each window of the buffer that they touch, and attention merges
+//! the results of all windows. A storage is one buffer of at most `max_buffer_size` bytes; a larger
+//! allocation is refused with an error that names this limit.
 //!
-//! # What the interface cannot do
-//! There is no reservation of addresses. A [reserved](kvcore::Backend::reserve) storage gives its memory back when
-//! nothing of it is mapped any more, not by parts; its address is an index, so that views of it stay valid.
+//! # Limits of the interface
+//! Addresses cannot be reserved. A [reserved](kvcore::Backend::reserve) storage gives its memory back when no
+//! part of it is mapped any more, not part by part. Its address is an index, so that views of it stay valid.
 //! `pinned` and `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
 //!
 //! ```
@@ -59,40 +60,42 @@ pub use options::WgpuOptions;
 pub use stream::{WgpuEvent, WgpuStream};
 pub use wgpu;
 
-/// Name of this backend in errors and on command lines.
+/// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "wgpu";
 
-/// A device that wgpu reaches.
+/// A backend on one device that wgpu reaches.
 #[derive(Debug)]
 pub struct WgpuBackend {
     device: Arc<Device>,
 }
 
 impl WgpuBackend {
-    /// A backend on the fastest adapter.
+    /// Creates a backend on the fastest adapter.
     ///
     /// # Errors
-    /// [`kvcore::Error::NoDevice`], which says what to install.
+    /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable; the error says what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&WgpuOptions::default())
     }
 
-    /// A backend as `options` say.
+    /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// [`kvcore::Error::NoDevice`] for an adapter that is not there, lacks what the kernels need, or cannot be
-    /// opened.
+    /// Returns [`kvcore::Error::NoDevice`] if the adapter does not exist, lacks a feature that the kernels
+    /// need, or cannot be opened.
     pub fn with_options(options: &WgpuOptions) -> Result<Arc<Self>> {
         let (handle, queue) = adapter::open(options)?;
         Ok(Arc::new(Self { device: Device::new(handle, queue, options) }))
     }
 
-    /// A backend on a device that the caller has opened, for engines that use wgpu themselves. It should be opened
-    /// with the adapter's limits, and with `SHADER_F16`, `SHADER_I16` and `MAPPABLE_PRIMARY_BUFFERS` where there are any. Its
-    /// handlers of errors and of loss are replaced, so that one device makes one backend.
+    /// Creates a backend on a device that the caller has opened, for engines that use wgpu themselves.
+    ///
+    /// The caller should open the device with the limits of its adapter, and with `SHADER_F16`, `SHADER_I16`
+    /// and `MAPPABLE_PRIMARY_BUFFERS` if the adapter has them. The backend replaces the device's handlers of
+    /// errors and of device loss, so that one device serves one backend only.
     ///
     /// # Errors
-    /// [`kvcore::Error::NoDevice`] for limits below what the kernels need.
+    /// Returns [`kvcore::Error::NoDevice`] if a limit of the device is below what the kernels need.
     pub fn from_device(handle: wgpu::Device, queue: wgpu::Queue, options: &WgpuOptions) -> Result<Arc<Self>> {
         if let Some(reason) = adapter::unfit(&handle.limits()) {
             let reason = format!("{reason}; open it with its adapter's limits");
@@ -101,22 +104,25 @@ impl WgpuBackend {
         Ok(Arc::new(Self { device: Device::new(handle, queue, options) }))
     }
 
-    /// A storage over the caller's buffer of this device. While the storage lives, the caller orders its own use of
-    /// the buffer with the streams, and lends it once: two storages are taken for two pieces of memory.
+    /// Creates a storage over a buffer of this device that the caller owns.
+    ///
+    /// While the storage lives, the caller orders its own use of the buffer with the streams, and lends the
+    /// buffer only once: two storages count as two pieces of memory.
     ///
     /// # Errors
-    /// [`kvcore::Error::Unsupported`] for a buffer without the usages `STORAGE`, `COPY_SRC` and `COPY_DST`,
-    /// [`kvcore::Error::Misaligned`] for one whose length is no multiple of 4.
+    /// Returns [`kvcore::Error::Unsupported`] if the buffer lacks a usage of `STORAGE`, `COPY_SRC` and
+    /// `COPY_DST`, [`kvcore::Error::Zero`] if it is empty, and [`kvcore::Error::Misaligned`] if its length is
+    /// no multiple of 4.
     pub fn storage(&self, buffer: wgpu::Buffer, kind: MemoryKind) -> Result<WgpuStorage> {
         WgpuStorage::lent(&self.device, buffer, kind)
     }
 
-    /// The device, for engines that use it beside this backend.
+    /// Returns the device, for engines that use it beside the backend.
     pub fn device(&self) -> &wgpu::Device {
         &self.device.handle
     }
 
-    /// Its queue.
+    /// Returns the queue of the device.
     pub fn queue(&self) -> &wgpu::Queue {
         &self.device.queue
     }

@@ -1,4 +1,4 @@
-//! Storages: buffers of a device, its own or lent, and reserved ones that go and come back.
+//! Storages: a device's own buffers, lent buffers, and reserved storages that release their buffers.
 
 use std::any::Any;
 use std::fmt;
@@ -12,24 +12,24 @@ use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 use crate::NAME;
 use crate::device::Device;
 
-/// What kernels and copies need of a buffer.
+/// Usages that kernels and copies need of a buffer.
 const USAGES: BufferUsages =
     BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
-/// Bytes in which reserved memory is counted.
+/// Bytes of a granule, the unit in which reserved memory is mapped.
 const GRANULE: usize = 64 << 10;
 
-/// Bytes of a device's memory, or of host memory that it can bind.
+/// Bytes of a device's memory, or of host memory that the device can bind.
 ///
-/// Its address is an index, unique in the process; nothing lies there.
+/// The address of a storage is an index, unique in the process; no memory lies there.
 pub struct WgpuStorage {
     device: Arc<Device>,
-    /// None while a reserved storage sleeps.
+    /// The buffer; none while a reserved storage is unmapped.
     buffer: Mutex<Option<Buffer>>,
     kind: MemoryKind,
     address: u64,
     len: usize,
-    /// Which granules of a reserved storage are mapped; empty for others.
+    /// For each granule of a reserved storage, whether it is mapped; empty for other storages.
     granules: Mutex<Vec<bool>>,
 }
 
@@ -87,7 +87,7 @@ impl WgpuStorage {
         Self { device, buffer: Mutex::new(buffer), kind, address, len, granules: Mutex::new(granules) }
     }
 
-    /// The buffer, which has at least the storage's bytes, in whole words.
+    /// Returns the buffer, which holds at least the bytes of the storage, in whole words.
     pub(crate) fn buffer(&self) -> Result<Buffer> {
         self.buffer.lock().clone().ok_or_else(|| Error::Device {
             backend: NAME,
@@ -146,8 +146,9 @@ impl Storage for WgpuStorage {
     }
 }
 
-/// The interface has no memory that goes and keeps its addresses: a storage's buffer is dropped when nothing of
-/// it is mapped any more, and made anew when something is. While a part is mapped all of it is kept.
+/// The interface cannot release memory and keep its address. Therefore a storage drops its buffer when no
+/// granule is mapped any more, and makes a new one when a granule is mapped again. While any granule is
+/// mapped, the whole buffer is kept.
 impl ReservedStorage for WgpuStorage {
     fn granularity(&self) -> usize {
         GRANULE
@@ -197,7 +198,7 @@ impl ReservedStorage for WgpuStorage {
     }
 }
 
-/// The storage behind a handle, if it is of this device.
+/// Returns the storage behind a handle, if the storage belongs to this device.
 pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a WgpuStorage> {
     let known = storage.as_any().downcast_ref::<WgpuStorage>();
     known

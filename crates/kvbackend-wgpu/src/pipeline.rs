@@ -24,7 +24,7 @@ const ELEMENT: &str = include_str!("shaders/element.wgsl");
 const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
 const F16_PACKED: &str = include_str!("shaders/f16_packed.wgsl");
 
-/// The kernels. What each does, its bindings and its constants are said in its file.
+/// The kernels. The file of each shader documents its bindings and its constants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Shader {
     CopyUnits,
@@ -45,7 +45,7 @@ impl Shader {
         }
     }
 
-    /// Which bindings are written, or may be the same buffer as one that is.
+    /// Returns, for each binding, whether it is written or may be the same buffer as one that is.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],
@@ -55,7 +55,7 @@ impl Shader {
         }
     }
 
-    /// The whole text: WGSL has no way to include one file in another.
+    /// Returns the whole source text. WGSL cannot include one file in another.
     fn text(self, native_f16: bool, texts: &str) -> String {
         let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
         let parts: &[&str] = match self {
@@ -69,10 +69,10 @@ impl Shader {
     }
 }
 
-/// A pipeline constant.
+/// The name and the value of a pipeline constant.
 pub(crate) type Constant = (&'static str, f64);
 
-/// Words after the constants' names: what they are.
+/// Names of constants, and the bits of their values.
 type Values = SmallVec<[(&'static str, u64); 18]>;
 
 /// A kernel that is ready to run.
@@ -97,7 +97,7 @@ impl Binding {
 }
 
 impl Pipeline {
-    /// The bindings in order of their numbers.
+    /// Binds the bindings in the order of their numbers.
     pub(crate) fn bind<'a>(&self, device: &Device, bindings: impl Iterator<Item = &'a Binding>) -> BindGroup {
         let entries: SmallVec<[_; 10]> = (0..)
             .zip(bindings)
@@ -115,7 +115,7 @@ impl Pipeline {
     }
 }
 
-/// All pipelines of a device that were asked for so far.
+/// All pipelines of a device that have been asked for so far.
 pub(crate) struct Pipelines {
     native_f16: bool,
     made: Mutex<HashMap<(Shader, Values), Arc<Pipeline>>>,
@@ -126,8 +126,8 @@ impl Pipelines {
         Self { native_f16, made: Mutex::default() }
     }
 
-    /// The kernel with these constants; `texts` are constants that WGSL wants in its text, and depend on the
-    /// others.
+    /// Returns the kernel with these constants, and compiles it on first use. `texts` holds constants that
+    /// WGSL needs in its source text; they depend on the other constants.
     pub(crate) fn get(
         &self,
         device: &Device,
@@ -184,7 +184,8 @@ fn compile(device: &Device, shader: Shader, text: String, constants: &[Constant]
         layout: Some(&pipeline_layout),
         module: &module,
         entry_point: Some("main"),
-        // Every kernel writes what it uses of workgroup memory; what attention reads beyond a run is masked.
+        // Every kernel writes the workgroup memory that it uses; attention masks the tokens that it reads
+        // beyond a run.
         compilation_options: PipelineCompilationOptions {
             constants,
             zero_initialize_workgroup_memory: false,

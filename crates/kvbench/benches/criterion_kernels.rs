@@ -1,7 +1,7 @@
 //! Kernels at a few sizes, timed for people: `cargo bench -p kvbench --bench criterion_kernels`.
 //!
-//! Tokens have 8 heads of 128 in bf16 and lie in blocks of 16; throughput is of the K and V bytes that a kernel
-//! reads. Regressions are caught by `cargo xtask instructions`, comparisons are made by `cargo xtask bench`.
+//! Tokens have 8 heads of 128 in bf16, in blocks of 16. Throughput counts the K and V bytes that a kernel
+//! reads. `cargo xtask instructions` catches regressions, and `cargo xtask bench` makes comparisons.
 #![allow(missing_docs, reason = "what the macros make has none")]
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 

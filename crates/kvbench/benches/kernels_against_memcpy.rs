@@ -1,9 +1,9 @@
-//! Kernels against `memcpy` of the same bytes, both on one thread and on all; a step of decoding against a streaming
-//! read of the KV bytes, and a prefill against a GEMM of its operations, on all threads. A kernel and its limit take
-//! turns.
+//! Kernels against `memcpy` of the same bytes, both on one thread and on all threads. On all threads also a
+//! decode step against a streaming read of the KV bytes, and a prefill against a GEMM with as many
+//! operations. A kernel and its limit take turns.
 //!
-//! `--mib N` sets the largest size of each side (default 64), `--context N` the longest context of a decode step
-//! (default 16,384) and eight times the longest prefill.
+//! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
+//! decode step (default 16,384), which is eight times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::hint::black_box;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use gemm::Parallelism;
 use kvbackend_cpu::CpuOptions;
-use kvcore::{CopyTensor, DType, Gather, MemoryKind, Result, Scatter, allocate_tensor};
+use kvcore::{CopyTensor, DType, Gather, MemoryKind, Result, Scatter, WriteSlots, allocate_tensor};
 use rayon::ThreadPool;
 
 use kvbench::lab::{DIM, HEADS, Lab, QUERY_HEADS, shuffled};
@@ -26,7 +26,7 @@ fn options(threads: usize) -> CpuOptions {
     CpuOptions { threads: Some(threads), ..CpuOptions::default() }
 }
 
-/// What moves bytes, against `memcpy` of as many bytes with as many threads, in turns.
+/// Movement of bytes against `memcpy` of as many bytes with as many threads, in turns.
 struct Against {
     limit: Memcpy,
     bytes: usize,
@@ -38,7 +38,7 @@ impl Against {
         Self { limit: Memcpy::new(bytes, threads), bytes, threads }
     }
 
-    /// One row of the table; `work` moves `bytes` bytes.
+    /// Reports one row of the table; `work` moves `bytes` bytes.
     fn report(&mut self, what: &str, bytes: usize, mut work: impl FnMut()) {
         let [seconds, limit] = in_turns([&mut work, &mut || self.limit.run()]);
         let limit = limit * bytes as f64 / self.bytes as f64;
@@ -80,7 +80,7 @@ fn rotation(dtype: DType, mib: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Rows of fewer bytes, at slots as a block table gives them and at slots in no order.
+/// Measures rows of fewer bytes, at slots as a block table gives them and at slots in random order.
 fn small_rows(heads: usize, mib: usize, threads: usize) -> Result<()> {
     let row_bytes = heads * DIM * 2;
     let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;
@@ -89,7 +89,7 @@ fn small_rows(heads: usize, mib: usize, threads: usize) -> Result<()> {
         moves_of(&lab, &format!("rows of {row_bytes} B"), threads, &scatter, &gather);
     }
     let slots: Arc<[i64]> = shuffled(lab.tokens as u32).into_iter().map(i64::from).collect();
-    (scatter.slots, gather.slots) = (Arc::clone(&slots), slots);
+    (scatter.slots, gather.slots) = (WriteSlots::unchecked(Arc::clone(&slots)), slots);
     moves_of(&lab, &format!("rows of {row_bytes} B, slots in no order"), threads, &scatter, &gather);
     Ok(())
 }
@@ -111,7 +111,8 @@ fn decode(dtype: DType, context: usize) -> Result<()> {
     Ok(())
 }
 
-/// A prompt of `tokens` tokens. Its operations are those that the mask leaves, two products of each pair of tokens.
+/// Measures a prompt of `tokens` tokens. Counts only operations inside the mask: two products for each pair
+/// of tokens.
 fn prefill(dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::new(dtype, tokens, &options(all_threads()))?;
     let op = lab.attend(lab.tokens, true)?;
@@ -149,7 +150,8 @@ impl Gemm {
         let parallelism = if *threads == 1 { Parallelism::None } else { Parallelism::Rayon(*threads) };
         pool.install(|| {
             let (to, a, b) = (c.as_mut_ptr(), a.as_ptr(), b.as_ptr());
-            // SAFETY: each matrix has N rows of N elements, and the result is apart from what is read.
+            // SAFETY: `a`, `b` and `c` have N rows of N elements each, as the strides say, and `c` is
+            // borrowed mutably, apart from `a` and `b`.
             unsafe {
                 gemm::gemm(
                     n,
@@ -184,7 +186,7 @@ fn main() -> Result<()> {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         for size in [mib / 4, mib / 2, mib].map(|size| size.max(1)) {
             for threads in threads {
-                // To what moves bytes as they are, f16 is bf16.
+                // For movement of bits, f16 is the same as bf16.
                 if dtype != DType::F16 {
                     movement(dtype, size, threads)?;
                 }

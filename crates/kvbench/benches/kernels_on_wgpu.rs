@@ -1,8 +1,8 @@
-//! Kernels of the wgpu backend against the queue's own copy of as many bytes, `copy_buffer_to_buffer`, on the same
-//! adapter. Both are submitted and waited for; a kernel and its limit take turns.
+//! Kernels of the wgpu backend against the queue's own copy of as many bytes, `copy_buffer_to_buffer`, on the
+//! same adapter. Each is submitted and waited for, and a kernel and its limit take turns.
 //!
-//! `--mib N` sets the largest size of each side (default 64), `--context N` the longest context of a decode step
-//! (default 16,384) and 32 times the longest prefill.
+//! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
+//! decode step (default 16,384), which is 32 times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use kvbackend_wgpu::wgpu::{Buffer, BufferDescriptor, BufferUsages, CommandEncode
 use kvbench::lab::{self, DIM, HEADS, Lab};
 use kvbench::{in_turns, option, row};
 use kvcore::{
-    BlockId, CopyTensor, DType, Dequantize, KvFormat, MemoryKind, Quantize, Result, Stream, allocate_tensor,
+    BlockId, CopyTensor, DType, Dequantize, KvFormat, MemoryKind, Quantize, Result, Stream, WritePairs,
+    allocate_tensor,
 };
 
 /// A copy of bytes on the device.
@@ -43,7 +44,7 @@ impl Limit {
     }
 }
 
-/// One row of the table: `work` is enqueued, and moves `bytes` bytes.
+/// Reports one row of the table: `work` is enqueued, and moves `bytes` bytes.
 fn report(stream: &dyn Stream, limit: &Limit, what: &str, bytes: usize, work: impl Fn() -> Result<()>) {
     let mut both = || {
         work().expect("an operation");
@@ -60,7 +61,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     let limit = Limit::new(backend, both);
     let (scatter, gather) = (lab.scatter()?, lab.gather()?);
     let (copy, swap, rotate) = (lab.copy_blocks(), lab.swap_blocks()?, lab.rotate_keys());
-    // To what moves bytes as they are, f16 is bf16.
+    // For movement of bits, f16 is the same as bf16.
     if dtype != DType::F16 {
         report(stream, &limit, &format!("scatter {dtype}"), both, || stream.scatter(&scatter));
         report(stream, &limit, &format!("gather {dtype}"), both, || stream.gather(&gather));
@@ -81,7 +82,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     Ok(())
 }
 
-/// Blocks into a format of fewer bits and back. The bytes are those of the dense side.
+/// Measures conversion of blocks to a format of fewer bits, and back. Bytes are those of the dense side.
 fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
     let tokens = (mib << 20) / (2 * HEADS * DIM * 2);
     let lab = Lab::on(Arc::clone(backend) as _, DType::BF16, HEADS, tokens)?;
@@ -91,8 +92,16 @@ fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
     for format in ["int8", "int4", "fp8-e4m3"] {
         let format: KvFormat = format.parse()?;
         let small = kvbench::lab::arena(lab.backend.as_ref(), format, blocks)?;
-        let quantize = Quantize { src: lab.arena.clone(), dst: small.clone(), pairs: Arc::clone(&pairs) };
-        let back = Dequantize { src: small, dst: lab.arena.clone(), pairs: Arc::clone(&pairs) };
+        let quantize = Quantize {
+            src: lab.arena.clone(),
+            dst: small.clone(),
+            pairs: WritePairs::unchecked(Arc::clone(&pairs)),
+        };
+        let back = Dequantize {
+            src: small,
+            dst: lab.arena.clone(),
+            pairs: WritePairs::unchecked(Arc::clone(&pairs)),
+        };
         let (stream, bytes) = (lab.stream.as_ref(), lab.bytes());
         let what = format!("quantize, bf16 to {format}");
         report(stream, &limit, &what, bytes, || stream.quantize(&quantize));
@@ -102,7 +111,7 @@ fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
     Ok(())
 }
 
-/// A step of decoding reads all of K and V once.
+/// Measures a decode step, which reads all of K and V once.
 fn decode(backend: &Arc<WgpuBackend>, dtype: DType, context: usize) -> Result<()> {
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, context)?;
     let (op, stream, bytes) = (lab.attend(1, true)?, lab.stream.as_ref(), lab.bytes());
@@ -114,7 +123,8 @@ fn decode(backend: &Arc<WgpuBackend>, dtype: DType, context: usize) -> Result<()
     Ok(())
 }
 
-/// All tokens of a prompt attend to those before them: arithmetic, where a copy is no limit but a measure.
+/// Measures a prompt whose tokens attend to all tokens before them. This is arithmetic, so that a copy is a
+/// reference, not a limit.
 fn prefill(backend: &Arc<WgpuBackend>, dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, tokens)?;
     let (op, stream, bytes) = (lab.attend(lab.tokens, true)?, lab.stream.as_ref(), lab.bytes());

@@ -1,8 +1,8 @@
-//! The operations that `tools/peers/torch_ops.py` measures in torch and `tools/peers/hf_cache.py` in Hugging Face
-//! caches, by the CPU backend.
+//! Runs on the CPU backend the operations that `tools/peers/torch_ops.py` measures in torch and
+//! `tools/peers/hf_cache.py` in Hugging Face caches.
 //!
-//! `--threads N` sets the threads (default 1), `--only PREFIX` limits what is run. Prints one JSON object a line, as
-//! `kernels_against_memcpy` does, against `memcpy` of the same bytes with the same threads.
+//! `--threads N` sets the threads (default 1), `--only PREFIX` limits the operations. Prints one JSON object
+//! per line, as `kernels_against_memcpy` does, against `memcpy` of the same bytes with the same threads.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::time::Instant;
@@ -33,7 +33,8 @@ fn moves(tokens: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// The last `rows` tokens attend to all of `tokens`, causally, with queries that are rotated already.
+/// Measures an attend of the last `rows` tokens to all of `tokens`, causally, with queries that are already
+/// rotated.
 fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> {
     let lab = lab(tokens, threads)?;
     let op = lab.attend(rows, false)?;
@@ -42,11 +43,11 @@ fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> 
     Ok(())
 }
 
-/// Tokens that are appended one by one.
+/// Number of tokens that are appended one by one.
 const STEPS: usize = 256;
 
-/// A sequence of `context` tokens grows by a slot of its table and a row that is scattered there, as a decode step
-/// does in each layer; the median of the steps.
+/// Measures the growth of a sequence of `context` tokens by a slot of its block table and a row scattered
+/// there, as a decode step does in each layer. Reports the median of the steps.
 fn append(context: usize) -> Result<()> {
     let lab = lab((context + STEPS).next_multiple_of(BLOCK), 1)?;
     let blocks = lab.arena.layout().shape().num_blocks as u32;

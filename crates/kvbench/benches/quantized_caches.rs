@@ -1,28 +1,29 @@
-//! Quantised caches: what each format costs in memory, in the accuracy of attention and in time.
+//! Quantised caches: the cost of each format in memory, in accuracy of attention, and in time.
 //!
-//! `--tokens N` sets the longest context (default 4096), of which a quarter and a half are measured too; `--markdown`
-//! prints the table of `docs/quantization.md` for the longest after the JSON lines.
+//! `--tokens N` sets the longest context (default 4096); a quarter and a half of it are measured too.
+//! `--markdown` prints the table of `docs/quantization.md` for the longest context, after the JSON lines.
 //!
-//! The data: K and V of one layer, 8 heads of 128, standard normal; in K four channels of each head
-//! are ten times as large, in V two channels five times, as activations of language models have them.
-//! Queries of 32 heads are standard normal, un-rotated; the softmax scale is `1 / sqrt(128)`. Errors are
-//! those of the output of `attend` for 16 queries against the same over f32: root mean square against
-//! root mean square, largest difference against largest magnitude.
+//! The data: K and V of one layer, 8 heads of 128, standard normal. In K four channels of each head are ten
+//! times as large, in V two channels five times, as in activations of language models. Queries of 32 heads
+//! are standard normal and not rotated; the softmax scale is `1 / sqrt(128)`. Errors are those of the output
+//! of `attend` for 16 queries, relative to the output over f32: root mean square to root mean square, largest
+//! difference to largest magnitude.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
-    Attend, AttendRows, Backend, BlockId, DType, Dequantize, KeyForm, KvArena, KvFormat, KvPlane, MemoryKind,
-    MergeGroup, Quantize, QueryRow, Result, Scatter, Segment, Stream, TensorView, allocate_tensor,
+    Attend, AttendRows, AttendWork, Backend, BlockId, DType, Dequantize, KeyForm, KvArena, KvFormat, KvPlane,
+    MemoryKind, Quantize, QueryRow, Result, Scatter, Segment, Stream, TensorView, WritePairs, WriteSlots,
+    allocate_tensor,
 };
 
 use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
 use kvbench::limits::Memcpy;
 use kvbench::{option, row, time};
 
-/// Queries over which errors are taken.
+/// Number of queries over which errors are taken.
 const QUERIES: usize = 16;
 const FORMATS: [&str; 10] = [
     "f32",
@@ -37,7 +38,7 @@ const FORMATS: [&str; 10] = [
     "fp8-e5m2:head",
 ];
 
-/// Standard normal numbers (Box and Muller).
+/// Returns standard normal numbers (Box–Muller transform).
 fn normal(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = move || {
@@ -50,7 +51,7 @@ fn normal(seed: u64, n: usize) -> Vec<f32> {
     std::iter::repeat_with(draw).take(n).collect()
 }
 
-/// Rows of one plane, `channels` of each head `times` as large.
+/// Returns rows of one plane, in which `channels` of each head are `times` as large.
 fn outliers(seed: u64, tokens: usize, channels: &[usize], times: f32) -> Vec<f32> {
     let mut values = normal(seed, tokens * HEADS * DIM);
     for head in values.chunks_mut(DIM) {
@@ -71,13 +72,13 @@ struct Lab {
     q: Vec<f32>,
 }
 
-/// What was measured of one format.
+/// Measurements of one format.
 struct Measured {
     format: KvFormat,
     bytes_per_element: f64,
     out: Vec<f32>,
     decode: f64,
-    /// Against `memcpy` of the source bytes; none for dense formats.
+    /// Ratios to `memcpy` of the source bytes; none for dense formats.
     conversions: Option<[f64; 2]>,
 }
 
@@ -101,7 +102,7 @@ impl Lab {
         Ok(view)
     }
 
-    /// An arena that holds the data.
+    /// Returns an arena that holds the data.
     fn filled(&self, format: KvFormat) -> Result<KvArena> {
         let arena = arena(self.backend.as_ref(), format, self.blocks.len())?;
         if let KvFormat::Fp8 { .. } = format {
@@ -115,12 +116,13 @@ impl Lab {
             layer: 0,
             k: self.upload(&[self.tokens, HEADS, DIM], &self.k)?,
             v: self.upload(&[self.tokens, HEADS, DIM], &self.v)?,
-            slots: (0..self.tokens).map(slot).collect(),
+            slots: WriteSlots::unchecked((0..self.tokens).map(slot).collect::<Arc<[_]>>()),
+            rotation: None,
         })?;
         Ok(arena)
     }
 
-    /// A decode of the first `rows` queries.
+    /// Returns a decode of the first `rows` queries.
     fn attend(&self, arena: &KvArena, rows: usize) -> Result<Attend> {
         let shape = [rows, QUERY_HEADS, DIM];
         let segment = Segment::new(self.blocks.as_slice().into(), self.tokens, 0, 0);
@@ -130,9 +132,10 @@ impl Lab {
             q: self.upload(&shape, &self.q[..shape.iter().product()])?,
             rope: None,
             keys: KeyForm::default(),
-            rows: vec![QueryRow { logical: self.tokens, position: self.tokens as i64 }; rows].into(),
-            batch: [AttendRows::new(0..rows, [segment])].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                vec![QueryRow { logical: self.tokens, position: self.tokens as i64 }; rows],
+                [AttendRows::new(0..rows, [segment])],
+            )),
             scale: 1.0 / (DIM as f32).sqrt(),
             window: None,
             softcap: None,
@@ -154,14 +157,19 @@ impl Lab {
         Ok(Measured { format, bytes_per_element, out, decode, conversions })
     }
 
-    /// `quantize` from bf16 and `dequantize` to bf16.
+    /// Measures `quantize` from bf16 and `dequantize` to bf16.
     fn conversions(&self, quantised: &KvArena) -> Result<[f64; 2]> {
         let (dense, format) = (self.filled(DType::BF16.into())?, quantised.layout().shape().format);
         let pairs: Arc<[_]> = self.blocks.iter().map(|&block| (block, block)).collect();
         let bytes = |arena: &KvArena| arena.layout().block_bytes() * self.blocks.len();
-        let op = Quantize { src: dense.clone(), dst: quantised.clone(), pairs: Arc::clone(&pairs) };
+        let op = Quantize {
+            src: dense.clone(),
+            dst: quantised.clone(),
+            pairs: WritePairs::unchecked(Arc::clone(&pairs)),
+        };
         let quantize = time(|| self.stream.quantize(&op).expect("quantize"));
-        let op = Dequantize { src: quantised.clone(), dst: dense.clone(), pairs };
+        let op =
+            Dequantize { src: quantised.clone(), dst: dense.clone(), pairs: WritePairs::unchecked(pairs) };
         let dequantize = time(|| self.stream.dequantize(&op).expect("dequantize"));
         Ok([("quantize", &dense, quantize), ("dequantize", quantised, dequantize)].map(
             |(what, src, seconds)| {
@@ -173,7 +181,7 @@ impl Lab {
     }
 }
 
-/// Scales under which the largest element of a tensor or head just fits.
+/// Returns scales with which the largest element of a tensor or head just fits.
 fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let (KvFormat::Fp8 { kind, .. }, Some((_, scales))) = (plane.format, plane.scales) else {
         return Vec::new();
@@ -188,8 +196,8 @@ fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
         .collect()
 }
 
-/// Root mean square of the difference relative to that of `exact`, and largest difference relative to
-/// the largest magnitude in `exact`.
+/// Returns the root mean square of the difference relative to that of `exact`, and the largest difference
+/// relative to the largest magnitude in `exact`.
 fn errors(out: &[f32], exact: &[f32]) -> (f64, f64) {
     let measure = |values: &mut dyn Iterator<Item = f64>| {
         values.fold((0.0, 0f64), |(sum, largest), x| (sum + x * x, largest.max(x.abs())))
@@ -235,7 +243,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// All formats over a context of `tokens`.
+/// Measures all formats over a context of `tokens` tokens.
 fn measure(tokens: usize) -> Result<Vec<Measured>> {
     let lab = Lab::new(tokens)?;
     let all = FORMATS.iter().map(|format| lab.measure(format.parse()?)).collect::<Result<Vec<_>>>()?;

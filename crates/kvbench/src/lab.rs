@@ -1,40 +1,42 @@
-//! What the kernels' benchmarks work on: an arena of 8 heads (or fewer) of 128 in blocks of 16 tokens, in the order in which a
-//! pool in use hands them out, and one operation of each kind over all of them.
+//! The laboratory of the kernel benchmarks: an arena of 8 KV heads (or fewer) with a `head_dim` of 128, in
+//! blocks of 16 tokens. The blocks are in the order in which a pool in use hands them out, and there is one
+//! operation of each kind over all of them.
 
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, BlockOrder, CopyBlocks, DType, Gather,
-    KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, MergeGroup, QueryRow, Result, Rope,
-    RopeConfig, RotateKeys, Rotation, Scatter, Segment, Stream, SwapBlocks, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, BlockOrder, CopyBlocks, DType,
+    Gather, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig,
+    RotateKeys, Rotation, Scatter, Segment, Stream, SwapBlocks, TensorView, WritePairs, WriteSlots,
+    allocate_tensor,
 };
 
-/// KV heads.
+/// Number of KV heads.
 pub const HEADS: usize = 8;
-/// Query heads of a KV head.
+/// Query heads per KV head (GQA).
 const GROUP: usize = 4;
-/// Query heads.
+/// Number of query heads.
 pub const QUERY_HEADS: usize = HEADS * GROUP;
-/// Elements of a head.
+/// Elements of a head (`head_dim`).
 pub const DIM: usize = 128;
 /// Tokens of a block.
 pub const BLOCK: usize = 16;
 
-/// Tokens in an arena of twice their size: what is copied has somewhere to go.
+/// Tokens in an arena of twice their size, so that copies have a destination.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
-    /// Where the memory is.
+    /// Backend that owns the memory.
     pub backend: Arc<dyn Backend>,
-    /// Runs the operations.
+    /// Stream that runs the operations.
     pub stream: Arc<dyn Stream>,
-    /// One layer.
+    /// Arena of one layer.
     pub arena: KvArena,
-    /// Its element type.
+    /// Element type of the arena.
     pub dtype: DType,
-    /// Its KV heads.
+    /// KV heads of the arena.
     heads: usize,
-    /// Tokens in it.
+    /// Tokens in the arena.
     pub tokens: usize,
     /// Blocks of the tokens, in the first half of the arena.
     blocks: Vec<u32>,
@@ -42,17 +44,19 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Memory for at least one block of tokens.
+    /// Creates a lab on the CPU backend, with [`HEADS`] KV heads. `tokens` is rounded up to whole blocks, at
+    /// least one.
     pub fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
         Self::of(dtype, HEADS, tokens, options)
     }
 
-    /// The same of another number of KV heads.
+    /// Creates a lab on the CPU backend as [`new`](Self::new) does, with `heads` KV heads.
     pub fn of(dtype: DType, heads: usize, tokens: usize, options: &CpuOptions) -> Result<Self> {
         Self::on(CpuBackend::with_options(options)?, dtype, heads, tokens)
     }
 
-    /// The same on any backend.
+    /// Creates a lab on any backend, with `heads` KV heads. `tokens` is rounded up to whole blocks, at least
+    /// one.
     pub fn on(backend: Arc<dyn Backend>, dtype: DType, heads: usize, tokens: usize) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
         let arena = arena_of(backend.as_ref(), heads, dtype.into(), 2 * tokens / BLOCK)?;
@@ -61,12 +65,12 @@ impl Lab {
         Ok(Self { stream: backend.stream()?, backend, arena, dtype, heads, tokens, blocks, rope })
     }
 
-    /// Bytes of K and V of all tokens.
+    /// Returns the bytes of K and V of all tokens.
     pub fn bytes(&self) -> usize {
         self.tokens * 2 * self.heads * DIM * self.dtype.bits() / 8
     }
 
-    /// Rows of the arena's element type.
+    /// Allocates `rows` rows of `heads` heads, in the arena's element type.
     pub fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, self.dtype, &[rows, heads, DIM])
     }
@@ -76,49 +80,60 @@ impl Lab {
         self.blocks.iter().flat_map(of).collect()
     }
 
-    fn pairs(&self) -> Arc<[(BlockId, BlockId)]> {
+    fn pairs(&self) -> WritePairs {
         let half = self.blocks.len() as u32;
-        self.blocks.iter().zip(half..).map(|(&from, to)| (BlockId(from), BlockId(to))).collect()
+        let pairs = self.blocks.iter().zip(half..).map(|(&from, to)| (BlockId(from), BlockId(to)));
+        WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
     }
 
-    /// Rows of all tokens to their slots.
+    /// Returns a scatter of the rows of all tokens to their slots.
     pub fn scatter(&self) -> Result<Scatter> {
         let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
-        Ok(Scatter { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots() })
+        Ok(Scatter {
+            arena: self.arena.clone(),
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked(self.slots()),
+            rotation: None,
+        })
     }
 
-    /// The way back.
+    /// Returns a gather of the rows of all tokens from their slots.
     pub fn gather(&self) -> Result<Gather> {
         let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
         Ok(Gather { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots(), rotation: None })
     }
 
-    /// All blocks into the second half.
+    /// Returns a copy of all blocks into the second half of the arena.
     pub fn copy_blocks(&self) -> CopyBlocks {
         CopyBlocks { arena: self.arena.clone(), pairs: self.pairs() }
     }
 
-    /// All blocks into another arena.
+    /// Returns a copy of all blocks into another arena.
     pub fn swap_blocks(&self) -> Result<SwapBlocks> {
         let dst = arena_of(self.backend.as_ref(), self.heads, self.dtype.into(), self.blocks.len())?;
-        let pairs = self.blocks.iter().zip(0..).map(|(&from, to)| (BlockId(from), BlockId(to))).collect();
-        Ok(SwapBlocks { src: self.arena.clone(), dst, pairs })
+        let pairs =
+            self.blocks.iter().zip(0..).map(|(&from, to)| (BlockId(from), BlockId(to))).collect::<Arc<[_]>>();
+        Ok(SwapBlocks { src: self.arena.clone(), dst, pairs: WritePairs::unchecked(pairs) })
     }
 
-    /// The same, with keys rotated on the way.
+    /// Returns a copy of all blocks into the second half of the arena, with the keys rotated by 777
+    /// positions.
     pub fn rotate_keys(&self) -> RotateKeys {
         let rotation = Rotation { rope: Arc::clone(&self.rope), delta: 777 };
         let (src, dst) = (self.arena.clone(), self.arena.clone());
         RotateKeys { src, dst, layer: 0, pairs: self.pairs(), rotation }
     }
 
-    /// A key of each token rotated to its position, at most 8191.
+    /// Returns a RoPE of one key per token and head, at positions of at most 8191.
     pub fn rope(&self) -> Result<ApplyRope> {
         let positions = (0..self.tokens as i64).map(|i| i % 8192).collect();
         Ok(ApplyRope { rows: self.rows(self.tokens, self.heads)?, positions, rope: Arc::clone(&self.rope) })
     }
 
-    /// The last `rows` tokens attend to all, causally. `rotate`: whether queries are still to be rotated.
+    /// Returns an attend of the last `rows` tokens to all tokens, causally. `rotate` asks the call to rotate
+    /// the queries.
     pub fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
         let blocks: Arc<[BlockId]> = self.blocks.iter().map(|&block| BlockId(block)).collect();
         let row = |i: usize| QueryRow { logical: i, position: i as i64 };
@@ -128,9 +143,10 @@ impl Lab {
             q: self.rows(rows, self.heads * GROUP)?,
             rope: rotate.then(|| Arc::clone(&self.rope)),
             keys: KeyForm::default(),
-            rows: (self.tokens - rows..self.tokens).map(row).collect(),
-            batch: [AttendRows::new(0..rows, [Segment::new(blocks, self.tokens, 0, 0)])].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                (self.tokens - rows..self.tokens).map(row).collect::<Vec<_>>(),
+                [AttendRows::new(0..rows, [Segment::new(blocks, self.tokens, 0, 0)])],
+            )),
             scale: 1.0 / (DIM as f32).sqrt(),
             window: None,
             softcap: None,
@@ -140,7 +156,8 @@ impl Lab {
     }
 }
 
-/// A step of decoding over a latent cache of DeepSeek-V3's widths, for 16 of its heads, and the bytes of the cache.
+/// Returns a decode step over a latent cache of the widths of DeepSeek-V3, for 16 of its heads, and the bytes
+/// of the cache.
 pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<(AttendMla, usize)> {
     const ROPE: usize = 64;
     const LATENT: usize = 512;
@@ -156,9 +173,10 @@ pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<
         q: rows(ROPE)?,
         rope: None,
         keys: KeyForm::default(),
-        rows: [QueryRow { logical: tokens - 1, position: tokens as i64 - 1 }].into(),
-        batch: [AttendRows::new(0..1, [Segment::new(order, tokens, 0, 0)])].into(),
-        groups: [MergeGroup::default()].into(),
+        work: Arc::new(AttendWork::new(
+            [QueryRow { logical: tokens - 1, position: tokens as i64 - 1 }],
+            [AttendRows::new(0..1, [Segment::new(order, tokens, 0, 0)])],
+        )),
         scale: 1.0 / 192f32.sqrt(),
         window: None,
         softcap: None,
@@ -169,7 +187,7 @@ pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<
     Ok((AttendMla { attend, q_latent: rows(LATENT)? }, bytes))
 }
 
-/// One layer of `blocks` blocks, tokens before heads.
+/// Allocates one layer of `blocks` token-major blocks, with [`HEADS`] KV heads of [`DIM`] elements.
 pub fn arena(backend: &dyn Backend, format: KvFormat, blocks: usize) -> Result<KvArena> {
     arena_of(backend, HEADS, format, blocks)
 }
@@ -178,7 +196,7 @@ fn arena_of(backend: &dyn Backend, heads: usize, format: KvFormat, blocks: usize
     allocate(backend, blocks, format, (heads, DIM), (heads, DIM))
 }
 
-/// One layer of blocks; heads and their width of K and of V.
+/// Allocates one layer of token-major blocks, with the given heads and widths of K and of V.
 fn allocate(
     backend: &dyn Backend,
     blocks: usize,
@@ -200,7 +218,7 @@ fn allocate(
     KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))
 }
 
-/// Block numbers in the order in which a pool in use hands them out.
+/// Returns block numbers in the order in which a pool in use hands them out.
 pub fn shuffled(blocks: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..blocks).collect();
     let mut state = 1u64;

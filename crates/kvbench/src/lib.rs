@@ -1,7 +1,7 @@
-//! What benchmarks of kernels share: timing, and the JSON lines that `cargo xtask bench` reads.
+//! Common parts of the kernel benchmarks: timing, and the JSON lines that `cargo xtask bench` reads.
 //!
-//! `{"what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`, where a ratio of 1 means as
-//! fast as the limit; rows that differ in `size` only are a sweep.
+//! A line is `{"what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1 means as
+//! fast as the limit. Rows that differ only in `size` form a sweep.
 
 #![allow(clippy::expect_used, clippy::missing_panics_doc, reason = "a benchmark fails by panicking")]
 
@@ -10,14 +10,15 @@ pub mod limits;
 
 use std::time::Instant;
 
-/// Turns that each work takes at least, at most, and until they add up to this many seconds.
+/// Turns of each work: the least, the most, and the seconds that the turns must add up to.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
-/// Seconds of all works after which there are no more turns than the least.
+/// Seconds of all works together after which only the least number of turns is run.
 const ENOUGH_OF_ALL: f64 = 3.0;
 
-/// Seconds of each work, the best of several turns after one to warm up. They take turns, so that a machine that is
-/// slower for a while is so for all of them.
+/// Returns the seconds of each work: the best of several turns after one to warm up.
+///
+/// The works take turns, so that a machine that is slower for a while is slower for all of them.
 pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     let (mut best, mut total) = ([f64::INFINITY; N], [0.0; N]);
     for work in &mut works {
@@ -40,12 +41,12 @@ pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     best
 }
 
-/// Seconds of one work.
+/// Returns the seconds of one work, the best of several turns.
 pub fn time(mut work: impl FnMut()) -> f64 {
     in_turns([&mut work])[0]
 }
 
-/// Prints one row, and returns its ratio.
+/// Prints one row, and returns its ratio of `limit_seconds` to `seconds`.
 pub fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) -> f64 {
     let ratio = limit_seconds / seconds;
     let line = serde_json::json!({
@@ -56,7 +57,7 @@ pub fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f
     ratio
 }
 
-/// The number after a flag of the command line.
+/// Returns the number after a flag of the command line, or `default` without one.
 pub fn option(flag: &str, default: usize) -> usize {
     let args: Vec<String> = std::env::args().collect();
     let given = args.iter().position(|arg| arg == flag).and_then(|i| args.get(i + 1)?.parse().ok());

@@ -1,5 +1,5 @@
-//! What kernels are held against: by threads that stand ready, so that none is started inside a measurement, and in
-//! memory from the backend's own allocator, so that pages are of the same size.
+//! Limits that kernels are compared with. Their threads are started before a measurement, and their memory
+//! comes from the backend's own allocator, so that pages have the same size.
 
 use std::hint::black_box;
 
@@ -8,12 +8,12 @@ use kvcore::{MemoryKind, Storage};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Threads that stand ready.
+/// Creates a pool of `threads` threads that stand ready.
 pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
-/// Bytes as the backend allocates them.
+/// Bytes, as the backend allocates them.
 struct Memory(CpuStorage);
 
 impl Memory {
@@ -22,24 +22,24 @@ impl Memory {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the storage has as many initialised bytes at its address, lives as long as `self`, and is known to
-        // nobody else.
+        // SAFETY: the storage has `len` initialised bytes at `address`, which live as long as `self`. The
+        // storage is private to `Memory`, so that `&mut self` excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.0.address() as *mut u8, self.0.len()) }
     }
 }
 
-/// A plain copy.
+/// A plain copy of bytes.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Memcpy {
     src: Memory,
     dst: Memory,
     part: usize,
-    /// None for one thread.
+    /// The threads of the copy; none for one thread.
     pool: Option<ThreadPool>,
 }
 
 impl Memcpy {
-    /// `threads` threads that each copy their part of `bytes` bytes.
+    /// Creates a copy of `bytes` bytes, of which each of `threads` threads copies its part.
     pub fn new(bytes: usize, threads: usize) -> Self {
         let (mut src, dst) = (Memory::new(bytes), Memory::new(bytes));
         src.bytes().fill(1);
@@ -59,7 +59,7 @@ impl Memcpy {
     }
 }
 
-/// A read of every byte: the least that one decode step must do.
+/// A read of every byte, which is the least work of one decode step.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct StreamingRead {
     src: Memory,
@@ -67,7 +67,7 @@ pub struct StreamingRead {
 }
 
 impl StreamingRead {
-    /// `threads` threads that add up `bytes` bytes.
+    /// Creates a read of `bytes` bytes, which `threads` threads add up.
     pub fn new(bytes: usize, threads: usize) -> Self {
         let mut src = Memory::new(bytes);
         src.bytes().fill(1);

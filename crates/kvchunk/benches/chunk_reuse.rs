@@ -1,8 +1,8 @@
-//! What the reuse of a stored chunk costs: hash, look-up with its comparison of tokens, placement and the
-//! segment for attention; against the BLAKE3 chain of the same tokens in blocks of 16.
+//! Measures the cost of reusing a stored chunk: hash, lookup with its comparison of tokens, placement, and
+//! the segment for attention. The peer is the BLAKE3 chain of the same tokens in blocks of 16.
 //!
-//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbench` does. No KV byte is touched:
-//! there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
+//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. No KV byte is touched,
+//! since there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use kvcore::{KeyScope, Rope, RopeConfig};
 
 const BLOCK_SIZE: usize = 16;
 
-/// Best of many, after one run to warm up.
+/// Returns the best time of many runs, after one run to warm up.
 fn time(mut work: impl FnMut()) -> f64 {
     work();
     let once = || {
@@ -29,7 +29,7 @@ fn time(mut work: impl FnMut()) -> f64 {
     std::iter::repeat_with(once).take(20).fold(f64::INFINITY, f64::min)
 }
 
-/// The number after `--tokens` on the command line.
+/// Returns the number after `--tokens` on the command line.
 fn longest() -> usize {
     let args: Vec<String> = std::env::args().collect();
     let given = args.iter().position(|arg| arg == "--tokens").and_then(|i| args.get(i + 1)?.parse().ok());
@@ -45,7 +45,7 @@ fn main() -> kvchunk::Result<()> {
         for length in [longest() / 4, longest() / 2, longest()] {
             let tokens: Vec<u32> = (0..length as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
             let chain = time(|| drop(black_box(root.chain(black_box(&tokens), BLOCK_SIZE))));
-            // A cache with company: a thousand chunks beside the one that is asked for.
+            // A thousand other chunks stand beside the one that is looked up.
             let config = ChunkCacheConfig {
                 hash_algorithm: algorithm,
                 max_chunks: 2000,
@@ -69,7 +69,7 @@ fn main() -> kvchunk::Result<()> {
                 for piece in hasher.pieces(black_box(&tokens), 4096) {
                     if let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 200) {
                         position = (position + 17) % 100_000 + 200;
-                        // As the assembler does it.
+                        // The assembler does the same.
                         let placed = cache.reindex(&reindexer, chunk, position);
                         let placed = placed.map(|placed| placed.at_offset_in_merged_kv(200).segment());
                         black_box(placed.is_ok());

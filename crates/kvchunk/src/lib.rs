@@ -1,9 +1,9 @@
 //! Position-independent chunk caching.
 //!
-//! A prompt is a system prompt, chunks (documents) and a question. Chunks do not see each other, so a
-//! chunk's KV depends on its own tokens and, in one mode, on the system prompt. It is computed once,
-//! stored with its keys rotated for a *virtual* place, and used by any number of requests at any
-//! offset at the same time: the query is rotated instead of the keys, and no KV byte moves.
+//! A prompt consists of a system prompt, chunks (documents) and a question. Chunks do not see each other, so
+//! a chunk's KV depends only on its own tokens and, in one compute mode, on the system prompt. A chunk's KV
+//! is computed once and stored with its keys rotated for a *virtual* position. Any number of requests can use
+//! it at the same time, at any offset: attention rotates the query instead of the keys, and no KV byte moves.
 //!
 //! ```text
 //!   system ##  chunk A  ##  chunk B  ## question
@@ -14,7 +14,9 @@
 //!  Segment(0)  Segment(offset)  …   SequenceInput ──► one forward pass ──► Assembly::commit
 //! ```
 //!
-//! When reuse equals computing anew under the same mask is said by [`ReuseCell::exactness`].
+//! [`ReuseCell::exactness`] says when reuse equals a computation from scratch under the same mask.
+//!
+//! A *chunk cache* finds a document anywhere in a prompt. A *prefix cache* finds only the start of a prompt.
 //!
 //! ```
 //! use kvchunk::{ChunkedPrompt, PositionPlan, ReuseCell};
@@ -23,6 +25,33 @@
 //! assert_eq!(plan.question_position, 3 + 8); // after the longest chunk
 //! # Ok::<(), kvchunk::Error>(())
 //! ```
+//!
+//! # Glossary
+//!
+//! - **document**: a text that the question is about. This crate sees only its tokens, the *chunk*.
+//! - **chunk**: the tokens of one document in one prompt. Long chunks are stored in several *pieces*.
+//! - **context** ([`ChunkContext`]): what a chunk's key covers besides tokens of chunks: root key, compute
+//!   mode, system prompt, position. In [`ContextScaling`] the word means all chunks together, as in APE.
+//! - **piece** ([`ChunkPiece`]): the part of a chunk that is stored under one key. A piece is stored once;
+//!   every use of it is a *segment* of its own.
+//! - **segment** ([`kvcore::Segment`]): a run of cached tokens as one request uses it: blocks, length,
+//!   logical start, offset. Several segments may read the blocks of one piece.
+//! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
+//! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
+//!   planned; a span also tells whether the KV is full attention's already.
+//! - **cell** ([`ReuseCell`]): compute mode × position strategy. The cell decides how exact reuse is.
+//! - **reservation** ([`ChunkReservation`]): writable blocks for a missing piece, owned by the request that
+//!   computes it.
+//! - **flight** ([`ChunkWaiter`]): work on a piece that is under way: computing, falling asleep, waking. The
+//!   worker owns the blocks; other requests wait for the flight.
+//! - **hold** ([`ChunkKvCache`]): read-only use of a stored piece. A reservation may be written; a hold keeps
+//!   blocks from being written or evicted.
+//! - **parcel** ([`ChunkParcel`]): the bytes of a piece on their way to another replica. A sleeping piece
+//!   stays with its own cache.
+//! - **rank** ([`RankAgreement`]): one part of a model that is split over several devices or threads. A piece
+//!   is a hit on all ranks or on none.
+//! - **replica** ([`ReplicaId`]): a whole model with its own cache. Ranks share one request; replicas share
+//!   only chunks.
 
 #![forbid(unsafe_code)]
 

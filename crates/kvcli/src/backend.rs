@@ -7,10 +7,10 @@ use kvcore::Backend;
 use crate::args::BackendName;
 use crate::error::Result;
 
-/// The backend of that name.
+/// Opens the backend of the given name.
 ///
 /// # Errors
-/// If this program was built without it, or the machine has no such device.
+/// Returns an error if this program was built without the backend, or if the machine has no such device.
 #[cfg_attr(
     all(feature = "cpu", not(feature = "wgpu")),
     allow(clippy::unnecessary_wraps, reason = "other builds lack a backend")

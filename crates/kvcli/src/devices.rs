@@ -1,4 +1,4 @@
-//! `kvc devices`: what `--backend` can name here.
+//! `kvc devices`: the devices that `--backend` can name on this machine.
 
 use std::io::Write;
 
@@ -11,18 +11,18 @@ use crate::report;
 /// A device of one backend.
 #[derive(Serialize)]
 struct Device {
-    /// As `--backend` takes it.
+    /// Name of the device for `--backend`.
     backend: String,
     name: String,
     /// Interface, kind and driver.
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
-    /// Why it cannot be used, if so.
+    /// The reason why the device cannot be used, if there is one.
     unfit: Option<String>,
 }
 
-/// A backend of which this build or this machine has no device, and what to do.
+/// A backend without a device in this build or on this machine, and advice.
 #[derive(Serialize)]
 struct Missing {
     backend: &'static str,

@@ -1,4 +1,4 @@
-//! The model and the documents that are part of the program.
+//! The model and the documents that are built into the program.
 
 use kvmodel::{ModelDirectory, WeightFormat};
 
@@ -22,13 +22,13 @@ pub(crate) const DOCUMENTS: [(&str, &str); 6] = [
     ("kitchen", include_str!("../../../examples/documents/kitchen.txt")),
 ];
 
-/// Its system prompt.
+/// System prompt of the demo.
 pub(crate) const SYSTEM: &str = include_str!("../../../examples/system.txt");
 
-/// Its questions, a line each: `question = answer`.
+/// Questions of the demo, one per line: `question = answer`.
 pub(crate) const QUESTIONS: &str = include_str!("../../../examples/questions.txt");
 
-/// The built-in model.
+/// Loads the built-in model.
 pub(crate) fn load(format: WeightFormat) -> Result<ModelDirectory> {
     Ok(ModelDirectory::from_bytes(CONFIG, WEIGHTS, TOKENIZER, Some(TOKENIZER_CONFIG), format)?)
 }

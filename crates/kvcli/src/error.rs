@@ -1,62 +1,62 @@
-//! What `kvc` reports when it fails.
+//! Errors that `kvc` reports.
 
 use std::path::PathBuf;
 
 /// A failure, as the user reads it.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// From the model and its caches.
+    /// The model or a cache failed.
     #[error(transparent)]
     Model(#[from] kvmodel::Error),
-    /// From the laboratory.
+    /// The laboratory failed.
     #[error(transparent)]
     Lab(#[from] kvlab::Error),
-    /// A prompt file that cannot be read.
+    /// The prompt file cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
     Prompt { from: String, source: std::io::Error },
-    /// A backend that this program was built without.
+    /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "cpu", feature = "wgpu")))]
     NoBackend(&'static str),
-    /// A model directory that is none.
+    /// The path of the model is not a directory.
     #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]
     NotADirectory(PathBuf),
-    /// A file of questions that cannot be read.
+    /// The file of questions cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
-    /// A file of questions that is none.
+    /// The file of questions has a wrong line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },
-    /// A model without questions.
+    /// The directory of the model has no questions, and none were given.
     #[error(
         "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
     )]
     NoDataset(PathBuf),
-    /// A gate that did not open.
+    /// The gate found that reuse is not fit for the model.
     #[error("reuse is not fit for this model; what does not hold: {0}")]
     GateClosed(String),
-    /// A gate that could not be decided.
+    /// The gate could not decide whether reuse is fit for the model.
     #[error("whether reuse is fit for this model cannot be said: {0}")]
     GateUndecided(String),
-    /// A plot that cannot be drawn.
+    /// The plot cannot be drawn.
     #[error("cannot draw {path}: {reason}")]
     Plot { path: PathBuf, reason: String },
-    /// The demo's own check.
+    /// The demo's own check failed.
     #[error("{0}")]
     Demo(String),
-    /// Output that cannot be written.
+    /// The output cannot be written.
     #[error("cannot write the result: {0}")]
     Output(#[from] std::io::Error),
 }
 
 impl Error {
-    /// What to do about a cache that is too small, where the options of a command can do it.
+    /// Returns advice for a cache that is too small, if an option of the command can help.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{NotEnoughMemory, OutOfBlocks};
         use kvmodel::Error::{Chunk, Core};
         let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
         match error {
-            // A budget of chunks is that of their sleep.
+            // Only a sleeping document has a memory budget of its own.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }

@@ -9,7 +9,7 @@ use crate::embedded;
 use crate::error::{Error, Result};
 use crate::progress::bar;
 
-/// How weights are held, as the command line says it.
+/// Returns the weight format for the value of `--weights`.
 pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
     match weights {
         WeightsFormat::F32 => WeightFormat::F32,
@@ -17,7 +17,7 @@ pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
     }
 }
 
-/// The model of a directory, or the built-in one.
+/// Loads the model of a directory, or the built-in one.
 pub(crate) fn model(dir: Option<&Path>, weights: WeightsFormat) -> Result<ModelDirectory> {
     let format = format(weights);
     let Some(dir) = dir else { return embedded::load(format) };

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read our output has enough of it: `kvc demo | head -1`.
+        // The reader of the output closed the pipe on purpose, as in `kvc demo | head -1`.
         Err(error::Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
         }

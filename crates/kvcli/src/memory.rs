@@ -1,15 +1,15 @@
-//! What a run took of the machine's memory.
+//! Memory that a run used.
 
 use std::fmt;
 
 use kvmodel::Engine;
 use serde::Serialize;
 
-/// Bytes in memory at most, and what of them is the model and its cache.
+/// Peak memory in bytes, and the parts of the model and of its cache.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[allow(clippy::struct_field_names, reason = "the names of the JSON")]
 pub(crate) struct MemoryJson {
-    /// The most that the process ever had in memory, where the system tells.
+    /// Largest resident size of the process, if the system reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_bytes: Option<usize>,
     weight_bytes: usize,
@@ -34,7 +34,7 @@ impl fmt::Display for MemoryJson {
     }
 }
 
-/// The largest resident size so far, as Linux counts it.
+/// Returns the largest resident size so far, as Linux counts it.
 fn peak() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

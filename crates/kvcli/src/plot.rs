@@ -1,4 +1,4 @@
-//! Plots into SVG files.
+//! Plots in SVG files.
 
 use std::path::Path;
 
@@ -6,14 +6,14 @@ use plotters::prelude::*;
 
 use crate::error::{Error, Result};
 
-/// Points of one kind, joined by a line in the order given.
+/// Points of one kind, joined by a line in the given order.
 pub(crate) struct Series {
     pub(crate) name: String,
     /// `(x, y, half the height of the error bar)`.
     pub(crate) points: Vec<(f64, f64, f64)>,
 }
 
-/// What stands around the points.
+/// Title, axis labels and ranges of a plot.
 pub(crate) struct Frame<'a> {
     pub(crate) title: &'a str,
     pub(crate) x: &'a str,
@@ -22,7 +22,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) y_range: std::ops::Range<f64>,
 }
 
-/// Whether a plot can be written to a file: asked before what it shows is computed.
+/// Checks that a plot can be written to a file, before its data is computed.
 pub(crate) fn writable(path: &Path) -> Result<()> {
     let existed = path.exists();
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);

@@ -1,4 +1,4 @@
-//! Progress on standard error, when that is a terminal; the answer as it grows on standard output.
+//! Progress on standard error if that is a terminal, and the growing answer on standard output.
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
@@ -8,7 +8,7 @@ use kvmodel::{Observer, TextCodec};
 
 use crate::error::Result;
 
-/// A bar that shows itself only on a terminal, and only if `show`.
+/// Returns a bar that is visible only on a terminal, and only if `show` is true.
 pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     let show = show && std::io::stderr().is_terminal();
     let target = if show { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -17,7 +17,7 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
 }
 
-/// Shows the prefill as a bar and then prints the answer's text token by token.
+/// Shows the prefill as a bar, and after it prints the text of the answer token by token.
 pub(crate) struct Live<'a> {
     codec: &'a TextCodec,
     prefill: ProgressBar,
@@ -27,7 +27,7 @@ pub(crate) struct Live<'a> {
 }
 
 impl<'a> Live<'a> {
-    /// `stream` prints text to standard output; without it only the bar is shown.
+    /// Creates an observer. With `stream` it prints text to standard output; otherwise it shows only the bar.
     pub(crate) fn new(codec: &'a TextCodec, stream: bool) -> Self {
         Self {
             codec,
@@ -40,7 +40,7 @@ impl<'a> Live<'a> {
 }
 
 impl Live<'_> {
-    /// Prints what is still held back: bytes that never became a character.
+    /// Prints the text that is still held back: bytes that never became a character.
     pub(crate) fn finish(self) -> Result<()> {
         let text = self.codec.decode(&self.tokens)?;
         if let Some(rest) = text.get(self.printed..) {
@@ -65,14 +65,15 @@ impl Observer for Live<'_> {
             return ControlFlow::Continue(());
         }
         self.tokens.push(token);
-        // A character may need more than one token: an unfinished one decodes to a replacement.
+        // A character may need more than one token; an incomplete character decodes to a replacement
+        // character.
         if let Ok(text) = self.codec.decode(&self.tokens)
             && !text.ends_with('\u{FFFD}')
             && let Some(fresh) = text.get(self.printed..)
         {
             let shown = if self.printed == 0 { fresh.trim_start() } else { fresh };
             let mut out = std::io::stdout();
-            // A closed pipe ends the program when the answer is complete; nothing is lost before.
+            // A closed pipe ends the program when the answer is complete, and nothing is lost before that.
             let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
             self.printed = text.len();
         }

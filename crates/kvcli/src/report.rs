@@ -1,4 +1,4 @@
-//! What commands print: tables for people, one object for programs.
+//! Output of commands: tables for people, one JSON object for programs.
 
 use std::fmt;
 use std::time::Duration;
@@ -33,7 +33,7 @@ pub(crate) struct AnswerJson<'a> {
     profile: Option<ProfileReport>,
 }
 
-/// Blocks of both pools together, then of each.
+/// Blocks of both pools together, and of each pool.
 #[derive(Serialize)]
 struct BlocksJson {
     #[serde(flatten)]
@@ -42,23 +42,23 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-/// Documents that slept before a prompt was asked, and what became of them.
+/// Documents that slept before a prompt was asked, and their state afterwards.
 #[derive(Serialize)]
 pub(crate) struct SleepJson {
     form: String,
-    /// Pieces that ever fell asleep, and that hits woke; those that could not be read back.
+    /// Pieces that ever fell asleep; after it, pieces that hits woke, and pieces that could not be read back.
     slept: u64,
     woken: u64,
     lost: u64,
-    /// Of those that slept before the prompt: bytes they had had on the device, bytes of host memory they took,
-    /// and the difference.
+    /// Bytes on the device of the pieces that slept before the prompt; after it, the bytes of host memory
+    /// that they took, and the difference.
     device_bytes: usize,
     host_bytes: usize,
     saved_bytes: usize,
 }
 
 impl SleepJson {
-    /// `asleep` is what slept before the prompt, `report` is of after it.
+    /// Creates the report. `asleep` counts pieces that slept before the prompt; `report` was taken after it.
     pub(crate) fn new(form: SleepForm, asleep: SleepUsage, report: &CacheReport) -> Option<Self> {
         let counted = report.chunk_cache?;
         Some(Self {
@@ -89,7 +89,7 @@ impl fmt::Display for SleepJson {
     }
 }
 
-/// The object of one answer.
+/// Returns the JSON object of one answer.
 pub(crate) fn answer_json<'a>(
     text: String,
     generation: &'a Generation,
@@ -118,17 +118,17 @@ pub(crate) fn answer_json<'a>(
     }
 }
 
-/// A line under the header and none elsewhere.
+/// The style of tables: a line under the header and no other.
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
-/// An empty table with a header, in the style of all of them.
+/// Creates an empty table with a header, in the style of all tables.
 pub(crate) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_content_arrangement(ContentArrangement::Disabled).set_header(header);
     table
 }
 
-/// Milliseconds.
+/// Returns a duration in milliseconds.
 pub(crate) fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }

@@ -26,7 +26,8 @@ fn json(args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
 }
 
-/// The command fails with `code`, says `expected` on standard error, and nothing on standard output.
+/// Checks that the command fails with `code`, prints `expected` on standard error, and nothing on standard
+/// output.
 fn fails(args: &[&str], code: i32, expected: &str) {
     let output = kvc(args);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -39,7 +40,7 @@ fn model_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
 }
 
-/// A copy of the shipped model in which `change` may break something.
+/// Returns a copy of the shipped model that `change` may break.
 fn broken(change: impl FnOnce(&Path)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
@@ -116,8 +117,7 @@ fn the_json_has_every_field_and_blocks_add_up() {
         assert!((known..known + (64 << 20)).contains(&memory("peak_bytes")), "{}", row["memory"]);
     }
     let blocks = &row["blocks"];
-    let sum: u64 =
-        ["free", "mutable", "complete", "shared", "cached"].iter().map(|k| blocks[k].as_u64().unwrap()).sum();
+    let sum: u64 = ["free", "mutable", "shared", "cached"].iter().map(|k| blocks[k].as_u64().unwrap()).sum();
     assert_eq!(Value::from(sum), blocks["total"]);
     assert_eq!((&blocks["shared"], &blocks["mutable"]), (&Value::from(0), &Value::from(0)));
     assert!(row["profile"]["spans"]["attend"]["count"].as_u64().unwrap() > 0);
@@ -163,7 +163,7 @@ fn a_static_cache_gives_the_tokens_of_a_paged_one() {
         (json(&args), json(&[&args[..], &["--cache", "static", "--max-len", "64"]].concat()));
     assert_eq!((&paged["tokens"], &paged["blocks"]["cache"]), (&fixed["tokens"], &Value::from("paged")));
     assert_eq!((&fixed["blocks"]["cache"], &fixed["blocks"]["main"]), (&Value::from("static"), &Value::Null));
-    // Where it ends, the answer does.
+    // The answer ends when the cache is full.
     let full = paged["prompt_tokens"].to_string();
     let end = json(&[&args[..], &["--cache", "static", "--max-len", &full]].concat());
     assert_eq!((&end["finish"], end["tokens"].as_array().unwrap().len()), (&Value::from("length"), 1));
@@ -440,7 +440,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
             String::from_utf8_lossy(&output.stderr).into_owned(),
         )
     };
-    // What stands in another document is lost.
+    // The answer lies in another document, so that reuse loses it.
     let (shown, said) = gate(&format!(
         r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
     ));
@@ -449,7 +449,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
         said.contains("what does not hold: 1 local questions") && !said.contains("recomputing"),
         "{said}"
     );
-    // Without a right answer there is nothing to lose.
+    // Without a right answer, reuse has nothing to lose.
     let (shown, said) = gate(&line("alba", "nobody"));
     assert!(
         shown.contains("cannot say") && said.contains("full attention answers none of 1"),
@@ -464,14 +464,14 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
 }
 
-/// Every field and method of the seed's `ChunkCacheMetrics`, under its name.
+/// Checks every field and method of the seed's `ChunkCacheMetrics`, under its name.
 fn has_the_seeds_metrics(cache: &Value) {
     let number = |name: &str| cache[name].as_f64().unwrap_or_else(|| panic!("{name} is not in {cache}"));
     for name in ["avg_lookup_time_ms", "avg_reindex_time_ms", "avg_compute_time_ms", "cached_chunks"] {
         assert!(number(name) >= 0.0, "{name}");
     }
     assert_eq!(number("lookup_count"), number("hit_count") + number("miss_count"));
-    // Numbers of JSON are read to a unit of their last place.
+    // JSON numbers are read to one unit in the last place.
     let follows = |name: &str, part: &str, whole: &str| {
         assert!((number(name) - number(part) / number(whole)).abs() < 1e-12, "{name}");
     };
@@ -510,7 +510,7 @@ fn bench_rag_reports_what_the_seed_asks_for() {
         has_the_seeds_metrics(cache);
         assert!(cache["avg_compute_time_ms"].as_f64().unwrap() > 0.0);
         assert_eq!(workload["arrivals"].as_array().unwrap().len(), 30);
-        // The seed's goals and alarms, each with what was measured.
+        // The seed's goals and alarms, each with its measured value.
         for (kind, count) in [("goals", 5), ("alarms", 4)] {
             let goals = workload[kind].as_array().unwrap();
             assert_eq!(goals.len(), count);
@@ -525,7 +525,7 @@ fn bench_rag_reports_what_the_seed_asks_for() {
     let any = |i: usize| workloads[i]["any_hit_rate"].as_f64().unwrap();
     assert!(any(2) > 0.7 && any(3) > 0.2, "{} {}", any(2), any(3));
     assert!(std::fs::read_to_string(&plot).unwrap().contains("with reuse"));
-    // Sleep changes what documents cost, not which are found.
+    // Sleep changes the cost of documents, not which of them are found.
     let zipf =
         [&["bench", "rag", "--json", "--zipf", "1", "--chunk-sleep", "compressed"][..], &small].concat();
     let asleep = &run_json(&zipf)["workloads"][0];

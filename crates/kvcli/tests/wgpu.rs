@@ -1,4 +1,4 @@
-//! The program with keys, values and attention on a GPU, or on software that acts as one.
+//! The program with keys, values and attention on a GPU or a software adapter.
 #![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-/// What a command prints as JSON; none where the machine has no adapter, which is said.
+/// Returns the JSON that a command prints; none, with a message, if the machine has no adapter.
 fn json(args: &[&str]) -> Option<Value> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -61,7 +61,7 @@ fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
     }
 }
 
-/// Their keys and values go to the host and come back.
+/// Keys and values of chunks go to the host and come back.
 #[test]
 fn chunks_sleep_and_wake_as_on_the_cpu() {
     let (system, a, b) = ("you answer questions", "alba is red .", "cedo is blue . bora is same .");
@@ -109,7 +109,7 @@ fn an_unknown_adapter_is_named() {
 fn without_an_adapter_it_says_what_to_install() {
     let without = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
-        // Of both names the Vulkan loader takes the one that it knows.
+        // The Vulkan loader reads the one of the two names that it knows.
         command.envs([("VK_DRIVER_FILES", "/nowhere"), ("VK_ICD_FILENAMES", "/nowhere")]);
         command.args(args).output().unwrap()
     };

@@ -8,16 +8,16 @@ use kvbackend_cpu::{CpuBackend, CpuOptions, Execution, KernelSet, SimdLevel};
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{Backend, DType, Result};
 
-/// A backend with the name under which the suite reports it.
+/// A backend, with the name under which the suite reports it.
 #[derive(Clone, Copy)]
 pub struct NamedBackend {
     /// Name of the backend, as in `conform --backend NAME`.
     pub name: &'static str,
-    /// How it computes, where it has several ways.
+    /// Name of the way in which the backend computes, for a backend with several.
     pub variant: &'static str,
-    /// Element types of its cases: all of them in one variant of each backend at least.
+    /// Element types of the cases. At least one variant of each backend runs all of them.
     pub dtypes: &'static [DType],
-    /// Makes it, on a device that is opened anew; an error says what this machine lacks.
+    /// Creates the backend on a newly opened device. The error says what this machine lacks.
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
 
@@ -40,10 +40,12 @@ fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
 #[cfg(any(feature = "cpu", feature = "wgpu"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
-/// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
-/// deferred until something waits; wgpu with the device's own f16, with packed f16, and with windows so small that
-/// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a second, so that the last
-/// two run in one element type.)
+/// All backends of this build.
+///
+/// The CPU backend runs with fast kernels of every instruction set, with reference kernels, and deferred
+/// until something waits. The wgpu backend runs with the device's own f16, with packed f16, and with windows
+/// so small that pools are bound in parts. (A software adapter takes a second to compile a kernel, so that
+/// the last two variants run in one element type.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "portable", dtypes: ALL, make: || at(SimdLevel::Portable) },

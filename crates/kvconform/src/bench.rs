@@ -1,4 +1,4 @@
-//! What a case works with: a backend, a stream, an element type, and deterministic numbers.
+//! The workbench of a case: a backend, a stream, an element type, and deterministic numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,17 +11,17 @@ use kvcore::{
 
 use crate::oracle;
 
-/// Why a case failed.
+/// The reason why a case failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
-    /// What was expected, and what happened.
+    /// A message that says what was expected, and what happened.
     pub message: String,
-    /// The error of the backend that ended the case, if one did.
+    /// The backend's error that ended the case, if one did.
     pub error: Option<kvcore::Error>,
 }
 
 impl Failure {
-    /// A failure that no error of the backend caused.
+    /// Creates a failure that no error of the backend caused.
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), error: None }
     }
@@ -39,47 +39,47 @@ impl From<kvcore::Error> for Failure {
     }
 }
 
-/// Result of a case.
+/// The result of a case.
 pub type Outcome<T = ()> = Result<T, Failure>;
 
-/// A backend under test.
+/// A backend under test, with a stream and an element type.
 #[derive(Debug, Clone)]
 pub struct Bench {
-    /// The backend.
+    /// The backend under test.
     pub backend: Arc<dyn Backend>,
-    /// A stream of it.
+    /// A stream of the backend.
     pub stream: Arc<dyn Stream>,
-    /// Element type under test.
+    /// The element type under test.
     pub dtype: DType,
 }
 
 impl Bench {
-    /// A bench for one backend and element type.
+    /// Creates a bench for one backend and element type.
     pub fn new(backend: Arc<dyn Backend>, dtype: DType) -> kvcore::Result<Self> {
         let stream = backend.stream()?;
         Ok(Self { backend, stream, dtype })
     }
 
-    /// A zeroed tensor on the device.
+    /// Allocates a zeroed tensor on the device.
     pub fn tensor(&self, dtype: DType, shape: &[usize]) -> Outcome<TensorView> {
         Ok(allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, shape)?)
     }
 
-    /// A tensor with the given values, rounded to `dtype`.
+    /// Allocates a tensor with the given values, rounded to `dtype`.
     pub fn upload(&self, dtype: DType, shape: &[usize], values: &[f32]) -> Outcome<TensorView> {
         let view = self.tensor(dtype, shape)?;
         self.stream.write(&view, &encode(dtype, values))?;
         Ok(view)
     }
 
-    /// The values of a contiguous tensor.
+    /// Returns the values of a contiguous tensor.
     pub fn download(&self, view: &TensorView) -> Outcome<Vec<f32>> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;
         Ok(decode(view.dtype(), &bytes))
     }
 
-    /// An arena with the suite's usual extents and the given order.
+    /// Allocates an arena with the suite's usual extents and the given order.
     pub fn arena(&self, order: BlockOrder) -> Outcome<KvArena> {
         self.arena_of(KvShape {
             num_layers: 2,
@@ -94,14 +94,14 @@ impl Bench {
         })
     }
 
-    /// An arena of any shape.
+    /// Allocates an arena of any shape.
     pub fn arena_of(&self, shape: KvShape) -> Outcome<KvArena> {
         let layout = Arc::new(KvLayout::new(shape)?);
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
     }
 
-    /// All of K and all of V as values, each element where it (or its code) lies, for cases that look at
-    /// every byte.
+    /// Returns all of K and all of V as values, each element at the index of the element (or of its code),
+    /// for cases that look at every byte.
     pub fn contents(&self, arena: &KvArena) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let values = |plane: KvPlane, bytes: usize| {
             let codes = self.raw(plane.storage, bytes)?;
@@ -118,14 +118,14 @@ impl Bench {
         Ok((values(arena.k_plane(), layout.k_bytes())?, values(arena.v_plane(), layout.v_bytes())?))
     }
 
-    /// The first bytes of a storage.
+    /// Returns the first `len` bytes of a storage.
     fn raw(&self, storage: &Arc<dyn Storage>, len: usize) -> Outcome<Vec<u8>> {
         let mut bytes = vec![0; len];
         self.stream.read(&TensorView::new(Arc::clone(storage), DType::U8, &[len])?, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Fills K and V with numbers, codes and scales that are finite, and returns what was stored.
+    /// Fills K and V with numbers, codes and scales that are finite, and returns the stored values.
     pub fn fill(&self, arena: &KvArena, seed: u32) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let layout = arena.layout();
         for (plane, bytes, seed) in
@@ -151,7 +151,7 @@ impl Bench {
     }
 }
 
-/// Codes of a quantised format whose values are finite and of moderate size.
+/// Returns codes of a quantised format whose values are finite and of moderate size.
 fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     let finite = |byte: u8| match format {
         KvFormat::Int8 { .. } if byte == 0x80 => 1,
@@ -167,7 +167,7 @@ fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     numbers(seed, bytes).iter().map(|x| finite((127.5 + 127.5 * x) as u8)).collect()
 }
 
-/// Relative error of rounding to nearest, half a spacing.
+/// Returns the relative error of rounding to nearest: half the spacing of the element type.
 pub(crate) fn half_spacing(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 1.0 / 2048.0,
@@ -176,8 +176,8 @@ pub(crate) fn half_spacing(dtype: DType) -> f32 {
     }
 }
 
-/// `actual` is `expected` computed in f32 and rounded once, to nearest: half a spacing is allowed, with
-/// a little room for f32 arithmetic. Truncation needs twice that and fails.
+/// Checks that `actual` is `expected`, computed in f32 and rounded once to nearest. Half a spacing is
+/// allowed, with a little room for f32 arithmetic. Truncation has twice that error and fails.
 pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &[f32]) -> Outcome {
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let allowed = half_spacing(dtype) * e.abs() + 1e-5;
@@ -191,7 +191,7 @@ pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &
     })
 }
 
-/// Numbers between −1 and 1 that depend on nothing but the seed.
+/// Returns `n` numbers between −1 and 1 that depend only on the seed.
 pub(crate) fn numbers(seed: u32, n: usize) -> Vec<f32> {
     let mut state = u64::from(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
@@ -204,12 +204,12 @@ pub(crate) fn numbers(seed: u32, n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Values rounded to an element type and back.
+/// Returns values rounded to an element type, as f32.
 pub(crate) fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
     decode(dtype, &encode(dtype, values))
 }
 
-/// Values as bytes of an element type.
+/// Returns values as bytes of an element type.
 pub(crate) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
@@ -218,7 +218,7 @@ pub(crate) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Bytes of an element type as values.
+/// Returns bytes of an element type as values.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
@@ -227,12 +227,12 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// `actual` is `expected`, bit for bit (any NaN equals any NaN).
+/// Checks that `actual` equals `expected`, element by element (any NaN equals any NaN).
 pub(crate) fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
     close(what, actual, expected, 0.0)
 }
 
-/// `actual` is within `tolerance` of `expected`, relative to values above 1.
+/// Checks that `actual` is within `tolerance` of `expected`, relative to values above 1.
 pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
     if actual.len() != expected.len() {
         return Err(Failure::new(format!("{what}: {} values, expected {}", actual.len(), expected.len())));
@@ -247,7 +247,7 @@ pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32
     Ok(())
 }
 
-/// `condition`, or a failure.
+/// Returns a failure unless `condition` is true.
 pub(crate) fn ensure(condition: bool, what: impl FnOnce() -> String) -> Outcome {
     if condition { Ok(()) } else { Err(Failure::new(what())) }
 }

@@ -1,7 +1,7 @@
-//! The conformance suite: what it means to be a backend.
+//! The conformance suite: the definition of a correct backend.
 //!
-//! Every case compares a backend with arithmetic written out in f64 ([`oracle`]); none compares it
-//! with another backend. Cases, inputs and tolerances are the same for all. A backend is done when
+//! Every case compares a backend with arithmetic written out in f64 ([`oracle`]); no case compares it with
+//! another backend. Cases, inputs and tolerances are common to all backends. A backend is complete when
 //! [`CASES`] pass for every element type.
 //!
 //! ```

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
 use kvcore::{
-    Attend, AttendRows, BlockId, BlockOrder, CopyTensor, DType, Gather, KeyForm, KvArena, KvPlane, KvShape,
-    MergeGroup, Pairing, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection, SelectionUnit,
+    Attend, AttendRows, AttendWork, BlockId, BlockOrder, CopyTensor, DType, Gather, KeyForm, KvArena,
+    KvPlane, KvShape, MergeGroup, Pairing, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection,
+    SelectionUnit, WriteSlots,
 };
 use proptest::prelude::*;
 
-/// Numbers between −1 and 1 that every element type holds exactly.
+/// Returns numbers between −1 and 1 that every element type represents exactly.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     let step = |i: usize| (seed.wrapping_add(i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f32;
     (0..n).map(|i| step(i) / 64.0 - 1.0).collect()
@@ -34,7 +35,7 @@ fn shape() -> impl Strategy<Value = KvShape> {
     )
 }
 
-/// Fills the arena through `scatter` and returns K and V by plane, as the oracle reads them.
+/// Fills the arena by `scatter`, and returns K and V by plane, as the oracle reads them.
 fn fill(b: &Bench, arena: &KvArena, seed: u64) -> (Vec<f32>, Vec<f32>) {
     let (layout, s, dtype) = (arena.layout(), arena.layout().shape(), b.dtype);
     let slots: Arc<[i64]> = (0..layout.num_slots() as i64).collect();
@@ -54,7 +55,8 @@ fn fill(b: &Bench, arena: &KvArena, seed: u64) -> (Vec<f32>, Vec<f32>) {
             layer,
             k: rows(arena.k_plane(), &mut k, seed + layer as u64),
             v: rows(arena.v_plane(), &mut v, !seed - layer as u64),
-            slots: Arc::clone(&slots),
+            slots: WriteSlots::unchecked(Arc::clone(&slots)),
+            rotation: None,
         };
         b.stream.scatter(&op).unwrap();
     }
@@ -109,7 +111,7 @@ proptest! {
                 let end = end.min(extents[*axis]);
                 view = view.slice(*axis, start.min(end), end).unwrap();
             }
-            // source and destination with their axes in the same other order, the memory behind them not
+            // source and destination have their axes in one rotated order, their memory in another
             axes.rotate_left(turn % extents.len());
             (whole, view.permute(&axes).unwrap(), values)
         };
@@ -159,21 +161,7 @@ proptest! {
         });
         let pairing = if interleaved { Pairing::Interleaved } else { Pairing::HalfSplit };
         let config = RopeConfig { pairing, ..RopeConfig::new(shape.k_dim, 100.0) };
-        let op = Attend {
-            layer: seed as usize % shape.num_layers,
-            q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(),
-            rope: Some(Arc::new(Rope::new(config, 200).unwrap())),
-            keys: if unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
-            rows: rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
-            batch: [AttendRows { selection, ..AttendRows::new(0..rows.len(), segments) }].into(),
-            groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
-            scale: 0.3,
-            window,
-            softcap: None,
-            out: b.tensor(DType::F32, &[rows.len(), heads, shape.v_dim]).unwrap(),
-            lse: Some(b.tensor(DType::F32, &[rows.len(), heads]).unwrap()),
-            arena,
-        };
+        let op = Attend { layer: seed as usize % shape.num_layers, q: b.upload(DType::F32, &[rows.len(), heads, shape.k_dim], &q).unwrap(), rope: Some(Arc::new(Rope::new(config, 200).unwrap())), keys: if unrotated { KeyForm::Unrotated } else { KeyForm::Rotated }, work: Arc::new(AttendWork::with_groups(rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect::<Vec<_>>(), [AttendRows { selection, ..AttendRows::new(0..rows.len(), segments) }], [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }])), scale: 0.3, window, softcap: None, out: b.tensor(DType::F32, &[rows.len(), heads, shape.v_dim]).unwrap(), lse: Some(b.tensor(DType::F32, &[rows.len(), heads]).unwrap()), arena };
         b.stream.attend(&op).unwrap();
         let (out, lse) = oracle::attend(&op, &q, &k, &v, 0.0);
         for (got, expected) in [(b.download(&op.out).unwrap(), out), (b.download(op.lse.as_ref().unwrap()).unwrap(), lse)] {

@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex};
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, Backend, BlockId, Capabilities, Checked, CopyBlocks,
-    CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather, KeyForm, KvArena,
-    MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig, RotateKeys,
-    Rotation, Scatter, Segment, Selection, SelectionUnit, Storage, Stream, SwapBlocks, TensorView,
-    check_granules,
+    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
+    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather,
+    KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig,
+    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, Storage, Stream, SwapBlocks,
+    TensorView, WritePairs, WriteSlots, check_granules,
 };
 use rstest::rstest;
 
-/// What is wrong with the backend.
+/// The fault of a backend.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     None,
@@ -62,13 +62,13 @@ enum Fault {
     UnmapTakesNeighbours,
     MapClearsWhatIsMapped,
     RangesAreNotChecked,
-    /// Not a fault: what is missing is listed and refused as it should be.
+    /// Not a fault: the missing kernel is listed and refused correctly.
     LacksQuantize,
-    /// The same of a backend that cannot reserve.
+    /// Not a fault: the backend cannot reserve, lists this and refuses correctly.
     LacksReserve,
 }
 
-/// Each fault with the case that is there to catch it.
+/// Each fault, with the case that must catch it.
 const FAULTS: &[(Fault, &str)] = &[
     (Fault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
@@ -139,7 +139,7 @@ const FAULTS: &[(Fault, &str)] = &[
 struct Wrong {
     inner: Arc<dyn Backend>,
     fault: Fault,
-    /// Memory that is given out again as it is.
+    /// Memory that is handed out again without being cleared.
     kept: Mutex<Vec<Arc<dyn Storage>>>,
 }
 
@@ -208,7 +208,7 @@ impl Backend for Wrong {
     }
 }
 
-/// Reserved memory that does not keep to its contract.
+/// Reserved memory that violates its contract.
 #[derive(Debug)]
 struct WrongReserved {
     inner: Arc<dyn ReservedStorage>,
@@ -272,7 +272,7 @@ impl ReservedStorage for WrongReserved {
 }
 
 impl WrongStream {
-    /// Changes all bytes of the scales of an arena, if it has any.
+    /// Changes the bytes of the scales of an arena, if it has scales.
     fn change_scales(&self, arena: &KvArena, change: impl Fn(&mut [u8], DType)) -> Result<()> {
         for (storage, scales) in [arena.k_plane(), arena.v_plane()].into_iter().filter_map(|p| p.scales) {
             let view = TensorView::new(Arc::clone(storage), DType::U8, &[scales.bytes])?;
@@ -284,7 +284,7 @@ impl WrongStream {
         Ok(())
     }
 
-    /// An attend with what the fault makes of it.
+    /// Returns an attend as the fault changes it.
     fn spoilt(&self, op: &Attend) -> Result<Attend> {
         let mut op = op.clone();
         let change = |segment: &Segment| match self.fault {
@@ -305,14 +305,15 @@ impl WrongStream {
             segments: e.segments.iter().map(change).collect(),
             selection: e.selection.as_ref().and_then(reselect),
         };
-        op.batch = op.batch.iter().map(entry).collect();
+        let batch: Vec<_> = op.work.batch().iter().map(entry).collect();
+        op.work = Arc::new(AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups())));
         match self.fault {
             Fault::AttendIgnoresWindow => op.window = None,
             Fault::AttendIgnoresSoftcap => op.softcap = None,
             Fault::AttendScalesTwice => op.scale *= op.scale,
             Fault::AttendForgetsLse => op.lse = None,
             Fault::AttendTakesKeysAsRotated => op.keys = KeyForm::Rotated,
-            // Heads in groups of three share a KV head; from the second on, the wrong one.
+            // Three query heads share a KV head; from the second half on, they get the wrong one.
             Fault::AttendOtherKvHead => {
                 let heads = op.q.shape()[1];
                 let part = |view: &TensorView| view.slice(1, heads / 2, heads);
@@ -324,10 +325,10 @@ impl WrongStream {
         Ok(op)
     }
 
-    /// What a fault does to scales after rows or blocks have been stored.
+    /// Spoils scales, as the fault does after rows or blocks have been stored.
     fn spoil_scales(&self, arena: &KvArena) -> Result<()> {
         match self.fault {
-            // A sixteenth larger: one up in the fourth bit of the mantissa.
+            // A sixteenth larger: the fourth bit of the mantissa is incremented.
             Fault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
                 let (at, step) = if dtype == DType::F16 { (0, 0x40) } else { (2, 0x08) };
                 for scale in bytes.chunks_exact_mut(dtype.bits() / 8) {
@@ -345,7 +346,7 @@ impl WrongStream {
 }
 
 impl Stream for WrongStream {
-    /// The one entry, taken over whole: some faults are checks that are not made.
+    /// Replaces the one entry point completely, since some faults are checks that are left out.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         match operation {
             Operation::Scatter(op) => self.scatter(op),
@@ -391,7 +392,7 @@ impl Stream for WrongStream {
     }
 }
 
-/// Operations with what the fault makes of them.
+/// Operations as the fault changes them.
 impl WrongStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;
@@ -401,7 +402,8 @@ impl WrongStream {
             Fault::ScatterWritesPadding => slot.max(0),
             _ => slot,
         });
-        self.inner.scatter(&Scatter { slots: slots.collect(), ..op.clone() })?;
+        self.inner
+            .scatter(&Scatter { slots: WriteSlots::unchecked(slots.collect::<Arc<[_]>>()), ..op.clone() })?;
         self.spoil_scales(&op.arena)
     }
     fn gather(&self, op: &Gather) -> Result<()> {
@@ -424,7 +426,7 @@ impl WrongStream {
         }
         let rope = Arc::new(Rope::new(RopeConfig::new(2, 10.0), 1)?);
         let rotation = Rotation { rope, delta: 0 };
-        let (src, pairs) = (op.arena.clone(), Arc::clone(&op.pairs));
+        let (src, pairs) = (op.arena.clone(), op.pairs.clone());
         self.inner.rotate_keys(&RotateKeys { dst: src.clone(), src, layer: 0, pairs, rotation })
     }
     fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
@@ -497,9 +499,10 @@ impl WrongStream {
             Fault::QuantizeChecksNothing if op.check().is_err() => Ok(()),
             Fault::RefusesWithAnotherError => Err(Error::Zero { what: "quantize" }),
             Fault::LacksQuantize => Err(Error::Unsupported { backend: "wrong", what: "quantize".to_owned() }),
-            Fault::QuantizeNextBlock => {
-                self.inner.quantize(&Quantize { pairs: op.pairs.iter().map(next).collect(), ..op.clone() })
-            }
+            Fault::QuantizeNextBlock => self.inner.quantize(&Quantize {
+                pairs: WritePairs::unchecked(op.pairs.iter().map(next).collect::<Arc<[_]>>()),
+                ..op.clone()
+            }),
             _ => {
                 self.inner.quantize(op)?;
                 self.spoil_scales(&op.dst)

@@ -1,6 +1,7 @@
-//! The block pool and the keys of blocks, timed for people: `cargo bench -p kvcore --bench criterion_blocks`.
+//! Benchmarks of the block pool and of block keys, for people to read:
+//! `cargo bench -p kvcore --bench criterion_blocks`.
 //!
-//! Regressions are caught by `cargo xtask instructions`, comparisons are made by `cargo xtask bench`.
+//! `cargo xtask instructions` catches regressions, and `cargo xtask bench` makes comparisons.
 #![allow(missing_docs, reason = "what the macros make has none")]
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 

@@ -1,8 +1,8 @@
 //! Device-agnostic structures of a KV cache for LLM inference.
 //!
 //! ```text
-//!   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable ──► SlotMapping ──► Scatter ─┐
-//!                                   │  guards: Mutable → Complete → Shared → Cached    │
+//!   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable ──► WriteSlots ───► Scatter ─┐
+//!                                   │  guards: Mutable → Shared → Cached               │
 //!                                   ▼                                                  ▼
 //!                                Segment { blocks, logical order, offset } ──► Attend ◄─ KvArena
 //! ```
@@ -27,16 +27,8 @@
 
 pub mod base;
 pub mod device;
-pub mod metrics;
 pub mod paging;
-pub mod parallel;
-pub mod storage;
 
 pub use base::*;
 pub use device::*;
-pub use metrics::{Exposition, Latencies, LatencyHistogram, MetricKind};
 pub use paging::*;
-pub use parallel::{Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
-pub use storage::{
-    BlockState, Goal, PoolMetrics, RequestId, StorageManager, Target, Tier, TierAction, TierThresholds,
-};

@@ -1,4 +1,4 @@
-//! The 8-bit float codecs give the bytes that `PyTorch` gives (`tools/fp8_goldens/make.py`).
+//! The 8-bit float codecs give the same bytes as `PyTorch` (`tools/fp8_goldens/make.py`).
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvcore::Fp8Kind;

@@ -1,8 +1,9 @@
-//! The pool's concurrent paths under the interleavings of two threads, by `loom`.
+//! The pool's concurrent paths under the interleavings of two threads, checked by `loom`.
 //!
-//! Run by `cargo xtask loom`, which builds with `--cfg loom` and asks for all interleavings with up to three
-//! preemptions (`--exhaustive`: for all); without it there is nothing here. The hints of free blocks are
-//! plain atomics that `loom` does not see: they choose a path, and every path is right.
+//! `cargo xtask loom` runs these models. It builds with `--cfg loom` and checks all interleavings with up
+//! to three preemptions (with `--exhaustive`, all interleavings). Without `--cfg loom` this file is empty.
+//! The hints of free blocks are plain atomics that `loom` does not see: they choose a path, and every path
+//! is correct.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -14,8 +15,8 @@ fn keys(first: u32, n: u32) -> Vec<BlockKey> {
     (first..first + n).map(|i| root.child(&[i])).collect()
 }
 
-/// Runs `a` and `b` on two threads over one pool, under each interleaving; checks that all blocks are
-/// accounted for at the end.
+/// Runs `a` and `b` on two threads over one pool, under each interleaving. Checks at the end that all
+/// blocks are accounted for.
 fn both<T: Send + 'static>(
     blocks: u32,
     shards: usize,
@@ -42,7 +43,7 @@ fn cached(pool: &BlockPool, first: u32, n: usize) {
     drop(pool.allocate(n).unwrap().register(None, &keys(first, n as u32)).unwrap());
 }
 
-/// Whatever a lookup holds is under its key for as long as it is held.
+/// Looks up keys and asserts that every block held is under its key as long as it is held.
 fn hold(pool: &BlockPool, first: u32, n: u32) -> SharedBlocks {
     let held = pool.lookup_chain(&keys(first, n));
     let again = pool.lookup_chain(&keys(first, held.len() as u32));
@@ -134,7 +135,8 @@ fn a_pin_outlives_its_holders() {
 
 #[test]
 fn a_known_block_that_goes_and_comes_back_is_joined() {
-    // While one thread is about to join the block that its key had, the other evicts that block and registers it again.
+    // While one thread is about to take the block known under its key, the other thread evicts that block
+    // and registers it again.
     both(
         2,
         2,

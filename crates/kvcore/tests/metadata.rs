@@ -1,4 +1,4 @@
-//! What a block costs beside its KV: bytes of bookkeeping, and allocations per call.
+//! The cost of a block besides its KV: bytes of bookkeeping, and allocations per call.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,7 +9,7 @@ use kvcore::{BlockPool, KeyScope, PolicyKind, PoolConfig};
 struct Counting;
 
 thread_local! {
-    /// Bytes held and calls made by this thread.
+    /// Bytes held and allocation calls made by this thread.
     static COUNTS: Cell<(isize, usize)> = const { Cell::new((0, 0)) };
 }
 
@@ -18,17 +18,19 @@ fn count(bytes: isize, calls: usize) {
     let _ = COUNTS.try_with(|c| c.set((c.get().0 + bytes, c.get().1 + calls)));
 }
 
-// SAFETY: every call is handed on to the system's allocator as it is.
+// SAFETY: every call is forwarded to the system allocator with unchanged arguments.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize, 1);
-        // SAFETY: the caller's promises are the system allocator's.
+        // SAFETY: `layout` has a non-zero size, as the contract of `GlobalAlloc::alloc` requires of the
+        // caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         count(-(layout.size() as isize), 0);
-        // SAFETY: as above.
+        // SAFETY: `ptr` was allocated by `System` with this `layout`, because `alloc` returns only such
+        // pointers.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
@@ -53,7 +55,7 @@ fn a_block_costs_at_most_128_bytes_and_a_call_few_allocations() {
         let bytes = (COUNTS.get().0 - before) as f64 / f64::from(BLOCKS);
         assert!(bytes <= 128.0, "{kind:?}: {bytes:.1} bytes a block");
 
-        // A call on 128 blocks makes a list of their numbers and one or two small things beside it.
+        // A call on 128 blocks allocates a list of their ids and one or two small objects.
         let calls = |work: &mut dyn FnMut()| {
             let before = COUNTS.get().1;
             work();

@@ -1,4 +1,5 @@
-//! Eviction policies through a pool: a user's own, priorities that end, and what each keeps of a workload.
+//! Eviction policies through a pool: a custom policy, priorities that end, and the hit rate of each policy
+//! under a workload.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -13,7 +14,7 @@ fn key(n: u32) -> BlockKey {
     KeyScope::new("m", b"").root().child(&[n])
 }
 
-/// Stores block `n` and lets it go.
+/// Stores block `n` and releases it.
 fn store(pool: &BlockPool, n: u32) {
     drop(pool.allocate(1).unwrap().register(None, &[key(n)]).unwrap());
 }
@@ -22,7 +23,7 @@ fn cached(pool: &BlockPool, of: impl IntoIterator<Item = u32>) -> Vec<u32> {
     of.into_iter().filter(|&n| pool.cached_prefix(&[key(n)]) == 1).collect()
 }
 
-/// Most recently used first.
+/// A policy that evicts the most recently used block first.
 #[derive(Debug, Default)]
 struct Mru(Vec<u32>);
 
@@ -55,7 +56,7 @@ fn a_policy_of_the_users_own_decides() {
     pool.check_invariants().unwrap();
 }
 
-/// Claims to hold blocks and gives none up.
+/// A policy that claims to hold blocks but evicts none.
 #[derive(Debug, Default)]
 struct Broken(usize);
 
@@ -110,7 +111,7 @@ fn priorities_hold_for_their_time() {
 fn one_queue_takes_what_was_released_first() {
     let pool = BlockPool::with_config(0..4, PoolConfig::default().free_order(FreeOrder::OneQueue)).unwrap();
     store(&pool, 0);
-    // blocks 1 and 2 and 3 were never used and wait before block 0; an unused one goes behind it
+    // blocks 1, 2 and 3 were never used and wait before block 0; an unused block goes behind block 0
     drop(pool.allocate(1).unwrap());
     let taken = pool.allocate(2).unwrap();
     assert_eq!(cached(&pool, 0..1), [0]);
@@ -138,7 +139,7 @@ fn a_block_twice_in_a_guard_gets_no_keys() {
     pool.check_invariants().unwrap();
 }
 
-/// Popular prefixes beside prompts that come once: what part of the lookups of popular ones hit.
+/// Returns the hit rate of lookups of popular prefixes, in a workload with prompts that occur once.
 fn hit_rate(kind: PolicyKind) -> f64 {
     let pool = BlockPool::with_config(0..200, PoolConfig::default().policy(kind)).unwrap();
     let (mut hits, mut asked, mut once) = (0, 0, 1_000_000);

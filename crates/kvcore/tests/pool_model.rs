@@ -1,7 +1,7 @@
-//! Random operations on a pool against a plain model of what it should do.
+//! Random operations on a pool, compared with a plain model of the pool.
 //!
-//! `KVCORE_MODEL_OPS` sets how many operations each configuration gets; all together are at least a
-//! million by default.
+//! `KVCORE_MODEL_OPS` sets the number of operations per configuration. By default all configurations
+//! together run at least a million operations.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{
-    BlockId, BlockKey, BlockPool, CompleteBlocks, Duplicates, Error, EventQueue, FreeOrder, KeyScope,
-    KvEvent, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
+    BlockId, BlockKey, BlockPool, Duplicates, Error, EventQueue, FreeOrder, KeyScope, KvEvent, ManualClock,
+    MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -27,9 +27,8 @@ enum Op {
     Admit(usize),
     AllocateMore(usize, usize),
     Split(usize, usize),
-    Complete(usize),
     Register(usize, u32),
-    RegisterComplete(usize, u32),
+    RegisterAfter(usize, u32),
     RegisterWrong(usize),
     Share(usize),
     AdmitPrefix(u32, usize, usize, usize),
@@ -44,7 +43,6 @@ enum Op {
     SharePinned(usize),
     Retain(usize, u8),
     DropMutable(usize),
-    DropComplete(usize),
     DropShared(usize),
     DropPinned(usize),
     ClearCached,
@@ -60,9 +58,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => n.clone().prop_map(Op::Admit),
         1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::AllocateMore(i, n)),
         1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::Split(i, n)),
-        2 => i.clone().prop_map(Op::Complete),
         4 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::Register(i, k)),
-        2 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterComplete(i, k)),
+        2 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterAfter(i, k)),
         1 => i.clone().prop_map(Op::RegisterWrong),
         1 => i.clone().prop_map(Op::Share),
         3 => (0..KEYS, n.clone(), 0..7usize, 0..9usize).prop_map(|(k, n, b, r)| Op::AdmitPrefix(k, n, b, r)),
@@ -77,7 +74,6 @@ fn op() -> impl Strategy<Value = Op> {
         1 => i.clone().prop_map(Op::SharePinned),
         1 => (i.clone(), 0..110u8).prop_map(|(i, p)| Op::Retain(i, p)),
         1 => i.clone().prop_map(Op::DropMutable),
-        1 => i.clone().prop_map(Op::DropComplete),
         5 => i.clone().prop_map(Op::DropShared),
         1 => i.prop_map(Op::DropPinned),
         1 => Just(Op::ClearCached),
@@ -86,7 +82,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A way to set a pool up.
+/// The settings of a pool under test.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     policy: PolicyKind,
@@ -96,27 +92,27 @@ struct Setup {
     ttl: bool,
 }
 
-/// What is held, and what the model knows of each block.
+/// The guards held, and the model's knowledge of each block.
 struct World {
     pool: BlockPool,
     setup: Setup,
     clock: ManualClock,
     events: Arc<EventQueue>,
-    /// What a router believes to be stored.
+    /// The keys that a router believes to be stored, by block.
     router: HashMap<u32, BlockKey>,
     mutable: Vec<MutableBlocks>,
-    complete: Vec<CompleteBlocks>,
     shared: Vec<SharedBlocks>,
     pinned: Vec<PinnedBlocks>,
     /// Keys by block, in the order of registration.
     keys: BTreeMap<u64, (u32, BlockKey)>,
     stamp: u64,
-    /// When the last holder of a cached block let go.
+    /// Time at which the last holder of a cached block was dropped.
     released: HashMap<u32, u64>,
     now: u64,
-    /// Cached blocks, the one released longest ago first: what LRU with one shard must evict.
+    /// Cached blocks, the block released longest ago first: the order in which LRU with one shard must
+    /// evict.
     lru: Vec<u32>,
-    /// Blocks that the last operation let go, in order.
+    /// Blocks that the last operation released, in order.
     releasing: Vec<u32>,
 }
 
@@ -158,7 +154,6 @@ impl World {
             events,
             router: HashMap::new(),
             mutable: Vec::new(),
-            complete: Vec::new(),
             shared: Vec::new(),
             pinned: Vec::new(),
             keys: BTreeMap::new(),
@@ -191,7 +186,7 @@ impl World {
         self.released.remove(&block);
     }
 
-    /// The block that a lookup of a key finds: the one registered first.
+    /// Returns the block that a lookup of a key finds: the one registered first.
     fn find(&self, key: &BlockKey) -> Option<u32> {
         self.keys.values().find(|(_, k)| k == key).map(|(b, _)| *b)
     }
@@ -203,7 +198,7 @@ impl World {
             && self.released.get(&block).is_some_and(|at| self.now - at >= TTL)
     }
 
-    /// Checks blocks that an allocation gave, and forgets what was evicted for them.
+    /// Checks the blocks that an allocation returned, and removes evicted blocks from the model.
     fn taken(&mut self, before: &[u32], blocks: &[BlockId]) {
         let exact = self.setup.policy == PolicyKind::Lru && self.setup.shards == 1;
         let mut evicted = Vec::new();
@@ -221,7 +216,6 @@ impl World {
 
     fn in_use(&self) -> Vec<u32> {
         let owned = self.mutable.iter().flat_map(|b| ids(b.ids()));
-        let owned = owned.chain(self.complete.iter().flat_map(|b| ids(b.ids())));
         owned.chain(self.holders().into_keys()).chain(self.pins()).collect()
     }
 
@@ -271,9 +265,6 @@ impl World {
                     }
                 }
             }
-            Op::Complete(i) => {
-                self.complete.extend(take(&mut self.mutable, i).map(MutableBlocks::complete));
-            }
             Op::Register(i, k) => {
                 if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
@@ -282,8 +273,8 @@ impl World {
                     self.shared.push(shared);
                 }
             }
-            Op::RegisterComplete(i, k) => {
-                if let Some(guard) = take(&mut self.complete, i) {
+            Op::RegisterAfter(i, k) => {
+                if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
                     let shared = guard.register(Some(key(k)), &keys).unwrap();
                     self.registered(&own, &ids(shared.ids()), &keys);
@@ -291,15 +282,15 @@ impl World {
                 }
             }
             Op::RegisterWrong(i) => {
-                if let Some(guard) = take(&mut self.complete, i) {
+                if let Some(guard) = take(&mut self.mutable, i) {
                     let own = ids(guard.ids());
                     let rejected = guard.register(None, &keys(0, own.len() + 1)).unwrap_err();
                     assert_eq!(ids(rejected.blocks.ids()), own, "the blocks come back");
-                    self.complete.push(rejected.blocks);
+                    self.mutable.push(rejected.blocks);
                     assert_eq!(self.pool.counts(), counts);
                 }
             }
-            Op::Share(i) => self.shared.extend(take(&mut self.complete, i).map(CompleteBlocks::share)),
+            Op::Share(i) => self.shared.extend(take(&mut self.mutable, i).map(MutableBlocks::share)),
             Op::AdmitPrefix(k, n, blocks, room) => self.admit_prefix(k, n, blocks, room),
             Op::AppendShared(a, b) => {
                 if let Some(other) = take(&mut self.shared, a) {
@@ -331,7 +322,7 @@ impl World {
             }
             Op::RegisterShared(i, k) => {
                 if let Some(mut guard) = take(&mut self.shared, i) {
-                    // Blocks that have a key keep it.
+                    // Blocks that already have a key keep it.
                     let own = ids(guard.ids());
                     let unkeyed = own.iter().position(|&b| self.key_of(b).is_none()).unwrap_or(own.len());
                     let end = own[unkeyed..].iter().position(|&b| self.key_of(b).is_some());
@@ -380,7 +371,6 @@ impl World {
                 }
             }
             Op::DropMutable(i) => drop(take(&mut self.mutable, i)),
-            Op::DropComplete(i) => drop(take(&mut self.complete, i)),
             Op::DropShared(i) => {
                 if let Some(guard) = take(&mut self.shared, i) {
                     self.releasing = ids(guard.ids()).into_iter().rev().collect();
@@ -416,7 +406,7 @@ impl World {
         }
     }
 
-    /// A chain with a key twice: its block is there once.
+    /// Admits a chain that contains a key twice: its block is counted once.
     fn admit_prefix(&mut self, k: u32, n: usize, blocks: usize, room: usize) {
         let mut keys = keys(k, n);
         if n == 4 {
@@ -478,7 +468,7 @@ impl World {
         }
     }
 
-    /// Compares all that can be seen with the model.
+    /// Compares everything observable with the model.
     fn check(&mut self) {
         self.pool.check_invariants().unwrap();
         let (holders, pins) = (self.holders(), self.pins());
@@ -489,10 +479,9 @@ impl World {
             keyed.iter().copied().filter(|b| !holders.contains_key(b) && !pins.contains(b)).collect();
         let counts = self.pool.counts();
         assert_eq!(counts.mutable, self.mutable.iter().map(MutableBlocks::len).sum::<usize>());
-        assert_eq!(counts.complete, self.complete.iter().map(CompleteBlocks::len).sum::<usize>());
         assert_eq!((counts.shared, counts.cached), (holders.len(), cached.len()));
         assert_eq!(counts.evictable, evictable.len());
-        let sum = counts.free + counts.mutable + counts.complete + counts.shared + counts.cached;
+        let sum = counts.free + counts.mutable + counts.shared + counts.cached;
         assert_eq!(sum, counts.total);
         for guard in &self.shared {
             for (place, id) in guard.ids().iter().enumerate() {
@@ -500,7 +489,7 @@ impl World {
             }
         }
         self.lru.retain(|block| evictable.contains(block));
-        // After merges a guard may hold a block in two places: the last one let go counts.
+        // After merges a guard may hold a block in two places: the last release counts.
         let releasing = std::mem::take(&mut self.releasing);
         for (i, &block) in releasing.iter().enumerate() {
             if releasing[i + 1..].contains(&block) {
@@ -515,7 +504,7 @@ impl World {
         self.check_router();
     }
 
-    /// A router that knows nothing but events.
+    /// Checks the state of a router that only sees events.
     fn check_router(&mut self) {
         let (events, lost) = self.events.drain();
         assert_eq!(lost, 0);

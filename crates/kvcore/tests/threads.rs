@@ -1,4 +1,5 @@
-//! Threads that do everything at once to one pool: what they hold stays theirs, and all adds up in the end.
+//! Threads that run all operations concurrently on one pool: the blocks they hold stay theirs, and the
+//! counts add up in the end.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::HashSet;
@@ -27,7 +28,7 @@ fn chain(n: u64) -> Vec<BlockKey> {
     KeyScope::new("m", b"").root().chain(&tokens, 4)
 }
 
-/// A held block is found under its key, and nowhere else.
+/// Asserts that a held block is found under its key, and nowhere else.
 fn still_ours(pool: &BlockPool, held: &SharedBlocks, keys: &[BlockKey]) {
     let again = pool.lookup_chain(&keys[..held.len()]);
     assert_eq!(again.ids(), held.ids());
@@ -98,7 +99,7 @@ fn what_threads_hold_stays_theirs_and_all_adds_up() {
                 for _ in 0..50 {
                     pool.check_invariants().unwrap();
                     let c = pool.counts();
-                    assert_eq!(c.free + c.mutable + c.complete + c.shared + c.cached, c.total);
+                    assert_eq!(c.free + c.mutable + c.shared + c.cached, c.total);
                 }
             });
             pool.check_invariants().unwrap();
@@ -111,7 +112,7 @@ fn what_threads_hold_stays_theirs_and_all_adds_up() {
     }
 }
 
-/// A router that followed the events knows every key that is still there.
+/// Asserts that a router that followed the events knows every key that is still present.
 fn known_to_router(pool: &BlockPool, events: &EventQueue) {
     let (seen, lost) = events.drain();
     assert_eq!(lost, 0);

@@ -1,5 +1,5 @@
-//! Traces of vLLM's block manager, made by `tools/vllm_traces/record.py`, replayed on ours: the same
-//! hits, block ids, evictions in the same order, keys and failures.
+//! Traces of vLLM's block manager, recorded by `tools/vllm_traces/record.py` and replayed on this pool: the
+//! same hits, block ids, keys and failures, and the same order of evictions.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::HashMap;
@@ -46,7 +46,7 @@ struct Request {
     tokens: Vec<u32>,
     extras: VllmExtras,
     keys: Vec<BlockKey>,
-    // The order of fields is that of dropping.
+    // The order of these fields is the drop order.
     own: MutableBlocks,
     shared: SharedBlocks,
 }
@@ -89,7 +89,7 @@ impl Replay {
     fn new(trace: &Value) -> Self {
         let events = Arc::new(EventQueue::new(1000));
         let config = PoolConfig::default().shards(1).duplicates(Duplicates::Keep).events(events.clone());
-        // Block 0 is vLLM's null block, which is never handed out.
+        // Block 0 is vLLM's null block, which is never allocated.
         let pool = BlockPool::with_config(1..number(&trace["num_blocks"]) as u32, config).unwrap();
         Self {
             pool,
@@ -182,7 +182,7 @@ impl Replay {
         self.requests.insert(number(&event["req"]), request);
     }
 
-    /// What the event's outcome says of the queue, of evictions and of new keys.
+    /// Checks the queue, the evictions and the new keys against the outcome of the event.
     fn check(&mut self, event: &Value) {
         self.pool.check_invariants().unwrap();
         assert_eq!(self.pool.counts().available(), number(&event["free"]));
@@ -207,7 +207,7 @@ impl Replay {
         self.evictions += removed.len();
     }
 
-    /// Takes every block that is left, one at a time, and compares with vLLM's queue.
+    /// Takes every remaining block, one at a time, and compares with vLLM's queue.
     fn drain(&mut self, trace: &Value) {
         let mut held = Vec::new();
         for expected in trace["end"]["queue"].as_array().unwrap() {
@@ -266,7 +266,7 @@ fn keys_are_vllms_to_the_bit() {
         compared += 1;
     }
     assert!(compared >= 40, "{compared} vectors");
-    // What other releases hash, what no request has, and prompts without tokens.
+    // Forms that other releases hash, forms that no request has, and prompts without tokens.
     let others = [
         "prompt embeddings",
         "one token of lookahead",
@@ -278,11 +278,11 @@ fn keys_are_vllms_to_the_bit() {
     assert_eq!(skipped, others);
 }
 
-/// The request that has these extras in a block, and where the block begins in it; `None` for forms
-/// that other releases of vLLM use.
+/// Returns the request that has these extras in a block, and the start of the block in it. Returns `None`
+/// for forms that other releases of vLLM use.
 fn extras(value: &Value) -> Option<(VllmExtras, usize)> {
     let mut extras = VllmExtras::default();
-    // Far enough in that inputs may begin before the block; a salt is in first blocks only.
+    // The start is large enough that inputs may begin before the block. A salt occurs in first blocks only.
     let list = value.as_array().cloned().unwrap_or_default();
     if list.is_empty() && !value.is_null() {
         return None;

@@ -1,9 +1,11 @@
-//! Time to first token of the prompts that `tools/peers/llama_cpp.py` also gives to llama.cpp, on the same weights.
+//! Measures the time to first token (TTFT) of the prompts that `tools/peers/llama_cpp.py` also gives to
+//! llama.cpp, with the same weights.
 //!
-//! `--model DIR` holds config.json and safetensors, `--prompts FILE` token ids: `system`, `documents`, and
-//! `questions`, of which every request takes the next. Prints one JSON object a line: a scenario, its best time, the
-//! tokens that it computed, its first token, and how far the log-probabilities of the likeliest tokens are from those of
-//! the same mask without any cache and from those of full attention.
+//! `--model DIR` holds config.json and safetensors. `--prompts FILE` holds token ids: `system`, `documents`
+//! and `questions`. Every request takes the next question. Prints one JSON object per line: a scenario, its
+//! best time, the number of tokens that it computed, its first token, and two distances. The distances are
+//! those of the log-probabilities of the likeliest tokens from the same mask without any cache, and from full
+//! attention.
 
 use std::path::PathBuf;
 
@@ -22,12 +24,12 @@ struct Prompts {
     questions: Vec<Vec<u32>>,
 }
 
-/// What is measured.
+/// A measured scenario.
 struct Scenario {
     name: &'static str,
-    /// The documents' order.
+    /// The order of the documents.
     order: fn(&mut Vec<Vec<u32>>),
-    /// Whether documents do not see each other.
+    /// True if documents do not see each other.
     chunked: bool,
 }
 
@@ -37,7 +39,7 @@ const SCENARIOS: [Scenario; 3] = [
     Scenario { name: "reversed, chunks", order: |d| d.reverse(), chunked: true },
 ];
 
-/// Repetitions; the best counts.
+/// The number of repetitions. The best counts.
 const REPETITIONS: usize = 3;
 
 fn argument(flag: &str) -> Result<PathBuf> {
@@ -49,10 +51,10 @@ fn read(path: PathBuf) -> Result<String> {
     std::fs::read_to_string(&path).map_err(|source| kvmodel::Error::Io { path, source }.into())
 }
 
-/// How a prompt is computed.
+/// The way in which a prompt is computed.
 #[derive(Clone, Copy)]
 enum Way {
-    /// With what is cached.
+    /// With the cached KV.
     Cached,
     /// Under the same mask, without any cache.
     Anew,
@@ -66,7 +68,7 @@ struct Lab {
 }
 
 impl Lab {
-    /// An answer of one token to the documents in an order.
+    /// Asks for an answer of one token, with the scenario's order of documents.
     fn ask(&mut self, scenario: &Scenario, question: usize, way: Way) -> Result<Generation> {
         let mut documents = self.prompts.documents.clone();
         (scenario.order)(&mut documents);
@@ -88,10 +90,10 @@ impl Lab {
     }
 }
 
-/// Tokens whose log-probabilities are compared, as many as llama.cpp is asked for.
+/// The number of tokens whose log-probabilities are compared, as many as llama.cpp is asked for.
 const LIKELIEST: usize = 20;
 
-/// Log-probabilities of the first token.
+/// Returns the log-probabilities of the first token.
 fn logprobs(answer: &Generation) -> Vec<f32> {
     let logits = answer.logits.first().map_or(&[][..], Vec::as_slice);
     let top = logits.iter().fold(f32::NEG_INFINITY, |top, &x| top.max(x));
@@ -99,7 +101,7 @@ fn logprobs(answer: &Generation) -> Vec<f32> {
     logits.iter().map(|x| x - top - sum.ln()).collect()
 }
 
-/// Largest difference from `exact` among its likeliest tokens.
+/// Returns the largest difference from `exact` among the likeliest tokens of `exact`.
 fn apart(answer: &Generation, exact: &Generation) -> f32 {
     let (answer, exact) = (logprobs(answer), logprobs(exact));
     let mut order: Vec<usize> = (0..exact.len()).collect();
@@ -129,7 +131,7 @@ fn main() -> Result<()> {
 
     show("cold", &lab.ask(&SCENARIOS[0], 0, Way::Full)?, None);
     for scenario in &SCENARIOS {
-        // What is cached comes from the first order, so that an order is new when it is asked for.
+        // The cached KV comes from the first order, so that an order is new when it is measured.
         lab.ask(&Scenario { order: |_| (), ..*scenario }, 0, Way::Cached)?;
         let mut best = lab.ask(scenario, 1, Way::Cached)?;
         let full = lab.ask(scenario, 1, Way::Full)?;

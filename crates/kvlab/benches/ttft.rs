@@ -1,8 +1,8 @@
-//! Time to first token of a prompt of chunks: cold, all chunks hit, without reuse, and the floor, which
-//! is the question alone after the same KV.
+//! Measures the time to first token (TTFT) of a prompt of chunks: cold, with all chunks hit, without reuse,
+//! and the floor. The floor is the question alone, after the same KV.
 //!
-//! Prints one JSON object a line, as `kernels_against_memcpy` of `kvbench` does; here a ratio is
-//! "times as fast as the limit". `--layers L --hidden H --chunks N --tokens T` set the size.
+//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. Here a ratio is "times as
+//! fast as the limit". `--layers L --hidden H --chunks N --tokens T` set the size.
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};

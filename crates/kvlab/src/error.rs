@@ -1,32 +1,32 @@
 //! The error type of this crate.
 
-/// Everything that can go wrong between a workload or a set of questions and its report.
+/// An error between a workload or a set of questions and its report.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A workload with a setting that no prompt can be drawn from.
+    /// A setting of a workload lets no prompt be drawn.
     #[error("workload: {0}")]
     Workload(String),
-    /// A file of questions that cannot be parsed.
+    /// A file of questions cannot be parsed.
     #[error("questions{}: {reason}", of_line(*line))]
     Dataset {
-        /// The line, counted from 1; 0 for the file.
+        /// The line, counted from 1; 0 for the whole file.
         line: usize,
-        /// Why the line is refused.
+        /// The reason why the line is refused.
         reason: String,
     },
-    /// From the engine that answers.
+    /// An error of the engine that answers.
     #[error(transparent)]
     Model(#[from] kvmodel::Error),
-    /// From chunks.
+    /// An error of `kvchunk`.
     #[error(transparent)]
     Chunk(#[from] kvchunk::Error),
-    /// From the cache.
+    /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }
 
-/// Shorthand for results of this crate.
+/// A result with the error type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Returns ", line N" for a line, and nothing for the whole file.

@@ -1,9 +1,9 @@
-//! A laboratory for the reuse of KV: what each strategy costs, how often its answers are right, and whether reuse
-//! fits a model.
+//! A laboratory for the reuse of KV. It measures the cost of each strategy and the share of right answers,
+//! and decides if reuse fits a model.
 //!
-//! [`evaluate`] asks questions through a real [`kvmodel::Engine`] in several [`Arm`]s and scores each. [`Gate`]
-//! checks the identities that exact reuse must keep. [`RagWorkload`] draws prompts of a retrieval service, and
-//! [`serve`] measures what serving them takes.
+//! [`evaluate`] asks questions through a real [`kvmodel::Engine`] in several [`Arm`]s and scores each.
+//! [`Gate`] checks the identities that exact reuse must keep. [`RagWorkload`] draws the prompts of a
+//! retrieval service, and [`serve`] measures the costs of serving them.
 //!
 //! ```no_run
 //! let world = kvlab::World::from_json(&std::fs::read_to_string("models/tiny-rag/world.json")?)?;

@@ -1,9 +1,9 @@
 //! Decoder-only transformers whose attention reads the caches of `kvcore`.
 //!
-//! Dense mathematics is candle's, in f32 or eight-bit blocks on the CPU; keys, values and attention
-//! live on a [`kvcore::Backend`]. Set `RAYON_NUM_THREADS` in programs of your own, as `kvc` does: without it, candle
+//! candle does the dense mathematics on the CPU, in f32 or eight-bit blocks. Keys, values and attention live
+//! on a [`kvcore::Backend`]. Programs should set `RAYON_NUM_THREADS`, as `kvc` does; without it, candle
 //! counts the machine's cores at every product. A model loads from a Hugging Face directory: `config.json`,
-//! safetensors (one file or shards) and `tokenizer.json` with its chat template.
+//! safetensors (one file or shards), and `tokenizer.json` with its chat template.
 //!
 //! ```no_run
 //! use kvbackend_cpu::CpuBackend;
@@ -31,7 +31,7 @@ mod sample;
 mod text;
 mod weights;
 
-// candle multiplies with this crate; naming it here turns its AVX-512 kernels on.
+// candle multiplies with this crate. Naming it here turns its AVX-512 kernels on.
 use gemm as _;
 
 pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};

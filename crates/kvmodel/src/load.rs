@@ -1,4 +1,4 @@
-//! A Hugging Face directory as a model and its text codec.
+//! Loading a Hugging Face directory as a model with its text codec.
 
 use std::path::Path;
 
@@ -14,16 +14,16 @@ use crate::weights::Weights;
 pub struct ModelDirectory {
     /// The model.
     pub model: Model,
-    /// Its tokenizer and chat template.
+    /// The tokenizer and the chat template.
     pub codec: TextCodec,
 }
 
 impl ModelDirectory {
-    /// Loads `dir`; `progress` is told the bytes of weights read so far and in all.
+    /// Loads `dir`. Calls `progress` with the bytes of weights read so far and in total.
     ///
     /// # Errors
-    /// [`Error::Io`] names the file; [`Error::Config`], [`Error::Weights`] and [`Error::Tokenizer`]
-    /// say what is wrong in it.
+    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`],
+    /// [`Error::Weights`] or [`Error::Tokenizer`], with the reason, if a file is invalid.
     pub fn load(dir: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
@@ -36,7 +36,8 @@ impl ModelDirectory {
         Ok(Self { model: Model::new(config, weights, format)?, codec })
     }
 
-    /// The same from the bytes of the four files, for models that are part of a program.
+    /// Loads a model from the bytes of its files, for models that are part of a program. Unlike
+    /// [`load`](Self::load), it reads no `generation_config.json`.
     pub fn from_bytes(
         config: &str,
         weights: &[u8],

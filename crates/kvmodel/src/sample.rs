@@ -1,18 +1,19 @@
-//! From logits to a token.
+//! Sampling: the choice of a token from its logits.
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// How the next token is chosen.
+/// The settings of sampling.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sampling {
-    /// 0 takes the most likely token; above, logits are divided by it and a token is drawn.
+    /// The temperature. 0 takes the most likely token. Above 0, the logits are divided by the temperature and
+    /// a token is drawn.
     pub temperature: f32,
-    /// Seed of the draw.
+    /// The seed of the draw.
     pub seed: u64,
 }
 
-/// A sampler with its random state.
+/// A sampler: the temperature and the state of the random generator.
 #[derive(Debug)]
 pub struct Sampler {
     temperature: f32,
@@ -20,12 +21,12 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler in its first state.
+    /// Creates a sampler in its first state.
     pub fn new(sampling: Sampling) -> Self {
         Self { temperature: sampling.temperature, rng: StdRng::seed_from_u64(sampling.seed) }
     }
 
-    /// Chooses a token. Of equally likely ones the first is taken; NaN is never chosen.
+    /// Chooses a token. Takes the first of equally likely tokens if the temperature is 0. Never chooses NaN.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         if self.temperature <= 0.0 {
             return argmax(logits);

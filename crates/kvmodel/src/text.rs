@@ -10,7 +10,7 @@ use tokenizers::Tokenizer;
 
 use crate::error::{Error, Result};
 
-/// A tokenizer.json with the chat template beside it.
+/// A tokenizer.json, with the chat template beside it.
 #[derive(Debug)]
 pub struct TextCodec {
     tokenizer: Tokenizer,
@@ -20,21 +20,21 @@ pub struct TextCodec {
     eos: String,
 }
 
-/// Stands for the message where a template is applied to parts: a private-use character that no
-/// template writes and no prompt needs.
+/// The stand-in for the message when a template is applied to parts: a private-use character that no template
+/// writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
-/// A prompt as tokens: ordinary, or in parts.
+/// A prompt as tokens, ordinary or chunked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptTokens {
-    /// Computed under full attention.
+    /// An ordinary prompt, computed under full attention.
     Plain(Vec<u32>),
-    /// Chunks do not see each other.
+    /// A chunked prompt, whose chunks do not see each other.
     Chunked(ChunkedPrompt),
 }
 
 impl PromptTokens {
-    /// Tokens of the prompt.
+    /// Returns the number of tokens of the prompt.
     pub fn len(&self) -> usize {
         match self {
             Self::Plain(tokens) => tokens.len(),
@@ -42,14 +42,15 @@ impl PromptTokens {
         }
     }
 
-    /// Whether there is no token.
+    /// Returns true if the prompt has no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
 impl TextCodec {
-    /// Reads `tokenizer.json`, and the template of `tokenizer_config.json` or `chat_template.jinja`.
+    /// Reads `tokenizer.json`, and the chat template of `chat_template.jinja` or else of
+    /// `tokenizer_config.json`.
     pub fn from_directory(dir: &Path) -> Result<Self> {
         let read = |name: &str| {
             let path = dir.join(name);
@@ -63,12 +64,13 @@ impl TextCodec {
         Ok(codec)
     }
 
-    /// The same from the bytes of the two files.
+    /// Reads a codec from the bytes of `tokenizer.json` and `tokenizer_config.json`, which holds the chat
+    /// template.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
         let digest = blake3::hash(tokenizer);
         let bad = |e: tokenizers::Error| Error::Tokenizer(format!("tokenizer.json: {e}"));
         let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(bad)?;
-        // Some files carry limits that were set for training; a prompt is never cut silently.
+        // Some files carry limits that were set for training. A prompt is never cut silently.
         tokenizer.with_truncation(None).map_err(bad)?;
         tokenizer.with_padding(None);
         let config: Value = match config {
@@ -86,13 +88,13 @@ impl TextCodec {
         Ok(Self { tokenizer, digest, template, bos: special("bos_token"), eos: special("eos_token") })
     }
 
-    /// Hash of tokenizer.json: the tokenizer's revision in keys.
+    /// Returns the hash of tokenizer.json: the tokenizer's revision in keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
 
-    /// Tokens of a text. With `special`, tokens that the tokenizer puts *before* a text are kept;
-    /// those that it appends never are, since the prompt goes on.
+    /// Encodes a text. If `special` is true, special tokens that the tokenizer puts *before* a text are kept.
+    /// Special tokens that it appends are always removed, since the prompt goes on.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
         let mut end = encoding.len();
@@ -107,13 +109,13 @@ impl TextCodec {
         Ok(encoding.get_ids()[..end].to_vec())
     }
 
-    /// Text of tokens, special ones left out.
+    /// Decodes tokens to text, without special tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// A prompt cut at `separator`, each part tokenised on its own; special tokens stand before the
-    /// system part only. Fewer than two separators make an ordinary prompt.
+    /// Cuts a text at every `separator`, and encodes each part on its own. Special tokens stand only before
+    /// the system prompt. Fewer than two separators make an ordinary prompt.
     pub fn prompt(&self, text: &str, separator: &str, special: bool) -> Result<PromptTokens> {
         match SplitPrompt::new(text, separator)? {
             SplitPrompt::Plain(text) => Ok(PromptTokens::Plain(self.encode(text, special)?)),
@@ -127,11 +129,12 @@ impl TextCodec {
         }
     }
 
-    /// The same with `text` as the single message of a conversation, in the model's chat template.
+    /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
+    /// [`prompt`](Self::prompt).
     ///
-    /// The text is cut before the template is applied, so that a separator in the template's own text
-    /// separates nothing. What the template writes before the message belongs to the system part, what
-    /// it writes after it to the question. Special tokens are the template's business: none are added.
+    /// The text is cut before the template is applied, so a separator in the template's own text separates
+    /// nothing. Template text before the message belongs to the system prompt, template text after it to the
+    /// question. The template writes its own special tokens; none are added.
     pub fn chat_prompt(&self, text: &str, separator: &str) -> Result<PromptTokens> {
         let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
             return Ok(PromptTokens::Plain(self.encode(&self.chat(text)?, false)?));
@@ -147,14 +150,14 @@ impl TextCodec {
         Ok(PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question)?))
     }
 
-    /// `user` as the single message of a conversation, in the model's chat template.
+    /// Renders the model's chat template with `user` as the single message of a conversation.
     fn chat(&self, user: &str) -> Result<String> {
         let Some(template) = &self.template else {
             return Err(Error::Template("this model has none; run without it".to_owned()));
         };
         let mut environment = Environment::new();
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        // What transformers sets for chat templates.
+        // transformers uses these settings for chat templates.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| Error::Template(e.to_string()))?);
         environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
@@ -178,7 +181,7 @@ impl TextCodec {
 mod tests {
     use super::*;
 
-    /// Whole words as tokens; a begin token is put before and an end token after, as `BERT` does.
+    /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
     const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,
         "added_tokens":[{"id":0,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
                         {"id":1,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],

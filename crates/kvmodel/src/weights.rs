@@ -11,28 +11,30 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::error::{Error, Result};
 
-/// Tensors by name, checked against the shapes that the model asks for, and what identifies them.
+/// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
+/// shape.
 #[derive(Debug)]
 pub struct Weights {
     source: Source,
     digest: blake3::Hash,
-    /// Bytes of what has been taken, as it is held.
+    /// The bytes of the tensors taken so far, in the format in which they are held.
     held: usize,
 }
 
 #[derive(Debug)]
 enum Source {
     Files(BTreeMap<String, Tensor>),
-    /// Whatever is asked for, drawn from this generator.
+    /// Returns a tensor for every name, drawn from this generator.
     Random(Box<StdRng>),
 }
 
 impl Weights {
-    /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names.
-    /// `progress` is told the bytes read so far and in all.
+    /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. Calls `progress`
+    /// with the bytes read so far and in total.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::Weights`]; truncated files and lying headers are found here.
+    /// Returns [`Error::Io`] if a file cannot be read. Returns [`Error::Weights`] if a file is truncated or
+    /// its header is wrong.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let single = dir.join("model.safetensors");
         let files = if single.exists() {
@@ -51,7 +53,7 @@ impl Weights {
             let io = |source| Error::Io { path: path.clone(), source };
             let mut file = std::fs::File::open(&path).map_err(io)?;
             let mut bytes = Vec::with_capacity(size(&path) as usize);
-            // Piece by piece, so that progress shows within a file too.
+            // Reads in parts, so that progress shows within a file, too.
             while Read::take(&mut file, 16 << 20).read_to_end(&mut bytes).map_err(io)? > 0 {
                 progress(done + bytes.len() as u64, total);
             }
@@ -69,29 +71,29 @@ impl Weights {
         Ok(Self { source: Source::Files(parse(bytes)?), digest: blake3::hash(bytes), held: 0 })
     }
 
-    /// Random weights of every shape, for benchmarks: norms and biases near 1 and 0, projections
-    /// that keep the size of what goes through them.
+    /// Creates random weights of every shape, for benchmarks. Vectors (norms and biases) are near 1.
+    /// Projections keep the size of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
         Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest, held: 0 }
     }
 
-    /// Hash of all files: part of the model's identity in keys.
+    /// Returns the hash of all files, which is part of the model's identity in keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
 
-    /// Bytes of all tensors taken so far, as the model holds them.
+    /// Returns the bytes of all tensors taken so far, in the format in which the model holds them.
     pub(crate) fn held(&self) -> usize {
         self.held
     }
 
-    /// A copy in another format is held too.
+    /// Adds the bytes of a copy in another format, which is held, too.
     pub(crate) fn hold(&mut self, bytes: usize) {
         self.held += bytes;
     }
 
-    /// A tensor that was taken is held in another format.
+    /// Replaces the bytes of a taken tensor by those of the format in which it is held.
     pub(crate) fn held_as(&mut self, taken: &Tensor, bytes: usize) {
         self.held = self.held + bytes - self::bytes(taken);
     }
@@ -115,20 +117,20 @@ impl Weights {
     }
 }
 
-/// Bytes of a tensor.
+/// Returns the bytes of a tensor.
 pub(crate) fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
 fn random(rng: &mut StdRng, shape: &[usize]) -> Result<Tensor> {
     let width = shape.last().copied().unwrap_or(1);
-    // Uniform numbers of variance 1 / width; vectors are norms or biases.
+    // The numbers are uniform, with variance 1 / width. Vectors are norms or biases.
     let (centre, spread) = if shape.len() == 1 { (1.0, 0.1) } else { (0.0, (3.0 / width as f32).sqrt()) };
     let values = (0..shape.iter().product()).map(|_| centre + spread * (2.0 * rng.random::<f32>() - 1.0));
     Ok(Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)?)
 }
 
-/// Distinct shard names of an index.
+/// Returns the distinct names of the shards of an index.
 fn shards(text: &str) -> Result<Vec<String>> {
     let bad = |what: &str| Error::Weights(format!("model.safetensors.index.json: {what}"));
     let index: serde_json::Value = serde_json::from_str(text).map_err(|e| bad(&e.to_string()))?;

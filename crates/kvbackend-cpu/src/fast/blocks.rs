@@ -109,9 +109,9 @@ pub(super) struct BlockCopy<'a> {
 struct Run {
     /// Number of rows of a run.
     rows: usize,
-    /// Whether each head has a run of its own.
+    /// True if each head has a run of its own.
     by_head: bool,
-    /// Whether each token has a run of its own.
+    /// True if each token has a run of its own.
     by_token: bool,
 }
 

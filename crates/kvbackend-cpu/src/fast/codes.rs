@@ -140,7 +140,7 @@ impl Task for Encode {
 /// # Safety
 /// `at` is valid for reads of `n` bytes, which nobody writes while the slice lives.
 unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
-    // SAFETY: the caller guarantees that `at` is valid for reads of `n` bytes.
+    // SAFETY: by contract, `at` is valid for reads of `n` bytes.
     unsafe { std::slice::from_raw_parts(at, n) }
 }
 
@@ -150,7 +150,7 @@ unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
 /// `scales` is valid for reads of `g + 1` elements of f16; they may be unaligned.
 #[inline(always)]
 unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
-    // SAFETY: the caller guarantees that element `g` of `scales` is readable.
+    // SAFETY: by contract, element `g` of `scales` is readable.
     unsafe { scales.cast::<f16>().add(g).read_unaligned() }.to_f32()
 }
 
@@ -183,8 +183,8 @@ unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
 #[inline(always)]
 unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group: usize) {
     let mut wide = [0i8; 64];
-    // SAFETY: the caller guarantees `group / 2` bytes at `codes` and `group` elements at `to`. A part has at
-    // most 32 bytes, so that its codes fit in `wide`, and the parts together give `group` elements.
+    // SAFETY: by contract, `codes` has `group / 2` bytes and `to` has `group` elements. A part has at most 32
+    // bytes, so that its codes fit in `wide`, and the parts together give `group` elements.
     unsafe {
         for part in slice(codes, group / 2).chunks(32) {
             for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {
@@ -208,7 +208,7 @@ unsafe fn put_scale(kind: IntKind, group: &[f32], scales: *mut u8, g: usize) -> 
     // Magnitudes have the same order as their bits, and the bits of infinities and NaN are above all others.
     let largest = group.iter().fold(0u32, |max, x| max.max(x.to_bits() & 0x7fff_ffff));
     let scale = kind.scale_of(&[f32::from_bits(largest)]);
-    // SAFETY: the caller guarantees that element `g` of `scales` is writable.
+    // SAFETY: by contract, element `g` of `scales` is writable.
     unsafe { scales.cast::<f16>().add(g).write_unaligned(scale) };
     scale.to_f32()
 }

@@ -2,8 +2,8 @@
 //! caches.
 
 use kvcore::{
-    BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation, Scatter,
-    TensorView,
+    BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation,
+    RowRotation, Scatter, TensorView,
 };
 use smallvec::{SmallVec, smallvec};
 
@@ -82,19 +82,20 @@ fn target<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Target<'a>>> {
     Ok(Side::new(plane, ends.target(plane.storage)?, scales))
 }
 
-/// Converts rows of `dim` elements, from the first to the second place of each pair.
+/// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
 ///
-/// The maker guarantees that no other thread accesses the rows written, and that no row is both read and
-/// written.
+/// The maker guarantees that no other thread accesses the rows written, that no row is both read and written,
+/// and that the rotary dimension of `turn` is at most `dim`.
 struct Convert<'a, I> {
     from: Side<Origin<'a>>,
     to: Side<Target<'a>>,
     dim: usize,
-    turn: Option<(&'a Turn, i64)>,
+    /// The table that holds the positions, and the factor that multiplies rotated rows.
+    turn: Option<(&'a Turn, f32)>,
     places: I,
 }
 
-impl<I: Iterator<Item = (Place, Place)>> Task for Convert<'_, I> {
+impl<I: Iterator<Item = (Place, Place, i64)>> Task for Convert<'_, I> {
     type Output = ();
 
     #[inline(always)]
@@ -102,17 +103,17 @@ impl<I: Iterator<Item = (Place, Place)>> Task for Convert<'_, I> {
         let (from, to, dim) = (self.from, self.to, self.dim);
         let mut row: SmallVec<[f32; ROW]> = smallvec![0.0; dim];
         let row = row.as_mut_ptr();
-        let turn = self.turn.map(|(turn, delta)| turn.at(delta));
-        for (a, b) in self.places {
+        for (a, b, position) in self.places {
             // SAFETY: `at` checks that the codes and scales of each row lie inside both sides, whose formats
             // passed `check`. The buffer `row` has `dim` elements, the caller guarantees the instruction set,
-            // and the maker of the task excludes other accesses to the rows written.
+            // and the maker of the task excludes other accesses to the rows written and bounds the rotary
+            // dimension by `dim`.
             unsafe {
                 let codes = from.codes.at(a.codes, from.bytes);
                 let scales = from.scales.map_or(std::ptr::null(), |(scales, n)| scales.at(a.scales, n));
                 S::call(Decode { format: from.format, codes, scales, to: row, dim });
-                if let Some(angle) = turn {
-                    rotate::<S, f32>(row, row, dim, angle, 1.0);
+                if let Some((turn, factor)) = self.turn {
+                    rotate::<S, f32>(row, row, dim, turn.at(position), factor);
                 }
                 let codes = to.codes.at(b.codes, to.bytes);
                 let scales = to.scales.map_or(std::ptr::null_mut(), |(scales, n)| scales.at(b.scales, n));
@@ -129,15 +130,20 @@ fn row_of(view: &TensorView, row: usize, head: usize) -> Place {
 }
 
 impl Fast {
-    /// Scatters rows into a quantised plane. `twice` returns whether a slot is written twice.
-    pub(super) fn scatter_codes(
+    /// Scatters rows into a plane of any format, each rotated to its position if asked. `twice` returns
+    /// whether a slot is written twice.
+    pub(super) fn scatter_converted(
         &self,
         op: &Scatter,
         plane: &KvPlane,
         rows: &TensorView,
+        rotation: Option<&RowRotation>,
         twice: impl FnOnce() -> bool,
     ) -> Result<()> {
         let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
+        let turn = rotation.map(|rotation| Turn::of_checked(&rotation.rope)).transpose()?;
+        let turn = turn.as_ref().map(|turn| (turn, turn.factor));
+        let position = |row: usize| rotation.map_or(0, |rotation| rotation.positions[row]);
         let (places, parts) = (Places::new(plane), self.parts_of_scatter(&m, twice));
         with_ends(&[rows.storage()], &storages(plane), |ends| {
             let from = Side::of_rows(rows, ends.origin(rows.storage())?);
@@ -145,16 +151,17 @@ impl Fast {
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
                 let places = tokens.flat_map(|(row, at)| {
-                    (0..plane.heads).map(move |head| (row_of(rows, row, head), places.at(at.head(head))))
+                    let position = position(row);
+                    (0..plane.heads)
+                        .map(move |head| (row_of(rows, row, head), places.at(at.head(head)), position))
                 });
-                self.level.run(Convert { from, to, dim: plane.dim, turn: None, places });
+                self.level.run(Convert { from, to, dim: plane.dim, turn, places });
             });
             Ok(())
         })
     }
 
-    /// Gathers rows of a quantised plane, the reverse of [`scatter_codes`](Self::scatter_codes), and rotates
-    /// them if asked.
+    /// Gathers rows of a quantised plane and rotates them if asked.
     pub(super) fn gather_codes(
         &self,
         op: &Gather,
@@ -164,7 +171,7 @@ impl Fast {
     ) -> Result<()> {
         let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
         let turn = rotation.map(Turn::of_rotation).transpose()?;
-        let turn = turn.as_ref().zip(rotation.map(|rotation| rotation.delta));
+        let (turn, delta) = (turn.as_ref().map(|turn| (turn, 1.0)), rotation.map_or(0, |r| r.delta));
         let (places, parts) = (Places::new(plane), self.parts(op.slots.len(), m.bytes()));
         with_ends(&storages(plane), &[rows.storage()], |ends| {
             let from = source(plane, ends)?;
@@ -172,7 +179,8 @@ impl Fast {
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
                 let places = tokens.flat_map(|(row, at)| {
-                    (0..plane.heads).map(move |head| (places.at(at.head(head)), row_of(rows, row, head)))
+                    (0..plane.heads)
+                        .map(move |head| (places.at(at.head(head)), row_of(rows, row, head), delta))
                 });
                 self.level.run(Convert { from, to, dim: plane.dim, turn, places });
             });
@@ -207,7 +215,7 @@ impl Fast {
         rotation: Option<&Rotation>,
     ) -> Result<()> {
         let turn = rotation.map(Turn::of_rotation).transpose()?;
-        let turn = turn.as_ref().zip(rotation.map(|rotation| rotation.delta));
+        let (turn, delta) = (turn.as_ref().map(|turn| (turn, 1.0)), rotation.map_or(0, |r| r.delta));
         let (a, b) = (Places::new(src), Places::new(dst));
         let parts = self.parts(copy.pairs(), copy.rows() * src.heads * src.dim * size_of::<f32>());
         with_ends(&storages(src), &storages(dst), |ends| {
@@ -215,7 +223,7 @@ impl Fast {
             self.workers.run(parts, &|part| {
                 let tokens = copy.tokens(share(0..copy.pairs(), part, parts));
                 let places = tokens.flat_map(|(x, y)| {
-                    (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head))))
+                    (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head)), delta))
                 });
                 self.level.run(Convert { from, to, dim: src.dim, turn, places });
             });

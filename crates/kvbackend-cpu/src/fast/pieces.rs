@@ -22,7 +22,7 @@ pub(super) struct Pieces<'a, I> {
     pub(super) bytes: usize,
     /// Four lists of places, fastest if the places of a list are adjacent.
     pub(super) places: [I; LANES],
-    /// Whether to bypass the caches.
+    /// True to bypass the caches.
     pub(super) stream: bool,
 }
 
@@ -85,7 +85,7 @@ impl<I: Iterator<Item = (usize, usize)>> Task for Pieces<'_, I> {
                 unsafe { copy::<S>(&pieces, ahead.as_ref().unwrap_or(&pieces), self.bytes) };
                 now = ahead;
             }
-            // SAFETY: the caller guarantees the instruction set of `S`; no pointer is involved.
+            // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
             unsafe { S::fence() };
         }
         for lane in 0..LANES {

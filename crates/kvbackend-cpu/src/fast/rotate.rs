@@ -71,7 +71,7 @@ pub(super) struct RotateRows<'a, I> {
     pub(super) dtype: DType,
     pub(super) turn: &'a Turn,
     pub(super) factor: f32,
-    /// Whether to bypass the caches. Rows rotated in place cannot bypass them.
+    /// True to bypass the caches. Rows rotated in place cannot bypass them.
     pub(super) stream: bool,
     pub(super) tokens: I,
 }
@@ -81,8 +81,8 @@ impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the caller guarantees the instruction set of `S`, and the maker of the task its conditions,
-        // which are those of `each`.
+        // SAFETY: the instruction set of `S` is available by contract, and the maker of the task guarantees
+        // its conditions, which are those of `each`.
         unsafe {
             match self.dtype {
                 DType::F16 => each::<S, f16, I>(self),
@@ -156,8 +156,8 @@ pub(super) unsafe fn rotate<S: Simd, E: Lane>(
     angle: Angle<'_>,
     factor: f32,
 ) {
-    // SAFETY: the caller guarantees `dim` elements at `from` and at `to`, equal or apart, and `rotary <=
-    // dim`, so that `dim - rotary` elements remain past the rotary ones.
+    // SAFETY: by contract, `from` and `to` have `dim` elements each, equal or apart, and `rotary <= dim`, so
+    // that `dim - rotary` elements remain past the rotary ones.
     unsafe {
         match (angle.pairing, factor == 1.0 && angle.sign == 1.0) {
             (Pairing::HalfSplit, true) => half_split::<S, E, true>(from, to, angle, factor),
@@ -182,8 +182,8 @@ unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
     angle: Angle<'_>,
     factor: f32,
 ) -> (S::V, S::V) {
-    // SAFETY: the caller guarantees `i + LANES <= half` and `2 * half` elements at `from`; `cos` and `sin`
-    // have `half` elements each.
+    // SAFETY: by contract, `i + LANES <= half` and `from` has `2 * half` elements; `cos` and `sin` have
+    // `half` elements each.
     unsafe {
         let (a, b) = (E::load::<S>(from.add(i)), E::load::<S>(from.add(angle.cos.len() + i)));
         let (c, s) = (S::load(angle.cos.as_ptr().add(i)), S::load(angle.sin.as_ptr().add(i)));
@@ -251,9 +251,9 @@ unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle
     let half = angle.cos.len();
     let (cos, sin) = (angle.cos.as_ptr(), angle.sin.as_ptr());
     let (step, mut i) = (S::LANES / 2, 0);
-    // SAFETY: with `half = angle.cos.len()`, `i + LANES / 2 <= half` where a vector is accessed and `i <
-    // half` where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`. `ALTERNATING`
-    // is as long as the longest vector.
+    // SAFETY: with `half = angle.cos.len()`, `i + LANES / 2 <= half` where a vector is accessed, and
+    // `i < half` where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`.
+    // `ALTERNATING` is as long as the longest vector.
     unsafe {
         let (sign, scale) = (S::mul(S::splat(angle.sign), S::load(ALTERNATING.as_ptr())), S::splat(factor));
         while i + step <= half {
@@ -281,8 +281,7 @@ unsafe fn pair<E: Lane>(
     (cos, sin): (f32, f32),
     factor: f32,
 ) {
-    // SAFETY: the caller guarantees that elements `x` and `y` of `from` are readable, and those of `to`
-    // writable.
+    // SAFETY: by contract, elements `x` and `y` of `from` are readable, and those of `to` writable.
     unsafe {
         let (a, b) = (from.add(x).read().to_f32(), from.add(y).read().to_f32());
         to.add(x).write(E::from_f32((a * cos - b * sin) * factor));

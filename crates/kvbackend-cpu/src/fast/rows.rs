@@ -159,10 +159,15 @@ impl Fast {
         // Both planes use the same slot mapping.
         let twice = OnceCell::new();
         let twice = || *twice.get_or_init(|| has_duplicates(&op.slots, op.arena.layout().num_slots()));
-        for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
-            let KvFormat::Dense(dtype) = plane.format else {
-                self.scatter_codes(op, &plane, rows, twice)?;
-                continue;
+        for (plane, rows, rotation) in
+            [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+        {
+            let dtype = match plane.format {
+                KvFormat::Dense(dtype) if rotation.is_none() => dtype,
+                _ => {
+                    self.scatter_converted(op, &plane, rows, rotation, twice)?;
+                    continue;
+                }
             };
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let parts = self.parts_of_scatter(&m, twice);

@@ -71,8 +71,8 @@ impl Copy<'_> {
     /// Every run that `axes` and `inner` reach from `at` lies inside `self.from` and `self.to`. No byte is
     /// both read and written, and no other thread accesses the bytes written.
     unsafe fn over(&self, axes: &[Axis], at: (usize, usize), inner: &(Axis, Axis)) {
-        // SAFETY: the caller guarantees that all runs lie inside both sides, and each recursive call reaches
-        // a part of them.
+        // SAFETY: by contract, all runs lie inside both sides, and each recursive call reaches a part of
+        // them.
         unsafe {
             if let Some((axis, rest)) = axes.split_first() {
                 for i in 0..axis.n {
@@ -98,7 +98,7 @@ impl Copy<'_> {
 /// there.
 unsafe fn squares<T: std::marker::Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
     each_square(axes, |from_at, to_at| {
-        // SAFETY: the caller guarantees that an element at `from_at` is readable and one at `to_at` writable.
+        // SAFETY: by contract, an element at `from_at` is readable and one at `to_at` writable.
         unsafe { to.add(to_at).cast::<T>().write_unaligned(from.add(from_at).cast::<T>().read_unaligned()) }
     });
 }
@@ -110,8 +110,8 @@ unsafe fn squares<T: std::marker::Copy>(from: *const u8, to: *mut u8, axes: &(Ax
 /// do not overlap, and no other thread writes there.
 unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) {
     each_square(axes, |from_at, to_at| {
-        // SAFETY: the caller guarantees `bytes` readable bytes at `from_at` and as many writable ones at
-        // `to_at`, apart from each other.
+        // SAFETY: by contract, `bytes` bytes at `from_at` are readable and as many at `to_at` writable, apart
+        // from each other.
         unsafe { std::ptr::copy_nonoverlapping(from.add(from_at), to.add(to_at), bytes) }
     });
 }

@@ -19,7 +19,7 @@ use super::{Bytes, CpuStorage, LARGE_PAGE, Owner, pages};
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
-    /// Whether each page is mapped, by page number. Locked before the bytes, never after.
+    /// For each page, whether the page is mapped, by page number. Locked before the bytes, never after.
     mapped: Mutex<Vec<bool>>,
     page: usize,
 }

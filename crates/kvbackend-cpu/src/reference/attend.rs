@@ -42,7 +42,7 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<Partial
         values: Rows::new(&op.arena.v_plane(), &mut parts)?,
     };
     let rows: Vec<(usize, &AttendRows)> =
-        op.batch.iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
+        op.work.batch().iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
     let nested: Vec<Vec<Partial>> =
         rows.par_iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect::<Result<_>>()?;
     Ok(nested.into_iter().flatten().collect())
@@ -139,12 +139,12 @@ impl Inputs<'_> {
         let (op, s, heads) = (self.op, self.op.arena.layout().shape(), self.queries.heads);
         let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
         let latent = self.latents.as_ref().map(|latents| latents.of(row, head));
-        let mut groups = vec![Open::new(s.v_dim); op.groups.len()];
+        let mut groups = vec![Open::new(s.v_dim); op.work.groups().len()];
         let (mut query, mut turned) = (Turned::default(), Turned::default());
         let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
         for (segment, tokens) in seen.iter().filter(|(_, tokens)| !tokens.is_empty()) {
             let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
-            let q = query.by(op, self.queries.of(row, head), op.rows[row].position - moved)?;
+            let q = query.by(op, self.queries.of(row, head), op.work.rows()[row].position - moved)?;
             let group = &mut groups[segment.merge_group];
             for j in tokens.clone() {
                 let block = segment.blocks[j / s.block_size].index();
@@ -198,7 +198,7 @@ impl Turned {
 /// Merges groups by their scaled log-sum-exps.
 fn merge(op: &Attend, groups: Vec<Open>) -> (Vec<f32>, f32) {
     let mut all = Open::new(op.arena.layout().shape().v_dim);
-    for (mut open, group) in groups.into_iter().zip(op.groups.iter()) {
+    for (mut open, group) in groups.into_iter().zip(op.work.groups().iter()) {
         if !open.is_empty() {
             let lse = open.lse() * group.lse_scale;
             open.values.iter_mut().for_each(|x| *x /= open.sum);

@@ -1,4 +1,4 @@
-//! Whole blocks: copies inside an arena and between arenas, and copies with keys rotated.
+//! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Scatter and gather: rows to slots, slots to rows.
 
-use kvcore::{DType, Gather, KvFormat, Result, Rotation, Scatter};
+use kvcore::{DType, Gather, KvFormat, Result, Rotation, RowRotation, Scatter};
 
 use super::{Rotator, locks};
 use crate::element::{Element, dispatch, elements, elements_mut};
@@ -23,8 +23,14 @@ impl Movement<'_> {
 }
 
 pub(crate) fn scatter(op: &Scatter) -> Result<()> {
-    for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+    for (plane, rows, rotation) in
+        [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+    {
         let movement = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+        if let Some(rotation) = rotation {
+            dispatch!(rows.dtype(), S => scatter_rotated::<S>(&movement, rotation))?;
+            continue;
+        }
         match plane.format {
             KvFormat::Dense(dtype) => dispatch!(dtype, T => {
                 if rows.dtype() == DType::F32 {
@@ -67,6 +73,29 @@ fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
         }
         cache.write(at, &wide)
     })
+}
+
+/// Scatters rows that are rotated in f32 on the way, into a plane of any format.
+fn scatter_rotated<S: Element>(m: &Movement, rotation: &RowRotation) -> Result<()> {
+    let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
+    let mut parts = access.parts();
+    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
+    let mut cache = RowsMut::new(&m.plane, &mut parts)?;
+    let used = m.tokens(0..m.slots.len()).map(|(row, _)| rotation.positions[row]);
+    let mut rotator = Rotator::new(&rotation.rope, used)?;
+    let (factor, strides) = (rotation.rope.attention_factor(), m.rows.strides());
+    let mut wide = vec![0.0; m.plane.dim];
+    for (row, at) in m.tokens(0..m.slots.len()) {
+        for head in 0..m.plane.heads {
+            let from = m.rows.offset() + row * strides[0] + head * strides[1];
+            for (x, y) in wide.iter_mut().zip(&rows[from..]) {
+                *x = y.to_f32();
+            }
+            rotator.rotate(&mut wide, rotation.positions[row], factor);
+            cache.write(at.head(head), &wide)?;
+        }
+    }
+    Ok(())
 }
 
 pub(crate) fn gather(op: &Gather) -> Result<()> {

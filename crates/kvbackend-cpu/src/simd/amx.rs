@@ -165,8 +165,8 @@ macro_rules! products {
 #[inline]
 pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && [1, PARTS].contains(&shared.parts));
-    // SAFETY: the caller guarantees readable tiles for `steps >= 1` steps, [`EACH`] writable tiles at `out`,
-    // and configured tiles; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`EACH`] tiles, and
+    // tiles are configured; the assembly accesses nothing else.
     unsafe {
         if shared.parts == 1 {
             products!(each, shared, steps, out, ("tileloadd tmm4, [{shared} + {row}]"), ("tmm7, tmm4"));
@@ -195,8 +195,8 @@ pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, step
 #[inline]
 pub(crate) unsafe fn row_by_each_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && shared.parts == PARTS);
-    // SAFETY: the caller guarantees readable tiles for `steps >= 1` steps, [`EACH`] writable tiles at `out`,
-    // and configured tiles; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`EACH`] tiles, and
+    // tiles are configured; the assembly accesses nothing else.
     unsafe {
         products!(
             each,
@@ -216,7 +216,7 @@ pub(crate) unsafe fn row_by_each_columns(_: &Tiles, each: Each, shared: Shared, 
 /// Returns the upper half of every element, with zeros below.
 #[inline(always)]
 unsafe fn cut(a: __m512) -> __m512 {
-    // SAFETY: the caller guarantees AVX-512 F; no pointer is involved.
+    // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
     unsafe {
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), upper))
@@ -230,7 +230,7 @@ unsafe fn cut(a: __m512) -> __m512 {
 /// The processor supports AVX-512 F and DQ, and the caller is compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn parts(a: __m512) -> [__m512; PARTS] {
-    // SAFETY: the caller guarantees AVX-512 F and DQ; no pointer is involved.
+    // SAFETY: AVX-512 F and DQ are available by contract, and no pointer is involved.
     unsafe {
         let first = cut(a);
         let infinite = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(a), _mm512_set1_ps(f32::INFINITY));

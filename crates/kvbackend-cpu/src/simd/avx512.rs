@@ -39,7 +39,8 @@ const UPPER: [u16; 32] = {
 /// The processor supports AVX-512 F and BW, and the caller is compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: the caller guarantees AVX-512 F and BW, and `UPPER` has 32 elements of 16 bits, a whole vector.
+    // SAFETY: AVX-512 F and BW are available by contract, and `UPPER` has 32 elements of 16 bits, a whole
+    // vector.
     unsafe {
         let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
         _mm512_permutex2var_epi16(a, upper, b)
@@ -51,7 +52,7 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 /// Returns bits whose upper half is the number rounded to bf16, ties to even.
 #[inline(always)]
 unsafe fn rounded(a: __m512) -> __m512i {
-    // SAFETY: the caller guarantees AVX-512 F; no pointer is involved.
+    // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
     unsafe {
         let bits = _mm512_castps_si512(a);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));

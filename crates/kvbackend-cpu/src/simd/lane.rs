@@ -19,8 +19,8 @@ pub(crate) trait Lane: Element {
     /// Stores two vectors, one after the other: `2 * S::LANES` elements.
     #[inline(always)]
     unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
-        // SAFETY: the caller guarantees the instruction set of `S`, and that `to` is valid for writes of `2 *
-        // S::LANES` elements.
+        // SAFETY: by contract, the instruction set of `S` is available, and `to` is valid for writes of two
+        // vectors.
         unsafe {
             Self::store::<S>(to, a);
             Self::store::<S>(to.add(S::LANES), b);
@@ -72,8 +72,7 @@ half!(f16, load_f16, store_f16, store_f16_twice);
 /// two do not overlap.
 #[inline(always)]
 pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, n: usize) {
-    // SAFETY: the caller guarantees that `from` holds `n` elements of `dtype` and `to` holds `n` of f32,
-    // without overlap.
+    // SAFETY: by contract, `from` holds `n` elements of `dtype` and `to` holds `n` of f32, without overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f16, f32>(from.cast(), to, n),
@@ -91,8 +90,7 @@ pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32,
 /// two do not overlap.
 #[inline(always)]
 pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, n: usize) {
-    // SAFETY: the caller guarantees that `from` holds `n` elements of f32 and `to` holds `n` of `dtype`,
-    // without overlap.
+    // SAFETY: by contract, `from` holds `n` elements of f32 and `to` holds `n` of `dtype`, without overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f32, f16>(from, to.cast(), n),

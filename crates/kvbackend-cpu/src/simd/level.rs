@@ -143,8 +143,8 @@ impl Available {
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline(never)]
 pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
-    // SAFETY: the caller guarantees AVX2, FMA, F16C and the conditions of `task`, and this function is
-    // compiled for the instructions.
+    // SAFETY: AVX2, FMA, F16C and the conditions of `task` hold by contract, and this function is compiled
+    // for the instructions.
     unsafe { task.run::<Avx2>() }
 }
 
@@ -157,8 +157,8 @@ pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline(never)]
 pub(super) unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
-    // SAFETY: the caller guarantees AVX-512 and the conditions of `task`, and this function is compiled for
-    // the instructions.
+    // SAFETY: AVX-512 and the conditions of `task` hold by contract, and this function is compiled for the
+    // instructions.
     unsafe { task.run::<Avx512>() }
 }
 

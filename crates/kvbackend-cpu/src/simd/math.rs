@@ -2,7 +2,8 @@
 
 use super::Simd;
 
-/// Returns `e^x` to about one unit in the last place for `x ≤ 88`. The result is 0 below −88 and NaN for NaN.
+/// Returns `e^x` to about one unit in the last place for `−87 ≤ x ≤ 88`. The result is 0 below −87.7 and NaN
+/// for NaN.
 ///
 /// `e^x = 2^n · e^r` with an integer `n` and `|r| ≤ ln 2 / 2`. `e^r` is its Taylor polynomial of degree 7,
 /// whose remainder is below 2⁻²⁷ there.
@@ -12,7 +13,7 @@ use super::Simd;
 /// requires.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
-    // SAFETY: the caller guarantees the instruction set of `S`; no pointer is involved.
+    // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
     unsafe {
         let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));

@@ -79,7 +79,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const LANES: usize;
     /// Vectors that the processor holds in registers. They bound the size of a block of products.
     const REGISTERS: usize;
-    /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
+    /// True if [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
     /// Runs a task in a function of its own.
@@ -104,7 +104,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Returns the sums of the elements of four vectors.
     #[inline(always)]
     unsafe fn sum_four(a: Self::V, b: Self::V, c: Self::V, d: Self::V) -> [f32; 4] {
-        // SAFETY: the caller guarantees the instruction set of `Self`; no pointer is involved.
+        // SAFETY: `Self`'s instruction set is available by contract, and no pointer is involved.
         unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
     }
     /// Transposes the first `LANES` vectors of `square` as a matrix.
@@ -121,7 +121,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Stores two vectors, one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_bf16_twice(to: *mut u16, a: Self::V, b: Self::V) {
-        // SAFETY: the caller guarantees that `to` is valid for writes of `2 * LANES` elements.
+        // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
         unsafe {
             Self::store_bf16(to, a);
             Self::store_bf16(to.add(Self::LANES), b);
@@ -132,7 +132,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Stores two vectors, one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_f16_twice(to: *mut u16, a: Self::V, b: Self::V) {
-        // SAFETY: the caller guarantees that `to` is valid for writes of `2 * LANES` elements.
+        // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
         unsafe {
             Self::store_f16(to, a);
             Self::store_f16(to.add(Self::LANES), b);

@@ -106,59 +106,57 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load_twice(from: *const f32) -> Self::V {
-        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES / 2` elements, and `i / 2 <
-        // LANES / 2`.
+        // SAFETY: by contract, `from` is valid for reads of `LANES / 2` elements, and `i / 2 < LANES / 2`.
         each(|i| unsafe { from.add(i / 2).read() })
     }
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self::V {
-        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements and aligned for
-        // f32, as an array of f32 is.
+        // SAFETY: by contract, `from` is valid for reads of `LANES` elements and aligned for f32, as an array
+        // of f32 is.
         unsafe { from.cast::<Self::V>().read() }
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, a: Self::V) {
-        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements and aligned for
-        // f32, as an array of f32 is.
+        // SAFETY: by contract, `to` is valid for writes of `LANES` elements and aligned for f32, as an array
+        // of f32 is.
         unsafe { to.cast::<Self::V>().write(a) }
     }
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self::V {
-        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
+        // SAFETY: by contract, `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from_bits(u32::from(from.add(i).read()) << 16) })
     }
 
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: Self::V) {
-        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements, and `i < LANES`.
+        // SAFETY: by contract, `to` is valid for writes of `LANES` elements, and `i < LANES`.
         (0..LANES).for_each(|i| unsafe { to.add(i).write(bf16::from_f32(a[i]).to_bits()) });
     }
 
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> Self::V {
-        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
+        // SAFETY: by contract, `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f16::from_bits(from.add(i).read()).to_f32() })
     }
 
     #[inline(always)]
     unsafe fn store_f16(to: *mut u16, a: Self::V) {
-        // SAFETY: the caller guarantees that `to` is valid for writes of `LANES` elements, and `i < LANES`.
+        // SAFETY: by contract, `to` is valid for writes of `LANES` elements, and `i < LANES`.
         (0..LANES).for_each(|i| unsafe { to.add(i).write(f16::from_f32(a[i]).to_bits()) });
     }
 
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self::V {
-        // SAFETY: the caller guarantees that `from` is valid for reads of `LANES` elements, and `i < LANES`.
+        // SAFETY: by contract, `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from(from.add(i).read()) })
     }
 
     #[inline(always)]
     unsafe fn stream_line(to: *mut u8, from: *const u8) {
-        // SAFETY: the caller guarantees that `from` is valid for reads of 64 bytes and `to` for writes of 64
-        // bytes.
+        // SAFETY: by contract, `from` is valid for reads of 64 bytes and `to` for writes of 64 bytes.
         unsafe { to.cast::<[u64; 8]>().write_unaligned(from.cast::<[u64; 8]>().read_unaligned()) }
     }
 

@@ -3,8 +3,7 @@
 
 mod common;
 mod faulty;
-mod manager;
+mod permits;
 mod sharing;
 mod sleeping;
-mod spanned;
 mod statics;

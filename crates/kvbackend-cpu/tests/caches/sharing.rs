@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    BlockKey, BlockPool, Error, EventQueue, Gather, KeyScheme, KeyScope, KvArena, KvCache, KvEvent,
-    PagedKvCache, Places, PoolConfig, SequenceId, SequenceStart, SlotMapping, VllmChain, VllmExtras,
+    BlockKey, BlockPool, Error, EventQueue, Gather, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache,
+    PoolConfig, SequenceId, SequenceStart, VllmChain, VllmExtras, WriteSlots,
 };
 use rstest::rstest;
 
@@ -287,73 +287,4 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
         cache.free(id).unwrap();
     }
     cache.pool().check_invariants().unwrap();
-}
-
-#[rstest]
-fn slots_of_others_and_of_freed_sequences_are_not_written(
-    #[values(Immediate, Deferred)] execution: Execution,
-) {
-    let m = Memory::new(execution);
-    let mut cache = cache(&m, 8);
-    let tokens = [1, 2, 3, 4, 5];
-    let (a, _, old) = cache.admit(root(), &tokens).unwrap();
-    write_at(&m, &cache, a, &old, 7.0).unwrap();
-    cache.commit(a, &tokens).unwrap();
-    let before = contents(&m, &cache, a);
-    let refused = write_at(&m, &cache, a, &old, 9.0).unwrap_err();
-    assert!(matches!(refused, Error::NotOwned { .. }), "the first block is shared now: {refused}");
-    let b = cache.create(SequenceStart::default()).unwrap();
-    let own = cache.grow(b, 5).unwrap();
-    assert!(matches!(write_at(&m, &cache, a, &own, 9.0), Err(Error::NotOwned { .. })));
-    assert_eq!(contents(&m, &cache, a), before);
-    cache.free(b).unwrap();
-    assert_eq!(write_at(&m, &cache, b, &own, 9.0), Err(Error::UnknownSequence(1)));
-    assert!(cache.slots(b, 0..1).is_err() && cache.segment(b).is_err() && cache.fork(b).is_err());
-    let c = cache.create(SequenceStart::default()).unwrap();
-    cache.grow(c, 3).unwrap();
-    let stale = write_at(&m, &cache, c, &own, 9.0);
-    assert!(matches!(stale, Err(Error::NotOwned { .. })), "not all of these slots are its own");
-}
-
-/// Rows of two sequences in one call, refused as a whole if one slot is not theirs to write.
-#[rstest]
-fn an_update_of_a_batch_writes_only_blocks_that_live_sequences_fill(
-    #[values(Immediate, Deferred)] execution: Execution,
-) {
-    let m = Memory::new(execution);
-    let mut cache = cache(&m, 8);
-    let tokens = [1, 2, 3, 4, 5];
-    let (a, _, slots_a) = cache.admit(root(), &tokens).unwrap();
-    let b = cache.create(SequenceStart::default()).unwrap();
-    let slots_b = cache.grow(b, 2).unwrap();
-    let both = SlotMapping::concat([&slots_a, &slots_b]);
-    let update = |cache: &mut PagedKvCache, slots: &SlotMapping, first: f32| {
-        let rows = m.tensor(&[HEADS, slots.len(), DIM], first);
-        KvCache::update(cache, m.stream.as_ref(), 0, &rows, &rows, Places::Slots(slots)).map(drop)
-    };
-    update(&mut cache, &both.padded(9), 1.0).unwrap();
-    let before = contents(&m, &cache, a);
-    assert!(before[..5 * HEADS * DIM].iter().all(|x| *x != 0.0));
-    cache.commit(a, &tokens).unwrap();
-    let shared = slots_a.slots()[0];
-    assert_eq!(update(&mut cache, &both, 9.0), Err(Error::NotOwned { slot: shared, sequence: None }));
-    assert_eq!(contents(&m, &cache, a), before, "nothing of a refused batch is written");
-    cache.free(b).unwrap();
-    let freed = slots_b.slots()[0];
-    assert_eq!(update(&mut cache, &slots_b, 9.0), Err(Error::NotOwned { slot: freed, sequence: None }));
-    let own = cache.slots(a, 4..5).unwrap();
-    update(&mut cache, &own, 9.0).unwrap();
-    let outside: SlotMapping = vec![8 * 4].into();
-    assert_eq!(update(&mut cache, &outside, 9.0), Err(Error::NotOwned { slot: 32, sequence: None }));
-}
-
-fn write_at(
-    m: &Memory,
-    cache: &PagedKvCache,
-    id: SequenceId,
-    slots: &SlotMapping,
-    first: f32,
-) -> kvcore::Result<()> {
-    let rows = m.tensor(&[slots.len(), HEADS, DIM], first);
-    cache.write(id, m.stream.as_ref(), 0, rows.clone(), rows, slots)
 }

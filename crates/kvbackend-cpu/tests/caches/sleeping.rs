@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use kvbackend_cpu::{CpuBackend, CpuReserved, Execution};
 use kvcore::{
     Backend, BlockId, BlockOrder, Capabilities, CounterSnapshot, DType, Error, KvArena, KvLayout, KvShape,
-    MemoryKind, ReservedArena, ReservedStorage, Result, Storage, Stream, SwapBlocks, TensorView,
+    MemoryKind, ReservedArena, ReservedStorage, Result, Storage, Stream, SwapBlocks, TensorView, WritePairs,
 };
 use rstest::rstest;
 
@@ -58,8 +58,14 @@ fn block(backend: &dyn Backend, arena: &KvArena, block: u32) -> Vec<u8> {
     let stream = backend.stream().unwrap();
     let one = layout(KvShape { num_blocks: 1, ..arena.layout().shape().clone() });
     let one = KvArena::allocate(backend, MemoryKind::System, one).unwrap();
-    let pairs = Arc::new([(BlockId(block), BlockId(0))]);
-    stream.swap_blocks(&SwapBlocks { src: arena.clone(), dst: one.clone(), pairs }).unwrap();
+    let pairs = [(BlockId(block), BlockId(0))];
+    stream
+        .swap_blocks(&SwapBlocks {
+            src: arena.clone(),
+            dst: one.clone(),
+            pairs: WritePairs::unchecked(pairs),
+        })
+        .unwrap();
     let read = |storage: &Arc<dyn Storage>| {
         let mut bytes = vec![0; storage.len()];
         let view = TensorView::new(Arc::clone(storage), DType::U8, &[bytes.len()]).unwrap();

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    BlockId, BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, Gather, KvArena,
-    KvCache, KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, Places, RankInfo, SequenceStart,
-    SlotMapping, StaticCacheConfig, StaticKvCache, TensorView,
+    BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, Gather, KvArena, KvCache,
+    KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, RankInfo, SequenceStart, StaticCacheConfig,
+    StaticKvCache, TensorView,
 };
 use rstest::rstest;
 
@@ -176,48 +176,6 @@ fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] exec
 
 /// The example of seed 000: five tokens to slots of blocks 5, 12 and 7, given head-major.
 #[rstest]
-fn a_paged_update_scatters_across_blocks_and_returns_the_layer(
-    #[values(Immediate, Deferred)] execution: Execution,
-) {
-    let m = Memory::new(execution);
-    let mut cache = PagedKvCache::new(m.arena(16, 16), BlockPool::new(0..16).unwrap()).unwrap();
-    let rows = m.tensor(&[HEADS, 5, DIM], 1.0);
-    let targets = [5 * 16, 5 * 16 + 1, 12 * 16 + 3, 12 * 16 + 4, 7 * 16 + 15];
-    let slots: SlotMapping = targets.to_vec().into();
-    let cache: &mut dyn KvCache = &mut cache;
-    let sequence = cache.create(SequenceStart::default()).unwrap();
-    cache.grow(sequence, 13 * 16).unwrap();
-    assert!(
-        targets.iter().all(|slot| cache
-            .segment(sequence)
-            .unwrap()
-            .blocks
-            .contains(&BlockId(*slot as u32 / 16)))
-    );
-    let (k, v) = cache.update(m.stream.as_ref(), 1, &rows, &rows, Places::Slots(&slots)).unwrap();
-    assert_eq!((k.shape(), v.shape()), (&[16, HEADS, 16, DIM][..], &[16, HEADS, 16, DIM][..]));
-    for (token, slot) in targets.into_iter().enumerate() {
-        for head in 0..HEADS {
-            let expected = 1.0 + ((head * 5 + token) * DIM) as f32;
-            for view in [&k, &v] {
-                assert_eq!(at(&m, view, [slot as usize / 16, head, slot as usize % 16]), expected);
-            }
-        }
-    }
-    let written = m
-        .values(&TensorView::new(Arc::clone(k.storage()), DType::F32, &[2 * 16 * HEADS * 16 * DIM]).unwrap());
-    assert_eq!(written.iter().filter(|x| **x != 0.0).count(), 5 * HEADS * DIM, "nothing else");
-
-    let stray: SlotMapping = vec![0, 1, 2, 3, 16 * 16].into();
-    for (layer, places) in [(2, Places::Slots(&slots)), (0, Places::Slots(&stray)), (0, Places::Starts(&[0]))]
-    {
-        assert!(cache.update(m.stream.as_ref(), layer, &rows, &rows, places).is_err());
-    }
-    let two = m.tensor(&[5, DIM], 0.0);
-    assert!(cache.update(m.stream.as_ref(), 0, &two, &two, Places::Slots(&slots)).is_err());
-}
-
-#[rstest]
 fn sequences_of_a_static_cache_take_entries_and_give_them_back(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
@@ -228,8 +186,8 @@ fn sequences_of_a_static_cache_take_entries_and_give_them_back(
     let a = cache.create(SequenceStart::default()).unwrap();
     let b = cache.create(start).unwrap();
     assert!(matches!(cache.create(start), Err(Error::OutOfRange { value: 3, limit: 3, .. })));
-    assert_eq!(cache.grow(a, 3).unwrap().slots()[..], [0, 1, 2]);
-    assert_eq!(cache.grow(b, 2).unwrap().slots()[..], [8, 9]);
+    assert_eq!(cache.grow(a, 3).unwrap()[..], [0, 1, 2]);
+    assert_eq!(cache.grow(b, 2).unwrap()[..], [8, 9]);
     assert!(cache.grow(b, 7).is_err(), "past the cache");
     let segment = cache.segment(b).unwrap();
     assert_eq!((segment.len, segment.logical_start, segment.stored_start), (2, 3, 7));
@@ -240,10 +198,6 @@ fn sequences_of_a_static_cache_take_entries_and_give_them_back(
     assert!(cache.grow(a, 1).is_err(), "slots of a freed sequence");
     let c = cache.create(SequenceStart::default()).unwrap();
     assert_eq!((cache.len(c).unwrap(), cache.num_sequences()), (0, 2));
-    let slots: SlotMapping = vec![0].into();
-    let row = m.tensor(&[HEADS, 1, DIM], 0.0);
-    let wrong = cache.update(m.stream.as_ref(), 0, &row, &row, Places::Slots(&slots));
-    assert_eq!(wrong.unwrap_err(), Error::WrongCache { cache: "static", given: "slots" });
     cache.reset();
     assert_eq!(cache.num_sequences(), 0);
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Attend, AttendMla, AttendRows, BlockId, BlockOrder, DType, KeyForm, KvShape, MemoryKind, MergeGroup,
-    QueryRow, Rope, RopeConfig, Segment, Selection, SelectionUnit, TensorView, allocate_tensor,
+    Attend, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, DType, KeyForm, KvShape, MemoryKind,
+    MergeGroup, QueryRow, Rope, RopeConfig, Segment, Selection, SelectionUnit, TensorView, allocate_tensor,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -21,7 +21,7 @@ struct Call {
     window: Option<usize>,
     softcap: Option<f32>,
     unrotated: bool,
-    /// Whether the call rotates the queries.
+    /// True if the call rotates the queries.
     roped: bool,
     selected: Option<(bool, u64)>,
     latent: bool,
@@ -144,17 +144,21 @@ impl Call {
             layer: shape.num_layers - 1,
             q,
             rope: self.roped.then(|| Arc::new(Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap())),
-            keys: if self.unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
-            rows: self.rows.iter().map(|&(logical, position)| QueryRow { logical, position }).collect(),
-            batch: [AttendRows { selection, ..AttendRows::new(0..rows, segments) }].into(),
-            groups: [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }].into(),
-            // The scale follows the dimension of the products, so that logits have a size at which only
+            keys: if self.unrotated { KeyForm::Unrotated } else { KeyForm::Rotated }, // The scale follows the dimension of the products, so that logits have a size at which only
             // rounding differs.
             scale: 1.0 / ((shape.k_dim + if self.latent { shape.v_dim } else { 0 }) as f32).sqrt(),
             window: self.window,
             softcap: self.softcap,
             out: out.clone(),
             lse: Some(lse.clone()),
+            work: Arc::new(AttendWork::with_groups(
+                self.rows
+                    .iter()
+                    .map(|&(logical, position)| QueryRow { logical, position })
+                    .collect::<Vec<_>>(),
+                [AttendRows { selection, ..AttendRows::new(0..rows, segments) }],
+                [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }],
+            )),
         };
         if self.latent {
             let q_latent = lab.rows(self.q_dtype, [rows, heads, shape.v_dim], self.gap, 8);
@@ -232,9 +236,10 @@ fn infinity_and_nan_stay_with_those_who_see_them(
             q: lab.rows(DType::F32, [TOKENS, 1, 64], 0, 7),
             rope: None,
             keys: KeyForm::Rotated,
-            rows: (0..TOKENS).map(|t| QueryRow { logical: t, position: t as i64 }).collect(),
-            batch: [AttendRows::new(0..TOKENS, segments)].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                (0..TOKENS).map(|t| QueryRow { logical: t, position: t as i64 }).collect::<Vec<_>>(),
+                [AttendRows::new(0..TOKENS, segments)],
+            )),
             scale: 0.125,
             window: None,
             softcap: None,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuStorage;
 use kvcore::{
     ApplyRope, BlockId, BlockOrder, CopyBlocks, DType, Error, Gather, KvArena, KvLayout, KvShape, MemoryKind,
-    Rope, RopeConfig, Scatter, Storage, TensorView,
+    Rope, RopeConfig, Scatter, Storage, TensorView, WritePairs, WriteSlots,
 };
 
 use super::{Lab, ways};
@@ -35,11 +35,19 @@ fn a_pool_of_more_than_four_gibibytes_is_addressed_right() {
         let slots: Arc<[i64]> = [last, 0, last - 17].into();
         let rows = |dim: usize, heads: usize, seed| lab.rows(DType::BF16, [3, heads, dim], 0, seed);
         let (k, v) = (rows(2048, 8, 1), rows(1, 1, 2));
-        let op =
-            Scatter { arena: arena.clone(), layer: 0, k: k.clone(), v: v.clone(), slots: Arc::clone(&slots) };
+        let op = Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k: k.clone(),
+            v: v.clone(),
+            slots: WriteSlots::unchecked(Arc::clone(&slots)),
+            rotation: None,
+        };
         lab.stream.scatter(&op).unwrap();
-        let pairs = [(BlockId(9215), BlockId(4000))].into();
-        lab.stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs }).unwrap();
+        let pairs = [(BlockId(9215), BlockId(4000))];
+        lab.stream
+            .copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: WritePairs::unchecked(pairs) })
+            .unwrap();
         let (got, got_v) = (rows(2048, 8, 3), rows(1, 1, 4));
         let slots = [4000 * 16 + 15, 0, last - 17].into();
         let gather = Gather { arena, layer: 0, slots, k: got.clone(), v: got_v.clone(), rotation: None };

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kvcore::{
     ApplyRope, BlockId, BlockOrder, CopyBlocks, CopyTensor, DType, Gather, KvShape, MemoryKind, Pairing,
-    Rope, RopeConfig, RopeScaling, RotateKeys, Rotation, Scatter, SwapBlocks, allocate_tensor,
+    Rope, RopeConfig, RopeScaling, RotateKeys, Rotation, Scatter, SwapBlocks, WritePairs, WriteSlots,
+    allocate_tensor,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -58,7 +59,7 @@ proptest! {
             let k = lab.rows(dtype, [slots.len(), shape.k_heads, shape.k_dim], gap, 3);
             let v = lab.rows(dtype, [slots.len(), shape.v_heads, shape.v_dim], gap, 4);
             let layer = shape.num_layers - 1;
-            lab.stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots: Arc::clone(&slots) }).unwrap();
+            lab.stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots: WriteSlots::unchecked(Arc::clone(&slots)), rotation: None }).unwrap();
             lab.contents(&arena)
         }, equal)?;
     }
@@ -125,14 +126,14 @@ proptest! {
         compare(|lab| {
             let (here, there) = (lab.arena(&shape, 1), lab.arena(&KvShape { order, ..shape.clone() }, 2));
             let pairs = Arc::clone(&pairs);
-            lab.stream.copy_blocks(&CopyBlocks { arena: here.clone(), pairs: Arc::clone(&pairs) }).unwrap();
-            let swap = SwapBlocks { src: here.clone(), dst: there.clone(), pairs: Arc::clone(&pairs) };
+            lab.stream.copy_blocks(&CopyBlocks { arena: here.clone(), pairs: WritePairs::unchecked(Arc::clone(&pairs)) }).unwrap();
+            let swap = SwapBlocks { src: here.clone(), dst: there.clone(), pairs: WritePairs::unchecked(Arc::clone(&pairs)) };
             lab.stream.swap_blocks(&swap).unwrap();
             let swapped = lab.contents(&there);
             let rotation = Rotation { rope: rope(shape.k_dim, rotary, interleaved, false), delta };
             for dst in [&here, &there] {
                 let (src, dst, rotation) = (here.clone(), dst.clone(), rotation.clone());
-                let op = RotateKeys { src, dst, layer: shape.num_layers - 1, pairs: Arc::clone(&pairs), rotation };
+                let op = RotateKeys { src, dst, layer: shape.num_layers - 1, pairs: WritePairs::unchecked(Arc::clone(&pairs)), rotation };
                 lab.stream.rotate_keys(&op).unwrap();
             }
             [swapped, lab.contents(&here), lab.contents(&there)].concat()
@@ -161,7 +162,14 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows(#[values(3, 4)] count: usize) 
         let rows = |seed| lab.rows(DType::BF16, [600, 2, 64], 0, seed);
         let (k, v) = (rows(3), rows(4));
         lab.stream
-            .scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: Arc::clone(&slots) })
+            .scatter(&Scatter {
+                arena: arena.clone(),
+                layer: 0,
+                k,
+                v,
+                slots: WriteSlots::unchecked(Arc::clone(&slots)),
+                rotation: None,
+            })
             .unwrap();
         let offered = encode(DType::BF16, &numbers(600 * 128, 3));
         let cache = lab.bytes(arena.k());

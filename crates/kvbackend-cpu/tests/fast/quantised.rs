@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Attend, AttendRows, BlockId, BlockOrder, DType, Dequantize, Gather, KeyForm, KvFormat, KvShape,
-    MemoryKind, MergeGroup, Quantize, QueryRow, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment,
-    allocate_tensor,
+    Attend, AttendRows, AttendWork, BlockId, BlockOrder, DType, Dequantize, Gather, KeyForm, KvFormat,
+    KvShape, MemoryKind, Quantize, QueryRow, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment,
+    WritePairs, WriteSlots, allocate_tensor,
 };
 use proptest::prelude::*;
 
@@ -58,7 +58,14 @@ fn filled(lab: &Lab, shape: &KvShape, dtype: DType) -> kvcore::KvArena {
     for layer in 0..shape.num_layers {
         let k = lab.rows(dtype, [slots.len(), shape.k_heads, shape.k_dim], 1, 3 + layer as u64);
         let v = lab.rows(dtype, [slots.len(), shape.v_heads, shape.v_dim], 1, 4 + layer as u64);
-        let op = Scatter { arena: arena.clone(), layer, k, v, slots: Arc::clone(&slots) };
+        let op = Scatter {
+            arena: arena.clone(),
+            layer,
+            k,
+            v,
+            slots: WriteSlots::unchecked(Arc::clone(&slots)),
+            rotation: None,
+        };
         lab.stream.scatter(&op).unwrap();
     }
     arena
@@ -80,12 +87,12 @@ proptest! {
             lab.stream.gather(&op).unwrap();
             let dense = lab.arena(&KvShape { format: KvFormat::Dense(dtype), ..shape.clone() }, 9);
             let pairs: Arc<[_]> = [(BlockId(1), BlockId(0)), (BlockId(5), BlockId(3))].into();
-            let op = Dequantize { src: arena.clone(), dst: dense.clone(), pairs: Arc::clone(&pairs) };
+            let op = Dequantize { src: arena.clone(), dst: dense.clone(), pairs: WritePairs::unchecked(Arc::clone(&pairs)) };
             lab.stream.dequantize(&op).unwrap();
             let back: Arc<[_]> = [(BlockId(3), BlockId(2)), (BlockId(4), BlockId(1))].into();
-            lab.stream.quantize(&Quantize { src: dense.clone(), dst: arena.clone(), pairs: back }).unwrap();
-            let (src, dst, pairs) = (arena.clone(), arena.clone(), [(BlockId(0), BlockId(3))].into());
-            lab.stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs, rotation: rotation.clone() }).unwrap();
+            lab.stream.quantize(&Quantize { src: dense.clone(), dst: arena.clone(), pairs: WritePairs::unchecked(back) }).unwrap();
+            let (src, dst, pairs) = (arena.clone(), arena.clone(), [(BlockId(0), BlockId(3))]);
+            lab.stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs: WritePairs::unchecked(pairs), rotation: rotation.clone() }).unwrap();
             [lab.contents(&arena), lab.contents(&dense), lab.bytes(k.storage()), lab.bytes(v.storage())].concat()
         }, super::equal)?;
     }
@@ -108,7 +115,7 @@ proptest! {
             let row = allocate_tensor(lab.backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 1, 128]).unwrap();
             lab.stream.write(&row, bytemuck::cast_slice(&bits)).unwrap();
             let (k, v) = (row.clone(), row);
-            lab.stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: [0].into() }).unwrap();
+            lab.stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: WriteSlots::unchecked([0]), rotation: None }).unwrap();
             lab.contents(&arena)
         }, super::equal)?;
     }
@@ -120,21 +127,7 @@ proptest! {
             let blocks = (0..6).map(BlockId).collect();
             let out = lab.rows(DType::F32, [rows, 2 * shape.k_heads, shape.v_dim], 0, 1);
             let rope = Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap();
-            let op = Attend {
-                arena: filled(lab, &shape, DType::F32),
-                layer: 0,
-                q: lab.rows(DType::F32, [rows, 2 * shape.k_heads, shape.k_dim], 0, 2),
-                rope: Some(Arc::new(rope)),
-                keys: if unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
-                rows: (0..rows).map(|i| QueryRow { logical: tokens / 2 + i, position: (tokens / 2 + i) as i64 }).collect(),
-                batch: [AttendRows::new(0..rows, [Segment::new(blocks, tokens, 0, 0)])].into(),
-                groups: [MergeGroup::default()].into(),
-                scale: 0.1,
-                window: None,
-                softcap: None,
-                out: out.clone(),
-                lse: None,
-            };
+            let op = Attend { arena: filled(lab, &shape, DType::F32), layer: 0, q: lab.rows(DType::F32, [rows, 2 * shape.k_heads, shape.k_dim], 0, 2), rope: Some(Arc::new(rope)), keys: if unrotated { KeyForm::Unrotated } else { KeyForm::Rotated }, work: Arc::new(AttendWork::new((0..rows).map(|i| QueryRow { logical: tokens / 2 + i, position: (tokens / 2 + i) as i64 }).collect::<Vec<_>>(), [AttendRows::new(0..rows, [Segment::new(blocks, tokens, 0, 0)])])), scale: 0.1, window: None, softcap: None, out: out.clone(), lse: None };
             lab.stream.attend(&op).unwrap();
             lab.f32s(&out)
         }, |got, expected| {

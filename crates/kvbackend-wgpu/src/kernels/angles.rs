@@ -1,4 +1,4 @@
-//! The rows of a table of angles that a run of a kernel binds.
+//! The rows of a RoPE table that a run of a kernel binds.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -11,32 +11,32 @@ use crate::NAME;
 use crate::device::Device;
 use crate::pipeline::Binding;
 
-/// Rows of a table, bound. A kernel finds the row of a number at its magnitude less `first`, and turns the other
-/// way for negative numbers.
+/// Rows of a RoPE table, bound. A kernel finds the row of a number at its magnitude minus `first`, and
+/// rotates in the opposite direction if the number is negative.
 pub(super) struct Turns {
     pub(super) binding: Binding,
     pub(super) first: u32,
-    /// Magnitudes of the positions that rows were picked for, in order; none if they are bound as they lie.
+    /// Sorted magnitudes of the positions whose rows were picked; none if the rows are bound as they lie.
     picked: Option<Vec<u32>>,
 }
 
-/// Pairs that a rotary embedding turns.
+/// Returns the number of pairs that a RoPE rotates.
 pub(super) fn pairs_of(rope: &Rope) -> usize {
     rope.config().rotary_dim / 2
 }
 
 impl Turns {
-    /// The rows of all positions in some ranges.
+    /// Binds the rows of all positions in some ranges.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for more of them than the device binds at once.
+    /// Returns [`Error::Unsupported`] if the device cannot bind the rows at once.
     pub(super) fn of(
         device: &Arc<Device>,
         rope: &Rope,
         positions: impl Iterator<Item = RangeInclusive<i32>> + Clone,
     ) -> Result<Self> {
         let ends = positions.clone().flat_map(|range| {
-            // Between positions of both signs lies 0.
+            // A range with positions of both signs contains 0.
             let zero = (*range.start() < 0 && *range.end() > 0).then_some(0);
             [*range.start(), *range.end()].into_iter().chain(zero)
         });
@@ -44,7 +44,7 @@ impl Turns {
         let (low, high) = magnitudes.fold((u32::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
         let row = 8 * pairs_of(rope) as u64;
         let align = device.binding_align();
-        // Rows after which a row begins where a binding may.
+        // Rows after which a row begins at an offset where a binding may begin.
         let step = (1..=align).find(|rows| (rows * row).is_multiple_of(align)).unwrap_or(align);
         let first = u64::from(low.min(high));
         let first = first - first % step;
@@ -56,7 +56,7 @@ impl Turns {
         Ok(Self { binding: Binding { buffer, offset: first * row, size }, first: first as u32, picked: None })
     }
 
-    /// A table of the rows that are needed alone, where they lie too far apart.
+    /// Makes a table of only the rows that are needed, for rows that lie too far apart to be bound at once.
     fn picked(
         device: &Arc<Device>,
         rope: &Rope,
@@ -95,7 +95,7 @@ impl Turns {
         })
     }
 
-    /// The number of a position for the kernel. Those of positions that follow each other do so, too.
+    /// Returns the number of a position for the kernel. Consecutive positions have consecutive numbers.
     pub(super) fn number(&self, position: i32) -> i32 {
         let Some(picked) = &self.picked else { return position };
         let at = picked.partition_point(|&known| known < position.unsigned_abs()) as i32 + 1;

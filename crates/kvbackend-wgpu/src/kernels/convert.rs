@@ -1,4 +1,4 @@
-//! Rows that change on their way: other formats, rotations, scales.
+//! Rows that change on the way: other formats, rotations, scales.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::memory;
 use crate::pipeline::{Binding, Constant, Shader};
 use crate::stream::Dispatch;
 
-/// Workgroups of one run at most: they are counted in 32 bits.
+/// Most workgroups of one run: they are counted in 32 bits.
 const MOST_GROUPS: u64 = 1 << 31;
 
-/// The number by which `element.wgsl` knows an element type.
+/// Returns the number by which `element.wgsl` knows an element type.
 pub(super) fn kind(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,
@@ -33,7 +33,7 @@ pub(super) fn kind(dtype: DType) -> u32 {
     }
 }
 
-/// Elements that share a scale, of integer formats.
+/// Returns the number of elements that share a scale, for integer formats.
 pub(super) fn group(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Int8 { group } | KvFormat::Int4 { group } => Some(group),
@@ -41,7 +41,7 @@ pub(super) fn group(format: KvFormat) -> Option<usize> {
     }
 }
 
-/// Where rows come from or go to.
+/// The source or the destination of rows.
 pub(super) struct End {
     buffer: Buffer,
     dtype: DType,
@@ -64,7 +64,7 @@ impl End {
         Ok(Self { buffer, dtype: format.storage_dtype(), group: group(format), scales: scales.transpose()? })
     }
 
-    /// Rows of `dim` elements, and their scales.
+    /// Returns the sides for rows of `dim` elements and for their scales.
     fn sides(&self, device: &Device, dim: usize) -> [Side; 2] {
         let rows = Side { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
         let scales = match &self.scales {
@@ -77,14 +77,14 @@ impl End {
     }
 }
 
-/// How far the rows of a conversion are turned: by the numbers of its items.
+/// The rotation of the rows of a conversion. The numbers of the items are the positions to rotate by.
 pub(super) struct Turn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
 }
 
-/// Rows of `dim` elements from one end to the other. Places are in elements and in scales: source,
-/// destination, scales of the source, scales of the destination.
+/// A conversion of rows of `dim` elements from one end to the other. Places are in elements and in scales:
+/// source, destination, scales of the source, scales of the destination.
 pub(super) struct Conversion<'a> {
     pub(super) source: End,
     pub(super) dest: End,
@@ -149,7 +149,7 @@ impl Conversion<'_> {
     }
 }
 
-/// Strides of a plane's scales, of none 0.
+/// Returns the strides of a plane's scales; 0 if it has none.
 pub(super) fn scale_strides(plane: &KvPlane) -> kvcore::PlaneStrides {
     let none = kvcore::PlaneStrides { layer: 0, block: 0, head: 0, token: 0 };
     plane.scales.map_or(none, |(_, scales)| scales.strides)
@@ -164,7 +164,7 @@ pub(crate) fn rope(device: &Arc<Device>, op: &ApplyRope) -> Result<Vec<Dispatch>
     let conversion = Conversion {
         source: End::view(device, &op.rows)?,
         dest: End::view(device, &op.rows)?,
-        // The rest of a row stays as it is.
+        // Elements past the rotary dimension stay as they are.
         dim: op.rope.config().rotary_dim,
         rows: Rows { items, numbers, axes },
         turn: Some(Turn { rope: &op.rope, factor: op.rope.attention_factor() }),
@@ -172,7 +172,7 @@ pub(crate) fn rope(device: &Arc<Device>, op: &ApplyRope) -> Result<Vec<Dispatch>
     conversion.dispatches(device)
 }
 
-/// Blocks of some layers of one plane into another.
+/// Converts blocks of some layers of one plane into blocks of another plane.
 fn blocks(
     device: &Arc<Device>,
     (src, dst): (&KvPlane, &KvPlane),

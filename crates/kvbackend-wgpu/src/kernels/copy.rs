@@ -17,23 +17,23 @@ use crate::stream::{Dispatch, byte_of};
 /// Bytes that one thread of the fast kernel copies.
 const UNIT: u64 = 16;
 
-/// Threads of a workgroup of both kernels.
+/// Threads of a workgroup, in both kernels.
 const THREADS: u64 = 256;
 
-/// Threads of one run at most: they are counted in 32 bits.
+/// Most threads of one run: they are counted in 32 bits.
 const MOST_THREADS: u64 = 1 << 31;
 
-/// A copy that is described in bytes: places, strides of axes, and the length of a row, which is dense in
-/// both.
+/// A copy described in bytes: places, strides of the axes, and the length of a row, which is dense on both
+/// sides.
 pub(super) struct Copy {
     pub(super) source: wgpu::Buffer,
     pub(super) dest: wgpu::Buffer,
     pub(super) rows: Rows,
-    /// Bytes.
+    /// Bytes of a row.
     pub(super) row: u64,
 }
 
-/// Source and destination, the other sides unused.
+/// Returns the place of source and destination, with the other sides unused.
 pub(super) fn place(source: u64, dest: u64) -> Place {
     let mut place = [0; SIDES];
     (place[0], place[1]) = (source, dest);
@@ -41,7 +41,7 @@ pub(super) fn place(source: u64, dest: u64) -> Place {
 }
 
 impl Copy {
-    /// Joins rows that follow each other on both sides, and leaves the axes from the largest stride to the
+    /// Joins rows that are adjacent on both sides, and sorts the axes from the largest stride to the
     /// smallest.
     fn joined(mut self) -> Self {
         self.rows.axes.retain(|axis| axis.n != 1);
@@ -69,7 +69,7 @@ impl Copy {
         Ok(work)
     }
 
-    /// Rows that are longer than what can be bound, as shorter ones: all pieces of one length, and what is left.
+    /// Divides rows that are longer than a binding into shorter rows: pieces of one length, and the rest.
     fn in_pieces(self, device: &Device) -> Vec<Self> {
         let piece = device.binding / 2 - device.binding / 2 % UNIT;
         if self.row <= piece {
@@ -87,7 +87,7 @@ impl Copy {
     }
 }
 
-/// Whether all places, strides and lengths are whole units.
+/// Returns whether all places, strides and lengths are whole units.
 fn in_units(part: &Windowed, row: u64) -> bool {
     let whole = |places: &[u32]| places[..2].iter().all(|&at| u64::from(at).is_multiple_of(UNIT));
     row.is_multiple_of(UNIT)
@@ -102,7 +102,7 @@ fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     while axes.len() < 3 {
         axes.insert(0, Axis { n: 1, strides: [0; SIDES] });
     }
-    // Threads of a row: a row that begins inside a word touches one more.
+    // Threads of a row. A row that begins inside a word touches one word more.
     let per_row = if units { row / UNIT } else { row.div_ceil(4) + 1 };
     let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>() * per_row;
     if per_item > MOST_THREADS {
@@ -130,8 +130,8 @@ fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     Ok(work)
 }
 
-/// Bytes of the host to any byte of a buffer: by way of a buffer of their own, since the commands of a queue copy
-/// whole words.
+/// Copies bytes of the host to any byte of a buffer. They go through a buffer of their own, because the
+/// commands of a queue copy whole words.
 pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =
@@ -147,7 +147,7 @@ pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize)
     Copy { source, dest: to.clone(), rows, row: bytes.len() as u64 }.dispatches(device)
 }
 
-/// Whole blocks of K or V of all layers, and their scales if they go with them.
+/// Copies whole blocks of K or V of some layers, and their scales if the scales belong to blocks.
 pub(super) fn blocks(
     device: &Arc<Device>,
     (src, dst): (&KvPlane, &KvPlane),
@@ -212,7 +212,7 @@ pub(crate) fn copy_tensor(device: &Arc<Device>, op: &CopyTensor) -> Result<Vec<D
     let shape = op.src.shape();
     let strides = |view: &TensorView, axis: usize| byte_of(dtype, view.strides()[axis]);
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);
-    // A row is the last axis where it is dense on both sides, else one element.
+    // A row is the last axis if the axis is dense on both sides, otherwise one element.
     let outer = match shape.last() {
         Some(&n) if n == 1 || (dense(&op.src) && dense(&op.dst)) => shape.len() - 1,
         _ => shape.len(),

@@ -2,9 +2,9 @@
 //!
 //! | operation | shader |
 //! |---|---|
-//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy_units`, or `copy_bytes` where something is no multiple of 16 bytes |
+//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy_units`, or `copy_bytes` if a place or length is no multiple of 16 bytes |
 //! | scatter and gather with another type or format, gather with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert_rows` |
-//! | attend, attend_mla, with selections and of every format | `attend`, then `merge` |
+//! | attend, attend_mla, with selections and in every format | `attend`, then `merge` |
 
 use kvcore::{Operation, Result};
 
@@ -17,7 +17,7 @@ pub(crate) mod copy;
 mod places;
 mod rows;
 
-/// Lowers an operation that has been checked to runs of kernels.
+/// Lowers a checked operation to runs of kernels.
 pub(crate) fn lower(stream: &WgpuStream, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
     let device = stream.device();
     match operation {

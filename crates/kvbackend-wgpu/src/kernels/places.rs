@@ -1,7 +1,7 @@
-//! Where rows lie, and which parts of the buffers must be bound to reach them.
+//! The places of rows, and the parts of the buffers that must be bound to reach them.
 //!
-//! A kernel counts in 32 bits from the beginning of what is bound, and a device binds only so much of a buffer
-//! at once. Rows that lie further apart are moved by several runs, each with its own windows.
+//! A kernel counts in 32 bits from the beginning of a binding, and a device binds only a limited part of a
+//! buffer at once. Rows that lie further apart are moved by several runs, each with its own windows.
 
 use std::collections::BTreeMap;
 
@@ -12,13 +12,14 @@ use crate::NAME;
 use crate::device::Device;
 use crate::pipeline::Binding;
 
-/// Buffers that a row has a place in: source, destination, scales of either.
+/// Number of buffers in which a row has a place: source, destination, scales of the source, scales of the
+/// destination.
 pub(super) const SIDES: usize = 4;
 
-/// A place in each of them, in that side's units.
+/// A place in each of these buffers, in units of its side.
 pub(super) type Place = [u64; SIDES];
 
-/// Items of one run at most: their arguments must fit a binding.
+/// Most items of one run: their arguments must fit in a binding.
 const MOST_ITEMS: usize = 1 << 18;
 
 /// A loop inside each item.
@@ -28,7 +29,7 @@ pub(super) struct Axis {
     pub(super) strides: Place,
 }
 
-/// A buffer, and in what units places in it are counted.
+/// A buffer, and the unit in which places in it are counted.
 #[derive(Debug, Clone)]
 pub(super) struct Side {
     pub(super) buffer: wgpu::Buffer,
@@ -38,17 +39,17 @@ pub(super) struct Side {
     pub(super) row: u64,
 }
 
-/// Rows that are moved: items at any places, each a loop over the axes.
+/// Rows to move: items at any places, each a loop over the axes.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Rows {
     pub(super) items: Vec<Place>,
-    /// A number of each item that is not a place.
+    /// For each item, a number that is not a place.
     pub(super) numbers: Vec<i32>,
     pub(super) axes: SmallVec<[Axis; 3]>,
 }
 
 impl Rows {
-    /// `count` times as many items, each with `n` steps of an axis, from step `first` on.
+    /// Returns `count` times as many items, each with `n` steps of an axis, from step `first` on.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
         let steps = |place: &Place| {
@@ -65,7 +66,7 @@ impl Rows {
         }
     }
 
-    /// The same rows with at most `most` axes: the shortest become items.
+    /// Returns the same rows with at most `most` axes: the shortest axes become items.
     pub(super) fn with_axes(mut self, most: usize) -> Self {
         while self.axes.len() > most {
             let shortest = (0..self.axes.len()).min_by_key(|&i| self.axes[i].n).unwrap_or(0);
@@ -75,10 +76,11 @@ impl Rows {
         self
     }
 
-    /// The same rows in items that one window of every side reaches: the axis that reaches furthest is cut.
+    /// Returns the same rows, cut so that on every side one window reaches a whole item. The axis that
+    /// reaches furthest is cut.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a single row that is longer than its limit.
+    /// Returns [`Error::Unsupported`] if a single row is longer than the limit of its side.
     fn cut(self, lengths: &[u64], limits: &[u64]) -> Result<Vec<Self>> {
         let Some(side) = (0..limits.len()).find(|&i| self.span(i, lengths[i]) > limits[i]) else {
             return Ok(vec![self]);
@@ -102,14 +104,14 @@ impl Rows {
         Ok(parts)
     }
 
-    /// Units from an item's place to its last row's end.
+    /// Returns the units from the place of an item to the end of its last row.
     fn span(&self, side: usize, row: u64) -> u64 {
         self.axes.iter().map(|axis| (axis.n as u64 - 1) * axis.strides[side]).sum::<u64>() + row
     }
 }
 
-/// Rows of one run: what is bound of each side, and the items that lie there, their places counted from the
-/// beginning of what is bound.
+/// Rows of one run: the binding of each side, and the items inside the bindings, their places counted from
+/// the beginning of each.
 pub(super) struct Windowed {
     pub(super) bindings: Vec<Binding>,
     pub(super) items: Vec<([u32; SIDES], i32)>,
@@ -119,10 +121,10 @@ pub(super) struct Windowed {
 /// Divides rows into runs that the device can bind.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a single row that is larger than what can be bound.
+/// Returns [`Error::Unsupported`] if a single row is larger than a binding.
 pub(super) fn windows(device: &Device, rows: Rows, sides: &[Side]) -> Result<Vec<Windowed>> {
     let align = device.binding_align();
-    // What begins anywhere is bound from the multiple below, and ends with a whole word.
+    // A binding begins at the multiple of `align` at or below its first unit, and ends with a whole word.
     let limits: Vec<u64> = sides.iter().map(|side| (device.binding - align - 4) * 8 / side.bits).collect();
     let mut windowed = Vec::new();
     let lengths: Vec<u64> = sides.iter().map(|side| side.row).collect();
@@ -147,7 +149,7 @@ pub(super) fn windows(device: &Device, rows: Rows, sides: &[Side]) -> Result<Vec
     Ok(windowed)
 }
 
-/// Whether one run reaches all items.
+/// Returns whether one run reaches all items.
 fn fits_once(rows: &Rows, limits: &[u64], spans: &[u64]) -> bool {
     limits.iter().zip(spans).enumerate().all(|(i, (limit, span))| {
         let places = rows.items.iter().map(|item| item[i]);
@@ -178,7 +180,7 @@ fn window(align: u64, rows: &Rows, sides: &[Side], spans: &[u64], items: &[usize
 mod tests {
     use super::*;
 
-    /// Every row of an item, as places.
+    /// Returns the places of all rows of all items, sorted.
     fn places(rows: &Rows) -> Vec<Place> {
         let mut all = rows.clone().with_axes(0).items;
         all.sort_unstable();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Gather, KvFormat, KvPlane, Result, Rotation, Scatter, TensorView};
+use kvcore::{Gather, KvFormat, KvPlane, Result, Scatter, TensorView};
 use smallvec::smallvec;
 
 use super::convert::{Conversion, End, Turn, scale_strides};
@@ -23,7 +23,7 @@ struct Movement<'a> {
 }
 
 impl Movement<'_> {
-    /// Element of the row, element of the slot, scale of the slot.
+    /// Returns, for each pair, the first element of the row, of the slot, and of the slot's scales.
     fn places(&self) -> impl Iterator<Item = [usize; 3]> {
         let scales = scale_strides(&self.plane);
         self.slots.iter().map(move |&(row, slot)| {
@@ -36,12 +36,12 @@ impl Movement<'_> {
         })
     }
 
-    /// Strides of a head: of rows, slots and scales.
+    /// Returns the strides from head to head, of rows, slots and scales.
     fn head(&self) -> [usize; 3] {
         [self.rows.strides()[1], self.plane.strides.head, scale_strides(&self.plane).head]
     }
 
-    /// Bits as they are; `forth` is from rows to slots.
+    /// Copies bits unchanged, from rows to slots if `forth` is true, otherwise from slots to rows.
     fn copy(&self, device: &Arc<Device>, forth: bool) -> Result<Vec<Dispatch>> {
         let dtype = self.rows.dtype();
         let ends = |[row, slot, _]: [usize; 3]| {
@@ -61,7 +61,8 @@ impl Movement<'_> {
         &self,
         device: &Arc<Device>,
         forth: bool,
-        rotation: Option<&Rotation>,
+        turn: Option<Turn<'_>>,
+        position: impl Fn(usize) -> i64,
     ) -> Result<Vec<Dispatch>> {
         let ends = |places: [usize; 3]| {
             let [row, slot, scale] = places.map(|at| at as u64);
@@ -69,28 +70,23 @@ impl Movement<'_> {
         };
         let items: Vec<Place> = self.places().map(ends).collect();
         let axes = smallvec![Axis { n: self.plane.heads, strides: ends(self.head()) }];
-        let number = rotation.map_or(0, |rotation| rotation.delta as i32);
+        let numbers = self.slots.iter().map(|&(row, _)| position(row) as i32).collect();
         let (rows, slots) = (End::view(device, self.rows)?, End::plane(device, &self.plane)?);
         let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
-        let conversion = Conversion {
-            source,
-            dest,
-            dim: self.plane.dim,
-            rows: Rows { numbers: vec![number; items.len()], items, axes },
-            turn: rotation.map(|rotation| Turn { rope: &rotation.rope, factor: 1.0 }),
-        };
+        let conversion =
+            Conversion { source, dest, dim: self.plane.dim, rows: Rows { numbers, items, axes }, turn };
         conversion.dispatches(device)
     }
 }
 
-/// Pairs of row and slot that are no padding.
+/// Returns the pairs of row and slot, without padding.
 fn used(slots: &[i64]) -> Vec<(usize, usize)> {
     let used = slots.iter().enumerate().filter(|(_, slot)| **slot >= 0);
     used.map(|(row, &slot)| (row, slot as usize)).collect()
 }
 
-/// The same with the last row of each slot alone: two rows that are written to one slot at the same time would
-/// mix.
+/// Returns the pairs of row and slot as [`used`] does, but for each slot only its last row: two rows that are
+/// written to one slot at the same time would mix.
 fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
     let mut used = used(slots);
     if used.windows(2).any(|pair| pair[0].1 >= pair[1].1) {
@@ -104,12 +100,15 @@ pub(crate) fn scatter(device: &Arc<Device>, op: &Scatter) -> Result<Vec<Dispatch
     let slots = unique(&op.slots);
     let block_size = op.arena.layout().shape().block_size;
     let mut work = Vec::new();
-    for (plane, rows) in [(op.arena.k_plane(), &op.k), (op.arena.v_plane(), &op.v)] {
+    for (plane, rows, rotation) in
+        [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
+    {
         let movement = Movement { plane, rows, layer: op.layer, block_size, slots: &slots };
-        work.extend(if plane.format == KvFormat::Dense(rows.dtype()) {
+        work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, true)?
         } else {
-            movement.convert(device, true, None)?
+            let turn = rotation.map(|r| Turn { rope: &r.rope, factor: r.rope.attention_factor() });
+            movement.convert(device, true, turn, |row| rotation.map_or(0, |r| r.positions[row]))?
         });
     }
     Ok(work)
@@ -126,7 +125,8 @@ pub(crate) fn gather(device: &Arc<Device>, op: &Gather) -> Result<Vec<Dispatch>>
         work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, false)?
         } else {
-            movement.convert(device, false, rotation)?
+            let turn = rotation.map(|r| Turn { rope: &r.rope, factor: 1.0 });
+            movement.convert(device, false, turn, |_| rotation.map_or(0, |r| r.delta))?
         });
     }
     Ok(work)

@@ -1,10 +1,10 @@
-// The first half of attend and attend_mla: each workgroup takes the queries of a few rows that share a head
-// of K and of V over one part of the tokens that they see, and leaves an open softmax: the largest logit,
-// the sum of exponentials, and the weighted sum of values. merge.wgsl closes them.
+// The first half of attend and attend_mla. Each workgroup takes the queries of a few rows that share a head
+// of K and of V, over one part of the tokens that they see, and leaves an open softmax: the largest logit,
+// the sum of exponentials, and the weighted sum of values. merge.wgsl closes the softmax.
 //
-// A tile of keys, then of values, is brought to workgroup memory as f32, once for all queries. Queries lie there
-// in fours, side by side: what a thread reads of a tile it multiplies by four of them, logits as values. Values are
-// added up in registers.
+// A tile of keys, and after it a tile of values, is loaded to workgroup memory as f32, once for all queries.
+// Queries lie there in fours, side by side: a thread multiplies each element of a tile that it reads by four
+// of them, for logits as for values. Registers accumulate the values.
 //
 // args: parameters by the names below, then records of tasks, runs and rows, and lists of tokens, all placed
 // by kernels/attend/records.rs.
@@ -23,35 +23,35 @@ override QUERY: u32;
 override LATENT_KIND: u32;
 override K_DIM: u32;
 override V_DIM: u32;
-// Elements that share a scale of integer formats.
+// Number of elements that share a scale of integer formats.
 override PER_SCALE: u32;
 override BLOCK: u32;
 // Query heads of a workgroup, its queries (rows times heads), and tokens of a tile.
 override HEADS: u32;
 override QUERIES: u32;
 override TOKENS: u32;
-// Pairs that are rotated; 0 if queries come rotated.
+// Number of rotated pairs; 0 if queries are already rotated.
 override PAIRS: u32;
-// Fours of queries; the last may have fewer.
+// Number of fours of queries; the last may have fewer.
 override QUADS: u32 = (QUERIES + 3u) / 4u;
-// Threads that share a logit: each multiplies every SHARES-th element. THREADS or fewer are busy so:
-// SHARES * QUADS * TOKENS.
+// Threads that share a logit: each multiplies every SHARES-th element. This occupies SHARES * QUADS * TOKENS
+// threads, at most THREADS.
 override SHARES: u32;
 // Threads side by side along a row of values.
 override WIDTH: u32;
-// Fours of queries that are summed up at once: more if a row takes fewer threads.
+// Fours of queries that are summed at the same time: more if a row takes fewer threads.
 override LAYERS: u32 = THREADS / WIDTH;
-// What indices of pairs are divided by.
+// Divisor for indices of pairs.
 override PAIRS_OR_ONE: u32 = max(PAIRS, 1u);
 override INTERLEAVED: bool;
 override UNROTATED: bool;
 override LATENT: bool;
 
 const THREADS: u32 = 128u;
-// Below every logit.
+// A number below every logit.
 const LOWEST: f32 = -3.4028234e38;
 
-// Parameters.
+// Places of the parameters in args.
 const TASKS: u32 = 0u;
 const UNITS: u32 = 1u;
 const ALL_HEADS: u32 = 2u;
@@ -64,35 +64,35 @@ const FIRST_ANGLE: u32 = 8u;
 // Offset, stride of a row, stride of a head.
 const Q_AT: u32 = 9u;
 const LATENT_AT: u32 = 12u;
-// Offset, stride of a block, of a token, of a head.
+// Offset, and strides of a block, of a token and of a head.
 const K_AT: u32 = 15u;
 const V_AT: u32 = 19u;
 const K_SCALES_AT: u32 = 23u;
 const V_SCALES_AT: u32 = 27u;
 const HEADER: u32 = 31u;
 
-// A task: first row, rows, first run, runs, place of its first part.
+// A task: first row, number of rows, first run, number of runs, place of its first part.
 const TASK_WORDS: u32 = 5u;
-// A run: list of tokens, 1 if the list has tokens and 0 if blocks, first and last token, factor of its
-// logits, position of its first key if keys lie unrotated; then for each row that a workgroup may have:
-// first token, end, position that its query is turned by.
+// A run: list of tokens, 1 if the list has tokens and 0 if it has blocks, first and last token, factor of its
+// logits, position of its first key if keys are stored unrotated; then for each row that a workgroup may
+// have: first token, end, position to rotate its query by.
 const RUN_WORDS: u32 = 6u;
 const ROW_WORDS: u32 = 3u;
 
-// One more than the row, so that the same element of many rows lies in many banks.
+// One more than the row, so that equal elements of many rows lie in different banks.
 override K_ROW: u32 = K_DIM + 1u;
 override V_ROW: u32 = V_DIM + 1u;
 override TILE_ROW: u32;
-// The width of latents, or 1.
+// The width of latents, or 1 without latents.
 override LATENT_DIM: u32;
 
-// By element, then by four.
+// Indexed by element, then by four.
 var<workgroup> query: array<vec4<f32>, QUADS * K_DIM>;
 var<workgroup> latent: array<vec4<f32>, QUADS * LATENT_DIM>;
 var<workgroup> tile: array<f32, TOKENS * TILE_ROW>;
-// Logits, then their exponentials: by share, then by four, then by token.
+// Logits, later their exponentials: indexed by share, then by four, then by token.
 var<workgroup> weight: array<vec4<f32>, SHARES * QUADS * TOKENS>;
-// The largest logit, and what sums are multiplied by since the last tile.
+// The largest logit, and the factor of the sums since the last tile.
 var<workgroup> most: array<vec4<f32>, QUADS>;
 var<workgroup> shrink: array<vec4<f32>, QUADS>;
 
@@ -103,7 +103,7 @@ struct Task {
     v_head: u32,
 }
 
-// Place of a token of a run among the blocks: its block, and its token there.
+// Returns the place of a token of a run: its block, and its token within the block.
 fn place_of(run: u32, token: u32) -> vec2<u32> {
     let list = args[run];
     if (args[run + 1u] == 1u) {
@@ -117,7 +117,7 @@ fn row_at(plane: u32, place: vec2<u32>, head: u32) -> u32 {
     return args[plane] + place.x * args[plane + 1u] + place.y * args[plane + 2u] + head * args[plane + 3u];
 }
 
-// Keys and values differ in their buffers and places only: `side` is known at every call.
+// Keys and values differ only in their buffers and places: `side` is known at every call.
 const KEYS: u32 = 0u;
 const VALUES: u32 = 1u;
 
@@ -135,7 +135,7 @@ fn scale_word(side: u32, word: u32) -> u32 {
     return value_scales[word];
 }
 
-// What an element of a row is multiplied by; the row's scales begin at `at`.
+// Returns the factor of an element of a row whose scales begin at `at`.
 fn scale_of(side: u32, at: u32, element: u32) -> f32 {
     switch (KIND) {
         case E4M3, E5M2: { return bitcast<f32>(scale_word(side, at)); }
@@ -147,7 +147,7 @@ fn scale_of(side: u32, at: u32, element: u32) -> f32 {
     }
 }
 
-// Brings a tile of keys or of values.
+// Loads a tile of keys or of values.
 fn load_tile(side: u32, run: u32, start: u32, end: u32, head: u32, thread: u32) {
     let dim = select(K_DIM, V_DIM, side == VALUES);
     let row = select(K_ROW, V_ROW, side == VALUES);
@@ -173,14 +173,14 @@ fn load_tile(side: u32, run: u32, start: u32, end: u32, head: u32, thread: u32) 
     }
 }
 
-// Both elements of a pair turned by the angle of a position.
+// Returns both elements of a pair, rotated by the angle of a position.
 fn turned(a: f32, b: f32, position: i32, pair: u32) -> vec2<f32> {
     let angle = angles[(u32(abs(position)) - args[FIRST_ANGLE]) * PAIRS + pair];
     let sine = select(angle.y, -angle.y, position < 0);
     return vec2<f32>(a * angle.x - b * sine, a * sine + b * angle.x) * bitcast<f32>(args[FACTOR]);
 }
 
-// The elements of a pair.
+// Returns the two elements of a pair.
 fn pair_of(pair: u32) -> vec2<u32> {
     return select(vec2<u32>(pair, pair + PAIRS), vec2<u32>(2u * pair, 2u * pair + 1u), INTERLEAVED);
 }
@@ -202,7 +202,7 @@ fn turn_keys(run: u32, start: u32, end: u32, thread: u32) {
     }
 }
 
-// An element of a query, or of its latent part.
+// Returns an element of a query, or of its latent part.
 fn query_element(side: u32, at: u32) -> f32 {
     if (side == KEYS) {
         let lanes = 32u / bits_of(QUERY);
@@ -254,7 +254,7 @@ fn turn_queries(task: Task, run: u32, thread: u32) {
     }
 }
 
-// Shares of the logits of a tile: what is due to keys, or what latents add to it.
+// Computes shares of the logits of a tile: the products with keys, or those with latents on top of them.
 fn multiply(side: u32, thread: u32) {
     let dim = select(K_DIM, V_DIM, side == VALUES);
     let row = thread % TOKENS * select(K_ROW, V_ROW, side == VALUES);
@@ -277,7 +277,7 @@ fn multiply(side: u32, thread: u32) {
     weight[thread] = sum;
 }
 
-// tanh of large numbers is an overflow on some devices.
+// Clamps first, because tanh of large numbers overflows on some devices.
 fn capped(x: f32, cap: f32) -> f32 {
     let y = x / cap;
     if (y > 20.0) {
@@ -289,7 +289,7 @@ fn capped(x: f32, cap: f32) -> f32 {
     return cap * tanh(y);
 }
 
-// What each of four queries sees of a tile: its first token, and the end.
+// The tokens of a tile that each of four queries sees: from its first token to its end.
 struct Seen {
     first: vec4<u32>,
     end: vec4<u32>,
@@ -308,7 +308,7 @@ fn seen(task: Task, run: u32, start: u32, quad: u32) -> Seen {
     return tokens;
 }
 
-// Logits of a tile from their shares; those of tokens that a query does not see are the lowest.
+// Sums the shares of a tile to logits. Tokens that a query does not see get the lowest logit.
 fn add_shares(tokens: Seen, run: u32, thread: u32) {
     var x = weight[thread];
     for (var share = 1u; share < SHARES; share++) {
@@ -329,7 +329,7 @@ fn sees(tokens: Seen, token: u32) -> vec4<bool> {
     return (t >= tokens.first) & (t < tokens.end);
 }
 
-// The largest logit of four queries, with this tile.
+// Returns the largest logit of four queries, including this tile.
 fn highest(quad: u32) -> vec4<f32> {
     var high = most[quad];
     for (var t = 0u; t < TOKENS; t++) {
@@ -339,7 +339,8 @@ fn highest(quad: u32) -> vec4<f32> {
     return high;
 }
 
-// The exponential of one logit, and what was summed before in terms of the new largest.
+// Computes the exponential of one logit, and the factor that rescales the earlier sums to the new largest
+// logit.
 fn soften(tokens: Seen, high: vec4<f32>, thread: u32) {
     let x = weight[thread];
     var e = select(vec4<f32>(), exp(x - high), sees(tokens, thread % TOKENS));
@@ -356,7 +357,7 @@ fn soften(tokens: Seen, high: vec4<f32>, thread: u32) {
     }
 }
 
-// What a thread adds up: for some fours of queries the sum of weights, and of weighted values in some columns.
+// Sums of a thread, for some fours of queries: the sum of weights, and of weighted values in some columns.
 var<private> totals: array<vec4<f32>, TURNS>;
 var<private> sums: array<vec4<f32>, TURNS * COLUMNS>;
 
@@ -372,8 +373,8 @@ fn add_values(thread: u32) {
         for (var turn = 0u; turn < TURNS; turn++) {
             let w = weight[min(thread / WIDTH + turn * LAYERS, QUADS - 1u) * TOKENS + t];
             totals[turn] += w;
-            // What a query does not see may be anything, NaN too. (As bits, since NaN is neither equal to 0 nor
-            // unequal on some devices.)
+            // Values that a query does not see may be anything, even NaN, and are left out. (Weights are
+            // compared as bits, since NaN is neither equal nor unequal to 0 on some devices.)
             let used = bitcast<vec4<u32>>(w) != vec4<u32>();
             for (var c = 0u; c < COLUMNS; c++) {
                 let value = tile[t * V_ROW + min(thread % WIDTH + c * WIDTH, V_DIM - 1u)];
@@ -383,7 +384,7 @@ fn add_values(thread: u32) {
     }
 }
 
-// A part of each row and head: largest logit, sum, values.
+// Writes a part of each row and head: largest logit, sum, values.
 fn write_parts(task: Task, first: u32, thread: u32) {
     for (var turn = 0u; turn < TURNS; turn++) {
         let quad = thread / WIDTH + turn * LAYERS;
@@ -427,7 +428,7 @@ fn main(
         head * args[K_HEADS] / all_heads,
         head * args[V_HEADS] / all_heads,
     );
-    // The token and the four of queries whose logits this thread softens, if any.
+    // The token and the four of queries whose logits this thread handles, if any.
     let busy = thread < QUADS * TOKENS;
     let quad = min(thread / TOKENS, QUADS - 1u);
     if (thread < QUADS) {
@@ -435,7 +436,7 @@ fn main(
     }
     var run = args[record + 2u];
     for (var r = 0u; r < args[record + 3u]; r++) {
-        // What is turned is so by each run's own positions.
+        // Each run rotates queries by its own positions, so that they are loaded again.
         if (r == 0u || PAIRS > 0u) {
             workgroupBarrier();
             load_queries(KEYS, task, first_row, thread);

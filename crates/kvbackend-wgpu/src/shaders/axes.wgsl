@@ -1,22 +1,22 @@
 // Rows of a copy: items at any places, each a loop over three axes.
 //
-// args: [items, n0, n1, n2, threads of a row, length of a row, strides of the three axes in the source, in the
-// destination], then the places of each item in source and destination.
+// args: [items, n0, n1, n2, threads of a row, length of a row, strides of the three axes in the source,
+// strides of the three axes in the destination], then the places of each item in source and destination.
 
 const THREADS: u32 = 256u;
 const HEADER: u32 = 12u;
 
 struct Place {
-    // Whether there is such a row.
+    // Whether the row exists.
     inside: bool,
     src: u32,
     dst: u32,
-    // Which thread of the row.
+    // Number of the thread within the row.
     at: u32,
 }
 
 fn place_of(id: u32) -> Place {
-    // A number of mixed radix, from its last digit on; a division takes long.
+    // Splits a mixed-radix number from its last digit on, with few divisions, because a division is slow.
     let n = vec3<u32>(args[1], args[2], args[3]);
     let run = id / args[4];
     let outer = run / n.z;

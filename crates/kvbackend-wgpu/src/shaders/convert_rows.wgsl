@@ -1,12 +1,12 @@
-// Rows that change on their way: scatter and gather where the format changes or keys are rotated, rope,
-// rotate_keys, quantize and dequantize. A workgroup reads one row of one head into its memory as f32,
-// rotates it, and writes it; a row in place is read wholly before any of it is written.
+// Converts rows: scatter and gather if the format changes or keys are rotated, rope, rotate_keys, quantize
+// and dequantize. A workgroup reads one row of one head into its memory as f32, rotates it, and writes it. A
+// row converted in place is read completely before any of it is written.
 //
-// Elements past the pairs that are rotated keep their bits where both sides are of one type.
+// Elements past the rotated pairs keep their bits if both sides have the same type.
 //
 // args: [items, n0, n1, strides of the two axes (source, destination, scales of the source, scales of the
-// destination each), first row of the angles, attention factor], then the places of each item in the four, and
-// the position that it is turned by. Places in elements and in scales.
+// destination each), first row of the angles, attention factor], then the places of each item in the four,
+// and the position to rotate it by. Places are in elements and in scales.
 
 @group(0) @binding(3) var<storage, read_write> source_scales: array<u32>;
 @group(0) @binding(4) var<storage, read_write> dest_scales: array<atomic<u32>>;
@@ -14,19 +14,20 @@
 @group(0) @binding(5) var<storage, read> angles: array<vec2<f32>>;
 
 override SOURCE: u32;
-// Elements that share a scale of integer formats, as long as the row in all others.
+// Elements that share a scale: the group of an integer format, the whole row of any other.
 override PER_SCALE: u32;
-// Pairs that are rotated; 0 for none.
+// Number of rotated pairs; 0 for none.
 override PAIRS: u32;
 override INTERLEAVED: bool;
-// Scales of a row. By name, since naga 30 takes a size without a name for the last of all overrides.
+// Scales of a row. An override with a name, since naga 30 takes a size without a name for the last of all
+// overrides.
 override GROUPS: u32 = DIM / PER_SCALE;
 
 const HEADER: u32 = 13u;
 const PER_ITEM: u32 = 5u;
 
 var<workgroup> steps: array<f32, GROUPS>;
-// Where the row begins in the source, and the static scale of an 8-bit float's destination.
+// First element of the row in the source, and the static scale of an fp8 destination.
 var<private> origin: u32;
 var<private> static_scale: f32 = 1.0;
 
@@ -75,8 +76,8 @@ fn largest_code() -> f32 {
     return select(127.0, 7.0, DEST == I4);
 }
 
-// The scale of a group, rounded up to f16 so that no finite element clips, and not further than needed.
-// NaN if an element is not finite, or the scale is not.
+// Returns the scale of a group, rounded up to f16 so that no finite element clips, and no further than
+// needed. NaN if an element or the scale is not finite.
 fn step_bits(group: u32) -> u32 {
     var most = 0u;
     for (var i = group * PER_SCALE; i < (group + 1u) * PER_SCALE; i++) {
@@ -106,7 +107,7 @@ fn make_steps(scales: u32, thread: u32) {
     }
 }
 
-// The bits of an element that no rotation touched, as they are in the source.
+// Returns the bits in the source of an element past the rotated pairs.
 fn kept(element: u32) -> u32 {
     let bits = bits_of(SOURCE);
     let lanes = 32u / bits;
@@ -114,7 +115,7 @@ fn kept(element: u32) -> u32 {
     return (source[at / lanes] >> (bits * (at % lanes))) & bits_between(0u, bits);
 }
 
-// The bits of an element of the row.
+// Returns the bits of an element of the row.
 fn coded(element: u32) -> u32 {
     if (PAIRS > 0u && SOURCE == DEST && bits_of(SOURCE) >= 16u && element >= 2u * PAIRS) {
         return kept(element);
@@ -128,7 +129,7 @@ fn coded(element: u32) -> u32 {
         }
         case I8, I4: {
             let step = steps[element / PER_SCALE];
-            if (step > 0.0) { // neither zero nor NaN, of which all codes are 0
+            if (step > 0.0) { // neither zero nor NaN, for which all codes are 0
                 return encode(DEST, clamp(x / step, -largest_code(), largest_code()));
             }
             return 0u;

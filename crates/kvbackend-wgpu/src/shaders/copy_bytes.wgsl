@@ -1,6 +1,6 @@
-// Copies of rows of any length at any byte: scatter, gather, copy_blocks, swap_blocks and copy_tensor where
-// elements keep their type. One thread makes one word of the destination, or its part of that word; a row has as
-// many threads as words that it may touch. Lengths, strides and places in args are bytes.
+// Copies rows of any length at any byte offset: scatter, gather, copy_blocks, swap_blocks and copy_tensor if
+// elements keep their type. One thread makes one word of the destination, or the row's part of that word. A
+// row has as many threads as words that it may touch. Lengths, strides and places in args are in bytes.
 
 @compute @workgroup_size(256)
 fn main(
@@ -15,7 +15,8 @@ fn main(
     if (!place.inside || low >= high) {
         return;
     }
-    // The four bytes of the source that belong to this word; those of its ends may lie outside the row.
+    // The four bytes of the source that belong to this word. At the ends of a row, some may lie outside the
+    // row.
     let first = i32(place.src) + i32(4u * word) - i32(place.dst);
     let shift = 8u * u32(first & 3);
     var value = 0u;

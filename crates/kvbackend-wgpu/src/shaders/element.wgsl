@@ -1,8 +1,8 @@
-// Elements: from their bits to f32 and back. Which kind an element is of is a pipeline constant at every
-// call, so that one arm of each switch remains.
+// Conversion of elements from their bits to f32 and back. The kind of an element is a pipeline constant at
+// every call, so that one arm of each switch remains.
 //
-// f32 becomes f16, bf16 and fp8 by operations on bits, to nearest even: of its own conversions WGSL does not
-// promise how they round, nor what they make of NaN.
+// f32 is converted to f16, bf16 and fp8 by operations on bits, to nearest, ties to even: WGSL does not
+// specify how its own conversions round, or how they treat NaN.
 
 const F32: u32 = 0u;
 const F16: u32 = 1u;
@@ -27,7 +27,7 @@ fn is_nan_bits(magnitude: u32) -> bool {
     return magnitude > 0x7f800000u;
 }
 
-// Codes of 8-bit floats with `mantissa` bits of mantissa; `bias` is that of the exponent.
+// Decodes an 8-bit float with `mantissa` bits of mantissa and an exponent bias of `bias`.
 fn fp8_of(code: u32, mantissa: u32, bias: u32) -> f32 {
     let magnitude = code & 0x7fu;
     var x = 0u;
@@ -55,7 +55,7 @@ fn e5m2_of(code: u32) -> f32 {
     return fp8_of(code, 2u, 15u);
 }
 
-// The element in a lane of a word; of integers the code itself.
+// Returns the element in a lane of a word; for integers, the code itself.
 fn decode(kind: u32, word: u32, lane: u32) -> f32 {
     switch (kind) {
         case F32: { return bitcast<f32>(word); }
@@ -92,7 +92,7 @@ fn bf16_bits(x: f32) -> u32 {
     return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
 }
 
-// `largest` is the code of the largest finite value, to which finite values saturate.
+// Encodes an 8-bit float. `largest` is the code of the largest finite value, to which finite values saturate.
 fn fp8_bits(x: f32, mantissa: u32, bias: u32, largest: u32, infinity: u32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 24u) & 0x80u;
@@ -115,7 +115,7 @@ fn fp8_bits(x: f32, mantissa: u32, bias: u32, largest: u32, infinity: u32) -> u3
     return sign | (((magnitude + even) >> shift) - ((127u - bias) << mantissa));
 }
 
-// The bits of an element; of integers those of the nearest code, ties to even.
+// Returns the bits of an element; for integers, those of the nearest code, ties to even.
 fn encode(kind: u32, x: f32) -> u32 {
     switch (kind) {
         case F32: { return bitcast<u32>(x); }

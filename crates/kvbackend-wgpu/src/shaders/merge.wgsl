@@ -1,5 +1,6 @@
-// The second half of attend and attend_mla: closes the softmax of each row and head over its parts, first
-// within each merge group, then over the groups by their scaled log-sum-exps. One workgroup a row and head.
+// The second half of attend and attend_mla. It closes the softmax of each row and head over its parts, first
+// within each merge group, then over the groups by their scaled log-sum-exps. One workgroup works on one row
+// and head.
 //
 // args: [rows, heads, offset of the output, its strides of a row and a head, offset and strides of the
 // log-sum-exp, place of the groups], a record for each row (row of the output, place and number of its
@@ -21,7 +22,8 @@ fn coded(element: u32) -> u32 {
     return encode(DEST, row[element]);
 }
 
-// Whether nothing was added. NaN is something; on some devices it is neither equal to 0 nor unequal.
+// Returns whether nothing was added. A NaN counts as added; on some devices it is neither equal nor unequal
+// to 0.
 fn is_zero(sum: f32) -> bool {
     return bitcast<u32>(sum) == 0u;
 }

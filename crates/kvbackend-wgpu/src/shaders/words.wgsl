@@ -1,12 +1,12 @@
-// Words of destinations. Rows may begin and end inside a 32-bit word, and another thread may own the rest
-// of that word. A read, a change and a write of it would lose what the other thread wrote in between; so a
-// word that is owned wholly is stored, and of any other the owner's bits are cleared and set by atomic
-// operations, which leave all other bits as they are, whoever changes them meanwhile.
+// Words of destinations. Rows may begin and end inside a 32-bit word, and another thread may own the rest of
+// that word. Reading, changing and writing back the word would lose the bits that the other thread wrote in
+// between. Therefore a word with one owner is stored; in any other word, atomic operations clear and set only
+// the owner's bits and leave all other bits as they are.
 
 @group(0) @binding(1) var<storage, read_write> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> dest: array<atomic<u32>>;
 
-// Ones in the bits `low..high` of a word.
+// Returns ones in the bits `low..high` of a word.
 fn bits_between(low: u32, high: u32) -> u32 {
     if (high - low >= 32u) {
         return 0xffffffffu;

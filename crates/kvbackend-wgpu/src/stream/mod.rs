@@ -1,8 +1,8 @@
 //! Streams and events on the one queue of a device.
 //!
-//! A stream records commands and submits them when something waits for them, when another stream must come
-//! after them, or when there are many. The queue runs submissions in order, so that streams are ordered by the
-//! order in which they submit; what a program forgets to order runs in any.
+//! A stream records commands. It submits them when something waits for them, when another stream must come
+//! after them, or when there are many. The queue runs submissions in order, so that streams are ordered by
+//! the order of their submissions. Without a wait between two streams, that order is arbitrary.
 
 use std::any::Any;
 use std::fmt;
@@ -23,10 +23,11 @@ mod queue;
 pub(crate) use queue::Dispatch;
 use queue::{Pending, Point};
 
-/// Bytes up to which a write goes with the next submission; larger ones are given to the queue at once.
+/// Bytes up to which an aligned write goes with the next submission; larger ones are given to the queue at
+/// once.
 const SMALL_WRITE: usize = 1 << 20;
 
-/// Bytes that a read brings at a time.
+/// Most bytes of one piece of a read.
 const STAGING: u64 = 32 << 20;
 
 /// A stream of the wgpu backend.
@@ -40,13 +41,13 @@ struct Inner {
 }
 
 impl Drop for Inner {
-    /// What was enqueued still runs.
+    /// Submits the enqueued work, so that it still runs.
     fn drop(&mut self) {
         self.pending.get_mut().submit(&self.device);
     }
 }
 
-/// A point in a [`WgpuStream`].
+/// A point in the order of a [`WgpuStream`].
 pub struct WgpuEvent {
     stream: Arc<Inner>,
     point: Option<Arc<Point>>,
@@ -65,7 +66,7 @@ impl fmt::Debug for WgpuEvent {
 }
 
 impl WgpuEvent {
-    /// Sees to it that the work before the event is submitted.
+    /// Submits the work before the event, unless it is submitted already.
     fn submit(&self) {
         if self.point.as_ref().is_some_and(|point| point.submission().is_none()) {
             self.stream.pending.lock().submit(&self.stream.device);
@@ -110,8 +111,8 @@ impl WgpuStream {
         self.inner.pending.lock().run(&self.inner.device, work)
     }
 
-    /// Memory for what a kernel leaves to the next one of the same operation. All operations of a stream share it:
-    /// they run one after the other.
+    /// Returns memory in which a kernel leaves results for the next kernel of the same operation. All
+    /// operations of a stream share it, because they run one after the other.
     pub(crate) fn scratch(&self, bytes: u64) -> Result<Binding> {
         let mut pending = self.inner.pending.lock();
         let buffer = if let Some(kept) = pending.scratch.as_ref().filter(|kept| kept.size() >= bytes) {
@@ -123,7 +124,7 @@ impl WgpuStream {
         Ok(Binding { buffer, offset: 0, size: bytes })
     }
 
-    /// Brings `dst.len()` bytes of a buffer from `start`, at most [`STAGING`] of them.
+    /// Reads `dst.len()` bytes of a buffer from `start` on, at most [`STAGING`] bytes.
     fn read_piece(&self, buffer: &wgpu::Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
         let device = &self.inner.device;
         let (first, end) = (start - start % 4, (start + dst.len() as u64).next_multiple_of(4));
@@ -253,7 +254,7 @@ impl Stream for WgpuStream {
     }
 }
 
-/// The first byte of an element that begins a row.
+/// Returns the byte of an element that begins a row.
 pub(crate) fn byte_of(dtype: DType, element: usize) -> u64 {
     element as u64 * dtype.bits() as u64 / 8
 }

@@ -1,4 +1,4 @@
-//! Work that is recorded and not yet submitted, and what it needs from the host.
+//! Work that is recorded and not yet submitted, and the host data that it needs.
 
 use std::sync::Arc;
 
@@ -11,28 +11,29 @@ use wgpu::{
 use crate::device::Device;
 use crate::pipeline::{Binding, Pipeline};
 
-/// Bytes of the first buffer for arguments; each next one of a submission is twice as large.
+/// Bytes of the first buffer for arguments; each further buffer of a submission is twice as large.
 const ARGUMENTS: u64 = 64 << 10;
 
-/// Bytes of all of them after which a submission is made.
+/// Bytes of all argument buffers beyond which the work so far is submitted.
 const MANY_ARGUMENTS: u64 = 16 << 20;
 
-/// Bytes that the queue keeps for the next submission, after which one is made.
+/// Bytes kept by the queue for the next submission, at which the work so far is submitted.
 const MANY_WRITTEN: u64 = 64 << 20;
 
-/// Dispatches after which a submission is worth while: the device works while the host goes on.
+/// Number of dispatches at which the work so far is submitted, so that the device works while the host goes
+/// on.
 const MANY: usize = 256;
 
-/// One run of a kernel. Its first binding are its arguments.
+/// One run of a kernel. The arguments become its first binding.
 pub(crate) struct Dispatch {
     pub(crate) pipeline: Arc<Pipeline>,
     pub(crate) args: Vec<u32>,
     pub(crate) bindings: Vec<Binding>,
-    /// Workgroups.
+    /// Number of workgroups.
     pub(crate) groups: u64,
 }
 
-/// A moment in a stream's order: the submission that comes next, or the one that it became.
+/// A moment in the order of a stream: the next submission, or the one that it became.
 #[derive(Debug, Default)]
 pub(super) struct Point(Mutex<Option<SubmissionIndex>>);
 
@@ -42,30 +43,30 @@ impl Point {
     }
 }
 
-/// A buffer that kernels and copies of a submission read, and what goes into it before.
+/// A buffer that kernels and copies of a submission read, and the bytes written to it before.
 struct Arguments {
     buffer: Buffer,
     bytes: Vec<u8>,
 }
 
-/// What a stream has recorded.
+/// The work that a stream has recorded.
 #[derive(Default)]
 pub(super) struct Pending {
     encoder: Option<CommandEncoder>,
     dispatches: usize,
-    /// Bytes that were given to the queue and come before the next submission.
+    /// Bytes given to the queue that come before the next submission.
     written: u64,
-    /// The last one has room; they are larger from one to the next.
+    /// Argument buffers, each larger than the one before. Only the last has room left.
     arguments: Vec<Arguments>,
     points: Vec<Arc<Point>>,
     /// The last submission.
     last: Option<SubmissionIndex>,
-    /// Why the device refused something of this stream. What was submitted with it and what came after it were lost,
-    /// too, so it stays.
+    /// The reason why the device refused work of this stream. Everything submitted with that work or after it
+    /// was lost too, so that the reason stays.
     failed: Option<String>,
-    /// A buffer that reads come through, while no read has it.
+    /// A buffer through which reads go, while no read uses it.
     pub(super) staging: Option<Buffer>,
-    /// See `WgpuStream::scratch`.
+    /// The buffer that `WgpuStream::scratch` keeps.
     pub(super) scratch: Option<Buffer>,
 }
 
@@ -75,7 +76,7 @@ impl Pending {
             .get_or_insert_with(|| device.handle.create_command_encoder(&CommandEncoderDescriptor::default()))
     }
 
-    /// Whole words for a buffer, after all that was recorded before.
+    /// Writes whole words to a buffer, after all work recorded before.
     pub(super) fn write(&mut self, device: &Device, buffer: &Buffer, start: u64, bytes: &[u8]) {
         if self.encoder.is_some() {
             self.submit(device);
@@ -86,7 +87,7 @@ impl Pending {
         self.count_written(device, bytes.len());
     }
 
-    /// Counts bytes that the queue keeps until the next submission, and makes one after many.
+    /// Counts bytes that the queue keeps until the next submission, and submits if they are many.
     pub(super) fn count_written(&mut self, device: &Device, bytes: usize) {
         self.written += bytes as u64;
         if self.written >= MANY_WRITTEN {
@@ -94,7 +95,7 @@ impl Pending {
         }
     }
 
-    /// Bytes that a kernel or a copy of this submission reads.
+    /// Uploads bytes that a kernel or a copy of this submission reads.
     pub(super) fn upload(&mut self, device: &Device, bytes: &[u8]) -> Result<Binding> {
         let align = device.binding_align();
         let size = (bytes.len() as u64).next_multiple_of(4).max(4);
@@ -121,7 +122,7 @@ impl Pending {
         Ok(Binding { buffer: buffer.clone(), offset, size })
     }
 
-    /// An error if something of this stream was refused.
+    /// Returns an error if the device refused work of this stream.
     pub(super) fn check(&self, device: &Device) -> Result<()> {
         self.failed.as_ref().map_or(Ok(()), |reason| Err(device.refusal(reason.clone())))
     }
@@ -129,7 +130,8 @@ impl Pending {
     /// Records runs of kernels, in order.
     ///
     /// # Errors
-    /// [`kvcore::Error::Unsupported`] for arguments larger than what can be bound; nothing is recorded then.
+    /// Returns [`kvcore::Error::Unsupported`] if arguments exceed the largest binding; in that case nothing
+    /// is recorded.
     pub(super) fn run(&mut self, device: &Device, work: Vec<Dispatch>) -> Result<()> {
         let most = device.limits.max_storage_buffer_binding_size;
         if let Some(large) =
@@ -143,7 +145,7 @@ impl Pending {
         let mut recorded = 0;
         match device.guarded(|| self.record(device, work, &mut recorded)) {
             Ok(Ok(())) => {}
-            // Half of an operation is none.
+            // An operation of which only a part was recorded makes the stream fail.
             Ok(Err(error)) if recorded > 0 => {
                 self.failed.get_or_insert(error.to_string());
                 return Err(error);
@@ -176,7 +178,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Gives everything recorded to the device.
+    /// Submits everything recorded to the device.
     pub(super) fn submit(&mut self, device: &Device) {
         let encoder = self.encoder.take();
         if encoder.is_none() && self.written == 0 {
@@ -190,7 +192,7 @@ impl Pending {
             device.queue.submit(encoder.map(CommandEncoder::finish))
         });
         Counters::add(&device.counters.submissions, 1);
-        // The largest serves the next submission, too.
+        // The largest argument buffer also serves the next submission.
         self.arguments = self.arguments.pop().into_iter().collect();
         self.arguments.retain_mut(|one| {
             one.bytes.clear();
@@ -211,7 +213,7 @@ impl Pending {
         }
     }
 
-    /// The moment after everything recorded so far; none if nothing ever was.
+    /// Returns the moment after everything recorded so far; none if nothing was ever recorded.
     pub(super) fn point(&mut self) -> Option<Arc<Point>> {
         if self.encoder.is_some() || self.written > 0 {
             let point = Arc::new(Point::default());

@@ -1,4 +1,4 @@
-//! Every code of every element type, and how f32 is rounded, bit for bit.
+//! Every code of every element type, and the rounding of f32, bit for bit.
 
 use std::sync::Arc;
 
@@ -6,16 +6,16 @@ use half::{bf16, f16};
 use kvbackend_wgpu::WgpuOptions;
 use kvcore::{
     ApplyRope, Backend, BlockOrder, DType, Fp8Kind, Gather, KvArena, KvFormat, KvShape, MemoryKind, Rope,
-    RopeConfig, Rotation, Scatter, Stream, allocate_tensor,
+    RopeConfig, Rotation, Scatter, Stream, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, contents, download, opened, upload};
 
-/// Elements of a row, and rows of a call.
+/// Elements of a row.
 const DIM: usize = 64;
 const ROWS: usize = 1024;
 
-/// An arena for `ROWS` rows of one head.
+/// Returns an arena for `ROWS` rows of one head.
 fn cache(backend: &dyn Backend, format: KvFormat) -> KvArena {
     arena(
         backend,
@@ -33,17 +33,26 @@ fn cache(backend: &dyn Backend, format: KvFormat) -> KvArena {
     )
 }
 
-/// Rows of values, scattered; both K and V hold them.
+/// Scatters rows of values to both K and V of a new arena.
 fn scattered(backend: &dyn Backend, stream: &dyn Stream, format: KvFormat, values: &[f32]) -> KvArena {
     let arena = cache(backend, format);
     let rows = upload(backend, DType::F32, &[ROWS, 1, DIM], bytemuck::cast_slice(values));
-    let slots = (0..ROWS as i64).collect();
-    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k: rows.clone(), v: rows, slots }).unwrap();
+    let slots = (0..ROWS as i64).collect::<Vec<_>>();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k: rows.clone(),
+            v: rows,
+            slots: WriteSlots::unchecked(slots),
+            rotation: None,
+        })
+        .unwrap();
     arena
 }
 
-/// Values of every magnitude: each exponent with mantissas that lie on, just below and just above what halves
-/// round at, and what is no number.
+/// Returns values of every magnitude: each exponent, with mantissas at, just below and just above the points
+/// at which f16 and bf16 round, and values that are not finite.
 fn awkward() -> Vec<f32> {
     let mut values = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
     for exponent in 0..255u32 {
@@ -100,7 +109,7 @@ fn every_half_is_read_as_it_is() {
         for dtype in [DType::F16, DType::BF16] {
             let codes: Vec<u16> = (0..=u16::MAX).collect();
             let rows = upload(backend, dtype, &[ROWS, 1, DIM], bytemuck::cast_slice(&codes));
-            // A rotation by no distance reads and writes every element as f32, and multiplies it by 1.
+            // A rotation by distance 0 reads and writes every element as f32, and multiplies it by 1.
             let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 16).unwrap());
             stream.rope(&ApplyRope { rows: rows.clone(), positions: vec![0; ROWS].into(), rope }).unwrap();
             let after: Vec<u16> = bytemuck::pod_collect_to_vec(&download(stream, &rows));
@@ -109,7 +118,7 @@ fn every_half_is_read_as_it_is() {
                     DType::F16 => f16::from_bits(bits).to_f32(),
                     _ => bf16::from_bits(bits).to_f32(),
                 };
-                // Its partner is multiplied by a sine of 0, of which infinity makes NaN.
+                // The other element of the pair is multiplied by a sine of 0, which makes NaN of infinity.
                 let partner = value(codes[i ^ (DIM / 2)]);
                 let (x, y) = (value(before), value(after));
                 let expected = if partner.is_finite() { x } else { f32::NAN };
@@ -143,8 +152,10 @@ fn every_fp8_code_is_read_and_written_as_on_the_host() {
             stream.write(&view, &codes).unwrap();
             let rows = || allocate_tensor(backend, MemoryKind::Device, DType::F32, &[ROWS, 1, DIM]).unwrap();
             let (k, v) = (rows(), rows());
-            let slots = (0..ROWS as i64).collect();
-            stream.gather(&Gather { arena, layer: 0, slots, k: k.clone(), v, rotation: None }).unwrap();
+            let slots = (0..ROWS as i64).collect::<Vec<_>>();
+            stream
+                .gather(&Gather { arena, layer: 0, slots: slots.into(), k: k.clone(), v, rotation: None })
+                .unwrap();
             let read: Vec<f32> = bytemuck::pod_collect_to_vec(&download(stream, &k));
             for (&code, &x) in codes.iter().zip(&read) {
                 let expected = kind.decode(code);

@@ -1,12 +1,12 @@
-//! Errors that say what to do, and a process that lives on.
+//! Errors that say what to do, and a process that survives them.
 
 use std::sync::Arc;
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{
-    ApplyRope, Attend, AttendRows, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error, Gather,
-    KeyForm, KvFormat, KvShape, MemoryKind, MergeGroup, Quantize, QueryRow, Rope, RopeConfig, RotateKeys,
-    Rotation, Scatter, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error,
+    Gather, KeyForm, KvFormat, KvShape, MemoryKind, Quantize, QueryRow, Rope, RopeConfig, RotateKeys,
+    Rotation, Scatter, TensorView, WritePairs, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, opened, shared, upload};
@@ -30,7 +30,7 @@ fn an_adapter_that_is_not_there_is_named_beside_those_that_are() {
 #[test]
 fn a_device_without_what_kernels_need_is_refused_before_anything_runs() {
     let Some(backend) = shared() else { return };
-    // Another device of the same adapter, opened by the caller with the smallest limits.
+    // Another device of the same adapter, which the caller opens with the lowest limits.
     let instance = kvbackend_wgpu::wgpu::Instance::new(
         kvbackend_wgpu::wgpu::InstanceDescriptor::new_without_display_handle(),
     );
@@ -72,7 +72,7 @@ fn a_lost_device_is_an_error_of_every_wait_and_of_no_other_device() {
     let lost = |what: &str, result: kvcore::Result<()>| {
         assert!(matches!(result, Err(Error::DeviceLost { backend: "wgpu", .. })), "{what} gave {result:?}");
     };
-    // Recorded or refused: what counts is that no wait comes back as if it had run.
+    // The copy is recorded or refused: either way, no wait may return as if the copy had run.
     let _ = stream.copy_tensor(&CopyTensor { src: view.clone(), dst: copy });
     lost("an event", event.wait());
     lost("a read", stream.read(&view, &mut [0; 64]));
@@ -126,12 +126,22 @@ fn no_work_is_no_work() {
             layer: 0,
             k: none.clone(),
             v: none.clone(),
-            slots: [].into(),
+            slots: WriteSlots::unchecked([]),
+            rotation: None,
         })
         .unwrap();
     let one = upload(backend.as_ref(), DType::F32, &[1, 1, 4], &[0; 16]);
     let (k, v) = (one.clone(), one.clone());
-    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: [-1].into() }).unwrap();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked([-1]),
+            rotation: None,
+        })
+        .unwrap();
     stream.copy_tensor(&CopyTensor { src: none.clone(), dst: none.clone() }).unwrap();
     let (k, v) = (none.clone(), none.clone());
     stream
@@ -139,16 +149,18 @@ fn no_work_is_no_work() {
         .unwrap();
     let rope = Arc::new(Rope::new(RopeConfig::new(4, 100.0), 16).unwrap());
     stream.rope(&ApplyRope { rows: none.clone(), positions: [].into(), rope: Arc::clone(&rope) }).unwrap();
-    stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: [].into() }).unwrap();
+    stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: WritePairs::unchecked([]) }).unwrap();
     let (src, dst) = (arena.clone(), arena.clone());
     let rotation = Rotation { rope: Arc::clone(&rope), delta: 1 };
-    stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs: [].into(), rotation }).unwrap();
+    stream
+        .rotate_keys(&RotateKeys { src, dst, layer: 0, pairs: WritePairs::unchecked([]), rotation })
+        .unwrap();
     let small = crate::common::arena(
         backend.as_ref(),
         KvShape { format: KvFormat::Int8 { group: 4 }, ..arena.layout().shape().clone() },
     );
     let (src, dst) = (arena.clone(), small);
-    stream.quantize(&Quantize { src, dst, pairs: [].into() }).unwrap();
+    stream.quantize(&Quantize { src, dst, pairs: WritePairs::unchecked([]) }).unwrap();
     for (q, batch) in [(&none, vec![]), (&one, vec![]), (&one, vec![AttendRows::new(0..0, [])])] {
         let out = upload(backend.as_ref(), DType::F32, &[1, 1, 4], &[7; 16]);
         let op = Attend {
@@ -157,9 +169,7 @@ fn no_work_is_no_work() {
             q: q.clone(),
             rope: Some(Arc::clone(&rope)),
             keys: KeyForm::Rotated,
-            rows: vec![QueryRow { logical: 0, position: 0 }; q.shape()[0]].into(),
-            batch: batch.into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(vec![QueryRow { logical: 0, position: 0 }; q.shape()[0]], batch)),
             scale: 1.0,
             window: None,
             softcap: None,
@@ -195,8 +205,17 @@ fn more_rows_than_a_grid_has_in_one_dimension_are_moved() {
     let arena = arena(backend.as_ref(), shape);
     let values: Vec<u8> = (0..rows * 16).flat_map(|i| ((i % 251) as f32).to_ne_bytes()).collect();
     let view = upload(backend.as_ref(), DType::F32, &[rows, 8, 2], &values);
-    let slots = (0..rows as i64).collect();
-    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k: view.clone(), v: view, slots }).unwrap();
+    let slots = (0..rows as i64).collect::<Vec<_>>();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k: view.clone(),
+            v: view,
+            slots: WriteSlots::unchecked(slots),
+            rotation: None,
+        })
+        .unwrap();
     let stored = TensorView::new(std::sync::Arc::clone(arena.v()), DType::BF16, &[rows * 16]).unwrap();
     let stored = download(stream.as_ref(), &stored);
     for (i, bytes) in stored.chunks_exact(2).enumerate() {

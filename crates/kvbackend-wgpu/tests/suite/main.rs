@@ -1,5 +1,5 @@
-//! What the conformance suite does not ask: elements bit by bit, rows that share words, windows, and what becomes of
-//! errors. Without an adapter every test prints SKIPPED.
+//! Tests beyond the conformance suite: elements bit by bit, rows that share words, windows, and handling of
+//! errors. Without an adapter, every test prints SKIPPED.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

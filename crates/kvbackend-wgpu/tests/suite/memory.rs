@@ -1,4 +1,4 @@
-//! Buffers: the host's bytes at any place, lent ones, and those that sleep.
+//! Buffers: host bytes at any place, lent buffers, and buffers that sleep.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ fn a_write_comes_after_what_was_enqueued_before() {
     let tensor = |bytes: usize| {
         TensorView::new(backend.allocate(MemoryKind::Device, bytes).unwrap(), DType::U8, &[bytes]).unwrap()
     };
-    // Small, larger than a submission takes, and neither in whole words.
+    // A small one, one larger than a submission takes, and two that are no whole words.
     for len in [64, 4 << 20, 61, (1 << 20) + 1] {
         let (a, b) = (tensor(len), tensor(len));
         let (old, new) = (noise(1, len), noise(2, len));

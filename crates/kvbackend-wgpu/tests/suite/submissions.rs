@@ -1,12 +1,12 @@
-//! How much goes to the device at once, and what crosses between it and the host.
+//! The amount of work per submission, and the bytes that cross between device and host.
 
 use std::sync::Arc;
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{
-    ApplyRope, Attend, AttendRows, Backend, BlockId, BlockOrder, CounterSnapshot, DType, KeyForm, KvArena,
-    KvShape, MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Scatter, Segment, Stream, TensorView,
-    allocate_tensor,
+    ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, CounterSnapshot, DType, KeyForm,
+    KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, Scatter, Segment, Stream, TensorView,
+    WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, noise, opened, upload};
@@ -16,7 +16,7 @@ const DIM: usize = 64;
 const LAYERS: usize = 12;
 const TOKENS: usize = 64;
 
-/// Rows of a prompt, and a cache for it.
+/// The rows of a prompt, and a cache for them.
 struct Prompt {
     backend: Arc<WgpuBackend>,
     stream: Arc<dyn Stream>,
@@ -29,7 +29,7 @@ struct Prompt {
 }
 
 impl Prompt {
-    /// On a device of its own: what other tests do is not counted.
+    /// Opens a device for one test, so that the work of other tests is not counted.
     fn new() -> Option<Self> {
         let backend = opened(&WgpuOptions::default())?;
         let shape = KvShape {
@@ -57,13 +57,22 @@ impl Prompt {
         })
     }
 
-    /// Keys and values, rotated and stored, and attention over them.
+    /// Enqueues rotation and storage of keys and values, and attention over them.
     fn enqueue(&self, layer: usize) {
         let (k, v) = (self.k.clone(), self.v.clone());
         let positions = (0..TOKENS as i64).collect();
         self.stream.rope(&ApplyRope { rows: k.clone(), positions, rope: Arc::clone(&self.rope) }).unwrap();
-        let slots = (0..TOKENS as i64).collect();
-        self.stream.scatter(&Scatter { arena: self.arena.clone(), layer, k, v, slots }).unwrap();
+        let slots = (0..TOKENS as i64).collect::<Vec<_>>();
+        self.stream
+            .scatter(&Scatter {
+                arena: self.arena.clone(),
+                layer,
+                k,
+                v,
+                slots: WriteSlots::unchecked(slots),
+                rotation: None,
+            })
+            .unwrap();
         let blocks = (0..TOKENS as u32 / 16).map(BlockId).collect::<Vec<_>>();
         let attend = Attend {
             arena: self.arena.clone(),
@@ -71,9 +80,10 @@ impl Prompt {
             q: self.q.clone(),
             rope: Some(Arc::clone(&self.rope)),
             keys: KeyForm::Rotated,
-            rows: (0..TOKENS).map(|i| QueryRow { logical: i, position: i as i64 }).collect(),
-            batch: [AttendRows::new(0..TOKENS, [Segment::new(blocks.into(), TOKENS, 0, 0)])].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                (0..TOKENS).map(|i| QueryRow { logical: i, position: i as i64 }).collect::<Vec<_>>(),
+                [AttendRows::new(0..TOKENS, [Segment::new(blocks.into(), TOKENS, 0, 0)])],
+            )),
             scale: 0.125,
             window: None,
             softcap: None,
@@ -95,7 +105,7 @@ impl Prompt {
 #[test]
 fn many_layers_go_in_one_submission() {
     let Some(prompt) = Prompt::new() else { return };
-    prompt.enqueue(0); // the first has tables of angles to make
+    prompt.enqueue(0); // the first call makes tables of angles
     let counted = prompt.counted(|| (0..LAYERS).for_each(|layer| prompt.enqueue(layer)));
     assert_eq!((counted.submissions, counted.attend_calls), (1, LAYERS as u64));
     assert_eq!((counted.host_write_bytes, counted.host_read_bytes), (0, 0));
@@ -130,6 +140,6 @@ fn large_writes_wait_for_the_work_that_follows_and_not_for_ever() {
         prompt.counted(|| (0..n).for_each(|_| prompt.stream.write(&view, &large).unwrap())).submissions
     };
     assert_eq!(writes(3), 1);
-    // 128 MiB are not kept by the queue.
+    // The queue does not keep 128 MiB.
     assert_eq!(writes(16), 2);
 }

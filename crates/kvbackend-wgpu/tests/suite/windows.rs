@@ -1,19 +1,19 @@
-//! Pools that are bound in parts equal pools that are bound whole.
+//! Pools that are bound in parts behave like pools that are bound whole.
 
 use std::sync::{Arc, OnceLock};
 
 use kvbackend_cpu::CpuBackend;
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{
-    Attend, AttendRows, Backend, BlockId, BlockOrder, CopyBlocks, DType, Gather, KeyForm, KvArena, KvFormat,
-    KvShape, MemoryKind, MergeGroup, QueryRow, Result, Rope, RopeConfig, Scatter, Segment, Stream,
-    SwapBlocks, allocate_tensor,
+    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, CopyBlocks, DType, Gather, KeyForm,
+    KvArena, KvFormat, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig, Scatter, Segment, Stream,
+    SwapBlocks, WritePairs, WriteSlots, allocate_tensor,
 };
 use proptest::prelude::*;
 
 use crate::common::{arena, contents, download, known, noise, upload};
 
-/// Far below what the arenas of these tests take.
+/// Bytes of a binding, far below the size of the arenas of these tests.
 const BINDING: u64 = 4096;
 
 const BLOCKS: usize = 24;
@@ -38,7 +38,7 @@ fn shape(format: KvFormat, order: BlockOrder) -> KvShape {
     }
 }
 
-/// Rows of numbers between −1 and 1 in f32.
+/// Returns rows of f32 numbers between −1 and 1.
 fn rows(backend: &dyn Backend, seed: u64, shape: &[usize]) -> kvcore::TensorView {
     let n = shape.iter().product();
     let values: Vec<u8> =
@@ -46,12 +46,21 @@ fn rows(backend: &dyn Backend, seed: u64, shape: &[usize]) -> kvcore::TensorView
     upload(backend, DType::F32, shape, &values)
 }
 
-/// Fills a layer.
+/// Fills a layer with rows.
 fn fill(backend: &dyn Backend, stream: &dyn Stream, arena: &KvArena, layer: usize) {
     let n = BLOCKS * 4;
     let (k, v) = (rows(backend, layer as u64, &[n, 2, 24]), rows(backend, !layer as u64, &[n, 2, 16]));
-    let slots = (0..n as i64).map(|i| i * 29 % n as i64).collect();
-    stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots }).unwrap();
+    let slots = (0..n as i64).map(|i| i * 29 % n as i64).collect::<Vec<_>>();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer,
+            k,
+            v,
+            slots: WriteSlots::unchecked(slots),
+            rotation: None,
+        })
+        .unwrap();
 }
 
 fn attend(
@@ -77,9 +86,12 @@ fn attend(
         q,
         rope: Some(Arc::new(Rope::new(RopeConfig::new(24, 500.0), 8192).unwrap())),
         keys: KeyForm::Rotated,
-        rows: (0..5).map(|i| QueryRow { logical: len - 5 + i, position: offset + 100 + i as i64 }).collect(),
-        batch: [AttendRows::new(0..5, segments)].into(),
-        groups: [MergeGroup::default()].into(),
+        work: Arc::new(AttendWork::new(
+            (0..5)
+                .map(|i| QueryRow { logical: len - 5 + i, position: offset + 100 + i as i64 })
+                .collect::<Vec<_>>(),
+            [AttendRows::new(0..5, segments)],
+        )),
         scale: 0.2,
         window: None,
         softcap: None,
@@ -105,7 +117,7 @@ fn what_is_longer_than_a_window_is_copied_in_pieces() {
         let around = download(stream.as_ref(), &whole);
         assert!(around[..start].iter().chain(&around[start + len..]).all(|byte| *byte == 9));
     }
-    // A transposition of ten windows, which steps over all of its source for each row of the destination.
+    // A transposition over ten windows, which steps over its whole source for each row of the destination.
     let (rows, columns) = (90, 230);
     let bytes = noise(6, rows * columns * 2);
     let src = upload(backend.as_ref(), DType::F16, &[rows, columns], &bytes);
@@ -134,18 +146,18 @@ proptest! {
             let stream = backend.stream().unwrap();
             let (one, two) = (arena(backend, shape(format, order)), arena(backend, shape(format, BlockOrder::HeadMajor)));
             (0..3).for_each(|layer| fill(backend, stream.as_ref(), &one, layer));
-            // A destination once, whatever the map says.
+            // Each destination occurs once, whatever the map says.
             let once = |(i, pair): &(usize, (&u32, &u32))| !pairs.values().take(*i).any(|to| to == pair.1);
             let pairs: Arc<[_]> =
                 pairs.iter().enumerate().filter(once).map(|(_, (&from, &to))| (BlockId(from), BlockId(to))).collect();
-            stream.copy_blocks(&CopyBlocks { arena: one.clone(), pairs: Arc::clone(&pairs) }).unwrap();
-            stream.swap_blocks(&SwapBlocks { src: one.clone(), dst: two.clone(), pairs }).unwrap();
+            stream.copy_blocks(&CopyBlocks { arena: one.clone(), pairs: WritePairs::unchecked(Arc::clone(&pairs)) }).unwrap();
+            stream.swap_blocks(&SwapBlocks { src: one.clone(), dst: two.clone(), pairs: WritePairs::unchecked(pairs) }).unwrap();
             let gathered = [24, 16].map(|dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[BLOCKS, 2, dim]).unwrap());
-            let slots = (0..BLOCKS as i64).map(|i| i * 41 % (BLOCKS as i64 * 4)).collect();
+            let slots = (0..BLOCKS as i64).map(|i| i * 41 % (BLOCKS as i64 * 4)).collect::<Vec<_>>();
             let [k, v] = gathered.clone();
-            // Rows of a dense arena have its type; what they hold is compared as blocks.
+            // Rows of a dense arena have its element type; their contents are compared as blocks.
             if format != KvFormat::Dense(DType::BF16) {
-                stream.gather(&Gather { arena: one.clone(), layer: 2, slots, k, v, rotation: None }).unwrap();
+                stream.gather(&Gather { arena: one.clone(), layer: 2, slots: slots.into(), k, v, rotation: None }).unwrap();
             }
             let out = attend(backend, stream.as_ref(), &one, &blocks[..used], offset);
             let stored = [contents(stream.as_ref(), &one), contents(stream.as_ref(), &two)];

@@ -1,16 +1,17 @@
-//! Rows that share 32-bit words with their neighbours: nothing is lost, however they are moved at the same time.
+//! Rows that share 32-bit words with their neighbours: no bit is lost, however many rows are moved at the
+//! same time.
 
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
     ApplyRope, Backend, BlockOrder, CopyTensor, DType, Dims, KvArena, KvFormat, KvShape, Rope, RopeConfig,
-    Scatter, TensorView,
+    Scatter, TensorView, WriteSlots,
 };
 
 use crate::common::{arena, contents, download, noise, shared, upload};
 
-/// Enough rows for many workgroups.
+/// Number of rows: enough for many workgroups.
 const ROWS: usize = 4096;
 
 fn shape(format: KvFormat, dim: usize, order: BlockOrder) -> KvShape {
@@ -27,11 +28,11 @@ fn shape(format: KvFormat, dim: usize, order: BlockOrder) -> KvShape {
     }
 }
 
-/// Scatters the same rows to slots in no order.
+/// Scatters the same rows to slots in shuffled order.
 fn scattered(backend: &dyn Backend, shape: &KvShape, from: DType, seed: u64) -> KvArena {
     let arena = arena(backend, shape.clone());
     let finite = |bytes: Vec<u8>| -> Vec<u8> {
-        // f32 rows of moderate size; of other types any bits.
+        // Rows of f32 have a moderate size; rows of other types have any bits.
         if from != DType::F32 {
             return bytes;
         }
@@ -42,8 +43,19 @@ fn scattered(backend: &dyn Backend, shape: &KvShape, from: DType, seed: u64) -> 
         upload(backend, from, &[ROWS, heads, dim], &bytes)
     };
     let (k, v) = (rows(shape.k_heads, shape.k_dim), rows(shape.v_heads, shape.v_dim));
-    let slots = (0..ROWS as i64).map(|i| i * 2341 % ROWS as i64).collect();
-    backend.stream().unwrap().scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots }).unwrap();
+    let slots = (0..ROWS as i64).map(|i| i * 2341 % ROWS as i64).collect::<Vec<_>>();
+    backend
+        .stream()
+        .unwrap()
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked(slots),
+            rotation: None,
+        })
+        .unwrap();
     arena
 }
 
@@ -124,7 +136,7 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
     let Some(backend) = shared() else { return };
     let stream = backend.stream().unwrap();
     let arena = arena(backend.as_ref(), shape(DType::BF16.into(), 5, BlockOrder::TokenMajor));
-    // Row i is all ones of number i, so that a mixture shows.
+    // Every element of row i has the bits of the number i, so that a mixture shows.
     let rows = |heads: usize, dim: usize| {
         let bytes: Vec<u8> = (0..ROWS as u16)
             .flat_map(|i| std::iter::repeat_n(i.to_le_bytes(), heads * dim))
@@ -134,7 +146,16 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
     };
     let (k, v) = (rows(3, 5), rows(1, 6));
     let slots: Arc<[i64]> = (0..ROWS as i64).map(|i| i % 100).collect();
-    stream.scatter(&Scatter { arena: arena.clone(), layer: 0, k, v, slots: Arc::clone(&slots) }).unwrap();
+    stream
+        .scatter(&Scatter {
+            arena: arena.clone(),
+            layer: 0,
+            k,
+            v,
+            slots: WriteSlots::unchecked(Arc::clone(&slots)),
+            rotation: None,
+        })
+        .unwrap();
     let [k, v] = contents(stream.as_ref(), &arena);
     for slot in 0..100 {
         let of = |bytes: &[u8], n: usize| -> Vec<u16> {

@@ -1,8 +1,7 @@
-//! A prompt whose system part and chunks are all computed and held, and tokens of it computed anew.
+//! Assembled prompts: the system prompt and all chunks are computed and held. Some of their tokens can be
+//! recomputed.
 
-use std::sync::Arc;
-
-use kvcore::{BlockId, BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping};
+use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
 use super::{Assembly, ChunkReport, Source};
 use crate::cache::ChunkKvCache;
@@ -14,14 +13,14 @@ use crate::recompute::TokenSelection;
 /// One chunk of an assembled prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSpan {
-    /// Its tokens.
+    /// The number of tokens of the chunk.
     pub tokens: usize,
-    /// Logical index of its first token.
+    /// The logical index of the chunk's first token.
     pub logical_start: usize,
-    /// Position of its first token in this prompt.
+    /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// Whether its KV is what ordinary full attention gives already: the first chunk, if it saw the system
-    /// prompt and stands where it was computed.
+    /// True if the chunk's KV is full attention's already. This holds for the first chunk, if it saw the
+    /// system prompt and is used at the position for which it was computed.
     pub is_full: bool,
 }
 
@@ -30,7 +29,7 @@ pub struct ChunkSpan {
 pub struct AssembledPrompt {
     block_size: usize,
     segments: Vec<Segment>,
-    /// Where each segment after the first lies in its chunk: the chunk and the tokens before it.
+    /// The place of each segment after the first: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     spans: Vec<ChunkSpan>,
     handles: Vec<ChunkKvCache>,
@@ -40,15 +39,15 @@ pub struct AssembledPrompt {
     system: SealedPrefix,
 }
 
-/// Tokens of chunks to be computed anew, into blocks of this request's own.
+/// Tokens of chunks to recompute, into the request's own blocks.
 #[derive(Debug)]
 #[must_use = "copy the blocks, then compute the inputs"]
 pub struct Recomputation {
-    /// `(shared block, own block)`: contents to copy before the inputs are computed.
-    pub copies: Arc<[(BlockId, BlockId)]>,
-    /// The tokens, which see the whole prompt before them.
+    /// The blocks to copy before the inputs are computed, as `(shared block, own block)`.
+    pub copies: WritePairs,
+    /// The tokens to compute. They see the whole prompt before them.
     pub inputs: Vec<SequenceInput>,
-    /// Their number.
+    /// The number of these tokens.
     pub tokens: usize,
 }
 
@@ -56,7 +55,8 @@ impl AssembledPrompt {
     pub(super) fn new(assembly: Assembly) -> Result<Self> {
         let (reports, spans) = (assembly.reports(), assembly.chunks());
         let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
-        // Another request may have computed the same system prompt meanwhile: then its blocks stay.
+        // Another request may have computed the same system prompt in the meantime. In that case its blocks
+        // stay.
         let system = system.finish()?;
         segments[0] = system.segment();
         let places = chunks
@@ -79,27 +79,28 @@ impl AssembledPrompt {
         })
     }
 
-    /// System prompt and chunks as the question sees them.
+    /// Returns the segments of the system prompt and the chunks as the question sees them.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// The chunks.
+    /// Returns the chunks, in the prompt's order.
     pub fn chunks(&self) -> &[ChunkSpan] {
         &self.spans
     }
 
-    /// Cached pieces held, in the prompt's order.
+    /// Returns the holds on cached pieces, in the prompt's order.
     pub fn handles(&self) -> &[ChunkKvCache] {
         &self.handles
     }
 
-    /// Of each segment after the first: its chunk, and the chunk's tokens before it.
+    /// Returns the place of each segment after the first: its chunk, and the number of the chunk's tokens
+    /// before it.
     pub(super) fn places(&self) -> &[(usize, usize)] {
         &self.places
     }
 
-    /// Blocks of the request's own, until it ends.
+    /// Keeps blocks of the request until the request ends.
     pub(super) fn hold(&mut self, own: MutableBlocks) {
         self.private.push(own);
     }
@@ -108,24 +109,28 @@ impl AssembledPrompt {
         self.block_size
     }
 
-    /// What happened to each chunk.
+    /// Returns one report per chunk, in the prompt's order.
     pub fn reports(&self) -> &[ChunkReport] {
         &self.reports
     }
 
-    /// System prompt and chunks as one run.
+    /// Returns the system prompt and the chunks as one run.
     pub fn merged(&self) -> Result<MergedKvCache> {
         MergedKvCache::new(&self.segments, self.block_size)
     }
 
-    /// Gives the request blocks of its own, out of `pool`, for all that hold one of the selected tokens, and
-    /// says what to copy and compute. [`segments`](Self::segments) are over these blocks from now on.
+    /// Allocates the request's own blocks from `pool`, for all blocks that hold a selected token. Returns the
+    /// blocks to copy and the tokens to compute. From now on [`segments`](Self::segments) refer to the new
+    /// blocks.
     ///
-    /// The shared blocks are not written. Recomputed keys are stored as rotated as the keys beside them, so
-    /// that a chunk remains one segment.
+    /// The shared blocks are not written. Recomputed keys are stored with the rotation of the keys beside
+    /// them, so a chunk remains one segment.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfBlocks`], [`Error::NoSuchToken`]; nothing has changed then.
+    /// After each of these errors nothing has changed.
+    ///
+    /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
+    /// - Returns [`Error::NoSuchToken`] if a selected token is not in its chunk.
     pub fn copy_on_write(
         &mut self,
         prompt: &ChunkedPrompt,
@@ -138,7 +143,8 @@ impl AssembledPrompt {
         Ok(anew)
     }
 
-    /// The segments over blocks of the request's own where tokens are selected, and those blocks.
+    /// Returns segments over the request's own blocks for the selected tokens, the tokens to compute, and
+    /// those blocks.
     pub(super) fn rewritten(
         &self,
         prompt: &ChunkedPrompt,
@@ -148,7 +154,7 @@ impl AssembledPrompt {
         selection.check(prompt)?;
         let mut rewritten = self.segments.clone();
         let block_size = self.block_size;
-        // Per segment after the system prompt: the selected tokens, counted from its start.
+        // For each segment after the system prompt: the selected tokens, counted from the segment's start.
         let selected: Vec<Vec<u32>> = self
             .places
             .iter()
@@ -185,6 +191,7 @@ impl AssembledPrompt {
             segment.blocks = blocks.into();
             let slots =
                 SlotMapping::in_blocks(&segment.blocks, block_size, tokens.iter().map(|&t| t as usize))?;
+            let slots = own.write_slots(block_size, slots)?;
             let all = &prompt.chunks()[chunk];
             inputs.push(SequenceInput {
                 at: Some(tokens.as_slice().into()),
@@ -202,12 +209,12 @@ impl AssembledPrompt {
             input.segments.clone_from(&rewritten);
         }
         let tokens = inputs.iter().map(|input| input.tokens.len()).sum();
-        Ok((rewritten, Recomputation { copies: copies.into(), inputs, tokens }, own))
+        Ok((rewritten, Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))
     }
 }
 
 impl TokenSelection {
-    /// Whether every selected token is in its chunk.
+    /// Checks that every selected token is in its chunk.
     fn check(&self, prompt: &ChunkedPrompt) -> Result<()> {
         for (chunk, tokens) in self.chunks().iter().enumerate() {
             let len = prompt.chunks().get(chunk).map_or(0, Vec::len);

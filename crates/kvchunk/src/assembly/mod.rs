@@ -1,4 +1,4 @@
-//! Assembly: from a chunked prompt to the segments of a request, and what must be computed first.
+//! Assembly: turning a chunked prompt into the segments of a request, and into the inputs to compute first.
 //!
 //! ```text
 //!   assemble ──► inputs ──► [model] ──► is_ready? ──yes──► commit ──► AssembledPrompt
@@ -6,10 +6,10 @@
 //!                  └────────── advance ◄────┘ stores what was computed, waits, looks again
 //! ```
 //!
-//! [`Assembler::assemble`] looks everything up and reserves room for what is missing. The caller runs *one*
-//! forward pass over [`Assembly::inputs`], with its question in the same batch if it likes, and then
-//! [commits](Assembly::commit). Dropping the assembly instead gives every block back: nothing partial can
-//! ever be found.
+//! [`Assembler::assemble`] looks everything up and reserves room for the missing parts. The caller runs *one*
+//! forward pass over [`Assembly::inputs`], with its question in the same batch if wanted, and
+//! [commits](Assembly::commit) after that. Dropping the assembly instead gives every block back, so nothing
+//! partial can ever be found.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -36,51 +36,54 @@ pub use ranks::{LocalRank, RankAgreement};
 pub use rotated::RotatedCopy;
 pub use scratch::Scratch;
 
-/// How prompts are assembled.
+/// The settings by which a prompt is assembled.
 #[derive(Debug, Clone, Copy)]
 pub struct Assembler<'a> {
-    /// The cache of chunks, or `None` to compute everything anew, under the same mask.
+    /// The chunk cache, or `None` to compute everything from scratch, under the same mask.
     pub chunks: Option<&'a ChunkCacheManager>,
-    /// Whose pieces they are.
+    /// The tenant that the pieces belong to.
     pub tenant: TenantId,
-    /// The main cache: system prompts, and chunks that find no room.
+    /// The main cache, for system prompts and for chunks that find no room in the chunk pool.
     pub main: &'a PagedKvCache,
-    /// Root of all keys.
+    /// The root of all keys.
     pub root: BlockKey,
-    /// Whether system prompts are looked up in the main cache, and kept there.
+    /// Looks system prompts up in the main cache, and keeps them there.
     pub prefixes: bool,
-    /// Strategy and mode.
+    /// The compute mode and position strategy.
     pub cell: ReuseCell,
-    /// What places pieces, of the request's regime.
+    /// The reindexer that places pieces, for the request's regime.
     pub reindexer: &'a PositionReindexer,
-    /// The other ranks, if several compute the prompt together: a piece is a hit on all of them or on none.
+    /// The agreement with the other ranks, if several compute the prompt together. A piece is a hit on all of
+    /// them or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
-    /// The way to other replicas: what is missing here is pulled from one that has it, and computed only if none gives
-    /// it. Pieces are pulled one by one, while others that miss them wait for this request. A hit here goes before a
-    /// replica's, also an approximate one. Several ranks that compute a prompt together ask none.
+    /// The link to other replicas. A missing piece is pulled from a replica that has it, and computed only if
+    /// none gives it. Pieces are pulled one by one, while other requests that miss them wait for this one. A
+    /// hit here takes precedence over a replica's, even an approximate one. If [`ranks`](Self::ranks) is set,
+    /// no replica is asked.
     pub replicas: Option<&'a ReplicaLink>,
 }
 
-/// What happened to one chunk of a prompt.
+/// The report on one chunk of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct ChunkReport {
-    /// Its tokens.
+    /// The number of tokens of the chunk.
     pub tokens: usize,
-    /// Whether all of it was found in the cache, or is computed for an earlier chunk of the same prompt.
+    /// True if the whole chunk was found in the cache, or is computed for an earlier chunk of the same
+    /// prompt.
     pub hit: bool,
-    /// Whether its bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
+    /// True if the chunk's bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
     pub exact: bool,
-    /// Position of its first token in this prompt.
+    /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// Positions from where it is stored to where it is used.
+    /// The distance in positions from the stored place to the place of use.
     pub offset: i64,
 }
 
-/// Where a piece's KV is, or will be.
+/// The source of a piece's KV.
 #[derive(Debug, Clone)]
 enum Source {
     Cached(ChunkKvCache),
-    /// To be computed into the chunk pool; index into [`Assembly::reserved`].
+    /// To be computed into the chunk pool; an index into [`Assembly::reserved`].
     Reserved(usize),
     /// Computed for this request only.
     Private,
@@ -91,7 +94,7 @@ enum Source {
 struct Piece {
     blocks: Arc<[BlockId]>,
     len: usize,
-    /// Position of its first key where it lies.
+    /// The position that the first key in these blocks is rotated to.
     stored_start: i64,
     source: Source,
 }
@@ -102,7 +105,7 @@ impl Piece {
     }
 }
 
-/// A piece that this prompt computes, should it occur again in it.
+/// A piece that this prompt computes, in case the prompt contains it again.
 #[derive(Debug)]
 struct Own {
     evidence: Evidence,
@@ -114,16 +117,16 @@ struct Own {
 #[derive(Debug)]
 struct Chunk {
     place: ChunkPlace,
-    /// Its first pieces; all of them once [`tokens`](Self::tokens) is the chunk's length.
+    /// The chunk's first pieces: all of them once [`tokens`](Self::tokens) is the chunk's length.
     pieces: Vec<Piece>,
-    /// Tokens of these pieces.
+    /// The number of tokens of these pieces.
     tokens: usize,
     hit: bool,
     exact: bool,
 }
 
 impl Chunk {
-    /// Pieces with the tokens before each.
+    /// Returns the pieces, each with the number of the chunk's tokens before it.
     fn with_starts(&self) -> impl Iterator<Item = (usize, &Piece)> {
         self.pieces.iter().scan(0, |start, piece| {
             let before = *start;
@@ -141,15 +144,15 @@ pub struct Assembly {
     mode: ComputeMode,
     system: PrefixFill,
     chunks: Vec<Chunk>,
-    /// Pieces that this prompt has reserved or computed itself, should they occur again in it.
+    /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
     own: HashMap<BlockKey, Own>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
-    /// Pieces that other requests compute.
+    /// The pieces that other requests compute.
     waiting: Vec<(BlockKey, ChunkWaiter)>,
-    /// How long it has waited for such.
+    /// The time spent waiting for such pieces.
     waited: Duration,
-    /// Those of them that it waits for no more.
+    /// The pieces that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
     segments: Vec<Segment>,
@@ -158,8 +161,8 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
-    /// The system prompt, under the same chain as an ordinary prompt that begins with it. Ranks take as much of it from
-    /// their caches as all have, and compute and keep the rest.
+    /// Looks up the system prompt under the chain of keys that an ordinary prompt with this beginning has.
+    /// Ranks take as much of it from their caches as all of them have, and compute and keep the rest.
     fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
         let root = self.prefixes.then_some(self.root);
         let filled = self.main.fill_prefix(root, tokens);
@@ -176,9 +179,13 @@ impl Assembler<'_> {
     /// Looks up and reserves everything that `prompt` needs.
     ///
     /// # Errors
-    /// [`crate::Error::TooLong`], or [`kvcore::Error::OutOfBlocks`] when the main pool has no room for
-    /// what the chunk pool does not take; what the agreement of [`ranks`](Self::ranks) gives,
-    /// [`crate::Error::RankFailed`] where another rank has such an error. Nothing is held then, on any rank.
+    /// After each of these errors nothing stays held, on any rank.
+    ///
+    /// - Returns [`crate::Error::TooLong`] if the model does not have one of the positions.
+    /// - Returns [`kvcore::Error::OutOfBlocks`] if the main pool has no room for the system prompt, or for
+    ///   the pieces that the chunk pool does not take.
+    /// - Returns [`crate::Error::RankFailed`] if another rank has an error.
+    /// - Returns the errors of the agreement of [`ranks`](Self::ranks).
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
         let system = self.fill_system(prompt.system())?;
@@ -221,31 +228,32 @@ impl Assembly {
         }
     }
 
-    /// Whether every piece is cached or among the inputs: then the question may be computed in the same
-    /// batch, and [`commit`](Self::commit) follows. If not, another request computes a piece of this prompt
-    /// at this moment: compute the inputs and [`advance`](Self::advance).
+    /// Returns true if every piece is cached or among the inputs. In that case the question may be computed
+    /// in the same batch, and [`commit`](Self::commit) follows. Otherwise another request is computing a
+    /// piece of this prompt: compute the inputs, and call [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// What must be computed now: the system prompt's rest and every missing piece, in one batch. Pieces
-    /// see blocks that the same batch fills, which is in order: a layer's keys are all written before
-    /// its attention reads.
+    /// Returns the inputs to compute now, in one batch: the missing part of the system prompt and every
+    /// missing piece. Pieces may see blocks that the same batch fills. This is in order, because all keys of
+    /// a layer are written before the layer's attention reads.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
     }
 
-    /// System prompt and chunks as the question sees them, once the assembly [is ready](Self::is_ready).
+    /// Returns the segments of the system prompt and the chunks as the question sees them, once the assembly
+    /// [is ready](Self::is_ready).
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// Where everything stands.
+    /// Returns the position plan of the prompt.
     pub fn plan(&self) -> &PositionPlan {
         &self.plan
     }
 
-    /// The chunks, in the prompt's order.
+    /// Returns the chunks, in the prompt's order.
     pub fn chunks(&self) -> Vec<ChunkSpan> {
         let span = |(i, chunk): (usize, &Chunk)| ChunkSpan {
             tokens: chunk.place.len,
@@ -259,7 +267,7 @@ impl Assembly {
         self.chunks.iter().enumerate().map(span).collect()
     }
 
-    /// What happened to each chunk, in the prompt's order.
+    /// Returns one report per chunk, in the prompt's order.
     pub fn reports(&self) -> Vec<ChunkReport> {
         let report = |chunk: &Chunk| ChunkReport {
             tokens: chunk.place.len,
@@ -271,20 +279,20 @@ impl Assembly {
         self.chunks.iter().map(report).collect()
     }
 
-    /// Tokens of system prompt and chunks that need not be computed.
+    /// Returns the number of tokens of system prompt and chunks that need not be computed.
     pub fn reused_tokens(&self) -> usize {
         self.reused_tokens
     }
 
-    /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again:
-    /// for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
+    /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again. Call
+    /// it for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
     ///
     /// All waits of one assembly together take no longer than
-    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms); what is not there then is among the new inputs, to be
-    /// computed for this request alone.
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). Pieces that are still missing after that are
+    /// among the new inputs, to be computed for this request alone.
     ///
     /// # Errors
-    /// As [`Assembler::assemble`]; drop the assembly then.
+    /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
         self.store();
@@ -299,7 +307,7 @@ impl Assembly {
         assembler.resolve(self, prompt)
     }
 
-    /// Everything reserved has been computed: others can find it from now on.
+    /// Stores all reserved pieces, since they have been computed. Other requests can find them from now on.
     fn store(&mut self) {
         let stored: Vec<ChunkKvCache> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
@@ -310,10 +318,10 @@ impl Assembly {
         }
     }
 
-    /// Declares all inputs computed: pieces and system prompt can be found from now on.
+    /// Declares all inputs computed. Other requests can find the pieces and the system prompt from now on.
     ///
     /// # Errors
-    /// [`crate::Error::NotReady`] for an assembly that still waits for others.
+    /// Returns [`crate::Error::NotReady`] if the assembly still waits for other requests.
     pub fn commit(mut self) -> Result<AssembledPrompt> {
         if !self.is_ready() {
             return Err(crate::Error::NotReady { pieces: self.waiting.len() });

@@ -1,4 +1,4 @@
-//! Ranks that compute a prompt together, and agree on what is cached.
+//! Ranks that compute a prompt together, and agree on the cached pieces.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,32 +8,33 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
 
-/// The other ranks of a model that is split over several, each with a chunk cache for its own part of every key
-/// and value.
+/// An agreement with the other ranks of a model that is split over several ranks. Each rank has a chunk cache
+/// for its own part of every key and value.
 ///
-/// Their caches may differ: one has evicted, lost or quantised what another still holds. Yet all compute the same tokens
-/// in the same pass, so that a piece is a hit on all or on none.
+/// The caches of the ranks may differ: one may have evicted, lost or quantised a piece that another still
+/// holds. Yet all ranks compute the same tokens in the same pass, so a piece is a hit on all ranks or on
+/// none.
 ///
-/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt, then on the pieces of the prompt, and
-/// whether every rank has found room for them. All ranks must assemble the same prompts in the same order, under the
-/// same settings.
+/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt, on the pieces of the
+/// prompt, and on the room that every rank has found for them. All ranks MUST assemble the same prompts in
+/// the same order, with the same settings.
 pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
     /// # Errors
-    /// [`Error::RankLost`], [`Error::RanksDiffer`], or another one of the implementation's: then no rank can
-    /// rely on the flags, and the request must end on all.
+    /// Returns [`Error::RankLost`], [`Error::RanksDiffer`], or another error of the implementation. In that
+    /// case no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }
 
-/// The shortest of the lengths that the ranks have, each of at most `most`.
+/// Returns the shortest of the ranks' lengths, each of which is at most `most`.
 pub(super) fn shortest(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<usize> {
     let mut reached: Vec<bool> = (0..most).map(|at| at < length).collect();
     ranks.agree(&mut reached)?;
     Ok(reached.iter().filter(|&&reached| reached).count())
 }
 
-/// The result of something that all ranks do, if all have succeeded: none goes on alone.
+/// Returns the result of an operation of all ranks, if all ranks have succeeded. No rank goes on alone.
 pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) -> Result<T> {
     let Some(ranks) = ranks else { return result };
     let mut all = [result.is_ok()];
@@ -57,7 +58,7 @@ pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) 
 /// ```
 ///
 /// # Drop behaviour
-/// A rank that is dropped has left: the others get [`Error::RankLost`] from then on.
+/// A dropped rank has left. From then on the other ranks get [`Error::RankLost`].
 #[derive(Debug)]
 pub struct LocalRank(Arc<Group>);
 
@@ -71,17 +72,19 @@ struct Group {
 
 #[derive(Debug, Default)]
 struct Round {
-    /// Of those that have come so far.
+    /// The flags of the ranks that have come so far.
     flags: Vec<bool>,
     come: usize,
-    /// Rounds that have ended, and what the last one ended with. No rank is a round ahead of another.
+    /// The number of rounds that have ended. `agreed` is the result of the last one. No rank is a round ahead
+    /// of another.
     ended: u64,
     agreed: Vec<bool>,
     failed: Option<Error>,
 }
 
 impl LocalRank {
-    /// As many ranks as there are threads, one for each. A rank waits for the others no longer than `limit`.
+    /// Creates a group of `ranks` ranks, one for each thread. A rank waits for the others no longer than
+    /// `limit`.
     pub fn group(ranks: usize, limit: Duration) -> Vec<Self> {
         let (round, changed) = (Mutex::default(), Condvar::new());
         let group = Arc::new(Group { ranks, limit, round, changed });
@@ -90,7 +93,7 @@ impl LocalRank {
 }
 
 impl Group {
-    /// The round fails, for all ranks and for good.
+    /// Fails the round, for all ranks and for good.
     fn fail(&self, round: &mut Round, error: Error) -> Error {
         self.changed.notify_all();
         round.failed.get_or_insert(error).clone()

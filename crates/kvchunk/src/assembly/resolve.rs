@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Segment, SequenceInput, SlotMapping};
+use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 
 use super::{Assembler, Assembly, Own, Piece, Source};
 use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, Tally};
@@ -12,19 +12,19 @@ use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
 use crate::position::{PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 
-/// What there is of a piece.
+/// The result of the search for a piece.
 #[derive(Debug)]
 enum Found {
     Here(ChunkKvCache),
-    /// Held, and not exact on another rank.
+    /// Held here, but not exact on another rank.
     Approximate(ChunkKvCache),
-    /// Held here and not on all ranks: it is computed for this request.
+    /// Held here, but not on all ranks: computed for this request.
     GivenUp,
     Missing,
 }
 
 impl Assembler<'_> {
-    /// One hasher for all chunks, or one for each where positions are part of the hash.
+    /// Returns one hasher for all chunks, or one per chunk if positions are part of the hash.
     fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Vec<ChunkHasher> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
@@ -39,7 +39,8 @@ impl Assembler<'_> {
         }
     }
 
-    /// Gives blocks to all pieces that have none yet, up to those that other requests compute.
+    /// Gives blocks to all pieces that have none yet, up to the first piece of each chunk that another
+    /// request computes.
     pub(super) fn resolve(&self, assembly: &mut Assembly, prompt: &ChunkedPrompt) -> Result<()> {
         let hashers = self.hashers(prompt, &assembly.plan);
         let piece_len = self.chunks.map_or(usize::MAX, |cache| cache.config().max_chunk_tokens);
@@ -70,7 +71,7 @@ impl Assembler<'_> {
         Ok(())
     }
 
-    /// A piece as the question sees it.
+    /// Returns the segment of a piece as the question sees it.
     fn place(&self, piece: &Piece, position: i64, logical: usize) -> Result<Segment> {
         match (&piece.source, self.chunks) {
             (Source::Cached(chunk), Some(cache)) => {
@@ -81,8 +82,8 @@ impl Assembler<'_> {
         }
     }
 
-    /// What there is of the pieces. All hits are held before anything is reserved, so that a prompt never evicts
-    /// its own chunks.
+    /// Searches for the pieces. All hits are held before anything is reserved, so a prompt never evicts its
+    /// own chunks.
     fn find(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Found>>> {
         let tally = if self.ranks.is_some() { Tally::Later } else { Tally::Now };
         let held = |piece: &ChunkPiece<'_>| self.chunks?.hold(self.tenant, piece, tally);
@@ -98,7 +99,7 @@ impl Assembler<'_> {
                 *found = Found::Here(woken);
             }
         }
-        // Who holds it, and whether what all hold is exact everywhere.
+        // The first half of the flags says that the piece is held here, the second that it is exact.
         let here = all.iter().flatten().map(|found| matches!(found, Found::Here(_)));
         let exact = all.iter().flatten().map(|found| match found {
             Found::Here(chunk) => chunk.is_exact(),
@@ -123,7 +124,7 @@ impl Assembler<'_> {
         Ok(all)
     }
 
-    /// Gives a chunk's next piece its blocks; `false` if another request computes it.
+    /// Gives blocks to the next piece of a chunk. Returns false if another request computes the piece.
     fn add(
         &self,
         assembly: &mut Assembly,
@@ -144,7 +145,7 @@ impl Assembler<'_> {
             Found::GivenUp => true,
             Found::Missing => false,
         };
-        // The same piece twice in one prompt: two segments over the same blocks.
+        // A piece that the prompt contains twice has two segments over the same blocks.
         let own = assembly.own.get(&piece.hash().key).filter(|own| own.evidence.proves(piece));
         if let Some(Own { piece: known, exact, .. }) = own {
             let (known, exact) = (known.clone(), *exact);
@@ -155,7 +156,7 @@ impl Assembler<'_> {
         }
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
-        // What is computed after an approximate piece is no function of its hash: it is not stored.
+        // A piece that is computed after an approximate one is no function of its hash, so it is not stored.
         let acquired = match self.chunks.filter(|_| state.exact && !given_up) {
             Some(cache) if assembly.overdue.contains(&piece.hash().key) => {
                 cache.go_without(self.tenant);
@@ -164,7 +165,7 @@ impl Assembler<'_> {
             Some(cache) => self.acquire(cache, piece, stored_start),
             None => Acquired::NoRoom,
         };
-        let computed = match acquired {
+        let (computed, slots) = match acquired {
             Acquired::Hit(cached) => {
                 assembly.add_cached(chunk, cached);
                 return Ok(true);
@@ -174,17 +175,20 @@ impl Assembler<'_> {
                 return Ok(false);
             }
             Acquired::Compute(reservation) => {
-                let blocks = Arc::clone(reservation.block_ids());
+                let (blocks, slots) = (Arc::clone(reservation.block_ids()), reservation.write_slots()?);
                 assembly.reserved.push(reservation);
                 let source = Source::Reserved(assembly.reserved.len() - 1);
-                Piece { blocks, len: piece.tokens().len(), stored_start, source }
+                (Piece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
             }
             Acquired::NoRoom => {
                 let needed = self.main.arena().layout().blocks_for(piece.tokens().len());
-                let private = self.main.pool().allocate(needed)?;
-                let blocks = private.ids().into();
+                let (private, block_size) = (self.main.pool().allocate(needed)?, assembly.block_size);
+                let blocks: Arc<[_]> = private.ids().into();
+                let slots = SlotMapping::in_blocks(&blocks, block_size, 0..piece.tokens().len())?;
+                let slots = private.write_slots(block_size, slots)?;
                 assembly.private.push(private);
-                Piece { blocks, len: piece.tokens().len(), stored_start, source: Source::Private }
+                let source = Source::Private;
+                (Piece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
             }
         };
         let own =
@@ -192,12 +196,12 @@ impl Assembler<'_> {
         assembly.own.insert(piece.hash().key, own);
         assembly.push(chunk, computed.clone());
         assembly.chunks[chunk].hit = false;
-        assembly.add_input(self.reindexer, chunk, &computed, piece.tokens())?;
+        assembly.add_input(self.reindexer, chunk, slots, piece.tokens())?;
         Ok(true)
     }
 
-    /// Ranks compute the same pieces in the same pass: of what they have agreed to compute none waits for another
-    /// request, nor takes what has come since.
+    /// Acquires a missing piece. Ranks compute the same pieces in the same pass. A piece that they agreed to
+    /// compute therefore neither waits for another request nor takes a hit that has come since.
     fn acquire(&self, cache: &ChunkCacheManager, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         if self.ranks.is_none() {
             return match self.replicas {
@@ -240,13 +244,13 @@ impl Assembly {
         self.push(chunk, piece);
     }
 
-    /// A piece, the last that its chunk has so far, is to be computed: it sees those before it, and the system
-    /// prompt if the mode says so, at the places where its keys are stored.
+    /// Adds the input for the last piece that a chunk has so far. The piece sees the chunk's earlier pieces,
+    /// and the system prompt if the mode says so, at the positions at which their keys are stored.
     fn add_input(
         &mut self,
         reindexer: &PositionReindexer,
         chunk: usize,
-        piece: &Piece,
+        slots: WriteSlots,
         tokens: &[u32],
     ) -> Result<()> {
         let chunk = &self.chunks[chunk];
@@ -258,8 +262,7 @@ impl Assembly {
         for (start, piece) in chunk.with_starts() {
             segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);
         }
-        let start = chunk.tokens - piece.len;
-        let slots = SlotMapping::in_blocks(&piece.blocks, self.block_size, 0..piece.len)?;
+        let start = chunk.tokens - tokens.len();
         let (logical, position) = (logical + start, stored + start as i64);
         self.inputs.push(SequenceInput::new(tokens.to_vec(), logical, position, slots, segments));
         Ok(())

@@ -1,21 +1,23 @@
-//! The rotated copy: an assembled prompt as one segment, for kernels that know no segments.
+//! The rotated copy: an assembled prompt as one segment, for kernels that do not read segments.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvcore::{
     Backend, BlockId, BlockPool, DType, Gather, KeyForm, KvArena, KvFormat, LayerRopes, MemoryKind, Rotation,
-    Scatter, Segment, SlotMapping, Stream, allocate_tensor,
+    Scatter, Segment, SlotMapping, Stream, WriteSlots, allocate_tensor,
 };
 
 use super::AssembledPrompt;
 use crate::error::{Error, Result};
 use crate::position::MergedKvCache;
 
-/// System prompt and chunks in a run of blocks, token after token, with their keys rotated to where they are used.
+/// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated for the
+/// positions of use.
 ///
-/// Blocks that lie as the run needs them are shared, the others are the request's own. Always from the stored
-/// original, out of place: keys are rounded once more than those that a query is turned for.
+/// Blocks that already lie as the run needs them are shared; the others are the request's own. Each copy
+/// starts from the stored original, and goes to other blocks. Its keys are rounded once more than keys that
+/// are read with a rotated query.
 #[derive(Debug, Clone)]
 pub struct RotatedCopy {
     merged: MergedKvCache,
@@ -27,18 +29,18 @@ pub struct RotatedCopy {
 struct Move {
     delta: i64,
     from: Arc<[i64]>,
-    to: Arc<[i64]>,
+    to: WriteSlots,
 }
 
 impl AssembledPrompt {
-    /// Gives the request blocks of its own, out of `pool`, for all tokens that do not lie where a single run needs
-    /// them, and says what to copy there. The blocks are held until this prompt is dropped; its own
-    /// [`segments`](Self::segments) stay as they are.
+    /// Allocates the request's own blocks from `pool`, for all tokens that do not lie as a single run needs
+    /// them. Returns the run with the copies to make. The blocks are held until this prompt is dropped. The
+    /// prompt's [`segments`](Self::segments) do not change.
     ///
-    /// Keys that are stored unrotated are copied as they are: whoever reads them rotates them.
+    /// Keys that are stored unrotated are copied unchanged, since their reader rotates them.
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfBlocks`]; nothing has changed then.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room. In that case nothing has changed.
     pub fn rotated_copy(&mut self, keys: KeyForm, pool: &BlockPool) -> Result<RotatedCopy> {
         let block_size = self.block_size();
         let parts = MergedKvCache::new(self.segments(), block_size)?;
@@ -63,15 +65,16 @@ impl AssembledPrompt {
                 targets.push(to);
             }
         }
-        let moves =
-            moves.into_iter().map(|(delta, (from, to))| Move { delta, from: from.into(), to: to.into() });
-        let moves = moves.collect();
+        let moves = moves.into_iter().map(|(delta, (from, to))| {
+            Ok(Move { delta, from: from.into(), to: own.write_slots(block_size, to)? })
+        });
+        let moves = moves.collect::<Result<_>>()?;
         self.hold(own);
         Ok(RotatedCopy { merged: MergedKvCache { slot_mapping, block_ids, ..parts }, moves })
     }
 }
 
-/// The block that holds these tokens from its first slot on, each where it is used.
+/// Returns the block that holds these tokens from its first slot on, if no token has an offset.
 fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
     let (first, _) = tokens.first()?;
     let in_place = |(at, &(slot, delta)): (i64, &(i64, i64))| slot == first + at && delta == 0;
@@ -80,11 +83,12 @@ fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
 }
 
 impl RotatedCopy {
-    /// Enqueues the copies: per layer and distance a `gather`, which rotates, and a `scatter`. `ropes` are those of
-    /// the request; rows take memory for as long as the work is under way.
+    /// Enqueues the copies: a `gather`, which rotates, and a `scatter` per layer and distance. `ropes` are
+    /// the request's. The staging rows take memory until the work is done.
     ///
     /// # Errors
-    /// Of the backend; [`kvcore::Error::OutOfRange`] for fewer embeddings than layers.
+    /// Returns [`kvcore::Error::OutOfRange`] if there are fewer embeddings than layers, and the errors of the
+    /// backend.
     pub fn enqueue(
         &self,
         backend: &dyn Backend,
@@ -109,7 +113,7 @@ impl RotatedCopy {
                 })?;
                 let rotation = (*delta != 0).then_some(Rotation { rope, delta: *delta });
                 let (arena, k, v) = (arena.clone(), k.clone(), v.clone());
-                let (slots, targets) = (Arc::clone(from), Arc::clone(to));
+                let (slots, targets) = (Arc::clone(from), to.clone());
                 stream.gather(&Gather {
                     arena: arena.clone(),
                     layer,
@@ -118,34 +122,35 @@ impl RotatedCopy {
                     v: v.clone(),
                     rotation,
                 })?;
-                stream.scatter(&Scatter { arena, layer, k, v, slots: targets })?;
+                stream.scatter(&Scatter { arena, layer, k, v, slots: targets, rotation: None })?;
             }
         }
         Ok(())
     }
 
-    /// Slots, blocks and positions of the run.
+    /// Returns the slots, blocks and positions of the run.
     pub fn merged(&self) -> &MergedKvCache {
         &self.merged
     }
 
-    /// Tokens that are copied; the others are in shared blocks.
+    /// Returns the number of copied tokens. The other tokens are in shared blocks.
     pub fn copied_tokens(&self) -> usize {
         self.moves.iter().map(|group| group.from.len()).sum()
     }
 
-    /// The run as one segment without an offset, for rotated keys and kernels that go by order alone: the n-th
-    /// token counts as the n-th, whatever its position. Not for a sliding window, and not for unrotated keys: see
-    /// [`segment_by_position`](Self::segment_by_position).
+    /// Returns the run as one segment without an offset, for rotated keys and kernels that go only by order.
+    /// The n-th token counts as the n-th, whatever its position. This does not fit a sliding window or
+    /// unrotated keys; for these see [`segment_by_position`](Self::segment_by_position).
     pub fn segment(&self) -> Segment {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }
 
-    /// The same where the n-th token has the position n, as one segment says of its tokens: then a sliding window
-    /// and unrotated keys go by it, too.
+    /// Returns the run as one segment if the n-th token has the position n. Unlike
+    /// [`segment`](Self::segment), the result also fits a sliding window and unrotated keys.
     ///
     /// # Errors
-    /// [`Error::NotInARow`] for chunks that overlap in position: no single segment says where they stand.
+    /// Returns [`Error::NotInARow`] if chunks overlap in position, because no single segment can describe
+    /// their positions.
     pub fn segment_by_position(&self) -> Result<Segment> {
         let stray = (0..).zip(&self.merged.positions).find(|(index, position)| index != *position);
         match stray {

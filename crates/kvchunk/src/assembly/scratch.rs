@@ -1,4 +1,4 @@
-//! Scratch blocks: all chunk tokens computed anew for a while, beside what is stored.
+//! Scratch blocks: all chunk tokens recomputed for a while, beside the stored ones.
 
 use kvcore::{BlockPool, MutableBlocks, Segment, SequenceInput, SlotMapping};
 
@@ -7,27 +7,27 @@ use crate::error::Result;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::TokenSelection;
 
-/// Blocks of a request's own for every chunk token that full attention would compute differently, and where
-/// the same tokens are stored.
+/// The request's own blocks for every chunk token that full attention would compute differently, with the
+/// slots at which the same tokens are stored.
 ///
 /// # Drop behaviour
-/// The blocks are free again; nothing of them can be found.
+/// The blocks are free again, and nothing in them can be found.
 #[derive(Debug)]
 pub struct Scratch {
     segments: Vec<Segment>,
     inputs: Vec<SequenceInput>,
     stored: Vec<SlotMapping>,
-    /// Of each input: its chunk, and the chunk's tokens before it.
+    /// The place of each input: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     #[expect(dead_code, reason = "held so that the blocks live as long as the scratch")]
     blocks: MutableBlocks,
 }
 
 impl AssembledPrompt {
-    /// Scratch blocks out of `pool` for all tokens of chunks that are not [`ChunkSpan::is_full`].
+    /// Allocates scratch blocks from `pool` for all tokens of chunks that are not [`ChunkSpan::is_full`].
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfBlocks`].
+    /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
     pub fn scratch(&self, prompt: &ChunkedPrompt, pool: &BlockPool) -> Result<Scratch> {
         let every =
             |span: &ChunkSpan| if span.is_full { Vec::new() } else { (0..span.tokens as u32).collect() };
@@ -48,22 +48,23 @@ impl AssembledPrompt {
 }
 
 impl Scratch {
-    /// System prompt and chunks over the scratch blocks.
+    /// Returns the segments of the system prompt and the chunks over the scratch blocks.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// The tokens to compute: their rows are numbered through all inputs.
+    /// Returns the tokens to compute. Their rows are numbered through all inputs.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
     }
 
-    /// Of each input, the slots at which the same tokens are stored.
+    /// Returns for each input the slots at which the same tokens are stored.
     pub fn stored(&self) -> &[SlotMapping] {
         &self.stored
     }
 
-    /// The rows of selected tokens, in the order of [`Recomputation::inputs`](super::Recomputation::inputs).
+    /// Returns the rows of the selected tokens, in the order of
+    /// [`Recomputation::inputs`](super::Recomputation::inputs).
     pub fn rows(&self, selection: &TokenSelection) -> Vec<u32> {
         let (mut rows, mut before) = (Vec::new(), 0);
         for (input, &(chunk, start)) in self.inputs.iter().zip(&self.places) {
@@ -74,13 +75,13 @@ impl Scratch {
         rows
     }
 
-    /// The scratch slots of rows.
+    /// Returns the scratch slots of rows.
     pub fn slots(&self, rows: &[u32]) -> SlotMapping {
-        let all = SlotMapping::concat(self.inputs.iter().map(|input| &input.slots));
+        let all = SlotMapping::concat(self.inputs.iter().map(|input| input.slots.mapping()));
         rows.iter().filter_map(|&row| all.slots().get(row as usize).copied()).collect::<Vec<_>>().into()
     }
 
-    /// Numbers of all rows, chunk by chunk; 0 for tokens that have no row.
+    /// Arranges one number per row by chunk and token. Tokens that have no row get 0.
     pub fn by_chunk(&self, chunks: &[ChunkSpan], of_rows: &[f32]) -> Vec<Vec<f32>> {
         let mut out: Vec<Vec<f32>> = chunks.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut rest = of_rows.iter();

@@ -1,6 +1,6 @@
 //! The goals that the seed sets for a chunk cache, with the measured values.
 
-use kvcore::{Goal, Target};
+use kvmetrics::{Goal, Target};
 
 use super::ChunkCacheMetrics;
 
@@ -55,7 +55,7 @@ impl ChunkCacheMetrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvcore::{Latencies, LatencyHistogram};
+    use kvmetrics::{Latencies, LatencyHistogram};
     use std::time::Duration;
 
     fn latencies(micros: u64) -> Latencies {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping};
+use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping, WritePairs, WriteSlots};
 
 use super::Shared;
 use super::flight::Flight;
@@ -131,10 +131,23 @@ impl ChunkReservation {
         &self.ids
     }
 
-    /// Returns the slot of each of the piece's tokens.
-    pub fn slot_mapping(&self) -> Result<SlotMapping> {
-        let tokens = 0..self.hash.token_count;
-        Ok(SlotMapping::in_blocks(&self.ids, self.cache.pool.block_size(), tokens)?)
+    /// Returns the slot of each of the piece's tokens, with the permit to write it until the piece is stored.
+    pub fn write_slots(&self) -> Result<WriteSlots> {
+        let block_size = self.cache.pool.block_size();
+        let slots = SlotMapping::in_blocks(&self.ids, block_size, 0..self.hash.token_count)?;
+        match &self.blocks {
+            Some(blocks) => Ok(blocks.write_slots(block_size, slots)?),
+            None => Err(kvcore::Error::PermitVoid { what: "slots" }.into()),
+        }
+    }
+
+    /// Returns a permit to copy into the blocks: one pair for each source, in the order of the tokens.
+    pub(crate) fn write_pairs(&self, sources: impl Iterator<Item = BlockId>) -> Result<WritePairs> {
+        let pairs: Arc<[_]> = sources.zip(self.ids.iter().copied()).collect();
+        match &self.blocks {
+            Some(blocks) => Ok(blocks.write_pairs(pairs)?),
+            None => Err(kvcore::Error::PermitVoid { what: "blocks" }.into()),
+        }
     }
 
     /// Returns the position that the first key must be rotated to.

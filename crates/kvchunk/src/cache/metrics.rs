@@ -1,6 +1,6 @@
 //! The metrics of a chunk cache.
 
-use kvcore::{Exposition, Latencies, MetricKind};
+use kvmetrics::{Exposition, Latencies, MetricKind};
 use serde::{Serialize, Serializer};
 
 /// The metrics of a cache, or of one tenant: counts since the cache was made, and gauges of this moment.
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn json_has_every_field_and_method_of_the_seeds_metrics() {
-        let times = kvcore::LatencyHistogram::default();
+        let times = kvmetrics::LatencyHistogram::default();
         times.record(std::time::Duration::from_millis(3));
         let metrics = ChunkCacheMetrics {
             lookup_count: 4,

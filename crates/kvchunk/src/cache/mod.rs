@@ -21,7 +21,8 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use kvcore::{Clock, LatencyHistogram, SystemClock};
+use kvcore::{Clock, SystemClock};
+use kvmetrics::LatencyHistogram;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::ChunkCacheConfig;

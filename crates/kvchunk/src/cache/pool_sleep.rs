@@ -45,7 +45,7 @@ impl ChunkCacheManager {
     /// done, such as the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
     ///
     /// # Errors
-    /// In every case the pool stays as it was.
+    /// After each of these errors the pool stays as it was.
     ///
     /// - Returns [`Error::PoolInUse`], with the numbers, while pieces are held, computed or moved.
     /// - Returns [`Error::PoolAsleep`] if the pool sleeps already.

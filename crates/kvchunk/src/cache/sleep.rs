@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvcore::BlockId;
+use kvcore::{BlockId, MutableBlocks};
 
 use crate::error::Result;
 
@@ -31,7 +31,7 @@ pub trait Sleeping: Send + Sync + fmt::Debug {
     /// # Errors
     /// Returns the error of the store if the contents cannot be read back. In that case the contents of the
     /// blocks do not matter.
-    fn restore(&self, blocks: &[BlockId]) -> Result<()>;
+    fn restore(&self, blocks: &MutableBlocks) -> Result<()>;
 
     /// Returns the number of bytes that the saved contents take.
     fn bytes(&self) -> usize;
@@ -87,7 +87,7 @@ pub enum NotWoken {
         /// The longest time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
         limit: Duration,
     },
-    /// The saved contents cannot be read back. The piece is gone and will be computed anew.
+    /// The saved contents cannot be read back. The piece is gone and will be recomputed.
     Lost(crate::Error),
 }
 

@@ -155,7 +155,7 @@ impl Shared {
     pub(super) fn wake<T>(&self, waking: Waking, then: impl FnOnce(&mut Locked<'_>, u32) -> T) -> Result<T> {
         let since = Instant::now();
         let Waking { slot, tenant, blocks, number, dormant, flight } = waking;
-        let restored = guarded(|| dormant.saved.restore(blocks.ids()));
+        let restored = guarded(|| dormant.saved.restore(&blocks));
         if self.config.stats {
             self.wakes.record(since.elapsed());
         }

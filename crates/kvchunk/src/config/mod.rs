@@ -26,7 +26,7 @@ pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkCacheConfig {
-    /// Turns the keeping of chunks on. If false, every chunked prompt is computed anew under the same mask.
+    /// Turns the keeping of chunks on. If false, every chunked prompt is recomputed under the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
     /// The share of the KV memory that belongs to chunks, above 0 and below 1.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviationOf {
-    /// The keys, both rotated to the position at which they are stored.
+    /// The keys, both in the form and for the position in which they are stored.
     Keys,
     /// The values, as in CacheBlend's code.
     #[default]

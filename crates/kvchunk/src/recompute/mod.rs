@@ -1,4 +1,4 @@
-//! Recompute strategies: the choice of tokens of reused chunks that are computed anew, under full attention.
+//! Recompute strategies: the choice of tokens of reused chunks that are recomputed, under full attention.
 //!
 //! A chunk that was computed apart knows nothing of the preceding chunks. A strategy chooses tokens whose KV
 //! is computed again with everything before them in sight. All other tokens keep their stored KV.
@@ -16,7 +16,7 @@
 //! - EPIC computes chunks alone and recomputes their first tokens, which act as attention sinks.
 //!   [`Recompute::Link`] does this in both modes. In *alone* mode it links the first chunk, too, because that
 //!   chunk has not seen the system prompt.
-//! - CacheBlend takes the deviation of V at layer 1 and chooses tokens anew at later layers.
+//! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
 //!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
 //!   all tokens.
 //!
@@ -34,7 +34,7 @@ mod strategy;
 pub use deviation::{DeviationCheck, DeviationOf, Deviations};
 pub use strategy::Recompute;
 
-/// A strategy that chooses the tokens to compute anew.
+/// A strategy that chooses the tokens to recompute.
 ///
 /// ```
 /// use kvchunk::{ChunkSpan, Deviations, RecomputeStrategy, TokenSelection};

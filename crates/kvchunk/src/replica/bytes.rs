@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use kvcore::{
     BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, SwapBlocks,
-    TensorView,
+    TensorView, WritePairs,
 };
 
 use super::ReplicaDevice;
+use crate::cache::ChunkReservation;
 use crate::error::{Error, Result};
 
 /// A buffer of staged blocks. Static scales belong to the whole arena and lie in the device's.
@@ -55,7 +56,9 @@ impl ReplicaDevice {
     /// Reads the contents of blocks. Waits for the stream.
     pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(blocks.len())?;
-        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
+        let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
+        // The staged copy is this call's own.
+        let pairs = WritePairs::unchecked(pairs);
         self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?;
         let read = |buffer: &Buffer<'_>| {
             let mut bytes = vec![0; buffer.bytes];
@@ -66,8 +69,9 @@ impl ReplicaDevice {
     }
 
     /// Fills blocks and waits for the stream, since contents that have not arrived must not be found.
-    pub(super) fn write(&self, blocks: &[BlockId], contents: &[Vec<u8>]) -> Result<()> {
-        let staged = self.staging(blocks.len())?;
+    pub(super) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
+        let blocks = reservation.block_ids().len();
+        let staged = self.staging(blocks)?;
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;
         for (buffer, bytes) in targets.iter().zip(contents) {
@@ -82,7 +86,7 @@ impl ReplicaDevice {
                 return Err(Error::ReplicaDiffers { what: "static scales" });
             }
         }
-        let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
+        let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
         self.stream.swap_blocks(&SwapBlocks { src: staged.clone(), dst: self.arena.clone(), pairs })?;
         Ok(self.stream.synchronize()?)
     }

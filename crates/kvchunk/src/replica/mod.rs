@@ -17,7 +17,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{Backend, BlockId, KeyForm, KvArena, Stream};
+use kvcore::{Backend, KeyForm, KvArena, Stream};
 
 use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
 use crate::error::{Error, Result};
@@ -87,16 +87,15 @@ impl ReplicaDevice {
         Ok(Some(ChunkParcel::seal(self, &chunk, tokens, buffers)))
     }
 
-    /// Writes the contents of `parcel` into `blocks`, if it is the requested piece and undamaged.
+    /// Writes the contents of `parcel` into the reserved blocks, if it is the requested piece and undamaged.
     fn unpack(
         &self,
         parcel: &ChunkParcel,
         piece: &ChunkPiece<'_>,
-        stored_start: i64,
-        blocks: &[BlockId],
+        reservation: &ChunkReservation,
     ) -> Result<()> {
-        parcel.check(self, piece, stored_start)?;
-        self.write(blocks, &parcel.buffers)
+        parcel.check(self, piece, reservation.stored_start())?;
+        self.write(reservation, &parcel.buffers)
     }
 }
 
@@ -114,7 +113,7 @@ impl ReplicaLink {
     fn pull(&self, from: ReplicaId, piece: &ChunkPiece<'_>, reservation: &ChunkReservation) -> Result<()> {
         let parcel =
             self.transport.pull(from, &piece.hash())?.ok_or(Error::ReplicaLacks { replica: from })?;
-        self.device.unpack(&parcel, piece, reservation.stored_start(), reservation.block_ids())
+        self.device.unpack(&parcel, piece, reservation)
     }
 }
 
@@ -216,7 +215,7 @@ impl ChunkCacheManager {
     /// pulls it, and none waits for the others.
     ///
     /// # Errors
-    /// In every case no block stays held.
+    /// After each of these errors no block stays held.
     ///
     /// - Returns [`Error::WeakHash`] if the hash does not resist collisions.
     /// - Returns [`Error::ReplicaLacks`] if the replica does not have the piece.

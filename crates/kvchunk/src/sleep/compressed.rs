@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Backend, BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, Stream,
-    SwapBlocks, TensorView,
+    Backend, BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, MutableBlocks,
+    Storage, Stream, SwapBlocks, TensorView, WritePairs,
 };
 
 use super::ledger::{Charge, Ledger};
@@ -67,7 +67,9 @@ impl CompressedStore {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
         for group in blocks.chunks(STAGED_BLOCKS) {
             let dst = self.staging(group.len(), staging.take())?;
-            let pairs = group.iter().copied().zip((0..).map(BlockId)).collect();
+            // The staging arena is this call's own.
+            let pairs: Arc<[_]> = group.iter().copied().zip((0..).map(BlockId)).collect();
+            let pairs = WritePairs::unchecked(pairs);
             self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: dst.clone(), pairs })?;
             let compress = |buffer: Buffer<'_>| {
                 let mut bytes = vec![0; buffer.bytes];
@@ -87,18 +89,19 @@ impl CompressedStore {
 }
 
 impl Sleeping for CompressedPiece {
-    fn restore(&self, blocks: &[BlockId]) -> Result<()> {
+    fn restore(&self, blocks: &MutableBlocks) -> Result<()> {
         let (expected, got) = (self.blocks, blocks.len());
         if expected != got {
             return Err(CoreError::Mismatch { what: "blocks of a sleeping piece", expected, got }.into());
         }
         let (store, mut staging) = (&self.store, None);
-        for (blocks, group) in blocks.chunks(STAGED_BLOCKS).zip(&self.groups) {
-            let src = store.staging(blocks.len(), staging.take())?;
+        for (ids, group) in blocks.ids().chunks(STAGED_BLOCKS).zip(&self.groups) {
+            let src = store.staging(ids.len(), staging.take())?;
             for (buffer, planes) in buffers(&src).into_iter().zip(&group.buffers) {
                 store.stream.write(&buffer.view()?, &planes.decompress(buffer.bytes)?)?;
             }
-            let pairs = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
+            let pairs: Arc<[_]> = (0..).map(BlockId).zip(ids.iter().copied()).collect();
+            let pairs = blocks.write_pairs(pairs)?;
             let dst = store.device.clone();
             store.stream.swap_blocks(&SwapBlocks { src: src.clone(), dst, pairs })?;
             staging = Some(src);
@@ -151,6 +154,7 @@ mod tests {
         Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ColdRule,
         ComputeMode, Error, HashAlgorithm, SleepStore, TenantId,
     };
+    use kvcore::BlockPool;
 
     /// A store in which one buffer rots.
     #[derive(Debug)]
@@ -295,9 +299,9 @@ mod tests {
         };
         let before = bytes(&blocks);
         let piece = store.save(&blocks).unwrap();
-        let elsewhere: Vec<BlockId> = (0..21).map(|i| BlockId(62 - i * 3)).collect();
+        let elsewhere = BlockPool::new(40..64).unwrap().allocate(21).unwrap();
         piece.restore(&elsewhere).unwrap();
-        assert_eq!(bytes(&elsewhere), before);
+        assert_eq!(bytes(elsewhere.ids()), before);
         assert_eq!(watched.largest.load(SeqCst), STAGED_BLOCKS * 1024);
     }
 
@@ -330,8 +334,9 @@ mod tests {
         let (stream, ledger) = (backend.stream().unwrap(), Arc::new(Ledger::new(1 << 20)));
         let store = Arc::new(CompressedStore::new(backend, device, stream, ledger));
         let piece = store.save(&[BlockId(1), BlockId(3)]).unwrap();
-        let refused = piece.restore(&[BlockId(0)]).unwrap_err();
+        let pool = BlockPool::new(0..4).unwrap();
+        let refused = piece.restore(&pool.allocate(1).unwrap()).unwrap_err();
         assert!(matches!(refused, Error::Core(CoreError::Mismatch { expected: 2, got: 1, .. })));
-        piece.restore(&[BlockId(0), BlockId(2)]).unwrap();
+        piece.restore(&pool.allocate(2).unwrap()).unwrap();
     }
 }

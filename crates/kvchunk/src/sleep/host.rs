@@ -102,7 +102,8 @@ impl HostStore {
         let bytes = |arena: &KvArena| blocks.len() * arena.layout().block_bytes();
         let charge = self.ledger.charge(bytes(&self.device), bytes(&self.host))?;
         let taken = self.pool.allocate(blocks.len())?;
-        let pairs = blocks.iter().copied().zip(taken.ids().iter().copied()).collect();
+        let pairs: Arc<[_]> = blocks.iter().copied().zip(taken.ids().iter().copied()).collect();
+        let pairs = taken.write_pairs(pairs)?;
         let src = self.device.clone();
         let mut scaled = None;
         if self.is_exact() {
@@ -152,13 +153,14 @@ impl HostStore {
 }
 
 impl Sleeping for HostPiece {
-    fn restore(&self, blocks: &[BlockId]) -> Result<()> {
+    fn restore(&self, blocks: &MutableBlocks) -> Result<()> {
         let (expected, got) = (self.blocks.len(), blocks.len());
         if expected != got {
             return Err(CoreError::Mismatch { what: "blocks of a sleeping piece", expected, got }.into());
         }
         let store = &self.store;
-        let pairs = self.blocks.ids().iter().copied().zip(blocks.iter().copied()).collect();
+        let pairs: Arc<[_]> = self.blocks.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
+        let pairs = blocks.write_pairs(pairs)?;
         let src = self.scaled.clone().unwrap_or_else(|| store.host.clone());
         if store.digest(&src, self.blocks.ids())? != self.digest {
             return Err(Error::Damaged("its digest is another one than when it was saved".to_owned()));

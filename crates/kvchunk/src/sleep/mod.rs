@@ -36,7 +36,7 @@ use ledger::Ledger;
 /// [`Compressed`](SleepForm::Compressed) allocates as pieces fall asleep. Compressing takes memory for a few
 /// blocks on top of the budget, however long the piece is.
 ///
-/// Every form has a digest or a checksum. A damaged piece is not woken but computed anew. Taking and
+/// Every form has a digest or a checksum. A damaged piece is not woken but recomputed. Taking and
 /// comparing the digest reads the piece on the host and waits for the stream.
 ///
 /// For eight-bit floats, the largest magnitudes of a piece are found first. The piece's own scales come on
@@ -83,8 +83,8 @@ impl ArenaSleep {
     /// Creates a place for pieces in blocks of `device`, with at most `budget` bytes of host memory.
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block. A compressed form
-    ///   has no such minimum.
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block.
+    ///   [`SleepForm::Compressed`] has no such minimum.
     /// - Returns [`kvcore::Error::InvalidFormat`] for [`SleepForm::Quantised`] if the device arena is
     ///   quantised already, or if the form is not quantised.
     /// - Returns [`kvcore::Error::Unsupported`] for [`SleepForm::Quantised`] if the backend lacks the format

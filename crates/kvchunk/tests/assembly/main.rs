@@ -1,4 +1,4 @@
-//! Prompts assembled without a model: what is found, waited for, and agreed on.
+//! Prompts assembled without a model: hits, waits and agreements.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod pools;
@@ -67,7 +67,7 @@ impl World {
         }
     }
 
-    /// The prompt, all of whose missing parts count as computed.
+    /// Assembles and commits the prompt. All missing parts count as computed.
     fn run(&self, prompt: &ChunkedPrompt) -> AssembledPrompt {
         self.assembler().assemble(prompt).unwrap().commit().unwrap()
     }
@@ -78,7 +78,7 @@ impl World {
     }
 }
 
-/// A prompt of a system prompt of five tokens and chunks of seven, each of one token.
+/// Returns a prompt of a system prompt of five tokens and chunks of seven, each chunk of one repeated token.
 fn prompt(chunks: &[u32]) -> ChunkedPrompt {
     ChunkedPrompt::new(vec![1; 5], chunks.iter().map(|&token| vec![token; 7]).collect(), vec![9]).unwrap()
 }

@@ -1,11 +1,11 @@
-//! Several ranks compute a prompt together.
+//! Several ranks that compute a prompt together.
 
 use super::*;
 use kvchunk::{ChunkCacheMetrics, LocalRank};
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Three ranks, each a thread with caches of its own.
+/// Three ranks, each a thread with its own caches.
 struct Ranks(Vec<(World, LocalRank)>);
 
 impl Ranks {
@@ -19,7 +19,8 @@ impl Ranks {
         )
     }
 
-    /// Assembles a prompt on all ranks; on each the tokens of its inputs, and what came of every chunk.
+    /// Assembles a prompt on all ranks. Returns for each rank the tokens of its inputs, and the assembled
+    /// prompt.
     fn run(&self, prompt: &ChunkedPrompt) -> Vec<(Vec<usize>, AssembledPrompt)> {
         std::thread::scope(|scope| {
             let run = |(w, rank): &(World, LocalRank)| {
@@ -33,7 +34,8 @@ impl Ranks {
         })
     }
 
-    /// The same, of which all ranks must say the same.
+    /// Assembles a prompt on all ranks, and checks that all ranks have the same inputs and hits. Returns
+    /// both.
     fn agreed(&self, prompt: &ChunkedPrompt) -> (Vec<usize>, Vec<bool>) {
         let all: Vec<_> = self.run(prompt).into_iter().map(|(inputs, held)| (inputs, hits(&held))).collect();
         assert!(all.iter().all(|one| *one == all[0]), "{all:?}");
@@ -48,12 +50,12 @@ fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
     let both = prompt(&[2, 3]);
     assert_eq!(ranks.agreed(&both), (vec![5, 7, 7], vec![false, false]));
     assert_eq!(ranks.agreed(&both), (vec![], vec![true, true]));
-    // Of rank 1 the older chunk goes.
+    // Rank 1 evicts the older chunk.
     assert!(ranks.0[1].0.cache.evict_lru());
     let held = ranks.run(&both);
     for (rank, (inputs, held)) in held.iter().enumerate() {
         assert_eq!((&inputs[..], hits(held)), (&[7][..], vec![false, true]), "rank {rank}");
-        // Where it is cached it is computed beside what is cached, into blocks of the request's own.
+        // A rank that has the chunk cached computes it beside the cached one, into the request's own blocks.
         assert_eq!(held.segments()[1].blocks[0].index() >= 32, rank == 1);
     }
     let m = ranks.0[0].0.cache.metrics();
@@ -65,7 +67,7 @@ fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
 #[test]
 fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
     let mut ranks = Ranks::new(16);
-    // The main pool of rank 1 has room for the system prompt at most, that of rank 2 not even for it; and a chunk
+    // Rank 1 has room for at most the system prompt in its main pool, and rank 2 not even for that. A chunk
     // of 80 tokens is larger than any chunk pool.
     let long = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 80]], vec![9]).unwrap();
     for (rank, taken) in [(1, 30), (2, 31)] {
@@ -109,7 +111,8 @@ fn rule_8_ranks_compute_what_one_of_them_lacks_of_the_system_prompt_and_keep_it(
 #[test]
 fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed_once() {
     let ranks = Ranks::new(16);
-    // Two whole blocks of it are the start of another prompt's, which rank 1 alone has seen.
+    // The first two blocks of the system prompt are the start of another prompt's, which only rank 1 has
+    // seen.
     let long = |end: u32| {
         let system = (0..8).chain([end; 3]).collect();
         ChunkedPrompt::new(system, vec![vec![2; 7]], vec![9]).unwrap()
@@ -118,7 +121,8 @@ fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed
     before(1, &long(70));
     before(2, &long(71));
     before(0, &long(71));
-    // Ranks 0 and 2 have all of it, rank 1 two blocks; of the chunk the context is another one there.
+    // Ranks 0 and 2 have the whole system prompt, rank 1 only two blocks. The chunk has another context on
+    // rank 1.
     assert_eq!(ranks.agreed(&long(71)).0, [3, 7]);
     assert_eq!(ranks.agreed(&long(71)), (vec![], vec![true]), "all have kept it");
     for (w, _) in &ranks.0 {
@@ -138,7 +142,7 @@ fn rule_8_what_another_request_of_one_rank_computes_is_computed_on_all() {
     assert_eq!(ranks.agreed(&prompt(&[2])).1, [true]);
 }
 
-/// An agreement that looks at the counts of a cache and then has the last word.
+/// An agreement that looks at the counts of a cache and has the last word.
 #[derive(Debug)]
 struct Scraping<'a> {
     cache: &'a ChunkCacheManager,
@@ -149,7 +153,7 @@ struct Scraping<'a> {
 impl RankAgreement for Scraping<'_> {
     fn agree(&self, flags: &mut [bool]) -> kvchunk::Result<()> {
         self.seen.lock().unwrap().push(self.cache.metrics());
-        // Of two flags the first says whether the one chunk is held, the second whether it is exact.
+        // Of two flags, the first says that the one chunk is held, the second that it is exact.
         if !self.others_have_it && flags.len() == 2 {
             flags[0] = false;
         }

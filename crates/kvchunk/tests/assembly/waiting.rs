@@ -1,4 +1,4 @@
-//! Waiting for others has a limit.
+//! Waits for other requests have a limit.
 
 use super::*;
 use kvchunk::{Acquired, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm};

@@ -1,4 +1,4 @@
-//! Hash collisions, forced: never another chunk's KV.
+//! Forced hash collisions never give another chunk's KV.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Single flight: one computes, the others wait; if it fails, the next takes over.
+//! Single flight: one request computes and the others wait. If it fails, the next takes over.
 
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -42,7 +42,7 @@ fn of_eight_threads_that_miss_at_once_one_computes() {
                 let position = 10 * thread;
                 let got = w.cache.get_or_compute_chunk(w.tenant, &piece, 0, reindexer, position, |_| {
                     std::thread::sleep(Duration::from_millis(20));
-                    // No lock is held while this computes: others may ask the cache anything.
+                    // No lock is held while this computes, so other threads may use the cache.
                     w.cache.metrics();
                     // The first computation fails; another thread takes over.
                     if failed.fetch_add(1, Ordering::SeqCst) == 0 {

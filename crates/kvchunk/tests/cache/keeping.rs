@@ -1,4 +1,4 @@
-//! What is kept and what goes.
+//! The pieces that are kept, and the order in which others go.
 
 use super::*;
 use kvcore::PolicyKind;
@@ -65,7 +65,7 @@ fn the_number_of_chunks_is_limited() {
         drop(w.store(&[i; 3]));
     }
     assert_eq!((w.cache.metrics().cached_chunks, w.cache.metrics().evictions), (2, 3));
-    // a prompt of five: all reserved before any is stored
+    // A prompt of five chunks reserves all of them before any is stored.
     let reservations: Vec<_> = (10..15).map(|i| w.reserve(&[i; 3])).collect();
     let held: Vec<_> = reservations.into_iter().map(ChunkReservation::store).collect();
     assert_eq!((w.cache.metrics().cached_chunks, held.len()), (2, 5));
@@ -135,7 +135,8 @@ fn another_systems_chunk_is_an_approximate_hit_if_asked_for() {
     }
 }
 
-/// Backward, queries would be turned to positions past those that the request reaches.
+/// Checks the direction: if a chunk moved backward, queries would be rotated to positions past those that the
+/// request reaches.
 #[test]
 fn another_systems_chunk_moves_forward_only() {
     let config = ChunkCacheConfig { cross_system_reuse: true, ..ChunkCacheConfig::default() };

@@ -1,4 +1,4 @@
-//! The chunk cache as its users see it: what is found, what goes, who waits, who sleeps.
+//! The chunk cache as its users see it: hits, evictions, waits and sleep.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod collisions;
@@ -17,7 +17,7 @@ use kvchunk::{
     Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash, ChunkHasher,
     ChunkKvCache, ChunkReservation, ComputeMode, HashAlgorithm, SleepStore, Sleeping, TenantId,
 };
-use kvcore::{BlockId, BlockKey, KeyScope, ManualClock};
+use kvcore::{BlockId, BlockKey, KeyScope, ManualClock, MutableBlocks};
 
 const BLOCK: usize = 4;
 
@@ -25,7 +25,7 @@ fn root(salt: &[u8]) -> BlockKey {
     KeyScope::new("m", b"w").tenant_salt(salt).root()
 }
 
-/// A cache over `blocks` blocks of four tokens with a clock that tests move.
+/// A cache over `blocks` blocks of four tokens, with a clock that tests move.
 struct World {
     cache: ChunkCacheManager,
     clock: ManualClock,
@@ -94,7 +94,7 @@ fn hasher(algorithm: HashAlgorithm, mode: ComputeMode, system: &[u32]) -> ChunkH
     ChunkHasher::new(algorithm, ChunkContext::new(root(b""), mode, system), BLOCK)
 }
 
-/// Remembers which blocks it was given; refuses when it is told to.
+/// A memory that logs its calls, and refuses or fails when a test says so.
 #[derive(Debug, Default)]
 struct Memory {
     room: std::sync::atomic::AtomicUsize,
@@ -115,7 +115,7 @@ struct Saved {
     exact: bool,
 }
 
-/// A store over a [`Memory`] that tests keep.
+/// A store over a [`Memory`] that tests share.
 #[derive(Debug)]
 struct Store {
     memory: Arc<Memory>,
@@ -135,7 +135,7 @@ impl SleepStore for Store {
 }
 
 impl Sleeping for Saved {
-    fn restore(&self, blocks: &[BlockId]) -> kvchunk::Result<()> {
+    fn restore(&self, blocks: &MutableBlocks) -> kvchunk::Result<()> {
         if self.memory.damaged.load(std::sync::atomic::Ordering::SeqCst) {
             return Err(kvchunk::Error::Damaged("on purpose".to_owned()));
         }

@@ -1,12 +1,12 @@
-//! While pieces move: the accounts, who waits, what goes next, and code of the store's that uses the cache.
+//! Pieces that move: the accounts, the waits, the order of eviction, and stores whose code uses the cache.
 
 use super::*;
 use kvchunk::{ColdRule, Error, WeakChunkCache};
-use kvcore::Clock;
+use kvcore::{Clock, MutableBlocks};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
-/// The cache that a store belongs to, known once it is built.
+/// The cache that a store belongs to, set once the cache is built.
 #[derive(Debug, Default, Clone)]
 struct Later(Arc<OnceLock<WeakChunkCache>>);
 
@@ -15,13 +15,13 @@ impl Later {
         self.0.set(cache.downgrade()).unwrap();
     }
 
-    /// Nothing before it is built and once it is gone.
+    /// Returns `None` before the cache is built and after it is gone.
     fn get(&self) -> Option<ChunkCacheManager> {
         self.0.get()?.upgrade()
     }
 }
 
-/// Uses the cache in every call that the cache makes.
+/// A store that uses the cache in every call that the cache makes.
 #[derive(Debug, Default)]
 struct Meddler {
     cache: Later,
@@ -29,7 +29,7 @@ struct Meddler {
     clears: Clears,
 }
 
-/// When it forgets every piece.
+/// The moment at which the store clears the cache.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum Clears {
     #[default]
@@ -69,7 +69,7 @@ impl SleepStore for Meddler {
 }
 
 impl Sleeping for Meddled {
-    fn restore(&self, _: &[BlockId]) -> kvchunk::Result<()> {
+    fn restore(&self, _: &MutableBlocks) -> kvchunk::Result<()> {
         meddle(&self.0, &self.1);
         if self.2 == Clears::Waking {
             self.0.get().unwrap().clear();
@@ -153,7 +153,7 @@ fn a_woken_chunk_is_not_cold_at_once() {
     assert_eq!(w.cache.sleep_cold_chunks(ColdRule::default()).unwrap(), 1, "seldom used, and a minute ago");
 }
 
-/// Whenever anybody asks for the time, everything that nobody holds falls asleep.
+/// A clock that puts every piece that nobody holds to sleep whenever somebody asks for the time.
 #[derive(Debug, Default)]
 struct Lullaby {
     cache: Later,
@@ -164,7 +164,7 @@ struct Lullaby {
 impl Clock for Lullaby {
     fn millis(&self) -> u64 {
         let Some(cache) = self.cache.get() else { return 0 };
-        // Not for ever, so that a cache that tries again and again fails instead of hanging.
+        // The limit makes a cache that retries for ever fail instead of hang.
         if self.sung.load(SeqCst) < 1000 && !self.sings.swap(true, SeqCst) {
             self.sung.fetch_add(1, SeqCst);
             let _ = cache.sleep_cold_chunks(ColdRule::EVERYTHING);
@@ -242,7 +242,7 @@ fn what_a_full_store_refuses_keeps_its_place_in_the_order() {
     w.check();
 }
 
-/// Does not end until it is let go.
+/// A store that does not return until a test lets it.
 #[derive(Debug, Default)]
 struct Endless(AtomicBool);
 
@@ -259,7 +259,7 @@ impl SleepStore for Endless {
 }
 
 impl Sleeping for Nothing {
-    fn restore(&self, _: &[BlockId]) -> kvchunk::Result<()> {
+    fn restore(&self, _: &MutableBlocks) -> kvchunk::Result<()> {
         Ok(())
     }
     fn bytes(&self) -> usize {

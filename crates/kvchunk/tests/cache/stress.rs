@@ -1,10 +1,12 @@
-//! Eight threads, 10⁵ calls each, of three tenants, on a pool that is always too small and sleeps now and then.
+//! Eight threads with 10⁵ calls each, of three tenants, on a pool that is always too small and sometimes
+//! sleeps.
 
 use super::*;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ColdRule, Error, PositionReindexer, Tenant};
 use kvcore::{
-    Backend, BlockOrder, DType, KvLayout, KvShape, MemoryKind, ReservedArena, Rope, RopeConfig, Stream,
+    Backend, BlockOrder, DType, KvLayout, KvShape, MemoryKind, MutableBlocks, ReservedArena, Rope,
+    RopeConfig, Stream,
 };
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
 
@@ -13,20 +15,20 @@ const CALLS: u64 = 100_000;
 const CHUNKS: u32 = 40;
 const BLOCKS: u32 = 24;
 const TENANTS: usize = 3;
-/// After so many calls all threads let go, and the pool sleeps.
+/// The number of calls after which all threads let go and the pool sleeps.
 const SLEEP_EVERY: u64 = 10_000;
-/// Calls that the thread that put the pool to sleep makes before it wakes it.
+/// The number of calls that the thread that put the pool to sleep makes before it wakes the pool.
 const ASLEEP_FOR: u64 = 100;
 
-/// What the blocks hold, and what is being computed.
+/// The contents of the blocks, and the chunks that are being computed.
 struct Contents {
     blocks: Vec<AtomicU64>,
     computing: Vec<AtomicU32>,
-    /// Whether the pool's blocks have no memory.
+    /// True while the pool's blocks have no memory.
     asleep: AtomicBool,
 }
 
-/// Saves and restores the contents above.
+/// A store that saves and restores these contents.
 #[derive(Debug)]
 struct Sleeper(Arc<Contents>);
 
@@ -47,8 +49,8 @@ impl SleepStore for Sleeper {
 }
 
 impl Sleeping for Dormant {
-    fn restore(&self, blocks: &[BlockId]) -> kvchunk::Result<()> {
-        for (block, value) in blocks.iter().zip(&self.1) {
+    fn restore(&self, blocks: &MutableBlocks) -> kvchunk::Result<()> {
+        for (block, value) in blocks.ids().iter().zip(&self.1) {
             self.0.blocks[block.index()].store(*value, SeqCst);
         }
         Ok(())
@@ -67,7 +69,7 @@ struct Which {
 }
 
 impl Which {
-    /// Low numbers are popular.
+    /// Draws a chunk; low numbers are popular.
     fn draw(random: u64) -> Self {
         let chunk = ((random >> 8) % u64::from(CHUNKS)) * ((random >> 40) % 100) / 100;
         Self { tenant: (random >> 34) as usize % TENANTS, chunk: chunk as u32 }
@@ -77,7 +79,7 @@ impl Which {
         vec![self.chunk + 1; 1 + self.chunk as usize % 15]
     }
 
-    /// What a block of it must hold.
+    /// Returns the value that a block of the chunk must hold.
     fn expected(self, block: usize) -> u64 {
         (self.tenant as u64) << 48 | u64::from(self.chunk) << 32 | block as u64
     }
@@ -104,13 +106,13 @@ impl Contents {
         assert_eq!(computing.fetch_add(1, SeqCst), 0, "{which:?} twice at once");
         for (i, block) in reservation.block_ids().iter().enumerate() {
             self.blocks[block.index()].store(which.expected(i), SeqCst);
-            std::thread::yield_now(); // the others have time to ask for it, too
+            std::thread::yield_now(); // gives the other threads time to ask for the chunk, too
         }
         computing.fetch_sub(1, SeqCst);
     }
 }
 
-/// Where all threads meet, unless one of them has failed.
+/// A meeting point of all threads. It lets them pass if one of them has failed.
 #[derive(Default)]
 struct Meeting {
     come: AtomicU64,
@@ -126,7 +128,7 @@ impl Meeting {
     }
 }
 
-/// A thread that works; whoever waits for it hears that it has ended, however it has.
+/// A working thread. Its drop tells the others that the thread has ended, for whatever reason.
 struct Working<'a>(&'a Stress);
 
 impl Drop for Working<'_> {
@@ -136,19 +138,20 @@ impl Drop for Working<'_> {
     }
 }
 
-/// What threads share.
+/// The state that all threads share.
 struct Stress {
     world: World,
     contents: Arc<Contents>,
     tenants: [TenantId; TENANTS],
-    /// Of each tenant, with a hash that resists collisions and one that does not: chunks have the one or the other.
+    /// The hashers of each tenant: one that resists collisions, and one that does not. Each chunk uses one of
+    /// the two.
     hashers: [[ChunkHasher; 2]; TENANTS],
     reindexer: PositionReindexer,
     arena: ReservedArena,
     stream: Arc<dyn Stream>,
     meeting: Meeting,
     working: AtomicU64,
-    /// Chunks that `get_or_compute_chunk` gave.
+    /// The number of chunks that `get_or_compute_chunk` returned.
     placed: AtomicU64,
     pool_slept: AtomicU64,
 }
@@ -195,7 +198,8 @@ impl Stress {
         }
     }
 
-    /// All threads let go; one of them puts the pool to sleep, and returns whether it was this one.
+    /// Waits until all threads have let go. One of them puts the pool to sleep. Returns true if it was this
+    /// one.
     fn fall_asleep(&self, first: bool) -> bool {
         self.meeting.wait();
         if first {
@@ -212,7 +216,7 @@ impl Stress {
         assert_eq!(self.world.cache.wake_pool(self.stream.as_ref()), Ok(true));
     }
 
-    /// One call; what was found is held by `held`.
+    /// Makes one call. Pieces that were found are added to `held`.
     fn call(&self, random: u64, held: &mut Vec<(Which, ChunkKvCache)>) {
         let (cache, which) = (&self.world.cache, Which::draw(random));
         let (tokens, tenant) = (which.tokens(), self.tenants[which.tenant]);

@@ -1,4 +1,4 @@
-//! Tenants: keys, quotas, counts and clears of their own.
+//! Tenants: their own keys, quotas, counts and clears.
 
 use super::*;
 use kvchunk::{ColdRule, Error, Tenant};
@@ -23,13 +23,13 @@ fn tenants_have_keys_quotas_counts_and_clears_of_their_own() {
     w.act_as(a, &alice);
     drop(w.store(&[1; 8]));
     let held = w.store(&[2; 8]);
-    drop(w.store(&[3; 8])); // evicts her own, not a free block's worth of the pool
+    drop(w.store(&[3; 8])); // evicts her own piece, although the pool has free blocks
     assert!(matches!(w.acquire(&[4; 9]), Acquired::NoRoom), "more than her quota leaves");
     w.check();
     w.act_as(b, &bob);
     assert!(matches!(w.acquire(&[2; 8]), Acquired::Compute(_)), "the same tokens are other chunks");
     drop(w.store(&[5; 24]));
-    drop(w.store(&[6; 16])); // his own go first, although hers is older
+    drop(w.store(&[6; 16])); // his own piece goes first, although hers is older
     let (ma, mb) = (w.cache.tenant_metrics(a), w.cache.tenant_metrics(b));
     assert_eq!((ma.evictions, ma.uncached, ma.used_blocks, ma.total_blocks), (1, 1, 4, 4));
     assert_eq!((mb.evictions, mb.used_blocks, mb.total_blocks), (1, 4, 10));

@@ -1,9 +1,10 @@
-//! Times: that they are recorded, of what, and not when nobody wants them.
+//! Times: recorded where they should be, and only if somebody wants them.
 
 use super::*;
 use kvchunk::{ColdRule, PositionReindexer};
+use kvcore::MutableBlocks;
 
-/// Sleeping takes no time here, waking takes this long.
+/// The time that waking takes here. Falling asleep takes none.
 const WAKING: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -16,7 +17,7 @@ impl SleepStore for Slow {
 }
 
 impl Sleeping for Slow {
-    fn restore(&self, _: &[BlockId]) -> kvchunk::Result<()> {
+    fn restore(&self, _: &MutableBlocks) -> kvchunk::Result<()> {
         std::thread::sleep(WAKING);
         Ok(())
     }
@@ -26,7 +27,7 @@ impl Sleeping for Slow {
     }
 }
 
-/// A piece is computed, found, placed, put to sleep, found again, put to sleep and woken.
+/// Computes a piece, finds it, places it, puts it to sleep, finds it again, puts it to sleep and wakes it.
 fn act(stats: bool) -> World {
     let config = ChunkCacheConfig { stats, ..ChunkCacheConfig::default() };
     let w = World::with(8, config, Some(Arc::new(Slow)));

@@ -2,10 +2,10 @@
 
 use super::*;
 
-/// What happens to a parcel on its way.
+/// A change to a parcel on its way.
 type Mischief = fn(Option<ChunkParcel>) -> kvchunk::Result<Option<ChunkParcel>>;
 
-/// Finds as the transport below does, and gives what `mischief` makes of it.
+/// A transport that finds pieces as `inner` does, and gives the parcel that `mischief` makes.
 #[derive(Debug)]
 struct Faulty {
     inner: Arc<dyn ReplicaTransport>,
@@ -38,7 +38,7 @@ fn damaged() -> Error {
     Error::Damaged("its digest is another one than where it was sent".to_owned())
 }
 
-/// Ways to fail, and what is said of each.
+/// Returns the ways to fail, each with the expected error.
 fn mischiefs() -> [(Mischief, Error); 10] {
     [
         (|_| Ok(None), Error::ReplicaLacks { replica: ReplicaId(1) }),
@@ -106,7 +106,7 @@ fn when_one_has_evicted_it_the_next_one_gives_it() {
     all.iter().for_each(Replica::assert_nothing_held);
 }
 
-/// Cannot say who has anything.
+/// A transport that cannot tell which replicas have a chunk.
 #[derive(Debug)]
 struct Blind;
 

@@ -1,4 +1,4 @@
-//! Replicas that share chunks: what comes is what was sent, once, or it is computed.
+//! Replicas that share chunks: a parcel arrives unchanged and once, or the chunk is computed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod failures;
@@ -15,14 +15,14 @@ use kvchunk::{
 };
 use kvcore::{
     Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, Scatter,
-    Storage, SwapBlocks, SystemClock, TensorView, allocate_tensor,
+    Storage, SwapBlocks, SystemClock, TensorView, WritePairs, allocate_tensor,
 };
 use rstest::rstest;
 
 const BLOCK: usize = 4;
 const BLOCKS: u32 = 8;
 
-/// A replica with memory, a cache and a way to the others.
+/// A replica with memory, a cache and a transport to the others.
 struct Replica {
     cache: ChunkCacheManager,
     link: ReplicaLink,
@@ -79,7 +79,7 @@ impl Replica {
         self.cache.pull_chunk(TenantId::default(), &piece, 0, &self.link, ReplicaId(from))
     }
 
-    /// Computes a chunk that nobody has.
+    /// Computes a chunk that no replica has.
     fn compute(&self, tokens: &[u32]) -> ChunkKvCache {
         let RemoteLookup { acquired: Acquired::Compute(reservation), failed, .. } = self.lookup(tokens)
         else {
@@ -90,11 +90,12 @@ impl Replica {
         reservation.store()
     }
 
-    /// The request computes what nobody gave: rows that follow from the tokens.
+    /// Fills a reservation with rows that follow from the tokens, as the request does if no replica gives the
+    /// chunk.
     fn fill(&self, reservation: &ChunkReservation) {
         let device = &self.link.device;
         let tokens = Arc::clone(reservation.tokens());
-        let slots = Arc::clone(reservation.slot_mapping().unwrap().slots());
+        let slots = reservation.write_slots().unwrap();
         for layer in 0..2 {
             let rows = |heads: usize, dim: usize| {
                 let value = |at: usize| ((tokens[0] as usize * 31 + layer * 7 + at) as f32 * 0.37).sin();
@@ -107,18 +108,22 @@ impl Replica {
                 view
             };
             let (k, v, arena) = (rows(2, 32), rows(1, 64), device.arena.clone());
-            device.stream.scatter(&Scatter { arena, layer, k, v, slots: Arc::clone(&slots) }).unwrap();
+            device
+                .stream
+                .scatter(&Scatter { arena, layer, k, v, slots: slots.clone(), rotation: None })
+                .unwrap();
         }
     }
 
-    /// Codes and scales of a chunk's blocks, bit for bit.
+    /// Returns the codes and scales of a chunk's blocks, bit for bit.
     fn bytes(&self, chunk: &ChunkKvCache) -> Vec<u8> {
         let (device, blocks) = (&self.link.device, chunk.block_ids());
         let shape = KvShape { num_blocks: blocks.len(), ..device.arena.layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape).unwrap());
         let dst = KvArena::allocate(device.backend.as_ref(), MemoryKind::System, layout).unwrap();
-        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
-        let op = SwapBlocks { src: device.arena.clone(), dst: dst.clone(), pairs };
+        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect::<Arc<[_]>>();
+        let op =
+            SwapBlocks { src: device.arena.clone(), dst: dst.clone(), pairs: WritePairs::unchecked(pairs) };
         device.stream.swap_blocks(&op).unwrap();
         let read = |storage: &Arc<dyn Storage>| {
             let mut bytes = vec![0; storage.len()];
@@ -144,7 +149,7 @@ fn hit(lookup: RemoteLookup) -> (ChunkKvCache, Option<u32>) {
     }
 }
 
-/// A transport with something before every pull.
+/// A transport that runs `then` before every pull.
 struct Before<F> {
     inner: Arc<dyn ReplicaTransport>,
     pulls: AtomicUsize,
@@ -217,7 +222,7 @@ fn of_eight_requests_that_miss_at_once_one_fetches_and_no_lock_is_held_meanwhile
     let transport = Arc::new(Before {
         inner: Arc::clone(&here.link.transport),
         pulls: AtomicUsize::new(0),
-        // Would never return if either cache's lock were held.
+        // This call would never return if the lock of either cache were held.
         then: move || {
             assert_eq!((cache.metrics().cached_chunks, there.metrics().cached_chunks), (0, 1));
             std::thread::sleep(Duration::from_millis(50));

@@ -4,7 +4,7 @@ use super::*;
 use kvchunk::{Error, NotWoken, SleepUsage, Tenant};
 use rstest::rstest;
 
-/// Fills the whole pool with other chunks, so that nothing of what slept is left on the device.
+/// Fills the whole pool with other chunks, so that nothing of the sleeping pieces is left on the device.
 fn overwrite(w: &World) {
     let mut chunk = 1000;
     while w.free() >= 4 {
@@ -53,7 +53,8 @@ fn plain_and_compressed_bring_every_bit_back(
 }
 
 #[rstest]
-// Half a step of a group whose largest magnitude is at most 2; half of the spacing of three mantissa bits.
+// The limits are half a step of a group whose largest magnitude is at most 2, and half the spacing of three
+// mantissa bits.
 #[case("int8:8", 2.0 / 127.0 / 2.0)]
 #[case("int4:8", 2.0 / 7.0 / 2.0)]
 #[case("fp8-e4m3", 2.0 / 16.0)]
@@ -89,7 +90,8 @@ fn eight_bit_floats_have_the_scales_of_each_piece(
     #[values("fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2")] format: &str,
 ) {
     let w = World::new(stored, Execution::Deferred, SleepForm::Quantised(format.parse().unwrap()), 1 << 20);
-    // Below the smallest number of either format under a scale of 1, and above the largest.
+    // The first magnitude is below the smallest number of either format under a scale of 1, the second above
+    // the largest.
     let magnitudes = [1e-7, 1e6];
     let chunks = [tokens(3), tokens(4)];
     let values = |chunk: &ChunkKvCache| -> Vec<f32> {
@@ -115,7 +117,7 @@ fn eight_bit_floats_have_the_scales_of_each_piece(
     overwrite(&w);
     for ((chunk, before), magnitude) in chunks.iter().zip(before).zip(magnitudes) {
         let after = values(&w.hit(chunk));
-        // Two bits of mantissa at least: an eighth of the largest number.
+        // With at least two bits of mantissa, the error is at most an eighth of the largest number.
         let largest = before.iter().zip(after).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(largest > 0.0 && largest <= magnitude / 8.0, "{largest} of {magnitude}");
     }
@@ -162,7 +164,7 @@ fn a_full_host_keeps_the_rest_awake(
         w.sleep.usage().host_bytes
     };
     let w = World::new("f32", execution, form, one + one / 2);
-    let (first, second) = (tokens(0), tokens(7)); // of the same length
+    let (first, second) = (tokens(0), tokens(7)); // of equal length
     let before = [&first, &second].map(|chunk| w.bytes(w.store(chunk).block_ids()));
     assert_eq!(w.sleep_all().unwrap(), 1);
     let refused = w.sleep_all().unwrap_err();
@@ -220,7 +222,7 @@ fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_computed_a
     #[values("plain", "int8:8", "int4:8", "fp8-e4m3")] form: &str,
 ) {
     let form: SleepForm = form.parse().unwrap();
-    // An arena of eight-bit floats has codes only: each piece has scales of its own.
+    // An arena of eight-bit floats has codes only, since each piece has its own scales.
     let storages = match form {
         SleepForm::Quantised(kvcore::KvFormat::Fp8 { .. }) | SleepForm::Plain => 2,
         _ => 4,

@@ -1,4 +1,4 @@
-//! Sleep over real KV memory: what wakes is what fell asleep, and the memory is really gone meanwhile.
+//! Sleep over real KV memory: pieces wake as they fell asleep, and their memory is really released meanwhile.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
@@ -17,16 +17,16 @@ use kvchunk::{
     ChunkHasher, ChunkKvCache, ChunkReservation, ColdRule, ComputeMode, HashAlgorithm, SleepForm, TenantId,
 };
 use kvcore::{
-    Attend, AttendRows, Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape,
-    ManualClock, MemoryKind, MergeGroup, QueryRow, ReservedArena, Scatter, Segment, Storage, Stream,
-    SwapBlocks, TensorView, allocate_tensor,
+    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena,
+    KvLayout, KvShape, ManualClock, MemoryKind, QueryRow, ReservedArena, Scatter, Segment, Storage, Stream,
+    SwapBlocks, TensorView, WritePairs, allocate_tensor,
 };
 
 const BLOCK: usize = 4;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 const LAYERS: usize = 2;
-/// Blocks of the chunk pool; those around it belong to others.
+/// The blocks of the chunk pool. The blocks around it belong to others.
 const POOL: std::ops::Range<u32> = 40..120;
 
 /// A chunk cache over an arena in reserved memory, with a model that needs only tokens.
@@ -129,10 +129,10 @@ impl World {
         self.compute_up_to(reservation, 2.0);
     }
 
-    /// The same up to another magnitude.
+    /// Enqueues the rows of a chunk with magnitudes up to `largest`.
     fn compute_up_to(&self, reservation: &ChunkReservation, largest: f32) {
         let tokens = Arc::clone(reservation.tokens());
-        let slots = Arc::clone(reservation.slot_mapping().unwrap().slots());
+        let slots = reservation.write_slots().unwrap();
         for layer in 0..LAYERS {
             let rows = |plane: usize| {
                 let value = |(i, token): (usize, &u32), at: usize| {
@@ -146,7 +146,9 @@ impl World {
                 view
             };
             let (k, v, arena) = (rows(0), rows(1), self.arena().clone());
-            self.stream.scatter(&Scatter { arena, layer, k, v, slots: Arc::clone(&slots) }).unwrap();
+            self.stream
+                .scatter(&Scatter { arena, layer, k, v, slots: slots.clone(), rotation: None })
+                .unwrap();
         }
     }
 
@@ -160,14 +162,16 @@ impl World {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, shape).unwrap()
     }
 
-    /// Codes and scales of blocks, bit for bit.
+    /// Returns the codes and scales of blocks, bit for bit.
     fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = KvShape { num_blocks: blocks.len(), ..self.arena().layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape).unwrap());
         let copy = KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout).unwrap();
-        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect();
+        let pairs = blocks.iter().copied().zip((0..).map(BlockId)).collect::<Arc<[_]>>();
         let src = self.arena().clone();
-        self.stream.swap_blocks(&SwapBlocks { src, dst: copy.clone(), pairs }).unwrap();
+        self.stream
+            .swap_blocks(&SwapBlocks { src, dst: copy.clone(), pairs: WritePairs::unchecked(pairs) })
+            .unwrap();
         let read = |storage: &Arc<dyn Storage>| {
             let mut bytes = vec![0; storage.len()];
             let view = TensorView::new(Arc::clone(storage), DType::U8, &[bytes.len()]).unwrap();
@@ -177,7 +181,7 @@ impl World {
         copy.storages().flat_map(read).collect()
     }
 
-    /// What one query over a chunk gives in the last layer.
+    /// Returns the output of one query over a chunk in the last layer.
     fn answer(&self, chunk: &ChunkKvCache) -> Vec<u8> {
         let (q, out) = (self.tensor(&[1, HEADS, DIM]), self.tensor(&[1, HEADS, DIM]));
         let query: Vec<u8> = (0..HEADS * DIM).flat_map(|i| (i as f32 * 0.1).cos().to_le_bytes()).collect();
@@ -190,9 +194,10 @@ impl World {
             q,
             rope: None,
             keys: KeyForm::default(),
-            rows: [QueryRow { logical: n, position: n as i64 }].into(),
-            batch: [AttendRows::new(0..1, [segment])].into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(
+                [QueryRow { logical: n, position: n as i64 }],
+                [AttendRows::new(0..1, [segment])],
+            )),
             scale: 0.2,
             window: None,
             softcap: None,
@@ -205,13 +210,13 @@ impl World {
         bytes
     }
 
-    /// Everything that nobody holds becomes cold and sleeps.
+    /// Puts every piece that nobody holds to sleep, after it has become cold.
     fn sleep_all(&self) -> kvchunk::Result<usize> {
         self.clock.advance(Duration::from_secs(7200));
         self.cache.sleep_cold_chunks(ColdRule::default())
     }
 
-    /// Bytes of the arena that hold physical memory, as the system's page table says.
+    /// Returns the bytes of the arena that hold physical memory, according to the system's page table.
     fn resident(&self) -> usize {
         let table = File::open("/proc/self/pagemap").unwrap();
         let page = self.backend.reserve(MemoryKind::Device, 1).unwrap().len();
@@ -236,7 +241,7 @@ impl World {
     }
 }
 
-/// Tokens of a chunk by its number; lengths that do not fill blocks.
+/// Returns the tokens of a chunk, by its number. The lengths do not fill whole blocks.
 fn tokens(chunk: u32) -> Vec<u32> {
     (0..9 + chunk % 7).map(|i| chunk * 100 + i).collect()
 }

@@ -1,4 +1,4 @@
-//! The whole pool asleep and awake at the same addresses.
+//! The whole pool asleep, and awake again at the same addresses.
 
 use super::*;
 use kvchunk::{Error, NotWoken};
@@ -19,12 +19,12 @@ fn the_pool_sleeps_and_every_piece_is_found_again_bit_for_bit(
     for chunk in &chunks {
         drop(w.store(chunk));
     }
-    drop(w.store(&[9; 16])); // sleeps on its own
+    drop(w.store(&[9; 16])); // sleeps in the store
     w.clock.advance(Duration::from_secs(7200));
     let before: Vec<_> = chunks.iter().map(look).collect();
     let rule = ColdRule { min_accesses: 1, ..ColdRule::default() };
     assert_eq!(w.cache.sleep_cold_chunks(rule).unwrap(), 1);
-    // Every page has memory before.
+    // Every page has memory before the sleep.
     for storage in w.arena().storages() {
         let mut bytes = vec![0; storage.len()];
         let view = TensorView::new(Arc::clone(storage), DType::U8, &[bytes.len()]).unwrap();
@@ -137,7 +137,7 @@ fn a_cache_that_ends_asleep_gives_the_arena_its_memory_back() {
     assert_eq!((reserved.mapped_bytes(), reserved.asleep()), (mapped, vec![]));
 }
 
-/// A place to sleep that tries to put the whole pool to sleep while it is asked for room.
+/// A place to sleep that tries to put the whole pool to sleep while the cache asks it for room.
 #[derive(Debug)]
 struct Meddler {
     cache: parking_lot::Mutex<Option<ChunkCacheManager>>,

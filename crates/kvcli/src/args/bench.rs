@@ -16,7 +16,7 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
-    /// Serves prompts of a retrieval service: hits, times to first token, memory.
+    /// Serves the prompts of a retrieval service and reports hits, times to first token and memory.
     Rag(RagArgs),
 }
 
@@ -35,7 +35,7 @@ and documents of which 80, 50 and 10 % were used before. With --chunk-sleep docu
 that were used less than five times fall asleep after every request; what waking
 them takes is in the times to first token.")]
 pub(crate) struct RagArgs {
-    /// A Hugging Face directory. Without it, and without --size: the built-in model.
+    /// A Hugging Face directory. Without it and without --size: the built-in model.
     #[arg(long, value_name = "DIR", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
@@ -43,7 +43,7 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
     pub(crate) size: Option<(usize, usize)>,
 
-    /// Requests of a workload.
+    /// Requests per workload.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
     pub(crate) requests: usize,
 
@@ -51,11 +51,11 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = at_least_one)]
     pub(crate) documents: usize,
 
-    /// Tokens of a document.
+    /// Tokens per document.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
     pub(crate) document_tokens: usize,
 
-    /// Documents of a request.
+    /// Documents per request.
     #[arg(long, value_name = "K", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) per_request: usize,
 
@@ -63,54 +63,54 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "S", conflicts_with = "repetition")]
     pub(crate) zipf: Option<f64>,
 
-    /// Choose documents that were used before with this probability, else new ones.
+    /// Choose a document that was used before with this probability, otherwise a new one.
     #[arg(long, value_name = "P")]
     pub(crate) repetition: Option<f64>,
 
-    /// Share of the requests that come with another system prompt than the one before.
+    /// Share of the requests whose system prompt differs from the one before.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) system_changes: f64,
 
-    /// Seed of all draws.
+    /// Seed of all random draws.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Where documents stand.
+    /// Positions of documents, see `kvc run --help`.
     #[arg(long, value_enum, default_value = "overlapped")]
     pub(crate) positions: Positions,
 
-    /// What documents see while computed.
+    /// Tokens that documents see while they are computed, see `kvc run --help`.
     #[arg(long, value_enum, default_value = "with-system")]
     pub(crate) chunks: Chunks,
 
-    /// Share of the KV memory that belongs to documents.
+    /// Share of the KV memory reserved for documents.
     #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
     pub(crate) memory_share: f64,
 
-    /// Memory for keys and values in MiB.
+    /// Memory for keys and values, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub(crate) kv_memory: usize,
 
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
 
-    /// How keys and values are stored.
+    /// Storage format of keys and values, see `kvc run --help`.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// How weights are held: f32, or in eight-bit blocks.
+    /// Storage format of weights: f32, or eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
 
-    /// Draw the time to first token of the first workload's requests as they arrive.
+    /// Draw the time to first token of each request of the first workload, in order of arrival.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// One JSON object on standard output, nothing else.
+    /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -32,11 +32,13 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Questions. Without it: dataset.jsonl in the model's directory, or questions drawn from its world.json.
+    /// File of questions. Without it: dataset.jsonl in the model's directory, or questions drawn from its
+    /// world.json.
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
-    /// Draws of questions, or parts of the dataset, over which accuracies have their confidence intervals.
+    /// Draws of questions, or parts of the dataset, from which confidence intervals of accuracies are
+    /// computed.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
@@ -44,31 +46,31 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     pub(crate) questions: usize,
 
-    /// Recompute strategies, see `kvc run --help`; may be repeated. Without it: link, blend and random for
+    /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend and random in
     /// several sizes, and full.
     #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute, conflicts_with = "gate")]
     pub(crate) strategies: Vec<Recompute>,
 
-    /// Whether reuse is fit for this model: checks what must be equal, and that local questions are answered
-    /// as well as under full attention. Exit code 1 if not.
+    /// Check whether reuse is fit for this model: equalities that must hold, and local questions answered as
+    /// well as under full attention. Exit code 1 if not.
     #[arg(long)]
     pub(crate) gate: bool,
 
-    /// Where documents stand: for the gate, by default overlapped, and for answers with recompute strategies or
-    /// under a context scaling, by default sequential.
+    /// Positions of documents. By default overlapped for the gate, and sequential for answers with recompute
+    /// strategies or a context scaling.
     #[arg(long, value_enum)]
     pub(crate) positions: Option<Positions>,
 
-    /// With --context-scale: two rows more, one a mode, in which the question looks at documents so, see
-    /// `kvc run --help`.
+    /// Context temperature, see `kvc run --help`. This option and --context-scale add two rows, one per mode,
+    /// in which the question sees documents with this scaling.
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_temperature: f32,
 
-    /// See --context-temperature.
+    /// Context scale, see --context-temperature.
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_scale: f32,
 
-    /// For the gate: what documents see while computed.
+    /// For the gate: tokens that documents see while they are computed.
     #[arg(long, value_enum, default_value = "with-system", requires = "gate")]
     pub(crate) chunks: Chunks,
 
@@ -76,32 +78,32 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "POINTS", default_value_t = 1.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
-    /// Draw accuracy against the share of tokens computed anew.
+    /// Draw accuracy against the share of recomputed tokens.
     #[arg(long, value_name = "FILE.svg", conflicts_with = "gate")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// How keys and values are stored.
+    /// Storage format of keys and values, see `kvc run --help`.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// How keys lie in the cache, see `kvc run --help`.
+    /// Form of the keys in the cache, see `kvc run --help`.
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
-    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
-    /// most 2048.
+    /// Memory for keys and values, in MiB. By default: eight prompts of the model's greatest length, at most
+    /// 2048.
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// How weights are held: f32, or in eight-bit blocks.
+    /// Storage format of weights: f32, or eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
 
-    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// One JSON object on standard output, nothing else.
+    /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -14,7 +14,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 
-/// Runs a language model whose documents' KV is computed once and reused at any position.
+/// Runs a language model whose documents' keys and values are computed once and reused at any position.
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
@@ -34,22 +34,22 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Asks the built-in model about a few documents, again and again in other orders.
+    /// Asks the built-in model about a few documents, several times and in different orders.
     Demo(DemoArgs),
     /// Answers one prompt.
     Run(Box<RunArgs>),
-    /// Measures how often answers are right with and without reuse, and what each way costs.
+    /// Measures the accuracy of answers with and without reuse, and the cost of each way.
     Eval(Box<EvalArgs>),
     /// Measures a workload.
     Bench(Box<BenchArgs>),
-    /// Lists what --backend can name on this machine, with its limits and features.
+    /// Lists the devices that --backend can name on this machine, with limits and features.
     Devices(DevicesArgs),
 }
 
 /// Options of `kvc devices`.
 #[derive(Debug, Args)]
 pub(crate) struct DevicesArgs {
-    /// JSON instead of a table: what there is under `devices`, and backends without any under `missing`.
+    /// Print JSON instead of a table: devices under `devices`, backends without a device under `missing`.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -57,11 +57,11 @@ pub(crate) struct DevicesArgs {
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// A JSON array with an object per request on standard output, instead of tables.
+    /// Print a JSON array with one object per request on standard output, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -87,7 +87,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompt: Option<String>,
 
-    /// A file with the prompt.
+    /// File that contains the prompt.
     #[arg(long, value_name = "FILE")]
     pub(crate) prompt_file: Option<PathBuf>,
 
@@ -95,7 +95,7 @@ pub(crate) struct RunArgs {
     #[arg(value_name = "-", value_parser = ["-"])]
     pub(crate) stdin: Option<String>,
 
-    /// An earlier prompt, answered silently first, so that its chunks are cached. May be repeated.
+    /// An earlier prompt, answered silently first so that its chunks are cached. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
 
@@ -106,27 +106,27 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub(crate) chat: bool,
 
-    /// What stands between the parts of a prompt.
+    /// Separator between the parts of a prompt.
     #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR, allow_hyphen_values = true, value_parser = separator)]
     pub(crate) separator: String,
 
-    /// Where documents stand: all right after the system prompt; one after the other; or so, and found
-    /// again at the same place only.
+    /// Positions of documents: all right after the system prompt; one after the other; or one after the
+    /// other, and found again only at the same position.
     #[arg(long, value_enum, default_value = "overlapped")]
     pub(crate) positions: Positions,
 
-    /// What documents see while computed: the system prompt and themselves, or themselves only.
-    /// Reuse is exact in every combination except `sequential` together with `with-system`.
+    /// Tokens that documents see while they are computed: the system prompt and themselves, or only
+    /// themselves. Reuse is exact in every combination except `sequential` with `with-system`.
     #[arg(long, value_enum, default_value = "with-system")]
     pub(crate) chunks: Chunks,
 
-    /// Which document tokens are computed anew with everything before them in sight: none; the first K of
-    /// each document (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
+    /// Document tokens to recompute with everything before them in sight: none; the first K of each document
+    /// (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
     /// blend:R@LAYER:keys|values|both); a random share (random:R@SEED); or full.
     #[arg(long, value_name = "STRATEGY", default_value = "none", value_parser = recompute)]
     pub(crate) recompute: Recompute,
 
-    /// Divides the question's logits over documents: below 1 it looks at them more sharply (APE).
+    /// Divides the question's logits over documents; below 1, attention to them is sharper (APE).
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive)]
     pub(crate) context_temperature: f32,
 
@@ -134,20 +134,20 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive)]
     pub(crate) context_scale: f32,
 
-    /// How documents are hashed. Tokens are compared on every hit; under xxh3-128 everything else is, too.
+    /// Hash function of documents. Every hit compares tokens; under xxh3-128 it compares everything else too.
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
-    /// Use a document that was computed under another system prompt, no longer than this one, where there is
-    /// none under this one: faster, and no bound holds for the error.
+    /// If no document under this system prompt is cached, use one computed under another system prompt that
+    /// is no longer: faster, but the error has no bound.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 
-    /// Compute everything anew, under the same mask: same answer, slower.
+    /// Compute everything again under the same mask: same answer, slower.
     #[arg(long)]
     pub(crate) no_chunk_cache: bool,
 
-    /// Let documents see each other after all: the parts as one ordinary prompt.
+    /// Let documents see each other: treat the parts as one ordinary prompt.
     #[arg(long, conflicts_with = "recompute")]
     pub(crate) full_attention: bool,
 
@@ -155,7 +155,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_new_tokens: usize,
 
-    /// 0 takes the most likely token; above 0, tokens are drawn.
+    /// Temperature: 0 takes the most likely token; above 0, tokens are drawn.
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     pub(crate) temperature: f32,
 
@@ -163,17 +163,17 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// How keys and values are stored: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:64` has a scale
-    /// for every 64 elements of a head instead of 32.
+    /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:64` has one
+    /// scale per 64 elements of a head instead of 32.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// How keys lie in the cache: rotated to a position, so that reading them costs nothing; or as the model
-    /// made them, each rotated to its position when it is read.
+    /// Form of the keys in the cache: rotated to a position, so that reading them costs nothing; or
+    /// unrotated, so that each key is rotated to its position when it is read.
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
-    /// How weights are held: f32, or in eight-bit blocks.
+    /// Storage format of weights: f32, or eight-bit blocks.
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
 
@@ -181,29 +181,29 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
-    /// Blocks as they are needed, with chunks and shared prefixes; or one run of slots for the prompt and
-    /// its answer. A static cache keeps no chunks: prompts in parts need `--full-attention` then.
+    /// Kind of cache: blocks on demand, with chunks and shared prefixes; or one run of slots for the prompt
+    /// and its answer. A static cache keeps no chunks: with it, prompts in parts need `--full-attention`.
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 
-    /// Longest sequence of a static cache; `max` or 0 is the model's.
+    /// Longest sequence of a static cache; `max` or 0 is the model's limit.
     #[arg(long, value_name = "TOKENS", default_value = "max", value_parser = max_len)]
     pub(crate) max_len: MaxLen,
 
-    /// Memory for keys and values in MiB. By default: eight prompts of the model's longest length, at
-    /// most 2048.
+    /// Memory for keys and values, in MiB. By default: eight prompts of the model's greatest length, at most
+    /// 2048.
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Where keys, values and attention live: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Show where time went.
+    /// Show how time was spent.
     #[arg(long)]
     pub(crate) profile: bool,
 
-    /// One JSON object on standard output, nothing else.
+    /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -279,11 +279,11 @@ pub(crate) enum WeightsFormat {
     Q8,
 }
 
-/// Backends by name; which of them are built in depends on the program's features.
+/// Backends by name; the features of the program decide which backends are built in.
 #[derive(Debug, Clone)]
 pub(crate) enum BackendName {
     Cpu,
-    /// With a part of an adapter's name, or its number.
+    /// The wgpu backend, with a part of an adapter's name, or its number.
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only says what it lacks"))]
     Wgpu(Option<String>),
 }
@@ -315,7 +315,7 @@ fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
-/// Points of a hundred.
+/// Parses points of a hundred.
 fn points(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(points) if (0.0..=100.0).contains(&points) => Ok(points),

@@ -1,4 +1,4 @@
-//! Options of sleeping documents.
+//! Options for sleeping documents.
 
 use clap::Args;
 use kvchunk::SleepForm;
@@ -6,27 +6,27 @@ use kvmodel::ChunkSleep;
 
 use super::at_least_one;
 
-/// Where documents sleep, for commands that use some again.
+/// Options for sleeping documents, for commands that use documents again.
 #[derive(Debug, Args)]
 pub(crate) struct SleepArgs {
-    /// Put documents to sleep in host memory when no prompt needs them, and wake them by a hit: as they are
-    /// (plain), without loss (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for --dtype), after
-    /// which no bound holds for the error of their hits.
+    /// Put documents to sleep in host memory when no prompt needs them, and wake them on a hit: unchanged
+    /// (plain), lossless (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for --dtype),
+    /// after which the error of their hits has no bound.
     #[arg(long, value_name = "FORM", value_parser = form)]
     chunk_sleep: Option<SleepForm>,
 
-    /// Host memory for sleeping documents in MiB. By default: as much as documents have on the device.
+    /// Host memory for sleeping documents, in MiB. By default: as much as documents have on the device.
     #[arg(long, value_name = "MIB", requires = "chunk_sleep", value_parser = at_least_one)]
     chunk_sleep_memory: Option<usize>,
 }
 
 impl SleepArgs {
-    /// The form, if documents sleep.
+    /// Returns the form of sleep, if documents sleep.
     pub(crate) fn form(&self) -> Option<SleepForm> {
         self.chunk_sleep
     }
 
-    /// What the engine is told.
+    /// Returns the setting for the engine, if documents sleep.
     pub(crate) fn config(&self) -> Option<ChunkSleep> {
         let memory = self.chunk_sleep_memory.map(|mib| mib.saturating_mul(1 << 20));
         self.chunk_sleep.map(|form| ChunkSleep { form, memory })

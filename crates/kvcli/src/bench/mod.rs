@@ -1,4 +1,4 @@
-//! `kvc bench rag`: a retrieval service's prompts, served with and without reuse.
+//! `kvc bench rag`: the prompts of a retrieval service, served with and without reuse.
 
 use std::io::Write;
 
@@ -15,7 +15,7 @@ use crate::{backend, load};
 
 mod show;
 
-/// What `--json` prints.
+/// The object that `--json` prints.
 #[derive(Serialize)]
 struct Report<'a> {
     workloads: &'a [RagReport],
@@ -60,7 +60,7 @@ fn rag(args: &RagArgs) -> Result<()> {
     }
 }
 
-/// What was asked for, or four workloads.
+/// Returns the requested workload, or four workloads.
 fn popularities(args: &RagArgs) -> Vec<Popularity> {
     match (args.zipf, args.repetition) {
         (Some(s), _) => vec![Popularity::Zipf(s)],

@@ -1,10 +1,10 @@
-//! What `kvc bench rag` prints and draws.
+//! Tables and plots of `kvc bench rag`.
 
 use std::io::Write;
 use std::path::Path;
 
-use kvcore::{Goal, Target};
 use kvlab::{Popularity, RagReport, Times, TtftRow};
+use kvmetrics::{Goal, Target};
 
 use crate::args::RagArgs;
 use crate::error::Result;
@@ -22,10 +22,10 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// A cell of a row, for a workload.
+/// A function that returns a cell of a row, for one workload.
 type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
 
-/// Hits, times, and the model of the speed-up, a column a workload.
+/// Writes hits, times, and the model of the speed-up, with one column per workload.
 pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<()> {
     let names: Vec<String> = reports.iter().map(|report| name(report.workload.popularity)).collect();
     let header: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
@@ -82,7 +82,7 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     Ok(())
 }
 
-/// The seed's goals and alarms, a column a workload.
+/// Writes the goals and alarms of the seed, with one column per workload.
 fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result<()> {
     let mut table = table(header);
     let bound = |goal: &Goal| match goal.target {
@@ -111,17 +111,17 @@ fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result
     Ok(())
 }
 
-/// The bound of a goal, in few digits.
+/// Returns the bound of a goal, in few digits.
 fn limit_in(unit: &str, limit: f64) -> String {
     if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
 }
 
-/// A number in the unit of a goal, for people.
+/// Returns a number in the unit of a goal, for people.
 fn value(unit: &str, number: f64) -> String {
     if unit == "seconds" { format!("{:.4} ms", 1e3 * number) } else { percent(number) }
 }
 
-/// One prompt, cold and cached.
+/// Writes the times of one prompt, cold and cached.
 pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
     let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast", "target"]);
     let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);
@@ -145,7 +145,7 @@ pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Re
     Ok(())
 }
 
-/// Times to first token as requests arrive.
+/// Plots times to first token in order of arrival.
 pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
     let point = |request: usize, ms: f64| (request as f64, ms, 0.0);
     let with = report.arrivals.iter().map(|a| point(a.request, a.ttft_ms)).collect();

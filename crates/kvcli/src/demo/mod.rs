@@ -1,4 +1,4 @@
-//! `kvc demo`: documents asked about again and again, in other orders.
+//! `kvc demo`: questions about a few documents, several times and in different orders.
 
 use std::io::Write;
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::report::{ms, table};
 use crate::{backend, embedded};
 
-/// A question of the demo with the documents before it.
+/// A question of the demo, with the documents before it.
 struct Trial {
     /// Indices into [`embedded::DOCUMENTS`].
     order: Vec<usize>,
@@ -44,7 +44,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let backend = backend::open(&args.backend)?;
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
-    // Threads and memory warm up on a request that keeps nothing.
+    // A request that keeps nothing warms up threads and memory.
     let first = codec.prompt(&prompt_text(&trials[0], engine.separator()), engine.separator(), true)?;
     engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
     if !args.json {
@@ -69,7 +69,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     verdict(&outcomes)
 }
 
-/// The questions, each with the documents in another order.
+/// Returns the questions, each with the documents in a different order.
 fn trials() -> Result<Vec<Trial>> {
     let lines = embedded::QUESTIONS.lines().filter(|line| !line.trim().is_empty());
     let trials: Result<Vec<Trial>> = lines
@@ -100,7 +100,7 @@ fn prompt_text(trial: &Trial, separator: &str) -> String {
     parts.join(separator)
 }
 
-/// Answers with the cache, then without any reuse under the same mask, and compares.
+/// Answers with the cache, then without any reuse under the same mask, and compares the answers.
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -140,7 +140,7 @@ fn introduce(out: &mut dyn Write, engine: &Engine) -> Result<()> {
     Ok(())
 }
 
-/// The parts of the first prompt, where they stand.
+/// Writes the parts of the first prompt, with their positions.
 fn segments(
     out: &mut dyn Write,
     trial: &Trial,
@@ -172,7 +172,7 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// A row per request, and what they show together.
+/// Writes one row per request, and a summary.
 fn requests(out: &mut dyn Write, outcomes: &[Outcome]) -> Result<()> {
     writeln!(out, "Each request has the documents in another order:\n")?;
     let mut table = table(&[
@@ -215,13 +215,13 @@ impl Outcome {
         self.answer == self.expected
     }
 
-    /// Whether the cache changed nothing but rounding.
+    /// Returns whether the cache changed nothing but rounding.
     fn is_unchanged(&self) -> bool {
         self.same_answer_without_cache && self.largest_logit_difference < 1e-3
     }
 }
 
-/// Whether the demo showed what it claims; a failure otherwise.
+/// Checks that the demo showed its claims.
 fn verdict(outcomes: &[Outcome]) -> Result<()> {
     let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));

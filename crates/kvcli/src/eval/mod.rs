@@ -1,4 +1,4 @@
-//! `kvc eval`: accuracy of every way to answer, and what it costs.
+//! `kvc eval`: accuracy of every way to answer, and the cost of each.
 
 use std::io::Write;
 
@@ -24,7 +24,7 @@ struct Report<'a> {
 
 #[derive(Serialize)]
 struct GateReport<'a> {
-    /// Null if it cannot be said.
+    /// True if reuse is fit; null if the gate cannot decide.
     fit: Option<bool>,
     checks: Vec<CheckReport<'a>>,
 }
@@ -109,7 +109,7 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Questions for each seed.
+/// Returns the questions for each seed.
 fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| args.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &std::path::Path| {
@@ -118,7 +118,7 @@ fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
         let all = Question::read_all(&read(&path)?, separator)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
-        // Every so-manyth question: the parts are alike.
+        // Each part takes every n-th question of the dataset, so that the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..args.seeds).map(part).filter(|part| !part.is_empty()).collect());
     }
@@ -130,8 +130,8 @@ fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
     Ok((0..args.seeds).map(|seed| world.questions(seed as u64, args.questions)).collect())
 }
 
-/// Full attention, every cell without recomputation; strategies, and a scaling if there is one, in both modes at
-/// these positions.
+/// Returns full attention, and every cell without recomputation; at `positions` also the strategies, and the
+/// scaling if there is one, in both modes.
 fn arms(
     strategies: &[Recompute],
     layers: usize,
@@ -157,7 +157,7 @@ fn arms(
     arms
 }
 
-/// Strategies of several sizes; blends at layer 1 and at the middle of the model.
+/// Returns strategies of several sizes, with blends at layer 1 and at the middle layer of the model.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];
@@ -173,7 +173,7 @@ fn usual(layers: usize) -> Vec<Recompute> {
     strategies
 }
 
-/// The kinds of question that scores have.
+/// Returns the kinds of question that have scores.
 fn kinds(scores: &[Score]) -> Vec<QuestionKind> {
     QuestionKind::ALL.into_iter().filter(|kind| scores.iter().any(|score| score.kind == *kind)).collect()
 }

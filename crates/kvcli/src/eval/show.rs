@@ -1,4 +1,4 @@
-//! What `kvc eval` prints and draws.
+//! Tables and plots of `kvc eval`.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,10 +11,11 @@ use crate::error::Result;
 use crate::plot::{Frame, Series, draw};
 use crate::report::table as styled;
 
-/// Draws from which on intervals are shown: of two, most would be wider than all that can be.
+/// Number of draws from which on intervals are shown: with two, most intervals would exceed the possible
+/// range.
 pub(super) const DRAWS: usize = 3;
 
-/// A row an arm, a column a kind of question; costs beside full attention's.
+/// Writes one row per arm and one column per kind of question, with costs relative to full attention.
 pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Result<()> {
     let kinds = kinds(scores);
     let mut header = vec!["positions, mode, recomputed"];
@@ -68,9 +69,9 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// Accuracy on the hardest kind of question that there is, against the share of tokens computed anew.
+/// Plots accuracy on the hardest kinds of question against the share of recomputed tokens.
 pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -> Result<()> {
-    /// Which of a family a strategy belongs to, if it does.
+    /// Returns the member of a family that a strategy belongs to, if it belongs to the family.
     type Member = fn(&Recompute) -> Option<usize>;
     let families: [(&str, Member); 3] = [
         ("link", |r| matches!(r, Recompute::Link { .. }).then_some(0)),
@@ -126,7 +127,7 @@ pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -
     draw(path, &frame, &series)
 }
 
-/// What was checked, and the verdict.
+/// Writes the checks and the verdict.
 pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
     let mut table = styled(&["what must hold", "measured", "at most", ""]);
     for check in &gate.checks {

@@ -87,7 +87,7 @@ fn cell(args: &RunArgs) -> ReuseCell {
     ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() }
 }
 
-/// `asleep` is what slept before the prompt was asked.
+/// Prints the answer. `asleep` counts the documents that slept before the prompt was asked.
 fn show(
     args: &RunArgs,
     engine: &Engine,

@@ -1,7 +1,7 @@
 //! Runs the suite on one backend and prints a table: `conform --backend cpu`.
 //!
-//! Fails if a case does, if the machine has no device of the backend at all, or if Vulkan's validation layers,
-//! where they are installed, report anything meanwhile.
+//! Fails if a case fails, if the machine has no device of the backend, or if Vulkan's validation layers are
+//! installed and report anything meanwhile.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -16,17 +16,17 @@ mod table;
 #[cfg(feature = "wgpu")]
 mod validation;
 
-/// One element type of one variant of the backend: a column of the table, on a device of its own.
+/// A column of the table: one element type of one variant of the backend, on its own device.
 struct Column {
     backend: &'static NamedBackend,
     dtype: DType,
 }
 
-/// What became of a column.
+/// The report of a column.
 enum Report {
-    /// There is no such device.
+    /// The machine has no such device.
     Skipped(String),
-    /// A case by its number, and how it failed.
+    /// The number of a case, and its failure if it failed.
     Case(usize, Result<(), String>),
 }
 
@@ -62,8 +62,8 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete. Returns
-/// how many cases passed and failed.
+/// Runs as many columns at a time as there are processors, and prints lines in order as soon as they are
+/// complete. Returns the numbers of passed and of failed cases.
 fn run_all(columns: &[Column]) -> (usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);
@@ -87,7 +87,7 @@ fn run_all(columns: &[Column]) -> (usize, usize) {
     })
 }
 
-/// All cases of a column. That nobody listens any more is no error.
+/// Runs all cases of a column. A closed receiver is no error.
 fn run(number: usize, column: &Column, sender: &Sender<(usize, Report)>) {
     let backend = match (column.backend.make)() {
         Ok(backend) => backend,

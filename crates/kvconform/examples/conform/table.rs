@@ -1,16 +1,17 @@
-//! The table: for each variant of a backend a line of each case, with all its element types.
+//! The table: for each variant of a backend, one line per case, with all element types of the variant.
 
 use kvconform::CASES;
 
 use crate::{Column, Report};
 
-/// Reports so far, and what of them is printed.
+/// The reports so far, and the part of them that is printed.
 pub(crate) struct Table<'a> {
     columns: &'a [Column],
-    /// Of each column and case.
+    /// Outcomes by column and case.
     outcomes: Vec<Vec<Option<Result<(), String>>>>,
     skipped: Vec<Option<String>>,
-    /// The first column of the variant whose turn it is, and its next case; none if its name is not printed yet.
+    /// The first column of the variant to print next, and its next case; none before the name of the variant
+    /// is printed.
     turn: (usize, Option<usize>),
     passed: usize,
     failed: usize,
@@ -23,7 +24,7 @@ impl<'a> Table<'a> {
         Self { columns, outcomes, skipped, turn: (0, None), passed: 0, failed: 0 }
     }
 
-    /// Takes a report, and prints every line that is complete and whose turn it is.
+    /// Takes a report, and prints every complete line in order.
     pub(crate) fn add(&mut self, column: usize, report: Report) {
         match report {
             Report::Skipped(reason) => self.skipped[column] = Some(reason),
@@ -32,7 +33,7 @@ impl<'a> Table<'a> {
         while self.print_next() {}
     }
 
-    /// Cases that passed and that failed, of printed lines.
+    /// Returns the numbers of passed and of failed cases in printed lines.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.passed, self.failed)
     }
@@ -58,7 +59,7 @@ impl<'a> Table<'a> {
             self.turn = (columns.end, None);
             return true;
         };
-        // A device that opens beside others and not here is a failure of every case.
+        // If a device opens for other columns but not for this one, every case of this column fails.
         let outcome = |column: usize| match (&self.outcomes[column][case], &self.skipped[column]) {
             (Some(Ok(())), _) => Some(Ok(())),
             (Some(Err(failure)), _) | (None, Some(failure)) => Some(Err(failure)),

@@ -1,20 +1,20 @@
-//! What Vulkan's validation layers report while the suite runs.
+//! Messages of Vulkan's validation layers while the suite runs.
 //!
-//! A build with debug assertions asks for the layers, and `wgpu` hands their messages to the `log` crate. One message is
-//! none: the debug information of a kernel names WGSL as its source, a number that layers of a few years ago do not
-//! know.
+//! A build with debug assertions asks for the layers, and `wgpu` passes their messages to the `log` crate.
+//! One message is ignored: the debug information of a kernel names WGSL as its source language, by a number
+//! that older layers do not know.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
-/// Where `wgpu` forwards messages of the layers.
+/// Log target to which `wgpu` sends messages of the layers.
 const SOURCE: &str = "wgpu_hal::vulkan::instance";
 
-/// In the message that is none.
+/// Text of the ignored message.
 const KNOWN: &str = "Invalid source language operand";
 
-/// Messages that are printed; more are counted.
+/// Messages to print; further ones are only counted.
 const SHOWN: usize = 10;
 
 struct Listener {
@@ -39,7 +39,7 @@ impl Log for Listener {
         if text.contains("unable to find layer") {
             self.missing.store(true, Relaxed);
         }
-        // What follows a message lists its objects, each line indented.
+        // The lines after a message list its objects, indented.
         let message = record.level() <= Level::Warn && text.starts_with("VALIDATION");
         if message && text.contains(KNOWN) {
             self.known.fetch_add(1, Relaxed);
@@ -51,14 +51,14 @@ impl Log for Listener {
     fn flush(&self) {}
 }
 
-/// Begins to count.
+/// Starts counting messages.
 pub(crate) fn listen() {
     if log::set_logger(&LISTENER).is_ok() {
         log::set_max_level(LevelFilter::Debug);
     }
 }
 
-/// Says what was reported, and whether that was nothing.
+/// Prints a summary, and returns whether no message was reported.
 pub(crate) fn silent() -> bool {
     let messages = LISTENER.messages.load(Relaxed);
     if !cfg!(debug_assertions) || LISTENER.missing.load(Relaxed) {

@@ -3,22 +3,22 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Attend, AttendRows, BlockId, BlockOrder, DType, Dims, Error, KeyForm, KvArena, KvShape, MergeGroup,
-    Pairing, QueryRow, Rope, RopeConfig, RopeScaling, Segment, Storage, TensorView,
+    Attend, AttendRows, AttendWork, BlockId, BlockOrder, DType, Dims, Error, KeyForm, KvArena, KvShape,
+    MergeGroup, Pairing, QueryRow, Rope, RopeConfig, RopeScaling, Segment, Storage, TensorView,
 };
 
 use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
 
 pub(super) const HEADS: usize = 6;
-/// Marks output rows that nothing should write.
+/// Value of output rows that nothing may write.
 pub(super) const UNTOUCHED: f32 = 0.25;
 
 pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
     Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
 }
 
-/// An attend over filled memory, with the values its oracle needs.
+/// An attend over filled memory, with the values that its oracle needs.
 pub(super) struct Trial {
     pub(super) op: Attend,
     pub(super) q: Vec<f32>,
@@ -26,12 +26,18 @@ pub(super) struct Trial {
     pub(super) v: Vec<f32>,
 }
 
+/// Returns the attend with other entries over the same rows and groups.
+pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Attend {
+    let work = AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups()));
+    Attend { work: Arc::new(work), ..op.clone() }
+}
+
 impl Trial {
     fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 
-    /// An attend over an arena of any shape and format.
+    /// Creates a trial over an arena of any shape and format.
     pub(super) fn over(
         b: &Bench,
         arena: KvArena,
@@ -52,9 +58,7 @@ impl Trial {
                 4096,
             )?)),
             keys: KeyForm::default(),
-            rows: rows.into(),
-            batch: batch.into(),
-            groups: [MergeGroup::default()].into(),
+            work: Arc::new(AttendWork::new(rows, batch)),
             scale: 0.4,
             window: None,
             softcap: None,
@@ -70,7 +74,7 @@ impl Trial {
         self.compare(b, what, &oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED))
     }
 
-    /// Compares output and log-sum-exp with what they should be.
+    /// Compares the output and the log-sum-exp with the expected ones.
     pub(super) fn compare(&self, b: &Bench, what: &str, (out, lse): &(Vec<f32>, Vec<f32>)) -> Outcome {
         close(what, &b.download(&self.op.out)?, out, 1e-5)?;
         match &self.op.lse {
@@ -102,8 +106,8 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// A prompt after a chunk that ends inside a block and was stored elsewhere: how many tokens either has. One sequence
-/// of segments and the rows of the prompt.
+/// Returns a prompt of `fresh` tokens after a chunk of `stored` tokens, which ends inside a block and was
+/// stored for other positions: the rows of the prompt, and one sequence of segments.
 pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<AttendRows>) {
     let chunk = segment(&[5, 2], stored, 0, 0).at_offset(9);
     let own = segment(&[1, 8, 3, 0, 7], fresh, stored, stored as i64 + 9);
@@ -111,8 +115,8 @@ pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<
     (rows(&at), vec![entry(0..fresh, vec![chunk, own])])
 }
 
-/// Rows and blocks of sizes that processors have instructions for, with more queries to a head than one of them takes:
-/// a prompt whose last tile is not full.
+/// Rows and blocks of sizes for which processors have instructions, with more queries per head than one
+/// instruction takes: a prompt whose last tile is partial.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
         many_queries(b, order, (16, k_dim, v_dim), after_a_chunk(27, 75), 0.2)?;
@@ -120,7 +124,7 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Heads of more elements than a workgroup has threads, or holds a large tile of.
+/// Heads with more elements than a workgroup has threads, or than fit in a large tile.
 pub(super) fn wide_heads(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 256, 256), (BlockOrder::HeadMajor, 192, 136)] {
         many_queries(b, order, (8, k_dim, v_dim), after_a_chunk(13, 38), 0.1)?;
@@ -128,7 +132,7 @@ pub(super) fn wide_heads(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// With and without a window.
+/// Checks many queries, with and without a window.
 fn many_queries(
     b: &Bench,
     order: BlockOrder,
@@ -156,7 +160,7 @@ pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// A system prompt, a chunk stored at 0 and used further on, and the question's own tokens.
+/// Returns a system prompt, a chunk stored at 0 and used at an offset, and the tokens of the question.
 pub(super) fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
     vec![segment(&[4], 3, 0, 0), segment(chunk, 6, 3, 0).at_offset(offset), segment(&[6], 2, 9, offset + 6)]
 }
@@ -167,9 +171,8 @@ pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
         let trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
         trial.check(b, "a chunk used at an offset")?;
         let here = b.download(&trial.op.out)?;
-        let mut ignored = trial.op.clone();
-        ignored.batch =
-            vec![entry(0..2, reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect())].into();
+        let at_zero = reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect();
+        let ignored = with_batch(&trial.op, [entry(0..2, at_zero)]);
         b.stream.attend(&ignored)?;
         let differs = here.iter().zip(&b.download(&ignored.out)?).any(|(x, y)| (x - y).abs() > 1e-3);
         ensure(differs == (offset != 0), || format!("offset {offset} makes a difference: {differs}"))?;
@@ -192,7 +195,7 @@ pub(super) fn the_same_blocks_at_two_offsets_at_once(b: &Bench) -> Outcome {
 }
 
 pub(super) fn causality_goes_by_logical_order(b: &Bench) -> Outcome {
-    // The later chunk overlaps the earlier one in position; the row stands inside the later one.
+    // The later chunk overlaps the earlier one in position. The row lies inside the later chunk.
     let segments = vec![segment(&[4], 3, 0, 0), segment(&[0, 2], 6, 3, 3), segment(&[5, 7], 5, 9, 3)];
     let at = rows(&[(3, 3), (8, 8), (9, 3), (11, 5), (13, 7)]);
     Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?.check(b, "overlapping positions")
@@ -214,7 +217,8 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     segments[1].logit_scale = 1.6;
     segments[1].merge_group = 1;
     let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, segments)])?;
-    trial.op.groups = [MergeGroup::default(), MergeGroup { lse_scale: 0.7 }].into();
+    let groups = [MergeGroup::default(), MergeGroup { lse_scale: 0.7 }];
+    trial.op.work = Arc::new(AttendWork::with_groups(at, trial.op.work.batch(), groups));
     trial.check(b, "a group with a temperature and a scale")?;
     trial.op.softcap = Some(1.5);
     trial.check(b, "soft-capped logits")
@@ -246,7 +250,7 @@ pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
         Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
     trial.op.rope = None;
     trial.check(b, "queries as they are")?;
-    trial.op.batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])].into();
+    trial.op = with_batch(&trial.op, [entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])]);
     ensure(b.stream.attend(&trial.op).is_err(), || "an offset without a table was accepted".to_owned())
 }
 
@@ -276,9 +280,9 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
         ensure(matches!(result, Err(Error::InvalidRope(_))), || {
             format!("no rotary embedding gave {result:?}")
         })?;
-        // Token 9999 of the chunk's place is past the table, however its query is turned.
+        // Token 9999 at the chunk's offset is past the table, however its query is rotated.
         trial.op.rope = Some(Arc::clone(&scaled));
-        trial.op.batch = vec![entry(0..2, reused(9999, &[0, 2]))].into();
+        trial.op = with_batch(&trial.op, [entry(0..2, reused(9999, &[0, 2]))]);
         let result = b.stream.attend(&trial.op);
         ensure(matches!(result, Err(Error::OutOfRange { .. })), || format!("position 9999 gave {result:?}"))?;
     }
@@ -290,7 +294,7 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     let good =
         Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
     b.stream.attend(&good)?;
-    let with = |batch: Vec<AttendRows>| Attend { batch: batch.into(), ..good.clone() };
+    let with = |batch: Vec<AttendRows>| with_batch(&good, batch);
     let small: KvArena = b.arena(BlockOrder::TokenMajor)?;
     let grouped = Segment { merge_group: 1, ..segment(&[0], 2, 0, 0) };
     for (what, op) in [
@@ -335,7 +339,7 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Results one row further on than the queries, of more rows than a device may take at once.
+/// Results lie one row after the queries, with more rows than a device may take at once.
 pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
     let n = 300;
     let at: Vec<_> = (0..n).map(|i| (5 + i % 2, 5)).collect();

@@ -4,17 +4,18 @@ use std::sync::Arc;
 
 use kvcore::{
     BlockId, BlockOrder, CopyBlocks, KvArena, KvShape, Rope, RopeConfig, RopeScaling, RotateKeys, Rotation,
-    SwapBlocks,
+    SwapBlocks, WritePairs,
 };
 
 use crate::bench::{Bench, Failure, Outcome, close, ensure, equal, half_spacing, rounded_once};
 use crate::oracle;
 
-pub(super) fn pairs(list: &[(u32, u32)]) -> Arc<[(BlockId, BlockId)]> {
-    list.iter().map(|&(from, to)| (BlockId(from), BlockId(to))).collect()
+pub(super) fn pairs(list: &[(u32, u32)]) -> WritePairs {
+    let pairs = list.iter().map(|&(from, to)| (BlockId(from), BlockId(to)));
+    WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
 }
 
-/// Each token of block `from` of `src` with the token it should have become in block `to` of `dst`.
+/// Passes each token of block `from` of `src`, and the token expected in block `to` of `dst`, to `check`.
 pub(super) fn for_tokens(
     src: (&KvArena, &[f32]),
     dst: (&KvArena, &[f32]),

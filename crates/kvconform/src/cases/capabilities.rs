@@ -1,4 +1,4 @@
-//! What a backend may lack, and what it may not.
+//! Capabilities: a backend may lack optional kernels only.
 
 use kvcore::{DType, KvFormat, OPTIONAL, REQUIRED};
 

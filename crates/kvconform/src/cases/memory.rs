@@ -11,7 +11,7 @@ pub(super) fn is_zeroed_and_refuses_nothing(b: &Bench) -> Outcome {
     ensure(matches!(none, Err(Error::Zero { .. })), || format!("no bytes gave {none:?}"))
 }
 
-/// An allocator that gives freed memory out again must clear it: it may hold another tenant's keys.
+/// An allocator that reuses freed memory must clear it, because it may hold keys of another tenant.
 pub(super) fn reused_memory_is_zeroed(b: &Bench) -> Outcome {
     for kind in b.backend.capabilities().memory {
         for bytes in [64, 4096, 1 << 16] {

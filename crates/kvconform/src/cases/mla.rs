@@ -7,18 +7,18 @@ use kvcore::{
     Rotation, SelectionUnit, TensorView,
 };
 
-use super::attend::{HEADS, Trial, UNTOUCHED, after_a_chunk, entry, reused, rows, segment};
+use super::attend::{HEADS, Trial, UNTOUCHED, after_a_chunk, entry, reused, rows, segment, with_batch};
 use super::blocks::pairs;
 use super::quant::each;
 use super::sparse::select;
 use crate::bench::{Bench, Outcome, close, ensure, numbers, rounded};
 use crate::oracle;
 
-/// `qk_rope_head_dim` and `kv_lora_rank`.
+/// The `qk_rope_head_dim` of the model: elements of the rotated part of a key.
 const ROPE_DIM: usize = 8;
 const RANK: usize = 24;
 
-/// An attend over filled latents, with the values its oracle needs.
+/// An attend over filled latents, with the values that its oracle needs.
 struct Latents {
     trial: Trial,
     q_latent: Vec<f32>,
@@ -46,7 +46,7 @@ impl Latents {
     }
 
     fn op(&self, b: &Bench) -> Outcome<AttendMla> {
-        let shape = [self.trial.op.rows.len(), HEADS, self.rank];
+        let shape = [self.trial.op.work.rows().len(), HEADS, self.rank];
         Ok(AttendMla { attend: self.trial.op.clone(), q_latent: b.upload(b.dtype, &shape, &self.q_latent)? })
     }
 
@@ -57,7 +57,7 @@ impl Latents {
     }
 }
 
-/// Prefill rows, a decode row and a row of another sequence, at offsets.
+/// Returns prefill rows, a decode row and a row of another sequence, at offsets.
 fn mixed() -> (Vec<QueryRow>, Vec<AttendRows>) {
     let at = rows(&[(9, 46), (10, 47), (30, 507), (4, 4)]);
     let batch = vec![
@@ -80,7 +80,7 @@ pub(super) fn the_latent_is_key_and_value(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// As `attend::many_queries_over_even_rows`.
+/// Latents under the conditions of `attend::many_queries_over_even_rows`.
 pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
         many_queries(b, order, (16, 32, 96), after_a_chunk(27, 70), 0.1)?;
@@ -88,7 +88,7 @@ pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// DeepSeek's: the rotated part of a key is narrow, a latent wide.
+/// The widths of DeepSeek: the rotated part of a key is narrow, a latent is wide.
 pub(super) fn latents_of_the_usual_widths(b: &Bench) -> Outcome {
     many_queries(b, BlockOrder::TokenMajor, (8, 64, 512), after_a_chunk(13, 9), 0.05)
 }
@@ -154,7 +154,7 @@ pub(super) fn moving_a_chunk_moves_the_rotated_part_only(b: &Bench) -> Outcome {
     let rope = op.rope.clone().ok_or_else(|| crate::Failure::new("no table"))?;
     let (src, dst, rotation) = (op.arena.clone(), op.arena.clone(), Rotation { rope, delta: 100 });
     b.stream.rotate_keys(&RotateKeys { src, dst, layer: 1, pairs: pairs(&[(0, 4), (2, 5)]), rotation })?;
-    op.batch = Arc::new([entry(0..1, vec![segment(&[4, 5], 7, 0, 100)])]);
+    *op = with_batch(op, [entry(0..1, vec![segment(&[4, 5], 7, 0, 100)])]);
     b.stream.attend_mla(&latents.op(b)?)?;
     close("a chunk whose keys were moved", &b.download(&latents.trial.op.out)?, &there, 1e-5)
 }

@@ -1,4 +1,4 @@
-//! The cases, by kernel. A case runs for every backend and element type.
+//! The cases, by kernel. Each case runs for every backend and element type.
 
 use kvcore::Error;
 
@@ -17,21 +17,21 @@ mod rows;
 mod sparse;
 mod tensor;
 
-/// One case of the suite.
+/// A case of the suite.
 #[derive(Clone, Copy)]
 pub struct Case {
-    /// `kernel::what_is_claimed`.
+    /// Name of the case, in the form `kernel::what_is_claimed`.
     pub name: &'static str,
-    /// What the case uses and a backend may lack: names of [`OPTIONAL`](kvcore::OPTIONAL).
+    /// Optional features that the case uses, as names of [`OPTIONAL`](kvcore::OPTIONAL).
     pub needs: &'static [&'static str],
     body: fn(&Bench) -> Outcome,
 }
 
 impl Case {
-    /// Checks the claim.
+    /// Checks the claim of the case.
     ///
-    /// If the backend lists a kernel that the case needs as missing, the claim is another: the case
-    /// ends with that backend's [`Error::Unsupported`].
+    /// If the backend lists a feature that the case needs as missing, the claim is a different one: the case
+    /// must end with [`Error::Unsupported`] of this backend.
     pub fn run(&self, bench: &Bench) -> Outcome {
         let missing = bench.backend.capabilities().missing;
         match self.needs.iter().find(|kernel| missing.contains(kernel)) {
@@ -41,7 +41,7 @@ impl Case {
     }
 }
 
-/// Whether something that a backend says it lacks was refused with the typed error.
+/// Checks that a feature that the backend lists as missing was refused with the typed error.
 fn refused(b: &Bench, what: &str, outcome: Outcome) -> Outcome {
     match outcome {
         Err(Failure { error: Some(Error::Unsupported { backend, .. }), .. })

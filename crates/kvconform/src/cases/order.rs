@@ -1,12 +1,12 @@
 //! Streams and events.
 
-use kvcore::{BlockOrder, Gather, KvArena, Scatter, TensorView};
+use kvcore::{BlockOrder, Gather, KvArena, Scatter, TensorView, WriteSlots};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 
 const SLOTS: [i64; 3] = [3, 17, 8];
 
-/// Rows of ones and where they go.
+/// Returns a scatter of three rows, and the keys that it stores.
 fn write(b: &Bench, arena: &KvArena) -> Outcome<(Scatter, Vec<f32>)> {
     let values = numbers(7, 3 * 2 * 10);
     let op = Scatter {
@@ -14,7 +14,8 @@ fn write(b: &Bench, arena: &KvArena) -> Outcome<(Scatter, Vec<f32>)> {
         layer: 1,
         k: b.upload(b.dtype, &[3, 2, 10], &values)?,
         v: b.upload(b.dtype, &[3, 2, 6], &numbers(8, 36))?,
-        slots: SLOTS.into(),
+        slots: WriteSlots::unchecked(SLOTS),
+        rotation: None,
     };
     Ok((op, rounded(b.dtype, &values)))
 }

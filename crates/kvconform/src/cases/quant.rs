@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{
     BlockOrder, CopyBlocks, DType, Dequantize, Error, Fp8Kind, Gather, KeyForm, KvArena, KvFormat, KvPlane,
-    KvShape, Quantize, RotateKeys, Rotation, ScaleScope, Scatter, SwapBlocks, TensorView,
+    KvShape, Quantize, RotateKeys, Rotation, ScaleScope, Scatter, SwapBlocks, TensorView, WriteSlots,
 };
 
 use super::attend::{Trial, entry, reused, rows, segment};
@@ -29,7 +29,7 @@ const FORMATS: [KvFormat; 8] = [
 const SLOTS: [i64; 4] = [35, 0, -1, 7];
 const TOKENS: [usize; 3] = [0, 1, 3];
 
-/// Runs a claim for every format; one that the backend does not list must be refused.
+/// Checks a claim for every format. A format that the backend does not list must be refused.
 pub(super) fn each(b: &Bench, claim: impl Fn(KvFormat) -> Outcome) -> Outcome {
     let capabilities = b.backend.capabilities();
     FORMATS.into_iter().try_for_each(|format| {
@@ -54,7 +54,7 @@ fn arena(b: &Bench, format: KvFormat, order: BlockOrder) -> Outcome<KvArena> {
     Ok(arena)
 }
 
-/// One row a slot for a plane: most elements small, some fifty times as large.
+/// Returns one row per slot of a plane: most elements are small, some fifty times as large.
 fn outliers(plane: &KvPlane, seed: u32) -> Vec<f32> {
     let n = SLOTS.len() * plane.heads * plane.dim;
     numbers(seed, n).iter().enumerate().map(|(i, x)| if i % 11 == 3 { *x } else { x / 50.0 }).collect()
@@ -68,11 +68,12 @@ fn scatter(b: &Bench, arena: &KvArena, dtype: DType, k: &[f32], v: &[f32]) -> Ou
         layer: 1,
         k: rows(arena.k_plane(), k)?,
         v: rows(arena.v_plane(), v)?,
-        slots: SLOTS.into(),
+        slots: WriteSlots::unchecked(SLOTS),
+        rotation: None,
     })?)
 }
 
-/// Gathered rows of K and V.
+/// Returns gathered rows of K and V.
 fn gather(
     b: &Bench,
     arena: &KvArena,
@@ -92,7 +93,7 @@ fn gather(
     Ok((b.download(&k)?, b.download(&v)?))
 }
 
-/// The rows of `values`, which hold a plane, at [`SLOTS`]; padding is zero.
+/// Returns the rows at [`SLOTS`] of a plane with the given values; padding is zero.
 fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let mut rows = Vec::new();
     for slot in SLOTS {
@@ -109,7 +110,7 @@ fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     rows
 }
 
-/// Elements of a head's row that share a scale, and the static scale if there is one.
+/// Returns the number of elements of a head's row that share a scale, and the static scale, if there is one.
 fn scale_of(b: &Bench, plane: &KvPlane, layer: usize, head: usize) -> Outcome<(usize, f64)> {
     match (plane.format, plane.scales) {
         (KvFormat::Int8 { group } | KvFormat::Int4 { group }, _) => Ok((group, 0.0)),
@@ -122,7 +123,7 @@ fn scale_of(b: &Bench, plane: &KvPlane, layer: usize, head: usize) -> Outcome<(u
     }
 }
 
-/// `actual` is what `row` becomes when it is stored: every element within the bound of the format.
+/// Checks that `actual` is `row` as stored: every element lies within the bound of the format.
 fn within_bound(
     what: &str,
     format: KvFormat,

@@ -1,4 +1,4 @@
-//! Reserved memory: it goes and comes back at the same addresses, and nothing beside it changes.
+//! Reserved memory: it is released and returns at the same addresses, and no neighbour changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn read(b: &Bench, view: &TensorView, range: &Range<usize>) -> Outcome<Vec<u8>> 
     Ok(bytes)
 }
 
-/// Every byte of a range is `byte`.
+/// Checks that every byte of a range is `byte`.
 fn holds(b: &Bench, what: &str, view: &TensorView, range: &Range<usize>, byte: u8) -> Outcome {
     let seen = read(b, view, range)?;
     match seen.iter().position(|&other| other != byte) {

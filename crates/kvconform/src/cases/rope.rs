@@ -1,4 +1,4 @@
-//! Rotary embedding of rows in place.
+//! RoPE applied to rows in place.
 
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{
     BlockOrder, DType, Error, Gather, KvArena, KvPlane, KvShape, Rope, RopeConfig, Rotation, Scatter,
-    TensorView,
+    TensorView, WriteSlots,
 };
 
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
@@ -15,7 +15,7 @@ const ORDERS: [BlockOrder; 2] = [BlockOrder::HeadMajor, BlockOrder::TokenMajor];
 const SLOTS: [i64; 6] = [35, 0, -1, 7, 20, -9];
 
 fn scatter(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &[i64]) -> Scatter {
-    Scatter { arena: arena.clone(), layer, k, v, slots: slots.into() }
+    Scatter { arena: arena.clone(), layer, k, v, slots: WriteSlots::unchecked(slots), rotation: None }
 }
 
 /// A plane's values after rows `[n, heads, dim]` went to `slots` of `layer`.

@@ -6,7 +6,7 @@ use super::attend::{HEADS, Trial, entry, reused, rows, segment};
 use super::quant::each;
 use crate::bench::{Bench, Outcome, ensure, equal};
 
-/// A selection with these indices for each row.
+/// Returns a selection with the given indices for each row.
 pub(super) fn select(unit: SelectionUnit, rows: &[&[u32]]) -> Selection {
     let ends = rows.iter().scan(0, |end, row| {
         *end += row.len() as u32;
@@ -15,7 +15,7 @@ pub(super) fn select(unit: SelectionUnit, rows: &[&[u32]]) -> Selection {
     Selection { unit, offsets: std::iter::once(0).chain(ends).collect(), indices: rows.concat().into() }
 }
 
-/// A prefill and a decode that reuse a chunk at an offset, and a row without selection.
+/// Returns a prefill and a decode that reuse a chunk at an offset, and a row without a selection.
 fn mixed(b: &Bench, order: BlockOrder, prefill: Selection, decode: Selection) -> Outcome<Trial> {
     let at = rows(&[(9, 46), (10, 47), (30, 507), (4, 4)]);
     let batch = vec![
@@ -62,7 +62,7 @@ pub(super) fn what_is_selected_must_be_visible_too(b: &Bench) -> Outcome {
 
 pub(super) fn an_empty_selection_sees_nothing(b: &Bench) -> Outcome {
     for unit in [SelectionUnit::Tokens, SelectionUnit::Blocks] {
-        // The second row selects what it must not see yet.
+        // The second row selects a token or block that it must not see yet.
         let future: &[u32] = if unit == SelectionUnit::Tokens { &[10] } else { &[3] };
         let batch = vec![entry(0..2, reused(40, &[0, 2])).selecting(select(unit, &[&[], future]))];
         let trial = Trial::over(b, b.arena(BlockOrder::HeadMajor)?, &rows(&[(10, 47), (3, 40)]), batch)?;

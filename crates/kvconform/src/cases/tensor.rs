@@ -1,4 +1,4 @@
-//! Copies of tensors of any strides, against indexing on the host.
+//! Copies of tensors with any strides, compared with indexing on the host.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, TensorView, allocate_te
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 use crate::oracle;
 
-/// All elements of the storage under `dst` after a copy, by indexing.
+/// Returns all elements of the storage under `dst` after a copy, computed by indexing.
 fn copied(src: &TensorView, source: &[f32], dst: &TensorView, before: &[f32]) -> Vec<f32> {
     let mut after = before.to_vec();
     for (from, to) in oracle::elements(src).into_iter().zip(oracle::elements(dst)) {
@@ -66,7 +66,7 @@ pub(super) fn elements_of_any_size_are_copied(b: &Bench) -> Outcome {
         let per_row = 8 * 8 / dtype.bits();
         let (src, dst) = (b.tensor(dtype, &[8, per_row])?, b.tensor(dtype, &[5, 2, per_row / 2])?);
         b.stream.write(&src, &bytes)?;
-        // rows 7, 5, 3, 1 do not exist as strides; rows 1, 3, 5, 7 do, the right half before the left
+        // rows 7, 5, 3, 1 cannot be expressed by strides; rows 1, 3, 5, 7 can, the right half before the left
         let read = strided(&src, &[4, per_row / 2], &[2 * per_row, 1], per_row + per_row / 2)?;
         b.stream.copy_tensor(&CopyTensor { src: read, dst: dst.slice(0, 1, 5)?.select(1, 1)? })?;
         let mut got = [0; 40];
@@ -88,7 +88,7 @@ pub(super) fn tensors_go_to_the_device_and_back(b: &Bench) -> Outcome {
         let (there, back) = (host(&[2, 3, 4])?, host(&[4, 2, 3])?);
         b.stream.write(&there, &crate::bench::encode(b.dtype, &values))?;
         let device = b.tensor(b.dtype, &[3, 2, 4])?;
-        // one stream keeps the order: nothing waits in between
+        // one stream keeps the order, without waiting in between
         there.permute(&[1, 0, 2])?.h2d(&device, b.stream.as_ref())?;
         device.permute(&[2, 1, 0])?.d2h(&back, b.stream.as_ref())?;
         let all = rounded(b.dtype, &values);

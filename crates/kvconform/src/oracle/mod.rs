@@ -1,4 +1,4 @@
-//! The contract written out in f64, independent of every backend and of `kvcore`'s own arithmetic.
+//! The contract of the kernels in f64, independent of every backend and of `kvcore`'s own arithmetic.
 
 use kvcore::{
     Attend, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope, Segment,
@@ -9,13 +9,14 @@ mod quant;
 
 pub use quant::{dequantized, error_bound, fp8};
 
-/// Where an element of K or V lies.
+/// Returns the index of the first element of a head's row of K or V, at a slot of a layer.
 pub fn index(layout: &KvLayout, s: PlaneStrides, layer: usize, slot: usize, head: usize) -> usize {
     let block_size = layout.shape().block_size;
     layer * s.layer + (slot / block_size) * s.block + (slot % block_size) * s.token + head * s.head
 }
 
-/// `row` rotated by `position`, each pair turned by `position * frequency`, scaled by `factor`.
+/// Returns `row` rotated by `position`: each pair is rotated by `position * frequency` and scaled by
+/// `factor`.
 pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> {
     let mut out: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
     let half = rope.config().rotary_dim / 2;
@@ -29,13 +30,14 @@ pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> 
     out
 }
 
-/// Output rows `[rows, heads, v_dim]` and log-sum-exps `[rows, heads]` of an attend, from the values
-/// of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
+/// Returns the output rows `[rows, heads, v_dim]` and the log-sum-exps `[rows, heads]` of an attend, from the
+/// values of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
 pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
     rows(op, q, None, k, v, untouched)
 }
 
-/// The same of an `attend_mla`; `q_latent` are the values of its latent queries.
+/// Returns the results of an `attend_mla` as [`attend`] does for an attend; `q_latent` holds the latent
+/// queries.
 pub fn attend_mla(
     op: &AttendMla,
     q: &[f32],
@@ -57,9 +59,9 @@ fn rows(
 ) -> (Vec<f32>, Vec<f32>) {
     let s = op.arena.layout().shape();
     let heads = op.q.shape()[1];
-    let mut out = vec![untouched; op.rows.len() * heads * s.v_dim];
-    let mut lse = vec![untouched; op.rows.len() * heads];
-    for entry in op.batch.iter() {
+    let mut out = vec![untouched; op.work.rows().len() * heads * s.v_dim];
+    let mut lse = vec![untouched; op.work.rows().len() * heads];
+    for entry in op.work.batch().iter() {
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;
@@ -88,7 +90,8 @@ struct Query<'a> {
     head: usize,
 }
 
-/// Whether a row of an entry may see a token, counted with its block over all segments.
+/// Returns whether a row of an entry may see a token, given by its number and its block's number over all
+/// segments.
 fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
     let Some(selection) = &entry.selection else { return true };
     let i = row - entry.rows.start;
@@ -102,7 +105,7 @@ fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool 
 
 fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a [f32]) -> (Vec<f64>, f64) {
     let layout = op.arena.layout();
-    let (q, row, block_size) = (query.q, op.rows[query.row], layout.shape().block_size);
+    let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);
     // (logit, group, value) of every visible token
     let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
@@ -154,8 +157,8 @@ fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a 
     }
     // A token's weight is exp(logit − group lse) · exp(scaled group lse), normalised over all tokens.
     let group_lse: Vec<f64> =
-        (0..op.groups.len()).map(|g| lse(seen.iter().filter(|x| x.1 == g).map(|x| x.0))).collect();
-    let scaled = |g: usize| group_lse[g] * f64::from(op.groups[g].lse_scale);
+        (0..op.work.groups().len()).map(|g| lse(seen.iter().filter(|x| x.1 == g).map(|x| x.0))).collect();
+    let scaled = |g: usize| group_lse[g] * f64::from(op.work.groups()[g].lse_scale);
     let weights: Vec<f64> = seen.iter().map(|&(logit, g, _)| logit - group_lse[g] + scaled(g)).collect();
     let total = lse(weights.iter().copied());
     let mut out = vec![0.0; layout.shape().v_dim];
@@ -167,7 +170,7 @@ fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a 
     (out, total)
 }
 
-/// Where each element of a view lies in its storage, in row-major order of the view.
+/// Returns the index of each element of a view in its storage, in row-major order of the view.
 pub fn elements(view: &TensorView) -> Vec<usize> {
     view.shape().iter().zip(view.strides()).fold(vec![view.offset()], |places, (&n, &stride)| {
         places.into_iter().flat_map(|at| (0..n).map(move |i| at + i * stride)).collect()
@@ -179,7 +182,7 @@ fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {
     if max == f64::NEG_INFINITY { max } else { max + logits.map(|x| (x - max).exp()).sum::<f64>().ln() }
 }
 
-/// One head's row of a segment's token.
+/// Returns one head's row of a token of a segment.
 fn token<'a>(
     layout: &KvLayout,
     plane: &KvPlane,

@@ -1,9 +1,9 @@
-//! What stored codes mean, written out from the definition of each format.
+//! The values of stored codes, from the definition of each format.
 
 use half::f16;
 use kvcore::{Fp8Kind, KvFormat, KvLayout, KvPlane};
 
-/// The value of an 8-bit float: sign, exponent and mantissa as the OCP specification has them.
+/// Returns the value of an 8-bit float, with sign, exponent and mantissa as in the OCP specification.
 pub fn fp8(kind: Fp8Kind, code: u8) -> f64 {
     let (mantissa_bits, bias, exponents) = match kind {
         Fp8Kind::E4M3 => (3, 7, 15),
@@ -22,7 +22,7 @@ pub fn fp8(kind: Fp8Kind, code: u8) -> f64 {
     if code >= 0x80 { -magnitude } else { magnitude }
 }
 
-/// All elements of a quantised plane, each where its code lies: code times scale, rounded once.
+/// Returns all elements of a quantised plane, each at the index of its code: code times scale, rounded once.
 pub fn dequantized(layout: &KvLayout, plane: &KvPlane, codes: &[u8], scales: &[u8]) -> Vec<f32> {
     let s = layout.shape();
     let mut values = vec![0.0; codes.len() * 8 / plane.format.storage_dtype().bits()];
@@ -63,8 +63,10 @@ fn value(format: KvFormat, at: usize, codes: &[u8], scale: usize, scales: &[u8])
     }
 }
 
-/// How far an element may be from what was stored: half a step of an integer group whose largest
-/// magnitude is `amax` (the scale is rounded up to f16), half a spacing of an 8-bit float under `scale`.
+/// Returns the largest allowed difference between an element and the value that was stored.
+///
+/// For an integer group whose largest magnitude is `amax`, it is half a step (the scale is rounded up to
+/// f16); for an 8-bit float under `scale`, half a spacing.
 pub fn error_bound(format: KvFormat, x: f64, amax: f64, scale: f64) -> f64 {
     let half_step = |limit: f64| 0.5 * (amax / limit * (1.0 + 2f64.powi(-10)) + 2f64.powi(-24));
     match format {

@@ -20,6 +20,28 @@ pub enum Error {
         /// The quantity that is zero.
         what: &'static str,
     },
+    /// A factor is not larger than 0.
+    #[error("{what} must be larger than 0, not {value}")]
+    NotPositive {
+        /// The quantity.
+        what: &'static str,
+        /// The given value.
+        value: f64,
+    },
+    /// Two entries of a batch contain one query row.
+    #[error("row {row} is in two entries of the batch")]
+    RowTwice {
+        /// The row.
+        row: usize,
+    },
+    /// One copy would read and write a block, or write it twice.
+    #[error("block {block} of a copy is {role}")]
+    BlockTwice {
+        /// The block.
+        block: BlockId,
+        /// `"source and destination"` or `"destination twice"`.
+        role: &'static str,
+    },
     /// Two extents differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     Mismatch {
@@ -99,25 +121,6 @@ pub enum Error {
         /// Bytes of one block over all layers: K, V and the scales stored per block.
         block_bytes: usize,
     },
-    /// A block is free: it was freed twice, given twice, or never allocated.
-    #[error("block {block} is not allocated")]
-    NotAllocated {
-        /// The block.
-        block: BlockId,
-    },
-    /// A sequence with this number exists already.
-    #[error("sequence {0} exists already")]
-    SequenceExists(u64),
-    /// A sequence would exceed its limit of blocks.
-    #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
-    SequenceTooLong {
-        /// The sequence.
-        sequence: u64,
-        /// Number of blocks that the sequence would have.
-        blocks: usize,
-        /// Largest number of blocks of a sequence.
-        limit: usize,
-    },
     /// The cache does not hold this sequence: it was never created, or it was freed.
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),
@@ -131,30 +134,6 @@ pub enum Error {
         /// Number of ranks.
         ranks: usize,
     },
-    /// A piece of a merge has arrived before.
-    #[error("stage {stage} of chunk {chunk} has arrived already")]
-    DuplicatePiece {
-        /// The chunk of tokens.
-        chunk: usize,
-        /// The stage of the pipeline.
-        stage: usize,
-    },
-    /// A piece arrived for a chunk that is complete and may already be in use by readers.
-    #[error("stage {stage} of chunk {chunk} is late: the chunk is complete and sealed")]
-    LatePiece {
-        /// The chunk of tokens.
-        chunk: usize,
-        /// The stage of the pipeline.
-        stage: usize,
-    },
-    /// An operation does not apply to this kind of cache.
-    #[error("a {cache} cache does not take {given}")]
-    WrongCache {
-        /// The kind of cache that was called.
-        cache: &'static str,
-        /// The argument that was given.
-        given: &'static str,
-    },
     /// A write would change a block that others may read.
     #[error("block {block} is shared and must not be written (token {token}); copy it first")]
     SharedBlock {
@@ -163,14 +142,24 @@ pub enum Error {
         /// The token that the write would change.
         token: usize,
     },
-    /// A slot lies in a block that the writer does not fill itself: a shared block, a freed block, or a
-    /// block of another sequence.
-    #[error("slot {slot} is not in a block that {} fills itself", Writer(*sequence))]
+    /// A write permit was requested for a block that its owner does not fill: a shared block, a freed block,
+    /// or a block of another guard.
+    #[error(
+        "block {block} is not filled by this owner and must not be written; \
+         take the slots from the table or the guard that fills the block"
+    )]
     NotOwned {
-        /// The slot.
-        slot: i64,
-        /// The sequence that writes, or `None` for a write on behalf of any live sequence of the cache.
-        sequence: Option<u64>,
+        /// The block to be written.
+        block: BlockId,
+    },
+    /// A write permit is void: a block of its owner was shared, truncated or freed after the issue.
+    #[error(
+        "the permit to write these {what} is void: a block of theirs was shared, truncated or freed since; \
+         take new {what} from the table or the guard that fills the blocks"
+    )]
+    PermitVoid {
+        /// `"slots"` or `"blocks"`.
+        what: &'static str,
     },
     /// Operands share memory that must be separate.
     #[error("{what}: operands share memory; copy one of them first")]
@@ -278,32 +267,9 @@ pub enum Error {
         /// The offsets or indices that are out of order.
         reason: String,
     },
-    /// A request holds no blocks: it never reserved any, or has released them.
-    #[error("unknown request {0}")]
-    UnknownRequest(u64),
-    /// A share, threshold or heat is not between 0 and 1.
-    #[error("{what} is {value}, not between 0 and 1")]
-    NotAFraction {
-        /// The quantity.
-        what: &'static str,
-        /// The given value.
-        value: f64,
-    },
     /// A RoPE specification is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),
-}
-
-/// The writer of a refused slot, for the error message.
-struct Writer(Option<u64>);
-
-impl std::fmt::Display for Writer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            Some(sequence) => write!(f, "sequence {sequence}"),
-            None => f.write_str("a live sequence of this cache"),
-        }
-    }
 }
 
 impl Error {

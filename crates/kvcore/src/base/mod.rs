@@ -9,6 +9,7 @@ mod memory;
 pub mod quant;
 mod rank;
 pub mod rope;
+mod slots;
 
 pub use dtype::DType;
 pub use error::{Error, Result};
@@ -21,3 +22,4 @@ pub use rank::{HeadShare, RankInfo};
 pub use rope::{
     KeyForm, LayerRopes, Pairing, Regime, Rope, RopeConfig, RopeFamily, RopeScaling, RopeTable, rotate_row,
 };
+pub use slots::SlotMapping;

@@ -1,12 +1,13 @@
-//! The backend contract: what a device offers to the paging room and to engines.
+//! The backend contract: the interface of a device for caches and engines.
 //!
-//! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order) and runs each
+//! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order), and runs each
 //! [operation](operation). Tensor views and arenas are typed windows into its memory.
 
 mod arena;
 pub mod backend;
 pub mod operation;
 mod owned;
+mod permit;
 pub mod tensor;
 
 pub use arena::{KvArena, KvPlane};
@@ -15,9 +16,11 @@ pub use backend::{
     allocate_tensor, check_granules, whole_granules,
 };
 pub use operation::{
-    ApplyRope, Attend, AttendMla, AttendRows, Checked, CopyBlocks, CopyTensor, Dequantize, Gather,
-    MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, Scatter, Segment,
-    Selection, SelectionUnit, SwapBlocks,
+    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Checked, CopyBlocks, CopyTensor, Dequantize,
+    Gather, MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, RowRotation,
+    Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
 };
 pub use owned::OwnedStorage;
+pub(crate) use permit::Permits;
+pub use permit::{WritePairs, WriteSlots};
 pub use tensor::{Dims, TensorView};

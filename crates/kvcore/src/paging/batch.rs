@@ -4,8 +4,7 @@
 use std::sync::Arc;
 
 use crate::base::{Result, same};
-use crate::device::{MergeGroup, QueryRow, Segment};
-use crate::paging::SlotMapping;
+use crate::device::{MergeGroup, QueryRow, Segment, WriteSlots};
 
 /// The logits that the caller wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,7 +35,7 @@ pub struct SequenceInput {
     /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,
     /// Slots for K and V of the new tokens, one slot per token.
-    pub slots: SlotMapping,
+    pub slots: WriteSlots,
     /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
     /// themselves.
     pub segments: Vec<Segment>,
@@ -50,16 +49,16 @@ impl SequenceInput {
     /// Creates an input of consecutive tokens, with plain attention and no logits.
     ///
     /// ```
-    /// use kvcore::{BlockId, Segment, SequenceInput, SlotMapping};
+    /// use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
     /// let own = Segment::new([BlockId(4)].into(), 2, 10, 10);
-    /// let input = SequenceInput::new(vec![7, 8], 10, 10, SlotMapping::from(vec![64, 65]), vec![own]);
+    /// let input = SequenceInput::new(vec![7, 8], 10, 10, WriteSlots::unchecked([64, 65]), vec![own]);
     /// assert_eq!(input.rows().map(|row| row.position).collect::<Vec<_>>(), [10, 11]);
     /// ```
     pub fn new(
         tokens: Vec<u32>,
         logical_start: usize,
         position_start: i64,
-        slots: SlotMapping,
+        slots: WriteSlots,
         segments: Vec<Segment>,
     ) -> Self {
         Self {
@@ -112,7 +111,7 @@ mod tests {
 
     #[test]
     fn tokens_may_stand_apart_and_keys_elsewhere() {
-        let input = SequenceInput::new(vec![5, 6], 100, 40, vec![0, 1].into(), Vec::new());
+        let input = SequenceInput::new(vec![5, 6], 100, 40, WriteSlots::unchecked([0, 1]), Vec::new());
         input.check().unwrap();
         let apart = SequenceInput { at: Some([3, 9].into()), key_offset: 30, ..input.clone() };
         apart.check().unwrap();
@@ -120,6 +119,6 @@ mod tests {
         assert_eq!(rows, [(103, 43), (109, 49)]);
         assert_eq!(apart.key_positions().collect::<Vec<_>>(), [13, 19]);
         assert!(SequenceInput { at: Some([3].into()), ..input.clone() }.check().is_err());
-        assert!(SequenceInput { slots: vec![0].into(), ..input }.check().is_err());
+        assert!(SequenceInput { slots: WriteSlots::unchecked([0]), ..input }.check().is_err());
     }
 }

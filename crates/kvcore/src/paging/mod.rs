@@ -10,9 +10,9 @@ mod sync;
 
 pub use batch::{Logits, SequenceInput};
 pub use block::{
-    BlockPool, BlockTable, Clock, CompleteBlocks, Duplicates, Entry, EventQueue, EventSink, EvictionPolicy,
-    FreeOrder, KvEvent, Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig,
-    PoolCounts, PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
+    BlockPool, BlockTable, Clock, Duplicates, Entry, EventQueue, EventSink, EvictionPolicy, FreeOrder,
+    KvEvent, Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, PoolCounts,
+    PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::*;
 pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};

@@ -1,4 +1,5 @@
-//! The gate: whether reuse is fit for a model, by identities that must hold and a floor under its quality.
+//! The gate: it decides if reuse is fit for a model, by identities that must hold and a floor under its
+//! quality.
 
 use kvchunk::{DeviationOf, PositionStrategy, Recompute, ReuseCell};
 use kvcore::{DType, KvFormat};
@@ -9,21 +10,22 @@ use crate::error::Result;
 use kvmodel::TextCodec;
 use kvmodel::{Engine, Generation, Request};
 
-/// How far results may be apart.
+/// The limits of differences between results.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct GateLimits {
-    /// Largest difference of logits of computations that read the same stored KV, as a share of the logits'
-    /// range.
+    /// The largest difference of logits between two computations that read the same stored KV, as a share of
+    /// the logits' range.
     pub logits: f64,
-    /// The same where one stores keys as rotated elsewhere: what a cache in fewer bits rounds, it rounds
-    /// otherwise then.
+    /// The largest difference of logits if one computation stores keys that are rotated for other positions,
+    /// as a share of the logits' range. A cache in fewer bits rounds such keys differently.
     pub moved: f64,
-    /// Largest loss of accuracy on local questions against full attention, as a share of all.
+    /// The largest loss of accuracy on local questions against full attention, as a share of all questions.
     pub accuracy: f64,
 }
 
 impl GateLimits {
-    /// Limits for a cache in a format: the fewer bits, the more two ways to compute the same may differ.
+    /// Returns the limits for a cache in a format. In fewer bits, two ways to compute one result may differ
+    /// more.
     pub fn of(format: KvFormat) -> Self {
         let moved = match format {
             KvFormat::Dense(DType::F32) => 1e-3,
@@ -35,71 +37,78 @@ impl GateLimits {
 }
 
 impl Default for GateLimits {
-    /// A thousandth of the range for both; one point.
+    /// Returns a thousandth of the range for both differences, and one percentage point of accuracy.
     fn default() -> Self {
         Self { logits: 1e-3, moved: 1e-3, accuracy: 0.01 }
     }
 }
 
-/// One thing that must hold.
+/// One check of the gate.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GateCheck {
-    /// What must hold.
+    /// The claim that must hold.
     pub what: String,
-    /// What was measured.
+    /// The measured value.
     pub measured: f64,
-    /// The most that it may be.
+    /// The largest allowed value.
     pub limit: f64,
 }
 
 impl GateCheck {
-    /// What was measured against what it may be, in words.
+    /// Formats the claim with the measured and the allowed value.
     pub fn words(&self) -> String {
         format!("{} (measured {:.2e}, at most {:.2e})", self.what, self.measured, self.limit)
     }
 
-    /// Whether it holds. What is not a number does not.
+    /// Returns true if the check holds. A measured NaN does not hold.
     pub fn holds(&self) -> bool {
         self.measured <= self.limit
     }
 
-    /// Whether there was something to measure.
+    /// Returns true if there was something to measure.
     pub fn is_decided(&self) -> bool {
         !self.measured.is_nan()
     }
 }
 
-/// What the gate found.
+/// The result of the gate.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gate {
-    /// Everything that was checked.
+    /// All checks.
     pub checks: Vec<GateCheck>,
 }
 
 impl Gate {
-    /// Whether all checks hold: reuse in this cell is fit for this model.
+    /// Returns true if all checks hold, so that reuse in this cell is fit for this model.
     pub fn is_open(&self) -> bool {
         self.failing().next().is_none()
     }
 
-    /// Whether reuse in this cell is fit for this model; none if nothing fails and something could not be measured.
+    /// Returns true if reuse in this cell is fit for this model. Returns `None` if no check fails but one
+    /// could not be measured.
     pub fn is_fit(&self) -> Option<bool> {
         let refuted = self.failing().any(GateCheck::is_decided);
         (refuted || self.is_open()).then_some(!refuted)
     }
 
-    /// What does not hold.
+    /// Returns the checks that do not hold.
     pub fn failing(&self) -> impl Iterator<Item = &GateCheck> {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks an engine: that reuse equals computing anew under the same mask, that recomputing everything, by any
-    /// strategy, equals full attention at the positions of an ordinary prompt and itself at the cell's, that
-    /// recomputing nothing changes nothing; and, of local questions, that reuse answers them as well as full
-    /// attention. Documents are cached in another order than they are used in, unless places are part of their keys.
+    /// Checks an engine in a cell:
+    ///
+    /// - Reuse equals a computation from scratch under the same mask.
+    /// - Recomputing everything, by any strategy, equals full attention at the positions of an ordinary
+    ///   prompt. At the cell's own positions, all such strategies equal each other.
+    /// - Recomputing nothing changes nothing.
+    /// - Reuse answers local questions as well as full attention does.
+    ///
+    /// Documents are cached in another order than the one in which they are used, unless their positions are
+    /// part of their keys.
     ///
     /// # Errors
-    /// Of the engine.
+    /// Returns the errors of the engine.
     pub fn check(
         engine: &mut Engine,
         codec: &TextCodec,
@@ -124,7 +133,7 @@ impl Gate {
         }
         let arms = [Arm::full_attention(), Arm::reuse(cell, Recompute::None)];
         let scores = evaluate(engine, codec, &local, &arms, progress)?;
-        // Without a right answer there is nothing to lose, and nothing to say of quality.
+        // Without a right answer there is nothing to lose, so the check says nothing about quality.
         let (what, measured) = match &scores[..] {
             [full, _] if full.accuracy.mean == 0.0 => {
                 (format!("full attention answers none of {} local questions", full.asked), f64::NAN)
@@ -140,7 +149,7 @@ impl Gate {
     }
 }
 
-/// Two ways to compute the same.
+/// Two ways to compute one result.
 #[derive(Debug, Clone, Copy)]
 struct Identity {
     what: &'static str,
@@ -149,10 +158,10 @@ struct Identity {
     against: Against,
 }
 
-/// The other way.
+/// The second way of an identity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Against {
-    /// The same without reuse.
+    /// The first way, without reuse.
     Anew,
     /// Full attention over the whole prompt.
     FullAttention,
@@ -160,11 +169,11 @@ enum Against {
     Strategy(Recompute),
 }
 
-/// What must be equal in a cell of a model with so many layers.
+/// Returns the identities that must hold in a cell of a model with `layers` layers.
 fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     let of = DeviationOf::default();
     let blend = |share| Recompute::Blend { share, layer: 0, of };
-    // A share just below one takes every token, rounded up, and looks at deviations all the same.
+    // A share just below 1 takes every token, because it is rounded up, but still compares deviations.
     let through = (layers > 1).then_some(Recompute::Blend {
         share: 1.0 - f64::EPSILON,
         layer: (layers / 2).max(1),
@@ -195,18 +204,18 @@ fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     all.into_iter().map(identity).collect()
 }
 
-/// The larger one; what is not a number is larger than any.
+/// Returns the larger number. NaN is larger than any number.
 fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
 impl Identity {
-    /// Whether keys and values are computed otherwise than they were stored.
+    /// Returns true if keys and values are computed in another way than they were stored.
     fn computes_anew(&self) -> bool {
         matches!(self.against, Against::FullAttention | Against::Strategy(Recompute::Full))
     }
 
-    /// Difference of the logits of both ways, as a share of their range.
+    /// Measures the difference of the logits of both ways, as a share of their range.
     fn measure(&self, engine: &mut Engine, codec: &TextCodec, question: &Question) -> Result<f64> {
         let order: Vec<usize> = (0..question.documents.len()).collect();
         let mut elsewhere = order.clone();

@@ -1,10 +1,10 @@
-//! Evaluation: how often answers are right under full attention, under reuse, and under each recompute
-//! strategy, and what that costs.
+//! Evaluation: the share of right answers under full attention, under reuse and under each recompute
+//! strategy, with the costs.
 //!
-//! Every answer goes through the real cache: documents are cached first, by a prompt that has them in
-//! another order, and then found. Nothing is emulated by a mask.
+//! Every answer goes through the real cache. Documents are cached first, by a prompt that has them in another
+//! order, and are found after that. Nothing is emulated by a mask.
 //!
-//! An [`Arm`] is one way to answer; [`evaluate`] asks all questions in all arms and gives a [`Score`] per
+//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms, and returns a [`Score`] per
 //! arm and kind of question, with confidence intervals over seeds.
 
 use std::sync::Arc;
@@ -29,29 +29,30 @@ pub use question::{Question, QuestionKind};
 pub use statistics::Estimate;
 pub use world::World;
 
-/// One way to answer.
+/// One way to answer: a cell, a recompute strategy and a context scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Arm {
-    /// Mode and strategy of reuse; `None` is ordinary full attention.
+    /// The compute mode and position strategy of reuse; `None` for ordinary full attention.
     pub cell: Option<ReuseCell>,
-    /// What is computed anew.
+    /// The strategy that chooses tokens to recompute.
     pub recompute: Recompute,
-    /// How the question looks at documents.
+    /// The temperature and scale of the question's attention to documents.
     pub scaling: ContextScaling,
 }
 
 impl Arm {
-    /// Ordinary full attention over the whole prompt: what all others are compared with.
+    /// Creates the arm of ordinary full attention over the whole prompt, with which all other arms are
+    /// compared.
     pub fn full_attention() -> Self {
         Self { cell: None, recompute: Recompute::None, scaling: ContextScaling::default() }
     }
 
-    /// Reuse in a cell.
+    /// Creates an arm of reuse in a cell.
     pub fn reuse(cell: ReuseCell, recompute: Recompute) -> Self {
         Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
     }
 
-    /// Its name in tables.
+    /// Returns the arm's name in tables.
     pub fn name(&self) -> String {
         let Some(cell) = self.cell else { return "full attention".to_owned() };
         let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
@@ -64,7 +65,7 @@ impl Arm {
         format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
     }
 
-    /// Asks for an answer to a prompt in parts.
+    /// Creates a request for the answer to a chunked prompt.
     fn request(
         &self,
         question: &Question,
@@ -75,7 +76,7 @@ impl Arm {
         let prompt = codec.prompt(&question.prompt(order, separator), separator, true)?;
         let mut request = Request::new(prompt);
         request.full_attention = self.cell.is_none();
-        // Full attention computes its prompt: the prefixes of other arms would make it look faster.
+        // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
         request.reuse = self.cell.is_some();
         request.cell = self.cell.unwrap_or_default();
         request.recompute = Arc::new(self.recompute);
@@ -84,7 +85,7 @@ impl Arm {
     }
 }
 
-/// How an arm did on one kind of question.
+/// The score of an arm on one kind of question.
 #[derive(Debug, Clone, Serialize)]
 pub struct Score {
     /// The arm.
@@ -93,35 +94,35 @@ pub struct Score {
     pub name: String,
     /// The kind of question.
     pub kind: QuestionKind,
-    /// Questions asked, over all seeds.
+    /// The number of questions asked, over all seeds.
     pub asked: usize,
-    /// Share of right answers, over seeds.
+    /// The share of right answers, over seeds.
     pub accuracy: Estimate,
-    /// Share of document tokens that were computed anew; of full attention all.
+    /// The share of document tokens that were recomputed; 1 under full attention.
     pub recomputed: f64,
-    /// Share of document tokens that were found in the cache; 0 under full attention.
+    /// The share of document tokens that were found in the cache; 0 under full attention.
     pub found: f64,
-    /// Floating-point operations of the prefill, counted, on average.
+    /// The counted floating-point operations of the prefill, on average.
     pub flops: f64,
-    /// Median time to first token, in milliseconds.
+    /// The median time to first token (TTFT), in milliseconds.
     pub ttft_ms: f64,
 }
 
-/// What came of one question.
+/// The outcome of one question.
 struct Outcome {
     right: bool,
     recomputed: f64,
     flops: u64,
     ttft: Duration,
-    /// Share of the document tokens that were found.
+    /// The share of the document tokens that were found.
     found: f64,
 }
 
-/// Asks the questions of every seed in every arm. `questions` is a list for each seed; `progress` is told
-/// how many of how many answers are there.
+/// Asks the questions of every seed in every arm. `questions` has one list per seed. Calls `progress` with
+/// the number of answers so far and in total.
 ///
 /// # Errors
-/// Of the engine; a prompt that the model cannot take.
+/// Returns the errors of the engine, such as that of a prompt that the model cannot take.
 pub fn evaluate(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -151,7 +152,7 @@ pub fn evaluate(
     Ok(scores)
 }
 
-/// Answers one question with all its documents cached.
+/// Answers one question, with all its documents cached.
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -160,7 +161,7 @@ fn ask(
     rng: &mut StdRng,
 ) -> Result<Outcome> {
     let order: Vec<usize> = (0..question.documents.len()).collect();
-    // The same for both prompts: it is part of what decides the regime of dynamic frequencies.
+    // The limit is equal for both prompts, since it takes part in the regime of dynamic frequencies.
     let max_new_tokens = codec.encode(&question.answer, false)?.len() + 2;
     if let Some(cell) = arm.cell {
         let mut elsewhere = order.clone();
@@ -187,7 +188,7 @@ fn ask(
     })
 }
 
-/// `None` if no question was of this kind.
+/// Scores an arm on a kind of question. Returns `None` if there was no question of this kind.
 fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, Outcome)>]) -> Option<Score> {
     let of_kind = |seed: &Vec<(QuestionKind, Outcome)>| -> Option<f64> {
         let rights: Vec<bool> = seed.iter().filter(|(k, _)| *k == kind).map(|(_, o)| o.right).collect();

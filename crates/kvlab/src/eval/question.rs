@@ -1,26 +1,27 @@
-//! Questions over documents, and files of them.
+//! Questions about documents, and files of questions.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// What an answer needs to know.
+/// The documents that an answer depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum QuestionKind {
     /// One document.
     Local,
-    /// Another document too: a reference at the start of one means something in the one before.
+    /// Two documents: a reference at the start of one document points into the one before it.
     CrossStart,
-    /// The same with the reference in the middle of a document.
+    /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle of a
+    /// document.
     CrossMiddle,
 }
 
 impl QuestionKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 3] = [Self::Local, Self::CrossStart, Self::CrossMiddle];
 
-    /// Its name in tables.
+    /// Returns the kind's name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Local => "local",
@@ -30,7 +31,7 @@ impl QuestionKind {
     }
 }
 
-/// A question about documents, and its answer.
+/// A question about documents, with its answer.
 ///
 /// ```
 /// use kvlab::{Question, QuestionKind};
@@ -46,13 +47,13 @@ impl QuestionKind {
 pub struct Question {
     /// The system prompt.
     pub system: String,
-    /// The documents in order.
+    /// The documents, in order.
     pub documents: Vec<String>,
-    /// What is asked.
+    /// The text of the question.
     pub question: String,
-    /// How an answer begins that is right; case and surrounding space do not count.
+    /// The beginning of a right answer. Case and surrounding space do not count.
     pub answer: String,
-    /// What it needs to know.
+    /// The kind of the question.
     #[serde(default = "local")]
     pub kind: QuestionKind,
 }
@@ -62,11 +63,12 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, a JSON object a line, to be asked with `separator` between their parts.
+    /// Reads a file of questions, with one JSON object per line. The questions will be asked with `separator`
+    /// between their parts.
     ///
     /// # Errors
-    /// [`Error::Dataset`] with the number of the line: not such an object, no document, or a part that is
-    /// empty or contains the separator.
+    /// Returns [`Error::Dataset`], with the number of the line, if a line is no such object, has no document,
+    /// or has a part that is empty or contains the separator. Returns it with line 0 if there is no question.
     pub fn read_all(text: &str, separator: &str) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
@@ -93,7 +95,7 @@ impl Question {
         }
     }
 
-    /// The prompt with its documents in an order and `separator` between its parts.
+    /// Returns the prompt with its documents in the given order and `separator` between its parts.
     pub fn prompt(&self, order: &[usize], separator: &str) -> String {
         let documents = order.iter().filter_map(|&i| self.documents.get(i).map(String::as_str));
         let parts: Vec<&str> =
@@ -101,7 +103,7 @@ impl Question {
         parts.join(separator)
     }
 
-    /// Whether an answer begins as it should, with whole words.
+    /// Returns true if an answer begins with the right one, in whole words.
     pub fn accepts(&self, answer: &str) -> bool {
         let (given, right) = (answer.trim().to_lowercase(), self.answer.trim().to_lowercase());
         let rest = given.strip_prefix(&right);

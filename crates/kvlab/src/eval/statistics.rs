@@ -11,14 +11,15 @@ pub struct Estimate {
     pub half_width: Option<f64>,
 }
 
-/// 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them, the normal one.
+/// The 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom. Beyond them the normal quantile is
+/// used.
 const T: [f64; 15] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
 ];
 const NORMAL: f64 = 1.960;
 
 impl Estimate {
-    /// Of these repetitions; 0 of none.
+    /// Estimates the mean of these repetitions. The mean of no repetition is 0.
     ///
     /// ```
     /// use kvlab::Estimate;

@@ -1,4 +1,5 @@
-//! The world of `models/tiny-rag`: documents of facts drawn anew, and questions that need one or two of them.
+//! The world of `models/tiny-rag`: documents of freshly drawn facts, with questions that need one or two of
+//! the documents.
 
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -8,8 +9,8 @@ use serde::Deserialize;
 use super::{Question, QuestionKind};
 use crate::error::{Error, Result};
 
-/// Names and values of which facts are made: "alba is red .". The value "same" means the one stated last
-/// before it, in this document or an earlier one.
+/// The names and values that facts consist of, such as "alba is red .". The value "same" stands for the last
+/// stated value before it, in this document or an earlier one.
 #[derive(Debug, Clone, Deserialize)]
 pub struct World {
     names: Vec<String>,
@@ -17,16 +18,17 @@ pub struct World {
 }
 
 const SYSTEM: &str = "you answer questions from short documents .";
-/// References at the start of the document that a question about its middle is asked of.
+/// The number of references at the start of a document whose middle a question is about.
 const REFERENCES: usize = 3;
-/// Of local questions one fact in so many is a reference inside its document.
+/// The share of facts of local questions that are references inside their document: one in this many.
 const INSIDE: u32 = 6;
 
 impl World {
     /// Reads a `world.json`.
     ///
     /// # Errors
-    /// [`Error::Dataset`]; fewer than 64 names or two values are too few to draw from.
+    /// Returns [`Error::Dataset`] if the file is invalid, or has fewer than 64 names or two values, which are
+    /// too few to draw from.
     pub fn from_json(text: &str) -> Result<Self> {
         let bad = |reason: String| Error::Dataset { line: 0, reason };
         let world: Self = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
@@ -40,9 +42,9 @@ impl World {
         Ok(world)
     }
 
-    /// `per_kind` questions of each kind, the same for the same seed. Every question has documents of its
-    /// own: three to six, of three to six facts. Those of local questions refer to facts before them in the same document
-    /// here and there, and so may what is asked about.
+    /// Draws `per_kind` questions of each kind. Equal seeds give equal questions. Every question has its own
+    /// documents: three to six, each of three to six facts. Some facts of local questions refer to facts
+    /// before them in their own document, and such a fact may be the one asked about.
     pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut inside = StdRng::seed_from_u64(!seed);
@@ -53,12 +55,12 @@ impl World {
         questions
     }
 
-    /// `inside` decides which facts are references inside a document.
+    /// Draws a question. `inside` decides which facts are references inside a document.
     fn question(&self, kind: QuestionKind, rng: &mut StdRng, inside: &mut StdRng) -> Question {
         let mut names = self.names.clone();
         names.shuffle(rng);
         let count = rng.random_range(3..=6);
-        // Which document is asked about; a reference needs one before it.
+        // A reference needs a document before the one asked about.
         let asked_document = match kind {
             QuestionKind::Local => rng.random_range(0..count),
             QuestionKind::CrossStart | QuestionKind::CrossMiddle => rng.random_range(1..count),
@@ -121,7 +123,7 @@ mod tests {
             let (at, document) =
                 q.documents.iter().enumerate().find(|(_, d)| d.contains(&format!("{name} is"))).unwrap();
             if q.kind == QuestionKind::Local {
-                // What is stated last up to the fact, in its own document.
+                // The last value stated up to the fact, in its own document.
                 let facts = document.split(" . ").map(|fact| fact.trim_end_matches(" ."));
                 let mut stated = String::new();
                 for (about, value) in facts.map(|fact| fact.split_once(" is ").unwrap()) {

@@ -1,4 +1,4 @@
-//! Workloads: prompts of a retrieval service, drawn from a seed, and what serving them takes.
+//! Workloads: prompts of a retrieval service, drawn from a seed, and the costs of serving them.
 
 use kvchunk::ChunkedPrompt;
 use rand::distr::Distribution;
@@ -15,17 +15,17 @@ mod ttft;
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
-/// How a request's documents are chosen.
+/// The way in which a request's documents are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Popularity {
-    /// Document `i` of the library with a weight of `1 / i^s`, without repetition within a request.
+    /// Draws document `i` of the library with a weight of `1 / i^s`, without repetition within a request.
     Zipf(f64),
-    /// Each document is one that was used before with this probability, and else a new one.
+    /// Takes a document that was used before with this probability, and a new one otherwise.
     Repetition(f64),
 }
 
-/// Prompts of a retrieval service.
+/// The prompts of a retrieval service.
 ///
 /// ```
 /// use kvlab::{Popularity, RagWorkload};
@@ -37,23 +37,23 @@ pub enum Popularity {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RagWorkload {
-    /// Requests in the order in which they arrive.
+    /// The number of requests.
     pub requests: usize,
-    /// Documents in the library that Zipf draws from.
+    /// The number of documents in the library that Zipf draws from.
     pub documents: usize,
-    /// Tokens of a document.
+    /// The number of tokens of a document.
     pub document_tokens: usize,
-    /// Documents of a request (the `k` of retrieval).
+    /// The number of documents of a request (the `k` of retrieval).
     pub per_request: usize,
-    /// Tokens of a system prompt.
+    /// The number of tokens of a system prompt.
     pub system_tokens: usize,
-    /// Tokens of a question; every request has its own.
+    /// The number of tokens of a question. Every request has its own question.
     pub question_tokens: usize,
-    /// Probability that a request comes with another system prompt than the one before it.
+    /// The probability that a request has another system prompt than the one before it.
     pub system_changes: f64,
-    /// How documents are chosen.
+    /// The way in which documents are chosen.
     pub popularity: Popularity,
-    /// Seed of all draws.
+    /// The seed of all draws.
     pub seed: u64,
 }
 
@@ -73,10 +73,10 @@ impl Default for RagWorkload {
     }
 }
 
-/// System prompts that a workload changes between.
+/// The number of system prompts that a workload changes between.
 const SYSTEMS: u64 = 4;
 
-/// What tokens are of, so that no document is a question.
+/// The part that tokens are drawn for, so that no document equals a question.
 #[derive(Clone, Copy)]
 enum Part {
     System = 1,
@@ -85,10 +85,10 @@ enum Part {
 }
 
 impl RagWorkload {
-    /// Checks every number against its domain.
+    /// Checks that every number is in its domain.
     ///
     /// # Errors
-    /// [`Error::Workload`] that names it.
+    /// Returns [`Error::Workload`], which names the number.
     pub fn check(&self) -> Result<()> {
         let bad = |what: &str| Err(Error::Workload(what.to_owned()));
         let positive =
@@ -113,10 +113,10 @@ impl RagWorkload {
         }
     }
 
-    /// The prompts, with tokens below `vocabulary`.
+    /// Draws the prompts, with tokens below `vocabulary`.
     ///
     /// # Errors
-    /// As [`check`](Self::check).
+    /// Returns the errors of [`check`](Self::check).
     pub fn prompts(&self, vocabulary: usize) -> Result<Vec<ChunkedPrompt>> {
         self.check()?;
         let mut rng = StdRng::seed_from_u64(self.seed);
@@ -146,8 +146,9 @@ impl RagWorkload {
         Ok(prompts)
     }
 
-    /// The share of requests of which at least one document was seen before, by the model `1 − (1 − p)^k` of
-    /// independent repetition; known for [`Popularity::Repetition`] only. It is no hit rate.
+    /// Returns the probability that at least one document of a request was seen before, by the model `1 − (1
+    /// − p)^k` of independent repetition. Returns `None` except for [`Popularity::Repetition`]. This is no
+    /// hit rate.
     pub fn predicted_any_hit(&self) -> Option<f64> {
         match self.popularity {
             Popularity::Repetition(p) => Some(1.0 - (1.0 - p).powi(self.per_request as i32)),
@@ -174,7 +175,8 @@ impl RagWorkload {
             let mut id = used.len() as u64;
             if again {
                 id = used[rng.random_range(0..known)];
-                // A document once in a request: another one of those used before, which are more than chosen.
+                // A request has each document once. There are more used documents than chosen ones, so
+                // another one can be drawn.
                 while chosen.contains(&id) {
                     id = used[rng.random_range(0..known)];
                 }
@@ -192,7 +194,8 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    /// Shares of documents and of requests that repeat something.
+    /// Returns the share of documents that were used before, and the share of requests that have such a
+    /// document.
     fn repeats(workload: &RagWorkload) -> (f64, f64) {
         let (mut seen, mut documents, mut any) = (HashSet::new(), 0, 0);
         let prompts = workload.prompts(5000).unwrap();
@@ -214,7 +217,7 @@ mod tests {
                 document_tokens: 8,
                 ..RagWorkload::default()
             };
-            // Three standard deviations of 10,000 draws, and of 2000 requests.
+            // The bounds are three standard deviations of 10,000 draws, and of 2000 requests.
             let (share, any) = repeats(&workload);
             assert!((share - p).abs() < 0.015, "{share} for {p}");
             let predicted = workload.predicted_any_hit().unwrap();

@@ -1,9 +1,9 @@
-//! Serving a workload: hits, times to first token, and the speed-up that a model of it predicts.
+//! Serving a workload: hits, times to first token (TTFT), and the speed-up that a model predicts.
 
 use std::time::Duration;
 
 use kvchunk::{ChunkCacheMetrics, ChunkedPrompt, ColdRule, ReuseCell, SleepUsage};
-use kvcore::Goal;
+use kvmetrics::Goal;
 use serde::Serialize;
 
 use super::RagWorkload;
@@ -11,14 +11,14 @@ use crate::error::Result;
 use kvmodel::PromptTokens;
 use kvmodel::{Engine, Generation, Request};
 
-/// Quantiles of times, in milliseconds.
+/// Statistics of times, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Times {
-    /// Half of the requests took no longer.
+    /// The median.
     pub p50: f64,
-    /// Nineteen in twenty took no longer.
+    /// The 95th percentile.
     pub p95: f64,
-    /// The average.
+    /// The mean.
     pub mean: f64,
 }
 
@@ -33,73 +33,78 @@ impl Times {
     }
 }
 
-/// Times of one request, in milliseconds, in the order of arrival.
+/// The times of one request, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ArrivalTimes {
-    /// Its number.
+    /// The request's number, in the order of arrival.
     pub request: usize,
-    /// To first token, as served.
+    /// The time to first token, as served.
     pub ttft_ms: f64,
-    /// The same computed anew under the same mask, of requests that were measured so.
+    /// The time to first token without reuse, under the same mask; `None` unless the request is in the
+    /// sample.
     pub without_reuse_ms: Option<f64>,
 }
 
-/// What serving a workload took.
+/// The results of serving a workload.
 #[derive(Debug, Clone, Serialize)]
 pub struct RagReport {
     /// The workload.
     pub workload: RagWorkload,
-    /// Share of the documents that were found.
+    /// The share of the documents that were found.
     pub document_hit_rate: f64,
-    /// Share of the requests of which at least one document was found.
+    /// The share of the requests with at least one document that was found.
     pub any_hit_rate: f64,
-    /// What `1 − (1 − p)^k` says of the latter.
+    /// The prediction `1 − (1 − p)^k` for `any_hit_rate`.
     pub predicted_any_hit_rate: Option<f64>,
-    /// Time to first token as served.
+    /// The times to first token as served.
     pub with_reuse: Times,
-    /// The same with everything computed anew, under the same mask; of a sample of the requests.
+    /// The times to first token with everything recomputed, under the same mask, for a sample of the
+    /// requests.
     pub without_reuse: Times,
-    /// The same as ordinary prompts under full attention.
+    /// The times to first token as ordinary prompts under full attention, for the sample.
     pub full_attention: Times,
-    /// Share of the time without reuse that goes into what reuse finds: documents, and the system prompt.
+    /// The share of the time without reuse that goes into reusable parts: documents and the system prompt.
     pub alpha: f64,
-    /// Share of document tokens that were found, in the sample.
+    /// The share of document tokens that were found, in the sample.
     pub beta: f64,
-    /// `1 / (1 − α β)`.
+    /// The predicted speed-up `1 / (1 − α β)`.
     pub predicted_speedup: f64,
-    /// Mean time without reuse over mean time with it, in the sample.
+    /// The measured speed-up: the mean time without reuse over the mean time with it, in the sample.
     pub measured_speedup: f64,
-    /// Bytes of the chunk pool.
+    /// The bytes of the chunk pool.
     pub chunk_pool_bytes: usize,
-    /// Bytes of it in use at the end.
+    /// The bytes of the chunk pool in use at the end.
     pub used_bytes: usize,
-    /// What the chunk cache counted and timed.
+    /// The metrics of the chunk cache.
     pub chunk_cache: ChunkCacheMetrics,
-    /// The seed's goals for a chunk cache, beside what was measured.
+    /// The seed's goals for a chunk cache, with the measured values.
     pub goals: Vec<Goal>,
-    /// Its alarms: one that is missed is raised.
+    /// The seed's alarms. A missed goal is a raised alarm.
     pub alarms: Vec<Goal>,
-    /// What slept at the end, if documents may.
+    /// The numbers of sleeping chunks at the end, if chunks may sleep.
     pub chunk_sleep: Option<SleepUsage>,
-    /// Request by request.
+    /// The times of each request, in the order of arrival.
     pub arrivals: Vec<ArrivalTimes>,
 }
 
-/// Requests of a workload that are also measured without reuse.
+/// The largest number of requests that are also measured without reuse.
 const SAMPLE: usize = 20;
 
-/// Documents are cold at any age, so that a workload needs not last for minutes.
+/// The rule for cold documents. A document may be cold at any age, so that a workload need not last for
+/// minutes.
 const COLD: ColdRule =
     ColdRule { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::ZERO };
 
 /// Serves a workload's prompts one after another, each up to its first token. The engine should be new.
-/// If it has a place for chunks to sleep, documents used less than five times sleep after every request, as far as
-/// there is room; a hit wakes them on the way to its first token.
 ///
-/// `progress` is told how many of how many are served.
+/// If the engine has a place for chunks to sleep, documents used less than five times fall asleep after every
+/// request, as far as there is room. A hit wakes them before the first token.
+///
+/// Calls `progress` with the number of requests served so far and in total.
 ///
 /// # Errors
-/// Of the workload, or of the engine: a prompt too long for the model.
+/// Returns the errors of the workload, and those of the engine, such as that of a prompt too long for the
+/// model.
 pub fn serve(
     engine: &mut Engine,
     workload: &RagWorkload,
@@ -107,7 +112,7 @@ pub fn serve(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<RagReport> {
     let prompts = workload.prompts(engine.model().config().vocab_size)?;
-    // Threads and memory warm up.
+    // This warms up threads and memory.
     ask_of(engine, cell, &prompts[0], false, false)?;
     let (mut served, mut arrivals, mut hits, mut any) = (Vec::new(), Vec::new(), 0, 0);
     let (every, total) = (prompts.len().div_ceil(SAMPLE), prompts.len());
@@ -128,7 +133,8 @@ pub fn serve(
         sleep(engine)?;
     }
     let (chunk_cache, chunk_sleep) = (counts(engine), engine.report().chunk_sleep);
-    // Afterwards, so that it is not in the counts: a sample with everything cached, and with nothing.
+    // A sample is measured afterwards, so that it is not in the counts: with everything cached, and with
+    // nothing.
     let (mut anew, mut full, mut sampled, mut all_hit) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for request in (0..total).step_by(every) {
         let prompt = &prompts[request];
@@ -168,7 +174,7 @@ pub fn serve(
     })
 }
 
-/// Cold documents fall asleep. Those for which there is no room stay awake.
+/// Puts cold documents to sleep. Documents without room to sleep stay awake.
 fn sleep(engine: &Engine) -> Result<()> {
     if let (Some(chunks), Some(_)) = (engine.chunks(), engine.report().chunk_sleep) {
         match chunks.sleep_cold_chunks(COLD) {
@@ -183,7 +189,7 @@ fn counts(engine: &Engine) -> ChunkCacheMetrics {
     engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default()
 }
 
-/// A prompt up to its first token.
+/// Answers a prompt up to its first token.
 fn ask_of(
     engine: &mut Engine,
     cell: ReuseCell,

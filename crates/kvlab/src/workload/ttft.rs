@@ -1,5 +1,5 @@
-//! Time to first token of one prompt: cold, with all chunks cached, without reuse, and the floor, which is
-//! the question alone after the same KV.
+//! Time to first token (TTFT) of one prompt: cold, with all chunks cached, without reuse, and the floor. The
+//! floor is the question alone, after the same KV.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,30 +12,30 @@ use crate::error::Result;
 use kvmodel::PromptTokens;
 use kvmodel::{Engine, Request};
 
-/// A time beside the one that it is compared with.
+/// A time, with the time that it is compared with.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TtftRow {
-    /// What was measured.
+    /// The name of the measurement.
     pub what: &'static str,
-    /// Tokens of the prompt.
+    /// The number of tokens of the prompt.
     pub tokens: usize,
-    /// Its time.
+    /// The measured time.
     pub took: Duration,
-    /// What it is compared with.
+    /// The name of the measurement that it is compared with.
     pub limit: &'static str,
-    /// That one's time.
+    /// The time of that measurement.
     pub limit_took: Duration,
-    /// What is asked of this row, if anything is.
+    /// The target of this row, if it has one.
     pub target: Option<TtftTarget>,
 }
 
 impl TtftRow {
-    /// How many times as fast as the limit.
+    /// Returns the ratio of the limit's time to this time: above 1 is faster than the limit.
     pub fn ratio(&self) -> f64 {
         self.limit_took.as_secs_f64() / self.took.as_secs_f64().max(f64::MIN_POSITIVE)
     }
 
-    /// Whether it reaches its target, if it has one.
+    /// Returns true if the row reaches its target, or `None` if it has no target.
     pub fn is_met(&self) -> Option<bool> {
         self.target.map(|target| match target {
             TtftTarget::TimesAsFast(least) => self.ratio() >= least,
@@ -44,13 +44,13 @@ impl TtftRow {
     }
 }
 
-/// What a time is asked to be, beside the one that it is compared with.
+/// A target for a time, relative to the time that it is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TtftTarget {
-    /// At least so many times as fast.
+    /// At least this many times as fast.
     TimesAsFast(f64),
-    /// At most so many times as long.
+    /// At most this many times as long.
     TimesAsLong(f64),
 }
 
@@ -63,17 +63,19 @@ impl fmt::Display for TtftTarget {
     }
 }
 
-/// Repetitions of what is short; the best counts.
+/// The number of repetitions of short measurements. The best counts.
 const REPETITIONS: usize = 7;
 
-/// What a prompt whose chunks are all cached is asked to be beside its full prefill, and beside its question alone.
+/// The targets of a prompt whose chunks are all cached, against its full prefill and against its question
+/// alone.
 const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::TimesAsLong(1.1)];
 
-/// Measures a prompt of `chunks` documents of `length` tokens with a question of 32, in a cell. Hits are taken with the
-/// documents in other orders, unless their places are part of their keys.
+/// Measures a prompt of `chunks` documents of `length` tokens each, with a question of 32 tokens, in a cell.
+/// Hits are measured with the documents in other orders, unless their positions are part of their keys.
 ///
 /// # Errors
-/// Of the engine: a prompt too long for the model, or a chunk pool too small for its documents.
+/// Returns the errors of the engine, such as those of a prompt too long for the model, or of a chunk pool too
+/// small for the documents.
 pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseCell) -> Result<Vec<TtftRow>> {
     let workload = RagWorkload {
         requests: 1 + REPETITIONS,
@@ -98,8 +100,8 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
     let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
         ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
     };
-    // The same context cached as an ordinary prefix, then a question alone, each time other tokens, so that none of
-    // it is cached; what both find is measured in turns.
+    // The same context is cached as an ordinary prefix, followed by a question alone. Each question has other
+    // tokens, so that none of it is cached. Both measurements take turns.
     let alone = |question: &[u32]| -> Result<PromptTokens> {
         Ok(PromptTokens::Plain(with_question(prompt.chunks().to_vec(), question)?.flatten()))
     };

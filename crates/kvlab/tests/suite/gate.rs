@@ -1,4 +1,4 @@
-//! The gate closes when an identity fails, and says which.
+//! The gate closes when an identity fails, and names the identity.
 
 use std::path::PathBuf;
 
@@ -45,7 +45,7 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
     let (mut engine, codec, questions) = engine();
     let gate = check(&mut engine, &codec, &questions, GateLimits::default());
     assert!(gate.is_open() && gate.checks.len() == 10, "{gate:?}");
-    // What is stored is no longer what its keys say.
+    // The stored contents no longer belong to their keys.
     spoil(&engine);
     let gate = check(&mut engine, &codec, &questions, GateLimits::default());
     assert!(!gate.is_open());
@@ -54,11 +54,11 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
         failing[0].starts_with("reuse equals computing anew under the same mask (measured "),
         "{failing:?}"
     );
-    // Both sides of these read the same, or everything is computed anew: they hold all the same.
+    // These hold in spite of that: both sides read the same contents, or everything is recomputed.
     for what in ["recomputing", "linking", "blending"] {
         assert!(!failing.iter().any(|words| words.contains(what)), "{failing:?}");
     }
-    // What is forgotten is computed anew, and right again.
+    // Forgotten chunks are recomputed, and are right again.
     engine.chunks().unwrap().clear();
     assert!(check(&mut engine, &codec, &questions, GateLimits::default()).is_open());
 }

@@ -1,4 +1,4 @@
-//! The model in the repository: right answers to questions about documents that it never saw.
+//! The model in the repository gives right answers to questions about documents that it never saw.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
 use kvlab::{Arm, Question, QuestionKind, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, WeightFormat};
 
-/// System prompts, most of them of words that are no single tokens.
+/// System prompts. Most consist of words that are no single tokens.
 const SYSTEMS: [&str; 4] = [
     "you answer questions from short documents .",
     "answer briefly",
@@ -19,7 +19,7 @@ fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
 }
 
-/// Local questions in five draws, under changing system prompts.
+/// Returns local questions in five draws, under changing system prompts.
 fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
     let world = World::from_json(&std::fs::read_to_string(folder().join("world.json")).unwrap()).unwrap();
     let of_draw = |seed| {
@@ -38,7 +38,7 @@ fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
 fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
     let ModelDirectory { model, codec } =
         ModelDirectory::load(&folder(), WeightFormat::F32, &mut |_, _| ()).unwrap();
-    // Room for all documents of a question, so that every one is found.
+    // The pool has room for all documents of a question, so that every one is found.
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, ..EngineConfig::default() };
     let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
@@ -52,7 +52,7 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
         assert!(score.asked == 200 && score.accuracy.mean >= 0.95, "{}: {:?}", score.name, score.accuracy);
         let lost = scores[0].accuracy.mean - score.accuracy.mean;
         assert!(lost <= 0.01, "{} loses {lost}", score.name);
-        // Through the real cache: every document is found, and none is computed anew.
+        // Every answer goes through the real cache: every document is found, and none is recomputed.
         let reused = score.arm.cell.is_some();
         let expected = if reused { (1.0, 0.0) } else { (0.0, 1.0) };
         assert_eq!((score.found, score.recomputed), expected, "{}", score.name);

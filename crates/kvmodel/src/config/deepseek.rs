@@ -1,4 +1,4 @@
-//! What DeepSeek-V3 adds to a config: latent attention and routed experts.
+//! The parts of a config that only DeepSeek-V3 has: latent attention and routed experts.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -6,50 +6,50 @@ use serde_json::Value;
 use super::{MAX_WIDTH, bad};
 use crate::error::{Error, Result};
 
-/// Multi-head latent attention (DeepSeek-AI, 2024): widths of its projections.
+/// The widths of the projections of multi-head latent attention (DeepSeek-AI, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatentConfig {
-    /// Width that queries are compressed to, if they are.
+    /// The width that queries are compressed to, if they are.
     pub q_lora_rank: Option<usize>,
-    /// Width of the latent that keys and values of a token are kept as.
+    /// The width of the latent that holds the keys and values of a token.
     pub kv_lora_rank: usize,
-    /// Elements of a head's query and key that carry no position.
+    /// The elements of a head's query and key that carry no position.
     pub qk_nope_head_dim: usize,
-    /// Elements that are rotated; the key's are shared by all heads.
+    /// The elements of a head's query and key that are rotated. All heads share those of the key.
     pub qk_rope_head_dim: usize,
-    /// Elements of a head's value.
+    /// The elements of a head's value.
     pub v_head_dim: usize,
 }
 
-/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024): sigmoid scores, a correction bias that takes
-/// part in the choice alone, and a choice of groups before the choice of experts.
+/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). Scores are sigmoids. A correction bias takes
+/// part in the choice, but not in the weights. Groups are chosen before experts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsConfig {
-    /// Layers before the first with experts; their feed-forward is dense.
+    /// The number of layers before the first one with experts. Their feed-forward layer is dense.
     #[serde(rename = "first_k_dense_replace")]
     pub dense_layers: usize,
-    /// Experts to choose from.
+    /// The number of experts to choose from.
     #[serde(rename = "n_routed_experts")]
     pub routed: usize,
-    /// Experts that a token goes through.
+    /// The number of experts that a token goes through.
     #[serde(rename = "num_experts_per_tok")]
     pub per_token: usize,
-    /// Experts that every token goes through besides.
+    /// The number of shared experts, which every token goes through, too.
     #[serde(rename = "n_shared_experts")]
     pub shared: usize,
-    /// Width of an expert.
+    /// The width of an expert.
     #[serde(rename = "moe_intermediate_size")]
     pub intermediate_size: usize,
-    /// Groups that the experts are divided into, in order.
+    /// The number of groups that the experts are divided into, in order.
     #[serde(rename = "n_group")]
     pub groups: usize,
-    /// Groups that a token's experts may come from.
+    /// The number of groups that a token's experts may come from.
     #[serde(rename = "topk_group")]
     pub groups_per_token: usize,
-    /// Whether a token's weights are divided by their sum.
+    /// True if a token's weights are divided by their sum.
     #[serde(rename = "norm_topk_prob")]
     pub normalise: bool,
-    /// Multiplies the weights.
+    /// The factor of the weights.
     #[serde(rename = "routed_scaling_factor")]
     pub scale: f64,
 }
@@ -77,7 +77,8 @@ impl LatentConfig {
         }
     }
 
-    /// Elements of a head's query and key before absorption: what the softmax scale goes by.
+    /// Returns the elements of a head's query and key before absorption. The softmax scale depends on this
+    /// number.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }

@@ -1,4 +1,4 @@
-//! config.json of Hugging Face transformers, versions 4 and 5.
+//! The config.json of Hugging Face transformers, versions 4 and 5.
 
 use kvcore::{Pairing, RopeConfig};
 use serde::{Deserialize, Serialize};
@@ -12,75 +12,76 @@ mod window;
 
 pub use deepseek::{ExpertsConfig, LatentConfig};
 
-/// Model families that differ in attention, feed-forward layer, and where biases and norms stand.
+/// The model families. They differ in attention, in the feed-forward layer, and in their biases and norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Family {
-    /// Llama: no biases unless the config says so.
+    /// Llama: without biases, unless the config sets them.
     Llama,
-    /// Mistral: as Llama, with a sliding window.
+    /// Mistral: like Llama, with a sliding window.
     Mistral,
-    /// Qwen2: biases on the q, k and v projections.
+    /// Qwen2: with biases on the q, k and v projections.
     Qwen2,
-    /// Qwen3: a norm over each head of q and k.
+    /// Qwen3: with a norm over each head of q and k.
     Qwen3,
-    /// DeepSeek-V3: latent attention and routed experts. Its layers for predicting several tokens at once
+    /// DeepSeek-V3: with latent attention and routed experts. Its layers that predict several tokens at once
     /// are ignored.
     DeepSeekV3,
 }
 
-/// What may differ from layer to layer.
+/// The settings that may differ from layer to layer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerConfig {
-    /// Rotary embedding.
+    /// The rotary embedding.
     pub rope: RopeConfig,
-    /// Sliding window: a token sees itself and the `n − 1` positions before it.
+    /// The sliding window `n`: a token sees itself and the `n − 1` positions before it.
     pub window: Option<usize>,
 }
 
-/// What the forward pass needs to know of a model.
+/// The properties of a model that the forward pass needs.
 #[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelConfig {
     /// The family.
     pub family: Family,
-    /// Embeddings.
+    /// The number of embeddings.
     pub vocab_size: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer.
+    /// The width of the feed-forward layer.
     pub intermediate_size: usize,
-    /// Decoder layers.
+    /// The decoder layers.
     pub layers: Vec<LayerConfig>,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Key/value heads; with latent attention as many as query heads, expanded from one latent.
+    /// The number of key/value heads. With latent attention it equals the number of query heads, since all
+    /// heads are expanded from one latent.
     pub kv_heads: usize,
-    /// Elements of a head's query.
+    /// The number of elements of one head's query (`head_dim`).
     pub head_dim: usize,
-    /// Latent attention instead of grouped queries.
+    /// Latent attention, if the model has it instead of grouped-query attention (GQA).
     pub latent: Option<LatentConfig>,
-    /// Routed experts instead of a dense feed-forward layer.
+    /// Routed experts, if the model has them instead of a dense feed-forward layer.
     pub experts: Option<ExpertsConfig>,
-    /// Multiplies `q·k` before the softmax.
+    /// The factor of `q·k` before the softmax.
     pub softmax_scale: f32,
-    /// Added to the mean square in norms.
+    /// The number that norms add to the mean square.
     pub rms_norm_eps: f64,
-    /// Positions that a request may use: those the model was made for, or what its scaling of RoPE makes
-    /// of them.
+    /// The number of positions that a request may use: those that the model was made for, or as many as its
+    /// RoPE scaling gives.
     pub max_positions: usize,
-    /// Whether the head is the embedding.
+    /// True if the output head is the embedding.
     pub tied_head: bool,
-    /// Whether q, k and v projections have biases.
+    /// True if the q, k and v projections have biases.
     pub qkv_bias: bool,
-    /// Whether the output projection has a bias.
+    /// True if the output projection has a bias.
     pub output_bias: bool,
-    /// Whether the feed-forward projections have biases.
+    /// True if the feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// Tokens that end an answer; none means that only limits do.
+    /// The tokens that end an answer. If there are none, only limits end it.
     pub eos: Vec<u32>,
 }
 
-/// The fields read from the file; everything else in it is ignored.
+/// The fields that are read from the file. All other fields are ignored.
 #[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Deserialize)]
 struct Raw {
@@ -104,16 +105,18 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// Far above any model; a config beyond it is broken, and its tables would exhaust memory.
+/// The limits are far above any model. A config beyond them is broken, and its tables would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
-    /// A Llama of a size for benchmarks with [random weights](crate::Weights::random): heads of 64, four query
-    /// heads to a key/value head, 4096 tokens of vocabulary, 8192 positions.
+    /// Creates the config of a Llama of a size for benchmarks, for [random weights](crate::Weights::random).
+    /// It has heads of 64 elements, a vocabulary of 4096 tokens and 8192 positions. Four query heads share a
+    /// key/value head if their number is a multiple of four; otherwise each has its own.
     ///
     /// # Errors
-    /// [`Error::Config`] for no layer or a width that is no multiple of 64.
+    /// Returns [`Error::Config`] if there is no layer or too many, or if the width is no multiple of 64 or
+    /// too large.
     pub fn benchmark(layers: usize, hidden_size: usize) -> Result<Self> {
         const HEAD_DIM: usize = 64;
         if layers == 0 || layers > MAX_LAYERS {
@@ -148,7 +151,8 @@ impl ModelConfig {
         })
     }
 
-    /// Width of the feed-forward layer that a token goes through in a layer: of its experts together.
+    /// Returns the width of the feed-forward layer that a token goes through in a layer: the sum over the
+    /// token's experts, or the dense width.
     pub(crate) fn active_width(&self, layer: usize) -> usize {
         match self.experts.filter(|experts| layer >= experts.dense_layers) {
             Some(experts) => (experts.per_token + experts.shared) * experts.intermediate_size,
@@ -159,7 +163,7 @@ impl ModelConfig {
     /// Reads a config.json.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the field and its value.
+    /// Returns [`Error::Config`], with the field and its value, if the file is invalid or not supported.
     pub fn from_json(text: &str) -> Result<Self> {
         let json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         refuse_other_positions(&json)?;
@@ -177,11 +181,11 @@ impl ModelConfig {
         if head_dim == 0 || head_dim > MAX_WIDTH {
             return bad(format!("head_dim {head_dim} is not in 1..={MAX_WIDTH}"));
         }
-        // No projection has more than a query's and a value's elements a head.
+        // A projection has no more elements per head than a query's and a value's together.
         if raw.num_attention_heads.checked_mul(2 * MAX_WIDTH).is_none() {
             return bad(format!("num_attention_heads {} overflow", raw.num_attention_heads));
         }
-        // Interleaved pairs are the stored layout of DeepSeek unless the config says otherwise.
+        // DeepSeek stores interleaved pairs, unless the config says otherwise.
         let interleaved = json.get("rope_interleave").and_then(Value::as_bool).unwrap_or(true);
         let (rotated, pairing) = match latent {
             Some(latent) if interleaved => (latent.qk_rope_head_dim, Pairing::Interleaved),
@@ -220,7 +224,7 @@ impl ModelConfig {
         })
     }
 
-    /// Decoder layers.
+    /// Returns the number of decoder layers.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
@@ -238,7 +242,7 @@ impl ModelConfig {
     }
 }
 
-/// `eos_token_id` is absent, null, a number or a list.
+/// Reads `eos_token_id`, which is absent, null, a number or a list.
 fn token_ids(value: &Value) -> Result<Vec<u32>> {
     let one = |v: &Value| {
         v.as_u64()
@@ -253,7 +257,7 @@ fn token_ids(value: &Value) -> Result<Vec<u32>> {
 }
 
 impl Raw {
-    /// Checks extents and what they imply; returns the key/value heads.
+    /// Checks the extents and what they imply. Returns the number of key/value heads.
     fn check(&self) -> Result<usize> {
         if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
             return bad(format!("hidden_act {act:?} is not supported (silu is)"));
@@ -299,7 +303,8 @@ fn family(json: &Value) -> Result<Family> {
     })
 }
 
-/// Models whose positions are no rotation: their keys cannot be moved, and their attention is not ours.
+/// Refuses models whose positions are no rotation. Their keys cannot be moved, and this crate does not have
+/// their attention.
 fn refuse_other_positions(json: &Value) -> Result<()> {
     let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();
     let model_type = text("model_type");

@@ -1,5 +1,5 @@
-//! Rotary embeddings of a config.json: transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes
-//! `rope_parameters` with both, for all layers or by layer type.
+//! Rotary embeddings of a config.json. transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5
+//! writes `rope_parameters` with both, for all layers or by layer type.
 
 use kvcore::{Pairing, RopeConfig, RopeScaling};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use super::bad;
 use super::window::LAYER_TYPES;
 use crate::error::{Error, Result};
 
-/// The rotary embedding of a layer of `layer_type`, whose rows have `width` elements.
+/// Returns the rotary embedding of a layer of `layer_type`, whose rows have `width` elements.
 pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
     let none = Value::Null;
     let given = |name: &str| json.get(name).filter(|value| !value.is_null());
@@ -37,8 +37,9 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     Ok(config)
 }
 
-/// What `YaRN` of DeepSeek multiplies the softmax scale by: the square of its `mscale_all_dim`. The
-/// attention factor on cos and sin reaches the rotated part of a key only; this reaches all of it.
+/// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale of its
+/// `mscale_all_dim`. The attention factor on cos and sin reaches only the rotated part of a key; this factor
+/// reaches all of it.
 pub(super) fn softmax_factor(json: &Value) -> f64 {
     let parameters = json.get("rope_parameters").or_else(|| json.get("rope_scaling")).unwrap_or(&Value::Null);
     let parameters = Parameters { json, of_layer: parameters };
@@ -74,20 +75,21 @@ impl Parameters<'_> {
         kind.and_then(Value::as_str).unwrap_or("default")
     }
 
-    /// Positions that the config names as the model's.
+    /// Returns the number of positions that the config gives for the model.
     fn max_positions(&self) -> Result<usize> {
         let positions = self.json.get("max_position_embeddings").and_then(Value::as_u64);
         Ok(positions.ok_or_else(|| Error::Config("max_position_embeddings is missing".to_owned()))? as usize)
     }
 
-    /// Context length before extension; a value beside the parameters goes first.
+    /// Returns the context length before extension. A value beside the parameters takes precedence over one
+    /// among them.
     fn original(&self) -> Result<usize> {
         let name = "original_max_position_embeddings";
         let value = self.json.get(name).and_then(Value::as_f64).or_else(|| self.number(name));
         value.map_or_else(|| self.max_positions(), |n| Ok(n as usize))
     }
 
-    /// Ratio of extended to original context, given or derived.
+    /// Returns the ratio of extended to original context, as given or derived.
     fn factor(&self) -> Option<f64> {
         let derived = || Some(self.max_positions().ok()? as f64 / self.original().ok()? as f64);
         self.number("factor").or_else(derived)
@@ -146,8 +148,8 @@ impl Parameters<'_> {
         })
     }
 
-    /// The attention factor of `YaRN` where the config does not give one (Peng et al., 2023, and the
-    /// `mscale` of DeepSeek).
+    /// Returns the attention factor of YaRN for a config that gives none (Peng et al., 2023, and the `mscale`
+    /// of DeepSeek).
     fn yarn_attention_factor(&self, factor: f64) -> f64 {
         match (self.number("mscale"), self.number("mscale_all_dim")) {
             (Some(a), Some(b)) if a != 0.0 && b != 0.0 => yarn_scale(factor, a) / yarn_scale(factor, b),
@@ -156,7 +158,7 @@ impl Parameters<'_> {
     }
 }
 
-/// `0.1 mscale ln(factor) + 1`, for factors above 1.
+/// Returns `0.1 mscale ln(factor) + 1` for factors above 1, and 1 otherwise.
 fn yarn_scale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }

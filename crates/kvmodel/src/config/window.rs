@@ -5,17 +5,17 @@ use serde_json::Value;
 use super::{Family, bad};
 use crate::error::Result;
 
-/// Layer types that are supported.
+/// The supported layer types.
 pub(super) const LAYER_TYPES: [&str; 2] = [FULL, SLIDING];
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// What transformers takes where the config is silent.
+/// The default of transformers, for a config that gives none.
 const DEFAULT_WINDOW: u64 = 4096;
 const DEFAULT_FULL_LAYERS: u64 = 28;
 
-/// Type and window of every layer. A window of `n` is what the field counts: a token sees itself and the
-/// `n − 1` before it.
+/// Returns the type and the window of every layer. With a window of `n`, a token sees itself and the `n − 1`
+/// tokens before it.
 pub(super) fn windows(
     json: &Value,
     family: Family,
@@ -40,7 +40,8 @@ pub(super) fn windows(
     (0..layers).map(of_layer).collect()
 }
 
-/// The window of layers that have one; null means that none has, silence the family's default.
+/// Returns the window of the layers that have one. `null` means that no layer has a window; a missing field
+/// means the family's default.
 fn window(json: &Value, family: Family) -> Result<Option<usize>> {
     let in_use = match family {
         Family::Mistral => true,

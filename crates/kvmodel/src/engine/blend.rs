@@ -1,16 +1,18 @@
-//! Recomputation by deviation: all tokens go down to a checkpoint, the chosen ones go on.
+//! Recomputation by deviation: all tokens are computed up to a checkpoint, and the chosen ones go on.
 //!
 //! Up to the checkpoint every chunk token and the question are computed under full attention, into scratch
-//! blocks. There the fresh keys and values of each token are compared with the stored ones, the strategy
-//! chooses, and the chosen tokens' rows move to copy-on-write blocks, in which everything else is as it is
-//! stored. (CacheBlend, Yao et al., 2024.)
+//! blocks. At the checkpoint the fresh keys and values of each token are compared with the stored ones, and
+//! the strategy chooses. The rows of the chosen tokens move to copy-on-write blocks, in which all other
+//! tokens keep their stored KV. (CacheBlend, Yao et al., 2024.)
 
 use std::sync::Arc;
 
 use kvchunk::{
     AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, Scratch, TokenSelection,
 };
-use kvcore::{DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, allocate_tensor};
+use kvcore::{
+    DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, WriteSlots, allocate_tensor,
+};
 
 use super::Engine;
 use super::chunked::with_context;
@@ -48,14 +50,14 @@ impl<'a> Blend<'a> {
         Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question, recomputed: 0 })
     }
 
-    /// All rows up to the checkpoint: chunk tokens, then the question.
+    /// Returns all rows up to the checkpoint: the chunk tokens, followed by the question.
     pub(super) fn batch(&self) -> Vec<SequenceInput> {
         let mut batch = self.scratch.inputs().to_vec();
         batch.push(with_context(&self.question, &self.context(self.scratch.segments())));
         batch
     }
 
-    /// Tokens that went on.
+    /// Returns the number of chunk tokens that went on.
     pub(super) fn recomputed(&self) -> usize {
         self.recomputed
     }
@@ -65,7 +67,7 @@ impl<'a> Blend<'a> {
         Context { segments: scaling.apply(segments), groups: scaling.groups() }
     }
 
-    /// Rows for slots of the arena, `[rows, heads, dim]` of K and of V.
+    /// Allocates rows for slots of the arena, `[rows, heads, dim]` of K and of V.
     fn rows(&self, rows: usize) -> Result<(TensorView, TensorView)> {
         let arena = self.engine.caches.sequences().arena();
         let s = arena.layout().shape();
@@ -85,7 +87,7 @@ impl<'a> Blend<'a> {
         Ok(self.engine.stream.gather(&Gather { arena, layer, slots, k, v, rotation: None })?)
     }
 
-    /// How far the stored rows are from the fresh ones, chunk by chunk.
+    /// Returns the distances of the stored rows from the fresh ones, chunk by chunk.
     fn deviations(&self, fresh: &FreshKv) -> Result<Deviations> {
         let slots = SlotMapping::concat(self.scratch.stored());
         // Every chunk may be full attention's already.
@@ -109,14 +111,15 @@ impl<'a> Blend<'a> {
         Ok(Deviations::new(self.scratch.by_chunk(self.assembled.chunks(), &sums)))
     }
 
-    /// Before the checkpoint, the chosen tokens' rows move from scratch to where they stay.
-    fn move_rows(&self, from: &SlotMapping, to: &SlotMapping) -> Result<()> {
+    /// Moves the chosen tokens' rows of all layers before the checkpoint from scratch to the blocks where
+    /// they stay.
+    fn move_rows(&self, from: &SlotMapping, to: &WriteSlots) -> Result<()> {
         let rows = self.rows(from.len())?;
         for layer in 0..self.layer {
             self.gather(layer, from, &rows)?;
-            let (arena, slots) = (self.engine.caches.sequences().arena().clone(), Arc::clone(to.slots()));
+            let (arena, slots) = (self.engine.caches.sequences().arena().clone(), to.clone());
             let (k, v) = rows.clone();
-            self.engine.stream.scatter(&Scatter { arena, layer, k, v, slots })?;
+            self.engine.stream.scatter(&Scatter { arena, layer, k, v, slots, rotation: None })?;
         }
         Ok(())
     }
@@ -140,7 +143,7 @@ impl Checkpoint for Blend<'_> {
         self.recomputed = anew.tokens;
         if !rows.is_empty() {
             let from = self.scratch.slots(&rows);
-            self.move_rows(&from, &SlotMapping::concat(anew.inputs.iter().map(|input| &input.slots)))?;
+            self.move_rows(&from, &WriteSlots::concat(anew.inputs.iter().map(|input| &input.slots)))?;
         }
         let question = fresh.rows - self.question.tokens.len()..fresh.rows;
         let mut batch = anew.inputs;
@@ -160,7 +163,7 @@ fn add_deviations(sums: &mut [f32], fresh: &[f32], stored: &[f32]) {
     }
 }
 
-/// Rows as they come from the device, as f32.
+/// Converts rows from the device to f32.
 fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => {

@@ -1,4 +1,4 @@
-//! What an engine keeps keys and values in: a paged cache with its chunks, where they sleep, or a static one.
+//! The caches of an engine: a paged cache with chunks and their place to sleep, or a static cache.
 
 use std::sync::Arc;
 
@@ -21,31 +21,32 @@ pub(super) enum Caches {
         main: PagedKvCache,
         chunks: ChunkCacheManager,
         sleep: Option<Arc<ArenaSleep>>,
-        /// Of an engine whose pools can sleep.
+        /// The sleep mode of an engine whose pools can sleep.
         mode: Option<Box<SleepMode>>,
     },
     Static(StaticKvCache),
 }
 
-/// What the caches hold.
+/// The contents of an engine's caches, in numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct CacheReport {
-    /// Which cache it is.
+    /// The kind of cache.
     pub cache: CacheKind,
-    /// Bytes of the arena: keys and values of sequences and chunks, and scales of quantised ones.
+    /// The bytes of the arena: keys and values of sequences and chunks, with the scales of quantised ones.
     pub kv_bytes: usize,
-    /// Blocks of sequences and system prompts; a static cache has no pool.
+    /// The blocks of sequences and system prompts; `None` for a static cache, which has no pool.
     pub main: Option<PoolCounts>,
-    /// Blocks of chunks.
+    /// The blocks of chunks.
     pub chunks: Option<PoolCounts>,
-    /// Counts of the chunk cache.
+    /// The metrics of the chunk cache.
     pub chunk_cache: Option<ChunkCacheMetrics>,
-    /// What sleeps at this moment, if chunks have a place to.
+    /// The numbers of sleeping chunks, if chunks have a place to sleep.
     pub chunk_sleep: Option<SleepUsage>,
 }
 
 impl Caches {
-    /// `stream` is the one that computes: chunks that fall asleep or wake are copied in its order.
+    /// Creates the caches. `stream` is the stream that computes; chunks that fall asleep or wake are copied
+    /// in its order.
     pub(super) fn new(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -65,7 +66,7 @@ impl Caches {
         }
     }
 
-    /// Blocks within the budget, two at least: one for each pool.
+    /// Creates a paged cache within the budget. It has at least two blocks: one for each pool.
     fn paged(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -111,7 +112,7 @@ impl Caches {
         Ok(Self::Paged { main, chunks, sleep, mode })
     }
 
-    /// The same pools for another model of the same extents: keys tell whose a block is.
+    /// Returns the same pools for another model of the same extents. Keys tell the models' blocks apart.
     pub(super) fn shared(&self, model: &Model) -> Result<Self> {
         let Self::Paged { main, chunks, sleep, mode } = self else {
             return Err(Error::NoChunks("take a paged cache to share it"));
@@ -138,7 +139,7 @@ impl Caches {
         Ok(Self::Paged { main, chunks: chunks.clone(), sleep: sleep.clone(), mode: None })
     }
 
-    /// One entry of the longest length.
+    /// Creates a static cache with one entry of the longest length.
     fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<Self> {
         let order = BlockOrder::TokenMajor;
         let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };
@@ -151,7 +152,7 @@ impl Caches {
         Ok(Self::Static(StaticKvCache::new(arena)?))
     }
 
-    /// The cache that holds sequences.
+    /// Returns the cache that holds sequences.
     pub(super) fn sequences(&self) -> &dyn KvCache {
         match self {
             Self::Paged { main, .. } => main,
@@ -173,7 +174,7 @@ impl Caches {
         }
     }
 
-    /// Tokens of a sequence for which there could be room.
+    /// Returns the largest number of tokens of a sequence that the cache could hold.
     pub(super) fn longest(&self) -> usize {
         match self {
             Self::Paged { .. } => usize::MAX,

@@ -1,11 +1,14 @@
-//! The prefill of a prompt in parts: its chunks found or computed, some of their tokens computed anew.
+//! The prefill of a chunked prompt: its chunks are found or computed, and some of their tokens are
+//! recomputed.
 
 use std::time::Instant;
 
 use kvchunk::{
     AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, PositionReindexer, TokenSelection,
 };
-use kvcore::{CopyBlocks, LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{
+    CopyBlocks, LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart, WritePairs,
+};
 
 use super::blend::Blend;
 use super::caches::Caches;
@@ -15,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::model::Observer;
 
 impl Engine {
-    /// Answers a prompt whose chunks do not see each other, but for the tokens that are computed anew.
+    /// Answers a prompt whose chunks do not see each other, except for the tokens that are recomputed.
     pub(super) fn answer_chunked(
         &mut self,
         request: &Request,
@@ -80,7 +83,7 @@ impl Engine {
     ) -> Result<(AssembledPrompt, Prefilled)> {
         let request = asked.request;
         let mut flops = 0;
-        // Pieces that another request computes at this moment are waited for, after this one's own.
+        // The request first computes its own pieces, and waits for pieces of other requests after that.
         let reindexer = PositionReindexer::for_layers(&asked.ropes);
         while !assembly.is_ready() {
             flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
@@ -96,7 +99,7 @@ impl Engine {
             groups: request.scaling.groups(),
         };
         if request.recompute.check().is_none() && selection.is_empty() {
-            // Everything that is missing and the question in one pass.
+            // One pass computes all missing parts and the question.
             let context = context(assembly.segments());
             let mut batch = assembly.inputs().to_vec();
             batch.push(self.next_input(own, prompt.question(), &context)?);
@@ -138,9 +141,9 @@ impl Engine {
         Ok((assembled, Prefilled { context, logits, next, cached_tokens, recomputed_tokens, flops, chunks }))
     }
 
-    pub(super) fn copy(&self, pairs: &std::sync::Arc<[(kvcore::BlockId, kvcore::BlockId)]>) -> Result<()> {
+    pub(super) fn copy(&self, pairs: &WritePairs) -> Result<()> {
         let arena = self.caches.sequences().arena().clone();
-        Ok(self.stream.copy_blocks(&CopyBlocks { arena, pairs: std::sync::Arc::clone(pairs) })?)
+        Ok(self.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
     }
 
     pub(super) fn pool(&self) -> Result<&kvcore::BlockPool> {
@@ -148,7 +151,7 @@ impl Engine {
     }
 }
 
-/// A question that sees `context` and, as before, its own sequence.
+/// Returns a question that sees `context` and, as before, its own sequence.
 pub(super) fn with_context(question: &SequenceInput, context: &Context) -> SequenceInput {
     let own = question.segments.last().cloned();
     SequenceInput {

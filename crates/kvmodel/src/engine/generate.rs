@@ -1,4 +1,4 @@
-//! One request: prefill, then one token after another.
+//! Answering a request: prefill, followed by decode, one token after another.
 
 use std::time::Instant;
 
@@ -14,15 +14,15 @@ use crate::model::Observer;
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
-/// A request being answered.
+/// A request that is being answered.
 pub(super) struct Asked<'a> {
     pub(super) request: &'a Request,
     pub(super) started: Instant,
-    /// Rotary embeddings of the request's regime.
+    /// The rotary embeddings of the request's regime.
     pub(super) ropes: LayerRopes,
 }
 
-/// What the tokens of a question and its answer see besides their own sequence.
+/// The context of a question and its answer: the segments that their tokens see besides their own sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Context {
     pub(super) segments: Vec<Segment>,
@@ -39,9 +39,9 @@ impl Default for Context {
 #[derive(Default)]
 pub(super) struct Prefilled {
     pub(super) context: Context,
-    /// Logits of the prompt's last token.
+    /// The logits of the prompt's last token.
     pub(super) logits: Vec<f32>,
-    /// Logical index and position of the next token.
+    /// The logical index and the position of the next token.
     pub(super) next: SequenceStart,
     pub(super) cached_tokens: usize,
     pub(super) recomputed_tokens: usize,
@@ -50,12 +50,18 @@ pub(super) struct Prefilled {
 }
 
 impl Engine {
-    /// Answers a request. `observer` is told the layers of the prefill and each token of the answer, and may stop it
-    /// there.
+    /// Answers a request. Calls `observer` for the layers of the prefill and for each token of the answer.
+    /// The observer may stop the request at each call.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the observer stops it. A prompt that is empty, too long, or outside the vocabulary; a
-    /// pool too small for it, or one that [sleeps](Self::sleep). No block is held then.
+    /// After each of these errors no block stays held.
+    ///
+    /// - Returns [`Error::Cancelled`] if the observer stops the request.
+    /// - Returns [`Error::EmptyPrompt`], [`Error::TokenOutOfVocabulary`] or [`kvchunk::Error::TooLong`] for a
+    ///   prompt that cannot be computed.
+    /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
+    ///   [`kvcore::Error::OutOfRange`] if a static cache is too short for it.
+    /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
         self.check_awake()?;
@@ -84,7 +90,7 @@ impl Engine {
         }
     }
 
-    /// Whose keys a request has, and their root: tenants share neither chunks nor prefixes.
+    /// Returns the tenant of a request and the root of its keys. Tenants share neither chunks nor prefixes.
     pub(super) fn keys(&self, request: &Request, ropes: &LayerRopes) -> Result<(TenantId, BlockKey)> {
         let root = self.root(ropes);
         let Some(tag) = &request.tenant else { return Ok((TenantId::default(), root)) };
@@ -93,14 +99,14 @@ impl Engine {
         Ok((id, tenant.root(&root)))
     }
 
-    /// Rotary embeddings in the regime of the longest position that a request may reach, whose prompt
-    /// ends before position `end`. The last token of an answer is never fed back.
+    /// Returns the rotary embeddings in the regime of the longest position that a request may reach. The
+    /// request's prompt ends before position `end`. The last token of an answer is never fed back.
     pub(super) fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {
         let longest = end.saturating_add(request.max_new_tokens.saturating_sub(1));
         self.model.ropes(longest.min(self.model.config().max_positions))
     }
 
-    /// A request that cannot be computed must not evict anything on its way.
+    /// Checks the token ids first, since a request that cannot be computed must not evict anything.
     fn check_vocabulary(&self, prompt: &PromptTokens) -> Result<()> {
         let vocabulary = self.model.config().vocab_size;
         let known = |token: u32| (token as usize) < vocabulary;
@@ -137,8 +143,8 @@ impl Engine {
         self.decode(asked, tokens.len(), own, prefilled, observer)
     }
 
-    /// The input for `tokens` at the end of the request's own sequence, which sees `context`; the logits of
-    /// the last one are wanted.
+    /// Returns the input for `tokens` at the end of the request's own sequence. The tokens also see
+    /// `context`. The last token gets logits.
     pub(super) fn next_input(
         &mut self,
         own: SequenceId,
@@ -210,13 +216,13 @@ impl Engine {
     }
 }
 
-/// Where the token after an input stands.
+/// Returns the logical index and the position of the token after an input.
 pub(super) fn end_of(input: &SequenceInput) -> SequenceStart {
     let n = input.tokens.len();
     SequenceStart { logical: input.logical_start + n, position: input.position_start + n as i64 }
 }
 
-/// Logits of the last row of the last sequence.
+/// Returns the logits of the last row of the last sequence.
 pub(super) fn last_row(logits: &[Tensor]) -> Result<Vec<f32>> {
     let last = logits.last().ok_or(Error::EmptyPrompt)?;
     Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)

@@ -1,4 +1,4 @@
-//! The engine: a model, its caches, and requests one after another.
+//! The engine: a model with its caches, which answers one request after another.
 
 use std::sync::Arc;
 
@@ -24,45 +24,44 @@ use caches::Caches;
 pub use request::{FinishReason, Generation, Request};
 pub use sleep::{PoolTag, Slept};
 
-/// How much memory the caches take and how they are cut.
+/// The settings of an engine: the memory of its caches, and their layout.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
-    /// How keys and values are stored.
+    /// The format in which keys and values are stored.
     pub kv_format: KvFormat,
-    /// Whether keys are stored rotated.
+    /// The form in which keys are stored, rotated or not.
     pub keys: KeyForm,
-    /// Tokens per block.
+    /// The number of tokens per block.
     pub block_size: usize,
-    /// Which cache holds sequences. A static one keeps no chunks: a prompt in parts must ask for full
-    /// attention then.
+    /// The kind of cache that holds sequences. A static cache keeps no chunks, so a chunked prompt must ask
+    /// for full attention.
     pub cache: CacheKind,
-    /// Longest sequence of a static cache.
+    /// The longest sequence of a static cache.
     pub max_len: MaxLen,
-    /// Bytes for keys and values, or `None` for eight prompts of the model's longest length, at most
-    /// [`DEFAULT_KV_MEMORY`].
+    /// The memory for keys and values in bytes. `None` takes enough for eight prompts of the model's longest
+    /// length, or at most [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
-    /// Settings of the chunk cache.
+    /// The settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
-    /// Where chunks sleep; nowhere if `None`. They do when
-    /// [`sleep_cold_chunks`](ChunkCacheManager::sleep_cold_chunks) is called on [`Engine::chunks`], and a hit wakes
-    /// them.
+    /// The place where chunks sleep; `None` for none. Chunks fall asleep by a call of
+    /// [`sleep_cold_chunks`](ChunkCacheManager::sleep_cold_chunks) on [`Engine::chunks`]. A hit wakes them.
     pub chunk_sleep: Option<ChunkSleep>,
-    /// Whether whole pools can [sleep](Engine::sleep): their memory is reserved then, so that it can be released and
-    /// come back at the same addresses.
+    /// Lets whole pools [sleep](Engine::sleep). For this, address space is reserved, so that memory can be
+    /// released and come back at the same addresses.
     pub enable_sleep_mode: bool,
-    /// Separates tenants in keys; given by whoever runs the engine, never by a client.
+    /// The salt that separates tenants in keys. The operator of the engine chooses it, never a client.
     pub tenant_salt: Vec<u8>,
-    /// Whether spans are recorded.
+    /// Turns on the recording of spans.
     pub profile: bool,
 }
 
 /// A place in host memory for chunks that are seldom used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSleep {
-    /// In which form they sleep.
+    /// The form in which chunks sleep.
     pub form: SleepForm,
-    /// Most bytes of host memory, or `None` for as many as chunks have on the device. All of it is allocated at
-    /// once, unless chunks are compressed.
+    /// The largest number of bytes of host memory. `None` takes as many as chunks have on the device. All of
+    /// it is allocated at once, unless chunks are compressed.
     pub memory: Option<usize>,
 }
 
@@ -84,10 +83,10 @@ impl Default for EngineConfig {
     }
 }
 
-/// Most memory that an engine takes for keys and values unless it is told otherwise: 2 GiB.
+/// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
 
-/// Runs requests on one backend.
+/// An engine that runs requests on one backend.
 #[derive(Debug)]
 pub struct Engine {
     model: Model,
@@ -95,23 +94,27 @@ pub struct Engine {
     stream: Arc<dyn Stream>,
     caches: Caches,
     keys: KeyForm,
-    /// What is in every key, but for the rotary embeddings of a request.
+    /// The parts of every key except the rotary embeddings of a request.
     scope: KeyScope,
     tenant_salt: Vec<u8>,
     separator: String,
     profiler: Profiler,
-    /// The way to other engines of the model.
+    /// The link to other engines of the model.
     replicas: Option<ReplicaLink>,
 }
 
 impl Engine {
-    /// Allocates the caches. `tokenizer` identifies the tokenizer in keys.
+    /// Creates an engine and allocates its caches. `tokenizer` identifies the tokenizer in keys.
     ///
     /// # Errors
-    /// [`kvcore::Error::NotEnoughMemory`] when the budget does not hold a block for each pool, or the one for sleep
-    /// none in its form; those of [`ArenaSleep::new`](kvchunk::ArenaSleep::new); [`Error::NoChunks`](crate::Error) for a
-    /// place to sleep beside a static cache, which keeps no chunks, [`Error::NoSleepMode`](crate::Error) for sleep mode
-    /// with one, and [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block for each pool, or
+    ///   the sequence of a static cache.
+    /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), such as a budget for sleep that
+    ///   holds no block.
+    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if a static cache is to have a place where
+    ///   chunks sleep.
+    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if a static cache is to have sleep mode.
+    /// - Returns [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
     pub fn new(
         model: Model,
         backend: Arc<dyn Backend>,
@@ -128,18 +131,19 @@ impl Engine {
         Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
     }
 
-    /// An engine of another model in the same memory: both have the pools of sequences and of chunks in common, and
-    /// one evicts what the other lets go. Neither finds what the other has cached, since models, their rotary embeddings
-    /// and their tokenizers are in every key.
+    /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
+    /// of chunks, and each may evict what the other no longer holds. Neither engine finds what the other has
+    /// cached, since every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// Work of both goes to one stream, so that a late error of one may be met by the other. Tenants and the settings of
-    /// the chunk cache are those of this engine, and [`report`](Self::report) counts what both hold. A request does not
-    /// wait for blocks that the other engine holds; it fails with
+    /// The work of both engines goes to one stream, so one engine may meet a late error of the other. Both
+    /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
+    /// blocks of both. A request does not wait for blocks that the other engine holds; it fails with
     /// [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
     /// # Errors
-    /// [`kvcore::Error::Mismatch`] for a model of other extents; [`Error::NoChunks`](crate::Error) for a static cache, and
-    /// [`Error::NoSleepMode`](crate::Error) where pools may sleep.
+    /// - Returns [`kvcore::Error::Mismatch`] if the model has other extents.
+    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if this engine has a static cache.
+    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if the pools of this engine can sleep.
     pub fn beside(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
         let caches = self.caches.shared(&model)?;
         let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt);
@@ -150,45 +154,46 @@ impl Engine {
         Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// A request in the mode and strategy of [`EngineConfig::chunks`].
+    /// Creates a request in the compute mode and position strategy of [`EngineConfig::chunks`].
     pub fn request(&self, prompt: PromptTokens) -> Request {
         let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
         Request { cell, ..Request::new(prompt) }
     }
 
-    /// What stands between the parts of a prompt: that of [`EngineConfig::chunks`]. For
+    /// Returns the separator between the parts of a prompt, from [`EngineConfig::chunks`]. Pass it to
     /// [`TextCodec::prompt`](crate::TextCodec::prompt).
     pub fn separator(&self) -> &str {
         &self.separator
     }
 
-    /// The backend, whose counters show what moved.
+    /// Returns the backend. Its counters show the bytes that moved.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_ref()
     }
 
-    /// Where time went, if [`EngineConfig::profile`] was set.
+    /// Returns the profiler. It records only if [`EngineConfig::profile`] is set.
     pub fn profiler(&self) -> &Profiler {
         &self.profiler
     }
 
-    /// The cache of sequences and system prompts.
+    /// Returns the cache of sequences and system prompts.
     pub fn cache(&self) -> &dyn KvCache {
         self.caches.sequences()
     }
 
-    /// The chunk cache; a static cache has none.
+    /// Returns the chunk cache, or `None` if the engine has a static cache.
     pub fn chunks(&self) -> Option<&ChunkCacheManager> {
         self.caches.chunks()
     }
 
-    /// Pulls chunks that are missing here from other engines of the same model, and computes only what none of them
-    /// gives. They serve [`Self::chunks`] with their [`replica_device`](Self::replica_device).
+    /// Joins a group of engines of the same model. From now on this engine pulls missing chunks from the
+    /// others, and computes only chunks that none of them gives. Each engine serves its
+    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device).
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -219,7 +224,7 @@ impl Engine {
         self.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
     }
 
-    /// Where the chunks of this engine lie, for those who pull them.
+    /// Returns the memory of this engine's chunks, for engines that pull them.
     pub fn replica_device(&self) -> ReplicaDevice {
         ReplicaDevice {
             backend: Arc::clone(&self.backend),
@@ -229,18 +234,18 @@ impl Engine {
         }
     }
 
-    /// What the caches hold.
+    /// Returns the present contents of the caches, in numbers.
     pub fn report(&self) -> CacheReport {
         self.caches.report()
     }
 
-    /// Checks the pools; `Err` says what is inconsistent.
+    /// Checks the pools. `Err` says which number is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.caches.check_invariants()
     }
 
-    /// Root of the keys of requests in the regime of `ropes`: another regime is a miss, for prefixes and
-    /// chunks alike.
+    /// Returns the root of the keys of requests in the regime of `ropes`. Another regime is a miss, for
+    /// prefixes and chunks alike.
     fn root(&self, ropes: &LayerRopes) -> BlockKey {
         self.scope.clone().ropes(ropes).root()
     }
@@ -256,7 +261,7 @@ impl Engine {
     }
 }
 
-/// What is in every key of an engine, but for the rotary embeddings of a request.
+/// Returns the parts of every key of an engine except the rotary embeddings of a request.
 fn scope_of(model: &Model, tokenizer: &[u8], caches: &Caches, keys: KeyForm, tenant_salt: &[u8]) -> KeyScope {
     KeyScope::new("kvmodel", model.revision())
         .tokenizer(tokenizer)

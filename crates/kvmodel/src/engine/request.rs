@@ -1,4 +1,4 @@
-//! What a request asks for and what comes back.
+//! Requests and their answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,33 +9,33 @@ use serde::Serialize;
 use crate::sample::Sampling;
 use crate::text::PromptTokens;
 
-/// A prompt and how to answer it.
+/// A prompt, with the settings for its answer.
 #[derive(Debug, Clone)]
 pub struct Request {
     /// The prompt.
     pub prompt: PromptTokens,
-    /// Position strategy and computing mode of chunks.
+    /// The compute mode and position strategy of chunks.
     pub cell: ReuseCell,
-    /// Whether cached KV is used and kept. Without it the same mask is computed anew.
+    /// Allows the use and keeping of cached KV. If false, everything is recomputed under the same mask.
     pub reuse: bool,
-    /// Whether chunks see each other after all: the prompt is computed as an ordinary one.
+    /// Lets chunks see each other: the prompt is computed as an ordinary one.
     pub full_attention: bool,
-    /// Which chunk tokens are computed anew, with everything before them in sight.
+    /// The strategy that chooses chunk tokens to recompute, with everything before them in sight.
     pub recompute: Arc<dyn RecomputeStrategy>,
-    /// How sharply the question looks at chunks.
+    /// The temperature and scale of the question's attention to chunks.
     pub scaling: ContextScaling,
-    /// Tag of the chunk cache's tenant whose chunks they are; `None` for the one that is always there.
+    /// The tag of the chunk cache's tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
-    /// Most tokens of the answer.
+    /// The largest number of tokens of the answer.
     pub max_new_tokens: usize,
-    /// How tokens are chosen.
+    /// The settings of sampling.
     pub sampling: Sampling,
-    /// Whether the logits of every answer token are returned.
+    /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 
 impl Request {
-    /// A greedy request for up to 64 tokens in the default, exact cell.
+    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact.
     pub fn new(prompt: PromptTokens) -> Self {
         Self {
             prompt,
@@ -52,37 +52,38 @@ impl Request {
     }
 }
 
-/// Why an answer ended.
+/// The reason why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// The model said so.
+    /// The model gave an end token.
     Stop,
-    /// The token limit, the model's last position, or the end of a static cache.
+    /// The answer reached the token limit, the model's last position or the end of a static cache.
     Length,
 }
 
-/// An answer and what it took.
+/// An answer, with its costs.
 #[derive(Debug, Clone)]
 pub struct Generation {
-    /// New tokens, without the one that ended the answer.
+    /// The new tokens, without the end token.
     pub tokens: Vec<u32>,
-    /// Why the answer ended.
+    /// The reason why the answer ended.
     pub finish: FinishReason,
-    /// Tokens of the prompt.
+    /// The number of tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Those of them whose KV was cached.
+    /// The number of prompt tokens whose KV was cached.
     pub cached_tokens: usize,
-    /// Chunk tokens that were computed anew by the request's recompute strategy.
+    /// The number of chunk tokens that the request's recompute strategy recomputed.
     pub recomputed_tokens: usize,
-    /// Floating-point operations of the prefill, counted: see [`Forward::flops`](crate::Forward::flops).
+    /// The counted floating-point operations of the prefill; see [`Forward::flops`](crate::Forward::flops).
     pub prefill_flops: u64,
-    /// From the start of the request to its first token.
+    /// The time to first token (TTFT), from the start of the request.
     pub ttft: Duration,
-    /// From the start of the request to its end.
+    /// The time from the start of the request to its end.
     pub total: Duration,
-    /// What happened to each chunk, in the prompt's order; empty for an ordinary prompt.
+    /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
-    /// Logits that each answer token was chosen from (the ending one included), if asked for.
+    /// The logits that each answer token was chosen from, including the end token; empty unless
+    /// [`Request::keep_logits`] is set.
     pub logits: Vec<Vec<f32>>,
 }

@@ -1,4 +1,4 @@
-//! Sleep mode: whole pools give their memory back while nobody asks anything, and wake at the same addresses.
+//! Sleep mode: whole pools release their memory while the engine is idle, and wake at the same addresses.
 
 use std::fmt;
 
@@ -10,21 +10,21 @@ use super::Engine;
 use super::caches::Caches;
 use crate::error::{Error, Result};
 
-/// A pool that can sleep as a whole, by the tag that it has in [`ReservedArena::asleep`].
+/// A pool that can sleep as a whole, by its tag in [`ReservedArena::asleep`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PoolTag {
-    /// Sequences and system prompts. What is cached there is forgotten, as in vLLM.
+    /// The pool of sequences and system prompts. Its cached contents are forgotten, as in vLLM.
     KvCache,
-    /// Chunks. They are copied to host memory, and found again bit for bit.
+    /// The pool of chunks. The chunks are copied to host memory, and are found again bit for bit.
     ChunkCache,
 }
 
 impl PoolTag {
-    /// Both.
+    /// Both pools.
     pub const ALL: [Self; 2] = [Self::KvCache, Self::ChunkCache];
 
-    /// The tag as a word: `kv_cache`, `chunk_cache`.
+    /// Returns the tag as a word: `kv_cache` or `chunk_cache`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::KvCache => "kv_cache",
@@ -39,16 +39,16 @@ impl fmt::Display for PoolTag {
     }
 }
 
-/// What putting pools to sleep brought.
+/// The result of putting pools to sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Slept {
-    /// Bytes of device memory that were released.
+    /// The bytes of device memory that were released.
     pub released_bytes: usize,
-    /// Bytes of host memory that hold chunks meanwhile.
+    /// The bytes of host memory that hold chunks while they sleep.
     pub saved_bytes: usize,
 }
 
-/// The arena of an engine whose pools can sleep, and the main pool while it does.
+/// The arena of an engine whose pools can sleep, with the main pool while that sleeps.
 #[derive(Debug)]
 pub(super) struct SleepMode {
     reserved: ReservedArena,
@@ -89,7 +89,7 @@ impl SleepMode {
         }
     }
 
-    /// Whether the pool slept.
+    /// Wakes a pool. Returns true if it slept.
     fn wake(&mut self, tag: PoolTag, chunks: &ChunkCacheManager, stream: &dyn Stream) -> Result<bool> {
         match tag {
             PoolTag::ChunkCache => Ok(chunks.wake_pool(stream)?),
@@ -106,11 +106,11 @@ impl SleepMode {
 }
 
 impl Engine {
-    /// Puts whole pools to sleep: their device memory is released. Those that sleep already sleep on. All pools that
-    /// were asked for sleep afterwards, or in case of an error none more than before.
+    /// Puts whole pools to sleep and releases their device memory. Pools that sleep already sleep on. If a
+    /// pool cannot sleep, the call wakes the pools that it has put to sleep.
     ///
-    /// While the chunk pool sleeps, requests are answered without it. While that of sequences sleeps, none is:
-    /// [`generate`](Self::generate) says so.
+    /// While the chunk pool sleeps, requests are answered without it. While the pool of sequences sleeps,
+    /// [`generate`](Self::generate) returns [`Error::Asleep`].
     ///
     /// ```no_run
     /// # use kvmodel::{Engine, PoolTag, Request};
@@ -124,9 +124,10 @@ impl Engine {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoSleepMode`] for an engine without [`enable_sleep_mode`](super::EngineConfig::enable_sleep_mode);
-    /// [`Error::InUse`] and [`kvchunk::Error::PoolInUse`] while blocks are held, with how many; those of
-    /// [`ReservedArena::sleep`].
+    /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](super::EngineConfig::enable_sleep_mode) is
+    ///   not set.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the numbers, while blocks are held.
+    /// - Returns the errors of [`ReservedArena::sleep`].
     pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
         let mut all = Slept::default();
         let mut fallen: Vec<PoolTag> = Vec::new();
@@ -149,11 +150,13 @@ impl Engine {
         Ok(all)
     }
 
-    /// Wakes pools: chunks are found again, bit for bit where they were. Returns whether one of them slept.
+    /// Wakes pools. Chunks are found again, bit for bit and in the same blocks. Returns true if one of the
+    /// pools slept.
     ///
     /// # Errors
-    /// [`kvcore::Error::Allocation`] when memory is refused, and what the stream refuses: what sleeps sleeps on, and
-    /// may be woken later. [`Error::NoSleepMode`] as for [`sleep`](Self::sleep).
+    /// Returns [`kvcore::Error::Allocation`] if there is no memory, and the errors of the stream. In that
+    /// case the pool sleeps on and can be woken later. Returns [`Error::NoSleepMode`] as
+    /// [`sleep`](Self::sleep) does.
     pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
         let mut slept = false;
         for &tag in tags {
@@ -165,7 +168,7 @@ impl Engine {
         Ok(slept)
     }
 
-    /// Whether a pool sleeps.
+    /// Returns true if a pool sleeps.
     pub fn is_sleeping(&self, tag: PoolTag) -> bool {
         match (&self.caches, tag) {
             (Caches::Paged { mode, .. }, PoolTag::KvCache) => {
@@ -183,7 +186,7 @@ impl Engine {
         mode.sleep(tag, (main, chunks), self.stream.as_ref())
     }
 
-    /// Requests need the pool of sequences.
+    /// Checks that the pool of sequences is awake, which every request needs.
     pub(super) fn check_awake(&self) -> Result<()> {
         if self.is_sleeping(PoolTag::KvCache) { Err(Error::Asleep(PoolTag::KvCache)) } else { Ok(()) }
     }

@@ -11,7 +11,8 @@ use crate::weights::Weights;
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Router,
-    /// Scores experts; f32 in every weight format, because a choice does not degrade gently.
+    /// The projection that scores experts. It is f32 in every weight format, because a choice does not
+    /// degrade gradually.
     gate: Linear,
     routed: Vec<Gated>,
     shared: Option<Gated>,
@@ -38,7 +39,7 @@ impl Experts {
         Ok(Self { router: Router { config, bias }, gate, routed, shared })
     }
 
-    /// Every expert runs once, over the rows that chose it.
+    /// Runs every expert once, over the rows that chose it.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let logits: Vec<Vec<f32>> = self.gate.forward(x)?.to_vec2()?;
         let mut rows = vec![Vec::new(); self.routed.len()];
@@ -66,22 +67,22 @@ impl Experts {
     }
 }
 
-/// Chooses experts and weighs them.
+/// A router: it chooses experts and weighs them.
 #[derive(Debug)]
 struct Router {
     config: ExpertsConfig,
-    /// Takes part in the choice, not in the weights.
+    /// The correction bias, which takes part in the choice but not in the weights.
     bias: Vec<f32>,
 }
 
 impl Router {
-    /// Experts of a row and their weights, from one logit an expert.
+    /// Returns the experts of a row with their weights, from one logit per expert.
     fn route(&self, logits: &[f32]) -> Vec<(usize, f32)> {
         let c = &self.config;
         let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
         let biased: Vec<f32> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
         let size = c.routed / c.groups;
-        // A group counts by the sum of its two best.
+        // A group's score is the sum of its two best experts.
         let of_group = |group: usize| -> f32 {
             let members = &biased[group * size..(group + 1) * size];
             best(0..size, members, 2).into_iter().map(|i| members[i]).sum()
@@ -96,7 +97,7 @@ impl Router {
     }
 }
 
-/// The `n` of `candidates` with the largest values, the first of equal ones.
+/// Returns the `n` candidates with the largest values, and the first of equal ones.
 fn best(candidates: impl Iterator<Item = usize>, values: &[f32], n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = candidates.collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));

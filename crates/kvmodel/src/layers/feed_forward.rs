@@ -1,4 +1,4 @@
-//! The gated feed-forward layer (Shazeer, 2020), dense or of experts.
+//! The gated feed-forward layer (Shazeer, 2020), dense or with experts.
 
 use candle_core::Tensor;
 
@@ -15,7 +15,7 @@ pub(super) enum FeedForward {
 }
 
 impl FeedForward {
-    /// The feed-forward layer of decoder layer `index`.
+    /// Loads the feed-forward layer of decoder layer `index`.
     pub(super) fn load(
         w: &mut Weights,
         c: &ModelConfig,
@@ -37,7 +37,7 @@ impl FeedForward {
     }
 }
 
-/// `down(silu(gate(x)) ⊙ up(x))`.
+/// A gated layer: `down(silu(gate(x)) ⊙ up(x))`.
 #[derive(Debug)]
 pub(super) struct Gated {
     gate: Linear,

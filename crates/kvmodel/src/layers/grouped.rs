@@ -7,7 +7,7 @@ use crate::config::{Family, ModelConfig};
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// Queries, keys and values of every head, and the projection of what attention returns.
+/// The projections to queries, keys and values of every head, and from the output of attention.
 #[derive(Debug)]
 pub(super) struct GroupedQuery {
     q: Linear,
@@ -37,7 +37,7 @@ impl GroupedQuery {
         Ok(Self { q, k, v, head_norms, output, head_dim: c.head_dim })
     }
 
-    /// Keys and values of the rows `x`, queries of the rows `asking`.
+    /// Projects the rows `x` to keys and values, and the rows `asking` to queries.
     pub(super) fn project(&self, x: &Tensor, asking: &Tensor) -> Result<Projected> {
         let heads = |y: Tensor| -> Result<Tensor> {
             let (rows, width) = y.dims2()?;
@@ -52,7 +52,7 @@ impl GroupedQuery {
         Ok(Projected { q, q_latent: None, k, v })
     }
 
-    /// From attention `[rows, heads, head_dim]` to the residual stream.
+    /// Projects attention `[rows, heads, head_dim]` to the residual stream.
     pub(super) fn output(&self, attention: &Tensor) -> Result<Tensor> {
         self.output.forward(&attention.flatten_from(1)?)
     }

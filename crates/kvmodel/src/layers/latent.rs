@@ -1,9 +1,9 @@
-//! Projections of multi-head latent attention (DeepSeek-AI, 2024), absorbed: the cache holds a token's latent
+//! Absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds a token's latent
 //! and the rotated part of its key, and attention runs over these.
 //!
-//! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` of a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and
-//! `Σ p v_h = Uⱽ_h Σ p c`: queries go to the latent's space before attention, outputs come back after it, and
-//! no head's key or value is ever formed.
+//! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` of a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and `Σ p v_h = Uⱽ_h Σ p
+//! c`. Queries are projected to the latent's space before attention, and outputs are projected back after it.
+//! No head's key or value is ever formed.
 
 use candle_core::Tensor;
 
@@ -12,24 +12,24 @@ use crate::config::{LatentConfig, ModelConfig};
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// Norms inside the projections have this, whatever `rms_norm_eps` says.
+/// The epsilon of norms inside the projections, whatever `rms_norm_eps` is.
 const EPS: f64 = 1e-6;
 
 #[derive(Debug)]
 pub(super) struct LatentAttention {
     query: Query,
-    /// To the latent and the part of the key that is rotated.
+    /// The projection to the latent and the rotated part of the key.
     down: Linear,
     norm: RmsNorm,
-    /// `Uᴷ`, `[heads, qk_nope_head_dim, kv_lora_rank]`. The two stay f32 in every weight format.
+    /// `Uᴷ`, `[heads, qk_nope_head_dim, kv_lora_rank]`. Both `Uᴷ` and `Uⱽ` stay f32 in every weight format.
     key: Tensor,
-    /// `Uⱽ` transposed, `[heads, kv_lora_rank, v_head_dim]`.
+    /// The transpose of `Uⱽ`, `[heads, kv_lora_rank, v_head_dim]`.
     value: Tensor,
     output: Linear,
     widths: LatentConfig,
 }
 
-/// Queries come from the residual stream or through a compression of their own.
+/// The projection to queries, direct or through a compression.
 #[derive(Debug)]
 enum Query {
     Full(Linear),
@@ -77,7 +77,7 @@ impl LatentAttention {
         Ok(Self { query, down, norm, key, value, output, widths })
     }
 
-    /// Rotated parts and latents of the rows `x`, queries of the rows `asking`.
+    /// Projects the rows `x` to rotated parts and latents, and the rows `asking` to queries.
     pub(super) fn project(&self, x: &Tensor, asking: &Tensor) -> Result<Projected> {
         let LatentConfig { kv_lora_rank: rank, qk_nope_head_dim: nope, qk_rope_head_dim: rope, .. } =
             self.widths;
@@ -94,13 +94,13 @@ impl LatentAttention {
         })
     }
 
-    /// From attention over latents `[rows, heads, kv_lora_rank]` to the residual stream.
+    /// Projects attention over latents `[rows, heads, kv_lora_rank]` to the residual stream.
     pub(super) fn output(&self, attention: &Tensor) -> Result<Tensor> {
         self.output.forward(&by_head(attention, &self.value)?.flatten_from(1)?)
     }
 }
 
-/// `[rows, heads, a]` times each head's `[a, b]`: `[rows, heads, b]`.
+/// Multiplies `[rows, heads, a]` by each head's `[a, b]`. Returns `[rows, heads, b]`.
 fn by_head(x: &Tensor, matrices: &Tensor) -> Result<Tensor> {
     let y = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
     Ok(y.transpose(0, 1)?.contiguous()?)

@@ -1,4 +1,4 @@
-//! Projections, in f32 or eight-bit blocks.
+//! Projections in f32 or eight-bit blocks.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use candle_core::{Module, Tensor};
 use crate::error::Result;
 use crate::weights::{Weights, bytes};
 
-/// How weights of projections are held while computing.
+/// The format of projection weights in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
     /// f32.
     #[default]
     F32,
-    /// Eight-bit blocks of 32 (ggml's `Q8_0`): about a quarter of the memory traffic when decoding.
+    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
     /// Projections whose input width is no multiple of 32 stay f32.
     Q8,
 }
@@ -72,7 +72,7 @@ impl Linear {
         Ok(linear)
     }
 
-    /// Bytes of the matrix.
+    /// Returns the bytes of the matrix.
     pub(crate) fn bytes(&self) -> usize {
         self.weight.bytes()
     }

@@ -29,32 +29,32 @@ pub(crate) struct Layer {
     feed_forward: FeedForward,
 }
 
-/// What stands around attention.
+/// The projections around attention.
 #[derive(Debug)]
 enum Projections {
     Grouped(GroupedQuery),
     Latent(LatentAttention),
 }
 
-/// What attention of a layer's rows takes, `[rows, heads, dim]` each, not rotated.
+/// The inputs of attention for a layer's rows, `[rows, heads, dim]` each, not rotated.
 pub(crate) struct Projected {
-    /// Queries; of latent attention the part that is rotated.
+    /// The queries; for latent attention, their rotated part.
     pub(crate) q: Tensor,
-    /// Queries of latent attention in the latent's space.
+    /// The queries of latent attention in the latent's space.
     pub(crate) q_latent: Option<Tensor>,
-    /// Keys; of latent attention the part that is rotated.
+    /// The keys; for latent attention, their rotated part.
     pub(crate) k: Tensor,
-    /// Values; of latent attention the latents.
+    /// The values; for latent attention, the latents.
     pub(crate) v: Tensor,
 }
 
 impl Projected {
-    /// Only these rows.
+    /// Returns only the given rows.
     pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
         Ok(Self { k: rows_of(&self.k, rows)?, v: rows_of(&self.v, rows)?, ..self.asking(rows)? })
     }
 
-    /// Queries of these rows only.
+    /// Returns only the queries of the given rows, with all keys and values.
     pub(crate) fn asking(&self, rows: &Tensor) -> Result<Self> {
         let q_latent = self.q_latent.as_ref().map(|q| rows_of(q, rows)).transpose()?;
         Ok(Self { q: rows_of(&self.q, rows)?, q_latent, k: self.k.clone(), v: self.v.clone() })
@@ -82,7 +82,7 @@ impl Layer {
         })
     }
 
-    /// Keys and values of all rows, queries of the rows in `wanted` (all, if `None`).
+    /// Projects all rows to keys and values, and the rows in `wanted` (all, if `None`) to queries.
     pub(crate) fn project(&self, x: &Tensor, wanted: Option<&Tensor>) -> Result<Projected> {
         let x = self.input_norm.forward(x)?;
         let asking = wanted.map_or_else(|| Ok(x.clone()), |rows| x.index_select(rows, 0))?;
@@ -92,7 +92,7 @@ impl Layer {
         }
     }
 
-    /// The residual stream after attention `[rows, heads, dim]` and the feed-forward layer.
+    /// Returns the residual stream after attention `[rows, heads, dim]` and the feed-forward layer.
     pub(crate) fn finish(&self, x: &Tensor, attention: &Tensor) -> Result<Tensor> {
         let attention = match &self.attention {
             Projections::Grouped(projections) => projections.output(attention)?,

@@ -1,11 +1,11 @@
-//! The norm of every supported family.
+//! The norm that all supported families use.
 
 use candle_core::{D, Tensor};
 
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// Root-mean-square norm over the last axis.
+/// A root-mean-square norm over the last axis.
 #[derive(Debug)]
 pub(crate) struct RmsNorm {
     weight: Tensor,

@@ -2,11 +2,11 @@
 
 use super::Model;
 
-/// A multiplication and an addition.
+/// The operations of a multiplication and an addition.
 const MULTIPLY_ADD: u64 = 2;
 
 impl Model {
-    /// Projections before attention: keys and values of `rows` rows, queries of `asking` rows.
+    /// Counts the projections before attention: `rows` rows to keys and values, `asking` rows to queries.
     pub(super) fn projection_flops(&self, rows: usize, asking: usize) -> u64 {
         let c = &self.config;
         let (key_value, query) = match c.latent {
@@ -24,7 +24,7 @@ impl Model {
         MULTIPLY_ADD * (rows as u64 * key_value as u64 + asking as u64 * query as u64)
     }
 
-    /// Attention with `visible` pairs of a row and a token that it sees.
+    /// Counts attention over `visible` pairs of a row and a token that it sees.
     pub(super) fn attention_flops(&self, visible: u64) -> u64 {
         let c = &self.config;
         let width = match c.latent {
@@ -34,7 +34,7 @@ impl Model {
         MULTIPLY_ADD * visible * width as u64
     }
 
-    /// The projection of attention's output and the feed-forward layer.
+    /// Counts the projection of attention's output and the feed-forward layer.
     pub(super) fn finish_flops(&self, layer: usize, rows: usize) -> u64 {
         let c = &self.config;
         let output = match c.latent {
@@ -45,7 +45,7 @@ impl Model {
         MULTIPLY_ADD * rows as u64 * (output + feed_forward) as u64
     }
 
-    /// The head.
+    /// Counts the output head.
     pub(super) fn head_flops(&self, rows: usize) -> u64 {
         MULTIPLY_ADD * rows as u64 * (self.config.hidden_size * self.config.vocab_size) as u64
     }

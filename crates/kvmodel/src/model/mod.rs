@@ -31,8 +31,10 @@ pub struct Model {
     weight_bytes: usize,
 }
 
-/// Told how a request advances, and asked whether it goes on: a break ends it with [`Error::Cancelled`], and nothing is
-/// held for it any more. Both methods go on unless implemented; `()` is the observer that does not care.
+/// An observer of a request: it is told of the request's progress, and may stop the request.
+///
+/// A break ends the request with [`Error::Cancelled`]; nothing stays held for it. The default of both methods
+/// is to continue. `()` is the observer that never stops a request.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -54,14 +56,14 @@ pub struct Model {
 /// assert!(Until(&stop).layer(2, 8).is_break());
 /// ```
 pub trait Observer {
-    /// `done` of `total` layers of a pass of the prefill are computed. There is more than one pass where chunks of other
-    /// requests were waited for, or some tokens are computed anew.
+    /// Called when `done` of `total` layers of a pass of the prefill are computed. A prefill has more than
+    /// one pass if it waited for chunks of other requests, or if some tokens are recomputed.
     fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         let _ = (done, total);
         ControlFlow::Continue(())
     }
 
-    /// The answer has one token more.
+    /// Called when the answer has a new token.
     fn token(&mut self, token: u32) -> ControlFlow<()> {
         let _ = token;
         ControlFlow::Continue(())
@@ -70,18 +72,18 @@ pub trait Observer {
 
 impl Observer for () {}
 
-/// Where a forward pass runs.
+/// The device that a forward pass runs on.
 #[derive(Debug)]
 pub struct ComputeDevice<'a> {
-    /// Allocates what goes up and comes down.
+    /// The backend that allocates the buffers of the pass.
     pub backend: &'a dyn Backend,
-    /// Orders the work.
+    /// The stream that orders the work.
     pub stream: &'a dyn Stream,
-    /// Holds keys and values.
+    /// The arena that holds keys and values.
     pub arena: &'a KvArena,
-    /// In which form keys are stored there.
+    /// The form in which keys are stored in the arena.
     pub keys: KeyForm,
-    /// Records where time goes.
+    /// The profiler that records the times of the pass.
     pub profiler: &'a Profiler,
 }
 
@@ -89,7 +91,7 @@ impl Model {
     /// Builds the model from its config and weights.
     ///
     /// # Errors
-    /// [`Error::Weights`] for a tensor that is missing or of another shape.
+    /// Returns [`Error::Weights`] if a tensor is missing or has another shape.
     pub fn new(config: ModelConfig, mut weights: Weights, format: WeightFormat) -> Result<Self> {
         let w = &mut weights;
         let embedding = w.take("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
@@ -105,7 +107,7 @@ impl Model {
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
         let revision = revision(&config, w.digest(), format)?;
         let linear = Linear::new(&head, None, format)?;
-        // A tied head in f32 is the embedding itself.
+        // In f32, a tied head is the embedding itself.
         match (config.tied_head, format) {
             (true, WeightFormat::F32) => {}
             (true, WeightFormat::Q8) => w.hold(linear.bytes()),
@@ -115,35 +117,35 @@ impl Model {
         Ok(Self { embedding, layers, norm, head: linear, ropes, revision, weight_bytes, config })
     }
 
-    /// Bytes of the weights as they are held.
+    /// Returns the bytes of the weights, in the formats in which they are held.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// The rotary embeddings of every layer for a request whose positions are all below `longest`, the
-    /// tokens that it may still generate included. They are part of the request's keys, see
-    /// [`kvcore::Regime`].
+    /// Returns the rotary embeddings of every layer for a request whose positions are all below `longest`,
+    /// including those of tokens that it may still generate. The embeddings are part of the request's keys;
+    /// see [`kvcore::Regime`].
     ///
     /// # Errors
-    /// [`kvcore::Error::OutOfRange`] for more positions than the model has.
+    /// Returns [`kvcore::Error::OutOfRange`] if the model has fewer positions.
     pub fn ropes(&self, longest: usize) -> Result<LayerRopes> {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Hash of weights, configuration and weight format: everything that keys and values of the same
-    /// tokens depend on.
+    /// Returns the hash of weights, configuration and weight format: of everything that keys and values of
+    /// given tokens depend on.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }
 
-    /// What a cache must know of this model.
+    /// Returns the extents that a cache for this model needs.
     ///
-    /// Latent attention keeps one row of each plane a token: K the rotated part, V the latent.
+    /// With latent attention, a token has one row in each plane: the rotated part in K and the latent in V.
     pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
         let c = &self.config;
         let (heads, k_dim, v_dim) = match c.latent {
@@ -162,7 +164,7 @@ impl Model {
     }
 }
 
-/// What distinguishes this model's keys and values from those of any other.
+/// Returns the hash that tells this model's keys and values from those of any other model.
 fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat) -> Result<[u8; 32]> {
     let text = serde_json::to_vec(&(config, format)).map_err(|e| Error::Config(e.to_string()))?;
     let mut hasher = blake3::Hasher::new_derive_key("kvmodel revision v1");

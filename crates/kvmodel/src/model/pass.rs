@@ -9,59 +9,63 @@ use super::{ComputeDevice, Model, Observer};
 use crate::error::{Error, Result};
 use crate::layers::Projected;
 
-/// What a pass gives.
+/// The result of a pass.
 #[derive(Debug)]
 pub struct Forward {
-    /// The logits that were asked for, `[rows, vocab_size]` per sequence in order; sequences that asked for
-    /// none have no entry.
+    /// The requested logits, `[rows, vocab_size]` per sequence, in order. Sequences that requested none have
+    /// no entry.
     pub logits: Vec<Tensor>,
-    /// Floating-point operations, counted: two for each multiplication of a matrix or an attention, none
-    /// for norms, rotations and other small change.
+    /// The counted floating-point operations: two for each multiplication of a matrix or of attention, none
+    /// for norms, rotations and other small work.
     pub flops: u64,
 }
 
-/// Keys and values of a layer's rows before they are stored.
+/// The keys and values of a layer's rows before they are stored.
 #[derive(Debug)]
 pub struct FreshKv {
-    /// The layer.
+    /// The layer, from 0.
     pub layer: usize,
-    /// Rows of the batch.
+    /// The number of rows of the batch.
     pub rows: usize,
-    /// Keys `[rows, k_heads, k_dim]`, rotated to where they are stored.
+    /// The keys `[rows, k_heads, k_dim]`, in the form in which they are stored.
     pub k: Vec<f32>,
-    /// Values `[rows, v_heads, v_dim]`.
+    /// The values `[rows, v_heads, v_dim]`.
     pub v: Vec<f32>,
 }
 
-/// What goes on after a checkpoint.
+/// The rows that go on after a checkpoint.
 #[derive(Debug)]
 pub struct Narrowed {
-    /// Rows of the batch that go on, rising within each sequence.
+    /// The indices of the rows in the batch, ascending within each sequence.
     pub rows: Vec<u32>,
-    /// The sequences that they are now: as many tokens in all.
+    /// The sequences that these rows form now, with as many tokens in total.
     pub batch: Vec<SequenceInput>,
 }
 
-/// A look at keys and values in the middle of a pass, after which fewer rows go on.
+/// A checkpoint in the middle of a pass: it sees keys and values, and chooses the rows that go on.
 pub trait Checkpoint {
-    /// The layer at which it is; layers before it compute all rows.
+    /// Returns the layer of the checkpoint. Layers before it compute all rows.
     fn layer(&self) -> usize;
 
-    /// Chooses the rows that go on, from this layer's attention. Everything before is enqueued already.
+    /// Chooses the rows that go on, from this layer's attention. The work of all earlier layers is enqueued
+    /// already.
     ///
     /// # Errors
-    /// They end the pass.
+    /// An error ends the pass.
     fn narrow(&mut self, fresh: &FreshKv) -> Result<Narrowed>;
 }
 
 impl Model {
-    /// One pass over a batch of sequences: their keys and values land in the arena.
+    /// Runs one pass over a batch of sequences. Their keys and values are written to the arena.
     ///
-    /// All sequences are of one regime: `ropes` is what [`ropes`](Self::ropes) gave for their requests.
+    /// All sequences are of one regime. The caller guarantees that `ropes` came from [`ropes`](Self::ropes)
+    /// for their requests.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`] before anything is computed; [`Error::Cancelled`] when the observer stops it;
-    /// errors of the backend.
+    /// - Returns [`Error::TokenOutOfVocabulary`] before anything is computed.
+    /// - Returns [`kvcore::Error::Mismatch`] if `ropes` does not have one embedding per layer.
+    /// - Returns [`Error::Cancelled`] if the observer stops the pass.
+    /// - Returns the errors of the backend.
     pub fn forward(
         &self,
         device: &ComputeDevice,
@@ -72,11 +76,13 @@ impl Model {
         self.forward_checked(device, ropes, batch, None, observer)
     }
 
-    /// The same with a checkpoint, if there is one.
+    /// Runs one pass as [`forward`](Self::forward) does, with a checkpoint if there is one.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); [`kvcore::Error::OutOfRange`] for a checkpoint past the last layer,
-    /// [`kvcore::Error::Mismatch`] when it gives more or fewer tokens than rows.
+    /// - Returns the errors of [`forward`](Self::forward) and of the checkpoint.
+    /// - Returns [`kvcore::Error::OutOfRange`] if the checkpoint is past the last layer, or chooses a row
+    ///   that the batch does not have.
+    /// - Returns [`kvcore::Error::Mismatch`] if the checkpoint returns no row, or not one token per row.
     pub fn forward_checked(
         &self,
         device: &ComputeDevice,
@@ -116,24 +122,21 @@ impl Model {
                 let narrowed = device.profiler.span("checkpoint", || checkpoint.narrow(&fresh))?;
                 (rows, x, checked) = self.narrow(&x, &projected, narrowed)?;
             }
-            // In the last layer only rows whose logits are wanted go on; the others leave their KV.
+            // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
             let wanted: Option<Wanted> = (index == layers - 1).then(|| rows.wanted()).transpose()?;
             let asking = wanted.as_ref().map(|n| &n.index);
             let projected = match (checked, asking) {
                 (Some(projected), Some(asking)) => projected.asking(asking)?,
                 (Some(projected), None) => projected,
                 (None, asking) => {
-                    let asked = wanted.as_ref().map_or(rows.tokens.len(), |n| n.rows.len());
+                    let asked = wanted.as_ref().map_or(rows.tokens.len(), |n| n.work.rows().len());
                     flops += self.projection_flops(rows.tokens.len(), asked);
                     device.profiler.span("projections", || layer.project(&x, asking))?
                 }
             };
             staging.store(device, &at_layer, &rows, &projected)?;
-            let (at, entries) = match &wanted {
-                Some(n) => (&n.rows, &n.batch),
-                None => (&rows.queries, &rows.batch),
-            };
-            if at.is_empty() {
+            let work = wanted.as_ref().map_or(&rows.work, |wanted| &wanted.work);
+            if work.rows().is_empty() {
                 device.stream.synchronize()?;
                 advanced(observer, index + 1, layers)?;
                 return Ok(Forward { logits: Vec::new(), flops });
@@ -141,8 +144,8 @@ impl Model {
             if let Some(n) = &wanted {
                 x = x.index_select(&n.index, 0)?;
             }
-            let attention = staging.attend(device, &at_layer, &projected, (at, entries), &rows.groups)?;
-            flops += self.attention_flops(Rows::visible(at, entries)) + self.finish_flops(index, at.len());
+            let attention = staging.attend(device, &at_layer, &projected, work)?;
+            flops += self.attention_flops(Rows::visible(work)) + self.finish_flops(index, work.rows().len());
             x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
             advanced(observer, index + 1, layers)?;
         }
@@ -153,7 +156,7 @@ impl Model {
         })
     }
 
-    /// The rows that go on after a checkpoint: what they are, the residual stream, and their projections.
+    /// Returns the rows that go on after a checkpoint, with their residual stream and their projections.
     fn narrow(
         &self,
         x: &Tensor,
@@ -176,7 +179,7 @@ impl Model {
     }
 }
 
-/// Says how far a pass is, and asks whether it goes on.
+/// Tells the observer how far the pass is. Returns an error if the observer stops it.
 fn advanced(observer: &mut dyn Observer, done: usize, total: usize) -> Result<()> {
     if observer.layer(done, total).is_break() { Err(Error::Cancelled) } else { Ok(()) }
 }

@@ -1,30 +1,28 @@
-//! The rows of a batch, laid after one another.
+//! The rows of a batch, one sequence after the other.
 
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use kvcore::{AttendRows, Logits, MergeGroup, QueryRow, Segment, SequenceInput, SlotMapping};
+use kvcore::{AttendRows, AttendWork, Logits, MergeGroup, QueryRow, Segment, SequenceInput, WriteSlots};
 
 use crate::error::{Error, Result};
 
-/// What a pass computes, row by row.
+/// The rows that a pass computes.
 pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,
-    pub(super) queries: Arc<[QueryRow]>,
-    /// Positions that keys are rotated to.
+    /// The positions that keys are rotated to.
     pub(super) positions: Arc<[i64]>,
-    pub(super) slots: SlotMapping,
-    pub(super) batch: Arc<[AttendRows]>,
-    pub(super) groups: Arc<[MergeGroup]>,
-    /// Rows of each sequence whose logits are wanted, as a range of `tokens`.
+    pub(super) slots: WriteSlots,
+    /// The attention work of the rows, equal for all layers.
+    pub(super) work: Arc<AttendWork>,
+    /// The rows of each sequence whose logits are wanted, as a range of `tokens`.
     logits: Vec<std::ops::Range<usize>>,
 }
 
 /// The rows that go through the end of the last layer.
 pub(super) struct Wanted {
     pub(super) index: Tensor,
-    pub(super) rows: Arc<[QueryRow]>,
-    pub(super) batch: Arc<[AttendRows]>,
+    pub(super) work: Arc<AttendWork>,
 }
 
 impl Rows {
@@ -36,7 +34,7 @@ impl Rows {
         for sequence in batch {
             sequence.check()?;
         }
-        let rows: Arc<[QueryRow]> = batch.iter().flat_map(SequenceInput::rows).collect();
+        let rows: Vec<QueryRow> = batch.iter().flat_map(SequenceInput::rows).collect();
         let (mut entries, mut logits, mut at, mut groups) = (Vec::new(), Vec::new(), 0, Vec::new());
         for sequence in batch {
             let range = at..at + sequence.tokens.len();
@@ -50,38 +48,40 @@ impl Rows {
         }
         Ok(Self {
             positions: batch.iter().flat_map(SequenceInput::key_positions).collect(),
-            groups: groups.into(),
-            slots: SlotMapping::concat(batch.iter().map(|s| &s.slots)),
-            batch: entries.into(),
+            slots: WriteSlots::concat(batch.iter().map(|s| &s.slots)),
+            work: Arc::new(AttendWork::with_groups(rows, entries, groups)),
             tokens,
-            queries: rows,
             logits,
         })
     }
 
-    /// Visible tokens, summed over all rows: what attention costs. Windows are not subtracted.
-    pub(super) fn visible(queries: &[QueryRow], batch: &[AttendRows]) -> u64 {
+    /// Counts the visible tokens over all rows, on which the cost of attention depends. Windows are not
+    /// subtracted.
+    pub(super) fn visible(work: &AttendWork) -> u64 {
         let seen = |row: &QueryRow, segment: &Segment| {
             (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len) as u64
         };
         let of = |entry: &AttendRows| -> u64 {
-            let rows = &queries[entry.rows.clone()];
+            let rows = &work.rows()[entry.rows.clone()];
             rows.iter().map(|row| entry.segments.iter().map(|segment| seen(row, segment)).sum::<u64>()).sum()
         };
-        batch.iter().map(of).sum()
+        work.batch().iter().map(of).sum()
     }
 
     pub(super) fn wanted(&self) -> Result<Wanted> {
         let index: Vec<u32> = self.logits.iter().cloned().flatten().map(|row| row as u32).collect();
         let (mut batch, mut at) = (Vec::new(), 0);
-        for (entry, wanted) in self.batch.iter().zip(&self.logits) {
+        for (entry, wanted) in self.work.batch().iter().zip(&self.logits) {
             let range = at..at + wanted.len();
             at = range.end;
             batch.push(AttendRows::new(range, Arc::clone(&entry.segments)));
         }
         Ok(Wanted {
-            rows: index.iter().map(|&row| self.queries[row as usize]).collect(),
-            batch: batch.into(),
+            work: Arc::new(AttendWork::with_groups(
+                index.iter().map(|&row| self.work.rows()[row as usize]).collect::<Vec<_>>(),
+                batch,
+                Arc::clone(self.work.groups()),
+            )),
             index: Tensor::from_vec(index.clone(), index.len(), &Device::Cpu)?,
         })
     }
@@ -96,7 +96,7 @@ impl Rows {
     }
 }
 
-/// A sequence's segments with the merge groups of the whole batch: equal groups are one.
+/// Returns a sequence's segments with the merge groups of the whole batch. Equal groups become one.
 fn grouped(sequence: &SequenceInput, groups: &mut Vec<MergeGroup>) -> Result<Arc<[Segment]>> {
     let place = |segment: &Segment| {
         let (asked, limit) = (segment.merge_group, sequence.groups.len());

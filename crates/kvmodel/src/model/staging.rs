@@ -1,11 +1,11 @@
-//! Device buffers of one pass: what goes up to the arena and comes down from attention.
+//! The device buffers of one pass: inputs of the arena, and the output of attention.
 
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, Backend, DType, KeyForm, KvExtents, MemoryKind, MergeGroup,
-    QueryRow, Rope, Scatter, Stream, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendMla, AttendWork, Backend, DType, KeyForm, KvExtents, MemoryKind, Rope,
+    RowRotation, Scatter, Stream, TensorView, allocate_tensor,
 };
 
 use super::rows::Rows;
@@ -13,10 +13,10 @@ use super::{ComputeDevice, FreshKv};
 use crate::error::Result;
 use crate::layers::Projected;
 
-/// Buffers that every layer reuses.
+/// The buffers that every layer reuses.
 pub(super) struct Staging {
     q: TensorView,
-    /// Of latent attention alone.
+    /// The latent queries; only with latent attention.
     q_latent: Option<TensorView>,
     k: TensorView,
     v: TensorView,
@@ -33,7 +33,7 @@ pub(super) struct LayerAttention<'a> {
 }
 
 impl Staging {
-    /// Buffers for `rows` rows with `heads` query heads, over a cache of these extents.
+    /// Allocates buffers for `rows` rows with `heads` query heads, over a cache of these extents.
     pub(super) fn new(
         backend: &dyn Backend,
         extents: &KvExtents,
@@ -53,11 +53,10 @@ impl Staging {
         })
     }
 
-    /// Keys and values go up, and keys are brought into the form in which they are stored.
-    fn formed(
+    /// Uploads the keys and values of the rows as they were projected.
+    fn upload(
         &self,
         device: &ComputeDevice,
-        layer: &LayerAttention,
         rows: &Rows,
         projected: &Projected,
     ) -> Result<(TensorView, TensorView)> {
@@ -67,15 +66,11 @@ impl Staging {
             upload(device.stream, &k, &projected.k)?;
             upload(device.stream, &v, &projected.v)
         })?;
-        if device.keys == KeyForm::Rotated {
-            let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
-            let apply = ApplyRope { rows: k.clone(), positions, rope };
-            device.profiler.span("rope and scatter", || device.stream.rope(&apply))?;
-        }
         Ok((k, v))
     }
 
-    /// Keys and values go up and are scattered to their slots.
+    /// Uploads keys and values and scatters them to their slots. The keys are scattered in the form in which
+    /// they are stored.
     pub(super) fn store(
         &self,
         device: &ComputeDevice,
@@ -83,13 +78,15 @@ impl Staging {
         rows: &Rows,
         projected: &Projected,
     ) -> Result<()> {
-        let (k, v) = self.formed(device, layer, rows, projected)?;
-        let (arena, slots) = (device.arena.clone(), Arc::clone(rows.slots.slots()));
-        let scatter = Scatter { arena, layer: layer.index, k, v, slots };
-        Ok(device.profiler.span("rope and scatter", || device.stream.scatter(&scatter))?)
+        let (k, v) = self.upload(device, rows, projected)?;
+        let rotation = (device.keys == KeyForm::Rotated)
+            .then(|| RowRotation { rope: Arc::clone(layer.rope), positions: Arc::clone(&rows.positions) });
+        let (arena, slots) = (device.arena.clone(), rows.slots.clone());
+        let scatter = Scatter { arena, layer: layer.index, k, v, slots, rotation };
+        Ok(device.profiler.span("scatter", || device.stream.scatter(&scatter))?)
     }
 
-    /// The keys and values that [`store`](Self::store) would write, on the host.
+    /// Returns the keys and values that [`store`](Self::store) would write, in f32 on the host.
     pub(super) fn fresh(
         &self,
         device: &ComputeDevice,
@@ -97,7 +94,11 @@ impl Staging {
         rows: &Rows,
         projected: &Projected,
     ) -> Result<FreshKv> {
-        let (k, v) = self.formed(device, layer, rows, projected)?;
+        let (k, v) = self.upload(device, rows, projected)?;
+        if device.keys == KeyForm::Rotated {
+            let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+            device.stream.rope(&ApplyRope { rows: k.clone(), positions, rope })?;
+        }
         let down = |view: &TensorView| -> Result<Vec<f32>> {
             let mut host = vec![0.0f32; view.len()];
             device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
@@ -106,16 +107,15 @@ impl Staging {
         Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k: down(&k)?, v: down(&v)? })
     }
 
-    /// Attention of `rows`, `[rows, heads, v_dim]`.
+    /// Returns the attention of `rows`, `[rows, heads, v_dim]`.
     pub(super) fn attend(
         &mut self,
         device: &ComputeDevice,
         layer: &LayerAttention,
         projected: &Projected,
-        (rows, batch): (&Arc<[QueryRow]>, &Arc<[AttendRows]>),
-        groups: &Arc<[MergeGroup]>,
+        work: &Arc<AttendWork>,
     ) -> Result<Tensor> {
-        let count = rows.len();
+        let count = work.rows().len();
         let (q, out) = (self.q.slice(0, 0, count)?, self.out.slice(0, 0, count)?);
         let q_latent = self.q_latent.as_ref().map(|view| view.slice(0, 0, count)).transpose()?;
         device.profiler.span("copy to device", || {
@@ -131,9 +131,7 @@ impl Staging {
             q,
             rope: Some(Arc::clone(layer.rope)),
             keys: device.keys,
-            rows: Arc::clone(rows),
-            batch: Arc::clone(batch),
-            groups: Arc::clone(groups),
+            work: Arc::clone(work),
             scale: layer.scale,
             window: layer.window,
             softcap: None,

@@ -1,4 +1,4 @@
-//! Named spans and counters: where time went, and how often things happened.
+//! Named spans and counters: times, and numbers of events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,12 +10,14 @@ mod report;
 
 pub use report::{ProfileReport, SpanStats};
 
-/// Collects spans and counters; clones share the collection and may be used by any thread.
+/// A collection of spans and counters. Clones share the collection, and any thread may use them.
 ///
-/// A disabled profiler holds nothing: a span costs a test of one pointer when it begins and one when it
-/// ends, an increment costs one, and no clock is read, no lock taken, no memory allocated. An enabled one
-/// reads the clock twice a span and takes a lock for a moment when it ends; the lock is not held while
-/// the work runs, so that spans may lie inside each other (the outer one's time includes the inner's).
+/// A disabled profiler holds nothing. A span costs the test of a pointer when it begins and another when it
+/// ends, and an increment costs one. No clock is read, no lock is taken and no memory is allocated.
+///
+/// An enabled profiler reads the clock twice per span, and takes a lock for a moment when the span ends. The
+/// lock is not held while the work runs, so spans may lie inside each other. The outer span's time includes
+/// the inner's.
 ///
 /// ```
 /// use kvmodel::Profiler;
@@ -40,34 +42,34 @@ pub use report::{ProfileReport, SpanStats};
 pub struct Profiler(Option<Arc<Mutex<ProfileReport>>>);
 
 impl Profiler {
-    /// A profiler that records.
+    /// Creates a profiler that records.
     pub fn enabled() -> Self {
         Self(Some(Arc::default()))
     }
 
-    /// A profiler that does nothing.
+    /// Creates a profiler that does nothing.
     pub fn disabled() -> Self {
         Self(None)
     }
 
-    /// Whether anything is recorded.
+    /// Returns true if the profiler records.
     pub fn is_enabled(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Begins a span that ends when the guard is dropped, however the scope is left.
+    /// Begins a span, which ends when the guard is dropped, however the scope is left.
     #[inline]
     pub fn record(&self, name: &'static str) -> Span<'_> {
         Span(self.0.as_ref().map(|records| (records.as_ref(), name, Instant::now())))
     }
 
-    /// Runs `work` and records how long it took.
+    /// Runs `work` and records its time.
     pub fn span<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let _span = self.record(name);
         work()
     }
 
-    /// Adds `by` to a counter, which begins at 0 and stops at the largest number.
+    /// Adds `by` to a counter. A counter begins at 0 and saturates at the largest number.
     #[inline]
     pub fn increment(&self, name: &'static str, by: u64) {
         if let Some(records) = &self.0 {
@@ -77,17 +79,17 @@ impl Profiler {
         }
     }
 
-    /// All spans by name.
+    /// Returns all spans by name.
     pub fn summary(&self) -> BTreeMap<&'static str, SpanStats> {
         self.report().spans
     }
 
-    /// All spans and counters.
+    /// Returns all spans and counters.
     pub fn report(&self) -> ProfileReport {
         self.0.as_ref().map(|records| records.lock().clone()).unwrap_or_default()
     }
 
-    /// Forgets everything recorded so far. A span that runs is recorded when it ends.
+    /// Forgets everything recorded so far. A span that is running is recorded when it ends.
     pub fn reset(&self) {
         if let Some(records) = &self.0 {
             *records.lock() = ProfileReport::default();
@@ -95,10 +97,10 @@ impl Profiler {
     }
 }
 
-/// A span that runs.
+/// A running span.
 ///
 /// # Drop behaviour
-/// The time since [`Profiler::record`] is added to its name.
+/// Adds the time since [`Profiler::record`] to the span's name.
 #[derive(Debug)]
 #[must_use = "a span ends when its guard is dropped"]
 pub struct Span<'a>(Option<(&'a Mutex<ProfileReport>, &'static str, Instant)>);

@@ -1,4 +1,4 @@
-//! What a profiler has collected, as numbers, as a table and as JSON.
+//! The report of a profiler: its numbers, as a table and as JSON.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -7,18 +7,18 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-/// Time spent under one name.
+/// The times recorded under one name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SpanStats {
-    /// Times the span was entered.
+    /// The number of times that the span was entered.
     pub count: u64,
-    /// Sum of all durations.
+    /// The sum of all durations.
     #[serde(rename = "total_seconds", serialize_with = "seconds")]
     pub total: Duration,
-    /// Shortest duration.
+    /// The shortest duration.
     #[serde(rename = "min_seconds", serialize_with = "seconds")]
     pub min: Duration,
-    /// Longest duration.
+    /// The longest duration.
     #[serde(rename = "max_seconds", serialize_with = "seconds")]
     pub max: Duration,
 }
@@ -28,7 +28,7 @@ fn seconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S
 }
 
 impl SpanStats {
-    /// One more duration.
+    /// Adds a duration.
     pub(super) fn add(&mut self, took: Duration) {
         self.min = if self.count == 0 { took } else { self.min.min(took) };
         self.max = self.max.max(took);
@@ -36,21 +36,21 @@ impl SpanStats {
         self.total = self.total.saturating_add(took);
     }
 
-    /// The average duration; 0 before the first.
+    /// Returns the average duration; 0 before the first.
     pub fn mean(&self) -> Duration {
         let nanos = self.total.as_nanos().checked_div(u128::from(self.count)).unwrap_or(0);
         Duration::from_nanos(nanos.min(u128::from(u64::MAX)) as u64)
     }
 }
 
-/// Spans and counters of a [`Profiler`](super::Profiler).
+/// The spans and counters of a [`Profiler`](super::Profiler).
 ///
-/// It prints as a table, the longest total first; JSON has durations in seconds.
+/// The report prints as a table, with the longest total first. Its JSON has durations in seconds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct ProfileReport {
-    /// Spans by name.
+    /// The spans by name.
     pub spans: BTreeMap<&'static str, SpanStats>,
-    /// Counters by name.
+    /// The counters by name.
     pub counters: BTreeMap<&'static str, u64>,
 }
 
@@ -71,7 +71,8 @@ impl fmt::Display for ProfileReport {
     }
 }
 
-/// Rows under a header, the first column to the left and the others to the right; nothing without rows.
+/// Writes rows under a header, with the first column to the left and the others to the right. Writes nothing
+/// if there are no rows.
 fn table(f: &mut fmt::Formatter<'_>, header: &[&str], mut rows: Vec<Vec<String>>) -> fmt::Result {
     if rows.is_empty() {
         return Ok(());

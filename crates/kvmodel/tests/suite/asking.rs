@@ -1,21 +1,21 @@
-//! An engine over a golden model, and what it is asked.
+//! An engine over a golden model, and requests to it.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
-use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, allocate_tensor};
+use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, WriteSlots, allocate_tensor};
 use kvmodel::{Engine, EngineConfig, Generation, PromptTokens, Request};
 
 use crate::common::load_model;
 
-/// An engine in blocks of four tokens with room for everything.
+/// Creates an engine in blocks of four tokens, with room for everything.
 pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
     engine_with(name, kv_format, KeyForm::Rotated)
 }
 
-/// The same with keys stored in this form.
+/// Creates an engine as [`engine`] does, with keys stored in the form `keys`.
 pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
@@ -29,7 +29,7 @@ pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Eng
     Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap()
 }
 
-/// Answers with one token, unless `change` says otherwise: its logits are the prefill's.
+/// Asks for one token, unless `change` says otherwise. The answer's logits are the prefill's.
 pub(crate) fn ask(
     engine: &mut Engine,
     prompt: &ChunkedPrompt,
@@ -43,7 +43,7 @@ pub(crate) fn ask(
     generation
 }
 
-/// A strategy in a cell.
+/// Sets a strategy and a cell.
 pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
     let strategy: Arc<dyn RecomputeStrategy> = Arc::new(strategy.parse::<Recompute>().unwrap());
     move |request| {
@@ -52,12 +52,12 @@ pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request)
     }
 }
 
-/// Logits of the last row of several.
+/// Returns the logits of the last of several rows.
 pub(crate) fn last(rows: &[f32], vocabulary: usize) -> &[f32] {
     &rows[rows.len() - vocabulary..]
 }
 
-/// Writes zeros over every key and every value of the chunk pool in some layers, or over either.
+/// Writes zeros over all keys, all values or both of the chunk pool, in some layers.
 pub(crate) fn spoil(engine: &Engine, layers: Range<usize>, [keys, values]: [bool; 2]) {
     let arena = engine.cache().arena();
     let shape = arena.layout().shape();
@@ -81,7 +81,9 @@ pub(crate) fn spoil(engine: &Engine, layers: Range<usize>, [keys, values]: [bool
             {
                 stream.write(view, &vec![0; dtype.bytes_for(view.len()).unwrap()]).unwrap();
             }
-            stream.scatter(&Scatter { arena, layer, k, v, slots }).unwrap();
+            stream
+                .scatter(&Scatter { arena, layer, k, v, slots: WriteSlots::unchecked(slots), rotation: None })
+                .unwrap();
         }
     }
     stream.synchronize().unwrap();

@@ -1,5 +1,6 @@
-//! Recomputation by deviation between its ends, against one pass in which tokens that were not chosen keep their
-//! stored keys and values from the layer of the check on (`tools/model_goldens/blending.py`).
+//! Recomputation by deviation, with shares between 0 and 1. The reference is one pass in which tokens that
+//! were not chosen keep their stored keys and values from the layer of the check on
+//! (`tools/model_goldens/blending.py`).
 
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +13,8 @@ use rstest::rstest;
 use crate::asking::{ask, engine, last, spoil};
 use crate::common::{Golden, distance, golden_name};
 
-/// Chooses as a blend does, and remembers; or, without one, chooses what it was told.
+/// A strategy that chooses as a blend does and remembers the choice. Without a blend it chooses the given
+/// tokens.
 #[derive(Debug)]
 struct Spy {
     blend: Option<Recompute>,
@@ -68,11 +70,11 @@ fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
     let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
     let mut engine = engine(name, "f32".parse().unwrap());
     let vocabulary = engine.model().config().vocab_size;
-    // Nothing cached at first, everything the second time.
+    // Nothing is cached in the first round, everything in the second.
     for round in 0..2 {
         let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
         let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
-        // The second token sees what is cached after the blend, in every layer.
+        // The second token sees the KV that is cached after the blend, in every layer.
         let got = ask(&mut engine, &golden.prompt, |request| {
             (request.recompute, request.cell, request.max_new_tokens) = (strategy, cell, 2);
         });
@@ -105,7 +107,7 @@ fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
     #[values(0, 1, 2, 3, 4, 5)] cell: usize,
     #[values(1, 2)] documents: usize,
 ) {
-    // The first of two may have nothing to deviate from; a single one never has, where the system prompt is seen.
+    // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
     let (golden, cell) = (Golden::load("llama-deep"), ReuseCell::ALL[cell]);
     let chunks = golden.prompt.chunks()[..documents].to_vec();
     let parts = |chunks| {
@@ -139,7 +141,7 @@ fn deviations_are_of_what_was_asked_for(
     let of = |what: &str, spoilt: [bool; 2]| {
         let mut engine = engine(name, format.parse().unwrap());
         ask(&mut engine, &golden.prompt, crate::asking::with("none", cell));
-        // Fresh rows of the check layer see the first chunk below it, which stays as it was.
+        // The fresh rows of the check layer see the first chunk below that layer, which stays as it was.
         spoil(&engine, 1..2, spoilt);
         let spy = Spy::on(&format!("blend:0.4@1:{what}"));
         let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
@@ -162,8 +164,8 @@ fn a_blend_at_the_first_layer_equals_the_same_tokens_chosen_by_hand(
     #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
     #[values(0, 1, 2, 3)] cell: usize,
 ) {
-    // At layer 0 rows go on before anything was computed above them: what blend computes for the tokens
-    // that it chose is then what any strategy computes for them.
+    // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
+    // tokens exactly what any strategy computes for them.
     let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
     let mut engine = engine(name, "f32".parse().unwrap());
     let mut run = |strategy: Arc<dyn RecomputeStrategy>| {

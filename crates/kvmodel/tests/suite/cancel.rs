@@ -1,4 +1,4 @@
-//! Rule 8 when a request is stopped: it holds nothing afterwards, and the next one's answer is right.
+//! Rule 8 when a request is stopped: the request holds nothing afterwards, and the next answer is right.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::asking::engine;
 use crate::common::{Golden, distance};
 use crate::failure::assert_nothing_held;
 
-/// Lets a request go on for so many layers and tokens.
+/// An observer that lets a request go on for this many layers and tokens.
 struct Patience(usize);
 
 impl Patience {

@@ -1,4 +1,4 @@
-//! A small laboratory: a golden model, its caches, and passes whose logits are all kept.
+//! A small laboratory: a golden model, its caches, and passes that keep all logits.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use kvcore::{
 use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
 use safetensors::SafeTensors;
 
-/// A test for every golden model: each family, and each kind of rotary embedding. The first argument is the
-/// model's name, further ones are those of `rstest`.
+/// Defines a test for every golden model: each family, and each kind of rotary embedding. The first argument
+/// is the model's name. Further arguments are those of `rstest`.
 macro_rules! for_every_model {
     ($(#[$meta:meta])* fn $test:ident($name:ident: &str $(, $($more:tt)+)?) $body:block) => {
         $(#[$meta])*
@@ -47,12 +47,12 @@ macro_rules! for_every_model {
 }
 pub(crate) use for_every_model;
 
-/// Where a golden model lies.
+/// Returns the folder of a golden model.
 pub(crate) fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
 }
 
-/// What transformers computed, see `tools/model_goldens/make.py`.
+/// The results of transformers; see `tools/model_goldens/make.py`.
 pub(crate) struct Golden {
     bytes: Vec<u8>,
     pub(crate) prompt: ChunkedPrompt,
@@ -71,12 +71,12 @@ impl Golden {
         Self { bytes, prompt }
     }
 
-    /// Logits, row after row.
+    /// Returns logits, row after row.
     pub(crate) fn logits(&self, name: &str) -> Vec<f32> {
         self.numbers(name, f32::from_le_bytes)
     }
 
-    /// Whole numbers.
+    /// Returns whole numbers.
     pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
         self.numbers(name, u32::from_le_bytes)
     }
@@ -87,15 +87,16 @@ impl Golden {
         data.chunks_exact(4).map(|b| of(b.try_into().expect("four bytes"))).collect()
     }
 
-    /// Errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …) under the mask of `name`: of each
-    /// row of the question the largest difference of its logits.
+    /// Returns the errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …)
+    /// under the mask of `name`. For each row of the question, the error is the largest difference of its
+    /// logits.
     pub(crate) fn own_errors(&self, cache: &str, name: &str) -> Vec<f32> {
         let errors = self.logits(&format!("error_{cache}.{name}"));
         assert!(errors.len() == self.prompt.question().len() && errors.iter().all(|error| *error > 1e-6));
         errors
     }
 
-    /// The largest of them: over the same rows as the logits of a [`Run`].
+    /// Returns the largest of [`own_errors`](Self::own_errors), over the rows that a [`Run`] has logits for.
     pub(crate) fn own_error(&self, cache: &str, cell: ReuseCell) -> f32 {
         self.own_errors(cache, errors_of(cell)).into_iter().fold(0.0, f32::max)
     }
@@ -108,7 +109,7 @@ pub(crate) fn load_model(name: &str) -> Model {
         .expect("a model")
 }
 
-/// How a laboratory is made.
+/// The settings of a laboratory.
 #[derive(Clone, Copy)]
 pub(crate) struct Setup {
     pub(crate) format: KvFormat,
@@ -118,7 +119,7 @@ pub(crate) struct Setup {
     pub(crate) execution: Execution,
     pub(crate) cross_system_reuse: bool,
     pub(crate) hash: HashAlgorithm,
-    /// Chunks can be put to sleep in this form.
+    /// The form in which chunks can sleep.
     pub(crate) sleep: Option<SleepForm>,
 }
 
@@ -148,7 +149,7 @@ pub(crate) struct Lab {
     pub(crate) profiler: Profiler,
 }
 
-/// One answered prompt: its question's logits, and the chunks it still holds.
+/// An answered prompt: its question's logits, and the chunks that it still holds.
 pub(crate) struct Run {
     pub(crate) logits: Vec<f32>,
     pub(crate) reports: Vec<ChunkReport>,
@@ -160,7 +161,7 @@ impl Lab {
     pub(crate) fn new(name: &str, setup: Setup) -> Self {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
-        // Blocks of 4 tokens: chunks of 4, 7 and 9 tokens end on and inside a block.
+        // Blocks have 4 tokens, so chunks of 4, 7 and 9 tokens end on and inside a block.
         let num_blocks = 64 + setup.chunk_blocks as usize;
         let shape = model.kv_extents(setup.format).shape(&RankInfo::default(), num_blocks, 4);
         let layout = Arc::new(KvLayout::new(shape.expect("a shape")).expect("a layout"));
@@ -184,7 +185,7 @@ impl Lab {
         Self { model, backend, stream, main, chunks, scope, keys, profiler: Profiler::disabled() }
     }
 
-    /// Rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
+    /// Returns the rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
     pub(crate) fn regime(&self, longest: usize) -> (LayerRopes, BlockKey) {
         let ropes = self.model.ropes(longest).expect("a regime");
         let root = self.scope.clone().ropes(&ropes).root();
@@ -195,7 +196,7 @@ impl Lab {
         self.forward_on(self.stream.as_ref(), ropes, batch)
     }
 
-    /// On a stream of its own, so that several threads can.
+    /// Runs a forward pass on a stream of its own, so that several threads can do so.
     pub(crate) fn forward_on(
         &self,
         stream: &dyn Stream,
@@ -233,7 +234,7 @@ impl Lab {
         }
     }
 
-    /// Logits of every token of an ordinary prompt.
+    /// Returns the logits of every token of an ordinary prompt.
     pub(crate) fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
         let id = self.main.create(SequenceStart::default()).expect("a sequence");
         let slots = self.main.grow(id, tokens.len()).expect("room");
@@ -244,12 +245,13 @@ impl Lab {
         logits
     }
 
-    /// Runs a chunked prompt that generates nothing, and keeps what it holds.
+    /// Runs a chunked prompt that generates nothing, and keeps its holds.
     pub(crate) fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
         self.run_and_generate(prompt, cell, reuse, 0)
     }
 
-    /// The same for a request that might reach `more` positions after its question.
+    /// Runs a chunked prompt as [`run`](Self::run) does, for a request that might reach `more` positions
+    /// after its question.
     pub(crate) fn run_and_generate(
         &mut self,
         prompt: &ChunkedPrompt,
@@ -280,7 +282,8 @@ impl Lab {
         Run { logits, reports, held, reused }
     }
 
-    /// K and V of whole blocks in every layer, as they lie in memory; of a quantised cache as they read back.
+    /// Returns K and V of whole blocks in every layer, as they lie in memory. For a quantised cache, returns
+    /// the dequantised rows.
     pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = self.main.arena().layout().shape().clone();
         let slots: Arc<[i64]> =
@@ -320,7 +323,7 @@ impl Lab {
         all
     }
 
-    /// Everything but cached blocks is free, and the pools are consistent.
+    /// Checks that everything except cached blocks is free, and that the pools are consistent.
     pub(crate) fn assert_nothing_held(&self) {
         self.chunks.check_invariants().expect("a consistent cache");
         for pool in [self.main.pool(), self.chunks.pool().blocks()] {
@@ -331,18 +334,18 @@ impl Lab {
     }
 }
 
-/// Errors of a format are at most so many times those of transformers that rounds the same numbers: a sum in another
-/// order puts single ones on the other side of a rounding.
+/// The largest ratio of a format's errors to those of transformers, which rounds the same numbers. A sum in
+/// another order puts single numbers on the other side of a rounding.
 pub(crate) const OWN_ERRORS: f32 = 1.5;
 
-/// The largest difference of two lists of numbers.
+/// Returns the largest difference between two lists of numbers.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    // What is not a number is further than anything.
+    // NaN is further than any number.
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
 }
 
-/// The same parts with chunks in another order and another question of the same length.
+/// Returns the parts with the chunks in another order and another question of equal length.
 pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     let mut chunks = prompt.chunks().to_vec();
     chunks.rotate_left(1);
@@ -350,14 +353,15 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
 }
 
-/// Under which name goldens have a cell's errors: keys of an absolute one are rounded where they are used.
+/// Returns the name under which the goldens have a cell's errors. In an absolute cell, keys are rounded where
+/// they are used.
 pub(crate) fn errors_of(cell: ReuseCell) -> &'static str {
     let absolute = cell.strategy == PositionStrategy::Absolute && cell.mode == ComputeMode::Alone;
     if absolute { "absolute_alone" } else { golden_name(cell) }
 }
 
-/// Under which name goldens have the errors of full attention at a cell's positions, with chunks stored as the cell
-/// stores them.
+/// Returns the name under which the goldens have the errors of full attention at a cell's positions, with
+/// chunks stored as the cell stores them.
 pub(crate) fn full_of(cell: ReuseCell) -> String {
     match cell.strategy {
         PositionStrategy::Absolute => "full".to_owned(),
@@ -365,12 +369,12 @@ pub(crate) fn full_of(cell: ReuseCell) -> String {
     }
 }
 
-/// A cell in words.
+/// Returns the name of a cell.
 pub(crate) fn cell_name(cell: ReuseCell) -> String {
     format!("{:?}, {:?}", cell.strategy, cell.mode)
 }
 
-/// The golden that a cell's logits equal: of one pass, or of two phases.
+/// Returns the name of the golden that a cell's logits equal: one pass, or two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     use ComputeMode::{Alone, WithSystem};
     use PositionStrategy::{Absolute, Overlapped, Sequential};
@@ -383,7 +387,7 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     }
 }
 
-/// A model of one golden's configuration and another's weights.
+/// Creates a model of one golden's configuration and another's weights.
 pub(crate) fn model(config: &str, weights: &str) -> Model {
     let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
     let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();

@@ -93,7 +93,8 @@ fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str)
         assert_eq!((answer.tokens, answer.logits), (paged.tokens.clone(), paged.logits.clone()));
         assert_eq!(answer.cached_tokens, 0, "a static cache shares nothing");
     }
-    // Too short for the last two tokens: the answer ends before them. Too short for the prompt: an error.
+    // If the cache is too short for the last two tokens, the answer ends before them. If it is too short for
+    // the prompt, that is an error.
     let mut short = engine(name, &EngineConfig { max_len: (tokens + 6).into(), ..fits.clone() });
     let answer = run(&mut short, &plain);
     assert_eq!((&answer.tokens[..], answer.finish), (&paged.tokens[..7], FinishReason::Length));
@@ -182,7 +183,7 @@ fn rule_6_regimes_are_misses_of_prefixes_and_chunks() {
     assert_eq!(hits(&run(&mut engine, &ask(2))), 0);
     assert_eq!(hits(&run(&mut engine, &ask(2))), 3);
     assert_eq!(hits(&run(&mut engine, &ask(3))), 0);
-    // Whatever more is asked for, the model's limit cuts it.
+    // The model's limit cuts any request for more tokens.
     assert_eq!(hits(&run(&mut engine, &ask(100))), 0);
     assert_eq!(hits(&run(&mut engine, &ask(200))), 3);
 }
@@ -253,7 +254,7 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
 
 #[rstest]
 #[case("llama", 0.1)]
-// Its queries and latents go through two quantised products each.
+// DeepSeek's queries and latents go through two quantised products each.
 #[case("deepseek-v3", 0.2)]
 fn quantised_weights_answer_nearly_the_same(#[case] name: &str, #[case] limit: f32) {
     let folder = crate::common::folder(name);

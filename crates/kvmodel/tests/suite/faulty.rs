@@ -1,4 +1,4 @@
-//! A backend that refuses one operation: the n-th that it is asked for once it is armed.
+//! A backend that refuses one operation: the n-th one after it is armed.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -9,14 +9,14 @@ use kvcore::{
     Stream, TensorView,
 };
 
-/// The CPU backend, but for one operation.
+/// The CPU backend, which refuses one operation.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     cpu: Arc<CpuBackend>,
     fuse: Arc<Fuse>,
 }
 
-/// How many operations are still to pass, and the names of those that were refused.
+/// The number of operations that still pass, and the names of the refused ones.
 #[derive(Debug, Default)]
 struct Fuse {
     left: Mutex<Option<usize>>,
@@ -46,17 +46,17 @@ impl Faulty {
         Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default() })
     }
 
-    /// From now on `passing` operations are done, the next one is refused, and all after it are done.
+    /// Lets `passing` operations pass from now on, refuses the next one, and lets all others pass.
     pub(crate) fn refuse_after(&self, passing: usize) {
         *self.fuse.left.lock().unwrap() = Some(passing);
     }
 
-    /// Nothing is refused any more; whether something was to be.
+    /// Stops refusing. Returns true if an operation was still to be refused.
     pub(crate) fn disarm(&self) -> bool {
         self.fuse.left.lock().unwrap().take().is_some()
     }
 
-    /// The names of everything that was refused so far.
+    /// Returns the names of all operations refused so far.
     pub(crate) fn refused(&self) -> BTreeSet<&'static str> {
         self.fuse.refused.lock().unwrap().clone()
     }

@@ -1,4 +1,4 @@
-//! Counted operations against a formula of the prompt's rows, written out for a dense Llama.
+//! Counted operations against a formula over the prompt's rows, written out for a dense Llama.
 
 use kvchunk::{ComputeMode, ReuseCell};
 use kvmodel::{Generation, Request};
@@ -7,49 +7,52 @@ use rstest::rstest;
 use crate::asking::{ask, engine, with};
 use crate::common::{Golden, golden_name};
 
-/// Of the golden Llamas: `hidden`, `heads × head_dim`, `kv_heads × head_dim`, width of the feed-forward layer,
-/// vocabulary.
+/// The extents of the golden Llamas: `hidden`, `heads × head_dim`, `kv_heads × head_dim`, width of the
+/// feed-forward layer, vocabulary.
 const H: u64 = 32;
 const Q: u64 = 4 * 8;
 const KV: u64 = 2 * 8;
 const F: u64 = 40;
 const VOCABULARY: u64 = 48;
 
-/// A pass, in multiplications and additions. `seen` has a number for each row: how many tokens it sees, itself
-/// among them. The last row's logits are wanted; no other row goes through the end of the last layer.
+/// Counts the multiplications and additions of a pass. `seen` has one number per row: the tokens that the row
+/// sees, itself included. Only the last row's logits are wanted, so no other row goes through the end of the
+/// last layer.
 fn pass(layers: u64, seen: &[u64]) -> u64 {
     let (rows, all, last) = (seen.len() as u64, seen.iter().sum::<u64>(), *seen.last().unwrap());
     let whole = projections(rows, rows) + attention(all) + finish(rows);
     2 * ((layers - 1) * whole + projections(rows, 1) + attention(last) + finish(1) + H * VOCABULARY)
 }
 
-/// Keys and values of `rows`, queries of `asking`.
+/// Counts the multiplications of the projections of `rows` to keys and values, and of `asking` to queries.
 fn projections(rows: u64, asking: u64) -> u64 {
     rows * H * 2 * KV + asking * H * Q
 }
 
-/// Scores and the sum of values, for pairs of a row and a token that it sees.
+/// Counts the multiplications of the scores and of the sum of values, for pairs of a row and a token that it
+/// sees.
 fn attention(pairs: u64) -> u64 {
     2 * Q * pairs
 }
 
-/// The output of attention, and the three matrices of the feed-forward layer.
+/// Counts the multiplications of the projection of attention's output, and of the three matrices of the
+/// feed-forward layer.
 fn finish(rows: u64) -> u64 {
     rows * (Q * H + 3 * H * F)
 }
 
-/// The golden prompt: 5 tokens of a system prompt, chunks of 7, 4 and 9, and a question of 3.
+/// The golden prompt: a system prompt of 5 tokens, chunks of 7, 4 and 9, and a question of 3.
 const SYSTEM: u64 = 5;
 const CHUNKS: [u64; 3] = [7, 4, 9];
 const CONTEXT: u64 = SYSTEM + 20;
 const ALL: u64 = CONTEXT + 3;
 
-/// What rows see of a prompt in which everything before them is in sight.
+/// Returns the number of tokens that each row sees if it sees everything before it.
 fn causal(rows: impl IntoIterator<Item = u64>) -> Vec<u64> {
     rows.into_iter().map(|index| index + 1).collect()
 }
 
-/// Indices of the first `k` tokens of chunks, from the `skip`-th on.
+/// Returns the indices of the first `k` tokens of chunks, from the `skip`-th chunk on.
 fn firsts(k: u64, skip: usize) -> impl Iterator<Item = u64> {
     let starts = CHUNKS.iter().scan(SYSTEM, |next, len| {
         let start = *next;
@@ -59,7 +62,7 @@ fn firsts(k: u64, skip: usize) -> impl Iterator<Item = u64> {
     starts.skip(skip).flat_map(move |(start, len)| start..start + k.min(len))
 }
 
-/// The second answer, for which everything is cached.
+/// Returns the second answer, for which everything is cached.
 fn hit(name: &str, strategy: &str, cell: ReuseCell) -> Generation {
     let golden = Golden::load(name);
     let mut engine = engine(name, "f32".parse().unwrap());
@@ -76,8 +79,8 @@ fn full_attention_costs_what_its_rows_see() {
     let full = |request: &mut Request| request.full_attention = true;
     let got = ask(&mut engine, &golden.prompt, full);
     assert_eq!(got.prefill_flops, pass(2, &causal(0..ALL)));
-    // By hand: 57,344 + 25,984 + 136,192 multiplications in the first layer, 29,696 + 1,792 + 4,864 in the last one, and
-    // 1,536 in the head.
+    // Computed by hand: 57,344 + 25,984 + 136,192 multiplications in the first layer, 29,696 + 1,792 + 4,864
+    // in the last one, and 1,536 in the head.
     assert_eq!(got.prefill_flops, 2 * 257_408);
 }
 
@@ -121,7 +124,8 @@ fn a_blend_costs_all_tokens_up_to_its_check_and_the_chosen_ones_from_there_on(
     let candidates = causal(first..ALL);
     let rows = candidates.len() as u64;
     let down = layer * (projections(rows, rows) + attention(candidates.iter().sum()) + finish(rows));
-    // At the check all are projected; the chosen ones and the question go on, and through the last layer one row.
+    // At the check all tokens are projected. The chosen ones and the question go on, and one row goes through
+    // the last layer.
     let on = causal(chosen.iter().map(|&token| SYSTEM + u64::from(token)).chain(CONTEXT..ALL));
     let (going, pairs) = (on.len() as u64, on.iter().sum());
     let check = projections(rows, rows);

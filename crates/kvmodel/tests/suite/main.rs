@@ -1,4 +1,4 @@
-//! Behaviour of the whole: exactness against transformers, the rules of reuse, requests from start to
+//! Behaviour of the whole crate: exactness against transformers, the rules of reuse, requests from start to
 //! end, and the model in the repository.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

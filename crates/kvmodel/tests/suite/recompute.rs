@@ -12,7 +12,7 @@ use crate::common::{
 for_every_model! {
     fn rule_4_recomputing_everything_equals_full_attention(
         name: &str,
-        // The last one takes all tokens through a checkpoint in the middle of the model.
+        // The last strategy takes all tokens through a checkpoint in the middle of the model.
         #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
         #[values(2, 3, 4, 5)] cell: usize
@@ -26,7 +26,7 @@ for_every_model! {
             "f32" => 1e-4,
             _ => OWN_ERRORS * golden.own_errors(format, &full_of(cell)).pop().unwrap(),
         };
-        // Nothing cached at first, everything the second time.
+        // Nothing is cached in the first round, everything in the second.
         for round in 0..2 {
             let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
             let gap = distance(&got.logits[0], last(&full, vocabulary));
@@ -38,19 +38,20 @@ for_every_model! {
     }
 }
 
-/// Strategies that compute the same in batches of different shapes.
+/// Strategies that compute equal results in batches of different shapes.
 struct Alike<'a> {
     strategies: &'a [&'a str],
     like: &'a str,
-    /// Most that they differ by in f32.
+    /// The largest difference between their results in f32.
     limit: f32,
-    /// The golden that they all equal in a cell, and that with the errors of transformers in other formats.
+    /// The name of the golden that they all equal in a cell, and the name of the one with the errors of
+    /// transformers in other formats.
     golden: fn(ReuseCell) -> (String, String),
 }
 
 impl Alike<'_> {
-    /// In f32 they agree to `limit`. In other formats each is as close to f32 as transformers is that rounds the same
-    /// numbers, cell by cell.
+    /// Checks that they agree to `limit` in f32. In other formats each must be as close to f32 as
+    /// transformers, which rounds the same numbers, cell by cell.
     fn check(&self, name: &str, cells: &[ReuseCell], format: &str) {
         let golden = Golden::load(name);
         let mut engine = engine(name, format.parse().unwrap());

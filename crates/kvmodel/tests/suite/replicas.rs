@@ -1,4 +1,4 @@
-//! Engines of one model that pull from each other what either has computed.
+//! Engines of one model that pull chunks from each other.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use rstest::rstest;
 use crate::asking::{ask, with};
 use crate::common::{Golden, distance, model};
 
-/// Two of them.
+/// Creates two such engines.
 fn engines(name: &str) -> [Engine; 2] {
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { block_size: 4, kv_memory: Some(4 << 20), chunks, ..EngineConfig::default() };
@@ -50,7 +50,7 @@ fn what_one_has_computed_the_other_reads(
     let third = answer(&mut b, &golden, cell);
     assert!(third.chunks.iter().all(|chunk| chunk.hit));
     assert_eq!(b.chunks().unwrap().metrics().fetched, of_b.fetched, "it is here now");
-    // Whom it came from may leave.
+    // The engine that gave the chunks may leave.
     drop(a);
     b.chunks().unwrap().clear();
     let alone = answer(&mut b, &golden, cell);

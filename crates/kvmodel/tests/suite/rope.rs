@@ -8,7 +8,7 @@ use kvmodel::ModelConfig;
 use rstest::rstest;
 use safetensors::SafeTensors;
 
-/// Half the distance of neighbouring f32 below 1.
+/// Half the distance of neighbouring f32 numbers below 1.
 const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
 
 struct Tables(Vec<u8>);
@@ -58,7 +58,7 @@ fn tables_equal_transformers(
     let rope = Rope::in_regime(config, regime, model.max_positions).unwrap();
     let tables = Tables::load();
 
-    // Both sides round `theta^x`; the reference's vectorised power is good to one unit in the last place.
+    // Both sides round `theta^x`. The reference's vectorised power is good to one unit in the last place.
     let expected = tables.floats(kind, "inv_freq");
     assert_eq!(rope.frequencies().len(), expected.len());
     let mut equal = 0;
@@ -81,7 +81,8 @@ fn tables_equal_transformers(
     for (row, &position) in positions.iter().enumerate() {
         let mut our_sin = vec![0.0; half];
         let our_cos = table.at(i64::from(position), &mut our_sin).to_vec();
-        // Their angle is rounded to f32, half a unit of `position * frequency`; then one unit of rounding.
+        // The reference's angle is rounded to f32: half a unit of `position * frequency`, plus one unit of
+        // rounding.
         let bound = (UNIT * f64::from(position.max(1)) + UNIT) * f64::from(factor);
         for (ours, theirs) in [(&our_cos, &cos), (&our_sin, &sin)] {
             for (i, x) in ours.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The rotated copy: a prompt as one segment without an offset, for kernels that know no segments.
+//! The rotated copy: a prompt as one segment without an offset, for kernels that do not read segments.
 
 use crate::common::{
     Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, reordered,
@@ -8,8 +8,8 @@ use kvchunk::{Error, PositionPlan, PositionReindexer, ReuseCell, RotatedCopy};
 use kvcore::{DType, KeyForm, Logits, SequenceInput, SequenceStart};
 use rstest::rstest;
 
-/// Logits of the question over the copy of a prompt whose chunks all hit; and the copy. `None` if its positions are
-/// not in a row where the model or the form of keys goes by them.
+/// Returns the logits of the question over the copy of a prompt whose chunks all hit, and the copy. The
+/// logits are `None` if the model or the form of keys depends on positions and these are not consecutive.
 fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, RotatedCopy) {
     let golden = Golden::load(name);
     let prompt = &golden.prompt;
@@ -32,7 +32,7 @@ fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, 
         match copy.segment_by_position() {
             Ok(segment) => segment,
             Err(error) => {
-                // A chunk begins after the system prompt, at a position that was passed before.
+                // The next chunk begins after the system prompt, at a position that was passed before.
                 let (index, position) = (12, prompt.system().len() as i64);
                 assert_eq!(error, Error::NotInARow { index, position });
                 return (None, copy);
@@ -75,7 +75,7 @@ for_every_model! {
 }
 
 for_every_model! {
-    /// A moved key is rounded twice, and so it is in the reference.
+    /// Checks the error of half-precision copies: a moved key is rounded twice, here and in the reference.
     fn half_precision_copies_add_no_error_to_the_references(
         name: &str,
         #[values(DType::F16, DType::BF16)] dtype: DType,
@@ -105,7 +105,8 @@ fn unrotated_keys_are_copied_as_they_are(
     assert!(gap < 1e-4, "{gap}");
 }
 
-/// Moved keys are dequantised, rotated and quantised anew; what does not move reads back as it was.
+/// Checks quantised copies. Moved keys are dequantised, rotated and quantised again; keys that do not move
+/// read back unchanged.
 #[rstest]
 fn a_quantised_cache_is_copied_within_three_times_its_own_error(
     #[values("int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
@@ -125,8 +126,8 @@ fn a_quantised_cache_is_copied_within_three_times_its_own_error(
 
 #[test]
 fn what_lies_as_the_run_needs_it_is_shared() {
-    // Blocks of 4 tokens. System prompt (5 tokens) and first chunk (7) meet within a block; the other two chunks
-    // begin with a block of the run and lie where they are used.
+    // Blocks have 4 tokens. The system prompt (5 tokens) and the first chunk (7) meet within a block. The
+    // other two chunks begin with a block of the run and already lie at the positions where they are used.
     let (_, copy) = over_a_copy("llama", Setup::default(), ReuseCell::ALL[0]);
     let total = copy.merged().total_tokens;
     assert_eq!((total, copy.copied_tokens()), (25, 8));

@@ -21,8 +21,8 @@ fn rule_1_the_separator_takes_no_position() {
 }
 
 for_every_model! {
-    /// In each cell, with both forms of keys and in every kind of format. One regime of the embedding throughout:
-    /// frequencies are part of the key.
+    /// Checks each cell, with both forms of keys and every kind of format. The regime of the embedding is
+    /// always one, since frequencies are part of the key.
     fn rule_2_purity_bytes_depend_on_the_key_alone(
         name: &str,
         #[values(0, 1, 2, 3, 4, 5)] cell: usize,
@@ -39,7 +39,7 @@ for_every_model! {
             let end = plan.question_position as usize + prompt.question().len();
             lab.run_and_generate(&prompt, cell, true, LONGEST - end)
         };
-        // The key of chunk `at` of the last prompt, and its bytes, computed after the others.
+        // Returns the key of chunk `at` of the last prompt, and its bytes, computed after the other prompts.
         let stored = |attended: bool, before: &[Vec<Vec<u32>>], target: Vec<Vec<u32>>, at: usize| {
             let format = format.parse().unwrap();
             let mut lab = Lab::new(name, Setup { format, keys, ..Setup::default() });
@@ -56,15 +56,15 @@ for_every_model! {
         };
         let alone = vec![chunk.clone()];
         let (key, first) = stored(false, &[], alone.clone(), 0);
-        // Two histories after which the same batch computes the chunk: other chunks, and the same tokens under full
-        // attention, from which nothing may be harvested.
+        // After both histories one batch computes the chunk: after other chunks, and after the same tokens
+        // under full attention, from which nothing may be harvested.
         let others = vec![parts[0].clone(), parts[2].clone()];
         let more = vec![parts[2].clone(), vec![5; 11], parts[0].clone()];
         let later = stored(false, std::slice::from_ref(&others), alone.clone(), 0);
         let other_history = stored(true, &[more], alone, 0);
         assert_eq!((later.0, other_history.0), (key, key));
         assert!(later.1 == other_history.1, "bit for bit for one batch shape");
-        // A chunk at an absolute position has the same key at that position only.
+        // A chunk at an absolute position has its key at that position only.
         let beside = if absolute { vec![chunk, vec![7; 9]] } else { vec![vec![7; 9], chunk] };
         let among = stored(false, &[others], beside, usize::from(!absolute));
         assert_eq!(among.0, key);
@@ -74,7 +74,8 @@ for_every_model! {
     }
 }
 
-/// Numbers of a format that sums in another order have given: nearly all are the same, and the others a step off.
+/// Checks that numbers of a format from sums in different orders are nearly all equal, and otherwise one step
+/// apart.
 fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
     let floats = |bytes: &[u8]| -> Vec<f32> {
         match format {
@@ -91,7 +92,7 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
         assert!(gap < 1e-5, "{what}: {gap}");
         return;
     }
-    // A step at the largest magnitude, and what such steps of one layer do to numbers of the next.
+    // The step is that at the largest magnitude, with the effect of such steps of one layer on the next.
     let step = match format {
         "bf16" => 1.0 / 128.0,
         "int8:4" => 1.0 / 127.0,
@@ -151,7 +152,7 @@ fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "d
     let mut lab = Lab::new(name, Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
     let reindexer = PositionReindexer::for_layers(&ropes);
-    // The same chunks after system prompts of one to four tokens, in three orders.
+    // The chunks follow system prompts of one to four tokens, in three orders.
     let prompts = (0..4usize).map(|i| {
         let mut chunks = golden.prompt.chunks().to_vec();
         chunks.rotate_left(i % 3);
@@ -221,8 +222,8 @@ fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
 
 #[test]
 fn rule_5_rotation_keeps_length_under_yarn() {
-    // Peers' keys grow by the attention factor at each shift; here a shifted chunk gives the logits of
-    // transformers, whose keys carry the factor once.
+    // In other engines keys grow by the attention factor at each shift. Here a shifted chunk gives the logits
+    // of transformers, whose keys carry the factor once.
     let golden = Golden::load("llama-yarn");
     let mut lab = Lab::new("llama-yarn", Setup::default());
     assert!(lab.regime(1).0.layers()[0].attention_factor() > 1.1);
@@ -234,7 +235,7 @@ fn rule_5_rotation_keeps_length_under_yarn() {
     }
 }
 
-/// The golden prompt with `question` tokens at its end.
+/// Returns the golden prompt with `question` tokens at its end.
 fn with_question(golden: &Golden, question: usize) -> ChunkedPrompt {
     let tokens = (0..question as u32).map(|i| i * 7 % 48).collect();
     let prompt = &golden.prompt;
@@ -247,8 +248,8 @@ fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
         let cell = ReuseCell::ALL[cell];
         let golden = Golden::load(name);
         let mut lab = Lab::new(name, Setup::default());
-        // Short of it by a token, so that dynamic NTK is in another regime; LongRoPE ends at 20 positions,
-        // within its original context, without two of the chunks.
+        // The other prompt is one token shorter, so that dynamic NTK is in another regime. For LongRoPE it
+        // lacks two of the chunks and ends at 20 positions, within its original context.
         let other = match name {
             "llama-dynamic" => with_question(&golden, golden.prompt.question().len() - 1),
             _ => ChunkedPrompt::new(
@@ -278,7 +279,7 @@ fn rule_6_a_request_has_the_regime_of_the_longest_position_it_may_reach() {
     let golden = Golden::load("llama-longrope");
     let cell = ReuseCell::ALL[0];
     let mut lab = Lab::new("llama-longrope", Setup::default());
-    // 17 positions, 20 of them in the original context.
+    // The prompt has 17 positions, and 20 positions are within the original context.
     let expected = golden.logits(golden_name(cell));
     let short = lab.run_and_generate(&golden.prompt, cell, true, 3);
     assert!(distance(&short.logits, &expected) < 1e-4);
@@ -328,7 +329,7 @@ fn a_hit_copies_no_kv_byte() {
     }
 }
 
-/// On a device of its own memory each of these bytes is a transfer.
+/// Checks the bytes that a layer moves. On a device with its own memory each of these bytes is a transfer.
 #[rstest]
 fn a_layer_takes_q_k_and_v_and_gives_what_attention_made(
     #[values("llama", "deepseek-v3")] name: &str,
@@ -345,9 +346,9 @@ fn a_layer_takes_q_k_and_v_and_gives_what_attention_made(
     let rows = moved.scatter_bytes as usize / (lab.main.arena().layout().token_bytes() * layers);
     let question = golden.prompt.question().len();
     assert_eq!(rows == question, reuse);
-    // The last layer asks for those rows alone whose logits are wanted.
+    // The last layer asks only for the rows whose logits are wanted.
     let asked = (layers - 1) * rows + question;
-    // Of latent attention a query has a part that meets keys, and one that meets latents.
+    // With latent attention, a query has a part that meets keys and one that meets latents.
     let query = heads * (shape.k_dim + if name == "deepseek-v3" { shape.v_dim } else { 0 });
     let stored = shape.k_heads * shape.k_dim + shape.v_heads * shape.v_dim;
     assert_eq!(moved.host_write_bytes as usize, 4 * (asked * query + layers * rows * stored));
@@ -386,7 +387,7 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let b = b.commit().unwrap();
     assert_eq!(a.segments()[0].blocks, b.segments()[0].blocks, "the first to end is the one that stays");
     let before = lab.bytes(&b.segments()[0].blocks);
-    // Whatever was freed is overwritten now.
+    // All freed blocks are overwritten now.
     for token in 0..8 {
         lab.plain(&[token; 40]);
     }
@@ -403,7 +404,8 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
 fn a_prompt_does_not_evict_its_own_chunks() {
     let golden = Golden::load("llama");
     let cell = ReuseCell::ALL[0];
-    // Room for chunks 1 and 2 (one and three blocks), not for chunk 0 (two blocks) beside them.
+    // The pool has room for chunks 1 and 2 (one and three blocks), but not for chunk 0 (two blocks) beside
+    // them.
     let mut lab = Lab::new("llama", Setup { chunk_blocks: 4, ..Setup::default() });
     let known = with_chunks(&golden, golden.prompt.chunks()[1..].to_vec());
     drop(lab.run(&known, cell, true));

@@ -14,7 +14,7 @@ for_every_model! {
         let expected = golden.logits(&format!("scaled.{}", golden_name(cell)));
         let mut engine = engine(name, "f32".parse().unwrap());
         let vocabulary = engine.model().config().vocab_size;
-        // Nothing cached at first, everything the second time.
+        // Nothing is cached in the first round, everything in the second.
         for round in 0..2 {
             let got = ask(&mut engine, &golden.prompt, |request| {
                 (request.cell, request.scaling) = (cell, ContextScaling { temperature, scale });
@@ -23,7 +23,7 @@ for_every_model! {
             let gap = distance(&got.logits[0], last(&expected, vocabulary));
             assert!(gap < 1e-4, "round {round}: {gap}");
         }
-        // Each of the two matters.
+        // Each of the two numbers matters.
         for other in [(1.0, 1.0), (temperature, 1.0), (1.0, scale)] {
             let got = ask(&mut engine, &golden.prompt, |request| {
                 let (temperature, scale) = other;

@@ -1,4 +1,4 @@
-//! One cache for two models, and hashes that collide: never another's KV.
+//! One cache for two models, and hashes that collide: an answer never uses another model's KV.
 
 use crate::asking::{ask, with};
 use crate::common::{Golden, Lab, Setup, distance, golden_name, model};
@@ -39,7 +39,7 @@ fn two_models_in_one_cache_never_serve_each_others_kv(
     #[values(0, 1, 2, 3, 4, 5)] cell: usize,
 ) {
     let (prompt, cell) = (Golden::load("llama").prompt, ReuseCell::ALL[cell]);
-    // Missed, then hit, in caches of their own.
+    // Each prompt is missed and then hit, in the model's own caches.
     let alone = [first, second].map(|(config, weights)| {
         let mut engine = engine(model(config, weights));
         [answer(&mut engine, &prompt, cell).logits, answer(&mut engine, &prompt, cell).logits]
@@ -58,7 +58,7 @@ fn two_models_in_one_cache_never_serve_each_others_kv(
     }
     let counted = engines.each_ref().map(|engine| engine.report().chunk_cache.unwrap().cached_chunks);
     assert_eq!(counted, [6, 6], "one index has the chunks of both");
-    // At once, and with chunks that come and go.
+    // Both engines run at once, with chunks that come and go.
     std::thread::scope(|scope| {
         for (engine, alone) in engines.iter_mut().zip(&alone) {
             let prompt = &prompt;
@@ -94,9 +94,9 @@ fn a_model_of_other_extents_or_a_static_cache_is_not_shared() {
     assert!(slept.beside(model("llama", "llama"), b"t").unwrap_err().to_string().contains("sleep"));
 }
 
-/// Something else lies under the very keys that the assembler asks for: other tokens where the hash resists collisions,
-/// so that only a fault can do that; and the same tokens of another model, or after another system prompt, where anybody
-/// can.
+/// Stores other contents under the very keys that the assembler asks for. If the hash resists collisions,
+/// these are other tokens, which only a fault can cause. If not, these are the same tokens of another model
+/// or after another system prompt, which anybody can cause.
 #[rstest]
 fn rule_8_a_collision_is_recomputed_through_the_assembler(
     #[values(HashAlgorithm::Blake3, HashAlgorithm::Sha256, HashAlgorithm::Xxh3)] hash: HashAlgorithm,
@@ -126,7 +126,7 @@ fn rule_8_a_collision_is_recomputed_through_the_assembler(
         } else {
             (hasher(KeyScope::new("mallory", b"").root(), prompt.system()), tokens.clone())
         };
-        // A chunk that saw no system prompt is the same after any.
+        // A chunk that saw no system prompt is equal after any.
         if asked == other.pieces(&tokens, 4096).next().unwrap().hash() {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Sleep mode: whole pools of an engine give their memory back, and nothing else changes.
+//! Sleep mode: whole pools of an engine release their memory, and nothing else changes.
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{Acquired, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, ReuseCell, TenantId};
@@ -67,7 +67,7 @@ fn an_engine_sleeps_and_wakes_and_its_chunks_are_hits_with_the_same_logits(
     assert!(engine.wake_up(&PoolTag::ALL).unwrap());
     assert!(!engine.wake_up(&PoolTag::ALL).unwrap(), "it is awake");
     assert_eq!(addresses(&engine), at);
-    // The system prompt is computed anew, in a batch of another shape.
+    // The system prompt is recomputed, in a batch of another shape.
     let after = ask(&mut engine, &golden);
     assert_eq!((hits(&before), hits(&after)), (3, 3));
     assert!(after.cached_tokens < before.cached_tokens, "the system prompt was forgotten");
@@ -75,7 +75,7 @@ fn an_engine_sleeps_and_wakes_and_its_chunks_are_hits_with_the_same_logits(
     if format == "f32" {
         assert!(distance(&before.logits.concat(), &after.logits.concat()) < 1e-4);
     }
-    // With the chunks alone asleep, nothing is computed anew: the same bits.
+    // If only the chunks sleep, nothing is recomputed, and the bits are equal.
     let before = ask(&mut engine, &golden);
     engine.sleep(&[PoolTag::ChunkCache]).unwrap();
     engine.wake_up(&[PoolTag::ChunkCache]).unwrap();
@@ -98,7 +98,7 @@ fn one_pool_sleeps_alone_and_requests_go_without_its_chunks() {
     assert_eq!((hits(&meanwhile), meanwhile.tokens), (0, before.tokens.clone()));
     assert!(engine.wake_up(&[PoolTag::ChunkCache]).unwrap());
     assert_eq!(hits(&ask(&mut engine, &golden)), 3);
-    // The other one alone: chunks stay as they are.
+    // If only the other pool sleeps, chunks stay as they are.
     let slept = engine.sleep(&[PoolTag::KvCache]).unwrap();
     assert!(slept.saved_bytes == 0 && slept.released_bytes > 0);
     assert!(engine.wake_up(&PoolTag::ALL).unwrap());
@@ -154,7 +154,7 @@ fn engines_that_cannot_sleep_say_what_to_do() {
     let fixed = EngineConfig { cache: CacheKind::Static, ..config("f32") };
     let refused = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &fixed).unwrap_err();
     assert!(refused.to_string().contains("paged"), "{refused}");
-    // A backend that reserves no memory.
+    // This backend cannot reserve memory.
     let refused = Engine::new(load_model("llama"), Faulty::new(), b"t", &config("f32")).unwrap_err();
     assert!(matches!(refused, Error::Core(kvcore::Error::Unsupported { .. })), "{refused}");
 }

@@ -1,4 +1,5 @@
-//! Chunks of an engine asleep, one by one or in whole pools: hits wake them, exactly where the form of sleep is exact.
+//! Chunks of an engine asleep, one by one or in whole pools. Hits wake them, exactly if the form of sleep is
+//! exact.
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{ColdRule, ReuseCell, SleepForm, Tenant};
@@ -35,7 +36,7 @@ fn chunk_blocks(report: &CacheReport) -> PoolCounts {
     report.chunks.unwrap()
 }
 
-/// Logits of a prompt whose chunks hit, and of one whose chunks hit after they slept.
+/// Returns the logits of a prompt whose chunks hit, and of one whose chunks hit after they slept.
 fn awake_and_woken(
     name: &str,
     execution: Execution,
@@ -59,7 +60,7 @@ fn awake_and_woken(
     let (usage, block) = (asleep.chunk_sleep.unwrap(), engine.cache().arena().layout().block_bytes());
     assert_eq!((usage.pieces, usage.device_bytes), (3, chunk_blocks(&before).cached * block));
     assert_eq!(chunk_blocks(&asleep).free, chunk_blocks(&asleep).total, "their blocks are free");
-    // What computes them anew, should a hit not wake them, finds other contents there.
+    // If a hit did not wake the chunks, their new computation would find other contents there.
     let other = (0..20).map(|i| i * 3 % 48).collect::<Vec<u32>>();
     let parts = kvchunk::ChunkedPrompt::new(vec![1], vec![other], vec![2]).unwrap();
     engine.generate(&Request::new(PromptTokens::Chunked(parts)), &mut ()).unwrap();
@@ -100,7 +101,7 @@ fn quantised_sleep_marks_its_hits_as_approximate(
     assert_eq!(engine.report().chunk_cache.unwrap().approximate_hits, 3);
     let gap = distance(&awake.logits[0], &woken.logits[0]);
     assert!(gap > 1e-4 && gap.is_finite(), "{gap}");
-    // Computed anew, without what is stored, it is exact.
+    // Recomputed, without the stored chunks, the answer is exact.
     engine.chunks().unwrap().clear();
     let anew = ask(&mut engine, &Golden::load(name), cell);
     assert!(
@@ -122,7 +123,7 @@ fn without_a_place_nothing_sleeps_and_a_full_one_keeps_the_rest_awake() {
     let refused = none.chunks().unwrap().sleep_cold_chunks(ColdRule::EVERYTHING);
     assert_eq!(refused, Err(kvchunk::Error::NoSleep));
     let block = none.cache().arena().layout().block_bytes();
-    // Chunks of 4, 9 and 7 tokens in blocks of 4.
+    // The chunks have 4, 9 and 7 tokens, in blocks of 4.
     let mut small = engine(Some(("plain", Some(4 * block))));
     assert_eq!(small.chunks().unwrap().sleep_cold_chunks(ColdRule::EVERYTHING), Ok(2));
     assert_eq!(small.report().chunk_sleep.unwrap().limit_bytes, 4 * block);

@@ -32,7 +32,7 @@ for_every_model! {
 }
 
 for_every_model! {
-    /// As in the matrix of rotated keys; the reference rounds keys before it rotates them.
+    /// Checks the errors as in the matrix of rotated keys. The reference rounds keys before it rotates them.
     fn no_format_adds_an_error_by_reuse(
         name: &str,
         #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
@@ -52,7 +52,8 @@ for_every_model! {
 }
 
 for_every_model! {
-    /// Recomputed keys lie unrotated beside the others, and a checkpoint compares like with like.
+    /// Checks that recomputed keys lie unrotated beside the others, and that a checkpoint compares like with
+    /// like.
     fn rule_4_recomputing_everything_equals_full_attention(
         name: &str,
         #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
@@ -99,7 +100,8 @@ for_every_model! {
     }
 }
 
-/// In the first layer a key depends on its token alone: then what a chunk stores is what any prefill stores.
+/// Checks the first layer, where a key depends on its token alone, so that chunks and ordinary prefills store
+/// equal keys.
 #[test]
 fn the_same_token_is_the_same_key_wherever_it_stands() {
     let stored = |keys| {
@@ -107,7 +109,7 @@ fn the_same_token_is_the_same_key_wherever_it_stands() {
         let mut lab = Lab::new("llama", Setup { keys, ..Setup::default() });
         let run = lab.run(&golden.prompt, ReuseCell::ALL[1], true);
         let as_chunk = lab.bytes(&run.held.handles()[1].block_ids()[..1]);
-        // The same prompt as an ordinary one; tokens 12 to 15 are the second chunk.
+        // This is the same prompt as an ordinary one. Its tokens 12 to 15 are the second chunk.
         let tokens = golden.prompt.flatten();
         assert_eq!(tokens[12..16], golden.prompt.chunks()[1]);
         let (id, longest) = (lab.main.create(SequenceStart::default()).unwrap(), tokens.len());

@@ -1,4 +1,4 @@
-//! Queries against a tile, a block of registers at a time: logits, weights, and sums of values.
+//! Queries against a tile, one block of registers at a time: logits, weights, and sums of values.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -12,22 +12,28 @@ use super::softmax::{Scaling, Weights};
 use super::tile::{TILE, Tile};
 use crate::simd::{Lane, Simd, Task};
 
-/// Logits of a query, and a vector more.
+/// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
-/// Most queries of a register block.
+/// Most queries of a block of registers.
 const QUERIES: usize = 6;
 
 /// Queries of one unit of heads, and the tile that they meet.
+///
+/// # Safety
+/// With `n = queries()`: `q` is valid for reads of `n` queries of `dims.0` elements of f32, `latents`, if
+/// given, of `n` queries of `dims.1` elements, and `states` is valid for `n` states of `state`, which no
+/// other code accesses. `keys` and `values` have a row for each token of the tile, of `dims.0` and `dims.1`
+/// elements.
 pub(super) struct Meeting<'a> {
     pub(super) op: &'a Attend,
     pub(super) entry: &'a AttendRows,
-    /// Query rows, and heads of each.
+    /// Query rows; `heads` is the number of heads of each.
     pub(super) rows: Range<usize>,
     pub(super) heads: usize,
     /// Elements of a key and of a value.
     pub(super) dims: (usize, usize),
     pub(super) q: *const f32,
-    /// Of latent attention: what meets the values.
+    /// Queries that latent attention multiplies by the values.
     pub(super) latents: Option<*const f32>,
     /// States of the segment's merge group.
     pub(super) states: *mut f32,
@@ -36,16 +42,16 @@ pub(super) struct Meeting<'a> {
     pub(super) keys: Rows<'a>,
     pub(super) values: Rows<'a>,
     pub(super) columns: &'a [*const u8],
-    /// Keys and values that come next.
+    /// Rows of keys and of values that come next.
     pub(super) ahead: [Ahead<'a>; 2],
 }
 
-/// What the queries of a block see of a tile.
+/// The tokens of a tile that the queries of a block see.
 struct Sight<const Q: usize> {
     each: [Range<usize>; Q],
-    /// From the first that any sees to the last.
+    /// The tokens from the first that any query sees to the last.
     all: Range<usize>,
-    /// Those that all see.
+    /// The tokens that all queries see.
     common: Range<usize>,
 }
 
@@ -54,14 +60,16 @@ impl Meeting<'_> {
         self.rows.len() * self.heads
     }
 
-    /// All queries against rows where they lie.
+    /// Processes all queries against the rows of `keys` and `values`.
     ///
     /// # Safety
-    /// The pointers lead to queries, states and rows of `E` of the sizes named.
+    /// The conditions of [`Meeting`] hold, the rows have elements of type `E`, and the caller is compiled for
+    /// the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn in_place<S: Simd, E: Lane>(&self) {
         let (mut m, count) = (0, self.queries());
-        // SAFETY: `m` plus the size of each block stays within the queries.
+        // SAFETY: `m` plus the queries of a block is at most `count`, and the rows have elements of `E` by
+        // contract.
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 4 <= count {
@@ -80,14 +88,17 @@ impl Meeting<'_> {
         }
     }
 
-    /// All queries against keys in columns and values in rows of f32.
+    /// Processes all queries against keys in columns and values in rows of f32.
     ///
     /// # Safety
-    /// As above.
+    /// The conditions of [`Meeting`] hold, with values of f32. `columns` lists `dims.0` columns of [`TILE`]
+    /// elements of f32, and with latents `dims.1` more. The caller is compiled for the instruction set of
+    /// `S`.
     #[inline(always)]
     pub(super) unsafe fn packed<S: Simd>(&self) {
         let (mut m, count) = (0, self.queries());
-        // SAFETY: as above.
+        // SAFETY: `m` plus the queries of a block is at most `count`; columns and values have elements of f32
+        // by contract.
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 6 <= count {
@@ -106,25 +117,26 @@ impl Meeting<'_> {
         }
     }
 
-    /// Tokens that query `m` sees, counted from the tile's first.
+    /// Returns the tokens that query `m` sees, counted from the tile's first.
     pub(super) fn seen(&self, m: usize) -> Range<usize> {
         let (tile, n) = (self.tile, self.tile.len());
         if self.entry.selection.is_some() {
             return 0..n;
         }
-        let row = self.op.rows[self.rows.start + m / self.heads];
+        let row = self.op.work.rows()[self.rows.start + m / self.heads];
         let seen = self.op.visible(tile.segment, row);
         let at = |token: usize| token.saturating_sub(tile.tokens.start).min(n);
         at(seen.start)..at(seen.end).max(at(seen.start))
     }
 
-    /// The state of query `m`.
+    /// Returns the state of query `m`.
     ///
     /// # Safety
-    /// There are so many.
+    /// `m < queries()`, for which the conditions of [`Meeting`] give a state.
     #[inline(always)]
     pub(super) unsafe fn state_of(&self, m: usize) -> *mut f32 {
-        // SAFETY: the caller's.
+        // SAFETY: `states` has `queries()` states of `state.stride()` elements, and `m < queries()` by
+        // contract.
         unsafe { self.states.add(m * self.state.stride()) }
     }
 
@@ -142,7 +154,12 @@ impl Meeting<'_> {
     }
 }
 
-/// `Q` queries from query `first` on. `N`: vectors of output at a time. `PACKED`: keys are columns.
+/// Processes `Q` queries from query `first` on, `N` vectors of output at a time. With `PACKED`, keys are
+/// columns.
+///
+/// # Safety
+/// The conditions of [`Meeting::in_place`] hold, or with `PACKED` those of [`Meeting::packed`], and `first +
+/// Q <= queries()`.
 struct Block<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
     meeting: &'a Meeting<'a>,
     first: usize,
@@ -171,9 +188,11 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
         let factor = meeting.op.scale * meeting.tile.segment.logit_scale;
         let scaling = Scaling { factor, softcap: meeting.op.softcap };
         let stride = meeting.state.stride();
-        // What comes next is asked for once.
+        // The next rows are prefetched once per meeting.
         let ahead = if self.first == 0 { meeting.ahead } else { Default::default() };
-        // SAFETY: `logits` has a stride for each query, and states and queries are the meeting's.
+        // SAFETY: `Q <= QUERIES`, so that `logits` has `STRIDE` elements for each query, a tile and one
+        // vector. `first + Q <= queries()` by contract, so that queries and states are those of the meeting.
+        // Only logits that `dots` or `accumulate` wrote are read, since each range seen lies in `all`.
         unsafe {
             let q = meeting.q.add(self.first * k_dim);
             let latents = meeting.latents.map(|all| all.add(self.first * v_dim));
@@ -203,7 +222,7 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                 }
             } else {
                 let (keys, to) = (meeting.keys.part(all.clone()), (row.add(all.start), STRIDE));
-                // What comes next is asked for once.
+                // The next rows are prefetched once per meeting.
                 dots::<S, E, Q>(q, k_dim, keys, to, false, ahead[0]);
                 if let Some(q) = latents {
                     dots::<S, E, Q>(q, v_dim, meeting.values.part(all), to, true, Ahead::default());
@@ -229,7 +248,7 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
             } else {
                 common = 0..0;
             }
-            // What only some of the queries see: on the diagonal, at a window's edge.
+            // Tokens that only some of the queries see: on the diagonal, or at the edge of a window.
             for (a, seen) in each.into_iter().enumerate() {
                 let (before, after) = if common.is_empty() {
                     (seen, 0..0)
@@ -249,7 +268,11 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
     }
 }
 
-/// Values for one query.
+/// Accumulates the weighted values of one query, after its earlier values are multiplied by `shrink`.
+///
+/// # Safety
+/// `weights` has a weight for each row of `values`, each row has `v_dim` elements of `E`, and `out` has
+/// `v_dim` initialised elements of f32, which nothing else accesses meanwhile.
 pub(super) struct Single<'a, E, const N: usize> {
     pub(super) weights: *const f32,
     pub(super) values: Rows<'a>,
@@ -265,7 +288,8 @@ impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let to = (self.out, 0);
-        // SAFETY: the caller's.
+        // SAFETY: by the contract of `Single`, `weights` has `values.len()` elements, and each row and `out`
+        // have `v_dim`.
         unsafe {
             accumulate::<S, E, 1, N>(
                 self.weights,

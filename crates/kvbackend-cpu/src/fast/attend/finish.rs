@@ -1,4 +1,4 @@
-//! From open softmaxes to output rows: parts of the same tokens first, then merge groups.
+//! From open softmaxes to output rows: first parts of the same tokens are merged, then merge groups.
 
 use kvcore::Attend;
 
@@ -7,15 +7,18 @@ use crate::simd::{Simd, Task, narrow};
 
 /// Merges the states of one row and head, and writes output and log-sum-exp.
 ///
-/// Nothing else touches this row and head of the outputs while it runs; what lies in the states is used up.
+/// # Safety
+/// For each merge group and part, `states` leads to a state of `v_dim + 2` elements, which this task
+/// overwrites and nothing else accesses meanwhile. `state.v_dim` is the width of the output, and no other
+/// thread accesses this row and head of the outputs.
 pub(super) struct Finish<'a> {
     pub(super) op: &'a Attend,
     pub(super) outputs: &'a Outputs<'a>,
-    /// Row and head.
+    /// The row and the head.
     pub(super) at: (usize, usize),
-    /// The state of group `g` and part `p` lies at `g * group stride + p * part stride`.
+    /// States: that of group `g` and part `p` begins at element `g * group stride + p * part stride`.
     pub(super) states: *mut f32,
-    /// How many, and their stride.
+    /// The number of parts, and the stride from part to part in elements.
     pub(super) parts: (usize, usize),
     pub(super) state: State,
 }
@@ -26,14 +29,16 @@ impl Task for Finish<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), state } = self;
-        // SAFETY: the caller's.
+        // SAFETY: `index` is below the number of groups and `part < parts`, so that by the contract of
+        // `Finish` each state reached has `v_dim + 2` elements. `first` and the other operand of `merge` are
+        // different states.
         unsafe {
-            for (index, group) in op.groups.iter().enumerate() {
+            for (index, group) in op.work.groups().iter().enumerate() {
                 let first = states.add(index * state.count * state.stride());
                 for part in 1..parts {
                     merge::<S>(first, first.add(part * part_stride), state.v_dim);
                 }
-                // From here on the state of a group is a single element: its log-sum-exp, and its mean value.
+                // From here on, the state of a group is a single element: its log-sum-exp and its mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {
                     scale::<S>(first.add(2), state.v_dim, 1.0 / sum);
@@ -54,16 +59,20 @@ impl Task for Finish<'_> {
 }
 
 /// Adds one open softmax to another.
+///
+/// # Safety
+/// `into` and `from` have `v_dim + 2` elements each and do not overlap, and the caller is compiled for `S`.
 #[inline(always)]
 unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: `i + LANES <= v_dim + 2` where a vector is accessed and `i < v_dim + 2` where one element is;
+    // `into` and `from` have `v_dim + 2` elements by contract.
     unsafe {
         let (a, b) = (*into, *from);
         if *from.add(1) == 0.0 {
             return;
         }
         let max = if a > b { a } else { b };
-        // Of nothing nothing remains; −∞ less −∞ is no number.
+        // An empty softmax contributes nothing; −∞ minus −∞ would be NaN.
         let keep = if *into.add(1) == 0.0 { 0.0 } else { (a - max).exp() };
         let take = (b - max).exp();
         *into = max;
@@ -80,10 +89,15 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
     }
 }
 
+/// Multiplies `n` elements by a number.
+///
+/// # Safety
+/// `values` has `n` elements, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scale<S: Simd>(values: *mut f32, n: usize, by: f32) {
     let mut i = 0;
-    // SAFETY: the caller's.
+    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where one element is; `values` has `n`
+    // elements by contract.
     unsafe {
         while i + S::LANES <= n {
             S::store(values.add(i), S::mul(S::load(values.add(i)), S::splat(by)));
@@ -96,13 +110,20 @@ unsafe fn scale<S: Simd>(values: *mut f32, n: usize, by: f32) {
 }
 
 impl Outputs<'_> {
+    /// Writes the output and the log-sum-exp of one row and head.
+    ///
+    /// # Safety
+    /// `values` has `n` elements, no other thread accesses this row and head of the outputs, and the caller
+    /// is compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, row: usize, head: usize, values: *const f32, n: usize, lse: f32) {
         let (view, bytes) = self.out;
         let (strides, size) = (view.strides(), view.dtype().bits() / 8);
         let at = (view.offset() + row * strides[0] + head * strides[1]) * size;
         let to = bytes.at(at, n * size);
-        // SAFETY: `at` has checked the row; nobody else writes it.
+        // SAFETY: `at` checked that the `n` elements of the row and the log-sum-exp lie inside, views are
+        // aligned for their elements, and by contract `values` has `n` elements and no other thread accesses
+        // the row and head.
         unsafe {
             narrow::<S>(view.dtype(), values, to, n);
             if let Some((view, bytes)) = self.lse {

@@ -1,5 +1,5 @@
-//! Queries against a tile by products of matrices: keys of bf16 where they lie, values in pairs of rows, and queries
-//! and weights in as many parts of bf16 as their numbers need.
+//! Queries against a tile by products of matrices: keys of bf16 in place, values in pairs of rows, and
+//! queries and weights in as many parts of bf16 as their numbers need.
 
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_UNORD_Q, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
@@ -24,46 +24,47 @@ use crate::simd::amx::{self, EACH, Each, PARTS, ROW, ROWS, Shared, Tiles};
 use crate::simd::avx512::{Avx512, upper_halves};
 use crate::simd::{Simd, SimdLevel};
 
-/// Elements of a row of a tile.
+/// Elements of a row of a tile of bf16.
 const PAIRS: usize = 2 * ROWS;
-/// Logits of a query, and a vector more.
+/// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + ROWS;
 
-/// How queries come to the products.
+/// The form in which queries come to the products of matrices.
 #[derive(Clone, Copy)]
 pub(super) struct Form {
-    /// Numbers of bf16 that a query's element is the sum of.
+    /// Numbers of bf16 whose sum is an element of a query.
     parts: usize,
     k_dim: usize,
     v_dim: usize,
-    /// Bytes from one token's keys to the next within a block, and of its values.
+    /// Bytes from one token's keys to the next within a block, and from one token's values to the next.
     token_bytes: [usize; 2],
-    /// Of latent attention: queries meet the values, too.
+    /// True for latent attention, in which queries are multiplied by the values too.
     latent: bool,
 }
 
-/// Memory of an item, every part of it in whole tiles, and the thread's tiles.
+/// Memory of an item, each part of it in whole tiles, and the thread's tiles.
 pub(super) struct Room {
     form: Form,
     tiles: Tiles,
-    /// Queries in columns, of all units; then what meets the values.
+    /// Queries in columns, of all units: first those for the keys, second those for the values.
     queries: [*mut u8; 2],
-    /// Rows of keys and of values, if they do not lie evenly.
+    /// Copies of the rows of keys and of values, for rows that are not evenly spaced.
     copies: [*mut u8; 2],
-    /// Values, their tokens in pairs.
+    /// Values, with their tokens in pairs.
     values: *mut u8,
     weights: *mut u8,
-    /// Results of four products, twice.
+    /// Results of four products, for keys and for latents.
     sums: [*mut f32; 2],
 }
 
-/// Groups of queries that are multiplied at once.
+/// Returns the number of groups of queries that are multiplied at once.
 fn groups(queries: usize) -> usize {
     queries.div_ceil(ROWS)
 }
 
 impl Form {
-    /// That of a call, if matrices can compute it: over rotated keys and values of bf16, in whole rows of tiles.
+    /// Returns the form of a call, if matrices can compute it: over rotated keys and values of bf16, in whole
+    /// rows of tiles.
     pub(super) fn of(
         level: SimdLevel,
         op: &Attend,
@@ -87,7 +88,7 @@ impl Form {
         })
     }
 
-    /// Bytes of a group's queries against keys, and against values.
+    /// Returns the bytes of a group's queries for keys, and for values.
     fn queries_bytes(&self) -> [usize; 2] {
         let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]
@@ -101,10 +102,11 @@ impl Form {
         [keys, latents, rows(self.k_dim), latent_rows, rows(self.v_dim), weights, sums, sums]
     }
 
-    /// Memory for `units` units of `queries` queries each.
+    /// Makes room for `units` units of `queries` queries each in `memory`.
     ///
     /// # Safety
-    /// The processor has AMX.
+    /// The processor supports AMX with bf16, no other [`Tiles`] of this thread lives, and the room is used
+    /// and dropped in this thread, before `memory` is changed or dropped.
     pub(super) unsafe fn room(self, units: usize, queries: usize, memory: &mut Vec<f32>) -> Room {
         let sizes = self.sizes(units, queries);
         let bytes = sizes.iter().sum::<usize>() + ROW;
@@ -120,7 +122,8 @@ impl Form {
         });
         Room {
             form: self,
-            // SAFETY: the caller's.
+            // SAFETY: by contract, AMX is available, no other `Tiles` of this thread lives, and this one is
+            // dropped in this thread.
             tiles: unsafe { Tiles::new() },
             queries: [q, latents],
             copies: [keys, latent_keys],
@@ -132,14 +135,18 @@ impl Form {
 }
 
 impl Room {
-    /// Puts the queries of a unit into columns, those for keys (`which` 0) or for values (1).
+    /// Puts the queries of a unit into columns: those for keys if `which` is 0, those for values if it is 1.
     ///
     /// # Safety
-    /// There are `count` queries of their dimension at `from`, and the processor has AMX.
+    /// The room was made for `count` queries per unit and more than `unit` units, with latents if `which` is
+    /// 1. `from` is valid for reads of `count` queries of `k_dim` or `v_dim` elements of f32, and the
+    /// processor supports AVX-512.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn put_queries(&self, which: usize, unit: usize, count: usize, from: *const f32) {
         let (parts, dim) = (self.form.parts, [self.form.k_dim, self.form.v_dim][which]);
-        // SAFETY: the room is of so many queries.
+        // SAFETY: a query has `dim` elements, a multiple of `PAIRS`, so that `i + PAIRS <= dim` for both
+        // loads, and `first + j < count`. The columns of a unit have room for `groups(count)` groups of
+        // `queries_bytes` bytes, as many as are written. AVX-512 is available by contract.
         unsafe {
             let mut to = self.columns(which, unit, count, 0).cast_mut();
             for first in (0..count).step_by(ROWS) {
@@ -164,16 +171,19 @@ impl Room {
         }
     }
 
-    /// The columns of a group of a unit's queries.
+    /// Returns the address of the columns of a group of a unit's queries.
     fn columns(&self, which: usize, unit: usize, count: usize, group: usize) -> *const u8 {
         self.queries[which].wrapping_add(self.form.queries_bytes()[which] * (unit * groups(count) + group))
     }
 }
 
-/// The parts of two vectors, one after the other.
+/// Returns the bf16 parts of two vectors, those of `b` after those of `a`.
+///
+/// # Safety
+/// The processor supports AVX-512 F, BW and DQ, and the caller is compiled for them.
 #[inline(always)]
 unsafe fn halves(a: __m512, b: __m512) -> [__m512i; PARTS] {
-    // SAFETY: the caller's.
+    // SAFETY: AVX-512 F, BW and DQ are available by contract, and no pointer is involved.
     unsafe {
         let (a, b) = (amx::parts(a), amx::parts(b));
         let mut halves = [_mm512_setzero_si512(); PARTS];
@@ -184,20 +194,27 @@ unsafe fn halves(a: __m512, b: __m512) -> [__m512i; PARTS] {
     }
 }
 
-/// The first tokens of `range` in a vector that begins with token `first`.
+/// Returns a mask of the lanes of a vector that begins with token `first` whose tokens lie in `range`.
 fn lanes(range: &Range<usize>, first: usize) -> u16 {
     let below = |t: usize| ((1u32 << t.saturating_sub(first).min(ROWS)) - 1) as u16;
     below(range.end) & !below(range.start)
 }
 
-/// Values of up to a tile of tokens in pairs, what is missing as zeros; whether all are finite. Of each 32
-/// elements the first tile has those of the first halves of quarters, the second those of the second.
+/// Writes the values of up to a tile of tokens in pairs, with zeros for missing tokens, and returns whether
+/// all values are finite. Of each 32 elements, the first tile has the first halves of the quarters, the
+/// second tile the second halves.
+///
+/// # Safety
+/// `rows` has at most [`TILE`] rows of `dim` elements of bf16, `dim` is a multiple of [`PAIRS`], `to` is
+/// valid for writes of `TILE * dim` elements of bf16, and the processor supports AVX-512.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<'_>; 2]) -> bool {
     let n = rows.len();
     let pairs = n.next_multiple_of(PAIRS) / 2;
     let lines = ahead.map(|ahead| ahead.lines(pairs));
-    // SAFETY: rows have `dim` elements, and there is room for a tile of tokens.
+    // SAFETY: a row is loaded only if `2 * pair + t < n`, and `i + PAIRS <= dim`. `to` is written in
+    // `n.div_ceil(PAIRS)` steps of `dim / ROWS` tiles, at most the `TILE * dim` elements that it has by
+    // contract.
     unsafe {
         let magnitude = _mm512_set1_epi16(0x7fff);
         let mut largest = _mm512_setzero_si512();
@@ -225,15 +242,18 @@ unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<
 }
 
 impl Meeting<'_> {
-    /// All queries of unit `unit` of the room against the tile.
+    /// Multiplies all queries of unit `unit` of the room by the tile, and adds the result to their states.
     ///
     /// # Safety
-    /// The queries are in the room, the pointers lead to states and rows of bf16 of the sizes named, and the
-    /// processor has AMX.
+    /// The conditions of [`Meeting`] hold, with keys and values of bf16 in the cache. `room` was made for at
+    /// least `unit + 1` units of `queries()` queries of these dimensions, holds their queries and belongs to
+    /// this thread, and the processor supports AMX.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn by_matrices(&self, room: &Room, unit: usize) {
         let (form, tiles) = (&room.form, &room.tiles);
-        // SAFETY: the caller's.
+        // SAFETY: the conditions of `put_values`, `evenly` and `weigh` are those of this function. For
+        // `rows_by_columns`, `evenly` gives four groups of `ROWS` readable rows, `columns` the `dim / PAIRS`
+        // steps of tiles of a group, and each of `sums` takes `EACH` tiles.
         unsafe {
             let finite = put_values(self.values, form.v_dim, room.values, self.ahead);
             let keys = self.evenly(self.keys, form.k_dim, form.token_bytes[0], room.copies[0]);
@@ -253,16 +273,22 @@ impl Meeting<'_> {
         }
     }
 
-    /// Four groups of 16 rows, a stride apart: where they lie, if they lie so, or copied.
+    /// Returns four groups of 16 rows that are one stride apart: in place if they lie so, otherwise copied.
+    ///
+    /// # Safety
+    /// `rows` are the rows of this meeting's tile in the cache, with `dim` elements of bf16 each, and
+    /// `copies` is valid for writes of [`TILE`] such rows.
     #[inline(always)]
     unsafe fn evenly(&self, rows: Rows<'_>, dim: usize, token_bytes: usize, copies: *mut u8) -> Each {
         let block_size = self.op.arena.layout().shape().block_size;
-        // What follows a block's last token in sight is read, but belongs to the same block.
+        // A group reads up to 16 rows, even past the last token in sight. These rows belong to the same
+        // block.
         let even = block_size.is_multiple_of(ROWS) && self.tile.tokens.start.is_multiple_of(ROWS);
         let stride = if even { token_bytes } else { dim * 2 };
         if !even {
             for t in 0..rows.len() {
-                // SAFETY: rows have `dim` elements, and there is room for a tile of them.
+                // SAFETY: `t < rows.len() <= TILE`, each row has `dim` elements, which are `stride` bytes,
+                // and `copies` has room for `TILE` rows outside the cache by contract.
                 unsafe {
                     std::ptr::copy_nonoverlapping(rows.row::<u8>(t), copies.add(t * stride), stride);
                 }
@@ -276,7 +302,11 @@ impl Meeting<'_> {
         Each { at, stride, step: ROW }
     }
 
-    /// Turns the sums of a group of queries into weights, and adds up the values.
+    /// Turns the sums of a group of queries into weights, and accumulates the values.
+    ///
+    /// # Safety
+    /// As for [`by_matrices`](Self::by_matrices), after the products with keys and latents of `group` and
+    /// after `put_values`, which returned `finite`.
     #[inline(always)]
     unsafe fn weigh(&self, room: &Room, group: usize, finite: bool) {
         let (n, first) = (self.tile.len(), group * ROWS);
@@ -287,8 +317,9 @@ impl Meeting<'_> {
         let scaling = Scaling { factor, softcap: self.op.softcap };
         let mut shrink = [1.0; ROWS];
         let steps = n.div_ceil(PAIRS);
-        // SAFETY: rows of logits have room for a tile and a vector, states are the meeting's, and the room's parts
-        // are of a tile of tokens.
+        // SAFETY: `a < count`, so that `first + a` is one of the queries. A row of logits has `STRIDE`
+        // elements, a tile and one vector, and `seen` lies in the tile. `room.weights` has `steps * PARTS`
+        // tiles, with a row for each `a < ROWS`. States and rows are those of the meeting.
         unsafe {
             if !self.put_logits(room, logits) {
                 for a in 0..count {
@@ -323,12 +354,17 @@ impl Meeting<'_> {
         }
     }
 
-    /// Queries' rows of sums; whether all are numbers.
+    /// Writes the queries' rows of logits from the sums, and returns whether none is NaN.
+    ///
+    /// # Safety
+    /// `room.sums` holds the products of this tile, and `logits` is valid for writes of `ROWS` rows of
+    /// [`STRIDE`] elements. The caller is compiled for AVX-512.
     #[inline(always)]
     unsafe fn put_logits(&self, room: &Room, logits: *mut f32) -> bool {
         let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
-            // SAFETY: there are sums of a tile of tokens.
+            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `EACH` tiles of a sum,
+            // and each store in row `j` of `logits`, which has room by contract.
             unsafe {
                 let mut square = [_mm512_setzero_ps(); ROWS];
                 for (j, vector) in square.iter_mut().enumerate() {
@@ -348,12 +384,17 @@ impl Meeting<'_> {
         unordered == 0
     }
 
-    /// One query's products without its parts: infinity times nothing is no number.
+    /// Computes one query's logits without parts: with parts, infinity times 0 would give NaN.
+    ///
+    /// # Safety
+    /// `m < queries()`, the conditions of [`Meeting`] hold with keys and values of bf16, `row` is valid for
+    /// writes of [`STRIDE`] elements, and the processor supports AVX-512.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn put_logits_of(&self, room: &Room, m: usize, row: *mut f32) {
         let (k_dim, v_dim) = (room.form.k_dim, room.form.v_dim);
-        // SAFETY: queries are the meeting's; a row of logits has room for a tile and a vector.
+        // SAFETY: query `m` has `k_dim` elements, and `v_dim` latent ones; a tile has at most `TILE` rows, so
+        // that `row` has room for their logits and three more.
         unsafe {
             let to = (row, STRIDE);
             dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Ahead::default());
@@ -363,7 +404,12 @@ impl Meeting<'_> {
         }
     }
 
-    /// Adds weights times values to the states of some queries, which shrink before.
+    /// Adds weights times values to the states of `count` queries from query `first` on, after these states
+    /// are multiplied by `shrink`.
+    ///
+    /// # Safety
+    /// `room` holds the values and weights of `steps` steps, `first + count <= queries()` and `count <=
+    /// ROWS`, the states of these queries are valid, and the caller is compiled for AVX-512.
     #[inline(always)]
     unsafe fn add_values(
         &self,
@@ -374,9 +420,11 @@ impl Meeting<'_> {
     ) {
         let dim = room.form.v_dim;
         let weights = Shared { at: room.weights, parts: PARTS };
-        // SAFETY: there are tiles of values for `dim` elements and `steps` steps, and states of so many elements.
+        // SAFETY: `tile(j)` is one of the `dim / ROWS` tiles of a step, and `values` and `weights` have tiles
+        // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
+        // that `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
         unsafe {
-            // The places of 16 elements beside each other, and of those after them.
+            // The places of 16 adjacent elements, and of the 16 elements after them.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             let high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
             for i in (0..dim).step_by(EACH * ROWS) {
@@ -404,12 +452,17 @@ impl Meeting<'_> {
     }
 }
 
-/// The weights of one query's tokens in parts, nothing for those that it does not see.
+/// Writes the weights of one query's tokens in parts, and 0 for tokens that it does not see.
+///
+/// # Safety
+/// `row` has an initialised element for each token of `seen`, `seen.end <= steps * PAIRS`, and `to` is valid
+/// for a row of `steps * PARTS` tiles. The caller is compiled for AVX-512.
 #[inline(always)]
 unsafe fn put_weights(row: *const f32, seen: &Range<usize>, steps: usize, to: *mut u8) {
     for step in 0..steps {
         let at = step * PAIRS;
-        // SAFETY: only what is seen is loaded, and there are tiles for each step's parts.
+        // SAFETY: the masks load only tokens of `seen`, which are initialised by contract, and `to` has a row
+        // in each of the `steps * PARTS` tiles.
         unsafe {
             let a = _mm512_maskz_loadu_ps(lanes(seen, at), row.add(at));
             let b = _mm512_maskz_loadu_ps(lanes(seen, at + ROWS), row.add(at + ROWS));

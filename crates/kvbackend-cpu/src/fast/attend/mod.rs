@@ -1,4 +1,4 @@
-//! Attention: decode at the speed of reading the cache, prefill at that of its products.
+//! Attention: decode at the speed of reading the cache, prefill at the speed of its products.
 //!
 //! ```text
 //!   plan      a call as items: some rows, some heads, some tokens
@@ -12,7 +12,7 @@
 //!   finish    items that share rows are merged, then merge groups; output
 //! ```
 //!
-//! A softmax stays open between tiles as *state*: largest logit, sum of weights, weighted sum of values.
+//! Between tiles, a softmax stays open as a *state*: largest logit, sum of weights, weighted sum of values.
 
 mod block;
 mod finish;
@@ -35,52 +35,54 @@ use smallvec::SmallVec;
 
 use self::finish::Finish;
 use self::part::{Compute, Inputs, Part, Queries, Scratch};
-use self::plan::{Plan, Units};
+use self::plan::{Plan, PlanKey, Plans, Units};
 use self::source::Source;
 use super::Fast;
 use super::ends::with_ends;
 use super::rotate::Turn;
 use crate::raw::Target;
 
-/// How states lie: largest logit, sum, values; a state per query.
+/// The layout of states: each has the largest logit, the sum and the values of one query.
 #[derive(Clone, Copy)]
 struct State {
     v_dim: usize,
-    /// States of one merge group.
+    /// Number of states of one merge group.
     count: usize,
 }
 
 impl State {
-    /// Elements of a state.
+    /// Returns the number of elements of a state.
     #[inline(always)]
     fn stride(self) -> usize {
         self.v_dim + 2
     }
 
-    /// Makes the states of all groups those of nothing.
+    /// Makes the states of `groups` merge groups empty.
     ///
     /// # Safety
-    /// There is room for them.
+    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
+    /// else accesses meanwhile.
     unsafe fn open(self, states: *mut f32, groups: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
+        // nothing else accesses meanwhile.
         let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
         states.fill(0.0);
         states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
     }
 }
 
-/// Where results go.
+/// The destinations of results.
 struct Outputs<'a> {
     out: (&'a TensorView, Target<'a>),
     lse: Option<(&'a TensorView, Target<'a>)>,
 }
 
-/// What a thread keeps between calls.
+/// Memory that a thread keeps between calls.
 #[derive(Default)]
 struct Kept {
-    plan: Plan,
+    plans: Plans,
     shared: Vec<f32>,
-    /// Queries where results will lie.
+    /// Copies of queries that lie where results will be written.
     copies: [Vec<u8>; 2],
 }
 
@@ -106,7 +108,7 @@ impl Fast {
         let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
         let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
         with_ends(&reads, &writes, |ends| {
-            KEPT.with_borrow_mut(|Kept { plan, shared, copies: [q, q_latent] }| {
+            KEPT.with_borrow_mut(|Kept { plans, shared, copies: [q, q_latent] }| {
                 let q = Queries::new(&op.q, &op.out, ends, q)?;
                 let latent_view = latent;
                 let latent = latent.map(|view| Queries::new(view, &op.out, ends, q_latent)).transpose()?;
@@ -122,24 +124,27 @@ impl Fast {
                 };
                 let matrices = matrix::Form::of(self.level.level(), op, latent_view, [&keys, &values]);
                 let inputs = Inputs { op, units, keys, values, q, latent, turn, matrices };
-                self.run_plan(&inputs, &outputs, plan, shared);
+                self.run_plan(&inputs, &outputs, plans, shared);
                 Ok(())
             })
         })
     }
 
-    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, plan: &mut Plan, shared: &mut Vec<f32>) {
-        plan.make(inputs.op, inputs.units, self.workers.count());
-        if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
-            plan.make(inputs.op, inputs.units, 1);
-        }
+    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, plans: &mut Plans, shared: &mut Vec<f32>) {
+        let threads = self.workers.count();
+        let plan = plans.get(PlanKey::of(inputs.op, inputs.units, threads), |plan| {
+            plan.make(inputs.op, inputs.units, threads);
+            if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
+                plan.make(inputs.op, inputs.units, 1);
+            }
+        });
         shared.resize(plan.shared.max(shared.len()), 0.0);
         let shared = Target::new(bytemuck::cast_slice_mut(shared));
         let work = |i: usize| {
-            // The last rows of a prefill see most: they go first.
+            // The last rows of a prefill see the most tokens, so that they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
-            let part = Part { inputs, item, outputs, shared };
-            // Not inside the task: a closure there would be compiled without its instructions.
+            let part = Part { inputs, item, runs: &plan.runs[item.runs.clone()], outputs, shared };
+            // Outside of the task: a closure inside it would be compiled without the task's instructions.
             SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
         };
         if self.parts(plan.items.len(), plan.cost) == 1 {
@@ -150,7 +155,7 @@ impl Fast {
         self.merge(inputs, plan, outputs, shared);
     }
 
-    /// Rows whose tokens were divided.
+    /// Merges the states of rows whose tokens were divided, and writes their results.
     fn merge(&self, inputs: &Inputs, plan: &Plan, outputs: &Outputs, shared: Target<'_>) {
         let (op, units) = (inputs.op, inputs.units);
         for divided in &plan.divided {
@@ -158,7 +163,7 @@ impl Fast {
             let Some(start) = item.shared else { continue };
             let count = item.units.len() * units.size * item.rows.len();
             let state = State { v_dim: inputs.values.dim, count };
-            let part = op.groups.len() * count * state.stride();
+            let part = op.work.groups().len() * count * state.stride();
             let mut states = shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
             for unit in item.units.clone() {
                 for row in item.rows.clone() {

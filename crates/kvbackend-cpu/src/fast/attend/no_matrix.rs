@@ -1,4 +1,4 @@
-//! Where no processor multiplies tiles of bf16.
+//! Stand-in for products of matrices on processors that cannot multiply tiles of bf16.
 
 use kvcore::{Attend, TensorView};
 
@@ -6,11 +6,11 @@ use super::block::Meeting;
 use super::source::Source;
 use crate::simd::SimdLevel;
 
-/// There is none.
+/// A form of queries; none exists.
 #[derive(Clone, Copy)]
 pub(super) enum Form {}
 
-/// There is none.
+/// Memory of an item; none exists.
 pub(super) enum Room {}
 
 impl Form {
@@ -18,18 +18,30 @@ impl Form {
         None
     }
 
+    /// Never called, because no form exists.
+    ///
+    /// # Safety
+    /// No conditions.
     pub(super) unsafe fn room(self, _: usize, _: usize, _: &mut Vec<f32>) -> Room {
         match self {}
     }
 }
 
 impl Room {
+    /// Never called, because no room exists.
+    ///
+    /// # Safety
+    /// No conditions.
     pub(super) unsafe fn put_queries(&self, _: usize, _: usize, _: usize, _: *const f32) {
         match *self {}
     }
 }
 
 impl Meeting<'_> {
+    /// Never called, because no room exists.
+    ///
+    /// # Safety
+    /// No conditions.
     pub(super) unsafe fn by_matrices(&self, room: &Room, _: usize) {
         match *room {}
     }

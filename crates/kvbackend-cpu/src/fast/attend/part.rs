@@ -1,6 +1,4 @@
-//! One part of a call: its tokens a tile at a time, with softmaxes that stay open.
-
-use std::ops::Range;
+//! One part of a call: its tokens one tile at a time, with softmaxes that stay open.
 
 use half::{bf16, f16};
 use kvcore::{Attend, DType, KeyForm, Result, TensorView};
@@ -8,7 +6,7 @@ use kvcore::{Attend, DType, KeyForm, Result, TensorView};
 use super::block::Meeting;
 use super::finish::Finish;
 use super::matrix;
-use super::plan::{Item, MANY, Units, states, union};
+use super::plan::{Item, MANY, TokenRun, Units, states};
 use super::products::Rows;
 use super::source::Source;
 use super::tile::{Form, Room, TILE, Tile, beside};
@@ -18,30 +16,31 @@ use crate::fast::rotate::{Turn, rotate};
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, widen};
 
-/// What all parts of a call read.
+/// The inputs that all parts of a call read.
 pub(super) struct Inputs<'a> {
     pub(super) op: &'a Attend,
     pub(super) units: Units,
     pub(super) keys: Source<'a>,
     pub(super) values: Source<'a>,
     pub(super) q: Queries<'a>,
-    /// Of latent attention: queries that meet the values.
+    /// Queries that latent attention multiplies by the values.
     pub(super) latent: Option<Queries<'a>>,
     pub(super) turn: Option<Turn>,
-    /// Whether products are those of matrices, and how.
+    /// The form of products of matrices, if matrices can compute the call.
     pub(super) matrices: Option<matrix::Form>,
 }
 
-/// Query rows as they lie.
+/// Query rows in place.
 #[derive(Clone, Copy)]
 pub(super) struct Queries<'a> {
     view: &'a TensorView,
-    /// From the view's first element on.
+    /// The bytes of the view, from its first element on.
     bytes: Origin<'a>,
 }
 
 impl<'a> Queries<'a> {
-    /// Queries that lie where results will are copied first.
+    /// Takes the queries of a view. Queries that lie where results will be written are copied to `copy`
+    /// first.
     pub(super) fn new<'b: 'a>(
         view: &'a TensorView,
         out: &TensorView,
@@ -57,18 +56,23 @@ impl<'a> Queries<'a> {
             return Ok(Self { view, bytes });
         }
         copy.clear();
-        // SAFETY: `part` has checked that they are inside, and nothing is written yet.
+        // SAFETY: `part` checked that `len` bytes lie inside. The storages are locked and no kernel of this
+        // call runs yet, so that nobody writes them while the slice lives.
         copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
         Ok(Self { view, bytes: Origin::new(copy) })
     }
 
-    /// Elements of a row.
+    /// Returns the elements of a row.
     fn dim(&self) -> usize {
         self.view.shape()[2]
     }
 }
 
-/// Widened queries of all units of an item, rotated to their positions less `moved`, if that is given.
+/// Widens the queries of all units of an item, and rotates them to their positions minus `moved`, if given.
+///
+/// # Safety
+/// `to` is valid for writes of the queries of the item, each of the width of `queries`, outside the queries'
+/// storage.
 struct Read<'a> {
     inputs: &'a Inputs<'a>,
     item: &'a Item,
@@ -89,11 +93,13 @@ impl Task for Read<'_> {
             for row in self.item.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
                     let at = (row * strides[0] + head * strides[1]) * size;
-                    // SAFETY: `at` checks the row, and there is room for `dim` elements of each query.
+                    // SAFETY: `at` checked that the row lies inside, views are aligned, and `to` has room for
+                    // `dim` elements of each query by the contract of `Read`. The operation's check bounds
+                    // the rotary dimension by the width of a key, the only width that is rotated.
                     unsafe {
                         widen::<S>(view.dtype(), self.queries.bytes.at(at, dim * size), to, dim);
                         if let (Some(turn), Some(moved)) = (&inputs.turn, self.moved) {
-                            let angle = turn.at(inputs.op.rows[row].position - moved);
+                            let angle = turn.at(inputs.op.work.rows()[row].position - moved);
                             rotate::<S, f32>(to, to, dim, angle, turn.factor);
                         }
                         to = to.add(dim);
@@ -104,10 +110,9 @@ impl Task for Read<'_> {
     }
 }
 
-/// Memory of a thread, which grows to what its largest part needed and stays.
+/// Memory of a thread. It grows to the needs of its largest part, and never shrinks.
 #[derive(Default)]
 pub(super) struct Scratch {
-    runs: Vec<(usize, Range<usize>)>,
     queries: Vec<f32>,
     latents: Vec<f32>,
     states: Vec<f32>,
@@ -118,38 +123,15 @@ pub(super) struct Scratch {
     matrices: Vec<f32>,
 }
 
-/// The runs of tokens that an item has, in order: segments, and tokens of each.
-fn runs_of(op: &Attend, item: &Item, runs: &mut Vec<(usize, Range<usize>)>) {
-    runs.clear();
-    let entry = &op.batch[item.entry];
-    let mut before = 0;
-    let mut push = |segment: usize, tokens: Range<usize>| {
-        let start = tokens.start + item.tokens.start.saturating_sub(before).min(tokens.len());
-        let end = tokens.start + item.tokens.end.saturating_sub(before).min(tokens.len());
-        before += tokens.len();
-        if start < end {
-            runs.push((segment, start..end));
-        }
-    };
-    if entry.selection.is_some() {
-        for (segment, tokens) in op.seen(entry, item.rows.start) {
-            let index = entry.segments.iter().position(|other| std::ptr::eq(other, segment));
-            push(index.unwrap_or_default(), tokens);
-        }
-    } else {
-        for (index, segment) in entry.segments.iter().enumerate() {
-            push(index, union(op, segment, item.rows.clone()));
-        }
-    }
-}
-
-/// An item, and what it reads and writes.
+/// An item, with its inputs and its outputs.
 #[derive(Clone, Copy)]
 pub(super) struct Part<'a> {
     pub(super) inputs: &'a Inputs<'a>,
     pub(super) item: &'a Item,
+    /// The runs of tokens of the item.
+    pub(super) runs: &'a [TokenRun],
     pub(super) outputs: &'a Outputs<'a>,
-    /// Where states of divided rows go.
+    /// The shared buffer, for states of divided rows.
     pub(super) shared: Target<'a>,
 }
 
@@ -170,12 +152,19 @@ struct Open<'a> {
 }
 
 impl Open<'_> {
-    /// Puts the queries of all units where products of matrices want them: those for keys, or for values.
+    /// Puts the queries of all units where products of matrices need them: those for keys if `which` is 0,
+    /// those for values if it is 1.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `self.state.count` queries of `dim` elements, the width of keys or of
+    /// values. A room of matrices was made for `units` units of these queries, in this thread, with latents
+    /// if `which` is 1.
     unsafe fn put_queries(&self, which: usize, units: usize, from: *const f32, dim: usize) {
         let queries = self.state.count / units;
         if let Some(room) = &self.matrices {
             for unit in 0..units {
-                // SAFETY: there is room for the queries of all units.
+                // SAFETY: `unit < units`, so that `from` has the `queries` queries of the unit, and the room
+                // has columns for them, by contract. A form of matrices exists only on processors with AMX.
                 unsafe { room.put_queries(which, unit, queries, from.add(unit * queries * dim)) };
             }
         }
@@ -189,7 +178,6 @@ impl Task for Compute<'_> {
     unsafe fn run<S: Simd>(self) {
         let (part, scratch) = (self.part, self.scratch);
         let (inputs, item, op) = (part.inputs, part.item, part.inputs.op);
-        runs_of(op, item, &mut scratch.runs);
         let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
         let queries = item.units.len() * inputs.units.size * item.rows.len();
         let state = State { v_dim, count: queries };
@@ -215,21 +203,25 @@ impl Task for Compute<'_> {
                 values: room(&mut scratch.values, TILE * v_dim),
                 columns: &scratch.columns,
             },
-            // SAFETY: this form is made for processors that have the instructions.
+            // SAFETY: `Form::of` gives a form only at the level `Amx`, which is available. A thread computes
+            // one item at a time and drops the room at its end, before the memory changes, so that no other
+            // `Tiles` of this thread lives.
             matrices: inputs.matrices.filter(|_| form == Form::Matrix).map(|form| unsafe {
                 form.room(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
             }),
         };
-        // SAFETY: each buffer has just been given its size.
+        // SAFETY: each buffer was sized above: `queries` queries of each width, `size` elements of states, a
+        // tile of rows and columns. `at` checked the range of the shared buffer, which is this item's own.
+        // The caller guarantees the instruction set.
         unsafe {
-            state.open(open.states, op.groups.len());
+            state.open(open.states, op.work.groups().len());
             if let (Some(queries), Some(to)) = (&inputs.latent, open.latents) {
                 S::call(Read { inputs, item, queries, to, moved: None });
                 open.put_queries(1, item.units.len(), to, v_dim);
             }
             let mut turned = None;
-            for (segment, run) in &scratch.runs {
-                let segment = &op.batch[item.entry].segments[*segment];
+            for TokenRun { segment, tokens: run } in part.runs {
+                let segment = &op.work.batch()[item.entry].segments[*segment];
                 let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
                 if turned != Some(moved) {
                     S::call(Read { inputs, item, queries: &inputs.q, to: open.q, moved: Some(moved) });
@@ -251,7 +243,7 @@ impl Task for Compute<'_> {
 }
 
 impl Part<'_> {
-    /// How keys and values come to the products.
+    /// Returns the form in which keys and values come to the products.
     fn form(&self) -> Form {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY {
@@ -263,7 +255,12 @@ impl Part<'_> {
         }
     }
 
-    /// All units of heads against a tile.
+    /// Processes all units of heads against a tile.
+    ///
+    /// # Safety
+    /// `open` was made for this item and `form`, `tile` and `next` are tiles of its tokens, the queries in
+    /// `open` are rotated for the segment of `tile`, and the caller is compiled for the instruction set of
+    /// `S`.
     #[inline(always)]
     unsafe fn tile<S: Simd>(&self, open: &Open, form: Form, tile: &Tile, next: &Tile) {
         let (inputs, item, room) = (self.inputs, self.item, &open.room);
@@ -276,11 +273,13 @@ impl Part<'_> {
             let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
             let first = i * item.rows.len() * inputs.units.size;
             let group = tile.segment.merge_group * open.state.count;
-            // SAFETY: all buffers were made for this item.
+            // SAFETY: `open` has queries and states of all units of the item, of which unit `i` has those
+            // from `first` on, and rooms for a tile of rows and columns. Rows in place lie inside, as
+            // `Source::rows` checked, and have the element type that `form` and `dense` name.
             unsafe {
                 let mut meeting = Meeting {
                     op: inputs.op,
-                    entry: &inputs.op.batch[item.entry],
+                    entry: &inputs.op.work.batch()[item.entry],
                     rows: item.rows.clone(),
                     heads: inputs.units.size,
                     dims: (k_dim, v_dim),
@@ -325,7 +324,11 @@ impl Part<'_> {
         }
     }
 
-    /// Writes the results of rows whose tokens are all seen.
+    /// Writes the results of rows that no other item shares.
+    ///
+    /// # Safety
+    /// `open.states` has a state for each merge group and query of the item, all tokens of the item are
+    /// processed, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, open: &Open) {
         let (inputs, item) = (self.inputs, self.item);
@@ -334,7 +337,8 @@ impl Part<'_> {
             for row in item.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
                     let (op, outputs, at) = (inputs.op, self.outputs, (row, head));
-                    // SAFETY: there is a state for each query, and no other item has this row and head.
+                    // SAFETY: `open` has a state of each merge group for every query by contract, and no
+                    // other item has this row and head.
                     unsafe {
                         S::call(Finish { op, outputs, at, states, parts: (1, 0), state: open.state });
                         states = states.add(open.state.stride());
@@ -346,7 +350,7 @@ impl Part<'_> {
 }
 
 impl Inputs<'_> {
-    /// The K and the V head of a unit.
+    /// Returns the head of K and the head of V of a unit.
     fn kv_heads(&self, unit: usize) -> (usize, usize) {
         let s = self.op.arena.layout().shape();
         let head = unit * self.units.size;
@@ -354,7 +358,7 @@ impl Inputs<'_> {
     }
 }
 
-/// The start of a buffer of `n` elements.
+/// Returns the start of a buffer, which is grown to at least `n` elements.
 fn room(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
     if buffer.len() < n {
         buffer.resize(n, 0.0);

@@ -1,4 +1,4 @@
-//! Who computes what: parts of a call that threads take one by one.
+//! The division of a call into parts, which threads take one by one.
 
 use std::ops::Range;
 
@@ -6,17 +6,17 @@ use kvcore::Attend;
 
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY: usize = 16;
-/// Query rows times heads of one part.
+/// Most query rows times heads of one part.
 const BLOCK: usize = 256;
 /// Fewest tokens of a part, if tokens are divided at all.
 const FEWEST_TOKENS: usize = 256;
 
-/// Heads in runs that share their K and their V head.
-#[derive(Debug, Clone, Copy)]
+/// Runs of query heads that share their K head and their V head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Units {
-    /// Query heads.
+    /// Number of query heads.
     pub(super) heads: usize,
-    /// Heads of a run.
+    /// Number of heads of a run.
     pub(super) size: usize,
 }
 
@@ -33,42 +33,101 @@ impl Units {
         self.heads / self.size
     }
 
-    /// The heads of a run.
+    /// Returns the heads of a run.
     pub(super) fn heads_of(self, unit: usize) -> Range<usize> {
         unit * self.size..(unit + 1) * self.size
     }
 }
 
-/// Rows of one entry with some heads, over a part of the tokens they see.
+/// Rows of one entry with some heads, over a part of the tokens that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) entry: usize,
     pub(super) rows: Range<usize>,
     pub(super) units: Range<usize>,
-    /// Which of the tokens that any of the rows sees, counted over all segments.
-    pub(super) tokens: Range<usize>,
-    /// Where its states go, if others have more tokens of the same rows: elements of the shared buffer.
+    /// The item's part of the tokens that any of its rows sees, counted over all segments.
+    tokens: Range<usize>,
+    /// The runs of these tokens, in order, as a range of [`Plan::runs`].
+    pub(super) runs: Range<usize>,
+    /// First element of the item's states in the shared buffer, if other items have more tokens of the same
+    /// rows.
     pub(super) shared: Option<usize>,
 }
 
-/// Items that have the tokens of the same rows and heads between them.
+/// Items that divide the tokens of the same rows and heads among them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Divided {
-    /// The first of them.
+    /// The number of the first of the items.
     pub(super) item: usize,
     pub(super) parts: usize,
+}
+
+/// The calls that a plan serves: the calls of all layers of a step with the same window and extents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PlanKey {
+    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    work: u64,
+    window: Option<usize>,
+    units: Units,
+    v_dim: usize,
+    block_size: usize,
+    threads: usize,
+}
+
+impl PlanKey {
+    pub(super) fn of(op: &Attend, units: Units, threads: usize) -> Self {
+        let s = op.arena.layout().shape();
+        let (v_dim, block_size) = (s.v_dim, s.block_size);
+        Self { work: op.work.id(), window: op.window, units, v_dim, block_size, threads }
+    }
+}
+
+/// The plans of a thread's last calls, in memory that is kept from step to step.
+#[derive(Debug, Default)]
+pub(super) struct Plans {
+    /// The last plans. Few suffice, because the layers of a model differ at most in their window.
+    plans: [(Option<PlanKey>, Plan); 4],
+    /// The number of the plan to replace next.
+    next: usize,
+}
+
+impl Plans {
+    /// Returns the plan of a key. If there is none, `make` makes it.
+    pub(super) fn get(&mut self, key: PlanKey, make: impl FnOnce(&mut Plan)) -> &Plan {
+        let known = self.plans.iter().position(|(known, _)| *known == Some(key));
+        let at = known.unwrap_or_else(|| {
+            let at = self.next;
+            self.next = (at + 1) % self.plans.len();
+            let (of, plan) = &mut self.plans[at];
+            *of = None;
+            make(plan);
+            *of = Some(key);
+            at
+        });
+        &self.plans[at].1
+    }
+}
+
+/// Consecutive tokens of one segment of an entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TokenRun {
+    pub(super) segment: usize,
+    pub(super) tokens: Range<usize>,
 }
 
 /// The parts of a call.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) items: Vec<Item>,
+    /// Runs of the tokens of all items; see [`Item::runs`].
+    pub(super) runs: Vec<TokenRun>,
     pub(super) divided: Vec<Divided>,
-    /// Items that are being divided; memory that is kept.
+    /// Items that are being divided, in memory that is kept.
     whole: Vec<Item>,
-    /// Elements of the shared buffer.
+    /// Number of elements of the shared buffer.
     pub(super) shared: usize,
-    /// Products of a query with a key or a weight with a value, counted in bytes of the cache.
+    /// Cost of the call: products of a query with a key, or a weight with a value, counted in bytes of the
+    /// cache.
     pub(super) cost: usize,
 }
 
@@ -76,13 +135,14 @@ impl Plan {
     /// Cuts a call into parts for `threads` threads.
     pub(super) fn make(&mut self, op: &Attend, units: Units, threads: usize) {
         self.items.clear();
+        self.runs.clear();
         self.divided.clear();
         (self.shared, self.cost) = (0, 0);
         let s = op.arena.layout().shape();
         let row_bytes = (s.k_dim + s.v_dim) * s.format.storage_dtype().bits() / 8;
-        for (entry, rows) in op.batch.iter().enumerate() {
+        for (entry, rows) in op.work.batch().iter().enumerate() {
             let (count, all) = (rows.rows.len(), units.count());
-            // A selection is a row's own. Many rows take the heads one by one.
+            // A selection belongs to one row. An item of many rows takes one unit of heads.
             let (step, heads) = if rows.selection.is_some() {
                 (1, all)
             } else if count * units.size >= MANY {
@@ -98,13 +158,33 @@ impl Plan {
                 self.cost += tokens * all * products * row_bytes;
                 for first in (0..all).step_by(heads) {
                     let (rows, tokens) = (part.clone(), 0..tokens);
-                    self.items.push(Item { entry, rows, units: first..first + heads, tokens, shared: None });
+                    let units = first..first + heads;
+                    self.items.push(Item { entry, rows, units, tokens, runs: 0..0, shared: None });
                 }
             }
         }
         let wanted = if threads > 1 { 4 * threads } else { 1 };
         if self.items.len() < wanted {
             self.divide(op, units, wanted.div_ceil(self.items.len().max(1)), s.v_dim + 2);
+        }
+        self.find_runs(op);
+    }
+
+    /// Finds the runs of tokens of each item. Items that differ only in their heads share their runs.
+    fn find_runs(&mut self, op: &Attend) {
+        for at in 0..self.items.len() {
+            let before = at.checked_sub(1).map(|before| &self.items[before]).filter(|before| {
+                let item = &self.items[at];
+                (before.entry, &before.rows, &before.tokens) == (item.entry, &item.rows, &item.tokens)
+            });
+            self.items[at].runs = match before {
+                Some(before) => before.runs.clone(),
+                None => {
+                    let first = self.runs.len();
+                    push_runs(op, &self.items[at], &mut self.runs);
+                    first..self.runs.len()
+                }
+            };
         }
     }
 
@@ -127,16 +207,40 @@ impl Plan {
     }
 }
 
-/// States of an item: one per merge group, head and row.
-pub(super) fn states(op: &Attend, units: Units, item: &Item) -> usize {
-    op.groups.len() * item.units.len() * units.size * item.rows.len()
+/// Appends the runs of an item's part of the tokens that its rows see, counted over all segments.
+fn push_runs(op: &Attend, item: &Item, runs: &mut Vec<TokenRun>) {
+    let entry = &op.work.batch()[item.entry];
+    let mut before = 0;
+    let mut push = |segment: usize, tokens: Range<usize>| {
+        let start = tokens.start + item.tokens.start.saturating_sub(before).min(tokens.len());
+        let end = tokens.start + item.tokens.end.saturating_sub(before).min(tokens.len());
+        before += tokens.len();
+        if start < end {
+            runs.push(TokenRun { segment, tokens: start..end });
+        }
+    };
+    if entry.selection.is_some() {
+        for (segment, tokens) in op.seen(entry, item.rows.start) {
+            let index = entry.segments.iter().position(|other| std::ptr::eq(other, segment));
+            push(index.unwrap_or_default(), tokens);
+        }
+    } else {
+        for (index, segment) in entry.segments.iter().enumerate() {
+            push(index, union(op, segment, item.rows.clone()));
+        }
+    }
 }
 
-/// Tokens of a segment that any of the rows sees.
-pub(super) fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) -> Range<usize> {
+/// Returns the number of states of an item: one per merge group, head and row.
+pub(super) fn states(op: &Attend, units: Units, item: &Item) -> usize {
+    op.work.groups().len() * item.units.len() * units.size * item.rows.len()
+}
+
+/// Returns the tokens of a segment from the first to the last that any of the rows sees.
+fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) -> Range<usize> {
     let mut all = 0..0;
     for row in rows {
-        let one = op.visible(segment, op.rows[row]);
+        let one = op.visible(segment, op.work.rows()[row]);
         if !one.is_empty() {
             all = if all.is_empty() { one } else { all.start.min(one.start)..all.end.max(one.end) };
         }
@@ -144,9 +248,9 @@ pub(super) fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) 
     all
 }
 
-/// Tokens that any of the rows sees.
+/// Returns the number of tokens that any of the rows sees.
 fn tokens_of(op: &Attend, entry: usize, rows: Range<usize>) -> usize {
-    let entry = &op.batch[entry];
+    let entry = &op.work.batch()[entry];
     if entry.selection.is_some() {
         return op.seen(entry, rows.start).iter().map(|(_, tokens)| tokens.len()).sum();
     }

@@ -1,4 +1,4 @@
-//! The two products of attention, over rows that lie anywhere: queries with keys, weights with values.
+//! The two products of attention, over rows at any places: queries with keys, weights with values.
 
 use std::ops::Range;
 
@@ -7,17 +7,17 @@ use crate::simd::{Lane, Simd};
 /// Tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
 
-/// Rows that lie anywhere.
+/// Rows at any places.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Rows<'a> {
-    /// Where those of head 0 begin, token by token.
+    /// Addresses of the rows of head 0, token by token.
     pub(super) at: &'a [*const u8],
-    /// Bytes from there to the head at work.
+    /// Bytes from the row of head 0 to the row of the current head.
     pub(super) head: usize,
 }
 
 impl Rows<'_> {
-    /// Those of some tokens.
+    /// Returns the rows of some tokens.
     #[inline(always)]
     pub(super) fn part(self, tokens: Range<usize>) -> Self {
         Self { at: &self.at[tokens], ..self }
@@ -33,25 +33,30 @@ impl Rows<'_> {
     }
 }
 
-/// Rows of a plane that come next, asked for while others are computed: memory is kept busy by either product.
+/// Rows of a plane that come next. They are prefetched while others are computed, so that both products keep
+/// memory busy.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Ahead<'a> {
     pub(super) rows: Rows<'a>,
-    /// Bytes of each.
+    /// Bytes of each row.
     pub(super) bytes: usize,
-    /// The row and the byte of it that this has come to.
+    /// The next row to prefetch, and the next byte of it.
     pub(super) next: (usize, usize),
 }
 
 impl Ahead<'_> {
-    /// Lines to ask for at each of `steps` steps, so that all are by the last.
+    /// Returns the number of lines to prefetch at each of `steps` steps, so that all are prefetched by the
+    /// last step.
     #[inline(always)]
     pub(super) fn lines(&self, steps: usize) -> usize {
         (self.rows.len() * self.bytes.div_ceil(64)).div_ceil(steps.max(1))
     }
 
-    /// Asks for up to `lines` cache lines. They come to the second cache: a tile's rows of all heads are more than
-    /// the first one holds.
+    /// Prefetches up to `lines` cache lines into the second-level cache: the rows of all heads of a tile
+    /// exceed the first level.
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn ask<S: Simd>(&mut self, lines: usize) {
         let (mut left, (t, at)) = (lines, &mut self.next);
@@ -59,7 +64,8 @@ impl Ahead<'_> {
             let start = self.rows.row::<u8>(*t).wrapping_add(*at);
             let here = left.min((self.bytes - *at).div_ceil(64));
             for line in 0..here {
-                // SAFETY: any address may be asked for.
+                // SAFETY: `prefetch_far` accepts any address, and the instruction set of `S` is available by
+                // contract.
                 unsafe { S::prefetch_far(start.wrapping_add(64 * line)) };
             }
             left -= here;
@@ -71,10 +77,12 @@ impl Ahead<'_> {
     }
 }
 
-/// `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
+/// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
 /// # Safety
-/// Queries have `Q * dim` elements, each row `dim`, and logits room for `rows.len()` at each stride and three more.
+/// `queries` has `Q * dim` elements, each row has `dim` elements of `E`, and `logits` has room for
+/// `rows.len() + 3` elements at each of `Q` strides; with `add`, these elements are initialised. The caller
+/// is compiled for `S`.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     queries: *const f32,
@@ -86,7 +94,9 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
 ) {
     let mut t = 0;
     let lines = ahead.lines(rows.len().div_ceil(TOKENS));
-    // SAFETY: `t` stays below the number of rows; the last rows' logits may be followed by some of nothing.
+    // SAFETY: `t < rows.len()`, and the indices of the other three rows are clamped to the last. `block`
+    // writes four logits from `t` on, at most three of them past the last row, for which `logits` has room by
+    // contract.
     unsafe {
         while t < rows.len() {
             ahead.ask::<S>(lines);
@@ -103,7 +113,11 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     }
 }
 
-/// The products of `Q` queries with four rows.
+/// Computes the products of `Q` queries with four rows.
+///
+/// # Safety
+/// `queries` has `Q * dim` elements, each of `rows` has `dim` elements, and `to` has room for four elements
+/// at each of `Q` strides, initialised with `add`. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn block<S: Simd, E: Lane, const Q: usize>(
     queries: *const f32,
@@ -112,7 +126,8 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
     (to, stride): (*mut f32, usize),
     add: bool,
 ) {
-    // SAFETY: `i + LANES <= dim` wherever a vector is loaded.
+    // SAFETY: `i + LANES <= dim` where a vector is loaded, `rest` gets the elements `i..dim`, and by contract
+    // `queries`, `rows` and `to` have room for `Q` queries of `dim` elements and four products each.
     unsafe {
         let mut acc = [[S::splat(0.0); TOKENS]; Q];
         let mut i = 0;
@@ -148,6 +163,10 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
 }
 
 /// Adds the products of the last elements, fewer than a vector.
+///
+/// # Safety
+/// `queries` has `count * elements.end` elements, each of `rows` has `elements.end`, and `to` has room for
+/// four initialised elements at each of `count` strides.
 #[inline(never)]
 unsafe fn rest<E: Lane>(
     (queries, count): (*const f32, usize),
@@ -157,7 +176,8 @@ unsafe fn rest<E: Lane>(
 ) {
     for a in 0..count {
         for i in elements.clone() {
-            // SAFETY: the caller's.
+            // SAFETY: `a < count`, `i < elements.end` and `j < TOKENS`, for which `queries`, `rows` and `to`
+            // have room by contract.
             unsafe {
                 let q = *queries.add(a * elements.end + i);
                 for (j, row) in rows.iter().enumerate() {
@@ -168,11 +188,13 @@ unsafe fn rest<E: Lane>(
     }
 }
 
-/// `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows of output of
-/// `dim` elements each, `N` vectors of them at a time.
+/// Computes `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows
+/// of output of `dim` elements each, `N` vectors at a time.
 ///
 /// # Safety
-/// Each row has `dim` elements, weights has `rows.len()` at each stride, and out room for `dim` at each of its.
+/// Each row has `dim` elements of `E`, `weights` has `rows.len()` elements at each of `Q` strides, and `out`
+/// has `dim` initialised elements at each of its `Q` strides. The caller is compiled for the instruction set
+/// of `S`.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize>(
     weights: *const f32,
@@ -185,7 +207,8 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
 ) {
     let mut i = 0;
     let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
-    // SAFETY: `i` plus the width of each strip stays within `dim`.
+    // SAFETY: `i` plus the width of a strip is at most `dim` where vectors are accessed, `i < dim` where one
+    // element is, and `t < rows.len()`; by contract rows, `weights` and `out` have room for these.
     unsafe {
         while i + N * S::LANES <= dim {
             strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink, (&mut ahead, lines));
@@ -207,7 +230,10 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
     }
 }
 
-/// `N` vectors of each output, from element `i` on.
+/// Accumulates `N` vectors of each output, from element `i` on.
+///
+/// # Safety
+/// As for [`accumulate`], with rows and outputs of at least `i + N * S::LANES` elements.
 #[inline(always)]
 unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
     weights: *const f32,
@@ -218,7 +244,8 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
     shrink: [f32; Q],
     (ahead, lines): (&mut Ahead<'_>, usize),
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: `n < N`, `t < rows.len()` and `a < Q`; by contract each row and each output has `i + N * LANES`
+    // elements, and `weights` has `rows.len()` at each stride.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; Q];
         for (a, acc) in acc.iter_mut().enumerate() {
@@ -249,15 +276,19 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
     }
 }
 
-/// `to[i * stride + t] = rows[t][i]` for rows of `dim` elements; columns past the last row are filled with it.
+/// Computes `to[i * stride + t] = rows[t][i]` for rows of `dim` elements. Columns past the last row repeat
+/// the last row.
 ///
 /// # Safety
-/// There is at least one row, each has `dim` elements, and `to` room for `dim` times `stride`, which is a multiple
-/// of the vector.
+/// There is at least one row, each row has `dim` elements of `E`, and `to` has room for `dim * stride`
+/// elements, where `stride` is a multiple of `S::LANES`. The caller is compiled for the instruction set of
+/// `S`.
 #[inline(always)]
 pub(super) unsafe fn transpose<S: Simd, E: Lane>(rows: Rows<'_>, dim: usize, to: *mut f32, stride: usize) {
     let mut t = 0;
-    // SAFETY: `t` stays below `stride`, `i` below `dim`.
+    // SAFETY: row indices are clamped to the last row, `i + LANES <= dim` where a vector is loaded, and
+    // `t + LANES <= stride`, because `stride` is a multiple of `LANES`; `to` has room for `dim * stride`
+    // elements by contract.
     unsafe {
         while t < stride {
             let mut i = 0;

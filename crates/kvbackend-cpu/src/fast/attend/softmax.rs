@@ -1,18 +1,20 @@
-//! Logits to weights, a tile at a time (Milakov and Gimelshein, 2018).
+//! Conversion of logits to weights, one tile at a time (Milakov and Gimelshein, 2018).
 
 use crate::simd::{Simd, Task, exp};
 
-/// How a tile's products become logits.
+/// The conversion of a tile's products to logits.
 #[derive(Clone, Copy)]
 pub(super) struct Scaling {
     pub(super) factor: f32,
     pub(super) softcap: Option<f32>,
 }
 
-/// Turns `n` products into weights relative to the largest logit so far, `state[0]`, and adds them to the sum,
-/// `state[1]`. Gives by what earlier weights shrink, or nothing if all logits are −∞.
+/// Turns `n` products into weights relative to the largest logit so far, `state[0]`, and adds them to the
+/// sum, `state[1]`. Returns the factor by which earlier weights shrink, or `None` if all logits are −∞.
 ///
-/// `row` has room for `n` elements and one vector more, `state` for two.
+/// # Safety
+/// `row` has `n` initialised elements and room for `S::LANES` more, and `state` has two elements. No other
+/// code accesses either meanwhile.
 pub(super) struct Weights {
     pub(super) row: *mut f32,
     pub(super) n: usize,
@@ -26,13 +28,15 @@ impl Task for Weights {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Option<f32> {
         let Self { row, n, scaling, state } = self;
-        // SAFETY: whole vectors lie within `n` elements and one vector more.
+        // SAFETY: `t < n` where an element is read and `t + LANES <= n + LANES` where a vector is accessed;
+        // by contract `row` has room for `n + LANES` elements, of which the last `LANES` are written first,
+        // and `state` for two.
         unsafe {
             let largest = scaled::<S>(row, n, scaling);
             let before = *state;
             let mut max = if largest > before { largest } else { before };
             if max == f32::NEG_INFINITY {
-                // A maximum passes over what is not a number; it must reach the output all the same.
+                // A maximum ignores NaN, which must reach the output nevertheless.
                 if !(0..n).any(|t| (*row.add(t)).is_nan()) {
                     return None;
                 }
@@ -57,10 +61,14 @@ impl Task for Weights {
     }
 }
 
-/// Scales and caps the products, and gives the largest.
+/// Scales and caps `n` products, and returns the largest.
+///
+/// # Safety
+/// `row` has `n` initialised elements, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: Scaling) -> f32 {
-    // SAFETY: the caller's.
+    // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where one element is; `row` has `n`
+    // elements by contract.
     unsafe {
         if let Some(cap) = scaling.softcap {
             let mut largest = f32::NEG_INFINITY;

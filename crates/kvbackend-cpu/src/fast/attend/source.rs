@@ -1,4 +1,4 @@
-//! K or V as rows: where they lie if they are dense, decoded otherwise.
+//! K or V as rows: in place if they are dense, otherwise decoded.
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
@@ -10,14 +10,14 @@ use crate::plane::{RowAt, Span};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
-/// One plane of an arena, to read.
+/// One plane of an arena, for reading.
 pub(super) struct Source<'a> {
     codes: (Span, Origin<'a>),
     scales: Option<(Span, Origin<'a>)>,
     format: KvFormat,
-    /// The element type of a dense plane.
+    /// The element type of a dense plane; none for a quantised plane.
     pub(super) dense: Option<DType>,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub(super) dim: usize,
     /// Bytes from one head's codes to the next.
     pub(super) head_bytes: usize,
@@ -44,8 +44,8 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// Where the codes of tokens of one block begin, from that at `first` on, which is of head 0. All heads' rows
-    /// lie inside.
+    /// Writes the addresses of the codes of consecutive tokens of one block, beginning with `first`, which is
+    /// a row of head 0. The rows of all heads are checked to lie inside.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
         let head = (self.heads - 1) * self.head_bytes;
         let step = self.codes.0.token_bytes();
@@ -57,9 +57,10 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// What of the rows to come is asked for while unit `i` of `units` is at work with `head`.
-    /// Where the heads of a token lie beside each other, that is all of them for some of the tokens, in the order of
-    /// memory; elsewhere it is the same head.
+    /// Returns the rows to prefetch while unit `i` of `units` works on `head`.
+    ///
+    /// If the heads of a token are adjacent, the rows are those of all heads for some of the tokens, in
+    /// memory order; otherwise they are the rows of `head`.
     pub(super) fn ahead<'b>(
         &self,
         rows: &'b [*const u8],
@@ -75,21 +76,22 @@ impl<'a> Source<'a> {
         Ahead { rows, bytes, next: (0, 0) }
     }
 
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub(super) fn row_bytes(&self) -> usize {
         self.codes.0.row_bytes()
     }
 
-    /// Bytes from one token to the next within a block.
+    /// Returns the bytes from one token to the next within a block.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn token_bytes(&self) -> usize {
         self.codes.0.token_bytes()
     }
 
-    /// A row as f32.
+    /// Decodes a row to f32.
     ///
     /// # Safety
-    /// There is room for a row.
+    /// `to` is valid for writes of `dim` elements outside the plane, and the caller is compiled for the
+    /// instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
         let place = |(span, origin): &(Span, Origin<'a>)| {
@@ -97,7 +99,8 @@ impl<'a> Source<'a> {
             origin.at(bytes.start, bytes.end - bytes.start)
         };
         let (codes, scales) = (place(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), place));
-        // SAFETY: the caller's; the layout has whole groups.
+        // SAFETY: `origin.at` checked that codes and scales lie inside, `check` accepted the format in `new`,
+        // the layout has whole groups, and `to` has room for `dim` elements by contract.
         unsafe { S::call(Decode { format: self.format, codes, scales, to, dim: self.dim }) }
     }
 }

@@ -1,4 +1,4 @@
-//! Some tokens of a segment: where their rows lie, and their rows as the products want them.
+//! Some tokens of a segment: the places of their rows, and their rows in the form that the products need.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::fast::rotate::{Turn, rotate};
 use crate::plane::RowAt;
 use crate::simd::{Lane, Simd, Task};
 
-/// Tokens of a tile, at most: if it is packed, its keys and values stay in the first cache for all queries.
+/// Most tokens of a tile. The keys and values of a packed tile stay in the first-level cache for all queries.
 pub(super) const TILE: usize = 64;
 
 /// A tile of tokens of one segment.
@@ -19,13 +19,13 @@ pub(super) struct Tile<'a> {
     op: &'a Attend,
     pub(super) segment: &'a Segment,
     pub(super) tokens: Range<usize>,
-    /// Codes of head 0.
+    /// Addresses of the codes of head 0, token by token.
     pub(super) keys: [*const u8; TILE],
     pub(super) values: [*const u8; TILE],
 }
 
 impl<'a> Tile<'a> {
-    /// Up to [`TILE`] tokens of a run from `start` on, none past its end.
+    /// Creates a tile of up to [`TILE`] tokens of a run, from `start` on and not past `end`.
     pub(super) fn new(inputs: &Inputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
         let tokens = start..(start + TILE).min(end).max(start);
         let nothing = [std::ptr::null(); TILE];
@@ -45,7 +45,7 @@ impl<'a> Tile<'a> {
         self.tokens.len()
     }
 
-    /// Head 0 of a token.
+    /// Returns the place of head 0 of a token.
     fn row(&self, t: usize) -> RowAt {
         let block_size = self.op.arena.layout().shape().block_size;
         let (block, token) = ((self.tokens.start + t) / block_size, (self.tokens.start + t) % block_size);
@@ -53,16 +53,16 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// How keys and values come to the products.
+/// The form in which keys and values come to the products.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// From where they lie.
+    /// Rows in place, as they lie in the cache.
     InPlace,
-    /// As rows of f32: they must be decoded or rotated.
+    /// Rows of f32, which are decoded or rotated first.
     Widened,
-    /// Values as rows, keys as columns, for many queries.
+    /// Values as rows and keys as columns of f32, for many queries.
     Packed,
-    /// By products of matrices.
+    /// Rows of bf16, for products of matrices.
     Matrix,
 }
 
@@ -70,16 +70,20 @@ pub(super) enum Form {
 pub(super) struct Room<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
-    /// Of packed keys: where each element of all tokens lies, those of latent attention's values after them.
+    /// Addresses of the columns of packed keys, one per element; the columns of latent attention's values
+    /// follow.
     pub(super) columns: &'a [*const u8],
 }
 
-/// One head's rows of a tile as f32, keys rotated to where they are used if they are not yet.
+/// One head's rows of a tile as f32. Unrotated keys are rotated to the positions where they are used.
+///
+/// # Safety
+/// `to` is valid for writes of `tile.len() * source.dim` elements outside the plane.
 struct Widen<'a> {
     source: &'a Source<'a>,
     tile: &'a Tile<'a>,
     head: usize,
-    /// For keys that are not rotated.
+    /// The rotation of unrotated keys.
     turn: Option<&'a Turn>,
     to: *mut f32,
 }
@@ -91,7 +95,9 @@ impl Task for Widen<'_> {
     unsafe fn run<S: Simd>(self) {
         let dim = self.source.dim;
         for t in 0..self.tile.len() {
-            // SAFETY: there is room for a tile of rows.
+            // SAFETY: `t < tile.len()`, so that `to` has room for row `t` by the contract of `Widen`; the
+            // operation's check bounds the rotary dimension by `dim`, and the caller guarantees the
+            // instruction set.
             unsafe {
                 let to = self.to.add(t * dim);
                 let at = self.tile.row(t).head(self.head);
@@ -105,7 +111,11 @@ impl Task for Widen<'_> {
     }
 }
 
-/// Rows of a tile as columns.
+/// The rows of a tile as columns.
+///
+/// # Safety
+/// There is at least one row, each row has `dim` elements of `dtype` (f32 without one), and `to` is valid for
+/// writes of `dim` columns of [`TILE`] elements.
 struct Turned<'a> {
     rows: Rows<'a>,
     dtype: Option<DType>,
@@ -118,7 +128,8 @@ impl Task for Turned<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: there are `dim` columns of a tile each.
+        // SAFETY: the conditions of `by` are those of `Turned`, with `E` the type of `dtype`; the caller
+        // guarantees the instruction set.
         unsafe {
             match self.dtype {
                 Some(DType::BF16) => self.by::<S, half::bf16>(),
@@ -130,54 +141,75 @@ impl Task for Turned<'_> {
 }
 
 impl Turned<'_> {
+    /// Writes the columns of rows of type `E`.
+    ///
+    /// # Safety
+    /// The conditions of [`Turned`] hold, the rows have elements of type `E`, and the caller is compiled for
+    /// `S`.
     #[inline(always)]
     unsafe fn by<S: Simd, E: Lane>(&self) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract each row has `dim` elements of `E` and `to` has room for `dim * TILE`; `TILE`
+        // is a multiple of the longest vector.
         unsafe { transpose::<S, E>(self.rows, self.dim, self.to, TILE) }
     }
 }
 
-/// Rows of f32 that lie one after the other.
+/// Returns the addresses of adjacent rows of f32.
 pub(super) fn beside(start: *mut f32, dim: usize) -> [*const u8; TILE] {
     std::array::from_fn(|t| start.wrapping_add(t * dim).cast::<u8>().cast_const())
 }
 
 impl Inputs<'_> {
-    /// The rotation of keys that are not rotated yet.
+    /// Returns the rotation of keys, if they are stored unrotated.
     fn turn_of_keys(&self) -> Option<&Turn> {
         self.turn.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
     }
 
-    /// Keys and values of a tile as rows of f32.
+    /// Writes keys and values of a tile as rows of f32.
     ///
     /// # Safety
-    /// There is room for them.
+    /// `room.keys` and `room.values` have room for [`TILE`] rows each, `heads` are heads of K and of V, and
+    /// the caller is compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn widen<S: Simd>(&self, tile: &Tile<'_>, heads: (usize, usize), room: &Room<'_>) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract `room.keys` and `room.values` have room for a tile of rows, as `widen_keys` and
+        // `widen_values` need.
         unsafe {
             self.widen_keys::<S>(tile, heads.0, room);
             self.widen_values::<S>(tile, heads.1, room);
         }
     }
 
+    /// Writes the keys of a tile as rows of f32.
+    ///
+    /// # Safety
+    /// `room.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
         let (source, turn) = (&self.keys, self.turn_of_keys());
-        // SAFETY: the caller's.
+        // SAFETY: `room.keys` has room for `TILE` rows of `keys.dim` elements by contract, and a tile has at
+        // most `TILE` tokens.
         unsafe { S::call(Widen { source, tile, head, turn, to: room.keys }) }
     }
 
+    /// Writes the values of a tile as rows of f32.
+    ///
+    /// # Safety
+    /// `room.values` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
-        // SAFETY: the caller's.
+        // SAFETY: `room.values` has room for `TILE` rows of `values.dim` elements by contract, and
+        // `tile.len() <= TILE`.
         unsafe { S::call(Widen { source: &self.values, tile, head, turn: None, to: room.values }) }
     }
 
-    /// Values of a tile as rows of f32, and keys as columns, those of latent attention after the rotated ones.
+    /// Writes the values of a tile as rows of f32, and the keys as columns. Columns of latent attention's
+    /// values follow those of the keys.
     ///
     /// # Safety
-    /// There is room for them.
+    /// `tile` has a token, `room.keys` and `room.values` have room for [`TILE`] rows each, and `room.columns`
+    /// lists adjacent columns of [`TILE`] writable elements: one per element of a key, and with latents one
+    /// per element of a value. The caller is compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn pack<S: Simd>(
         &self,
@@ -187,7 +219,9 @@ impl Inputs<'_> {
     ) {
         let (n, dim) = (tile.len(), self.keys.dim);
         let to = room.columns[0].cast_mut().cast::<f32>();
-        // SAFETY: there are columns for keys, and for values where those are keys too.
+        // SAFETY: by contract `to` begins `keys.dim` adjacent columns of `TILE` elements, followed by
+        // `values.dim` more with latents. The rows have been written by `widen_values` and `widen_keys`, or
+        // lie in the cache, as `Source::rows` checked.
         unsafe {
             self.widen_values::<S>(tile, v_head, room);
             if self.latent.is_some() {

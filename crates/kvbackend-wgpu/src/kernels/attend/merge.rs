@@ -12,7 +12,7 @@ use crate::kernels::convert::kind;
 use crate::pipeline::{Binding, Constant, Shader};
 use crate::stream::Dispatch;
 
-/// Words of the parameters, and of a row's record.
+/// Words of the parameters.
 const HEADER: usize = 9;
 const RECORD: usize = 3;
 
@@ -48,13 +48,13 @@ pub(super) fn dispatch(
         let tasks: Vec<(usize, u32)> =
             tile.grouped().zip(&mut parts).map(|((group, _), (_, part))| (group, part)).collect();
         for (i, row) in tile.rows.clone().enumerate() {
-            let list = groups + op.groups.len() + lists.len();
+            let list = groups + op.work.groups().len() + lists.len();
             records.extend([row as u32, list as u32, tasks.len() as u32]);
             lists.extend(tasks.iter().flat_map(|&(group, part)| [(part + i as u32) * heads, group as u32]));
         }
     }
     args.extend(records);
-    args.extend(op.groups.iter().map(|group| group.lse_scale.to_bits()));
+    args.extend(op.work.groups().iter().map(|group| group.lse_scale.to_bits()));
     args.extend(lists);
     let groups = count as u64 * u64::from(heads);
     Ok(Dispatch { pipeline, args, bindings: vec![scratch, out, lse], groups })

@@ -1,9 +1,10 @@
-//! `attend` and `attend_mla`: queries by tiles over parts of the tokens that they see, then a merge.
+//! `attend` and `attend_mla`: tiles of queries over parts of the tokens that they see, and after them a
+//! merge.
 //!
-//! Rows of an entry are cut into tiles, what a tile sees into runs of one segment each, and the runs of a merge
-//! group into parts, so that few rows over many tokens still fill the device. Each part of a tile is a task of
-//! `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes them. Parts lie in a scratch buffer of
-//! limited size: a call with more of them runs in chunks of tiles.
+//! The rows of an entry are cut into tiles, the tokens that a tile sees into runs of one segment each, and
+//! the runs of a merge group into parts, so that few rows over many tokens still fill the device. Each part
+//! of a tile is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes.
+//! Parts lie in a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
 
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ use runs::{Task, Tile};
 use tiling::Tiling;
 use window::PlaneWindows;
 
-/// Bytes of scratch for parts at most.
+/// Most bytes of scratch for parts.
 const SCRATCH: u64 = 64 << 20;
 
 pub(crate) fn attend(stream: &WgpuStream, op: &Attend) -> Result<Vec<Dispatch>> {
@@ -46,7 +47,7 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let tiles = runs::tiles(op, &tiling, &planes, most as usize);
     let chunks = chunks(device, op, latent, (&tiles, tiling.rows), most);
     let mut work = Vec::new();
-    // Queries that lie where results go are gone after the first chunk.
+    // The first chunk overwrites queries that lie where results go, so that later chunks need a copy.
     let mut apart = |view: &TensorView| {
         if chunks.len() > 1 && view.overlaps(&op.out)? {
             copied(device, view, &mut work)
@@ -57,7 +58,7 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let latent = latent.map(&mut apart).transpose()?;
     let (op, latent) = (&Attend { q: apart(&op.q)?, ..op.clone() }, latent.as_ref());
     for chunk in chunks {
-        // Each task has as many parts as it has rows, of all heads.
+        // Each task has as many parts as rows, for all heads.
         let parts: u64 = chunk.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
         if parts > most {
             let what = format!(
@@ -72,7 +73,7 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     Ok(work)
 }
 
-/// A dense copy of a view, made by `work`.
+/// Returns a dense copy of a view, which `work` makes.
 fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> Result<TensorView> {
     let bytes = view.dtype().bytes_for(view.len())?;
     let storage = Arc::new(WgpuStorage::allocate(device, MemoryKind::Device, bytes)?);
@@ -81,7 +82,8 @@ fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> 
     Ok(dst)
 }
 
-/// Tiles whose parts fit the scratch, and whose rows can be bound at once; a workgroup has `tile_rows` rows at most.
+/// Divides tiles into chunks whose parts fit in the scratch and whose rows can be bound at once. A workgroup
+/// has at most `tile_rows` rows.
 fn chunks<'a>(
     device: &'a Device,
     op: &'a Attend,
@@ -92,7 +94,7 @@ fn chunks<'a>(
     let views: Vec<&TensorView> =
         [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten().collect();
     let mut chunks = Vec::new();
-    // Half of what can be bound, for the other half of a list that two tiles share.
+    // Half of what can be bound; the other half is for the part of a list that two tiles share.
     let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
     let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {
@@ -113,13 +115,13 @@ fn chunks<'a>(
     chunks
 }
 
-/// All rows of some tiles.
+/// Returns the range that covers all rows of some tiles.
 fn rows_of(tiles: &[Tile]) -> std::ops::Range<usize> {
     let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
     start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
 }
 
-/// Number of the first part of each task, in order of tiles and tasks.
+/// Returns each task with the number of its first part, in the order of tiles and tasks.
 fn first_parts(tiles: &[Tile]) -> impl Iterator<Item = (&Task, u32)> {
     let mut next = 0;
     tiles.iter().flat_map(Tile::tasks).map(move |task| {

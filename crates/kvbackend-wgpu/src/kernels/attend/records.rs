@@ -1,4 +1,4 @@
-//! The arguments of `attend.wgsl`: its parameters and records, in the order in which it names them.
+//! The arguments of `attend.wgsl`: its parameters and records, in the order of the shader.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -21,11 +21,11 @@ const HEADER: usize = 31;
 /// Words of a task.
 const TASK: usize = 5;
 
-/// Words of a run before its rows, and of each row.
+/// Words of a run before its rows.
 const RUN: usize = 6;
 const ROW: usize = 3;
 
-/// One run of the kernel for each combination of windows that some task reads.
+/// Returns one run of the kernel for each combination of windows that some task reads.
 pub(super) fn dispatches(
     device: &Arc<Device>,
     op: &Attend,
@@ -72,7 +72,7 @@ pub(super) fn dispatches(
     Ok(work)
 }
 
-/// Every position that some query or key is turned by.
+/// Returns every position by which some query or key is rotated.
 fn positions<'a>(
     op: &'a Attend,
     tiles: &'a [Tile],
@@ -93,7 +93,7 @@ fn positions<'a>(
     })
 }
 
-/// Tasks, runs and lists; `number` is by which the kernel knows a position.
+/// Writes tasks, runs and lists. `number` returns the number by which the kernel knows a position.
 fn write_records(
     args: &mut Vec<u32>,
     tasks: &[(&Task, u32)],
@@ -123,7 +123,7 @@ fn write_records(
     args.extend(lists.words);
 }
 
-/// The number that token 0 of a run's segment would have.
+/// Returns the number that token 0 of a run's segment would have.
 fn first_key(run: &Run, number: impl Fn(i32) -> i32) -> i32 {
     let token = match &run.tokens {
         Tokens::Blocks(_) => run.range.start as i32,
@@ -132,7 +132,7 @@ fn first_key(run: &Run, number: impl Fn(i32) -> i32) -> i32 {
     number(run.position.saturating_add(token)).wrapping_sub(token)
 }
 
-/// Lists of blocks and slots behind the records, each once.
+/// Lists of blocks and slots behind the records. Each list is stored once.
 struct Lists {
     at: usize,
     known: HashMap<usize, u32>,
@@ -140,7 +140,7 @@ struct Lists {
 }
 
 impl Lists {
-    /// Where the list of a run is, and whether it is one of slots.
+    /// Returns the place of a run's list, and 1 for a list of slots or 0 for a list of blocks.
     fn place(&mut self, run: &Run) -> (u32, u32) {
         let next = (self.at + self.words.len()) as u32;
         match &run.tokens {

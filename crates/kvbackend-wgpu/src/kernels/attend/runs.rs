@@ -1,4 +1,4 @@
-//! What each tile of rows sees: runs of tokens, and the tasks that read them.
+//! The tokens that each tile of rows sees, as runs, and the tasks that read them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,19 +10,19 @@ use smallvec::SmallVec;
 use super::tiling::Tiling;
 use super::window::{PlaneWindows, WindowKey};
 
-/// Workgroups that keep a device busy.
+/// Number of workgroups that keep a device busy.
 const BUSY: usize = 512;
 
 /// Tokens below which a run is not cut further.
 const SHORT: usize = 256;
 
-/// Words of a task, a run or a row of one at most.
+/// Most words of the record of a task, of a run, or of a row of a run.
 const RECORD: usize = 8;
 
 /// Consecutive rows of one entry.
 pub(super) struct Tile {
     pub(super) rows: Range<usize>,
-    /// For each merge group that has any run: the group, and its tasks.
+    /// Merge groups with at least one run: the number of each, and its tasks.
     groups: Vec<(usize, Vec<Task>)>,
 }
 
@@ -31,8 +31,8 @@ impl Tile {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
     }
 
-    /// About how many words its records and lists take, of the attention and of the merge; `rows` is how many rows a
-    /// workgroup may have.
+    /// Returns about the number of words that the records and lists of the tile take, for attention and for
+    /// the merge. `rows` is the number of rows that a workgroup may have.
     pub(super) fn words(&self, rows: usize) -> usize {
         let of = |run: &Run| {
             let listed = match &run.tokens {
@@ -45,7 +45,7 @@ impl Tile {
         tasks + self.rows.len() * (RECORD + 2 * self.tasks().count())
     }
 
-    /// Tasks with their merge groups, in order of groups.
+    /// Returns tasks with their merge groups, in the order of the groups.
     pub(super) fn grouped(&self) -> impl Iterator<Item = (usize, &Task)> {
         self.groups.iter().flat_map(|(group, tasks)| tasks.iter().map(move |task| (*group, task)))
     }
@@ -58,17 +58,17 @@ pub(super) struct Task {
     pub(super) runs: Vec<Run>,
 }
 
-/// Where the tokens of a run lie.
+/// The places of the tokens of a run.
 #[derive(Clone)]
 pub(super) enum Tokens {
     /// In the blocks of a segment.
     Blocks(Arc<[BlockId]>),
-    /// At these slots; each with its number in the segment. Selected ones.
+    /// At given slots, each with the token's number in the segment; used for selected tokens.
     Slots(Arc<[(u32, u32)]>),
 }
 
 impl Tokens {
-    /// The block that a token lies in.
+    /// Returns the block that a token lies in.
     fn block(&self, token: usize, block_size: usize) -> usize {
         match self {
             Self::Blocks(blocks) => blocks[token / block_size].index(),
@@ -77,7 +77,7 @@ impl Tokens {
     }
 }
 
-/// Tokens of one segment.
+/// Tokens of one segment that a tile sees.
 #[derive(Clone)]
 pub(super) struct Run {
     pub(super) tokens: Tokens,
@@ -85,12 +85,13 @@ pub(super) struct Run {
     pub(super) logit_scale: f32,
     /// Position of the segment's first token.
     pub(super) position: i32,
-    /// For each row of the tile: what of the range it sees, and the position that its query is turned by.
+    /// For each row of the tile: the part of the range that it sees, and the position by which its query is
+    /// rotated.
     pub(super) rows: SmallVec<[(Range<usize>, i32); 4]>,
 }
 
 impl Run {
-    /// The part of the run inside `range`.
+    /// Returns the part of the run inside `range`.
     fn cut(&self, range: Range<usize>) -> Self {
         let inside = |row: &Range<usize>| {
             row.start.clamp(range.start, range.end)..row.end.clamp(range.start, range.end)
@@ -100,15 +101,15 @@ impl Run {
     }
 }
 
-/// A run with the merge group of its segment.
+/// A merge group, with a run of one of its segments.
 type GroupedRun = (usize, Run);
 
-/// The tiles of a call, in order of its entries and rows.
+/// Returns the tiles of a call, in the order of its entries and rows.
 ///
 /// A tile has at most about `most` parts, each of one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<Tile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
-    for entry in op.batch.iter() {
+    for entry in op.work.batch().iter() {
         let step = if entry.selection.is_some() { 1 } else { tiling.rows };
         for start in entry.rows.clone().step_by(step) {
             let rows = start..(start + step).min(entry.rows.end);
@@ -120,9 +121,10 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
         }
     }
     let workgroups = seen.len() * tiling.units;
-    let cuts = BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2 / op.groups.len().max(1)).max(1);
+    let cuts =
+        BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2 / op.work.groups().len().max(1)).max(1);
     let tile = |(rows, runs): (Range<usize>, Vec<GroupedRun>)| {
-        let groups = (0..op.groups.len()).filter_map(|group| {
+        let groups = (0..op.work.groups().len()).filter_map(|group| {
             let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
             (!runs.is_empty()).then(|| (group, tasks(op, &rows, &runs, cuts, planes)))
         });
@@ -131,10 +133,10 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
     seen.into_iter().map(tile).collect()
 }
 
-/// What the rows of a tile see of an entry's segments, with the merge groups.
+/// Returns the tokens of an entry's segments that the rows of a tile see, as runs with their merge groups.
 fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<GroupedRun> {
     let run = |segment: &Segment| {
-        let rows: SmallVec<[_; 4]> = op.rows[rows.clone()]
+        let rows: SmallVec<[_; 4]> = op.work.rows()[rows.clone()]
             .iter()
             .map(|&row| (op.visible(segment, row), turn(op, segment, row)))
             .collect();
@@ -156,13 +158,13 @@ fn made(
     Run { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
 }
 
-/// The position that a row's query is turned by to meet the keys of a segment.
+/// Returns the position by which a row's query is rotated for the keys of a segment.
 fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
     let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
     row.position.saturating_sub(moved) as i32
 }
 
-/// What one row sees of the tokens that are selected for it.
+/// Returns the tokens that one row sees among those selected for it, as runs with their merge groups.
 fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
     let block_size = op.arena.layout().shape().block_size;
     let runs = op.seen(entry, row);
@@ -178,19 +180,19 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
             .collect();
         if !slots.is_empty() {
             let range = 0..slots.len();
-            let rows = SmallVec::from_iter([(range.clone(), turn(op, segment, op.rows[row]))]);
+            let rows = SmallVec::from_iter([(range.clone(), turn(op, segment, op.work.rows()[row]))]);
             made_runs.push((segment.merge_group, made(segment, Tokens::Slots(slots), range, rows)));
         }
     }
     made_runs
 }
 
-/// Runs cut into about `cuts` tasks, those of each window apart.
+/// Cuts runs into about `cuts` tasks, with separate tasks for each window.
 fn tasks(op: &Attend, rows: &Range<usize>, runs: &[&Run], cuts: usize, planes: &PlaneWindows) -> Vec<Task> {
     let block_size = op.arena.layout().shape().block_size;
     let total: usize = runs.iter().map(|run| run.range.len()).sum();
     let most = total.div_ceil(cuts).max(SHORT);
-    // The tasks of each window, and how many tokens its last one still takes.
+    // The tasks of each window, and the number of tokens that its last task still takes.
     let mut windows: BTreeMap<WindowKey, (Vec<Task>, usize)> = BTreeMap::new();
     for run in runs {
         let key = |token: usize| planes.key(run.tokens.block(token, block_size));

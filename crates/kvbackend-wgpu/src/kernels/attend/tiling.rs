@@ -1,4 +1,4 @@
-//! How the work of a call is cut to fit a workgroup: its pipeline constants.
+//! The division of a call's work into workgroups, and the pipeline constants that follow from it.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::pipeline::{Constant, Pipeline, Shader};
 /// Threads of a workgroup of `attend.wgsl`.
 const THREADS: usize = 128;
 
-/// Queries of a workgroup at most: each tile of keys is read once for all of them.
+/// Most queries of a workgroup. Each tile of keys is read once for all of them.
 const QUERIES: usize = 16;
 
-/// Tokens of a tile, if they fit: as many as make no more fours of logits than there are threads.
+/// Tokens of a tile, if they fit: no more than give each thread one four of logits.
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tiling {
-    /// Query heads of a workgroup; all read the same heads of K and V.
+    /// Query heads of a workgroup; all of them read the same heads of K and V.
     pub(super) heads: usize,
-    /// Workgroups that cover all heads of a row.
+    /// Number of workgroups that cover all heads of a row.
     pub(super) units: usize,
     /// Rows of a workgroup.
     pub(super) rows: usize,
@@ -33,17 +33,19 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
+    /// Chooses the shape for a call.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] for heads that are too wide for the device's workgroup memory.
+    /// Returns [`Error::Unsupported`] if the heads are too wide for the device's workgroup memory.
     pub(super) fn of(device: &Device, op: &Attend, latent: bool) -> Result<Self> {
         let s = op.arena.layout().shape();
         let all_heads = op.q.shape()[1];
         let shared = all_heads / least_common_multiple(s.k_heads, s.v_heads);
         let memory = device.limits.max_compute_workgroup_storage_size as usize / size_of::<f32>();
-        let longest = op.batch.iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
+        let longest = op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
         let widest = s.k_dim.max(s.v_dim) + 1;
         let latent_dim = if latent { s.v_dim } else { 1 };
-        // Words of workgroup memory: queries by fours, a tile, weights and what is kept for each query.
+        // Words of workgroup memory: queries in fours, a tile, weights, and the state of each query.
         let words = |queries: usize, tokens: usize| {
             let quads = queries.div_ceil(4);
             // Each of six arrays may be rounded up to 16 bytes.
@@ -54,7 +56,7 @@ impl Tiling {
             let rows = (most / heads).min(longest.next_power_of_two()).max(1);
             let tokens =
                 [TOKENS, 16, 8, 4, 2, 1].into_iter().find(|&tokens| words(heads * rows, tokens) <= memory);
-            // A tile of few tokens costs more than a second read of the keys.
+            // A tile of fewer tokens costs more than a second read of the keys.
             if let Some(tokens) = tokens.filter(|&tokens| tokens >= 8 || most == 1) {
                 return Ok(Self { heads, units: all_heads / heads, rows, tokens, latent });
             }
@@ -100,14 +102,15 @@ impl Tiling {
             ("LATENT_DIM", if self.latent { s.v_dim as f64 } else { 1.0 }),
             ("TILE_ROW", (s.k_dim.max(s.v_dim) + 1) as f64),
         ];
-        // Sizes of arrays of a thread are constants in WGSL's text.
+        // WGSL needs the sizes of a thread's arrays as constants in its source text.
         let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
         let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
         device.pipelines.get(device, Shader::Attend, &constants, &texts)
     }
 }
 
-/// Threads that share the product of a key and four queries, so that few queries keep a workgroup busy.
+/// Returns the number of threads that share the product of a key and four queries, so that few queries keep a
+/// workgroup busy.
 fn shares(quads: usize, tokens: usize) -> usize {
     (THREADS / (quads * tokens)).max(1)
 }

@@ -1,4 +1,4 @@
-//! Which parts of K, V and their scales, of queries and outputs are bound.
+//! The parts of K, V and their scales, and of queries and outputs, that are bound.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::pipeline::Binding;
 /// For K, V and the scales of both: the number of the window that a block lies in.
 pub(super) type WindowKey = [u32; 4];
 
-/// Rows of K, of V, or of the scales of one.
+/// Rows of K, of V, or of the scales of either.
 struct Plane {
     buffer: Buffer,
     bits: u64,
     strides: PlaneStrides,
-    /// Elements from the first of a block in one layer to its last.
+    /// Elements from the first to the last of a block in one layer.
     span: u64,
     /// Blocks of a window.
     blocks: usize,
 }
 
-/// How the blocks of a layer are divided among windows.
+/// The division of the blocks of a layer among windows.
 pub(super) struct PlaneWindows {
     planes: [Option<Plane>; 4],
     align: u64,
@@ -35,8 +35,10 @@ pub(super) struct PlaneWindows {
 }
 
 impl PlaneWindows {
+    /// Divides the blocks for a call.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] for a block that reaches further than can be bound.
+    /// Returns [`Error::Unsupported`] if a block reaches further than the device can bind.
     pub(super) fn of(device: &Arc<Device>, op: &Attend) -> Result<Self> {
         let s = op.arena.layout().shape();
         let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
@@ -72,12 +74,12 @@ impl PlaneWindows {
         Ok(Self { planes, align, num_blocks: s.num_blocks, one })
     }
 
-    /// Whether every layer is bound as a whole.
+    /// Returns whether every layer is bound as a whole.
     pub(super) fn are_one(&self) -> bool {
         self.one
     }
 
-    /// The windows that a block lies in.
+    /// Returns the windows that a block lies in.
     pub(super) fn key(&self, block: usize) -> WindowKey {
         if self.one {
             return [0; 4];
@@ -85,7 +87,8 @@ impl PlaneWindows {
         std::array::from_fn(|i| self.planes[i].as_ref().map_or(0, |plane| (block / plane.blocks) as u32))
     }
 
-    /// What is bound of a plane, and where its element of block 0 would lie, in elements modulo 2³².
+    /// Returns the binding of a plane, the place that its block 0 would have in the binding, in elements
+    /// modulo 2³², and the strides of a block, a token and a head.
     pub(super) fn window(
         &self,
         device: &Device,
@@ -110,7 +113,7 @@ impl PlaneWindows {
     }
 }
 
-/// The bytes of some rows of a view: where they are bound from, and where they end.
+/// Returns the byte range to bind for some rows of a view: its start and its end.
 fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64) {
     let (bits, strides) = (view.dtype().bits(), view.strides());
     let first = view.offset() + rows.start * strides[0];
@@ -121,16 +124,17 @@ fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64)
     (start - start % device.binding_align(), end)
 }
 
-/// Whether rows of a view can be bound at once.
+/// Returns whether rows of a view can be bound at once.
 pub(super) fn fits(device: &Device, view: &TensorView, rows: &Range<usize>) -> bool {
     let (start, end) = extent(device, view, rows);
     end - start <= device.binding
 }
 
-/// Binds some rows of a view; also the offset of its row 0 in elements modulo 2³², and its strides.
+/// Binds some rows of a view. Returns also the place of row 0 of the view in the binding, in elements modulo
+/// 2³², and the strides of a row and a head.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where they are too many bytes.
+/// Returns [`Error::Unsupported`] if the rows are more bytes than the device can bind.
 pub(super) fn rows_window(
     device: &Arc<Device>,
     view: &TensorView,

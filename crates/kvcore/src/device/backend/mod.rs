@@ -1,10 +1,11 @@
-//! The backend contract: memory, order and kernels.
+//! The backend contract: memory, order and operations.
 //!
-//! A backend allocates [`Storage`], makes [`Stream`]s, and runs the operations of
-//! [`crate::device::operation`] on them. Operations are *enqueued*: they own handles to what they touch, and
-//! nothing they write is visible to the host before [`Stream::read`], [`Stream::synchronize`] or
-//! [`Event::wait`] returns. Streams are ordered among each other by events only. Two operations that
-//! touch the same memory, one of them writing, must be on one stream or ordered by an event.
+//! A backend allocates [`Storage`], creates [`Stream`]s, and runs the operations of
+//! [`crate::device::operation`] on the streams. Operations are *enqueued*: they own handles to the memory
+//! they touch. The host sees the results of an operation only after [`Stream::read`],
+//! [`Stream::synchronize`] or [`Event::wait`] returns. Only events order streams among each other. If two
+//! operations touch the same memory and one of them writes, they MUST be on one stream or ordered by an
+//! event.
 //!
 //! All traits are object-safe: engines hold `Arc<dyn Backend>` and know no device.
 
@@ -21,24 +22,24 @@ mod reserve;
 pub use counters::{CounterSnapshot, Counters};
 pub use reserve::{ReservedStorage, check_granules, whole_granules};
 
-/// A piece of memory that a backend owns or was lent; freed when the last handle goes.
+/// A piece of memory that a backend owns or borrows. Freed when the last handle is dropped.
 pub trait Storage: Send + Sync + fmt::Debug {
-    /// Bytes.
+    /// Returns the number of bytes.
     fn len(&self) -> usize;
 
-    /// Whether it holds no byte; backends refuse to make such storages.
+    /// Returns whether the storage has no bytes. Backends refuse to allocate such storages.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Address of the first byte: a host pointer, a device pointer, or an index where a device has
-    /// no addresses.
+    /// Returns the address of the first byte: a host pointer, a device pointer, or an index if the device
+    /// has no addresses.
     fn address(&self) -> u64;
 
-    /// Which memory it lies in.
+    /// Returns the kind of memory that the storage lies in.
     fn kind(&self) -> MemoryKind;
 
-    /// For the backend that made it, to find its own type again.
+    /// Returns the storage as [`Any`], so that its backend can recover the concrete type.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -47,36 +48,37 @@ pub trait Event: Send + Sync + fmt::Debug {
     /// Blocks the host until everything enqueued before the event is done.
     fn wait(&self) -> Result<()>;
 
-    /// Whether everything before the event is done; never blocks.
+    /// Returns whether everything enqueued before the event is done. Never blocks.
     fn is_done(&self) -> bool;
 
-    /// For the backend that made it, to find its own type again.
+    /// Returns the event as [`Any`], so that its backend can recover the concrete type.
     fn as_any(&self) -> &dyn Any;
 }
 
 /// An ordered queue of operations on one device.
 ///
 /// # Behaviour
-/// - [`run`](Self::run) is the one entry for work: it checks the operation, checks that its memory is the backend's,
-///   launches it, and counts it. `stream.scatter(&op)` and its siblings are `run` under the operation's name.
-/// - Operations run in the order in which they were enqueued; operations of other streams run in any order, unless
-///   [`wait_for`](Self::wait_for) orders them.
-/// - An operation that is refused enqueues nothing.
-/// - Results are visible to the host after [`read`](Self::read), [`synchronize`](Self::synchronize) or
+/// - [`run`](Self::run) is the only entry for work: it checks the operation, checks that the operation's
+///   memory belongs to the backend, launches the operation, and counts it. `stream.scatter(&op)` and its
+///   siblings are `run` under the operation's name.
+/// - Operations run in the order in which they were enqueued. Operations of other streams run in any order,
+///   unless [`wait_for`](Self::wait_for) orders them.
+/// - A refused operation enqueues nothing.
+/// - The host sees results after [`read`](Self::read), [`synchronize`](Self::synchronize) or
 ///   [`Event::wait`].
 pub trait Stream: Send + Sync + fmt::Debug {
-    /// Enqueues an operation that has passed its check and touches memory of this backend only. Called by
-    /// [`run`](Self::run).
+    /// Enqueues an operation that has passed its check and touches memory of this backend only.
+    /// [`run`](Self::run) calls this method.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for an operation that the backend lists as missing; what the
-    /// device refuses. Nothing is enqueued in that case.
+    /// Returns [`Error::Unsupported`](crate::Error::Unsupported) if the backend lists the operation as
+    /// missing, and the errors of the device. In these cases nothing is enqueued.
     fn launch(&self, operation: Checked<'_>) -> Result<()>;
 
-    /// Checks that a storage was made by this stream's backend, for this device.
+    /// Checks that a storage belongs to this stream's backend and device.
     ///
     /// # Errors
-    /// [`Error::ForeignHandle`](crate::Error::ForeignHandle).
+    /// Returns [`Error::ForeignHandle`](crate::Error::ForeignHandle) for any other storage.
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
     /// Returns the live counters of the backend.
@@ -85,8 +87,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Checks, launches and counts an operation.
     ///
     /// # Errors
-    /// Those of [`Operation::check`], [`owns`](Self::owns) and [`launch`](Self::launch), in this order; nothing is
-    /// enqueued or counted in that case.
+    /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) and [`launch`](Self::launch), in
+    /// this order. In these cases nothing is enqueued or counted.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         let checked = operation.checked()?;
         operation.storages().try_for_each(|storage| self.owns(storage))?;
@@ -95,43 +97,44 @@ pub trait Stream: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// An event after everything enqueued so far.
+    /// Records an event after everything enqueued so far.
     fn record(&self) -> Result<Arc<dyn Event>>;
 
-    /// Later operations of this stream run after `event`.
+    /// Makes later operations of this stream wait for `event`.
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()>;
 
     /// Blocks the host until everything enqueued so far is done.
     fn synchronize(&self) -> Result<()>;
 
-    /// Copies host bytes into a contiguous view, in stream order. `src` may be reused on return.
+    /// Copies host bytes into a contiguous view, in stream order. The caller may reuse `src` on return.
     ///
     /// # Errors
-    /// A mismatch of lengths, or a view that is not contiguous.
+    /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()>;
 
-    /// Waits for the stream, then copies a contiguous view into host bytes.
+    /// Waits for the stream, and copies a contiguous view into host bytes.
     ///
     /// # Errors
-    /// A mismatch of lengths, or a view that is not contiguous.
+    /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
 }
 
-/// What a backend can do; a combination that is not listed is refused with a typed error.
+/// The capabilities of a backend. Combinations that are not listed are refused with a typed error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
     /// Element types that every kernel accepts.
     pub dtypes: Vec<DType>,
     /// Quantised formats that every kernel accepts, by [`KvFormat::name`].
     pub formats: Vec<&'static str>,
-    /// Memory that can be allocated.
+    /// Kinds of memory that the backend can allocate.
     pub memory: Vec<MemoryKind>,
-    /// Names of what is missing, out of [`OPTIONAL`](crate::device::OPTIONAL), e.g. `"attend_mla"`.
+    /// Names of the missing features, out of [`OPTIONAL`](crate::device::OPTIONAL), for example
+    /// `"attend_mla"`.
     pub missing: Vec<&'static str>,
 }
 
 impl Capabilities {
-    /// Whether kernels accept caches of a format.
+    /// Returns whether kernels accept caches of a format.
     pub fn accepts(&self, format: KvFormat) -> bool {
         match format {
             KvFormat::Dense(dtype) => self.dtypes.contains(&dtype),
@@ -142,26 +145,26 @@ impl Capabilities {
 
 /// A device: its memory and its streams.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// Short name, as given to `--backend`.
+    /// Returns the short name, as given to `--backend`.
     fn name(&self) -> &'static str;
 
-    /// For people: the name, and which device it is where a machine may have several.
+    /// Returns a description for display: the name, and the device if a machine may have several.
     fn description(&self) -> String {
         self.name().to_owned()
     }
 
-    /// What this backend can do.
+    /// Returns the capabilities of this backend.
     fn capabilities(&self) -> Capabilities;
 
     /// Allocates zeroed memory.
     ///
     /// # Errors
-    /// [`crate::Error::Zero`] for no bytes, [`crate::Error::Allocation`] when memory is refused,
-    /// [`crate::Error::Unsupported`] for a kind that [`capabilities`](Self::capabilities) does not list.
+    /// Returns [`crate::Error::Zero`] if `bytes` is 0, [`crate::Error::Allocation`] if memory is refused,
+    /// and [`crate::Error::Unsupported`] if [`capabilities`](Self::capabilities) does not list the kind.
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
 
     /// Reserves addresses for at least `bytes` bytes, with physical memory behind all of them until it is
-    /// unmapped. A backend that cannot lists `"reserve"` as missing.
+    /// unmapped. A backend without this feature lists `"reserve"` as missing.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;
@@ -179,21 +182,26 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// ```
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate); [`crate::Error::Unsupported`] where the device or the system cannot
-    /// release memory and keep its addresses.
+    /// Returns the errors of [`allocate`](Self::allocate). Returns [`crate::Error::Unsupported`] if the
+    /// device or the system cannot release memory and keep its addresses.
     fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
         let what = format!("reserving {bytes} bytes of {kind} memory");
         Err(crate::Error::Unsupported { backend: self.name(), what })
     }
 
-    /// A new stream.
+    /// Creates a stream.
     fn stream(&self) -> Result<Arc<dyn Stream>>;
 
-    /// Bytes moved by each kernel since the backend was made: what proves that a hit copies nothing.
+    /// Returns the bytes moved by each kernel since the backend was created. The counters prove that a
+    /// cache hit copies nothing.
     fn counters(&self) -> CounterSnapshot;
 }
 
-/// Allocates a dense tensor of `shape`, zeroed, in a storage of its own.
+/// Allocates a dense, zeroed tensor of `shape` in its own storage.
+///
+/// # Errors
+/// Returns the errors of [`OwnedStorage::create`] and [`OwnedStorage::view`], and
+/// [`Error::Overflow`](crate::Error::Overflow) if the size does not fit the address space.
 pub fn allocate_tensor(
     backend: &dyn Backend,
     kind: MemoryKind,

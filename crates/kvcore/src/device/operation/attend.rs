@@ -1,39 +1,40 @@
-//! Grouped-query attention over segments.
+//! Grouped-query attention (GQA) over segments.
 //!
-//! A *segment* is a run of cached tokens together with where they stand: in the prompt's logical
-//! order, and in position space relative to where their keys were rotated. Several requests may use
-//! the same physical blocks in segments with different offsets at the same time; no key moves, the
-//! query is rotated once per distinct offset instead.
+//! A *segment* is a run of cached tokens with their place: the logical order in the prompt, and the offset
+//! from the positions at which the keys were rotated. Several requests may use one physical block at the
+//! same time, in segments with different offsets. No key moves; the query is rotated once per distinct
+//! offset instead.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::entry::Storages;
-use super::{Selection, apart, computable, innermost_dense, writable};
+use super::work::Facts;
+use super::{AttendRows, AttendWork, QueryRow, apart, check_rotary, computable, innermost_dense, writable};
 use crate::base::{BlockId, DType, Error, KeyForm, Result, Rope, same};
 use crate::device::{KvArena, TensorView};
 
 /// A run of cached tokens as one request uses it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Segment {
-    /// Blocks in order; token `j` lies in `blocks[j / block_size]`.
+    /// Blocks in order. Token `j` lies in `blocks[j / block_size]`.
     pub blocks: Arc<[BlockId]>,
-    /// Tokens of the run, at most `blocks.len() * block_size`.
+    /// Number of tokens of the run, at most `blocks.len() * block_size`.
     pub len: usize,
-    /// Logical index of the first token. Causality goes by logical index, never by position.
+    /// Logical index of the first token. The logical index, never the position, decides causality.
     pub logical_start: usize,
     /// Position at which the first key was rotated when it was stored.
     pub stored_start: i64,
-    /// Positions from where the keys were stored to where they are used.
+    /// Distance in positions from the stored keys to their place of use.
     pub position_offset: i64,
-    /// Multiplies the segment's logits (an inverse temperature); 1 for plain attention.
+    /// Factor on the segment's logits (an inverse temperature). 1 for plain attention.
     pub logit_scale: f32,
-    /// Index into [`Attend::groups`].
+    /// Index into [`AttendWork::groups`].
     pub merge_group: usize,
 }
 
 impl Segment {
-    /// A segment with plain softmax semantics, used where it was stored.
+    /// Creates a segment with plain softmax semantics, used at its stored position.
     pub fn new(blocks: Arc<[BlockId]>, len: usize, logical_start: usize, stored_start: i64) -> Self {
         Self {
             blocks,
@@ -46,12 +47,12 @@ impl Segment {
         }
     }
 
-    /// Where the key of token `token` is used.
+    /// Returns the position at which the key of token `token` is used.
     pub fn position(&self, token: i64) -> i64 {
         self.stored_start.saturating_add(self.position_offset).saturating_add(token)
     }
 
-    /// The same tokens used `offset` positions further on.
+    /// Sets the distance in positions from the stored keys to their place of use.
     #[must_use]
     pub fn at_offset(mut self, offset: i64) -> Self {
         self.position_offset = offset;
@@ -59,13 +60,13 @@ impl Segment {
     }
 }
 
-/// Segments that are merged with each other first.
+/// A group of segments that are merged with each other first.
 ///
-/// The group's log-sum-exp is multiplied by `lse_scale` before the groups are merged: with a
+/// The log-sum-exp of the group is multiplied by `lse_scale` before the groups are merged. With a
 /// temperature in [`Segment::logit_scale`] this is the context scaling of APE (Yang et al., 2025).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeGroup {
-    /// Factor on the group's log-sum-exp; 1 for plain attention.
+    /// Factor on the group's log-sum-exp. 1 for plain attention.
     pub lse_scale: f32,
 }
 
@@ -75,93 +76,46 @@ impl Default for MergeGroup {
     }
 }
 
-/// Where a query row stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueryRow {
-    /// Logical index; the row sees tokens whose logical index is not larger.
-    pub logical: usize,
-    /// Position that the query is rotated to.
-    pub position: i64,
-}
-
-/// Rows that attend to the same segments: one sequence of a batch.
+/// Attention for any mix of prefill and decode rows in one call.
 ///
-/// ```
-/// use kvcore::{AttendRows, BlockId, Segment, Selection, SelectionUnit};
-/// // two rows over 40 tokens in blocks of 16; the first sees blocks 0 and 2, the second block 2 alone
-/// let segment = Segment::new([BlockId(7), BlockId(3), BlockId(5)].into(), 40, 0, 0);
-/// let unit = SelectionUnit::Blocks;
-/// let selection = Selection { unit, offsets: [0, 2, 3].into(), indices: [0, 2, 2].into() };
-/// let entry = AttendRows::new(0..2, [segment]).selecting(selection);
-/// assert_eq!(entry.selection.as_ref().map(|s| s.row(1)), Some(&[2][..]));
-/// ```
-#[derive(Debug, Clone)]
-pub struct AttendRows {
-    /// Rows of `q` and `out`.
-    pub rows: Range<usize>,
-    /// What they see. The tokens of the rows themselves are in it, scattered before.
-    pub segments: Arc<[Segment]>,
-    /// Which of these tokens each row may see; all of them without it.
-    pub selection: Option<Selection>,
-}
-
-impl AttendRows {
-    /// Rows that see all tokens of `segments`, as far as causality and window allow.
-    pub fn new(rows: Range<usize>, segments: impl Into<Arc<[Segment]>>) -> Self {
-        Self { rows, segments: segments.into(), selection: None }
-    }
-
-    /// The same rows limited to a selection.
-    #[must_use]
-    pub fn selecting(mut self, selection: Selection) -> Self {
-        self.selection = Some(selection);
-        self
-    }
-}
-
-/// Attention of any mix of prefill and decode rows in one call.
-///
-/// For each row and head: `softmax(scale * logit_scale * q·k) v` over the tokens of its segments
-/// whose logical index is at most the row's, whose position lies inside the window, and that are
-/// selected if the entry has a [`Selection`]. Query head `h`
-/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row that sees
-/// nothing gives zeros and a log-sum-exp of −∞.
+/// For each row and head, the result is `softmax(scale * logit_scale * q·k) v` over the tokens of the row's
+/// segments that satisfy three conditions: the logical index is at most the row's, the position lies inside
+/// the window, and the token is selected if the entry has a [`Selection`](super::Selection). Query head `h`
+/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such
+/// tokens gives zeros and a log-sum-exp of −∞.
 #[derive(Debug, Clone)]
 pub struct Attend {
-    /// Keys and values.
+    /// Arena of the keys and values.
     pub arena: KvArena,
-    /// Layer read.
+    /// Layer to read.
     pub layer: usize,
     /// Queries `[rows, heads, k_dim]`, *not* rotated if `rope` is given.
     pub q: TensorView,
-    /// Rotates each query by its position minus the segment's offset. Without it queries come
-    /// rotated and every offset must be 0.
+    /// Rotary embedding that rotates each query by its position minus the segment's offset. If it is
+    /// `None`, the queries must already be rotated and every offset must be 0.
     pub rope: Option<Arc<Rope>>,
-    /// How the arena's keys lie there. Unrotated ones are rotated as they are read, token `j` of a segment
-    /// to `stored_start + position_offset + j` with the attention factor, and queries to their own
-    /// position; `rope` must be given then.
+    /// Form of the keys in the arena. Unrotated keys are rotated as they are read, token `j` of a segment
+    /// to `stored_start + position_offset + j` with the attention factor. In that case queries are rotated
+    /// to their own position, and `rope` must be given.
     pub keys: KeyForm,
-    /// One entry per row of `q`.
-    pub rows: Arc<[QueryRow]>,
-    /// Which rows see which segments; rows in no entry are left alone.
-    pub batch: Arc<[AttendRows]>,
-    /// Merge groups that segments refer to.
-    pub groups: Arc<[MergeGroup]>,
+    /// Query rows, one per row of `q`, with their segments and merge groups. Shared by all layers of a
+    /// step.
+    pub work: Arc<AttendWork>,
     /// Softmax scale, usually `1 / sqrt(k_dim)`.
     pub scale: f32,
-    /// Sliding window: a token is seen if `query position − key position < window`.
+    /// Sliding window: a row attends to a token only if `query position − key position < window`.
     pub window: Option<usize>,
     /// Soft-cap `c`: logits become `c * tanh(logit / c)`.
     pub softcap: Option<f32>,
     /// Output `[rows, heads, v_dim]`.
     pub out: TensorView,
-    /// Log-sum-exp of each row and head `[rows, heads]`, f32; apart from all other operands.
+    /// Log-sum-exp of each row and head, `[rows, heads]` in f32. Must not overlap any other operand.
     pub lse: Option<TensorView>,
 }
 
 impl Attend {
-    /// Tokens of a segment that a row could see: up to its own place in logical order, and from the first that is
-    /// inside the window.
+    /// Returns the tokens of a segment that a row may attend to without a selection: from the first token
+    /// inside the window up to the row's own logical index.
     pub fn visible(&self, segment: &Segment, row: QueryRow) -> Range<usize> {
         let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
         let Some(window) = self.window else { return 0..end };
@@ -171,10 +125,10 @@ impl Attend {
         start as usize..end
     }
 
-    /// Runs of tokens that row `row` of an entry sees, in order: those visible, and selected if the entry has a
-    /// selection. Runs may be empty.
+    /// Returns the runs of tokens that row `row` of an entry attends to, in order: the visible tokens,
+    /// restricted to the selection if the entry has one. Runs may be empty.
     pub fn seen<'a>(&self, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
-        let at = self.rows[row];
+        let at = self.work.rows()[row];
         let Some(selection) = &entry.selection else {
             return entry.segments.iter().map(|segment| (segment, self.visible(segment, at))).collect();
         };
@@ -193,55 +147,34 @@ impl Attend {
         runs
     }
 
-    /// Checks shapes, segments and positions, and grows the table.
+    /// Checks shapes, segments and positions. Grows the table of sines and cosines if needed.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for extents that do not fit, [`Error::DTypeMismatch`], [`Error::OutOfRange`],
-    /// [`Error::Overflow`]; [`Error::Aliased`] when `out` or `lse` has two elements at one address, when an
-    /// operand lies in the arena, or when `lse` reaches into queries or output; [`Error::InvalidRope`] and
-    /// [`Error::InvalidSelection`].
+    /// - Returns [`Error::Mismatch`] if extents do not fit together.
+    /// - Returns [`Error::DTypeMismatch`] if an element type is not accepted.
+    /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense.
+    /// - Returns [`Error::OutOfRange`] if a layer, row, block, merge group, length or position is out of
+    ///   range.
+    /// - Returns [`Error::Overflow`] if positions of a segment overflow.
+    /// - Returns [`Error::RowTwice`] if a row is in two entries.
+    /// - Returns [`Error::NotPositive`] if the soft-cap is not above 0.
+    /// - Returns [`Error::Aliased`] if two elements of `out` or `lse` share an address, if an operand lies
+    ///   in the arena, or if `lse` overlaps the queries or the output.
+    /// - Returns [`Error::InvalidRope`] if unrotated keys or a segment offset need a rotary embedding and
+    ///   none is given.
+    /// - Returns [`Error::InvalidSelection`] if a selection is not in order.
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         self.check_views()?;
-        for entry in self.batch.iter() {
-            if entry.rows.start > entry.rows.end || entry.rows.end > self.rows.len() {
-                return Err(Error::range("end of the rows", entry.rows.end, self.rows.len() + 1));
-            }
-            for segment in entry.segments.iter() {
-                self.check_segment(segment)?;
-            }
-            if let Some(selection) = &entry.selection {
-                let block_size = self.arena.layout().shape().block_size;
-                selection.check(entry.rows.len(), &entry.segments, block_size)?;
-            }
-        }
-        self.check_rows_apart()?;
-        self.check_positions()
-    }
-
-    /// No row is in two entries.
-    fn check_rows_apart(&self) -> Result<()> {
-        let twice = |row: usize| {
-            Err(Error::InvalidStrides { what: "batch", reason: format!("row {row} is in two entries") })
-        };
-        let mut end = 0;
-        for rows in self.batch.iter().map(|entry| &entry.rows).filter(|rows| !rows.is_empty()) {
-            if rows.start < end {
-                // Not in order, so that they must be sorted first, or not apart.
-                let mut claimed: Vec<_> = self.batch.iter().map(|entry| entry.rows.clone()).collect();
-                claimed.retain(|rows| !rows.is_empty());
-                claimed.sort_by_key(|rows| rows.start);
-                let both = claimed.windows(2).find(|pair| pair[0].end > pair[1].start);
-                return both.map_or(Ok(()), |pair| twice(pair[1].start));
-            }
-            end = rows.end;
-        }
-        Ok(())
+        let shape = self.arena.layout().shape();
+        let facts = self.work.facts(shape.block_size)?;
+        facts.check_blocks(shape.num_blocks)?;
+        self.check_positions(&facts)
     }
 
     fn check_views(&self) -> Result<()> {
         let s = self.arena.layout().shape();
-        let (rows, heads) = (self.rows.len(), self.q.shape().get(1).copied().unwrap_or(0));
+        let (rows, heads) = (self.work.rows().len(), self.q.shape().get(1).copied().unwrap_or(0));
         for (view, dim) in [(&self.q, s.k_dim), (&self.out, s.v_dim)] {
             same("rank of queries and output [rows, heads, dim]", 3, view.shape().len())?;
             same("rows of queries and output", rows, view.shape()[0])?;
@@ -253,7 +186,10 @@ impl Attend {
         }
         writable("output", &self.out)?;
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
-            return Err(Error::Zero { what: "softcap" });
+            return Err(Error::NotPositive {
+                what: "softcap",
+                value: f64::from(self.softcap.unwrap_or(0.0)),
+            });
         }
         for (what, kv_heads) in [
             ("query heads as a multiple of k_heads", s.k_heads),
@@ -278,63 +214,24 @@ impl Attend {
         Ok(())
     }
 
-    fn check_segment(&self, segment: &Segment) -> Result<()> {
-        let capacity = segment.blocks.len() * self.arena.layout().shape().block_size;
-        if segment.len > capacity {
-            return Err(Error::range("length of a segment", segment.len, capacity + 1));
-        }
-        let last_position = segment
-            .stored_start
-            .checked_add(segment.position_offset)
-            .and_then(|start| start.checked_add(segment.len as i64));
-        if last_position.is_none() || segment.logical_start.checked_add(segment.len).is_none() {
-            return Err(Error::Overflow { what: "positions of a segment" });
-        }
-        if segment.merge_group >= self.groups.len() {
-            return Err(Error::range("merge group", segment.merge_group, self.groups.len()));
-        }
-        if self.rope.is_none() && segment.position_offset != 0 {
-            return Err(Error::InvalidRope(format!(
-                "a segment at offset {} needs queries that attend can rotate",
-                segment.position_offset
-            )));
-        }
-        segment.blocks.iter().try_for_each(|&block| self.arena.check_block(block))
-    }
-
-    fn check_positions(&self) -> Result<()> {
+    fn check_positions(&self, facts: &Facts) -> Result<()> {
         let Some(rope) = &self.rope else {
-            return match self.keys {
-                KeyForm::Rotated => Ok(()),
-                KeyForm::Unrotated => {
-                    Err(Error::InvalidRope("unrotated keys need one to be read".to_owned()))
-                }
-            };
-        };
-        let (rotary, dim) = (rope.config().rotary_dim, self.arena.layout().shape().k_dim);
-        if rotary > dim {
-            return Err(Error::range("rotary_dim", rotary, dim + 1));
-        }
-        for entry in self.batch.iter() {
-            let positions = self.rows[entry.rows.clone()].iter().map(|row| row.position);
-            let (Some(low), Some(high)) = (positions.clone().min(), positions.max()) else { continue };
-            rope.table([low, high])?;
-            for segment in entry.segments.iter().filter(|segment| segment.len > 0) {
-                let turns = match self.keys {
-                    KeyForm::Rotated => [low, high].map(|at| at.saturating_sub(segment.position_offset)),
-                    KeyForm::Unrotated => [0, segment.len as i64 - 1].map(|token| segment.position(token)),
-                };
-                rope.table(turns)?;
+            if self.keys == KeyForm::Unrotated {
+                return Err(Error::InvalidRope("unrotated keys need one to be read".to_owned()));
             }
-        }
-        Ok(())
+            return facts.offset().map_or(Ok(()), |offset| {
+                let reason = format!("a segment at offset {offset} needs queries that attend can rotate");
+                Err(Error::InvalidRope(reason))
+            });
+        };
+        check_rotary(rope, self.arena.layout().shape().k_dim)?;
+        rope.table(facts.rotations(self.keys)).map(drop)
     }
 
-    /// Returns the bytes of the cached keys and values, with their scales, that the entries have in sight: each
-    /// entry's segments once.
+    /// Returns the bytes of the cached keys and values that the entries attend to, including their scales.
+    /// Counts each entry's segments once.
     pub fn bytes(&self) -> usize {
-        let tokens: usize = self.batch.iter().flat_map(|entry| entry.segments.iter()).map(|s| s.len).sum();
-        tokens * self.arena.layout().token_bytes()
+        self.work.tokens() * self.arena.layout().token_bytes()
     }
 
     /// Names the memory that the operation touches.

@@ -1,10 +1,8 @@
 //! Copies of whole blocks, within one arena or between two.
 
-use std::sync::Arc;
-
 use super::entry::Storages;
 use crate::base::{BlockId, Error, KvShape, Result, same};
-use crate::device::KvArena;
+use crate::device::{KvArena, WritePairs};
 
 /// Copies block `src` to block `dst` for each pair, over all layers, K and V, bit for bit, including the
 /// scales of quantised blocks.
@@ -15,25 +13,22 @@ use crate::device::KvArena;
 pub struct CopyBlocks {
     /// Arena of the sources and destinations.
     pub arena: KvArena,
-    /// `(source, destination)` pairs.
-    pub pairs: Arc<[(BlockId, BlockId)]>,
+    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    pub pairs: WritePairs,
 }
 
 impl CopyBlocks {
-    /// Checks the block ids.
+    /// Checks the block ids and the write permit.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if a block is outside the arena, and [`Error::InvalidStrides`] if a
-    /// block is a destination twice, or both source and destination.
+    /// Returns [`Error::PermitVoid`] if the permit is void, [`Error::OutOfRange`] if a block is outside the
+    /// arena, and [`Error::BlockTwice`] if a block is a destination twice, or both source and destination.
     pub fn check(&self) -> Result<()> {
         check_pairs(&self.arena, &self.arena, &self.pairs)?;
         let mut written: Vec<BlockId> = self.pairs.iter().map(|&(_, dst)| dst).collect();
         written.sort_unstable();
         match self.pairs.iter().find(|(src, _)| written.binary_search(src).is_ok()) {
-            Some((src, _)) => Err(Error::InvalidStrides {
-                what: "block copy",
-                reason: format!("block {src} is source and destination"),
-            }),
+            Some(&(block, _)) => Err(Error::BlockTwice { block, role: "source and destination" }),
             None => Ok(()),
         }
     }
@@ -59,12 +54,13 @@ pub struct SwapBlocks {
     pub src: KvArena,
     /// Arena to write to. May differ from `src` in the number of blocks and in the kind of memory.
     pub dst: KvArena,
-    /// `(source, destination)` pairs.
-    pub pairs: Arc<[(BlockId, BlockId)]>,
+    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    pub pairs: WritePairs,
 }
 
 impl SwapBlocks {
-    /// Checks the block ids, and that both arenas have blocks of the same extents and format.
+    /// Checks the block ids, the write permit, and that both arenas have blocks of the same extents and
+    /// format.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
@@ -82,19 +78,18 @@ impl SwapBlocks {
     }
 }
 
-/// Checks that the block ids lie inside their arenas, and that no destination appears twice.
-pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-    for &(from, to) in pairs {
+/// Checks that the permit is valid, that the block ids lie inside their arenas, and that no destination
+/// appears twice.
+pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
+    pairs.check()?;
+    for &(from, to) in pairs.iter() {
         src.check_block(from)?;
         dst.check_block(to)?;
     }
     let mut written: Vec<BlockId> = pairs.iter().map(|&(_, to)| to).collect();
     written.sort_unstable();
     match written.windows(2).find(|w| w[0] == w[1]) {
-        Some(w) => Err(Error::InvalidStrides {
-            what: "block copy",
-            reason: format!("block {} is written twice", w[0]),
-        }),
+        Some(w) => Err(Error::BlockTwice { block: w[0], role: "destination twice" }),
         None => Ok(()),
     }
 }

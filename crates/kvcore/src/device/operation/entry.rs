@@ -1,4 +1,4 @@
-//! One enum over all descriptors: the single entry through which a stream is given work.
+//! One enum over all descriptors: the single entry for the work of a stream.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::{
 use crate::base::Result;
 use crate::device::{Counters, KvArena, Storage, Stream, TensorView};
 
-/// The handles of the memory that one operation touches; few enough to lie inline.
+/// The handles of the memory that one operation touches. The list is short enough to be stored inline.
 #[derive(Default)]
 pub(super) struct Storages<'a>(SmallVec<[&'a Arc<dyn Storage>; 8]>);
 
@@ -25,8 +25,8 @@ impl<'a> Storages<'a> {
     }
 }
 
-/// An operation that has passed its check; only [`Operation::checked`] makes one. Kernels rely on it for memory
-/// safety.
+/// An operation that has passed its check. Only [`Operation::checked`] creates one. Kernels rely on the
+/// check for memory safety.
 #[derive(Debug, Clone, Copy)]
 pub struct Checked<'a>(Operation<'a>);
 
@@ -37,17 +37,18 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// Counts a call, whatever its size.
+/// Counts one call, whatever its size.
 fn once<T>(_: &T) -> usize {
     1
 }
 
-/// Defines [`Operation`], and on `dyn Stream` a method of the same name for each operation.
+/// Defines [`Operation`], and a method of `dyn Stream` for each operation.
 macro_rules! operations {
     ($($(#[$doc:meta])* $variant:ident: $method:ident, $counter:ident += $amount:path;)*) => {
-        /// Any operation of the contract, by reference: cheap to pass on, and cloned only by a backend that defers.
+        /// Any operation of the contract, by reference. Cheap to pass on. Only a backend that defers work
+        /// clones the descriptor.
         ///
-        /// Adding an operation means adding a descriptor, a line here, and a kernel to each backend.
+        /// To add an operation, add a descriptor, a line to the list below, and a kernel to each backend.
         ///
         /// ```
         /// # use kvbackend_cpu::CpuBackend;
@@ -76,7 +77,7 @@ macro_rules! operations {
             /// Names of all operations, in the order of the variants.
             pub const NAMES: &'static [&'static str] = &[$(stringify!($method)),*];
 
-            /// Returns the name by which errors, capabilities and profiles call the operation.
+            /// Returns the name of the operation in errors, capabilities and profiles.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant(_) => stringify!($method),)* }
             }
@@ -84,12 +85,13 @@ macro_rules! operations {
             /// Checks shapes, element types, ranges and write permits against each other.
             ///
             /// # Errors
-            /// Those of the descriptor's own `check`.
+            /// Returns the errors of the descriptor's own `check`.
             pub fn check(self) -> Result<()> {
                 match self { $(Self::$variant(descriptor) => descriptor.check(),)* }
             }
 
-            /// Returns the bytes that the operation writes, or, for an operation that only reads the cache, reads.
+            /// Returns the number of bytes that the operation writes. For an operation that only reads the
+            /// cache, returns the number of bytes read.
             pub fn bytes(self) -> usize {
                 match self { $(Self::$variant(descriptor) => descriptor.bytes(),)* }
             }
@@ -101,10 +103,10 @@ macro_rules! operations {
                 storages.0.into_iter()
             }
 
-            /// Checks the operation and returns the proof that [`Stream::launch`] asks for.
+            /// Checks the operation and returns the proof that [`Stream::launch`] requires.
             ///
             /// # Errors
-            /// As [`check`](Self::check).
+            /// Returns the errors of [`check`](Self::check).
             pub fn checked(self) -> Result<Checked<'a>> {
                 self.check().map(|()| Checked(self))
             }
@@ -121,7 +123,7 @@ macro_rules! operations {
             $($(#[$doc])*
             ///
             /// # Errors
-            /// Those of [`Stream::run`].
+            /// Returns the errors of [`Stream::run`].
             pub fn $method(&self, operation: &$variant) -> Result<()> {
                 self.run(Operation::$variant(operation))
             })*
@@ -132,9 +134,9 @@ macro_rules! operations {
 operations! {
     /// Writes new K and V rows to cache slots.
     Scatter: scatter, scatter_bytes += Scatter::bytes;
-    /// Reads cache slots into contiguous rows, with the keys rotated on the way if asked.
+    /// Reads cache slots into contiguous rows, with an optional rotation of the keys.
     Gather: gather, gather_bytes += Gather::bytes;
-    /// Copies whole blocks inside one arena, over all layers.
+    /// Copies whole blocks within one arena, over all layers.
     CopyBlocks: copy_blocks, block_copy_bytes += CopyBlocks::bytes;
     /// Copies whole blocks from one arena to another, over all layers.
     SwapBlocks: swap_blocks, block_copy_bytes += SwapBlocks::bytes;
@@ -142,7 +144,7 @@ operations! {
     CopyTensor: copy_tensor, tensor_copy_bytes += CopyTensor::bytes;
     /// Applies a rotary embedding to rows in place.
     ApplyRope: rope, rope_bytes += ApplyRope::bytes;
-    /// Copies cached blocks of one layer with the keys moved by a distance.
+    /// Copies cached blocks of one layer, with the keys rotated by a distance.
     RotateKeys: rotate_keys, block_copy_bytes += RotateKeys::bytes;
     /// Computes grouped-query attention over segments.
     Attend: attend, attend_calls += once;

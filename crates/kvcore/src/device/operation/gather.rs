@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::entry::Storages;
-use super::{check_rows, check_slots, slot_bytes, writable};
+use super::{check_rotary, check_rows, check_slots, slot_bytes, writable};
 use crate::base::{Error, KvFormat, Result, Rope};
 use crate::device::{KvArena, TensorView};
 
@@ -19,9 +19,7 @@ pub struct Rotation {
 impl Rotation {
     /// Checks the distance against the table, and the rotary dimension against `k_dim`.
     pub(super) fn check(&self, k_dim: usize) -> Result<()> {
-        if self.rope.config().rotary_dim > k_dim {
-            return Err(Error::range("rotary_dim", self.rope.config().rotary_dim, k_dim + 1));
-        }
+        check_rotary(&self.rope, k_dim)?;
         self.rope.table([self.delta]).map(drop)
     }
 }

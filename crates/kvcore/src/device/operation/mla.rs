@@ -80,7 +80,7 @@ impl AttendMla {
         storages.view(&self.q_latent);
     }
 
-    /// Returns the bytes of the cached latents and rotated keys that the entries have in sight.
+    /// Returns the bytes of the cached latents and rotated keys that the entries attend to.
     pub fn bytes(&self) -> usize {
         self.attend.bytes()
     }

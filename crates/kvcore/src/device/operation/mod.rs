@@ -1,13 +1,13 @@
 //! The operations of the backend contract, as descriptors that a [`Stream`](crate::device::Stream)
 //! enqueues.
 //!
-//! Each descriptor owns handles to the memory it touches and knows how to check itself: a backend
-//! calls `check()` first, so that a wrong slot, block or shape is an error before anything runs,
-//! the same on every device.
+//! Each descriptor owns handles to the memory it touches and can check itself.
+//! [`Stream::run`](crate::device::Stream::run) calls `check()` first, so that a wrong slot, block or shape
+//! is an error before anything runs, with equal results on every device.
 
 use smallvec::SmallVec;
 
-use crate::base::{DType, Error, Result, same};
+use crate::base::{DType, Error, Result, Rope, same};
 use crate::device::tensor::MAX_RANK;
 use crate::device::{KvArena, TensorView};
 
@@ -22,8 +22,9 @@ mod rotate;
 mod scatter;
 mod selection;
 mod tensor;
+mod work;
 
-pub use attend::{Attend, AttendRows, MergeGroup, QueryRow, Segment};
+pub use attend::{Attend, MergeGroup, Segment};
 pub use copy::{CopyBlocks, SwapBlocks};
 pub use entry::{Checked, Operation};
 pub use gather::{Gather, Rotation};
@@ -31,16 +32,17 @@ pub use mla::AttendMla;
 pub use quantize::{Dequantize, Quantize};
 pub use rope::ApplyRope;
 pub use rotate::RotateKeys;
-pub use scatter::Scatter;
+pub use scatter::{RowRotation, Scatter};
 pub use selection::{Selection, SelectionUnit};
 pub use tensor::CopyTensor;
+pub use work::{AttendRows, AttendWork, QueryRow};
 
-/// Names of the kernels that no backend may lack.
+/// Names of the operations that every backend must support.
 pub const REQUIRED: [&str; 8] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
-/// Names of what a backend may list as missing; `selection` is an attend with a [`Selection`], `reserve`
-/// is [`Backend::reserve`](crate::Backend::reserve).
+/// Names of the features that a backend may list as missing. `selection` is an attend with a [`Selection`],
+/// and `reserve` is [`Backend::reserve`](crate::Backend::reserve).
 pub const OPTIONAL: [&str; 5] = ["attend_mla", "selection", "quantize", "dequantize", "reserve"];
 
 /// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
@@ -57,7 +59,7 @@ fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> R
     Ok(())
 }
 
-/// Negative slots are padding; the others must exist.
+/// Checks that all slots exist. Negative slots are padding.
 fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     let limit = arena.layout().num_slots();
     match slots.iter().find(|&&slot| slot >= limit as i64) {
@@ -66,12 +68,12 @@ fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     }
 }
 
-/// Bytes of K, V and their scales in one layer at the slots that are no padding.
+/// Returns the bytes of K, V and their scales in one layer, for the slots that are not padding.
 fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }
 
-/// Kernels compute with rows of [`DType::COMPUTE`] only.
+/// Checks that a view has one of the types in [`DType::COMPUTE`], the only ones that kernels compute with.
 fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     if view.dtype().is_compute() {
         Ok(())
@@ -80,8 +82,8 @@ fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     }
 }
 
-/// A view that is written must not have two elements at one address: from the smallest stride to the
-/// largest, each axis must step over what the axes before it cover.
+/// Checks that no two elements of a written view share an address: from the smallest stride to the largest,
+/// each axis must step over the elements covered by the axes before it.
 fn writable(what: &'static str, view: &TensorView) -> Result<()> {
     if view.is_empty() {
         return Ok(());
@@ -99,12 +101,12 @@ fn writable(what: &'static str, view: &TensorView) -> Result<()> {
     Ok(())
 }
 
-/// A view that is written must not reach into one that is read or written beside it.
+/// Checks that a written view does not overlap a view that is read or written beside it.
 fn apart(what: &'static str, written: &TensorView, other: &TensorView) -> Result<()> {
     if written.overlaps(other)? { Err(Error::Aliased { what }) } else { Ok(()) }
 }
 
-/// Kernels read and write whole heads: the last axis must be dense.
+/// Checks that the last axis is dense, because kernels read and write whole heads.
 fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
     match (view.shape().last(), view.strides().last()) {
         (Some(&n), Some(&stride)) if n > 1 && stride != 1 => {
@@ -112,4 +114,10 @@ fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Checks that the rotary dimension does not exceed the width of a key.
+fn check_rotary(rope: &Rope, k_dim: usize) -> Result<()> {
+    let rotary = rope.config().rotary_dim;
+    if rotary > k_dim { Err(Error::range("rotary_dim", rotary, k_dim + 1)) } else { Ok(()) }
 }

@@ -1,11 +1,9 @@
 //! Conversion of whole blocks between a dense arena and a quantised one.
 
-use std::sync::Arc;
-
 use super::copy::{check_pairs, same_extents};
 use super::entry::Storages;
-use crate::base::{BlockId, Error, Result};
-use crate::device::KvArena;
+use crate::base::{Error, Result};
+use crate::device::{KvArena, WritePairs};
 
 /// Quantises blocks of a dense arena into a quantised arena, over all layers, K and V.
 ///
@@ -40,18 +38,19 @@ pub struct Quantize {
     pub src: KvArena,
     /// Quantised arena to write to. Has the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs.
-    pub pairs: Arc<[(BlockId, BlockId)]>,
+    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    pub pairs: WritePairs,
 }
 
 impl Quantize {
-    /// Checks formats, extents and block ids.
+    /// Checks formats, extents, block ids and the write permit.
     ///
     /// # Errors
     /// - Returns [`Error::InvalidFormat`] if the source is quantised or the destination is not.
     /// - Returns [`Error::Mismatch`] if the extents differ.
     /// - Returns [`Error::OutOfRange`] if a block is outside its arena.
-    /// - Returns [`Error::InvalidStrides`] if a block is a destination twice.
+    /// - Returns [`Error::BlockTwice`] if a block is a destination twice.
+    /// - Returns [`Error::PermitVoid`] if the permit is void.
     /// - Returns [`Error::Aliased`] if the arenas share a storage.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.src, &self.dst)?;
@@ -78,8 +77,8 @@ pub struct Dequantize {
     pub src: KvArena,
     /// Dense arena to write to. Has the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs.
-    pub pairs: Arc<[(BlockId, BlockId)]>,
+    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    pub pairs: WritePairs,
 }
 
 impl Dequantize {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::entry::Storages;
-use super::{computable, innermost_dense, writable};
-use crate::base::{Error, Result, Rope, same};
+use super::{check_rotary, computable, innermost_dense, writable};
+use crate::base::{Result, Rope, same};
 use crate::device::TensorView;
 
 /// Rotates row `i` of `rows` to `positions[i]`, and applies the attention factor.
@@ -28,10 +28,7 @@ impl ApplyRope {
         computable("rows to rotate", &self.rows)?;
         innermost_dense("rows to rotate", &self.rows)?;
         writable("rows to rotate", &self.rows)?;
-        let (rotary, dim) = (self.rope.config().rotary_dim, self.rows.shape()[2]);
-        if rotary > dim {
-            return Err(Error::range("rotary_dim", rotary, dim + 1));
-        }
+        check_rotary(&self.rope, self.rows.shape()[2])?;
         self.rope.table(self.positions.iter().copied()).map(drop)
     }
 

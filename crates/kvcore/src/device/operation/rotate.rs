@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::Rotation;
 use super::copy::{check_pairs, same_blocks};
 use super::entry::Storages;
-use crate::base::{BlockId, Result};
-use crate::device::KvArena;
+use crate::base::Result;
+use crate::device::{KvArena, WritePairs};
 
 /// Copies blocks of one layer. Keys are rotated by a distance, and values are copied unchanged.
 ///
@@ -21,8 +21,8 @@ pub struct RotateKeys {
     pub dst: KvArena,
     /// Layer to copy. Rotary embeddings may differ between layers.
     pub layer: usize,
-    /// `(source, destination)` pairs.
-    pub pairs: Arc<[(BlockId, BlockId)]>,
+    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    pub pairs: WritePairs,
     /// Distance to rotate by, and the rotary embedding.
     pub rotation: Rotation,
 }
@@ -34,7 +34,7 @@ impl RotateKeys {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)?;
         if Arc::ptr_eq(self.src.k(), self.dst.k()) {
-            super::CopyBlocks { arena: self.src.clone(), pairs: Arc::clone(&self.pairs) }.check()?;
+            super::CopyBlocks { arena: self.src.clone(), pairs: self.pairs.clone() }.check()?;
         }
         self.rotation.check(self.src.layout().shape().k_dim)
     }

@@ -1,34 +1,56 @@
-//! Scatter: new K and V rows into the slots that a slot mapping names.
+//! Scatter: writes new K and V rows to the slots of a slot mapping.
 
 use std::sync::Arc;
 
 use super::entry::Storages;
-use super::{check_rows, check_slots, slot_bytes};
-use crate::base::{DType, Error, KvFormat, Result};
-use crate::device::{KvArena, TensorView};
+use super::{check_rotary, check_rows, check_slots, slot_bytes};
+use crate::base::{DType, Error, KvFormat, Result, Rope, same};
+use crate::device::{KvArena, TensorView, WriteSlots};
 
 /// Writes row `i` of `k` and `v` to slot `slots[i]` of one layer.
 ///
-/// A negative slot is padding: its row is skipped. Rows of a dense arena have its element type, or
-/// f32, in which case they are rounded to nearest even on the way; rows of a quantised arena have any
-/// of [`DType::COMPUTE`] and are quantised. If a slot occurs twice, one of the rows wins, unspecified
-/// which.
+/// A negative slot is padding: its row is skipped. Rows for a dense arena have its element type, or f32,
+/// which is rounded to nearest even. Rows for a quantised arena have any of the types in [`DType::COMPUTE`]
+/// and are quantised. If a slot occurs twice, the slot holds one of the two rows; the choice is
+/// unspecified.
 #[derive(Debug, Clone)]
 pub struct Scatter {
-    /// Destination.
+    /// Arena to write to.
     pub arena: KvArena,
-    /// Layer written.
+    /// Layer to write.
     pub layer: usize,
-    /// New keys `[rows, k_heads, k_dim]`; any strides with a dense last axis.
+    /// New keys `[rows, k_heads, k_dim]`. The last axis must be dense; the other strides are free.
     pub k: TensorView,
-    /// New values `[rows, v_heads, v_dim]`.
+    /// New values `[rows, v_heads, v_dim]`, with strides as for `k`.
     pub v: TensorView,
-    /// One slot per row: `block * block_size + offset`, or negative.
-    pub slots: Arc<[i64]>,
+    /// One slot per row: `block * block_size + offset`, or negative for padding. The slots lie in blocks
+    /// that the caller fills.
+    pub slots: WriteSlots,
+    /// Rotation to apply to the keys, computed in f32 and rounded once, or `None` to store the keys as
+    /// given.
+    pub rotation: Option<RowRotation>,
+}
+
+/// A rotary embedding of new rows, each at its own position.
+#[derive(Debug, Clone)]
+pub struct RowRotation {
+    /// The layer's rotary embedding, including its attention factor.
+    pub rope: Arc<Rope>,
+    /// One position per row. Positions of padding rows are ignored.
+    pub positions: Arc<[i64]>,
+}
+
+impl RowRotation {
+    fn check(&self, slots: &[i64], k_dim: usize) -> Result<()> {
+        same("positions of the rows", slots.len(), self.positions.len())?;
+        check_rotary(&self.rope, k_dim)?;
+        let used = self.positions.iter().zip(slots).filter(|(_, slot)| **slot >= 0);
+        self.rope.table(used.map(|(position, _)| *position)).map(drop)
+    }
 }
 
 impl Scatter {
-    /// Checks shapes, types and slots; backends call it before they launch anything.
+    /// Checks shapes, types, slots, the rotation and the write permit.
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
@@ -43,10 +65,14 @@ impl Scatter {
                 }
             }
         }
+        if let Some(rotation) = &self.rotation {
+            rotation.check(&self.slots, self.arena.layout().shape().k_dim)?;
+        }
+        self.slots.check()?;
         check_slots(&self.arena, &self.slots)
     }
 
-    /// Bytes that land in the cache.
+    /// Returns the number of bytes written to the cache.
     pub fn bytes(&self) -> usize {
         slot_bytes(&self.arena, &self.slots)
     }

@@ -15,12 +15,11 @@ pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize
         match stage {
             Stage::Free => seen.free += 1,
             Stage::Mutable => seen.mutable += 1,
-            Stage::Complete => seen.complete += 1,
             Stage::Held | Stage::Keyed if meta.holders > 0 => seen.shared += 1,
             Stage::Held | Stage::Keyed => seen.cached += 1,
         }
         match stage {
-            Stage::Free | Stage::Mutable | Stage::Complete if claimed => {
+            Stage::Free | Stage::Mutable if claimed => {
                 return Err(format!("block {id} is {stage:?} and has holders or pins"));
             }
             Stage::Held if !claimed => return Err(format!("nothing keeps block {id}, yet it is not free")),

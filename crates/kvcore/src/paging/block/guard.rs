@@ -1,70 +1,63 @@
-//! Blocks in one state, held together. Moving a guard is the only way from state to state.
+//! Guards of blocks in one state. Blocks change state only by operations on their guard.
 //!
-//! A guard holds any number of blocks of one pool, so that a step costs one lock for all of them and
-//! no allocation for a few.
+//! A guard holds any number of blocks of one pool, so that a step takes one lock for all of them and
+//! allocates nothing for a few.
+
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::event::KvEvent;
 use super::pin::PinnedBlocks;
 use super::{BlockPool, Retention};
-use crate::base::{BlockId, Error, Result, same};
+use crate::base::{BlockId, Error, Result, SlotMapping, same};
+use crate::device::{Permits, WritePairs, WriteSlots};
 use crate::paging::BlockKey;
 
 pub(super) type Ids = SmallVec<[BlockId; 4]>;
 
-/// A step that was refused, with the blocks it was asked of, unchanged.
+/// A refused step, with its blocks unchanged.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct Rejected<T> {
-    /// Why.
+    /// The reason for the refusal.
     pub error: Error,
-    /// What was to make the step.
+    /// The blocks that the step was requested for.
     pub blocks: T,
 }
 
 impl<T> From<Rejected<T>> for Error {
-    /// Drops the blocks, as their guard says.
+    /// Drops the blocks, with the drop behaviour of their guard.
     fn from(rejected: Rejected<T>) -> Self {
         rejected.error
     }
 }
 
 impl<T> From<Box<Rejected<T>>> for Error {
-    /// Drops the blocks, as their guard says.
+    /// Drops the blocks, with the drop behaviour of their guard.
     fn from(rejected: Box<Rejected<T>>) -> Self {
         rejected.error
     }
 }
 
-/// Blocks being filled; nobody else sees them.
+/// Blocks being filled. No other guard holds them.
 ///
 /// # Drop behaviour
-/// The blocks return to the free list; what was written to them is forgotten.
+/// The blocks become free, and their contents are lost.
 #[derive(Debug)]
 #[must_use = "dropping the guard frees the blocks"]
 pub struct MutableBlocks {
     pub(super) pool: BlockPool,
     pub(super) ids: Ids,
+    /// Issuer of permits to write the blocks. The permits become void as soon as a block leaves the guard.
+    pub(super) permits: Permits,
 }
-
-/// Filled blocks that are not shared yet.
+/// Filled blocks that any number of holders read. Never written while they are shared.
 ///
 /// # Drop behaviour
-/// The blocks return to the free list.
-#[derive(Debug)]
-#[must_use = "dropping the guard frees the blocks"]
-pub struct CompleteBlocks {
-    pool: BlockPool,
-    ids: Ids,
-}
-
-/// Filled blocks that any number of holders read; never written again.
-///
-/// # Drop behaviour
-/// One holder fewer on each block, the last block first, so that a pool evicts the end of a prefix
-/// before its beginning. A block that loses its last holder is cached if a key or a pin
-/// ([`PinnedBlocks`]) claims it, else free.
+/// Each block loses one holder, the last block first, so that the pool evicts the end of a prefix before
+/// its beginning. A block that loses its last holder becomes cached if a key or a pin ([`PinnedBlocks`])
+/// claims it, and free otherwise.
 #[derive(Debug)]
 #[must_use = "dropping the guard lets the blocks go"]
 pub struct SharedBlocks {
@@ -72,50 +65,53 @@ pub struct SharedBlocks {
     pub(super) ids: Ids,
 }
 
-/// What all guards can do.
+/// Defines the methods that all guards have.
 macro_rules! guard {
     ($guard:ident) => {
         impl $guard {
-            /// The physical blocks, in order.
+            /// Returns the physical blocks, in order.
             pub fn ids(&self) -> &[BlockId] {
                 &self.ids
             }
 
-            /// Number of blocks.
+            /// Returns the number of blocks.
             pub fn len(&self) -> usize {
                 self.ids.len()
             }
 
-            /// Whether no block is held.
+            /// Returns whether no block is held.
             pub fn is_empty(&self) -> bool {
                 self.ids.is_empty()
             }
 
-            /// The pool of the blocks.
+            /// Returns the pool of the blocks.
             pub fn pool(&self) -> &BlockPool {
                 &self.pool
             }
 
-            /// A guard of no blocks, to append to.
+            /// Creates a guard of no blocks, to append to.
             pub fn none(pool: &BlockPool) -> Self {
-                Self { pool: pool.clone(), ids: Ids::new() }
+                Self::over(pool.clone(), Ids::new())
             }
 
-            /// Keeps the first `at` blocks and gives the others.
+            /// Keeps the first `at` blocks, and returns a guard of the other blocks.
             ///
             /// # Errors
-            /// [`Error::OutOfRange`] for more blocks than there are.
+            /// Returns [`Error::OutOfRange`] if `at` exceeds the number of blocks.
             pub fn split_off(&mut self, at: usize) -> Result<Self> {
                 if at > self.ids.len() {
                     return Err(Error::range("blocks to keep", at, self.ids.len() + 1));
                 }
-                Ok(Self { pool: self.pool.clone(), ids: self.ids.drain(at..).collect() })
+                if at < self.ids.len() {
+                    self.lose();
+                }
+                Ok(Self::over(self.pool.clone(), self.ids.drain(at..).collect()))
             }
 
-            /// Adds blocks at the end.
+            /// Appends the blocks of `other`.
             ///
             /// # Errors
-            /// [`Error::ForeignBlock`] for blocks of another pool, which are given back.
+            /// Returns [`Error::ForeignBlock`] for blocks of another pool, which are returned in the error.
             pub fn append(&mut self, mut other: Self) -> Result<(), Rejected<Self>> {
                 match other.ids.first() {
                     Some(&block) if !self.pool.same_pool(&other.pool) => {
@@ -134,10 +130,9 @@ macro_rules! guard {
 }
 
 guard!(MutableBlocks);
-guard!(CompleteBlocks);
 guard!(SharedBlocks);
 
-/// Frees blocks that were not shared. The last one is the next to be taken again.
+/// Frees blocks that were not shared. The last block is the next one to be allocated.
 fn discard(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
         let (now, mut walk) = (pool.0.now(), pool.0.walk());
@@ -149,70 +144,127 @@ fn discard(pool: &BlockPool, ids: &[BlockId]) {
 }
 
 impl MutableBlocks {
-    /// Takes `n` more blocks; all or none.
+    pub(super) fn over(pool: BlockPool, ids: Ids) -> Self {
+        Self { pool, ids, permits: Permits::default() }
+    }
+
+    /// Voids the permits before blocks leave the guard.
+    fn lose(&self) {
+        self.permits.void();
+    }
+
+    /// Takes `n` more blocks, or none.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case nothing
+    /// has changed.
     pub fn allocate(&mut self, n: usize) -> Result<()> {
         self.pool.take(&mut self.ids, n, 0)
     }
+}
 
-    /// Declares the blocks filled.
-    pub fn complete(mut self) -> CompleteBlocks {
-        let (pool, ids) = (self.pool.clone(), std::mem::take(&mut self.ids));
-        let mut walk = pool.0.walk();
-        for &id in &ids {
-            let (shard, block) = walk.shard(id);
-            shard.complete(block);
+impl MutableBlocks {
+    /// Shares the blocks, as filled blocks, under `keys`, one key per block. Each key is the child of the
+    /// previous key, and the first is the child of `parent`. If the pool knows a key already, the returned
+    /// guard holds the known block instead, and this guard's block is freed (see [`super::Duplicates`]).
+    /// Compare the ids to find the replaced blocks. Permits to write the blocks become void.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. In that case
+    /// the blocks are returned in the error.
+    pub fn register(
+        mut self,
+        parent: Option<BlockKey>,
+        keys: &[BlockKey],
+    ) -> Result<SharedBlocks, Rejected<Self>> {
+        match same("keys of the blocks", self.ids.len(), keys.len()) {
+            Ok(()) => {
+                self.lose();
+                let mut shared = share(&self.pool, std::mem::take(&mut self.ids));
+                shared.enter_keys(0, parent, keys);
+                Ok(shared)
+            }
+            Err(error) => Err(Rejected { error, blocks: self }),
         }
-        drop(walk);
-        CompleteBlocks { pool, ids }
+    }
+
+    /// Shares the blocks, as filled blocks, without keys. They become free when their last holder is
+    /// dropped, unless they are pinned. Permits to write the blocks become void.
+    pub fn share(mut self) -> SharedBlocks {
+        self.lose();
+        share(&self.pool, std::mem::take(&mut self.ids))
+    }
+
+    /// Returns `slots` with a permit to write them. All slots must lie in these blocks. Negative slots are
+    /// padding.
+    ///
+    /// # Errors
+    /// Returns [`Error::NotOwned`] if a slot lies in another block, and [`Error::Zero`] if `block_size` is
+    /// 0.
+    ///
+    /// ```
+    /// use kvcore::{BlockId, BlockPool, Error, SlotMapping};
+    /// let pool = BlockPool::new(0..8)?;
+    /// let blocks = pool.allocate(2)?;
+    /// let slots = SlotMapping::in_blocks(blocks.ids(), 16, 0..20)?;
+    /// let writable = blocks.write_slots(16, slots)?;
+    /// assert_eq!(writable.len(), 20);
+    /// assert_eq!(blocks.write_slots(16, [7 * 16]).unwrap_err(), Error::NotOwned { block: BlockId(7) });
+    /// let shared = blocks.share();
+    /// assert_eq!(writable.check(), Err(Error::PermitVoid { what: "slots" }));
+    /// # drop(shared);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn write_slots(&self, block_size: usize, slots: impl Into<SlotMapping>) -> Result<WriteSlots> {
+        if block_size == 0 {
+            return Err(Error::Zero { what: "block_size" });
+        }
+        let slots = slots.into();
+        let blocks = slots
+            .iter()
+            .filter(|&&slot| slot >= 0)
+            .map(|&slot| BlockId(u32::try_from(slot / block_size as i64).unwrap_or(u32::MAX)));
+        self.check_own(blocks)?;
+        Ok(self.permits.slots(slots))
+    }
+
+    /// Returns pairs `(source, destination)` with a permit to copy into these blocks. Every destination
+    /// must be one of these blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::NotOwned`] if a destination is another block.
+    pub fn write_pairs(&self, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Result<WritePairs> {
+        let pairs = pairs.into();
+        self.check_own(pairs.iter().map(|&(_, destination)| destination))?;
+        Ok(self.permits.pairs(pairs))
+    }
+
+    /// Checks that every block is one of these. Blocks usually come in the guard's order, so the search for
+    /// a block starts at the previous block.
+    fn check_own(&self, blocks: impl Iterator<Item = BlockId>) -> Result<()> {
+        let mut at = 0;
+        for block in blocks {
+            let (before, from) = self.ids.split_at(at);
+            let ahead = from.iter().chain(before).position(|&id| id == block);
+            at = (at + ahead.ok_or(Error::NotOwned { block })?) % self.ids.len();
+        }
+        Ok(())
+    }
+
+    /// Takes over the permits of a guard whose blocks leave it, so that no memory is allocated for new
+    /// permits. The permits issued by `other` become void.
+    pub(super) fn inherit_permits(&mut self, other: &mut Self) {
+        other.permits.void();
+        self.permits = std::mem::take(&mut other.permits);
     }
 }
 
-/// What blocks can do that are not shared: be shared, or be dropped.
-macro_rules! unshared {
-    ($guard:ident) => {
-        impl $guard {
-            /// Shares the blocks, as filled ones, under `keys`, one each, of which each is the child of the
-            /// one before and the first is the child of `parent`. Where the pool knows a key already, the
-            /// guard returned holds the known block, and this one is freed (see [`super::Duplicates`]):
-            /// compare ids to learn which.
-            ///
-            /// # Errors
-            /// [`Error::Mismatch`] for another number of keys; the blocks are given back.
-            pub fn register(
-                mut self,
-                parent: Option<BlockKey>,
-                keys: &[BlockKey],
-            ) -> Result<SharedBlocks, Rejected<Self>> {
-                match same("keys of the blocks", self.ids.len(), keys.len()) {
-                    Ok(()) => {
-                        let mut shared = share(&self.pool, std::mem::take(&mut self.ids));
-                        shared.enter_keys(0, parent, keys);
-                        Ok(shared)
-                    }
-                    Err(error) => Err(Rejected { error, blocks: self }),
-                }
-            }
-
-            /// Shares the blocks, as filled ones, without keys: they are freed with their last holder, unless
-            /// they are pinned.
-            pub fn share(mut self) -> SharedBlocks {
-                share(&self.pool, std::mem::take(&mut self.ids))
-            }
-        }
-
-        impl Drop for $guard {
-            fn drop(&mut self) {
-                discard(&self.pool, &self.ids);
-            }
-        }
-    };
+impl Drop for MutableBlocks {
+    fn drop(&mut self) {
+        self.lose();
+        discard(&self.pool, &self.ids);
+    }
 }
-
-unshared!(MutableBlocks);
-unshared!(CompleteBlocks);
 
 /// Gives filled blocks their first holder.
 fn share(pool: &BlockPool, ids: Ids) -> SharedBlocks {
@@ -226,12 +278,20 @@ fn share(pool: &BlockPool, ids: Ids) -> SharedBlocks {
 }
 
 impl SharedBlocks {
-    /// Gives the blocks from `start` on, which have no keys yet, their keys; see
-    /// [`CompleteBlocks::register`]. Blocks that have a key keep it.
+    fn over(pool: BlockPool, ids: Ids) -> Self {
+        Self { pool, ids }
+    }
+
+    /// Does nothing: shared blocks have no permits to void.
+    fn lose(&self) {}
+
+    /// Gives the blocks from `start` on their keys; see [`MutableBlocks::register`]. Blocks that already
+    /// have a key keep it.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more keys than blocks, [`Error::Aliased`] if a block is among them twice, which
-    /// appending guards to each other makes possible; nothing has changed then.
+    /// Returns [`Error::OutOfRange`] if there are more keys than blocks. Returns [`Error::Aliased`] if a
+    /// block occurs twice among them, which is possible after guards were appended to each other. In these
+    /// cases nothing has changed.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
@@ -291,9 +351,9 @@ impl SharedBlocks {
         }
     }
 
-    /// Exchanges the block at `place` for the one that is known under `key`, or enters it after all if
-    /// that one has gone meanwhile; `true` in the latter case. A known block of another key with the same first
-    /// word stays where it is, and this one without a key.
+    /// Replaces the block at `place` by the block that is known under `key`. If the known block is gone,
+    /// enters the block at `place` instead and returns `true`. If the known block has another key with the
+    /// same first word, both blocks stay, and the block at `place` gets no key.
     fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
         let (pool, now) = (&*handle.0, handle.0.now());
@@ -318,12 +378,12 @@ impl SharedBlocks {
             if shard.collides(block, key) {
                 return false;
             }
-            // The known block has gone since the index named it.
+            // The known block is gone since the index named it.
         }
     }
 
-    /// Takes the last block back to fill it further, if nobody else holds it and it has neither a key nor a
-    /// pin: the last of several forks needs no copy.
+    /// Takes the last block back to fill it further. Returns `None` if the block has another holder, a key
+    /// or a pin. The last of several forks therefore needs no copy.
     pub fn reclaim_last(&mut self) -> Option<MutableBlocks> {
         let id = *self.ids.last()?;
         let mut walk = self.pool.0.walk();
@@ -332,17 +392,17 @@ impl SharedBlocks {
         drop(walk);
         alone.then(|| {
             self.ids.pop();
-            MutableBlocks { pool: self.pool.clone(), ids: [id].into_iter().collect() }
+            MutableBlocks::over(self.pool.clone(), [id].into_iter().collect())
         })
     }
 
-    /// A claim on the same blocks that outlives their holders.
+    /// Claims the blocks. The claim outlives their holders.
     pub fn pin(&self) -> PinnedBlocks {
         PinnedBlocks::new(self)
     }
 
-    /// Says how much these blocks are wanted once nobody holds them; for pools whose eviction policy
-    /// looks at it ([`super::PriorityLru`]), others ignore it.
+    /// Sets the priority with which these blocks are kept once they have no holder. Only pools whose
+    /// eviction policy uses priorities ([`super::PriorityLru`]) use it.
     pub fn retain(&self, retention: Retention) {
         let (now, mut walk) = (self.pool.0.now(), self.pool.0.walk());
         for &id in &self.ids {
@@ -351,17 +411,17 @@ impl SharedBlocks {
         }
     }
 
-    /// Lets the blocks from `len` on go, the last one first.
+    /// Releases the blocks from `len` on, the last one first.
     pub fn truncate(&mut self, len: usize) {
         let from = len.min(self.ids.len());
         let_go(&self.pool, &self.ids[from..]);
         self.ids.truncate(len);
     }
 
-    /// Holders of one block now, this one included.
+    /// Returns the current number of holders of one block, including this guard.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a place past the end.
+    /// Returns [`Error::OutOfRange`] if `place` is past the end.
     pub fn holders(&self, place: usize) -> Result<usize> {
         let id = *self.ids.get(place).ok_or(Error::range("block of the guard", place, self.ids.len()))?;
         let mut walk = self.pool.0.walk();
@@ -371,7 +431,7 @@ impl SharedBlocks {
 }
 
 impl Clone for SharedBlocks {
-    /// One more holder of each block.
+    /// Adds a holder to each block.
     fn clone(&self) -> Self {
         let mut walk = self.pool.0.walk();
         for &id in &self.ids {

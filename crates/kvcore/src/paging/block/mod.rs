@@ -1,38 +1,30 @@
-//! Blocks: ids, the pool that owns their states, and the guards that move them through life.
+//! Blocks: ids, the pool that owns their states, and the guards that change their states.
 //!
 //! ```text
-//!            allocate            complete            register(key) / share
-//!   Free ───────────────► Mutable ───────► Complete ───────────────────────► Shared (n holders)
-//!    ▲                       │                │                                │          ▲
-//!    │◄──────── drop ────────┴───── drop ─────┘          last holder drops     │          │ lookup
-//!    │                                                                         ▼          │
-//!    │◄──────────────────────── evicted, or nothing claims it ────────────── Cached ──────┘
+//!            allocate             register(keys) / share
+//!   Free ───────────────► Mutable ───────────────────────► Shared (n holders)
+//!    ▲                       │                                │          ▲
+//!    │◄──────── drop ────────┘              last holder drops │          │ lookup
+//!    │                                                        ▼          │
+//!    │◄────────── evicted, or nothing claims the block ──── Cached ──────┘
 //! ```
 //!
-//! One step leads back: the only holder of a block that has no key and no pin may fill it further
-//! ([`SharedBlocks::reclaim_last`]); nobody else can have read it.
+//! One step leads back: the only holder of a block without a key and a pin may fill the block further
+//! ([`SharedBlocks::reclaim_last`]), because no other holder can have read it.
 //!
-//! Each state has its own guard type, which holds any number of blocks, and each step consumes the
-//! guard of the state before, so an illegal step does not compile. Dropping a guard returns the blocks;
-//! there is no other way to free one, hence no double free. What keeps a block without holders alive is
-//! a *claim*: its key in the pool's index (evictable by the pool), or a pin ([`PinnedBlocks`]).
+//! Each state has its own guard type, which holds any number of blocks. A step consumes the guard of the
+//! previous state, so an illegal step does not compile. Dropping a guard returns the blocks. There is no
+//! other way to free a block, so no block is freed twice. A block without holders is kept alive by a
+//! *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).
 //!
-//! Blocks cannot be filled after they were completed:
-//!
-//! ```compile_fail,E0382
-//! let pool = kvcore::BlockPool::new(0..1)?;
-//! let blocks = pool.allocate(1)?;
-//! let complete = blocks.complete();
-//! blocks.complete(); // moved
-//! # Ok::<(), kvcore::Error>(())
-//! ```
-//!
-//! and shared ones offer no way back to mutable ones:
+//! Only a guard of mutable blocks issues permits to write ([`MutableBlocks::write_slots`],
+//! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits. Shared
+//! blocks have no method that permits writes:
 //!
 //! ```compile_fail,E0599
 //! let pool = kvcore::BlockPool::new(0..1)?;
-//! let shared = pool.allocate(1)?.complete().share();
-//! shared.complete();
+//! let shared = pool.allocate(1)?.share();
+//! shared.write_slots(16, [0]);
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
@@ -52,7 +44,7 @@ pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{Duplicates, FreeOrder, PoolConfig};
 pub use event::{EventQueue, EventSink, KvEvent};
 pub use evict::{Entry, EvictionPolicy, Lru, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
-pub use guard::{CompleteBlocks, MutableBlocks, Rejected, SharedBlocks};
+pub use guard::{MutableBlocks, Rejected, SharedBlocks};
 pub use pin::PinnedBlocks;
 pub use pool::{BlockPool, Lookups, PoolCounts};
 pub use table::{BlockTable, TailCopy};

@@ -30,7 +30,7 @@ use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
 /// use kvcore::{BlockPool, KeyScope};
 /// let pool = BlockPool::new(0..8)?;
 /// let key = KeyScope::new("m", b"w").root().child(&[1, 2, 3, 4]);
-/// let block = pool.allocate(1)?.complete().register(None, &[key])?;
+/// let block = pool.allocate(1)?.register(None, &[key])?;
 /// drop(block);                                  // no holder: cached
 /// assert_eq!(pool.counts().cached, 1);
 /// assert!(pool.lookup(&key).is_some());         // found again
@@ -113,7 +113,7 @@ pub struct Lookups {
     pub misses: u64,
 }
 
-/// The number of blocks in each state. `free + mutable + complete + shared + cached = total`.
+/// The number of blocks in each state. `free + mutable + shared + cached = total`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct PoolCounts {
     /// Number of blocks of the pool.
@@ -122,8 +122,6 @@ pub struct PoolCounts {
     pub free: usize,
     /// Blocks being filled.
     pub mutable: usize,
-    /// Blocks that are full and not yet shared.
-    pub complete: usize,
     /// Blocks with at least one holder.
     pub shared: usize,
     /// Blocks without holders whose contents are kept.
@@ -139,7 +137,7 @@ impl PoolCounts {
     }
 
     /// Returns the share of blocks that are not free, between 0 and 1, or 0 for an empty pool. Counts
-    /// cached blocks as used, unlike [`PoolMetrics::utilization`](crate::PoolMetrics::utilization).
+    /// cached blocks as used, unlike the `PoolMetrics` of `kvmanager`.
     pub fn utilization(&self) -> f64 {
         if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
     }
@@ -152,7 +150,6 @@ impl std::iter::Sum for PoolCounts {
             total: a.total + b.total,
             free: a.free + b.free,
             mutable: a.mutable + b.mutable,
-            complete: a.complete + b.complete,
             shared: a.shared + b.shared,
             cached: a.cached + b.cached,
             evictable: a.evictable + b.evictable,

@@ -17,7 +17,6 @@ use crate::paging::BlockKey;
 pub(super) enum Stage {
     Free,
     Mutable,
-    Complete,
     /// Shared while the block has holders, cached while only pins keep it.
     Held,
     /// As `Held`, and registered in the index under its key.
@@ -79,7 +78,6 @@ pub(super) struct Shard {
     policy: Box<dyn EvictionPolicy>,
     wants_hits: bool,
     mutable: usize,
-    complete: usize,
     shared: usize,
     pub(super) evicted: u64,
 }
@@ -98,7 +96,6 @@ impl Shard {
             policy,
             wants_hits,
             mutable: 0,
-            complete: 0,
             shared: 0,
             evicted: 0,
         };
@@ -132,9 +129,8 @@ impl Shard {
             total,
             free,
             mutable: self.mutable,
-            complete: self.complete,
             shared: self.shared,
-            cached: total - free - self.mutable - self.complete - self.shared,
+            cached: total - free - self.mutable - self.shared,
             evictable: self.evictable(),
         }
     }
@@ -190,17 +186,10 @@ impl Shard {
         (key, block + self.first - rules.first)
     }
 
-    pub(super) fn complete(&mut self, block: u32) {
-        self.stage[block as usize] = Stage::Complete;
-        self.mutable -= 1;
-        self.complete += 1;
-    }
-
-    /// Frees a mutable or complete block. Does nothing for other stages.
+    /// Frees a mutable block. Does nothing for other stages.
     pub(super) fn discard(&mut self, block: u32, now: u64, rules: &Rules) {
         match self.stage[block as usize] {
             Stage::Mutable => self.mutable -= 1,
-            Stage::Complete => self.complete -= 1,
             Stage::Free | Stage::Held | Stage::Keyed => return,
         }
         self.release(block, now, rules);
@@ -219,12 +208,9 @@ impl Shard {
         self.queued_free += 1;
     }
 
-    /// Gives a mutable or complete block its first holder.
+    /// Gives a mutable block its first holder.
     pub(super) fn share(&mut self, block: u32) {
-        match self.stage[block as usize] {
-            Stage::Mutable => self.mutable -= 1,
-            _ => self.complete -= 1,
-        }
+        self.mutable -= 1;
         self.shared += 1;
         self.stage[block as usize] = Stage::Held;
         self.meta[block as usize].holders = 1;

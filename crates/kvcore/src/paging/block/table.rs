@@ -1,66 +1,76 @@
-//! A sequence's blocks in order, and the slots of its tokens.
+//! The block table of a sequence: its blocks in order, and the slots of its tokens.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{BlockPool, MutableBlocks, SharedBlocks};
 use crate::base::{BlockId, Error, Result, product};
+use crate::device::{WritePairs, WriteSlots};
 use crate::paging::BlockKey;
 
-/// The blocks of one sequence: shared ones first, then those it fills itself.
+/// The block table of one sequence: shared blocks first, followed by the blocks that the sequence fills
+/// itself.
 ///
 /// ```
-/// use kvcore::{BlockPool, BlockTable};
+/// use kvcore::{BlockId, BlockPool, BlockTable};
 /// let pool = BlockPool::new(0..8)?;
 /// let mut beam = BlockTable::new(&pool, 4)?;
-/// assert_eq!(beam.grow(6)?, [0, 1, 2, 3, 4, 5]);
+/// assert_eq!(beam.grow(6)?[..], [0, 1, 2, 3, 4, 5]);
 /// let mut other = beam.fork()?;                        // both blocks are shared now
 /// if let Some(copy) = other.unshare_tail()? {          // copy on write: block 1 goes to block 2
-///     assert_eq!((copy.source.ids()[0].0, copy.target.0), (1, 2));
+///     assert_eq!(copy.pairs()[..], [(BlockId(1), BlockId(2))]);
 /// }
-/// assert_eq!(other.grow(1)?, [2 * 4 + 2]);
+/// assert_eq!(other.grow(1)?[..], [2 * 4 + 2]);
 /// assert!(beam.unshare_tail()?.is_none());             // nobody else reads its last block any more
-/// assert_eq!(beam.grow(1)?, [4 + 2]);
+/// assert_eq!(beam.grow(1)?[..], [4 + 2]);
 /// beam.truncate(5)?;                                   // rolled back
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks are let go last first, so that a pool evicts the end of a prefix before its beginning.
+/// The blocks are released last first, so that the pool evicts the end of a prefix before its beginning.
 #[derive(Debug)]
 pub struct BlockTable {
     block_size: usize,
-    // The order of fields is that of dropping.
+    // The order of these fields is the drop order.
     own: MutableBlocks,
     shared: SharedBlocks,
-    /// How many of the shared blocks have keys; always the first ones.
+    /// Number of shared blocks with keys. These are always the first ones.
     keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
 }
 
-/// A block to be copied before a table may write to its copy; see [`BlockTable::unshare_tail`].
+/// A block to copy before a table may write to the copy; see [`BlockTable::unshare_tail`].
 #[derive(Debug)]
 #[must_use = "the copy must be made before the sequence grows"]
 pub struct TailCopy {
     /// The shared block, held until the copy is enqueued.
-    pub source: SharedBlocks,
-    /// The sequence's own block.
-    pub target: BlockId,
+    source: SharedBlocks,
+    pairs: WritePairs,
+}
+
+impl TailCopy {
+    /// Returns the copy to make: from the shared block to the sequence's own block.
+    pub fn pairs(&self) -> &WritePairs {
+        &self.pairs
+    }
 }
 
 impl BlockTable {
-    /// An empty table over the blocks of `pool`.
+    /// Creates an empty table over the blocks of `pool`.
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0, [`Error::Overflow`] for one with which slots do not fit.
+    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::Overflow`] if the slots of the pool do
+    /// not fit the address space.
     pub fn new(pool: &BlockPool, block_size: usize) -> Result<Self> {
         Self::with_prefix(SharedBlocks::none(pool), block_size)
     }
 
-    /// A table that begins with full shared blocks, found by their keys.
+    /// Creates a table that begins with full shared blocks, found by their keys.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Returns the errors of [`new`](Self::new).
     pub fn with_prefix(shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -85,46 +95,57 @@ impl BlockTable {
         self.ids = self.shared.ids().iter().chain(self.own.ids()).copied().collect();
     }
 
-    /// Tokens stored.
+    /// Returns the number of tokens stored.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no token is stored.
+    /// Returns whether no token is stored.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that fit without another block.
+    /// Returns the number of tokens that fit into the blocks of the table.
     pub fn capacity(&self) -> usize {
         self.ids.len() * self.block_size
     }
 
-    /// Blocks in order, shared with every segment made of them.
+    /// Returns the blocks in order. Segments created from the table share the list.
     pub fn ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
 
-    /// Blocks that must be added before `tokens` more fit.
+    /// Returns the number of blocks to add before `tokens` more tokens fit.
     pub fn missing_blocks(&self, tokens: usize) -> usize {
         self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.ids.len())
     }
 
-    /// Appends `tokens` tokens, taking blocks from the pool as needed; returns their slots.
+    /// Appends `tokens` tokens, and takes blocks from the pool as needed. Returns the slots of the new
+    /// tokens.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`], [`Error::SharedBlock`] if the tokens would go into a partial block that
-    /// is shared ([`unshare_tail`](Self::unshare_tail) makes a copy of it), [`Error::Overflow`]. The
-    /// table is as before then.
-    pub fn grow(&mut self, tokens: usize) -> Result<Vec<i64>> {
-        Ok(self.extend(tokens)?.collect())
+    /// Returns [`Error::OutOfBlocks`] if there are not enough blocks, [`Error::Overflow`] if the length
+    /// overflows, and [`Error::SharedBlock`] if the tokens would go into a partial block that is shared
+    /// ([`unshare_tail`](Self::unshare_tail) replaces it by a copy). In these cases the table is unchanged.
+    pub fn grow(&mut self, tokens: usize) -> Result<WriteSlots> {
+        let tokens = self.reserve(tokens)?;
+        Ok(self.own.permits.slots(tokens.map(|token| self.slot_unchecked(token)).collect::<Arc<[i64]>>()))
     }
 
-    /// The same, as an iterator: nothing is allocated unless blocks are added.
+    /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), uses the
+    /// memory of `slots` again if the number of slots is unchanged and no operation holds it: a decode step
+    /// that adds no block allocates nothing.
     ///
     /// # Errors
-    /// As [`grow`](Self::grow).
-    pub fn extend(&mut self, tokens: usize) -> Result<impl ExactSizeIterator<Item = i64>> {
+    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` is unchanged.
+    pub fn grow_into(&mut self, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
+        let tokens = self.reserve(tokens)?;
+        self.own.permits.refill(slots, tokens.map(|token| self.slot_unchecked(token)));
+        Ok(())
+    }
+
+    /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
+    fn reserve(&mut self, tokens: usize) -> Result<Range<usize>> {
         let end = self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
         if tokens > 0 && self.tail_is_shared() {
             return Err(self.shared_at(self.len));
@@ -134,31 +155,31 @@ impl BlockTable {
             self.own.allocate(missing)?;
             self.refresh();
         }
-        let start = std::mem::replace(&mut self.len, end);
-        Ok((start..end).map(|token| self.slot_unchecked(token)))
+        Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
-    /// As [`grow`](Self::grow) for a new sequence, with blocks that [`BlockPool::admit`] gave.
+    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit`] returns
+    /// such blocks.
     ///
     /// # Errors
-    /// [`Error::ForeignBlock`] for blocks of another pool.
+    /// Returns [`Error::ForeignBlock`] for blocks of another pool.
     pub fn supply(&mut self, blocks: MutableBlocks) -> Result<()> {
         self.own.append(blocks)?;
         self.refresh();
         Ok(())
     }
 
-    /// Whether the last block is partial and may not be written.
+    /// Returns whether the last block is partial and shared, so that it may not be written.
     fn tail_is_shared(&self) -> bool {
         !self.len.is_multiple_of(self.block_size) && self.len.div_ceil(self.block_size) <= self.shared.len()
     }
 
-    /// Copy on write: exchanges a partial shared last block for one of the table's own, of which the
-    /// caller makes a copy. `None` if the next token may be written as it is; so it is when all others have
-    /// let the block go meanwhile.
+    /// Replaces a partial shared last block by a block of the table's own (copy on write). The caller makes
+    /// the returned copy. Returns `None` if the next token may be written without a copy, also if all other
+    /// holders have released the block.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. In that case nothing has changed.
     pub fn unshare_tail(&mut self) -> Result<Option<TailCopy>> {
         if !self.tail_is_shared() {
             return Ok(None);
@@ -176,10 +197,11 @@ impl BlockTable {
         self.own = own;
         self.keyed = self.keyed.min(tail);
         self.refresh();
-        Ok(Some(TailCopy { source, target }))
+        let pairs = self.own.permits.pairs([(source.ids()[0], target)]);
+        Ok(Some(TailCopy { source, pairs }))
     }
 
-    /// Takes [`unshare_tail`](Self::unshare_tail) back, for a copy that could not be made.
+    /// Undoes [`unshare_tail`](Self::unshare_tail), for a copy that could not be made.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
         drop(self.own.split_off(0)?);
         self.shared.append(copy.source)?;
@@ -187,15 +209,16 @@ impl BlockTable {
         Ok(())
     }
 
-    /// A second table over the same tokens. Both share all blocks that hold tokens from now on; whoever
-    /// writes first copies the last one ([`unshare_tail`](Self::unshare_tail)).
+    /// Creates a second table over the same tokens. From this call on, both tables share all blocks that
+    /// hold tokens. The first table to write copies the last block ([`unshare_tail`](Self::unshare_tail)).
     ///
     /// # Errors
-    /// None that a caller can cause.
+    /// Returns no error that a caller can cause.
     pub fn fork(&mut self) -> Result<Self> {
         let used = self.len.div_ceil(self.block_size).saturating_sub(self.shared.len());
         let spare = self.own.split_off(used)?;
-        let own = std::mem::replace(&mut self.own, spare);
+        let mut own = std::mem::replace(&mut self.own, spare);
+        self.own.inherit_permits(&mut own);
         self.shared.append(own.share())?;
         let shared = self.shared.clone();
         Ok(Self {
@@ -208,10 +231,10 @@ impl BlockTable {
         })
     }
 
-    /// The slot of a token: `block * block_size + offset`.
+    /// Returns the slot of a token: `block * block_size + offset`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] past the end.
+    /// Returns [`Error::OutOfRange`] if the token is past the end.
     pub fn slot(&self, token: usize) -> Result<i64> {
         if token < self.len {
             Ok(self.slot_unchecked(token))
@@ -225,11 +248,11 @@ impl BlockTable {
             + (token % self.block_size) as i64
     }
 
-    /// Forgets tokens past `len`; whole blocks that nothing needs any more are let go.
+    /// Removes the tokens past `len`, and releases the blocks that are no longer needed.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if `len` lies past the end, [`Error::SharedBlock`] if it lies inside a
-    /// block that others find by its key.
+    /// Returns [`Error::OutOfRange`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
+    /// inside a block that others can find by its key.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             return Err(Error::range("length to truncate to", len, self.len + 1));
@@ -246,11 +269,12 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Shares the next full blocks under `keys`, in order. Where the pool knows a key already, the table
-    /// takes the known block and its own is freed.
+    /// Shares the next full blocks under `keys`, in order. If the pool knows a key already, the table takes
+    /// the known block, and its own block is freed.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if not so many blocks are full; nothing is shared then.
+    /// Returns [`Error::OutOfRange`] if there are fewer full blocks than keys. In that case nothing is
+    /// shared.
     pub fn share_full(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = (self.keyed + keys.len()) * self.block_size;
         if end > self.len {
@@ -259,14 +283,15 @@ impl BlockTable {
         self.seal(parent, keys)
     }
 
-    /// Shares blocks, full or not: a table with a partial shared block cannot grow.
+    /// Shares blocks, full or partial. A table with a partial shared block cannot grow.
     pub(crate) fn seal(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
         }
         let unshared = (self.keyed + keys.len()).saturating_sub(self.shared.len());
         let rest = self.own.split_off(unshared)?;
-        let own = std::mem::replace(&mut self.own, rest);
+        let mut own = std::mem::replace(&mut self.own, rest);
+        self.own.inherit_permits(&mut own);
         self.shared.append(own.share())?;
         self.shared.register(self.keyed, parent, keys)?;
         self.keyed += keys.len();
@@ -274,18 +299,14 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Whether every slot is in a block that this table fills itself.
-    pub(crate) fn may_write(&self, slots: &[i64]) -> std::result::Result<(), i64> {
-        let own = self.own.ids();
-        // Slots come in the table's order, mostly: the next block is where the last was, or behind it.
-        let mut at = own.len().saturating_sub(1);
-        for &slot in slots.iter().filter(|&&slot| slot >= 0) {
-            let block = u32::try_from(slot / self.block_size as i64).map_err(|_| slot)?;
-            let (before, from) = own.split_at(at);
-            let ahead = from.iter().chain(before).position(|id| id.0 == block).ok_or(slot)?;
-            at = (at + ahead) % own.len();
-        }
-        Ok(())
+    /// Returns a permit to copy `source` into the block that holds a token.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if the token is past the blocks of the table, and [`Error::NotOwned`]
+    /// if the token lies in a shared block.
+    pub(crate) fn write_pair(&self, source: BlockId, token: usize) -> Result<WritePairs> {
+        let block = *self.ids.get(token / self.block_size).ok_or(Error::range("token", token, self.len))?;
+        self.own.write_pairs([(source, block)])
     }
 
     fn shared_at(&self, token: usize) -> Error {
@@ -293,17 +314,17 @@ impl BlockTable {
         Error::SharedBlock { block, token }
     }
 
-    /// The shared blocks: those found by key, and those shared by a fork.
+    /// Returns the shared blocks: those found by key, and those shared by a fork.
     pub fn shared(&self) -> &SharedBlocks {
         &self.shared
     }
 
-    /// Blocks that others find by key.
+    /// Returns the number of blocks that others can find by key.
     pub fn keyed_blocks(&self) -> usize {
         self.keyed
     }
 
-    /// Tokens per block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -318,9 +339,9 @@ mod tests {
     fn slots_follow_blocks_that_are_not_neighbours() {
         let pool = BlockPool::new(10..20).unwrap();
         let mut table = BlockTable::new(&pool, 4).unwrap();
-        assert_eq!(table.grow(3).unwrap(), [40, 41, 42]);
+        assert_eq!(table.grow(3).unwrap()[..], [40, 41, 42]);
         let _gap = pool.allocate(1).unwrap();
-        assert_eq!(table.grow(3).unwrap(), [43, 48, 49]);
+        assert_eq!(table.grow(3).unwrap()[..], [43, 48, 49]);
         assert_eq!(table.slot(5), Ok(49));
         assert!(matches!(table.slot(6), Err(Error::OutOfRange { .. })));
         table.truncate(4).unwrap();
@@ -338,8 +359,9 @@ mod tests {
         let key = KeyScope::new("m", b"").root();
         assert!(table.share_full(None, &[key, key.child(&[1])]).is_err(), "the second block is not full");
         table.share_full(None, &[key]).unwrap();
-        assert!(table.may_write(&[4, 7, -1]).is_ok());
-        assert_eq!(table.may_write(&[4, 3]), Err(3), "slot 3 is in the shared block");
+        assert!(table.own.write_slots(4, [4, 7, -1]).is_ok());
+        let shared = table.own.write_slots(4, [4, 3]).unwrap_err();
+        assert_eq!(shared, Error::NotOwned { block: BlockId(0) }, "slot 3 is in the shared block");
         assert!(matches!(table.truncate(3), Err(Error::SharedBlock { token: 3, .. })));
         assert_eq!(table.len(), 6);
         table.truncate(4).unwrap();
@@ -356,14 +378,13 @@ mod tests {
         let mut b = a.fork().unwrap();
         assert_eq!((b.len(), b.ids(), pool.counts().shared), (6, a.ids(), 2));
         assert!(matches!(b.grow(1), Err(Error::SharedBlock { token: 6, .. })));
-        assert!(a.may_write(&[5]).is_err(), "the parent shares it as well");
+        assert!(a.own.write_slots(4, [5]).is_err(), "the parent shares it as well");
         let copy = b.unshare_tail().unwrap().unwrap();
-        assert_eq!((copy.source.ids()[0], copy.target), (a.ids()[1], b.ids()[1]));
+        assert_eq!(copy.pairs()[..], [(a.ids()[1], b.ids()[1])]);
         drop(copy);
         assert_ne!(a.ids()[1], b.ids()[1]);
-        let slot = b.grow(1).unwrap()[0];
-        assert!(b.may_write(&[slot]).is_ok() && b.unshare_tail().unwrap().is_none());
-        // the full block that both share gets its key from whoever commits first
+        assert!(b.grow(1).unwrap().check().is_ok() && b.unshare_tail().unwrap().is_none());
+        // the full block that both share gets its key from the first table that commits
         let key = KeyScope::new("m", b"").root();
         a.share_full(None, &[key]).unwrap();
         b.share_full(None, &[key]).unwrap();
@@ -386,7 +407,7 @@ mod tests {
         let _rest = pool.allocate(1).unwrap();
         assert!(a.unshare_tail().unwrap().is_none(), "nobody else reads it");
         let slots = a.grow(2).unwrap();
-        assert!(a.may_write(&slots).is_ok());
+        assert!(slots.check().is_ok());
         assert_eq!((a.ids(), pool.counts().shared, pool.counts().mutable), (&ids, 1, 2));
         pool.check_invariants().unwrap();
     }
@@ -399,8 +420,8 @@ mod tests {
         a.grow(4).unwrap();
         let mut b = a.fork().unwrap();
         let (x, y) = (a.grow(1).unwrap(), b.grow(1).unwrap());
-        assert_ne!(x, y, "each has a block of its own");
-        assert!(a.may_write(&x).is_ok() && b.may_write(&y).is_ok());
+        assert_ne!(x[..], y[..], "each has a block of its own");
+        assert!(x.check().is_ok() && y.check().is_ok());
         drop((a, b));
         assert_eq!(pool.counts().free, 6);
     }

@@ -1,4 +1,4 @@
-//! Which cache, of what size: values that are cloned, stored and read back.
+//! The kind and the size of a cache, as settings that can be cloned, stored and read back.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,30 +12,33 @@ use crate::base::{BlockOrder, Error, KvFormat, KvLayout, KvShape, MemoryKind, Ra
 use crate::device::{Backend, KvArena};
 use crate::paging::{BlockPool, PolicyKind, PoolConfig};
 
-/// What a cache must know of a model: extents of the whole model, before it is cut among ranks.
+/// The extents of a model that a cache depends on. They cover the whole model, before it is split among
+/// ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvExtents {
-    /// Layers.
+    /// Number of layers.
     pub num_layers: usize,
-    /// Heads of K.
+    /// Number of heads of K.
     pub k_heads: usize,
-    /// Heads of V.
+    /// Number of heads of V.
     pub v_heads: usize,
-    /// Elements per head of K.
+    /// Number of elements per head of K.
     pub k_dim: usize,
-    /// Elements per head of V.
+    /// Number of elements per head of V.
     pub v_dim: usize,
-    /// Longest sequence that the model takes.
+    /// Length of the longest sequence that the model supports, in tokens.
     pub max_positions: usize,
-    /// How elements are stored.
+    /// Format in which elements are stored.
     pub format: KvFormat,
 }
 
 impl KvExtents {
-    /// The shape of this rank's part, head-major, with blocks as given.
+    /// Returns the shape of this rank's part of the model: head-major, with the given number and size of
+    /// blocks.
     ///
     /// # Errors
-    /// [`Error::Uneven`] where heads or layers do not divide among the ranks.
+    /// Returns [`Error::Uneven`] if heads or layers do not divide evenly among the ranks, and the errors of
+    /// [`RankInfo::checked`].
     pub fn shape(&self, rank: &RankInfo, num_blocks: usize, block_size: usize) -> Result<KvShape> {
         Ok(KvShape {
             num_layers: rank.layers(self.num_layers)?.len(),
@@ -51,19 +54,20 @@ impl KvExtents {
     }
 }
 
-/// Settings of some cache.
+/// The settings of a cache of any kind.
 pub trait CacheConfig: fmt::Debug + Send + Sync {
-    /// Which cache it is for.
+    /// Returns the kind of cache that the settings describe.
     fn kind(&self) -> CacheKind;
 
-    /// A copy of these settings.
+    /// Returns a copy of these settings.
     fn boxed_clone(&self) -> Box<dyn CacheConfig>;
 
     /// Allocates this rank's cache of a model.
     ///
     /// # Errors
-    /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`],
-    /// and what the backend refuses.
+    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, [`Error::Uneven`] if the
+    /// model does not divide evenly among the ranks, [`Error::Zero`] if an extent is 0, and the errors of
+    /// the backend.
     fn build(
         &self,
         backend: &dyn Backend,
@@ -73,30 +77,32 @@ pub trait CacheConfig: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn KvCache>>;
 }
 
-/// A static cache: `max_batch` entries of `max_len` tokens, all allocated at once.
+/// The settings of a static cache: `max_batch` entries of `max_len` tokens, all allocated at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StaticCacheConfig {
-    /// Entries of the whole batch, before it is cut among data-parallel ranks.
+    /// Number of entries of the whole batch, before it is split among data-parallel ranks.
     pub max_batch: usize,
-    /// Tokens of an entry.
+    /// Number of tokens of an entry.
     pub max_len: MaxLen,
     /// Order of heads and tokens in memory.
     pub order: BlockOrder,
 }
 
 impl Default for StaticCacheConfig {
-    /// One entry of the model's longest length, head-major.
+    /// Returns one entry of the model's longest length, head-major.
     fn default() -> Self {
         Self { max_batch: 1, max_len: MaxLen::Model, order: BlockOrder::HeadMajor }
     }
 }
 
 impl StaticCacheConfig {
-    /// The layout of this rank's part: a block for each batch entry, as long as an entry.
+    /// Returns the layout of this rank's part: one block per batch entry, as long as the entry.
     ///
     /// # Errors
-    /// [`Error::Uneven`], [`Error::Zero`] for no entry or a length of 0, [`Error::Overflow`].
+    /// Returns [`Error::Uneven`] if the batch or the model does not divide evenly among the ranks,
+    /// [`Error::Zero`] if an extent or the length is 0, and [`Error::Overflow`] if a size does not fit the
+    /// address space.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let batch = rank.batch(self.max_batch)?.len();
         let len = self.max_len.for_model(extents.max_positions);
@@ -125,27 +131,28 @@ impl CacheConfig for StaticCacheConfig {
     }
 }
 
-/// A paged cache: as many blocks as a memory budget holds.
+/// The settings of a paged cache, which has as many blocks as a memory budget holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PagedCacheConfig {
-    /// Bytes for K and V over all layers of this rank, their scales included; never exceeded.
+    /// Bytes for K and V over all layers of this rank, including their scales. Never exceeded.
     pub max_memory: usize,
-    /// Tokens per block; any number from 1 up.
+    /// Number of tokens per block, at least 1.
     pub block_size: usize,
     /// Order of heads and tokens in a block.
     pub order: BlockOrder,
-    /// Which cached block goes first when room is needed.
+    /// Eviction policy for cached blocks.
     pub policy: PolicyKind,
-    /// Blocks that are left to running sequences when a new one is admitted.
+    /// Number of blocks that are left to running sequences when a new sequence is admitted.
     pub watermark: usize,
-    /// Seconds after which a cached block that nobody used is not found again; never without it.
+    /// Seconds after which an unused cached block is no longer found. `None` means that blocks do not
+    /// expire.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<u64>,
 }
 
 impl Default for PagedCacheConfig {
-    /// 1 GiB in head-major blocks of 16 tokens, evicted by LRU, no watermark, no expiry.
+    /// Returns 1 GiB in head-major blocks of 16 tokens, LRU eviction, no watermark and no expiry.
     fn default() -> Self {
         Self {
             max_memory: 1 << 30,
@@ -159,16 +166,18 @@ impl Default for PagedCacheConfig {
 }
 
 impl PagedCacheConfig {
-    /// The layout of this rank's part: as many blocks as [`max_memory`](Self::max_memory) holds.
+    /// Returns the layout of this rank's part, with as many blocks as [`max_memory`](Self::max_memory)
+    /// holds.
     ///
     /// # Errors
-    /// [`Error::NotEnoughMemory`] when the budget holds no block, [`Error::Uneven`], [`Error::Zero`].
+    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, [`Error::Uneven`] if the
+    /// model does not divide evenly among the ranks, and [`Error::Zero`] if an extent is 0.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let shape = KvShape { order: self.order, ..extents.shape(rank, 1, self.block_size)? };
         KvLayout::within_budget(&shape, self.max_memory)
     }
 
-    /// The settings of the pool, to be completed by what no file can say (events, a clock).
+    /// Returns the settings of the pool. The caller adds those that a file cannot hold: events and a clock.
     pub fn pool(&self) -> PoolConfig {
         let config = PoolConfig::default().policy(self.policy).watermark(self.watermark);
         self.ttl_seconds.map_or(config.clone(), |ttl| config.ttl(Duration::from_secs(ttl)))
@@ -197,7 +206,7 @@ impl CacheConfig for PagedCacheConfig {
     }
 }
 
-/// Either, as a configuration file names it.
+/// The settings of a cache of either kind, as a configuration file gives them.
 ///
 /// ```
 /// use kvcore::{CacheChoice, CacheConfig, CacheKind, PolicyKind};
@@ -251,7 +260,7 @@ impl CacheConfig for CacheChoice {
 impl FromStr for CacheChoice {
     type Err = Error;
 
-    /// `static` or `paged`, with default settings.
+    /// Parses `static` or `paged` into default settings.
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "static" => Ok(Self::Static(StaticCacheConfig::default())),
@@ -346,8 +355,8 @@ mod tests {
         assert_eq!(pool.lookup_chain(&keys).len(), 0, "the time to live");
     }
 
-    /// Seed 000's example: 10 GiB, 32 heads of 128 in bf16. Its formula leaves the layers out; ours gives
-    /// its 40,960 blocks for one layer and a 32nd of them for 32.
+    /// Checks the example of seed 000: 10 GiB, 32 heads of 128 in bf16. The seed's formula leaves out the
+    /// layers; ours gives its 40,960 blocks for one layer, and a 32nd of them for 32 layers.
     #[test]
     fn seed_000s_block_count_is_the_one_of_a_single_layer() {
         let extents = |num_layers| KvExtents {

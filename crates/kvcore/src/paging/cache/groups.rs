@@ -1,4 +1,5 @@
-//! Prefixes of hybrid models: groups of layers that cache differently, hit and evicted together.
+//! Prefixes of hybrid models: groups of layers with different attention, whose blocks are hit and evicted
+//! together.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,27 +9,27 @@ use super::{Error, Result};
 use crate::base::{BlockId, same};
 use crate::paging::{BlockKey, BlockPool, MutableBlocks, PinnedBlocks, PoolCounts, SharedBlocks};
 
-/// What the layers of a group attend to.
+/// The positions that the layers of a group attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupKind {
-    /// Everything before: a hit needs all blocks.
+    /// All previous positions: a hit needs all blocks.
     Full,
     /// The last `window` positions: a hit holds only the blocks that reach into the window.
     SlidingWindow {
-        /// Positions, the token's own included.
+        /// Number of positions, including the token's own.
         window: usize,
     },
-    /// Everything before, by one latent row a token (MLA).
+    /// All previous positions, with one latent row per token (MLA).
     Latent,
 }
 
 impl GroupKind {
-    /// Of `blocks` blocks before the next token, the first one that it needs.
+    /// Returns the first block that the next token needs, out of `blocks` blocks before it.
     fn first_needed(self, blocks: usize, block_size: usize) -> usize {
         match self {
             Self::Full | Self::Latent => 0,
-            // The next token sees window − 1 tokens before it.
+            // The next token attends to the window − 1 tokens before it.
             Self::SlidingWindow { window } => {
                 (blocks * block_size).saturating_sub(window.saturating_sub(1)) / block_size
             }
@@ -39,22 +40,22 @@ impl GroupKind {
 /// The blocks of a hit in one group.
 #[derive(Debug)]
 pub struct GroupBlocks {
-    /// The first block of the prefix that is held; earlier ones lie outside the window.
+    /// Index of the first block of the prefix that is held. Earlier blocks lie outside the window.
     pub first: usize,
-    /// The blocks from there on.
+    /// The blocks of the prefix from `first` on.
     pub blocks: SharedBlocks,
 }
 
 /// A prefix that is cached in every group.
 #[derive(Debug)]
 pub struct GroupedPrefix {
-    /// Full blocks of the prefix.
+    /// Number of full blocks of the prefix.
     pub len: usize,
-    /// What each group holds of it, in the order of the groups.
+    /// Blocks of the prefix in each group, in the order of the groups.
     pub groups: Vec<GroupBlocks>,
 }
 
-/// One block of a prefix: a block in every group.
+/// One block of a prefix, consisting of one block in every group.
 #[derive(Debug)]
 struct Node {
     pinned: Vec<PinnedBlocks>,
@@ -69,11 +70,11 @@ struct Nodes {
     tick: u64,
 }
 
-/// A prefix cache over several groups of layers, each with a pool of its own.
+/// A prefix cache over several groups of layers, each with its own pool.
 ///
-/// A block of tokens has one block in every group. They are committed together and evicted together, so
-/// that what is found in one group is found in all: a hybrid model can use a prefix only as far as every
-/// kind of layer has it. (vLLM's hybrid memory allocator groups layers so.)
+/// A block of tokens has one block in every group. These blocks are committed together and evicted
+/// together, so a prefix found in one group is found in all. A hybrid model can use a prefix only as far as
+/// every kind of layer has it. (vLLM's hybrid memory allocator groups layers in this way.)
 ///
 /// ```
 /// use kvcore::{BlockPool, GroupKind, KeyScope, PrefixGroups};
@@ -99,10 +100,10 @@ pub struct PrefixGroups {
 }
 
 impl PrefixGroups {
-    /// Groups of layers, each with its pool.
+    /// Creates a prefix cache over groups of layers, each with its pool.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no group, a block size of 0 or a window of 0.
+    /// Returns [`Error::Zero`] if there is no group, or if the block size or a window is 0.
     pub fn new(block_size: usize, groups: Vec<(GroupKind, BlockPool)>) -> Result<Self> {
         if groups.is_empty() {
             return Err(Error::Zero { what: "prefix groups" });
@@ -116,16 +117,17 @@ impl PrefixGroups {
         Ok(Self { block_size, groups, nodes: Mutex::default() })
     }
 
-    /// The groups.
+    /// Returns the groups and their pools.
     pub fn groups(&self) -> &[(GroupKind, BlockPool)] {
         &self.groups
     }
 
-    /// Holds the longest prefix of `keys` that is cached; of each group what its layers need of it.
+    /// Holds the longest cached prefix of `keys`. In each group, holds the blocks that the group's layers
+    /// need.
     ///
     /// # Errors
-    /// [`Error::ForeignBlock`] if a cached block is not of its group's pool, which
-    /// [`commit`](Self::commit) refuses.
+    /// Returns [`Error::ForeignBlock`] if a cached block is not of its group's pool.
+    /// [`commit`](Self::commit) refuses such blocks.
     pub fn lookup(&self, keys: &[BlockKey]) -> Result<GroupedPrefix> {
         let mut nodes = self.nodes.lock();
         let len = keys.iter().take_while(|key| nodes.by_key.contains_key(key)).count();
@@ -152,17 +154,17 @@ impl PrefixGroups {
         Ok(GroupedPrefix { len, groups })
     }
 
-    /// Takes `n` blocks of every group, evicting prefixes that nobody holds, the least recently used first;
-    /// all or none.
+    /// Takes `n` blocks in every group, or none. Evicts prefix blocks without holders if needed, the least
+    /// recently used first.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`] of the first group that cannot give so many; nothing is evicted then, unless
-    /// somebody else takes blocks of a pool at the same time.
+    /// Returns [`Error::OutOfBlocks`] of the first group that cannot supply `n` blocks. In that case
+    /// nothing is evicted, unless another caller takes blocks of a pool at the same time.
     pub fn allocate(&self, n: usize) -> Result<Vec<MutableBlocks>> {
         let mut nodes = self.nodes.lock();
         let counts: Vec<PoolCounts> = self.groups.iter().map(|(_, pool)| pool.counts()).collect();
         let missing = |counts: &PoolCounts| n.saturating_sub(counts.free + counts.evictable);
-        // Each idle prefix block gives one block of every group back.
+        // Each idle prefix block frees one block in every group.
         let idle = nodes.idle(counts.iter().map(missing).max().unwrap_or(0));
         if let Some(short) = counts.iter().find(|counts| missing(counts) > idle.len()) {
             return Err(Error::OutOfBlocks {
@@ -176,13 +178,14 @@ impl PrefixGroups {
         self.groups.iter().map(|(_, pool)| pool.allocate(n)).collect()
     }
 
-    /// Shares filled blocks in every group at once: `blocks[group]` has exactly `keys.len()` blocks of that
-    /// group's pool, one for each key. Where a key is known already the known blocks are returned and
-    /// these freed.
+    /// Shares filled blocks in every group at once. `blocks[group]` has exactly `keys.len()` blocks of that
+    /// group's pool, one per key. If a key is known already, the known blocks are returned and the new ones
+    /// freed.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for another number of groups, or of blocks than keys; [`Error::ForeignBlock`] for
-    /// blocks of another pool than the group's. Nothing is shared then, and the blocks are freed.
+    /// Returns [`Error::Mismatch`] if the number of groups is wrong, or if a group does not have one block
+    /// per key. Returns [`Error::ForeignBlock`] for blocks of another pool than the group's. In these cases
+    /// nothing is shared, and the blocks are freed.
     pub fn commit(&self, keys: &[BlockKey], blocks: Vec<MutableBlocks>) -> Result<Vec<SharedBlocks>> {
         same("groups of blocks", self.groups.len(), blocks.len())?;
         for (group, (_, pool)) in blocks.iter().zip(&self.groups) {
@@ -200,7 +203,7 @@ impl PrefixGroups {
             self.groups.iter().map(|(_, pool)| SharedBlocks::none(pool)).collect();
         let mut guard = self.nodes.lock();
         let nodes = &mut *guard;
-        // From the last to the first, so that the first is the youngest.
+        // From the last to the first, so that the first is the most recently used.
         for key in keys.iter().rev() {
             let own: Vec<SharedBlocks> =
                 filled.iter_mut().map(|group| group.split_off(group.len() - 1)).collect::<Result<_>>()?;
@@ -220,17 +223,17 @@ impl PrefixGroups {
         Ok(held)
     }
 
-    /// Blocks of prefix that are cached, in every group.
+    /// Returns the number of cached prefix blocks. Each consists of one block in every group.
     pub fn len(&self) -> usize {
         self.nodes.lock().by_key.len()
     }
 
-    /// Whether no prefix is cached.
+    /// Returns whether no prefix is cached.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Forgets every prefix that nobody holds; returns how many blocks of each group.
+    /// Removes every prefix block without holders. Returns the number of blocks freed in each group.
     pub fn clear(&self) -> usize {
         let mut nodes = self.nodes.lock();
         let idle = nodes.idle(usize::MAX);
@@ -238,7 +241,7 @@ impl PrefixGroups {
         idle.len()
     }
 
-    /// The blocks of a cached key, one a group.
+    /// Returns the blocks of a cached key, one per group.
     pub fn blocks(&self, key: &BlockKey) -> Option<Vec<BlockId>> {
         let nodes = self.nodes.lock();
         Some(nodes.by_key.get(key)?.pinned.iter().map(|pinned| pinned.ids()[0]).collect())
@@ -261,7 +264,7 @@ impl Nodes {
         }
     }
 
-    /// Ticks of at most `n` prefix blocks that nobody holds, the least recently used first.
+    /// Returns the ticks of at most `n` prefix blocks without holders, the least recently used first.
     fn idle(&self, n: usize) -> Vec<u64> {
         let is_idle = |key: &BlockKey| self.by_key.get(key).is_some_and(|node| !node.is_held());
         self.order.iter().filter(|(_, key)| is_idle(key)).map(|(tick, _)| *tick).take(n).collect()
@@ -310,7 +313,7 @@ mod tests {
         drop(groups.commit(&a, groups.allocate(4).unwrap()).unwrap());
         drop(groups.commit(&b, groups.allocate(4).unwrap()).unwrap());
         assert_eq!((groups.lookup(&a).unwrap().len, groups.lookup(&b).unwrap().len), (4, 4));
-        // room for two more: the end of the least recently used prefix goes, in all groups
+        // room for two more: the end of the least recently used prefix is evicted in all groups
         let fresh = groups.allocate(2).unwrap();
         assert_eq!((groups.lookup(&a).unwrap().len, groups.lookup(&b).unwrap().len), (2, 4));
         assert!(groups.groups().iter().all(|(_, pool)| pool.counts().cached == 6));
@@ -327,9 +330,9 @@ mod tests {
         drop(groups.commit(&a, groups.allocate(4).unwrap()).unwrap());
         let hit = groups.lookup(&a).unwrap();
         let held: Vec<(usize, usize)> = hit.groups.iter().map(|g| (g.first, g.blocks.len())).collect();
-        // the next token is number 16 and sees 11..=15: blocks 2 and 3
+        // the next token is number 16 and attends to 11..=15: blocks 2 and 3
         assert_eq!(held, [(0, 4), (2, 2), (0, 4)]);
-        // held prefixes are not evicted, whatever group holds them
+        // held prefixes are not evicted, whichever group holds them
         assert!(matches!(groups.allocate(5), Err(Error::OutOfBlocks { asked: 5, free: 4, .. })));
         assert_eq!(groups.lookup(&a).unwrap().len, 4, "a refusal evicts nothing");
         drop(hit);

@@ -1,19 +1,19 @@
-//! What every cache can do, so that an engine chooses one at run time.
+//! The interface of all caches, so that an engine can choose one at run time.
 
 use std::fmt;
 
-use super::{PagedKvCache, SequenceId, SequenceStart, SlotMapping, StaticKvCache};
+use super::{PagedKvCache, SequenceId, SequenceStart, StaticKvCache};
 use crate::base::Result;
-use crate::device::{KvArena, Segment, Stream, TensorView};
+use crate::device::{KvArena, Segment, TensorView, WriteSlots};
 use crate::paging::KeyScheme;
 
-/// Which cache it is.
+/// The kind of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheKind {
     /// [`StaticKvCache`]: one run of slots for each batch entry, as long as the longest sequence.
     Static,
-    /// [`PagedKvCache`]: blocks as they are needed, shared where prefixes agree.
+    /// [`PagedKvCache`]: blocks taken as needed, and shared between equal prefixes.
     Paged,
 }
 
@@ -26,26 +26,17 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// Where the rows of an [`KvCache::update`] go.
-#[derive(Debug, Clone, Copy)]
-pub enum Places<'a> {
-    /// For a static cache: where each batch entry's new tokens begin.
-    Starts(&'a [usize]),
-    /// For a paged cache: the slot of each row; negative ones are skipped.
-    Slots(&'a SlotMapping),
-}
-
-/// K and V as views of the cache's own memory; nothing is copied.
+/// K and V of one layer as views of the cache's own memory. Nothing is copied.
 ///
-/// Of a static cache: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])` up to the longest
-/// entry. Of a paged one: the whole layer, `([num_blocks, k_heads, block_size, k_dim], …)`.
+/// For a static cache: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`, where `len` is that
+/// of the longest entry. For a paged cache: the whole layer,
+/// `([num_blocks, k_heads, block_size, k_dim], …)`.
 pub type LayerViews = (TensorView, TensorView);
 
-/// A cache of keys and values: sequences whose tokens have slots, in every layer.
+/// A cache of keys and values: sequences whose tokens have a slot in every layer.
 ///
-/// The usual step is [`grow`](Self::grow), which gives the slots of new tokens; scatter in every layer;
-/// an attend over [`segment`](Self::segment); and [`commit`](Self::commit). Engines that think in whole
-/// layers call [`update`](Self::update) instead.
+/// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens; a scatter in
+/// every layer; an attend over [`segment`](Self::segment); and [`commit`](Self::commit).
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -67,111 +58,99 @@ pub type LayerViews = (TensorView, TensorView);
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 pub trait KvCache: Send + fmt::Debug {
-    /// Which cache it is.
+    /// Returns the kind of the cache.
     fn kind(&self) -> CacheKind;
 
-    /// Keys and values.
+    /// Returns the arena of the keys and values.
     fn arena(&self) -> &KvArena;
 
-    /// Tokens that a sequence can have.
+    /// Returns the largest number of tokens of a sequence.
     fn max_len(&self) -> usize;
 
-    /// Live sequences.
+    /// Returns the number of live sequences.
     fn num_sequences(&self) -> usize;
 
-    /// A new sequence.
+    /// Creates a sequence.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfRange`] when a static cache's batch is full.
+    /// Returns [`crate::Error::OutOfRange`] if the batch of a static cache is full.
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId>;
 
-    /// A new sequence at the start of a prompt, and how many of its tokens are cached already. A cache
-    /// that shares nothing has none.
+    /// Creates a sequence at the start of a prompt. Returns its id and the number of its tokens that are
+    /// cached already, which is 0 for a cache that shares nothing.
+    ///
+    /// # Errors
+    /// Returns the errors of [`create`](Self::create).
     fn create_with_prefix(&mut self, _scheme: KeyScheme, _tokens: &[u32]) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
 
-    /// Room for `tokens` more tokens; returns their slots.
+    /// Reserves slots for `tokens` more tokens, and returns these slots.
     ///
     /// # Errors
-    /// No room, in blocks or in length; the sequence is as before then.
-    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping>;
+    /// Returns an error if there is no room, in blocks or in length. In that case the sequence is
+    /// unchanged.
+    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
 
-    /// Says which tokens were written since the last commit, so that a cache that shares prefixes can
-    /// share them.
+    /// Records the tokens that were written since the last commit, so that a cache that shares prefixes can
+    /// share their blocks. The default implementation does nothing and returns no error.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`], [`crate::Error::OutOfRange`] for more tokens than were grown.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, and
+    /// [`crate::Error::OutOfRange`] if there are more tokens than slots from [`grow`](Self::grow).
     fn commit(&mut self, _id: SequenceId, _tokens: &[u32]) -> Result<()> {
         Ok(())
     }
 
-    /// Forgets tokens past `len` (speculative rollback, a failed step).
+    /// Removes the tokens past `len` (speculative rollback, a failed step).
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`], [`crate::Error::OutOfRange`] for more tokens than there are,
-    /// [`crate::Error::SharedBlock`] for a length inside a block that others find by its key.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::OutOfRange`]
+    /// if `len` exceeds the length of the sequence, and [`crate::Error::SharedBlock`] if `len` lies inside
+    /// a block that others can find by its key.
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()>;
 
     /// Ends a sequence.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`].
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn free(&mut self, id: SequenceId) -> Result<()>;
 
-    /// Tokens of a sequence.
+    /// Returns the number of tokens of a sequence.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`].
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn len(&self, id: SequenceId) -> Result<usize>;
 
-    /// Whether a sequence has no token.
+    /// Returns whether a sequence has no token.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`].
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn is_empty(&self, id: SequenceId) -> Result<bool> {
         Ok(self.len(id)? == 0)
     }
 
-    /// All tokens of a sequence as one segment of an attend.
+    /// Returns all tokens of a sequence as one segment of an attend.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`].
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn segment(&self, id: SequenceId) -> Result<Segment>;
 
-    /// Writes new rows of one layer and returns the layer's cache.
-    ///
-    /// A static cache takes head-major rows of its whole batch, `[batch, heads, new, dim]`, and
-    /// [`Places::Starts`]; a paged one takes head-major rows `[heads, rows, dim]` and [`Places::Slots`],
-    /// which may cross blocks.
-    ///
-    /// # Errors
-    /// A layer out of range, a batch that is not the cache's, a length past its end, slots in blocks that
-    /// no live sequence fills itself ([`crate::Error::NotOwned`]), places of the other cache
-    /// ([`crate::Error::WrongCache`]); nothing has changed then.
-    fn update(
-        &mut self,
-        stream: &dyn Stream,
-        layer: usize,
-        k: &TensorView,
-        v: &TensorView,
-        places: Places<'_>,
-    ) -> Result<LayerViews>;
-
-    /// Ends all sequences and forgets what is cached.
+    /// Ends all sequences and removes everything that is cached.
     fn reset(&mut self);
 
-    /// The cache as a paged one, for what only it can do.
+    /// Returns the cache as a paged cache, for operations that only a paged cache has.
     fn as_paged(&self) -> Option<&PagedKvCache> {
         None
     }
 
-    /// As [`as_paged`](Self::as_paged), to change it.
+    /// Returns the cache as a mutable paged cache. The counterpart of [`as_paged`](Self::as_paged) for
+    /// changes.
     fn as_paged_mut(&mut self) -> Option<&mut PagedKvCache> {
         None
     }
 
-    /// The cache as a static one, for what only it can do.
+    /// Returns the cache as a static cache, for operations that only a static cache has.
     fn as_static(&self) -> Option<&StaticKvCache> {
         None
     }

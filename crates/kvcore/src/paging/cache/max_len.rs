@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
 
-/// A length that may be left to the model. In configurations: a number, or `"max"`; 0 means the same.
+/// A length that may be left to the model. Configurations give a number or `"max"`; 0 means `"max"`.
 ///
 /// ```
 /// use kvcore::MaxLen;
@@ -15,15 +15,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(from = "LengthText", into = "LengthText")]
 pub enum MaxLen {
-    /// The model's longest sequence.
+    /// The length of the model's longest sequence.
     #[default]
     Model,
-    /// So many tokens, or the model's longest sequence if that is shorter.
+    /// This number of tokens, or the length of the model's longest sequence if that is shorter.
     Tokens(NonZeroUsize),
 }
 
 impl MaxLen {
-    /// The length, in tokens, for a model that takes `max_positions` tokens.
+    /// Returns the length in tokens for a model that supports `max_positions` tokens.
     pub fn for_model(self, max_positions: usize) -> usize {
         match self {
             Self::Model => max_positions,

@@ -1,56 +1,56 @@
-//! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between them.
+//! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between sequences.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::partial::Continuations;
-use super::{Error, Result, SequenceId, SequenceStart, SlotMapping};
-use crate::base::BlockId;
-use crate::device::{CopyBlocks, KvArena, Scatter, Segment, Stream, TensorView};
+use super::{Error, Result, SequenceId, SequenceStart};
+use crate::base::{BlockId, SlotMapping};
+use crate::device::{CopyBlocks, KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
 use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme};
 
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) table: BlockTable,
     pub(super) start: SequenceStart,
-    /// For sequences that share their blocks.
+    /// Present for sequences that share their blocks.
     pub(super) chain: Option<Chain>,
 }
 
-/// What a sequence's blocks are registered under.
+/// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
 pub(super) struct Chain {
     pub(super) scheme: KeyScheme,
-    /// Keys of the shared blocks, one each.
+    /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
     /// Committed tokens after the shared blocks.
     pub(super) pending: Vec<u32>,
 }
 
 impl Chain {
-    /// The key of the last shared block, or the root.
+    /// Returns the key of the last shared block, or the root key.
     pub(super) fn last_key(&self) -> BlockKey {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
     }
 }
 
-/// Sequences in blocks of one arena and pool.
+/// A cache of sequences in the blocks of one arena and pool.
 ///
-/// The usual step is [`grow`](Self::grow), which gives slots for the new tokens;
+/// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens;
 /// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
-/// [`commit`](Self::commit), which shares blocks that became full. When a step fails half-way,
-/// [`truncate`](Self::truncate) takes the new tokens back.
+/// [`commit`](Self::commit), which shares the blocks that became full. If a step fails half-way,
+/// [`truncate`](Self::truncate) removes the new tokens.
 ///
 /// # Order
-/// Writes and copies are enqueued, while blocks are let go at once: by [`free`](Self::free),
-/// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, an eviction. The next
-/// holder of a block may have it while work on its old contents is still under way. Therefore all work on
-/// an arena goes to one stream, or to streams of which the one that writes blocks again waits for an event
-/// of those that used them before ([`Stream::wait_for`]). The same holds for the arena that sequences are
-/// swapped to.
+/// Writes and copies are enqueued, but blocks are released immediately: by [`free`](Self::free),
+/// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, or an eviction. The next
+/// holder of a block may get it while work on its old contents is still in progress. Therefore the caller
+/// MUST send all work on an arena to one stream. If there are several streams, the one that writes to
+/// blocks again MUST wait for an event of the streams that used the blocks before ([`Stream::wait_for`]).
+/// The rule also applies to the arena that sequences are swapped to.
 ///
-/// On a quantised arena (`format: "int8:32".parse()?` in the shape) all of this holds unchanged: writes
-/// quantise, an attend dequantises.
+/// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works without changes: writes
+/// quantise, and an attend dequantises.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -106,15 +106,15 @@ pub struct PagedKvCache {
     pool: BlockPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
     next: u64,
-    /// For caches that copy the common part of blocks.
+    /// Present for caches that copy the common part of blocks.
     pub(super) continuations: Option<Continuations>,
 }
 
 impl PagedKvCache {
-    /// A cache over the blocks of `pool`.
+    /// Creates a cache over the blocks of `pool`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when the pool has blocks that the arena lacks.
+    /// Returns [`Error::OutOfRange`] if the pool has blocks that the arena lacks.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
         let (end, limit) = (pool.range().end as usize, arena.layout().shape().num_blocks);
         if end > limit {
@@ -123,44 +123,44 @@ impl PagedKvCache {
         Ok(Self { arena, pool, sequences: HashMap::new(), next: 0, continuations: None })
     }
 
-    /// Keys and values.
+    /// Returns the arena of the keys and values.
     pub fn arena(&self) -> &KvArena {
         &self.arena
     }
 
-    /// The blocks.
+    /// Returns the pool of the cache's blocks.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// Live sequences.
+    /// Returns the number of live sequences.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
     }
 
-    /// Live sequences, the oldest first.
+    /// Returns the ids of the live sequences, the oldest first.
     pub fn sequence_ids(&self) -> impl DoubleEndedIterator<Item = SequenceId> + use<> {
         let mut ids: Vec<SequenceId> = self.sequences.keys().copied().collect();
         ids.sort_unstable();
         ids.into_iter()
     }
 
-    /// A new sequence that shares nothing.
+    /// Creates a sequence that shares nothing.
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0, which no [`KvLayout`](crate::KvLayout) has.
+    /// Returns [`Error::Zero`] if the block size is 0, which no [`KvLayout`](crate::KvLayout) allows.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let table = BlockTable::new(&self.pool, self.block_size())?;
         Ok(self.insert(Sequence { table, start, chain: None }))
     }
 
-    /// A new sequence at the start of a prompt that shares full blocks with earlier ones.
+    /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
     ///
-    /// Returns its id and how many of `tokens` are cached already. At least one token is left to
+    /// Returns its id and the number of `tokens` that are cached already. At least one token is left to
     /// compute, so that there are logits to continue from.
     ///
     /// # Errors
-    /// As [`create`](Self::create).
+    /// Returns the errors of [`create`](Self::create).
     pub fn create_with_prefix(
         &mut self,
         scheme: impl Into<KeyScheme>,
@@ -176,17 +176,19 @@ impl PagedKvCache {
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
     }
 
-    /// As [`create_with_prefix`](Self::create_with_prefix) with room for all of `tokens`, in one step that
-    /// takes all or nothing: returns the id, how many tokens are cached, and the slots of the others. The
-    /// pool's watermark stays free for sequences that run already.
+    /// Creates a sequence with slots for all of `tokens`, in one step that succeeds or changes nothing.
+    /// Returns its id, the number of tokens that are cached, and the slots of the other tokens. Unlike
+    /// [`create_with_prefix`](Self::create_with_prefix), reserves the slots at once and leaves the pool's
+    /// watermark to running sequences.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; nothing has changed then, not even which blocks go next.
+    /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. In that case nothing has changed, not
+    /// even the order of eviction.
     pub fn admit(
         &mut self,
         scheme: impl Into<KeyScheme>,
         tokens: &[u32],
-    ) -> Result<(SequenceId, usize, SlotMapping)> {
+    ) -> Result<(SequenceId, usize, WriteSlots)> {
         let (scheme, block_size) = (scheme.into(), self.block_size());
         let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
         let blocks = tokens.len().div_ceil(block_size);
@@ -195,33 +197,35 @@ impl PagedKvCache {
         let mut table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
         table.supply(fresh)?;
-        let slots = table.grow(tokens.len() - cached)?.into();
+        let slots = table.grow(tokens.len() - cached)?;
         let chain = Some(Chain { scheme, keys, pending: Vec::new() });
         let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
         Ok((id, cached, slots))
     }
 
-    /// A second sequence over the same tokens (beam search, parallel sampling). Both share all blocks;
-    /// before either grows, [`copy_on_write`](Self::copy_on_write) gives it a last block of its own.
+    /// Creates a second sequence over the tokens of sequence `id` (beam search, parallel sampling). Both
+    /// sequences share all blocks. Call [`copy_on_write`](Self::copy_on_write) before a sequence grows, so
+    /// that it has a last block of its own.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let Sequence { table, start, chain } = self.get_mut(id)?;
         let twin = Sequence { table: table.fork()?, start: *start, chain: chain.clone() };
         Ok(self.insert(twin))
     }
 
-    /// Makes the place of the next token writable: if the last block is partial and shared, it is copied
-    /// on `stream` into a block of the sequence's own. Returns whether a copy was made; without a fork
-    /// there is none.
+    /// Makes the slot of the next token writable. If the last block is partial and shared, copies it on
+    /// `stream` into a block of the sequence's own. Returns whether a copy was made; without a fork no copy
+    /// is made.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; nothing has changed then.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is
+    /// no block for the copy, and the errors of the stream. In these cases nothing has changed.
     pub fn copy_on_write(&mut self, id: SequenceId, stream: &dyn Stream) -> Result<bool> {
         let arena = self.arena.clone();
         let Some(copy) = self.get_mut(id)?.table.unshare_tail()? else { return Ok(false) };
-        let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
+        let pairs = copy.pairs().clone();
         if let Err(error) = stream.copy_blocks(&CopyBlocks { arena, pairs }) {
             self.get_mut(id)?.table.reshare_tail(copy)?;
             return Err(error);
@@ -248,29 +252,32 @@ impl PagedKvCache {
         self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Room for `tokens` more tokens; returns their slots.
+    /// Reserves slots for `tokens` more tokens, and returns these slots.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; the sequence is as before then.
-    pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
-        Ok(self.get_mut(id)?.table.grow(tokens)?.into())
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfBlocks`] if there
+    /// are not enough blocks. In these cases the sequence is unchanged.
+    pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
+        self.get_mut(id)?.table.grow(tokens)
     }
 
-    /// The same, in place of the slots of the step before: a step of decoding allocates nothing unless it takes a
-    /// block, provided that no operation of the last step is held any more.
+    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Unlike
+    /// [`grow`](Self::grow), a decode step allocates memory only if it takes a block, provided that no
+    /// operation of the last step still holds `slots`.
     ///
     /// # Errors
-    /// As [`grow`](Self::grow); `slots` are as before then.
-    pub fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut SlotMapping) -> Result<()> {
-        slots.refill(self.get_mut(id)?.table.extend(tokens)?);
-        Ok(())
+    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.
+    pub fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
+        self.get_mut(id)?.table.grow_into(tokens, slots)
     }
 
-    /// Forgets tokens past `len` and frees whole blocks (speculative rollback, a failed step).
+    /// Removes the tokens past `len` and frees the blocks behind them (speculative rollback, a failed
+    /// step).
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OutOfRange`] for more tokens than there are, [`Error::SharedBlock`]
-    /// for a length inside a block that others find by its key; the sequence is as before then.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] if `len`
+    /// exceeds the length of the sequence, and [`Error::SharedBlock`] if `len` lies inside a block that
+    /// others can find by its key. In these cases the sequence is unchanged.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
@@ -283,11 +290,13 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Scatters new rows of a sequence in one layer: `k` `[rows, k_heads, k_dim]`, `v` `[rows, v_heads, v_dim]`.
+    /// Scatters new rows of a sequence in one layer: `k` is `[rows, k_heads, k_dim]`, `v` is
+    /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
-    /// [`Error::NotOwned`] for a slot outside the blocks that this sequence fills itself: shared
-    /// blocks and other sequences' blocks are not written. The kernel alone makes no such check.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if a block
+    /// of the slots was shared, truncated or freed since the slots were taken. Also returns the errors of the
+    /// stream.
     pub fn write(
         &self,
         id: SequenceId,
@@ -295,19 +304,25 @@ impl PagedKvCache {
         layer: usize,
         k: TensorView,
         v: TensorView,
-        slots: &SlotMapping,
+        slots: &WriteSlots,
     ) -> Result<()> {
-        if let Err(slot) = self.get(id)?.table.may_write(slots.slots()) {
-            return Err(Error::NotOwned { slot, sequence: Some(id.0) });
-        }
-        stream.scatter(&Scatter { arena: self.arena.clone(), layer, k, v, slots: Arc::clone(slots.slots()) })
+        self.get(id)?;
+        stream.scatter(&Scatter {
+            arena: self.arena.clone(),
+            layer,
+            k,
+            v,
+            slots: slots.clone(),
+            rotation: None,
+        })
     }
 
-    /// Shares blocks that `tokens`, written since the last commit, made full. Without a prefix root
-    /// this does nothing.
+    /// Records `tokens`, written since the last commit, and shares the blocks that became full. Does
+    /// nothing for a sequence without a key scheme.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more tokens than were grown.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if there
+    /// are more tokens than slots from [`grow`](Self::grow).
     pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         let block_size = self.block_size();
         let sequence = self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))?;
@@ -335,51 +350,52 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Ends a sequence. Its own blocks are free, its shared ones cached.
+    /// Ends a sequence. Its own blocks become free. Shared blocks without other holders become cached.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn free(&mut self, id: SequenceId) -> Result<()> {
         self.sequences.remove(&id).map(drop).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Tokens of a sequence.
+    /// Returns the number of tokens of a sequence.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn len(&self, id: SequenceId) -> Result<usize> {
         Ok(self.get(id)?.table.len())
     }
 
-    /// Whether a sequence has no token.
+    /// Returns whether a sequence has no token.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn is_empty(&self, id: SequenceId) -> Result<bool> {
         Ok(self.get(id)?.table.is_empty())
     }
 
-    /// Blocks of a sequence in order.
+    /// Returns the blocks of a sequence, in order.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn blocks(&self, id: SequenceId) -> Result<&Arc<[BlockId]>> {
         Ok(self.get(id)?.table.ids())
     }
 
-    /// Slots of some tokens of a sequence.
+    /// Returns the slots of a range of tokens of a sequence.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] past the end.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if a
+    /// token is past the end of the sequence.
     pub fn slots(&self, id: SequenceId, tokens: std::ops::Range<usize>) -> Result<SlotMapping> {
         let table = &self.get(id)?.table;
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
-    /// All tokens of a sequence as one segment.
+    /// Returns all tokens of a sequence as one segment.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn segment(&self, id: SequenceId) -> Result<Segment> {
         let Sequence { table, start, .. } = self.get(id)?;
         Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))
@@ -473,13 +489,13 @@ mod tests {
             let filled = fill.finish().unwrap();
             assert_eq!(filled.segment().blocks, known.segment().blocks, "what is known under its key");
         }
-        // Others hold the prefix and all other blocks: there is no room for blocks of its own.
+        // Other guards hold the prefix and all other blocks: there is no room for blocks of its own.
         let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
         let taken = cache.pool().allocate(5).unwrap();
         assert!(matches!(fill.take_at_most(0), Err(Error::OutOfBlocks { .. })));
         drop(fill);
         assert_eq!(known.len(), 10);
-        // Nobody else holds the prefix: its blocks are evicted for it.
+        // No other guard holds the prefix: its blocks are evicted for the fill.
         drop(known);
         let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
         fill.take_at_most(0).unwrap();
@@ -529,7 +545,7 @@ mod tests {
         assert_eq!(cached, 8);
         let (stale, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0]).unwrap();
         assert_eq!(cached, 4, "what was rolled back is in no key");
-        // below a shared block: the chain goes back with the table
+        // below a shared block: the chain is shortened with the table
         cache.truncate(id, 4).unwrap();
         cache.grow(id, 4).unwrap();
         cache.commit(id, &[6, 6, 6, 6]).unwrap();

@@ -1,35 +1,8 @@
-//! The paged cache behind the interface of every cache, with writes of whole layers.
+//! The implementation of [`KvCache`] for the paged cache.
 
-use std::collections::HashSet;
-use std::sync::Arc;
-
-use super::paged::Sequence;
-use super::rows::write_rows;
-use super::{
-    CacheKind, Error, KvCache, LayerViews, PagedKvCache, Places, Result, SequenceId, SequenceStart,
-    SlotMapping,
-};
-use crate::device::{KvArena, Segment, Stream, TensorView};
+use super::{CacheKind, KvCache, PagedKvCache, Result, SequenceId, SequenceStart};
+use crate::device::{KvArena, Segment, WriteSlots};
 use crate::paging::KeyScheme;
-
-impl PagedKvCache {
-    /// Whether every slot that is no padding lies in a block that some live sequence fills itself.
-    fn check_owned(&self, slots: &[i64]) -> Result<()> {
-        let size = self.block_size() as i64;
-        let mut foreign: HashSet<i64> =
-            slots.iter().filter(|slot| **slot >= 0).map(|slot| slot / size).collect();
-        for Sequence { table, .. } in self.sequences.values() {
-            if foreign.is_empty() {
-                break;
-            }
-            for block in &table.ids()[table.shared().len()..] {
-                foreign.remove(&i64::from(block.0));
-            }
-        }
-        let stray = slots.iter().find(|slot| **slot >= 0 && foreign.contains(&(**slot / size)));
-        stray.map_or(Ok(()), |&slot| Err(Error::NotOwned { slot, sequence: None }))
-    }
-}
 
 impl KvCache for PagedKvCache {
     fn kind(&self) -> CacheKind {
@@ -56,7 +29,7 @@ impl KvCache for PagedKvCache {
         self.create_with_prefix(scheme, tokens)
     }
 
-    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
+    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         self.grow(id, tokens)
     }
 
@@ -78,24 +51,6 @@ impl KvCache for PagedKvCache {
 
     fn segment(&self, id: SequenceId) -> Result<Segment> {
         self.segment(id)
-    }
-
-    /// The slots may be of several sequences, each in a block that a live one fills itself
-    /// ([`Error::NotOwned`] otherwise): shared blocks and those of freed sequences are not written.
-    fn update(
-        &mut self,
-        stream: &dyn Stream,
-        layer: usize,
-        k: &TensorView,
-        v: &TensorView,
-        places: Places<'_>,
-    ) -> Result<LayerViews> {
-        let Places::Slots(slots) = places else {
-            return Err(Error::WrongCache { cache: "paged", given: "start positions" });
-        };
-        self.check_owned(slots.slots())?;
-        write_rows(stream, self.arena(), layer, k, v, Arc::clone(slots.slots()))?;
-        self.arena().layer_views(layer, self.block_size())
     }
 
     fn reset(&mut self) {

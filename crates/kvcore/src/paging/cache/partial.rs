@@ -7,13 +7,13 @@ use super::{PagedKvCache, Result, SequenceId};
 use crate::device::{CopyBlocks, Stream};
 use crate::paging::{BlockKey, BlockPool};
 
-/// Which tokens the known blocks after a key hold.
+/// The tokens of the known blocks after each key.
 ///
-/// An entry may outlive its block; it is dropped when that is noticed, and all such are when there are
-/// more entries than twice the pool's blocks.
+/// An entry may outlive its block. Such an entry is dropped when a lookup notices it. All such entries are
+/// dropped when there are more entries than twice the pool's blocks.
 #[derive(Debug)]
 pub(super) struct Continuations {
-    /// By the key before the block and the block's first token.
+    /// Blocks by the key before the block and the block's first token.
     after: HashMap<(BlockKey, u32), Vec<Continuation>>,
     entries: usize,
     most: usize,
@@ -48,7 +48,8 @@ impl Continuations {
         }
     }
 
-    /// The block after `parent` that shares most of `tokens`, and how many.
+    /// Returns the block after `parent` that has the most leading tokens in common with `tokens`, and their
+    /// number.
     fn best(&self, parent: &BlockKey, tokens: &[u32]) -> Option<(BlockKey, usize)> {
         let common = |c: &Continuation| c.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let known = self.after.get(&(*parent, *tokens.first()?))?;
@@ -65,23 +66,27 @@ impl Continuations {
 }
 
 impl PagedKvCache {
-    /// Makes the cache remember what its shared blocks hold, for [`reuse_partial`](Self::reuse_partial).
+    /// Makes the cache remember the tokens of its shared blocks, for
+    /// [`reuse_partial`](Self::reuse_partial).
     #[must_use]
     pub fn with_partial_reuse(mut self) -> Self {
         self.continuations = Some(Continuations::new(self.pool().range().len()));
         self
     }
 
-    /// After [`create_with_prefix`](Self::create_with_prefix) and before the sequence grows: if some known
-    /// block continues the sequence's prefix with the first tokens of `rest`, copies it on `stream` into
-    /// a block of the sequence's own. Returns how many of `rest` are cached now; at least one is left to
+    /// Copies the known block that continues the sequence's prefix with the most tokens of `rest`, on
+    /// `stream`, into a block of the sequence's own. Call it after
+    /// [`create_with_prefix`](Self::create_with_prefix), before the sequence grows. Returns the number of
+    /// tokens of `rest` that are now cached, 0 if no block was copied. At least one token is left to
     /// compute.
     ///
-    /// The copied block holds further tokens behind those; they are overwritten as the sequence grows, and
-    /// no segment covers them before. (`TensorRT-LLM` calls this partial reuse.)
+    /// The copied block holds further tokens behind the common ones. These are overwritten as the sequence
+    /// grows, and no segment covers them before. (`TensorRT-LLM` calls this partial reuse.)
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`]; nothing has changed then.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence,
+    /// [`crate::Error::OutOfBlocks`] if there is no block for the copy, and the errors of the stream. In
+    /// these cases nothing has changed.
     pub fn reuse_partial(&mut self, id: SequenceId, rest: &[u32], stream: &dyn Stream) -> Result<usize> {
         let block_size = self.block_size();
         let sequence = self.get(id)?;
@@ -102,9 +107,8 @@ impl PagedKvCache {
             let sequence = self.get_mut(id)?;
             let before = sequence.table.len();
             sequence.table.grow(tokens)?;
-            let target = sequence.table.ids()[before / block_size];
-            let copy = CopyBlocks { arena, pairs: Arc::new([(source.ids()[0], target)]) };
-            if let Err(error) = stream.copy_blocks(&copy) {
+            let pairs = sequence.table.write_pair(source.ids()[0], before)?;
+            if let Err(error) = stream.copy_blocks(&CopyBlocks { arena, pairs }) {
                 sequence.table.truncate(before)?;
                 return Err(error);
             }

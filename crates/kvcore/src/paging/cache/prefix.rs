@@ -1,12 +1,12 @@
-//! Prefixes kept to the token: a system prompt with its partial last block.
+//! Prefixes cached to the token: a system prompt with its partial last block.
 
 use std::sync::Arc;
 
-use super::{PagedKvCache, Result, SlotMapping};
-use crate::device::Segment;
+use super::{PagedKvCache, Result};
+use crate::device::{Segment, WriteSlots};
 use crate::paging::{BlockKey, BlockTable};
 
-/// A prefix at the start of a prompt, part of it cached, the rest to be computed.
+/// A prefix at the start of a prompt. One part is cached, and the rest is to be computed.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -33,33 +33,34 @@ use crate::paging::{BlockKey, BlockTable};
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks that were to be filled are free again, cached ones stay cached.
+/// Blocks that were to be filled become free. Cached blocks stay cached.
 #[derive(Debug)]
 #[must_use = "dropping it forgets the prefix"]
 pub struct PrefixFill {
     table: BlockTable,
     cached: usize,
-    slots: SlotMapping,
+    slots: WriteSlots,
     root: Option<BlockKey>,
-    /// Keys of all blocks, in order; empty if the prefix is not to be found again.
+    /// Keys of all blocks, in order. Empty for a prefix without a root.
     keys: Vec<BlockKey>,
-    /// Blocks that were found.
+    /// Number of blocks that were found.
     known: usize,
 }
 
-/// A computed prefix, its partial last block included, held as long as this value lives.
+/// A computed prefix, including its partial last block. The blocks are held until this value is dropped.
 #[derive(Debug)]
 pub struct SealedPrefix(BlockTable);
 
 impl PagedKvCache {
-    /// Finds or makes room for a prefix of exactly `tokens` at position 0.
+    /// Finds the cached blocks of a prefix of exactly `tokens` at position 0, and takes blocks for the
+    /// rest.
     ///
-    /// Unlike [`create_with_prefix`](Self::create_with_prefix), all tokens may be cached, and a
-    /// partial last block is shared too, with requests for exactly the same tokens. Without a root
+    /// Unlike [`create_with_prefix`](Self::create_with_prefix), the cache may hold all tokens, and a
+    /// partial last block is also shared, with requests for exactly the same tokens. Without a root,
     /// nothing is looked up and nothing is kept.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`].
+    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks.
     pub fn fill_prefix(&self, root: Option<BlockKey>, tokens: &[u32]) -> Result<PrefixFill> {
         let block_size = self.block_size();
         let keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
@@ -70,24 +71,26 @@ impl PagedKvCache {
         if cached < table.len() {
             table.shorten_last(cached)?;
         }
-        let slots = table.grow(tokens.len() - cached)?.into();
+        let slots = table.grow(tokens.len() - cached)?;
         Ok(PrefixFill { table, cached, slots, root, keys, known })
     }
 }
 
 impl PrefixFill {
-    /// Tokens that need not be computed.
+    /// Returns the number of tokens that need not be computed.
     pub fn cached(&self) -> usize {
         self.cached
     }
 
-    /// Takes no more than the first `tokens` from the cache, rounded down to whole blocks, though more are cached: the
-    /// rest is computed into blocks of its own. What is cached already stays what is found under its key.
+    /// Limits the cached part to the first `tokens` tokens, rounded down to whole blocks. The rest is
+    /// computed into blocks of the prefix's own. Blocks that are already cached stay findable under their
+    /// keys.
     ///
-    /// Several ranks that compute a prompt together agree so on what they compute.
+    /// Several ranks that compute a prompt together use this call to agree on the tokens they compute.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`]; drop it then.
+    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks. In that case the caller must
+    /// drop the value.
     pub fn take_at_most(&mut self, tokens: usize) -> Result<()> {
         if tokens >= self.cached {
             return Ok(());
@@ -96,25 +99,25 @@ impl PrefixFill {
         self.known = tokens / block_size;
         self.cached = self.known * block_size;
         self.table.truncate(self.cached)?;
-        self.slots = self.table.grow(len - self.cached)?.into();
+        self.slots = self.table.grow(len - self.cached)?;
         Ok(())
     }
 
-    /// Slots of the tokens from [`cached`](Self::cached) on.
-    pub fn slots(&self) -> &SlotMapping {
+    /// Returns the slots of the tokens from [`cached`](Self::cached) on.
+    pub fn slots(&self) -> &WriteSlots {
         &self.slots
     }
 
-    /// The whole prefix as a segment.
+    /// Returns the whole prefix as a segment.
     pub fn segment(&self) -> Segment {
         Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
     }
 
-    /// Declares all slots written; the blocks can be found from now on.
+    /// Declares that all slots have been written. From this call on, the blocks can be found by their keys.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfRange`] for more keys than blocks, which [`PagedKvCache::fill_prefix`] does not
-    /// make.
+    /// Returns [`crate::Error::OutOfRange`] if there are more keys than blocks, which
+    /// [`PagedKvCache::fill_prefix`] rules out.
     pub fn finish(mut self) -> Result<SealedPrefix> {
         let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());
         self.table.seal(parent, self.keys.get(self.known..).unwrap_or_default())?;
@@ -123,17 +126,17 @@ impl PrefixFill {
 }
 
 impl SealedPrefix {
-    /// The prefix as a segment of a request.
+    /// Returns the prefix as a segment of a request.
     pub fn segment(&self) -> Segment {
         Segment::new(Arc::clone(self.0.ids()), self.0.len(), 0, 0)
     }
 
-    /// Tokens held.
+    /// Returns the number of tokens held.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether no token is held.
+    /// Returns whether no token is held.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,8 +1,8 @@
-//! What names a sequence and where it stands.
+//! The id and the start of a sequence.
 
 use std::fmt;
 
-/// A sequence of a cache. Ids are not used twice.
+/// The id of a sequence of a cache. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub(super) u64);
 
@@ -12,11 +12,11 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// Where a sequence's first token stands in its prompt.
+/// The place of a sequence's first token in its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SequenceStart {
-    /// Logical index, by which causality goes.
+    /// Logical index, which decides causality.
     pub logical: usize,
-    /// Position of the rotary embedding.
+    /// Position for the rotary embedding.
     pub position: i64,
 }

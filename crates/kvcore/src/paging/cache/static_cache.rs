@@ -1,16 +1,18 @@
 //! The static cache: one contiguous run of slots per batch entry, allocated once.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use super::{CacheKind, Error, KvCache, LayerViews, Places, Result, SequenceId, SequenceStart, SlotMapping};
+use super::{CacheKind, Error, KvCache, LayerViews, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, product, same};
-use crate::device::{KvArena, Scatter, Segment, Stream, TensorView};
+use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, WriteSlots};
 
-/// K `[num_layers, max_batch, k_heads, max_len, k_dim]` and V alike, with a length per layer and entry.
+/// A cache of K `[num_layers, max_batch, k_heads, max_len, k_dim]`, and V likewise, with a length per layer
+/// and entry.
 ///
-/// In terms of an arena it is a paged cache with one block per batch entry: `num_blocks` is the batch and
-/// `block_size` the longest length. The same kernels therefore serve both, and a
-/// [`segment`](Self::entry_segment) of it goes into the same `attend`.
+/// In terms of an arena, the static cache is a paged cache with one block per batch entry: `num_blocks` is
+/// the size of the batch, and `block_size` is the longest length. Both caches therefore use the same
+/// kernels, and a [`segment`](Self::entry_segment) of either goes into the same `attend`.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -36,30 +38,33 @@ use crate::device::{KvArena, Scatter, Segment, Stream, TensorView};
 #[derive(Debug)]
 pub struct StaticKvCache {
     arena: KvArena,
-    /// Tokens held, `[num_layers][max_batch]`.
+    /// Number of tokens held, `[num_layers][max_batch]`.
     lengths: Vec<usize>,
-    /// Which entry each sequence has.
+    /// Batch entry and start of each sequence.
     sequences: HashMap<SequenceId, (usize, SequenceStart)>,
     next: u64,
+    /// Permits to write each entry's slots.
+    permits: Vec<Permits>,
 }
 
 impl StaticKvCache {
-    /// A cache over an arena whose blocks are batch entries.
+    /// Creates a cache over an arena whose blocks are batch entries.
     ///
     /// # Errors
-    /// [`Error::Overflow`] for more lengths than can be counted.
+    /// Returns [`Error::Overflow`] if the number of lengths does not fit the address space.
     pub fn new(arena: KvArena) -> Result<Self> {
         let s = arena.layout().shape();
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];
-        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0 })
+        let permits = (0..s.num_blocks).map(|_| Permits::default()).collect();
+        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0, permits })
     }
 
-    /// Batch entries.
+    /// Returns the number of batch entries.
     pub fn max_batch(&self) -> usize {
         self.arena.layout().shape().num_blocks
     }
 
-    /// Tokens that an entry can hold.
+    /// Returns the number of tokens that an entry can hold.
     pub fn max_len(&self) -> usize {
         self.arena.layout().shape().block_size
     }
@@ -75,30 +80,33 @@ impl StaticKvCache {
         Ok(layer * self.max_batch() + batch)
     }
 
-    /// Tokens of one entry in one layer.
+    /// Returns the number of tokens of one entry in one layer.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a layer or an entry past the last.
+    /// Returns [`Error::OutOfRange`] if the layer or the entry is past the last.
     pub fn entry_len(&self, layer: usize, batch: usize) -> Result<usize> {
         Ok(self.lengths[self.index(layer, batch)?])
     }
 
-    /// The batch entry of a sequence.
+    /// Returns the batch entry of a sequence.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn entry(&self, id: SequenceId) -> Result<usize> {
         self.sequences.get(&id).map(|&(batch, _)| batch).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Writes new tokens of one layer at `starts[b]` of each entry, and returns views of everything
-    /// up to the longest entry's new end: `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    /// Writes new tokens of one layer at `starts[b]` of each entry `b`. Returns views up to the end of the
+    /// longest entry: `([batch, k_heads, len, k_dim], [.., v_dim])`.
     ///
-    /// `k` and `v` are head-major: `[batch, heads, new, dim]`. Nothing is copied but the new rows.
+    /// `k` and `v` are head-major: `[batch, heads, new, dim]`. Only the new rows are copied.
     ///
     /// # Errors
-    /// A layer out of range, a batch that is not the cache's, a start past the entry's end (it would
-    /// leave a hole), an end past [`max_len`](Self::max_len). The cache is as before then.
+    /// Returns an error in the following cases. In all of them the cache is unchanged.
+    /// - The layer is out of range.
+    /// - The batch or the shape of the rows is not the cache's.
+    /// - A start is past the entry's end, which would leave a gap.
+    /// - An end is past [`max_len`](Self::max_len).
     pub fn update(
         &mut self,
         stream: &dyn Stream,
@@ -125,8 +133,8 @@ impl StaticKvCache {
         let mut ops = Vec::with_capacity(starts.len());
         for (batch, &start) in starts.iter().enumerate() {
             let rows = |view: &TensorView| view.select(0, batch)?.permute(&[1, 0, 2]);
-            let slots = self.slots(batch, start, new).slots().clone();
-            let op = Scatter { arena: self.arena.clone(), layer, k: rows(k)?, v: rows(v)?, slots };
+            let (arena, slots) = (self.arena.clone(), self.slots(batch, start, new));
+            let op = Scatter { arena, layer, k: rows(k)?, v: rows(v)?, slots, rotation: None };
             op.check()?;
             ops.push(op);
         }
@@ -145,43 +153,46 @@ impl StaticKvCache {
         Ok(())
     }
 
-    fn slots(&self, batch: usize, start: usize, new: usize) -> SlotMapping {
+    /// Returns the slots of new tokens of an entry, writable until the entry is truncated or freed.
+    fn slots(&self, batch: usize, start: usize, new: usize) -> WriteSlots {
         let first = (batch * self.max_len() + start) as i64;
-        (first..first + new as i64).collect::<Vec<_>>().into()
+        self.permits[batch].slots((first..first + new as i64).collect::<Arc<[i64]>>())
     }
 
-    /// Views of one layer up to the longest entry: `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    /// Returns views of one layer up to the end of the longest entry:
+    /// `([batch, k_heads, len, k_dim], [.., v_dim])`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a layer past the last.
+    /// Returns [`Error::OutOfRange`] if the layer is past the last.
     pub fn views(&self, layer: usize) -> Result<LayerViews> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
         self.arena.layer_views(layer, len)
     }
 
-    /// An entry's tokens in one layer as a segment of an attend over [`arena`](Self::arena).
+    /// Returns the tokens of one entry in one layer as a segment of an attend over [`arena`](Self::arena).
     ///
     /// # Errors
-    /// As [`entry_len`](Self::entry_len).
+    /// Returns the errors of [`entry_len`](Self::entry_len).
     pub fn entry_segment(&self, layer: usize, batch: usize) -> Result<Segment> {
         let len = self.entry_len(layer, batch)?;
         Ok(Segment::new([BlockId(batch as u32)].into(), len, 0, 0))
     }
 
-    /// The memory under the cache.
+    /// Returns the arena of the cache.
     pub fn arena(&self) -> &KvArena {
         &self.arena
     }
 
-    /// Forgets all tokens and ends all sequences.
+    /// Removes all tokens and ends all sequences.
     pub fn reset(&mut self) {
         self.lengths.fill(0);
         self.sequences.clear();
+        self.permits.iter().for_each(Permits::void);
     }
 
-    /// Says that every entry holds `len` tokens in one layer, whose rows were written by a copy.
-    pub(crate) fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
+    /// Sets the length of every entry in one layer, for rows that were written by a copy.
+    pub fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
         let first = self.index(layer, 0)?;
         self.check_end(len)?;
         let entries = self.max_batch();
@@ -214,7 +225,7 @@ impl KvCache for StaticKvCache {
         self.sequences.len()
     }
 
-    /// Takes the first batch entry that no sequence has.
+    /// Creates a sequence in the first free batch entry.
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let taken = |batch| self.sequences.values().any(|&(other, _)| other == batch);
         let entries = self.max_batch();
@@ -227,7 +238,7 @@ impl KvCache for StaticKvCache {
         Ok(id)
     }
 
-    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<SlotMapping> {
+    fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         let (batch, start) = (self.entry(id)?, self.len(id)?);
         let end = start.saturating_add(tokens);
         self.check_end(end)?;
@@ -241,6 +252,7 @@ impl KvCache for StaticKvCache {
             return Err(Error::range("length to truncate to", len, held + 1));
         }
         self.set_len(batch, len);
+        self.permits[batch].void();
         Ok(())
     }
 
@@ -248,10 +260,12 @@ impl KvCache for StaticKvCache {
         let batch = self.entry(id)?;
         self.sequences.remove(&id);
         self.set_len(batch, 0);
+        self.permits[batch].void();
         Ok(())
     }
 
-    /// Tokens in the first layer; [`grow`](KvCache::grow) counts in all of them at once.
+    /// Returns the number of tokens in the first layer. [`grow`](KvCache::grow) adds tokens to all layers
+    /// at once.
     fn len(&self, id: SequenceId) -> Result<usize> {
         self.entry_len(0, self.entry(id)?)
     }
@@ -260,20 +274,6 @@ impl KvCache for StaticKvCache {
         let &(batch, start) = self.sequences.get(&id).ok_or(Error::UnknownSequence(id.0))?;
         let len = self.entry_len(0, batch)?;
         Ok(Segment::new([BlockId(batch as u32)].into(), len, start.logical, start.position))
-    }
-
-    fn update(
-        &mut self,
-        stream: &dyn Stream,
-        layer: usize,
-        k: &TensorView,
-        v: &TensorView,
-        places: Places<'_>,
-    ) -> Result<LayerViews> {
-        match places {
-            Places::Starts(starts) => self.update(stream, layer, k, v, starts),
-            Places::Slots(_) => Err(Error::WrongCache { cache: "static", given: "slots" }),
-        }
     }
 
     fn reset(&mut self) {

@@ -1,4 +1,4 @@
-//! Sequences that wait in another memory: swapped out to make room, swapped in to go on.
+//! Sequences that wait in another memory: swapped out to make room, and swapped in to continue.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use crate::paging::{BlockPool, BlockTable, MutableBlocks, Rejected};
 /// A sequence whose tokens lie in blocks of another arena.
 ///
 /// # Drop behaviour
-/// Its blocks there are free; the sequence is gone.
+/// The blocks in the other arena become free, and the sequence is lost.
 #[derive(Debug)]
 #[must_use = "dropping it forgets the sequence"]
 pub struct SwappedSequence {
     arena: KvArena,
     blocks: MutableBlocks,
-    /// After the copy out.
+    /// Event after the copy out.
     copied: Arc<dyn Event>,
     len: usize,
     start: SequenceStart,
@@ -25,32 +25,33 @@ pub struct SwappedSequence {
 }
 
 impl SwappedSequence {
-    /// Tokens.
+    /// Returns the number of tokens of the sequence.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no token.
+    /// Returns whether the sequence has no token.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Blocks it takes where it lies.
+    /// Returns the blocks of the sequence in the other arena.
     pub fn blocks(&self) -> &[BlockId] {
         self.blocks.ids()
     }
 }
 
 impl PagedKvCache {
-    /// Copies a sequence to blocks of `pool` in `arena`, another memory, and frees it here; what it shares
-    /// stays with its other holders, or cached.
+    /// Copies a sequence to blocks of `pool` in `arena`, another memory, and frees it in this cache. Blocks
+    /// that the sequence shares stay with their other holders, or stay cached.
     ///
-    /// The copy is enqueued on `stream`; what else uses the blocks of either arena follows the
+    /// The copy is enqueued on `stream`. Other work on the blocks of either arena MUST follow the
     /// [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`] of the other pool, arenas of different blocks, what the stream refuses; the
-    /// sequence is as before then.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence,
+    /// [`crate::Error::OutOfBlocks`] if `pool` has not enough blocks, and the errors of the stream, for
+    /// example if the blocks of the arenas differ. In these cases the sequence is unchanged.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -61,7 +62,8 @@ impl PagedKvCache {
         let Sequence { table, start, chain } = self.get(id)?;
         let used = table.len().div_ceil(self.block_size());
         let blocks = pool.allocate(used)?;
-        let pairs = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
+        let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
+        let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
         let copied = stream.record()?;
         let swapped = SwappedSequence {
@@ -76,12 +78,14 @@ impl PagedKvCache {
         Ok(swapped)
     }
 
-    /// Brings a sequence back under a new id. Blocks of its prefix that are still known here are shared
-    /// again, the others copied on `stream`, which waits for the copy out if that was made on another one.
+    /// Restores a swapped sequence under a new id. Blocks of its prefix that this cache still knows are
+    /// shared again. The other blocks are copied on `stream`, which waits for the copy out if that copy ran
+    /// on another stream.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfBlocks`], arenas of different blocks, what the stream refuses; the swapped sequence
-    /// is given back then.
+    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the errors of the stream,
+    /// for example if the blocks of the arenas differ. In these cases the swapped sequence is returned in
+    /// the error.
     pub fn swap_in(
         &mut self,
         swapped: SwappedSequence,
@@ -102,6 +106,7 @@ impl PagedKvCache {
         let pairs: Arc<[(BlockId, BlockId)]> = pairs.collect();
         if !pairs.is_empty() {
             stream.wait_for(&swapped.copied)?;
+            let pairs = fresh.write_pairs(pairs)?;
             stream.swap_blocks(&SwapBlocks {
                 src: swapped.arena.clone(),
                 dst: self.arena().clone(),

@@ -18,8 +18,8 @@ use super::{BlockKey, VllmChain, VllmExtras};
 pub enum KeyScheme {
     /// BLAKE3, chained from a root that covers everything but the tokens; see [`crate::KeyScope`].
     Chained(BlockKey),
-    /// vLLM's `sha256_cbor` chain, for routers that ask both engines. Its keys cover tokens, salt, adapter
-    /// and inputs only: whoever shares a pool among models or layouts keeps them apart by salts.
+    /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys cover only tokens, salt,
+    /// adapter and inputs. A caller that shares a pool among models or layouts MUST separate them by salts.
     Vllm(VllmChain, Arc<VllmExtras>),
 }
 

@@ -24,8 +24,8 @@ use super::BlockKey;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VllmExtras {
-    /// The tenant's salt, in the first block only. Empty is none. Note what that means: two tenants'
-    /// later blocks differ because their parents do.
+    /// The tenant's salt, which enters the first block only. An empty salt counts as none. Later blocks of
+    /// two tenants differ only because their parents differ.
     pub cache_salt: Option<String>,
     /// Name and path of a `LoRA` adapter, which enter every block.
     pub lora: Option<(String, String)>,

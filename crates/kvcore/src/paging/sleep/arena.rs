@@ -1,4 +1,4 @@
-//! An arena whose blocks can sleep: their memory is released, their ids and addresses stay.
+//! An arena whose blocks can sleep: their memory is released, while their ids and addresses stay.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,14 +7,16 @@ use parking_lot::Mutex;
 
 use super::SleepingBlocks;
 use crate::base::{BlockId, Error, KvLayout, KvShape, MemoryKind, Result};
-use crate::device::{Backend, KvArena, ReservedStorage, Storage, Stream, SwapBlocks, whole_granules};
+use crate::device::{
+    Backend, KvArena, ReservedStorage, Storage, Stream, SwapBlocks, WritePairs, whole_granules,
+};
 
-/// K, V and their scales in reserved memory; clones share it.
+/// K, V and their scales in reserved memory. Clones share the memory.
 ///
-/// A range of blocks [sleeps](Self::sleep): what is worth keeping is copied to host memory, and every
-/// granule that holds nothing but blocks of the range is released, in every layer of K, V and the scales
-/// that go with blocks. Views and clones of the [`arena`](Self::arena) stay valid all the time, and no
-/// address changes.
+/// A range of blocks can [sleep](Self::sleep): the contents of selected blocks are copied to host memory,
+/// and every granule that holds only blocks of the range is released, in every layer of K, V and the
+/// per-block scales. Views and clones of the [`arena`](Self::arena) stay valid throughout, and no address
+/// changes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -47,20 +49,21 @@ pub struct ReservedArena(Arc<Memory>);
 pub(super) struct Memory {
     backend: Arc<dyn Backend>,
     pub(super) arena: KvArena,
-    /// K, V, and scales that go with blocks, as [`KvLayout::runs`] has them.
+    /// K, V and the per-block scales, in the order of [`KvLayout::runs`].
     parts: Vec<Arc<dyn ReservedStorage>>,
-    /// What sleeps.
+    /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
 }
 
-/// Whole granules of a part, by its number.
+/// Whole granules of a part, with the number of the part.
 pub(super) type Granules = (usize, Range<usize>);
 
 impl ReservedArena {
-    /// Reserves memory for `layout`. Static scales belong to no block; they lie in ordinary memory.
+    /// Reserves memory for `layout`. Static scales belong to no block and lie in ordinary memory.
     ///
     /// # Errors
-    /// What the backend refuses: [`Error::Unsupported`] where it cannot reserve, [`Error::Allocation`].
+    /// Returns the errors of the backend: [`Error::Unsupported`] if it cannot reserve memory, and
+    /// [`Error::Allocation`].
     pub fn create(backend: Arc<dyn Backend>, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         let mut parts = Vec::new();
         let arena = KvArena::allocate_with(backend.as_ref(), layout, |bytes, static_scales| {
@@ -74,36 +77,40 @@ impl ReservedArena {
         Ok(Self(Arc::new(Memory { backend, arena, parts, asleep: Mutex::default() })))
     }
 
-    /// The arena that kernels and caches use.
+    /// Returns the arena that kernels and caches use.
     pub fn arena(&self) -> &KvArena {
         &self.0.arena
     }
 
-    /// Bytes of K, V and scales behind which there is memory.
+    /// Returns the number of bytes of K, V and per-block scales that are mapped.
     pub fn mapped_bytes(&self) -> usize {
         self.0.parts.iter().map(|part| part.mapped_bytes()).sum()
     }
 
-    /// What sleeps: tags and blocks, in the order in which they fell asleep.
+    /// Returns the tags and ranges of the sleeping blocks, in the order in which they were put to sleep.
     pub fn asleep(&self) -> Vec<(String, Range<u32>)> {
         self.0.asleep.lock().clone()
     }
 
-    /// Puts `blocks` to sleep under the name `tag`, which is for people. The contents of the blocks in
-    /// `keep` are copied to host memory on `stream` and come back with [`SleepingBlocks::wake`]; those of
-    /// the others are lost. Blocks outside of the range keep every bit.
+    /// Puts `blocks` to sleep. The name `tag` is for display only. The contents of the blocks in `keep` are
+    /// copied to host memory on `stream` and restored by [`SleepingBlocks::wake`]; those of the other
+    /// blocks are lost. Blocks outside the range keep every bit.
     ///
-    /// It waits for `stream`. Work on other streams that touches the range must be done before; until the
-    /// blocks are awake nothing may be enqueued that touches them.
+    /// The call waits for `stream`. Work on other streams that touches the range MUST be complete before
+    /// the call. Until the blocks are awake, the caller MUST NOT enqueue work that touches them.
     ///
-    /// Only granules with nothing but blocks of the range in them are released. A range too small to hold
-    /// one sleeps, too, and [`released_bytes`](SleepingBlocks::released_bytes) says 0.
+    /// Only granules that hold no block outside the range are released. A range too small to hold such a
+    /// granule sleeps too, with [`released_bytes`](SleepingBlocks::released_bytes) of 0.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no blocks, [`Error::OutOfRange`] for blocks past the arena,
-    /// [`Error::ForeignBlock`] for a block to keep outside of the range, [`Error::Asleep`] for blocks that
-    /// sleep, [`Error::Allocation`] where host memory is refused, and what the stream refuses. The blocks are
-    /// as before then: the kept ones hold what they held.
+    /// - Returns [`Error::Zero`] if `blocks` is empty.
+    /// - Returns [`Error::OutOfRange`] if the range reaches past the arena.
+    /// - Returns [`Error::ForeignBlock`] if a block of `keep` lies outside the range.
+    /// - Returns [`Error::Asleep`] if some of the blocks are asleep.
+    /// - Returns [`Error::Allocation`] if host memory is refused.
+    /// - Returns the errors of the stream.
+    ///
+    /// In these cases the blocks stay awake, and the blocks in `keep` hold their old contents.
     pub fn sleep(
         &self,
         tag: &str,
@@ -130,7 +137,7 @@ impl ReservedArena {
 }
 
 impl Memory {
-    /// Marks blocks as asleep, unless some are.
+    /// Marks blocks as asleep, unless some of them are.
     fn claim(&self, tag: &str, blocks: &Range<u32>) -> Result<()> {
         let mut asleep = self.asleep.lock();
         let meets = |other: &Range<u32>| other.start < blocks.end && blocks.start < other.end;
@@ -141,12 +148,13 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes the mark back.
+    /// Removes the mark of `blocks`.
     pub(super) fn unclaim(&self, blocks: &Range<u32>) {
         self.asleep.lock().retain(|(_, other)| other != blocks);
     }
 
-    /// A host arena with the contents of `keep`, or `None` for no blocks. Waits for the stream.
+    /// Copies the contents of `keep` to a new host arena. Returns `None` if `keep` is empty. Waits for the
+    /// stream.
     pub(super) fn save(&self, keep: &[BlockId], stream: &dyn Stream) -> Result<Option<KvArena>> {
         if keep.is_empty() {
             stream.synchronize()?;
@@ -155,20 +163,24 @@ impl Memory {
         let shape = KvShape { num_blocks: keep.len(), ..self.arena.layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape)?);
         let saved = KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?;
-        let pairs = keep.iter().zip(0..).map(|(&block, at)| (block, BlockId(at))).collect();
+        let pairs: Arc<[_]> = keep.iter().zip(0..).map(|(&block, at)| (block, BlockId(at))).collect();
+        // No other code can access the new arena, so the pairs need no permit.
+        let pairs = WritePairs::unchecked(pairs);
         stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: saved.clone(), pairs })?;
         stream.synchronize()?;
         Ok(Some(saved))
     }
 
-    /// Writes what was saved back. Waits for the stream.
+    /// Writes saved contents back. Waits for the stream.
     pub(super) fn restore(&self, saved: &KvArena, keep: &[BlockId], stream: &dyn Stream) -> Result<()> {
-        let pairs = keep.iter().zip(0..).map(|(&block, at)| (BlockId(at), block)).collect();
+        let pairs: Arc<[_]> = keep.iter().zip(0..).map(|(&block, at)| (BlockId(at), block)).collect();
+        // The blocks are asleep and get their old contents back, so their holders see no change.
+        let pairs = WritePairs::unchecked(pairs);
         stream.swap_blocks(&SwapBlocks { src: saved.clone(), dst: self.arena.clone(), pairs })?;
         stream.synchronize()
     }
 
-    /// The granules that lie wholly in `blocks`.
+    /// Returns the granules that lie wholly in `blocks`.
     pub(super) fn granules(&self, blocks: &Range<u32>) -> Vec<Granules> {
         let mut granules = Vec::new();
         for (number, (part, runs)) in self.parts.iter().zip(self.arena.layout().runs(blocks)).enumerate() {
@@ -180,12 +192,12 @@ impl Memory {
         granules
     }
 
-    /// Releases granules, all or none of them; what they held is lost either way.
+    /// Releases all granules, or none. The contents of the granules are lost in either case.
     pub(super) fn unmap(&self, granules: &[Granules]) -> Result<()> {
         self.all_or_none(granules, |part, range| part.unmap(range), |part, range| part.map(range))
     }
 
-    /// Brings granules back, all or none of them.
+    /// Maps all granules again, or none.
     pub(super) fn map(&self, granules: &[Granules]) -> Result<()> {
         self.all_or_none(granules, |part, range| part.map(range), |part, range| part.unmap(range))
     }

@@ -1,4 +1,4 @@
-//! Blocks of an arena that sleep.
+//! Sleeping blocks of an arena.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use crate::paging::Rejected;
 /// Blocks of a [`ReservedArena`](crate::ReservedArena) whose memory is released.
 ///
 /// # Drop behaviour
-/// What was kept is lost; the blocks have memory again and may be used. If even that is refused, they
-/// count as asleep for ever.
+/// The saved contents are lost. The blocks have memory again and may be used. If mapping that memory is
+/// refused, the blocks count as asleep forever.
 #[derive(Debug)]
 #[must_use = "dropping it loses what the blocks held"]
 pub struct SleepingBlocks {
@@ -21,12 +21,12 @@ pub struct SleepingBlocks {
     blocks: Range<u32>,
     keep: Vec<BlockId>,
     saved: Option<KvArena>,
-    /// What is released; empty while it is not.
+    /// Released granules. Empty while nothing is released.
     released: Vec<Granules>,
 }
 
 impl SleepingBlocks {
-    /// Saves and releases blocks that are claimed.
+    /// Saves and releases blocks that are marked as asleep.
     pub(super) fn fall(
         memory: Arc<Memory>,
         tag: &str,
@@ -34,7 +34,7 @@ impl SleepingBlocks {
         keep: Vec<BlockId>,
         stream: &dyn Stream,
     ) -> Result<Self> {
-        // From here on a drop gives the claim back.
+        // From this line on, a drop removes the mark.
         let mut falling =
             Self { memory, tag: tag.to_owned(), blocks, keep, saved: None, released: Vec::new() };
         falling.saved = falling.memory.save(&falling.keep, stream)?;
@@ -49,12 +49,12 @@ impl SleepingBlocks {
         Ok(falling)
     }
 
-    /// Gives the blocks memory again, at the addresses that they had, and the kept ones their contents.
+    /// Maps memory for the blocks at their old addresses, and restores the contents of the kept blocks.
     /// Waits for `stream`.
     ///
     /// # Errors
-    /// [`crate::Error::Allocation`] when memory is refused, what the stream refuses; the blocks sleep on and
-    /// are given back.
+    /// Returns [`crate::Error::Allocation`] if memory is refused, and the errors of the stream. In these
+    /// cases the blocks stay asleep and are returned in the error.
     pub fn wake(mut self, stream: &dyn Stream) -> Result<(), Box<Rejected<Self>>> {
         if let Err(error) = self.rise(stream) {
             return Err(Box::new(Rejected { error, blocks: self }));
@@ -67,27 +67,27 @@ impl SleepingBlocks {
         self.memory.map(&self.released)?;
         let Some(saved) = &self.saved else { return Ok(()) };
         self.memory.restore(saved, &self.keep, stream).inspect_err(|_| {
-            // What cannot be released again stays mapped, which harms nobody.
+            // Memory that cannot be released again stays mapped, which does no harm.
             let _ = self.memory.unmap(&self.released);
         })
     }
 
-    /// The name under which they sleep.
+    /// Returns the tag under which the blocks were put to sleep.
     pub fn tag(&self) -> &str {
         &self.tag
     }
 
-    /// The blocks.
+    /// Returns the range of the blocks.
     pub fn blocks(&self) -> Range<u32> {
         self.blocks.clone()
     }
 
-    /// Bytes of device memory that were released.
+    /// Returns the number of bytes of device memory that were released.
     pub fn released_bytes(&self) -> usize {
         self.released.iter().map(|(_, range)| range.len()).sum()
     }
 
-    /// Bytes of host memory that hold what was kept.
+    /// Returns the number of bytes of host memory that hold the kept contents.
     pub fn saved_bytes(&self) -> usize {
         self.saved.as_ref().map_or(0, |saved| self.keep.len() * saved.layout().block_bytes())
     }

@@ -3,9 +3,9 @@
 //! | policy | evicts first | suits |
 //! |---|---|---|
 //! | [`Lru`] | the block released longest ago | chat traffic, which is driven by recency; the default |
-//! | [`TinyLfu`] | the key seen least often, by a sketch that ages | scans and one-off prompts beside popular prefixes |
-//! | [`S3Fifo`] | blocks without hits in a small queue, then a main queue; remembers ghosts | as `TinyLfu`, without moving a block on a hit |
-//! | [`PriorityLru`] | the lowest [`Retention`] priority, then as `Lru` | prefixes that the caller ranks, for a time |
+//! | [`TinyLfu`] | the rarest key, by an ageing sketch | scans and one-off prompts beside popular prefixes |
+//! | [`S3Fifo`] | blocks without hits in a small, then a main queue | as `TinyLfu`; a hit moves no block |
+//! | [`PriorityLru`] | the lowest [`Retention`] priority, then as `Lru` | prefixes ranked by the caller |
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Sequences by the caller's own numbers, a layer at a time, read back as dense tensors.
+//! Sequences under the caller's own numbers, written layer by layer and read back as dense tensors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,22 +8,22 @@ use super::single::SingleSequence;
 use super::{Error, LayerViews, PagedKvCache, Result, SequenceId, SequenceStart};
 use crate::device::{Backend, Stream, TensorView};
 
-/// Most blocks of a sequence unless it is configured.
+/// Default limit to the number of blocks of a sequence.
 pub const DEFAULT_MAX_BLOCKS: usize = 64;
 
 #[derive(Debug)]
 struct Named {
     id: SequenceId,
-    /// Tokens written in each layer.
+    /// Number of tokens written in each layer.
     written: Vec<usize>,
 }
 
 /// A paged cache whose sequences are appended to layer by layer.
 ///
-/// All layers of a sequence share its blocks: the layer that comes first with a token takes the room, the
-/// others write to the same slots, so that the length advances once per token. Rows move in the order of
-/// the caller's streams, under the rule that [`PagedKvCache`] states. For engines that attend
-/// over dense tensors; those that read blocks in place use [`PagedKvCache`] itself.
+/// All layers of a sequence share its blocks. The first layer to receive a token takes the slot, and the
+/// other layers write to that slot, so the length advances once per token. Rows move in the order of the
+/// caller's streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines that
+/// attend over dense tensors; engines that read blocks in place use [`PagedKvCache`] itself.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -62,22 +62,24 @@ pub struct PagedSequences {
 }
 
 impl PagedSequences {
-    /// Sequences of at most [`DEFAULT_MAX_BLOCKS`] blocks in `cache`, whose memory is `backend`'s.
+    /// Creates a set of sequences in `cache`, whose memory is of `backend`. A sequence has at most
+    /// [`DEFAULT_MAX_BLOCKS`] blocks.
     pub fn new(backend: Arc<dyn Backend>, cache: PagedKvCache) -> Self {
         Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS }
     }
 
-    /// Another limit to the blocks of a sequence.
+    /// Sets the limit to the number of blocks of a sequence.
     #[must_use]
     pub fn max_blocks(mut self, blocks: usize) -> Self {
         self.max_blocks = blocks;
         self
     }
 
-    /// A new sequence: under the caller's number, or under the smallest above all in use.
+    /// Creates a sequence under the caller's number. Without one, uses the largest number in use plus 1, or
+    /// 0 for the first sequence. Returns the number.
     ///
     /// # Errors
-    /// [`Error::SequenceExists`] for a number in use.
+    /// Returns [`Error::SequenceExists`] if the number is in use.
     pub fn create(&mut self, number: Option<u64>) -> Result<u64> {
         let next = || self.sequences.last_key_value().map_or(0, |(last, _)| last.wrapping_add(1));
         let number = number.unwrap_or_else(next);
@@ -94,41 +96,43 @@ impl PagedSequences {
         self.sequences.get(&number).ok_or(Error::UnknownSequence(number))
     }
 
-    /// Tokens written in one layer.
+    /// Returns the number of tokens written in one layer.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OutOfRange`] for a layer past the last.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if
+    /// `layer` is past the last layer.
     pub fn layer_len(&self, number: u64, layer: usize) -> Result<usize> {
         let written = &self.named(number)?.written;
         written.get(layer).copied().ok_or(Error::range("layer", layer, written.len()))
     }
 
-    /// Tokens of a sequence: those of the layer that is furthest.
+    /// Returns the number of tokens of a sequence: that of its longest layer.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn len(&self, number: u64) -> Result<usize> {
         self.cache.len(self.named(number)?.id)
     }
 
-    /// Whether a sequence has no token.
+    /// Returns whether a sequence has no token.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn is_empty(&self, number: u64) -> Result<bool> {
         Ok(self.len(number)? == 0)
     }
 
-    /// Live sequences.
+    /// Returns the number of live sequences.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
     }
 
-    /// Writes new rows `[heads, tokens, dim]` of one layer behind those it has.
+    /// Appends new rows `[heads, tokens, dim]` to one layer.
     ///
     /// # Errors
-    /// [`Error::SequenceTooLong`], [`Error::OutOfBlocks`], a layer or shape that does not fit; the sequence
-    /// is as before then.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if the
+    /// sequence would exceed its limit of blocks, [`Error::OutOfBlocks`] if there are not enough blocks,
+    /// and an error if the layer or a shape does not fit. In these cases the sequence is unchanged.
     pub fn append(
         &mut self,
         stream: &dyn Stream,
@@ -141,9 +145,9 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Writes rows of one layer at `start`, which forgets what the layer had from there on, and returns
-    /// all it has now: `([k_heads, len, k_dim], [v_heads, len, v_dim])`. Blocks past the layer that is
-    /// furthest then are given back.
+    /// Writes rows of one layer at `start`, in place of all tokens that the layer had from `start` on.
+    /// Returns all rows that the layer has afterwards: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// Blocks past the end of the longest layer are freed.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -172,7 +176,8 @@ impl PagedSequences {
     /// ```
     ///
     /// # Errors
-    /// As [`append`](Self::append), and [`Error::OutOfRange`] for a start that would leave a hole.
+    /// Returns the errors of [`append`](Self::append), [`Error::OutOfRange`] if `start` would leave a gap,
+    /// and the errors of [`read`](Self::read).
     pub fn update(
         &mut self,
         stream: &dyn Stream,
@@ -224,7 +229,7 @@ impl PagedSequences {
     /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
     ///
     /// # Errors
-    /// As [`layer_len`](Self::layer_len), and what the backend refuses.
+    /// Returns the errors of [`layer_len`](Self::layer_len), and those of the backend.
     pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize) -> Result<LayerViews> {
         self.read_first(stream, number, layer, self.layer_len(number, layer)?)
     }
@@ -244,24 +249,24 @@ impl PagedSequences {
         read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))
     }
 
-    /// Ends a sequence; its blocks are free at once.
+    /// Ends a sequence. Its blocks become free at once.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn delete(&mut self, number: u64) -> Result<()> {
         let named = self.sequences.remove(&number).ok_or(Error::UnknownSequence(number))?;
         self.cache.free(named.id)
     }
 
-    /// The cache under the sequences.
+    /// Returns the cache that holds the sequences.
     pub fn cache(&self) -> &PagedKvCache {
         &self.cache
     }
 
-    /// One sequence with the interface of a dense cache.
+    /// Returns one sequence behind the interface of a dense cache.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn single(&mut self, number: u64) -> Result<SingleSequence<'_>> {
         self.named(number)?;
         Ok(SingleSequence::new(self, number))

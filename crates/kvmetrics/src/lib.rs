@@ -1,7 +1,9 @@
 //! Measurements as numbers and as text: latency histograms and the Prometheus exposition format.
 
 mod exposition;
-mod histogram;
+mod goals;
+mod latencies;
 
 pub use exposition::{Exposition, Family, MetricKind};
-pub use histogram::{Latencies, LatencyHistogram};
+pub use goals::{Goal, Target};
+pub use latencies::{Latencies, LatencyHistogram};

@@ -1,4 +1,4 @@
-//! How a prefill is cut: layers into pipeline stages, tokens into chunks.
+//! The division of a prefill: layers into pipeline stages, tokens into chunks.
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use crate::base::RankInfo;
 use crate::base::{Error, Result, same};
 
-/// Where a piece of a cache belongs; it travels with the piece's bytes.
+/// The place of a piece in a cache. It travels with the bytes of the piece.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PiecePlace {
-    /// Stage of the pipeline that computed it.
+    /// Stage of the pipeline that computed the piece.
     pub stage: usize,
     /// Chunk of the prompt.
     pub chunk: usize,
-    /// The stage's layers, as numbered in the model.
+    /// Layers of the stage, numbered as in the model.
     pub layers: Range<usize>,
-    /// The chunk's tokens, as numbered in the prompt.
+    /// Tokens of the chunk, numbered as in the prompt.
     pub tokens: Range<usize>,
 }
 
@@ -37,11 +37,12 @@ pub struct PrefillPlan {
 }
 
 impl PrefillPlan {
-    /// A plan of any cuts: the layers of each stage, and the tokens of each chunk from 0 on.
+    /// Creates a plan from the layers of each stage and the tokens of each chunk, which start at 0.
     ///
     /// # Errors
-    /// [`Error::Zero`] without stages or chunks or for an empty one; [`Error::Mismatch`] for a stage or
-    /// chunk that does not begin where the one before ends: a gap or an overlap.
+    /// Returns [`Error::Zero`] if there are no stages or no chunks, or if one of them is empty. Returns
+    /// [`Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a gap or an
+    /// overlap).
     pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
         let first_layer = stages.first().map_or(0, |stage| stage.start);
         consecutive(["stages", "layers of a stage", "first layer of a stage"], first_layer, &stages)?;
@@ -49,11 +50,12 @@ impl PrefillPlan {
         Ok(Self { stages, chunks })
     }
 
-    /// Layers cut as [`RankInfo::layers`] does, and chunks of `chunk_len` tokens, the last one shorter
-    /// where it does not divide.
+    /// Creates a plan with layers divided as in [`RankInfo::layers`], and chunks of `chunk_len` tokens. The
+    /// last chunk may be shorter.
     ///
     /// # Errors
-    /// [`Error::Uneven`] for fewer layers than stages, [`Error::Zero`].
+    /// Returns [`Error::Uneven`] if there are fewer layers than stages, and [`Error::Zero`] if there are no
+    /// stages, no tokens, or no tokens per chunk.
     pub fn even(num_layers: usize, stages: usize, tokens: usize, chunk_len: usize) -> Result<Self> {
         if chunk_len == 0 {
             return Err(Error::Zero { what: "tokens of a chunk" });
@@ -66,36 +68,36 @@ impl PrefillPlan {
         )
     }
 
-    /// Stages of the pipeline.
+    /// Returns the number of stages of the pipeline.
     pub fn num_stages(&self) -> usize {
         self.stages.len()
     }
 
-    /// Chunks of the prompt.
+    /// Returns the number of chunks of the prompt.
     pub fn num_chunks(&self) -> usize {
         self.chunks.len()
     }
 
-    /// Tokens of the prompt.
+    /// Returns the number of tokens of the prompt.
     pub fn num_tokens(&self) -> usize {
         self.chunks.last().map_or(0, |chunk| chunk.end)
     }
 
-    /// Layers of all stages.
+    /// Returns the layers of all stages.
     pub fn layers(&self) -> Range<usize> {
         let start = self.stages.first().map_or(0, |stage| stage.start);
         start..self.stages.last().map_or(start, |stage| stage.end)
     }
 
-    /// Tokens of the first `chunks` chunks.
+    /// Returns the number of tokens in the first `chunks` chunks.
     pub(super) fn tokens_before(&self, chunks: usize) -> usize {
         self.chunks.get(chunks).map_or(self.num_tokens(), |chunk| chunk.start)
     }
 
-    /// Where the piece of a stage and a chunk belongs.
+    /// Returns the place of the piece of a stage and a chunk.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a stage or chunk that the plan does not have.
+    /// Returns [`Error::OutOfRange`] if the plan does not have the stage or chunk.
     pub fn place(&self, stage: usize, chunk: usize) -> Result<PiecePlace> {
         let layers = self.stages.get(stage).ok_or(Error::range("stage", stage, self.stages.len()))?;
         let tokens = self.chunks.get(chunk).ok_or(Error::range("chunk", chunk, self.chunks.len()))?;
@@ -103,8 +105,8 @@ impl PrefillPlan {
     }
 }
 
-/// Ranges that are not empty and follow one another from `start` on; `what` names all of them, their
-/// extent and their start.
+/// Checks that the ranges are not empty and follow one another from `start` on. `what` names the list of
+/// ranges, the extent of a range, and the start of a range.
 fn consecutive(what: [&'static str; 3], start: usize, ranges: &[Range<usize>]) -> Result<()> {
     if ranges.is_empty() {
         return Err(Error::Zero { what: what[0] });

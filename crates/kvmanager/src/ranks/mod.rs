@@ -1,5 +1,5 @@
-//! Several ranks: which heads, layers and batch entries of a model are whose, and how the pieces of a
-//! cache that ranks compute become one.
+//! Several ranks: their shares of a model's heads, layers and batch entries, and the merge of the cache
+//! pieces that they compute.
 //!
 //! ```text
 //!               chunk 0      chunk 1      chunk 2        tokens ──►
@@ -12,9 +12,9 @@
 //!             └────────────┴────────────┴────────────┘
 //! ```
 //!
-//! Merging by layer gives a rank the layers of other stages for the same tokens: it never lengthens
-//! the sequence. Merging along the sequence puts consecutive chunks of the same layers after one
-//! another. A [`PrefillPlan`] is the grid of both.
+//! Merging by layer gives a rank the layers of other stages for the same tokens and never lengthens the
+//! sequence. Merging along the sequence puts consecutive chunks of the same layers after one another. A
+//! [`PrefillPlan`] is the grid of both.
 
 mod cache;
 mod matrix;

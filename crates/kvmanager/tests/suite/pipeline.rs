@@ -1,4 +1,4 @@
-//! Caches of pipeline ranks: chunks appended along the sequence, pieces merged by layer.
+//! Caches of pipeline ranks: chunks appended along the sequence, and pieces merged by layer.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::ops::Range;
@@ -18,7 +18,7 @@ const HEADS: usize = 3;
 const K_DIM: usize = 4;
 const V_DIM: usize = 2;
 
-/// Memory and a stream of one rank.
+/// The memory and a stream of one rank.
 struct Rank {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
@@ -52,7 +52,8 @@ impl Rank {
         RankCache::new(self.arena(layers.len(), capacity, DType::F32.into()), layers.start).unwrap()
     }
 
-    /// What a model would compute: K and V of one layer for some tokens, every element another number.
+    /// Returns K and V of one layer for some tokens, as a model would compute them. Every element is a
+    /// different number.
     fn computed(&self, layer: usize, tokens: &Range<usize>) -> [TensorView; 2] {
         [K_DIM, V_DIM].map(|dim| {
             let mut bytes = Vec::new();
@@ -79,7 +80,7 @@ impl Rank {
         cache.append_sequence(self.stream.as_ref(), layer, &k, &v).unwrap();
     }
 
-    /// The bytes of all layers, K then V, whatever the order in memory.
+    /// Returns the bytes of all layers, K before V, in an order that does not depend on the memory layout.
     fn bytes(&self, cache: &RankCache) -> Vec<u8> {
         let mut all = Vec::new();
         for layer in cache.layers() {
@@ -94,7 +95,7 @@ impl Rank {
         all
     }
 
-    /// All bytes of the memory under a cache, readable or not.
+    /// Returns all bytes of the memory under a cache, readable or not.
     fn memory(&self, cache: &RankCache) -> Vec<Vec<u8>> {
         let read = |storage: &Arc<dyn Storage>| {
             let mut bytes = vec![0; storage.len()];
@@ -105,7 +106,7 @@ impl Rank {
         cache.arena().storages().map(read).collect()
     }
 
-    /// The cache of a rank that has the whole model to itself.
+    /// Returns the cache of a rank that holds the whole model.
     fn whole(&self, plan: &PrefillPlan) -> RankCache {
         let mut cache = self.cache(plan.layers(), plan.num_tokens());
         for chunk in 0..plan.num_chunks() {
@@ -115,7 +116,7 @@ impl Rank {
         cache
     }
 
-    /// The piece of a stage, out of a cache of its own.
+    /// Returns the piece of a stage, from a cache of its own.
     fn piece(&self, place: &PiecePlace) -> Piece {
         let mut own = self.cache(place.layers.clone(), place.tokens.end);
         for layer in place.layers.clone() {
@@ -129,7 +130,8 @@ impl Rank {
     }
 }
 
-/// One stage: computes its layers chunk by chunk and sends each piece to everybody; merges all it gets.
+/// Runs one stage: computes its layers chunk by chunk, sends each piece to all other stages, and merges all
+/// pieces it receives.
 fn stage(
     rank: &Rank,
     stage: usize,
@@ -282,7 +284,7 @@ fn wrong_pieces_change_nothing() {
     for (stage, chunk) in [(0, 0), (1, 0), (0, 2)] {
         merger.accept(stream, &piece(stage, chunk)).unwrap();
     }
-    // chunk 0 is sealed, of chunk 2 one stage has come, of chunk 1 none
+    // chunk 0 is sealed, one stage of chunk 2 has arrived, and none of chunk 1
     let lens =
         |merger: &PieceMerger| (0..5).map(|layer| merger.cache().len(layer).unwrap()).collect::<Vec<_>>();
     assert_eq!(lens(&merger), [3; 5], "tokens behind a gap are not readable");
@@ -361,7 +363,7 @@ fn a_merge_begins_with_an_empty_cache_of_the_plans_layers_and_room() {
     assert_eq!(new(again), Ok(()), "the memory serves another prompt");
 }
 
-/// Cuts of `0..n` at some of the places.
+/// Returns the cuts of `0..n` at some of the places.
 fn cuts(n: usize, at: &[usize]) -> Vec<Range<usize>> {
     let mut at: Vec<usize> = at.iter().map(|cut| cut % n).chain([0, n]).collect();
     at.sort_unstable();
@@ -394,7 +396,7 @@ proptest! {
             prop_assert!(merger.finish().is_err());
             prop_assert_eq!(merger.received().received(), n);
             merger.accept(rank.stream.as_ref(), &rank.piece(&plan.place(stage, chunk).unwrap())).unwrap();
-            // what is readable is a prefix that has arrived
+            // the readable part is a prefix that has arrived
             for stage in 0..plan.num_stages() {
                 let run = merger.received().chunks_in_a_row(stage).unwrap();
                 let place = plan.place(stage, run.saturating_sub(1)).unwrap();

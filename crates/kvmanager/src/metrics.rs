@@ -1,4 +1,4 @@
-//! What a manager and its pool look like from outside.
+//! The metrics of a manager and its pool.
 
 use serde::Serialize;
 
@@ -8,10 +8,11 @@ use super::{BlockState, Target};
 use crate::metrics::{Exposition, Latencies, MetricKind};
 use crate::paging::{BlockPool, Lookups, PoolCounts};
 
-/// A pool and the calls of its [`StorageManager`](super::StorageManager) at one moment.
+/// The metrics of a pool, and of the calls of its [`StorageManager`](super::StorageManager), at one moment.
 ///
-/// [`of`](Self::of) makes it from a pool alone, for a [`PagedKvCache`](crate::PagedKvCache) or whoever else
-/// takes blocks without a manager. [`prometheus`](Self::prometheus) gives the text that Prometheus scrapes; `serde` gives JSON.
+/// [`of`](Self::of) reads a pool alone, for example that of a [`PagedKvCache`](crate::PagedKvCache), which
+/// takes blocks without a manager. [`prometheus`](Self::prometheus) returns the text that Prometheus
+/// scrapes; `serde` gives JSON.
 ///
 /// ```
 /// use kvcore::{BlockPool, PoolMetrics, RequestId, StorageManager};
@@ -26,40 +27,41 @@ use crate::paging::{BlockPool, Lookups, PoolCounts};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PoolMetrics {
-    /// All blocks.
+    /// Number of blocks of the pool.
     pub total: usize,
-    /// Blocks that a reservation can have: free ones and those that may be evicted.
+    /// Number of blocks that a reservation can take: free and evictable blocks.
     pub available: usize,
-    /// Blocks that requests hold. Without a manager: blocks that anybody holds, to fill or to read.
+    /// Number of blocks held by requests. Without a manager: the number of blocks with any guard, for
+    /// filling or for reading.
     pub in_flight: usize,
-    /// `in_flight / total`, 0 for an empty pool. Cached blocks that nobody holds do not count here; in
-    /// [`PoolCounts::utilization`] they do, as does everything that is not free.
+    /// `in_flight / total`, or 0 for an empty pool. Does not count cached blocks, unlike
+    /// [`PoolCounts::utilization`], which counts every block that is not free.
     pub utilization: f64,
-    /// Blocks by state.
+    /// Number of blocks in each state.
     pub counts: PoolCounts,
-    /// Reservations made.
+    /// Number of successful reservations.
     pub reservations: u64,
-    /// Reservations refused for want of blocks.
+    /// Number of reservations refused for lack of blocks.
     pub refused: u64,
-    /// Requests released.
+    /// Number of requests released.
     pub releases: u64,
-    /// Blocks reserved.
+    /// Number of blocks reserved.
     pub reserved_blocks: u64,
-    /// Blocks given back by releases.
+    /// Number of blocks freed by releases.
     pub released_blocks: u64,
-    /// Blocks handed over to be shared.
+    /// Number of blocks handed over to be shared.
     pub taken_blocks: u64,
-    /// Cached blocks that were evicted.
+    /// Number of cached blocks that were evicted.
     pub evictions: u64,
     /// Hits and misses of block keys.
     pub lookups: Lookups,
-    /// How long successful reservations took, waiting for locks included; empty if not measured.
+    /// Latencies of successful reservations, including waits for locks. Empty if not measured.
     pub allocation: Latencies,
-    /// How long successful releases took.
+    /// Latencies of successful releases. Empty if not measured.
     pub release: Latencies,
 }
 
-/// A number of the metrics, with its name, kind and meaning.
+/// One number of the metrics: its name, kind, help text and value.
 type Column = (&'static str, MetricKind, &'static str, fn(&PoolMetrics) -> f64);
 
 const COLUMNS: [Column; 11] = [
@@ -90,7 +92,7 @@ const COLUMNS: [Column; 11] = [
     }),
 ];
 
-/// Latencies of the metrics, with their name and meaning.
+/// Latencies of the metrics: their name, help text and value.
 type Histogram = (&'static str, &'static str, fn(&PoolMetrics) -> &Latencies);
 
 const HISTOGRAMS: [Histogram; 2] = [
@@ -99,7 +101,8 @@ const HISTOGRAMS: [Histogram; 2] = [
 ];
 
 impl PoolMetrics {
-    /// A pool without a manager: the counts of calls are 0, the latencies empty.
+    /// Reads the metrics of a pool without a manager. The counts of calls are 0, and the latencies are
+    /// empty.
     ///
     /// ```
     /// use kvcore::{BlockPool, KeyScope, PoolMetrics};
@@ -134,9 +137,9 @@ impl PoolMetrics {
         }
     }
 
-    /// Seed 003's goals, and whether they are met: more than 10 % of the blocks available, less than
-    /// 90 % in flight, reservations below 1 ms and releases below 0.5 ms. Of latencies the 99th
-    /// percentile counts, rounded up to the end of its bucket; without any call it is unknown.
+    /// Compares the metrics with the goals of seed 003: more than 10 % of the blocks available, less than
+    /// 90 % in flight, reservations below 1 ms and releases below 0.5 ms. For latencies the 99th percentile
+    /// is compared, rounded up to the end of its bucket. It is unknown if there was no call.
     pub fn goals(&self) -> [Goal; 4] {
         let p99 = |latencies: &Latencies| latencies.quantile(0.99).map(|p99| p99.as_secs_f64());
         let available = Some(share(self.available, self.total));
@@ -148,8 +151,8 @@ impl PoolMetrics {
         ]
     }
 
-    /// The metrics of several pools, each with its name as the label `pool`, in the text format of
-    /// Prometheus.
+    /// Returns the metrics of several pools in the text format of Prometheus, each with its name as the
+    /// label `pool`.
     pub fn prometheus(pools: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         for (name, kind, help, value) in COLUMNS {
@@ -255,7 +258,7 @@ mod tests {
         assert_eq!((release.name, release.target), ("release_latency_p99", Target::Below(0.5e-3)));
     }
 
-    /// Samples by name and labels, after checking that each follows its family's header.
+    /// Returns samples by name and labels, after checking that each follows the header of its family.
     fn samples(text: &str) -> HashMap<String, f64> {
         let (mut all, mut family, mut seen) = (HashMap::new(), String::new(), Vec::new());
         for line in text.lines() {

@@ -1,10 +1,10 @@
-//! When a tier is too full, and when it pays to load ahead: decisions without effects.
+//! Thresholds for offloading from a tier and for loading ahead: decisions without effects.
 
 use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// A tier of memory that can push blocks one tier down.
+/// A tier of memory that can offload blocks to the tier below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tier {
@@ -14,26 +14,26 @@ pub enum Tier {
     Host,
 }
 
-/// What to do with blocks of a tier.
+/// A decision about the blocks of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TierAction {
-    /// Nothing.
+    /// Move no blocks.
     None,
     /// Move this many blocks one tier down: the fewest after which the threshold holds.
     Offload {
-        /// Blocks.
+        /// Number of blocks.
         blocks: usize,
     },
-    /// Load this many blocks from the tier below, before they are asked for.
+    /// Load this many blocks from the tier below, before they are requested.
     Prefetch {
-        /// Blocks.
+        /// Number of blocks.
         blocks: usize,
     },
 }
 
-/// When blocks move between tiers, as shares between 0 and 1. Whoever moves blocks asks; nothing here
-/// does.
+/// The thresholds for moving blocks between tiers, as shares between 0 and 1. The code that moves blocks
+/// asks for a decision; the thresholds move nothing themselves.
 ///
 /// ```
 /// use kvcore::{Tier, TierAction, TierThresholds};
@@ -49,7 +49,7 @@ pub enum TierAction {
 #[serde(try_from = "Fractions", into = "Fractions")]
 pub struct TierThresholds(Fractions);
 
-/// The thresholds as they are stored; what is left out has its default.
+/// The thresholds as stored. Omitted fields have their default.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Fractions {
@@ -65,8 +65,8 @@ impl Default for Fractions {
 }
 
 impl Default for TierThresholds {
-    /// The device offloads above 85 % of its blocks in use, the host above 90 %; blocks hotter than 0.7
-    /// are loaded ahead. These are seed 003's numbers.
+    /// Returns the numbers of seed 003: the device offloads when more than 85 % of its blocks are in use,
+    /// the host above 90 %, and blocks hotter than 0.7 are loaded ahead.
     fn default() -> Self {
         Self(Fractions::default())
     }
@@ -90,15 +90,16 @@ impl From<TierThresholds> for Fractions {
 }
 
 impl TierThresholds {
-    /// Thresholds of offloading from the device and from the host, and of loading ahead.
+    /// Creates thresholds for offloading from the device, for offloading from the host, and for loading
+    /// ahead.
     ///
     /// # Errors
-    /// [`Error::NotAFraction`] for anything below 0, above 1, or NaN.
+    /// Returns [`Error::NotAFraction`] if a threshold is below 0, above 1 or NaN.
     pub fn new(device_offload: f64, host_offload: f64, prefetch: f64) -> Result<Self> {
         Fractions { device_offload, host_offload, prefetch }.try_into()
     }
 
-    /// Share of a tier's blocks in use above which it offloads.
+    /// Returns the share of blocks in use above which a tier offloads.
     pub fn offload(&self, tier: Tier) -> f64 {
         match tier {
             Tier::Device => self.0.device_offload,
@@ -106,15 +107,15 @@ impl TierThresholds {
         }
     }
 
-    /// Heat above which blocks are loaded ahead.
+    /// Returns the heat above which blocks are loaded ahead.
     pub fn prefetch(&self) -> f64 {
         self.0.prefetch
     }
 
-    /// What a tier with `used` of `total` blocks in use should do.
+    /// Decides about a tier with `used` of `total` blocks in use.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more blocks in use than there are.
+    /// Returns [`Error::OutOfRange`] if `used` exceeds `total`.
     pub fn on_pressure(&self, tier: Tier, used: usize, total: usize) -> Result<TierAction> {
         Ok(match used.saturating_sub(self.room(tier, used, total)?) {
             0 => TierAction::None,
@@ -122,12 +123,13 @@ impl TierThresholds {
         })
     }
 
-    /// Whether to load `wanted` blocks of the given heat (0 to 1, the caller's measure) to a device with
-    /// `used` of `total` blocks in use: at most as many as do not make it offload.
+    /// Decides whether to load `wanted` blocks of the given heat (0 to 1, measured by the caller) to a
+    /// device with `used` of `total` blocks in use. Never loads so many blocks that the device would
+    /// offload.
     ///
     /// # Errors
-    /// [`Error::NotAFraction`] for another heat, [`Error::OutOfRange`] for more blocks in use than there
-    /// are.
+    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`Error::OutOfRange`] if
+    /// `used` exceeds `total`.
     pub fn on_access(&self, heat: f64, wanted: usize, used: usize, total: usize) -> Result<TierAction> {
         fraction("heat", heat)?;
         let room = self.room(Tier::Device, used, total)?.saturating_sub(used);
@@ -137,20 +139,21 @@ impl TierThresholds {
         })
     }
 
-    /// The most blocks that a tier may have in use: the largest `n` with `n / total <= threshold`.
+    /// Returns the largest number of blocks that a tier may have in use: the largest `n` with
+    /// `n / total <= threshold`.
     fn room(&self, tier: Tier, used: usize, total: usize) -> Result<usize> {
         if used > total {
             return Err(Error::range("blocks in use", used, total.saturating_add(1)));
         }
         let threshold = self.offload(tier);
         let near = (threshold * total as f64) as usize;
-        // The product is rounded; the quotient, as everybody else computes it, decides.
+        // The product is rounded. The quotient, which other code computes as well, decides.
         let fits = |n: &usize| *n <= total && *n as f64 / total as f64 <= threshold;
         Ok([near + 1, near].into_iter().find(fits).unwrap_or(near.saturating_sub(1)))
     }
 }
 
-/// A number between 0 and 1.
+/// Checks that a number is between 0 and 1.
 fn fraction(what: &'static str, value: f64) -> Result<()> {
     if (0.0..=1.0).contains(&value) { Ok(()) } else { Err(Error::NotAFraction { what, value }) }
 }

@@ -12,7 +12,7 @@ use crate::base::{BlockId, Error, Result};
 use crate::metrics::LatencyHistogram;
 use crate::paging::{BlockPool, MutableBlocks};
 
-/// A request of an engine; the engine gives the number.
+/// The number of a request, chosen by the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RequestId(pub u64);
@@ -23,12 +23,12 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Reserves blocks of a pool for requests and gives them back together (the seed's
-/// `KvStorageManager`), and measures how long that takes.
+/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and
+/// measures the latency of these calls. (The `KvStorageManager` of the seed.)
 ///
-/// It holds a guard of the pool for each request, under one lock: at every moment that a caller can
-/// observe, available and in-flight blocks of a pool that nobody else uses add up to its total.
-/// Engines that need no request numbers use the guards of [`BlockPool`] directly.
+/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other
+/// users, available and in-flight blocks add up to the pool's total at every moment that a caller can
+/// observe. Engines that need no request numbers use the guards of [`BlockPool`] directly.
 ///
 /// ```
 /// use kvcore::{BlockPool, Error, RequestId, StorageManager};
@@ -56,7 +56,7 @@ struct Requests {
     counted: Counted,
 }
 
-/// What happened since the manager was made.
+/// Counts of events since the manager was created.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Counted {
     pub(super) reservations: u64,
@@ -74,21 +74,22 @@ struct Timing {
 }
 
 impl StorageManager {
-    /// A manager that measures the latency of its calls, at the cost of reading the clock twice a call.
+    /// Creates a manager that measures the latency of its calls. Each call reads the clock twice.
     pub fn new(pool: BlockPool) -> Self {
         Self { pool, requests: Mutex::default(), timing: Some(Timing::default()) }
     }
 
-    /// A manager that counts, and never reads the clock.
+    /// Creates a manager that counts its calls but never reads the clock.
     pub fn untimed(pool: BlockPool) -> Self {
         Self { pool, requests: Mutex::default(), timing: None }
     }
 
-    /// Reserves `blocks` more blocks for a request, evicting cached ones if needed, and returns them.
-    /// All or none.
+    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if
+    /// needed.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`]; the request has what it had then.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the
+    /// request keeps the blocks it had.
     pub fn reserve(&self, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
         self.timed(
             |timing| &timing.allocation,
@@ -108,10 +109,10 @@ impl StorageManager {
         )
     }
 
-    /// Gives all blocks of a request back and returns how many they were.
+    /// Frees all blocks of a request. Returns their number.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`].
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
     pub fn release(&self, request: RequestId) -> Result<usize> {
         self.timed(
             |timing| &timing.release,
@@ -125,11 +126,11 @@ impl StorageManager {
         )
     }
 
-    /// Hands the blocks of a request over, so that whoever filled them can complete and share them. The
-    /// manager knows the request no more.
+    /// Hands over the blocks of a request, so that the caller can complete and share them. Afterwards the
+    /// manager no longer knows the request.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`].
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
     pub fn take(&self, request: RequestId) -> Result<MutableBlocks> {
         let mut requests = self.requests.lock();
         let blocks = requests.remove(request)?;
@@ -137,44 +138,44 @@ impl StorageManager {
         Ok(blocks)
     }
 
-    /// Blocks of a request, in the order of their reservation.
+    /// Returns the blocks of a request, in the order of their reservation.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`].
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
     pub fn blocks(&self, request: RequestId) -> Result<Vec<BlockId>> {
         let requests = self.requests.lock();
         let blocks = requests.held.get(&request).ok_or(Error::UnknownRequest(request.0))?;
         Ok(blocks.ids().to_vec())
     }
 
-    /// Blocks that a reservation can have: free ones and cached ones that may be evicted.
+    /// Returns the number of blocks that a reservation can take: free and evictable blocks.
     pub fn available_count(&self) -> usize {
         let _requests = self.requests.lock(); // no reservation is half done
         self.pool.counts().available()
     }
 
-    /// Blocks that requests hold.
+    /// Returns the number of blocks held by requests.
     pub fn inflight_count(&self) -> usize {
         self.requests.lock().in_flight
     }
 
-    /// All blocks of the pool.
+    /// Returns the number of blocks of the pool.
     pub fn total(&self) -> usize {
         self.pool.range().len()
     }
 
-    /// Share of the blocks that requests hold; 0 before anything is reserved.
+    /// Returns the share of blocks held by requests, between 0 and 1.
     pub fn utilization(&self) -> f64 {
         share(self.inflight_count(), self.total())
     }
 
-    /// The pool under the manager.
+    /// Returns the pool of the manager.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// Everything there is to know, at one moment (latencies of calls that end meanwhile may be counted
-    /// or not).
+    /// Returns all metrics at one moment. Latencies of calls that end during this call may or may not be
+    /// counted.
     pub fn metrics(&self) -> PoolMetrics {
         let requests = self.requests.lock();
         let counted = requests.counted;
@@ -196,7 +197,7 @@ impl StorageManager {
         }
     }
 
-    /// Runs `call` and, if it succeeds and time is measured, records how long it took.
+    /// Runs `call`. If it succeeds and latencies are measured, records its duration.
     fn timed<T>(&self, of: fn(&Timing) -> &LatencyHistogram, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(timing) = &self.timing else { return call() };
         let start = Instant::now();
@@ -226,7 +227,7 @@ impl Requests {
     }
 }
 
-/// `part / whole`, 0 of nothing.
+/// Returns `part / whole`, or 0 if `whole` is 0.
 pub(super) fn share(part: usize, whole: usize) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }

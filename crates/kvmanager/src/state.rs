@@ -6,7 +6,8 @@ use serde::Serialize;
 
 use crate::paging::PoolCounts;
 
-/// A block's state for display: the lifecycle of NVIDIA Dynamo's KV manager in terms of ours.
+/// The state of a block for display: the lifecycle of NVIDIA Dynamo's KV manager, mapped to that of this
+/// crate.
 ///
 /// | here | in [`crate::block`] | leaves by |
 /// |---|---|---|
@@ -16,7 +17,7 @@ use crate::paging::PoolCounts;
 /// | `Shared` | Shared: any number of holders (one is in use, too) | its last holder |
 /// | `Cached` | Cached: no holder, contents kept | being found again, or evicted |
 ///
-/// Every block is in one of them.
+/// Every block is in exactly one state.
 ///
 /// ```
 /// use kvcore::{BlockPool, BlockState};
@@ -30,23 +31,23 @@ use crate::paging::PoolCounts;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockState {
-    /// Nobody uses the block.
+    /// The block is free.
     Available,
-    /// Taken, and being filled.
+    /// The block is allocated and being filled.
     Reserved,
-    /// Filled, not shared.
+    /// The block is full and not shared.
     InUse,
-    /// Filled, with at least one holder.
+    /// The block is full and has at least one holder.
     Shared,
-    /// Without holders, contents kept.
+    /// The block has no holder, and its contents are kept.
     Cached,
 }
 
 impl BlockState {
-    /// All states, in the order of life.
+    /// All states, in the order of the lifecycle.
     pub const ALL: [Self; 5] = [Self::Available, Self::Reserved, Self::InUse, Self::Shared, Self::Cached];
 
-    /// The name in tables and metrics.
+    /// Returns the name used in tables and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Available => "available",
@@ -57,7 +58,7 @@ impl BlockState {
         }
     }
 
-    /// Blocks of a pool in this state.
+    /// Returns the number of blocks of a pool in this state.
     pub const fn count(self, counts: &PoolCounts) -> usize {
         match self {
             Self::Available => counts.free,

@@ -1,4 +1,4 @@
-//! Blocks that span devices: each holds some of the layers, all under the same block numbers.
+//! Blocks that span devices: each device holds some of the layers, under one set of block numbers.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,33 +7,33 @@ use super::{Error, Result, SlotMapping};
 use crate::base::{BlockId, KvLayout, KvShape, MemoryKind};
 use crate::device::{Backend, CopyBlocks, KvArena, Scatter, Stream, TensorView};
 
-/// Which layers a device takes, and how much memory it gives for them.
+/// The layers that a device holds, and its memory budget for them.
 #[derive(Debug, Clone)]
 pub struct Placement {
-    /// The device.
+    /// Backend of the device.
     pub backend: Arc<dyn Backend>,
-    /// Layers, following those of the placement before.
+    /// Number of layers, which follow those of the previous placement.
     pub layers: usize,
     /// Bytes for K, V and their scales of these layers.
     pub budget: usize,
 }
 
-/// One device's part.
+/// The part of one device.
 #[derive(Debug)]
 pub struct SpannedPart {
-    /// Layers of the model.
+    /// The part's layers, numbered as in the model.
     pub layers: Range<usize>,
-    /// Their keys and values; its layer 0 is the first of them.
+    /// Keys and values of these layers. Layer 0 of the arena is the first of them.
     pub arena: KvArena,
     /// A stream of the device.
     pub stream: Arc<dyn Stream>,
 }
 
-/// Keys and values of a model whose layers lie on several devices.
+/// The keys and values of a model whose layers lie on several devices.
 ///
-/// Every device has the same number of blocks, so one [`crate::BlockPool`] and one block table serve all of them:
-/// block `b` of a sequence holds the same tokens everywhere. The number of blocks is what the device with
-/// the least room for its layers can have.
+/// Every device has the same number of blocks, so one [`crate::BlockPool`] and one block table serve all of
+/// them: block `b` of a sequence holds the same tokens on every device. The device whose budget holds the
+/// fewest blocks of its layers determines the number of blocks.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -60,12 +60,17 @@ pub struct SpannedArena {
 }
 
 impl SpannedArena {
-    /// Allocates each device's layers. `shape` is of the whole model; its number of blocks is ignored.
+    /// Allocates the layers of each device. `shape` describes the whole model; its number of blocks is
+    /// ignored.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if the placements' layers are not the model's, [`Error::Zero`] for no placement
-    /// or one without layers, [`Error::Overflow`], [`Error::NotEnoughMemory`] for one whose budget holds no block, and what a backend
-    /// refuses; memory allocated before is freed.
+    /// - Returns [`Error::Mismatch`] if the placements do not add up to the model's layers.
+    /// - Returns [`Error::Zero`] if there is no placement, or a placement without layers.
+    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
+    /// - Returns [`Error::NotEnoughMemory`] if a placement's budget does not hold one block.
+    /// - Returns the errors of the backends.
+    ///
+    /// In these cases memory that was already allocated is freed.
     pub fn allocate(shape: &KvShape, placements: &[Placement]) -> Result<Self> {
         if placements.is_empty() {
             return Err(Error::Zero { what: "placements" });
@@ -92,41 +97,44 @@ impl SpannedArena {
         Ok(Self { parts, num_blocks })
     }
 
-    /// Blocks, the same on every device.
+    /// Returns the number of blocks, which is equal on all devices.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
-    /// The devices' parts, in the order of layers.
+    /// Returns the parts of the devices, in the order of layers.
     pub fn parts(&self) -> &[SpannedPart] {
         &self.parts
     }
 
-    /// The part that holds a layer of the model, and the layer's number there.
+    /// Returns the part that holds a layer of the model, and the layer's number in that part.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer.
     pub fn part(&self, layer: usize) -> Result<(&SpannedPart, usize)> {
         let limit = self.parts.last().map_or(0, |part| part.layers.end);
         let part = self.parts.iter().find(|part| part.layers.contains(&layer));
         part.map(|part| (part, layer - part.layers.start)).ok_or(Error::range("layer", layer, limit))
     }
 
-    /// Writes rows `[rows, heads, dim]`, which lie on the layer's device, to slots of a layer, in the order of
-    /// the part's stream: it must wait for an event of the stream that made the rows.
+    /// Writes rows `[rows, heads, dim]` to slots of a layer, in the order of the part's stream. The rows
+    /// MUST lie on the layer's device, and the part's stream MUST wait for an event of the stream that
+    /// computed the rows.
     ///
     /// # Errors
-    /// As [`Scatter::check`]; a layer out of range.
+    /// Returns the errors of [`Scatter::check`], and [`Error::OutOfRange`] if `layer` is past the last
+    /// layer.
     pub fn write(&self, layer: usize, k: TensorView, v: TensorView, slots: &SlotMapping) -> Result<()> {
         let (part, layer) = self.part(layer)?;
         let arena = part.arena.clone();
         part.stream.scatter(&Scatter { arena, layer, k, v, slots: Arc::clone(slots.slots()) })
     }
 
-    /// Copies blocks on every device: what a fork needs before it writes.
+    /// Copies blocks on every device, as a fork needs before it writes.
     ///
     /// # Errors
-    /// As [`CopyBlocks::check`]; nothing is copied anywhere then.
+    /// Returns the errors of [`CopyBlocks::check`]; in these cases nothing is copied on any device. Also
+    /// returns the errors of the streams.
     pub fn copy_blocks(&self, pairs: &Arc<[(BlockId, BlockId)]>) -> Result<()> {
         let copy = |part: &SpannedPart| CopyBlocks { arena: part.arena.clone(), pairs: Arc::clone(pairs) };
         self.parts.iter().try_for_each(|part| copy(part).check())?;

@@ -1,43 +1,43 @@
-//! What was measured against what was promised, as data.
+//! Goals and their measured values, as data.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// A bound that is not itself allowed.
+/// An exclusive bound.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
-    /// More than this.
+    /// Greater than this value.
     Above(f64),
-    /// Less than this.
+    /// Less than this value.
     Below(f64),
 }
 
-/// A goal and how it stands.
+/// A goal and its measured value.
 ///
 /// ```
-/// use kvcore::{Goal, Target};
+/// use kvmetrics::{Goal, Target};
 /// let goal = Goal::new("allocation_latency_p99", "seconds", Target::Below(1e-3), Some(0.004));
 /// assert_eq!(goal.met, Some(false));
 /// assert_eq!(goal.to_string(), "allocation_latency_p99: 0.004 seconds, goal < 0.001: missed");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Goal {
-    /// What is measured.
+    /// Name of the quantity.
     pub name: &'static str,
-    /// In what.
+    /// Unit of the quantity.
     pub unit: &'static str,
-    /// What it should be.
+    /// Target value.
     pub target: Target,
-    /// What it is; `None` if nothing was measured.
+    /// Measured value, or `None` if nothing was measured.
     pub measured: Option<f64>,
-    /// Whether it is what it should be; `None` if nothing was measured.
+    /// True if the measured value meets the target. `None` if nothing was measured.
     pub met: Option<bool>,
 }
 
 impl Goal {
-    /// Compares what was measured, if anything was, with the target.
+    /// Compares the measured value, if there is one, with the target.
     pub fn new(name: &'static str, unit: &'static str, target: Target, measured: Option<f64>) -> Self {
         let met = measured.map(|value| match target {
             Target::Above(limit) => value > limit,

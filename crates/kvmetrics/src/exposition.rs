@@ -4,12 +4,12 @@ use std::fmt::{self, Write as _};
 
 use super::Latencies;
 
-/// What kind of numbers a family has.
+/// The kind of a metric family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Only grows; its name ends in `_total`.
+    /// A number that only grows. Its name ends in `_total`.
     Counter,
-    /// Goes up and down.
+    /// A number that can rise and fall.
     Gauge,
     /// Counts by bucket.
     Histogram,
@@ -28,7 +28,7 @@ impl fmt::Display for MetricKind {
 /// Metrics as text. Each family is written once, with all of its samples.
 ///
 /// ```
-/// use kvcore::{Exposition, MetricKind};
+/// use kvmetrics::{Exposition, MetricKind};
 /// let mut text = Exposition::default();
 /// text.family("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of a pool.")
 ///     .sample(&[("pool", "main")], 256.0)
@@ -43,8 +43,8 @@ impl fmt::Display for MetricKind {
 pub struct Exposition(String);
 
 impl Exposition {
-    /// Begins a family. `name` and the names of labels are `[a-zA-Z_][a-zA-Z0-9_]*`, given by programs and
-    /// not by users; label values and `help` may be any text and are escaped.
+    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*` and come from
+    /// programs, not from users. Label values and `help` may be any text and are escaped.
     pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &str) -> Family<'_> {
         self.push(format_args!("# HELP {name} {}\n", help.replace('\\', "\\\\").replace('\n', "\\n")));
         self.push(format_args!("# TYPE {name} {kind}\n"));
@@ -82,13 +82,13 @@ pub struct Family<'a> {
 }
 
 impl Family<'_> {
-    /// One number.
+    /// Adds one number.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) -> &mut Self {
         self.text.sample(self.name, "", labels, value);
         self
     }
 
-    /// All lines of a histogram, in seconds.
+    /// Adds all lines of a histogram, in seconds.
     pub fn histogram(&mut self, labels: &[(&str, &str)], latencies: &Latencies) -> &mut Self {
         let mut below = 0;
         for (end, count) in latencies.buckets() {
@@ -103,7 +103,7 @@ impl Family<'_> {
     }
 }
 
-/// A number as Go reads it, which Prometheus is written in.
+/// Formats a number as Go reads it, the language of Prometheus.
 fn number(value: f64) -> String {
     if value.is_infinite() {
         return if value > 0.0 { "+Inf" } else { "-Inf" }.to_owned();
@@ -116,7 +116,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::metrics::LatencyHistogram;
+    use crate::LatencyHistogram;
 
     #[test]
     fn text_of_users_is_escaped() {

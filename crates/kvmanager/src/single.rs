@@ -1,9 +1,9 @@
-//! One sequence behind the interface of a dense cache, paged or dense underneath.
+//! One sequence behind the interface of a dense cache, over paged or dense storage.
 
 use super::{LayerViews, PagedSequences, Result, StaticKvCache};
 use crate::device::{Stream, TensorView};
 
-/// What engines for one sequence ask of a cache; a dense one and a paged one answer with the same bytes.
+/// The interface of a cache for one sequence. Dense and paged implementations return equal bytes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -37,17 +37,19 @@ use crate::device::{Stream, TensorView};
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 pub trait DenseKv {
-    /// The first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// Returns the first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfRange`] for a layer past the last or more tokens than it has.
+    /// Returns [`crate::Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the
+    /// layer's tokens.
     fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews>;
 
-    /// Writes rows `[heads, tokens, dim]` of a layer at `start` and returns all it has now.
+    /// Writes rows `[heads, tokens, dim]` of a layer at `start`. Returns all rows that the layer has
+    /// afterwards.
     ///
     /// # Errors
-    /// A layer or shape that does not fit, a start that would leave a hole, no room; nothing has changed
-    /// then.
+    /// Returns an error if the layer or a shape does not fit, if `start` would leave a gap, or if there is
+    /// no room. In these cases nothing has changed.
     fn update(
         &mut self,
         stream: &dyn Stream,
@@ -58,7 +60,7 @@ pub trait DenseKv {
     ) -> Result<LayerViews>;
 }
 
-/// One sequence of a [`PagedSequences`]; made by [`PagedSequences::single`].
+/// One sequence of a [`PagedSequences`], created by [`PagedSequences::single`].
 #[derive(Debug)]
 pub struct SingleSequence<'a> {
     sequences: &'a mut PagedSequences,
@@ -88,17 +90,17 @@ impl DenseKv for SingleSequence<'_> {
     }
 }
 
-/// A static cache of one entry with the interface of a dense cache. Its results are views.
+/// A static cache of one entry behind the interface of a dense cache. Its results are views.
 #[derive(Debug)]
 pub struct DenseSequence {
     cache: StaticKvCache,
 }
 
 impl DenseSequence {
-    /// A sequence in a cache of one batch entry.
+    /// Creates the sequence of a cache with one batch entry.
     ///
     /// # Errors
-    /// [`crate::Error::Mismatch`] for a cache of another batch size.
+    /// Returns [`crate::Error::Mismatch`] if the cache has another batch size.
     pub fn new(cache: StaticKvCache) -> Result<Self> {
         crate::base::same("batch entries of a single sequence", 1, cache.max_batch())?;
         Ok(Self { cache })

@@ -1,4 +1,4 @@
-//! The cache of one rank: some layers of a model, as long as the prompt is so far.
+//! The cache of one rank: some layers of a model, for the tokens of the prompt so far.
 
 use std::ops::Range;
 
@@ -7,14 +7,13 @@ use crate::base::{Error, Result};
 use crate::device::{KvArena, Segment, Stream, TensorView};
 use crate::paging::{LayerViews, StaticKvCache};
 
-/// K `[layers, batch, k_heads, capacity, k_dim]` and V alike, for consecutive layers of a model.
+/// K `[layers, batch, k_heads, capacity, k_dim]`, and V likewise, for consecutive layers of a model.
 ///
-/// It is a [`StaticKvCache`] whose batch entries advance together and whose layers are numbered as in
-/// the model; [`into_static`](Self::into_static) gives that cache, for decoding after a prefill
-/// without copying. All memory is allocated before; appending and merging allocate none on the
-/// device.
+/// A rank cache is a [`StaticKvCache`] whose batch entries advance together and whose layers are numbered
+/// as in the model. [`into_static`](Self::into_static) returns that cache, for decoding after a prefill
+/// without copies. All memory is allocated up front; appending and merging allocate no device memory.
 ///
-/// The seed's names are kept: `append_sequence`, `get_data`, `reset`; its `merge_from_ranks` is
+/// `append_sequence`, `get_data` and `reset` have the names of the seed. Its `merge_from_ranks` is
 /// [`PieceMerger`](super::PieceMerger).
 ///
 /// ```
@@ -45,11 +44,12 @@ pub struct RankCache {
 }
 
 impl RankCache {
-    /// An empty cache over an arena whose blocks are batch entries; its layers are those of the model
-    /// from `first_layer` on.
+    /// Creates an empty cache over an arena whose blocks are batch entries. Its layers are those of the
+    /// model from `first_layer` on.
     ///
     /// # Errors
-    /// [`Error::InvalidFormat`] for a quantised arena: pieces are moved as elements, without scales.
+    /// Returns [`Error::InvalidFormat`] for a quantised arena, because pieces move as elements without
+    /// scales. Returns [`Error::Overflow`] if `first_layer` is too large.
     pub fn new(arena: KvArena, first_layer: usize) -> Result<Self> {
         let shape = arena.layout().shape();
         if shape.format.is_quantized() {
@@ -60,27 +60,27 @@ impl RankCache {
         Ok(Self { dense: StaticKvCache::new(arena)?, first_layer })
     }
 
-    /// The layers of this rank, as numbered in the model.
+    /// Returns the layers of this rank, numbered as in the model.
     pub fn layers(&self) -> Range<usize> {
         self.first_layer..self.first_layer + self.arena().layout().shape().num_layers
     }
 
-    /// Batch entries.
+    /// Returns the number of batch entries.
     pub fn batch(&self) -> usize {
         self.dense.max_batch()
     }
 
-    /// Tokens that a layer can hold.
+    /// Returns the number of tokens that a layer can hold.
     pub fn capacity(&self) -> usize {
         self.dense.max_len()
     }
 
-    /// The memory under the cache: blocks are batch entries.
+    /// Returns the arena of the cache. Its blocks are batch entries.
     pub fn arena(&self) -> &KvArena {
         self.dense.arena()
     }
 
-    /// The number in the arena of a layer of the model.
+    /// Returns the number in the arena of a layer of the model.
     fn local(&self, layer: usize) -> Result<usize> {
         let layers = self.layers();
         match layer.checked_sub(layers.start) {
@@ -94,26 +94,29 @@ impl RankCache {
         }
     }
 
-    /// Tokens that a layer holds.
+    /// Returns the number of tokens that a layer holds.
     ///
     /// # Errors
-    /// A layer of another rank.
+    /// Returns an error if the layer is of another rank.
     pub fn len(&self, layer: usize) -> Result<usize> {
         self.dense.entry_len(self.local(layer)?, 0)
     }
 
-    /// Whether no layer holds a token.
+    /// Returns whether no layer holds a token.
     pub fn is_empty(&self) -> bool {
         self.layers().all(|layer| self.len(layer) == Ok(0))
     }
 
-    /// Appends the new tokens of one layer (`k` and `v` are `[batch, heads, new, dim]`) and returns
-    /// the layer's cache as [`get_data`](Self::get_data) does.
+    /// Appends new tokens to one layer; `k` and `v` are `[batch, heads, new, dim]`. Returns views of the
+    /// layer, as [`get_data`](Self::get_data) does.
     ///
     /// # Errors
-    /// A layer of another rank, another batch, other heads or dim, tokens of K and V that differ in
-    /// number, an element type that [`Scatter`](crate::device::Scatter) does not take, and
-    /// [`Error::OutOfRange`] past the capacity. The cache is as before then.
+    /// Returns an error in the following cases. In all of them the cache is unchanged.
+    /// - The layer is of another rank.
+    /// - The batch, the heads or the dims differ from the cache's.
+    /// - K and V have different numbers of tokens.
+    /// - [`Scatter`](crate::device::Scatter) does not accept the element type.
+    /// - The tokens exceed the capacity ([`Error::OutOfRange`]).
     pub fn append_sequence(
         &mut self,
         stream: &dyn Stream,
@@ -125,33 +128,35 @@ impl RankCache {
         self.dense.update(stream, local, k, v, &vec![len; self.batch()])
     }
 
-    /// K and V of one layer up to its length, `[batch, heads, len, dim]`: views, nothing is copied.
+    /// Returns K and V of one layer up to its length, as views `[batch, heads, len, dim]`. Nothing is
+    /// copied.
     ///
-    /// They lie in the cache's own layout. With one batch entry and
-    /// [`BlockOrder::TokenMajor`](crate::BlockOrder::TokenMajor) the tokens so far are one run of
-    /// memory; with [`BlockOrder::HeadMajor`](crate::BlockOrder::HeadMajor) each head's are.
-    /// [`TensorView::contiguous`] gives row-major copies.
+    /// The views have the layout of the cache. With one batch entry and
+    /// [`BlockOrder::TokenMajor`](crate::BlockOrder::TokenMajor), the tokens so far are one run of memory.
+    /// With [`BlockOrder::HeadMajor`](crate::BlockOrder::HeadMajor), the tokens of each head are.
+    /// [`TensorView::contiguous`] returns row-major copies.
     ///
     /// # Errors
-    /// A layer of another rank.
+    /// Returns an error if the layer is of another rank.
     pub fn get_data(&self, layer: usize) -> Result<LayerViews> {
         self.dense.views(self.local(layer)?)
     }
 
-    /// One batch entry's tokens in one layer as a segment of an attend over [`arena`](Self::arena),
-    /// whose layers count from 0.
+    /// Returns the tokens of one batch entry in one layer as a segment of an attend over
+    /// [`arena`](Self::arena), whose layers count from 0.
     ///
     /// # Errors
-    /// A layer of another rank, an entry out of range.
+    /// Returns an error if the layer is of another rank or the entry is out of range.
     pub fn segment(&self, layer: usize, entry: usize) -> Result<Segment> {
         self.dense.entry_segment(self.local(layer)?, entry)
     }
 
-    /// A part of this cache to send to other ranks: views, nothing is copied. The sender must not
-    /// [`reset`](Self::reset) and append before the receivers have read it.
+    /// Returns a part of this cache to send to other ranks, as views. Nothing is copied. The sender MUST
+    /// NOT [`reset`](Self::reset) the cache and append to it before the receivers have read the part.
     ///
     /// # Errors
-    /// Layers of another rank, [`Error::OutOfRange`] for tokens that a layer does not hold.
+    /// Returns an error if a layer is of another rank, and [`Error::OutOfRange`] if a layer does not hold
+    /// the tokens.
     pub fn piece(&self, place: PiecePlace) -> Result<Piece> {
         for layer in place.layers.clone() {
             let len = self.len(layer)?;
@@ -163,7 +168,7 @@ impl RankCache {
         Ok(Piece { place, k, v })
     }
 
-    /// Where a piece lies: `[layers, batch, heads, tokens, dim]` of K and V, filled or not.
+    /// Returns the region of a piece: `[layers, batch, heads, tokens, dim]` of K and V, filled or not.
     pub(super) fn region(&self, place: &PiecePlace) -> Result<LayerViews> {
         let start = self.local(place.layers.start)?;
         let end = place.layers.end.saturating_sub(self.first_layer);
@@ -173,17 +178,17 @@ impl RankCache {
         Ok((part(&k)?, part(&v)?))
     }
 
-    /// Says how many tokens a layer holds, after pieces were copied in.
+    /// Sets the number of tokens that a layer holds, after pieces were copied in.
     pub(super) fn set_len(&mut self, layer: usize, len: usize) -> Result<()> {
         self.dense.set_layer_len(self.local(layer)?, len)
     }
 
-    /// Forgets all tokens; memory stays.
+    /// Removes all tokens. The memory stays allocated.
     pub fn reset(&mut self) {
         self.dense.reset();
     }
 
-    /// The same memory and lengths as a static cache, whose layers count from 0.
+    /// Returns the underlying static cache with its memory and lengths. Its layers count from 0.
     pub fn into_static(self) -> StaticKvCache {
         self.dense
     }

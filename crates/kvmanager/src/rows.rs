@@ -1,4 +1,4 @@
-//! Head-major rows to and from slots of an arena, for caches that read back what they hold.
+//! Copies of head-major rows to and from slots of an arena, for caches that read back their contents.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use super::{LayerViews, Result};
 use crate::base::{DType, MemoryKind};
 use crate::device::{Backend, Gather, KvArena, Scatter, Stream, TensorView, allocate_tensor};
 
-/// Copies the rows at `slots` into new memory: `([k_heads, rows, k_dim], [v_heads, rows, v_dim])`, in
-/// the arena's element type, or in f32 if it is quantised. The copy is enqueued on `stream`.
+/// Copies the rows at `slots` into new memory: `([k_heads, rows, k_dim], [v_heads, rows, v_dim])`. The
+/// element type is that of the arena, or f32 if the arena is quantised. The copy is enqueued on `stream`.
 pub(super) fn read_rows(
     backend: &dyn Backend,
     stream: &dyn Stream,
@@ -40,7 +40,8 @@ pub(super) fn write_rows(
     stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots })
 }
 
-/// Head-major rows `[heads, rows, dim]` as kernels take them: `[rows, heads, dim]`, nothing moved.
+/// Returns head-major rows `[heads, rows, dim]` as a view `[rows, heads, dim]`, the shape that kernels
+/// take. Nothing is moved.
 pub(super) fn token_major(rows: &TensorView) -> Result<TensorView> {
     crate::base::same("rank of [heads, rows, dim]", 3, rows.shape().len())?;
     rows.permute(&[1, 0, 2])

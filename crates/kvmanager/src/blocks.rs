@@ -1,4 +1,4 @@
-//! Blocks by number: for engines that keep block lists themselves.
+//! Blocks by number, for engines that keep block lists themselves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,28 +11,29 @@ use crate::base::{BlockId, KvLayout, MemoryKind, RankInfo};
 use crate::device::{Backend, KvArena, Stream, TensorView};
 use crate::paging::{BlockPool, MutableBlocks, PoolCounts};
 
-/// How many blocks of what size.
+/// The number and the size of a manager's blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BlockManagerConfig {
-    /// Tokens per block; any number from 1 up.
+    /// Number of tokens per block, at least 1.
     pub block_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_blocks: usize,
 }
 
 impl Default for BlockManagerConfig {
-    /// 256 blocks of 16 tokens.
+    /// Returns 256 blocks of 16 tokens.
     fn default() -> Self {
         Self { block_size: 16, num_blocks: 256 }
     }
 }
 
-/// Blocks of one device, allocated and freed by number, read and written block by block.
+/// A manager of one device's blocks, which are allocated and freed by number, and read and written block by
+/// block.
 ///
-/// The typed guards of [`BlockPool`] make wrong frees impossible; here they are errors. All layers share
-/// block numbers. Rows move in the order of the caller's streams: a read sees what was written before on
-/// the same stream, or on one that it waits for.
+/// The typed guards of [`BlockPool`] make wrong frees impossible; in this manager, wrong frees are errors.
+/// All layers share the block numbers. Rows move in the order of the caller's streams: a read sees rows
+/// written before on its stream, or on a stream that its stream waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -62,8 +63,9 @@ impl BlockManager {
     /// Allocates the blocks of this rank's part of a model.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no blocks or a block size of 0, [`Error::Uneven`], [`Error::Overflow`], and what
-    /// the backend refuses.
+    /// Returns [`Error::Zero`] if the number of blocks or the block size is 0, [`Error::Uneven`] if the
+    /// model does not divide evenly among the ranks, [`Error::Overflow`] if a size does not fit the address
+    /// space, and the errors of the backend.
     pub fn from_config(
         backend: Arc<dyn Backend>,
         extents: &KvExtents,
@@ -76,10 +78,10 @@ impl BlockManager {
         Ok(Self { backend, arena, pool, held: BTreeMap::new() })
     }
 
-    /// Takes `n` blocks; all or none.
+    /// Takes `n` blocks, or none.
     ///
     /// # Errors
-    /// [`Error::OutOfBlocks`].
+    /// Returns [`Error::OutOfBlocks`] if there are fewer than `n` free blocks.
     pub fn allocate(&mut self, n: usize) -> Result<Vec<BlockId>> {
         let mut blocks = self.pool.allocate(n)?;
         let ids = blocks.ids().to_vec();
@@ -90,11 +92,12 @@ impl BlockManager {
         Ok(ids)
     }
 
-    /// Gives blocks back; all or none.
+    /// Frees all of `blocks`, or none.
     ///
     /// # Errors
-    /// [`Error::ForeignBlock`] for a number the manager never had, [`Error::NotAllocated`] for a block that
-    /// is free already or given twice. Nothing is freed then.
+    /// Returns [`Error::ForeignBlock`] for a number that is not of this manager, and
+    /// [`Error::NotAllocated`] for a block that is free already or given twice. In these cases nothing is
+    /// freed.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
         let mut seen = std::collections::HashSet::new();
         for &block in blocks {
@@ -117,11 +120,12 @@ impl BlockManager {
         if self.held.contains_key(&block) { Ok(()) } else { Err(Error::NotAllocated { block }) }
     }
 
-    /// Writes rows `[heads, tokens, dim]` of one layer into a block, from `offset` on, in the order of `stream`.
+    /// Writes rows `[heads, tokens, dim]` of one layer into a block, starting at token `offset` of the
+    /// block, in the order of `stream`.
     ///
     /// # Errors
-    /// A block that is not allocated, rows past the block's end, a layer or shape that does not fit;
-    /// nothing is written then.
+    /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if
+    /// the layer or a shape does not fit. In these cases nothing is written.
     pub fn write(
         &self,
         stream: &dyn Stream,
@@ -144,10 +148,11 @@ impl BlockManager {
     }
 
     /// Copies the first `len` tokens of a list of blocks: `([heads, len, k_dim], [heads, len, v_dim])`. The
-    /// result may be used on `stream`, elsewhere after an event of it.
+    /// caller may use the result on `stream`, and on other streams that wait for an event of `stream`.
     ///
     /// # Errors
-    /// A block that is not allocated, more tokens than the blocks have, a layer out of range.
+    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the
+    /// layer is out of range.
     pub fn read(
         &self,
         stream: &dyn Stream,
@@ -164,7 +169,7 @@ impl BlockManager {
         read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())
     }
 
-    /// Gives all blocks back.
+    /// Frees all blocks.
     pub fn reset(&mut self) {
         self.held.clear();
     }
@@ -173,22 +178,22 @@ impl BlockManager {
         self.arena.layout().shape().block_size
     }
 
-    /// How many blocks are in which state.
+    /// Returns the number of blocks in each state.
     pub fn counts(&self) -> PoolCounts {
         self.pool.counts()
     }
 
-    /// Tokens of one layer that fit into all blocks.
+    /// Returns the number of tokens of one layer that all blocks hold together.
     pub fn max_tokens_supported(&self) -> usize {
         self.arena.layout().num_slots()
     }
 
-    /// Bytes of K and V and their scales, over all layers.
+    /// Returns the number of bytes of K, V and their scales over all layers.
     pub fn memory_usage(&self) -> usize {
         self.arena.storages().map(|storage| storage.len()).sum()
     }
 
-    /// Keys and values, for kernels that read blocks in place.
+    /// Returns the arena of the keys and values, for kernels that read blocks in place.
     pub fn arena(&self) -> &KvArena {
         &self.arena
     }

@@ -1,4 +1,4 @@
-//! Which pieces of a merge have arrived.
+//! The record of the pieces of a merge that have arrived.
 
 use std::fmt;
 
@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result, product, same};
 
-/// `[num_chunks, num_stages]`: 1 for a piece that has arrived, 0 for one that has not.
+/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece.
 ///
-/// It prints as a table and serialises as its rows, `[[1,1],[1,0]]`.
+/// The matrix prints as a table and serialises as its rows, `[[1,1],[1,0]]`.
 ///
 /// ```
 /// use kvcore::ReceivedMatrix;
@@ -29,16 +29,17 @@ use crate::base::{Error, Result, product, same};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Vec<Vec<u8>>", into = "Vec<Vec<u8>>")]
 pub struct ReceivedMatrix {
-    /// By chunk, then by stage.
+    /// Arrived pieces, by chunk and within a chunk by stage.
     received: Vec<bool>,
     stages: usize,
 }
 
 impl ReceivedMatrix {
-    /// Nothing has arrived.
+    /// Creates a matrix in which no piece has arrived.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no chunks or no stages, [`Error::Overflow`].
+    /// Returns [`Error::Zero`] if there are no chunks or no stages, and [`Error::Overflow`] if the number
+    /// of pieces does not fit the address space.
     pub fn new(chunks: usize, stages: usize) -> Result<Self> {
         for (what, count) in [("chunks", chunks), ("stages", stages)] {
             if count == 0 {
@@ -48,12 +49,12 @@ impl ReceivedMatrix {
         Ok(Self { received: vec![false; product("pieces of a merge", &[chunks, stages])?], stages })
     }
 
-    /// Chunks.
+    /// Returns the number of chunks.
     pub fn num_chunks(&self) -> usize {
         self.received.len() / self.stages
     }
 
-    /// Stages.
+    /// Returns the number of stages.
     pub fn num_stages(&self) -> usize {
         self.stages
     }
@@ -68,10 +69,11 @@ impl ReceivedMatrix {
         Ok(chunk * self.stages + stage)
     }
 
-    /// Notes that a piece has arrived.
+    /// Records the arrival of a piece.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::DuplicatePiece`] for one that had arrived before.
+    /// Returns [`Error::OutOfRange`] if the chunk or stage is unknown, and [`Error::DuplicatePiece`] if the
+    /// piece has arrived before.
     pub fn record(&mut self, chunk: usize, stage: usize) -> Result<()> {
         let at = self.index(chunk, stage)?;
         if std::mem::replace(&mut self.received[at], true) {
@@ -80,61 +82,61 @@ impl ReceivedMatrix {
         Ok(())
     }
 
-    /// Whether a piece has arrived.
+    /// Returns whether a piece has arrived.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// Returns [`Error::OutOfRange`] if the chunk or stage is unknown.
     pub fn is_received(&self, chunk: usize, stage: usize) -> Result<bool> {
         Ok(self.received[self.index(chunk, stage)?])
     }
 
-    /// Whether all stages of a chunk have arrived.
+    /// Returns whether all stages of a chunk have arrived.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// Returns [`Error::OutOfRange`] if the chunk is unknown.
     pub fn is_chunk_complete(&self, chunk: usize) -> Result<bool> {
         let start = self.index(chunk, 0)?;
         Ok(self.received[start..start + self.stages].iter().all(|&received| received))
     }
 
-    /// Whether all chunks of a stage have arrived.
+    /// Returns whether all chunks of a stage have arrived.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// Returns [`Error::OutOfRange`] if the stage is unknown.
     pub fn is_stage_complete(&self, stage: usize) -> Result<bool> {
         Ok(self.chunks_in_a_row(stage)? == self.num_chunks())
     }
 
-    /// Chunks of a stage that have arrived, from the first one up to the first that has not.
+    /// Returns the number of chunks of a stage that have arrived before the first missing one.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// Returns [`Error::OutOfRange`] if the stage is unknown.
     pub fn chunks_in_a_row(&self, stage: usize) -> Result<usize> {
         let start = self.index(0, stage)?;
         Ok(self.received[start..].iter().step_by(self.stages).take_while(|&&received| received).count())
     }
 
-    /// Whether everything has arrived.
+    /// Returns whether all pieces have arrived.
     pub fn is_complete(&self) -> bool {
         self.received.iter().all(|&received| received)
     }
 
-    /// Pieces that have arrived.
+    /// Returns the number of pieces that have arrived.
     pub fn received(&self) -> usize {
         self.received.iter().filter(|&&received| received).count()
     }
 
-    /// All pieces.
+    /// Returns the number of all pieces.
     pub fn total(&self) -> usize {
         self.received.len()
     }
 
-    /// Share of the pieces that have arrived, 0 to 1.
+    /// Returns the share of pieces that have arrived, between 0 and 1.
     pub fn completion(&self) -> f64 {
         self.received() as f64 / self.total() as f64
     }
 
-    /// Pieces that have not arrived, as `(chunk, stage)` in order.
+    /// Returns the missing pieces as `(chunk, stage)`, in order.
     pub fn missing(&self) -> impl Iterator<Item = (usize, usize)> {
         let places = self.received.iter().enumerate().filter(|(_, received)| !**received);
         places.map(|(at, _)| (at / self.stages, at % self.stages))
@@ -166,9 +168,11 @@ impl From<ReceivedMatrix> for Vec<Vec<u8>> {
 impl TryFrom<Vec<Vec<u8>>> for ReceivedMatrix {
     type Error = Error;
 
+    /// Reads a matrix from its rows.
+    ///
     /// # Errors
-    /// [`Error::Mismatch`] for rows of different lengths, [`Error::OutOfRange`] for a cell that is not 0
-    /// or 1, [`Error::Zero`].
+    /// Returns [`Error::Mismatch`] if rows differ in length, [`Error::OutOfRange`] if a cell is neither 0
+    /// nor 1, and [`Error::Zero`] if there are no chunks or no stages.
     fn try_from(rows: Vec<Vec<u8>>) -> Result<Self> {
         let mut matrix = Self::new(rows.len(), rows.first().map_or(0, Vec::len))?;
         for (row, received) in rows.iter().zip(matrix.received.chunks_exact_mut(matrix.stages)) {

@@ -1,16 +1,16 @@
-//! Pieces that ranks computed, put together: by layer and along the sequence.
+//! The merge of pieces that ranks computed, by layer and along the sequence.
 
 use super::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 use crate::base::{Error, Result, same};
 use crate::device::{CopyTensor, Stream, TensorView};
 
-/// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, of any strides.
+/// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, with any strides.
 ///
-/// [`RankCache::piece`] cuts one out of a cache. Over a wire go its [`PiecePlace`] and the bytes of
-/// its contiguous views.
+/// [`RankCache::piece`] takes a piece from a cache. To send a piece over a network, send its [`PiecePlace`]
+/// and the bytes of its contiguous views.
 #[derive(Debug, Clone)]
 pub struct Piece {
-    /// Where it belongs.
+    /// Place of the piece in the cache.
     pub place: PiecePlace,
     /// Keys.
     pub k: TensorView,
@@ -18,11 +18,11 @@ pub struct Piece {
     pub v: TensorView,
 }
 
-/// Fills a cache with the pieces of a [`PrefillPlan`], in whatever order they arrive.
+/// A merger that fills a cache with the pieces of a [`PrefillPlan`], in any order of arrival.
 ///
 /// A chunk is *sealed* as soon as all of its stages have arrived: readers may use it, and nothing
-/// overwrites it any more. A layer's [length](RankCache::len) is always that of the chunks that have
-/// arrived without a gap, so that an attend never reads what is missing.
+/// overwrites it. The [length](RankCache::len) of a layer always covers only the chunks that have arrived
+/// without a gap, so an attend never reads missing tokens.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -61,11 +61,12 @@ pub struct PieceMerger {
 }
 
 impl PieceMerger {
-    /// Nothing has arrived; `cache` is empty and has all layers of the plan.
+    /// Creates a merger to which no piece has arrived. `cache` must be empty and have exactly the layers of
+    /// the plan.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for other layers than the plan's or a cache that holds tokens,
-    /// [`Error::OutOfRange`] for a prompt longer than the cache's capacity.
+    /// Returns [`Error::Mismatch`] if the layers differ from the plan's or the cache holds tokens, and
+    /// [`Error::OutOfRange`] if the prompt exceeds the capacity of the cache.
     pub fn new(cache: RankCache, plan: PrefillPlan) -> Result<Self> {
         same("first layer of the cache", plan.layers().start, cache.layers().start)?;
         same("end of the layers of the cache", plan.layers().end, cache.layers().end)?;
@@ -79,14 +80,19 @@ impl PieceMerger {
         Ok(Self { cache, plan, received })
     }
 
-    /// Enqueues the copy of a piece to its place. Its memory belongs to the stream's backend and must
-    /// have been written before on this stream, or before an event that this stream waits for.
+    /// Enqueues the copy of a piece to its place. The memory of the piece MUST belong to the stream's
+    /// backend. It MUST have been written before on this stream, or before an event that this stream waits
+    /// for.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a stage or chunk that the plan does not have; [`Error::LatePiece`] for
-    /// a sealed chunk, hence for every piece after the last one; [`Error::DuplicatePiece`];
-    /// [`Error::Mismatch`] for other layers or tokens than the plan has there and for another shape;
-    /// [`Error::DTypeMismatch`]. Nothing has changed then.
+    /// - Returns [`Error::OutOfRange`] if the plan does not have the stage or chunk.
+    /// - Returns [`Error::LatePiece`] for a sealed chunk, and therefore for every piece after the last one.
+    /// - Returns [`Error::DuplicatePiece`] if the piece has arrived before.
+    /// - Returns [`Error::Mismatch`] if the layers or tokens differ from the plan's, or if the shape
+    ///   differs.
+    /// - Returns [`Error::DTypeMismatch`] if the element type differs from the cache's.
+    ///
+    /// In these cases nothing has changed.
     pub fn accept(&mut self, stream: &dyn Stream, piece: &Piece) -> Result<()> {
         let PiecePlace { stage, chunk, ref layers, ref tokens } = piece.place;
         let place = self.plan.place(stage, chunk)?;
@@ -110,27 +116,28 @@ impl PieceMerger {
         place.layers.into_iter().try_for_each(|layer| self.cache.set_len(layer, len))
     }
 
-    /// What has arrived.
+    /// Returns the record of the pieces that have arrived.
     pub fn received(&self) -> &ReceivedMatrix {
         &self.received
     }
 
-    /// The cache as far as it has been filled.
+    /// Returns the cache, as far as it has been filled.
     pub fn cache(&self) -> &RankCache {
         &self.cache
     }
 
-    /// The cache once everything has arrived.
+    /// Returns the cache if all pieces have arrived.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] with the number of pieces that have arrived; which ones are missing is in
-    /// [`received`](Self::received).
+    /// Returns [`Error::Mismatch`] with the number of pieces that have arrived.
+    /// [`received`](Self::received) tells the missing ones.
     pub fn finish(&self) -> Result<&RankCache> {
         same("pieces received", self.received.total(), self.received.received())?;
         Ok(&self.cache)
     }
 
-    /// The cache as it is: finished, or to be [reset](RankCache::reset) for another prompt.
+    /// Returns the cache in its current state: complete, or to be [reset](RankCache::reset) for another
+    /// prompt.
     pub fn into_cache(self) -> RankCache {
         self.cache
     }

@@ -1,23 +1,23 @@
-//! Durations counted in buckets that double.
+//! Durations counted in buckets whose ends double.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// The first bucket ends at 2^6 = 64 ns.
+/// Exponent of the first bucket's end: 2^6 = 64 ns.
 const FIRST: u32 = 6;
-/// The last one with an end, 2^30 ns, is the first beyond a second.
+/// Exponent of the last end: 2^30 ns, the first end beyond a second.
 const LAST: u32 = 30;
-/// Buckets, the one without an end included.
+/// Number of buckets, including the one without an end.
 const BUCKETS: usize = (LAST - FIRST) as usize + 2;
 
-/// Counts durations from 64 ns to 1 s in buckets that double; any number of threads record at once
-/// without a lock, by three relaxed atomic additions.
+/// A histogram of durations in buckets whose ends double, from 64 ns to about 1 s. Any number of threads
+/// record at once without a lock, by three relaxed atomic operations.
 ///
 /// ```
 /// use std::time::Duration;
-/// use kvcore::LatencyHistogram;
+/// use kvmetrics::LatencyHistogram;
 /// let histogram = LatencyHistogram::default();
 /// for ns in [50, 90, 100, 5_000] {
 ///     histogram.record(Duration::from_nanos(ns));
@@ -34,7 +34,7 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    /// One more duration.
+    /// Records one duration.
     pub fn record(&self, took: Duration) {
         let ns = took.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.buckets[bucket(ns)].fetch_add(1, Relaxed);
@@ -42,7 +42,7 @@ impl LatencyHistogram {
         self.max.fetch_max(ns, Relaxed);
     }
 
-    /// What was recorded so far. Records that run meanwhile may be counted in part.
+    /// Returns the durations recorded so far. Concurrent records may be included in part.
     pub fn snapshot(&self) -> Latencies {
         Latencies {
             counts: std::array::from_fn(|i| self.buckets[i].load(Relaxed)),
@@ -52,13 +52,13 @@ impl LatencyHistogram {
     }
 }
 
-/// The bucket whose end is the first that is not below `ns`.
+/// Returns the first bucket whose end is not below `ns`.
 fn bucket(ns: u64) -> usize {
     let exponent = u64::BITS - ns.saturating_sub(1).leading_zeros();
     (exponent.max(FIRST) - FIRST).min(LAST - FIRST + 1) as usize
 }
 
-/// What a [`LatencyHistogram`] held at one moment. It serialises as a summary in seconds with the
+/// The contents of a [`LatencyHistogram`] at one moment. Serialises as a summary in seconds, with the
 /// counts of its buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(into = "Summary")]
@@ -69,24 +69,25 @@ pub struct Latencies {
 }
 
 impl Latencies {
-    /// Durations recorded.
+    /// Returns the number of durations recorded.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Sum of all durations.
+    /// Returns the sum of all durations.
     pub fn sum(&self) -> Duration {
         self.sum
     }
 
-    /// The longest.
+    /// Returns the longest duration.
     pub fn max(&self) -> Duration {
         self.max
     }
 
-    /// A duration that the share `q` of all does not exceed, `None` without any: the end of the bucket
-    /// in which it lies, but no more than the longest. Never less than the exact quantile, and less than
-    /// twice as much from 64 ns up.
+    /// Returns a duration that the share `q` of all durations does not exceed, or `None` if there are none.
+    /// The result is the end of the quantile's bucket, but at most the longest duration. It is never less
+    /// than the exact quantile, and less than twice the exact quantile between 64 ns and the last bucket's
+    /// end (about 1 s).
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let rank = (q.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0) as u64;
         let mut below = 0;
@@ -97,7 +98,7 @@ impl Latencies {
         Some(Self::end(at).map_or(self.max, |end| end.min(self.max)))
     }
 
-    /// Buckets as `(end, durations in it)`; the last one has no end.
+    /// Returns the buckets as `(end, number of durations)`. The last bucket has no end.
     pub fn buckets(&self) -> impl Iterator<Item = (Option<Duration>, u64)> {
         self.counts.iter().enumerate().map(|(at, &count)| (Self::end(at), count))
     }
@@ -107,7 +108,7 @@ impl Latencies {
     }
 }
 
-/// [`Latencies`] as JSON.
+/// The summary of [`Latencies`] that is serialised.
 #[derive(Serialize)]
 struct Summary {
     count: u64,

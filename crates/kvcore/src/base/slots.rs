@@ -1,22 +1,23 @@
-//! Slot mappings: which slot each row of a batch goes to.
+//! Slot mappings: the slot of each row of a batch.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
-use crate::base::{BlockId, Error, PADDING_SLOT, Result};
+use super::{BlockId, Error, PADDING_SLOT, Result};
 
-/// One slot per row, shared with the operations of every layer.
+/// A slot mapping: one slot per row, shared with the operations of every layer.
 ///
-/// A slot is `block * block_size + offset`; a negative slot is padding and is skipped.
+/// A slot is `block * block_size + offset`. A negative slot is padding and is skipped.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SlotMapping(Arc<[i64]>);
 
 impl SlotMapping {
-    /// The slots as an operation takes them.
+    /// Returns the slots in the form that operations take.
     pub fn slots(&self) -> &Arc<[i64]> {
         &self.0
     }
 
-    /// The slots of some tokens of a run that lies in `blocks`, by their index in it.
+    /// Creates the slots of tokens of a run that lies in `blocks`. `tokens` are indices into the run.
     ///
     /// ```
     /// use kvcore::{BlockId, SlotMapping};
@@ -26,7 +27,8 @@ impl SlotMapping {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Zero`] for a block size of 0, [`Error::OutOfRange`] for a token past the blocks.
+    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::OutOfRange`] if a token lies past the
+    /// blocks.
     pub fn in_blocks(
         blocks: &[BlockId],
         block_size: usize,
@@ -42,8 +44,9 @@ impl SlotMapping {
         Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
-    /// Takes other slots in place of these: in the same memory, if there are as many and no operation holds it.
-    pub(super) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
+    /// Replaces the slots. Uses the old memory again if the number of slots is unchanged and no operation
+    /// holds it.
+    pub(crate) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
         match Arc::get_mut(&mut self.0) {
             Some(own) if own.len() == slots.len() => {
                 own.iter_mut().zip(slots).for_each(|(own, slot)| *own = slot);
@@ -52,17 +55,17 @@ impl SlotMapping {
         }
     }
 
-    /// Rows.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is no row.
+    /// Returns whether there is no row.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The same slots followed by padding up to `rows` rows, for kernels of a fixed shape.
+    /// Returns the slots followed by padding up to `rows` rows, for kernels of a fixed shape.
     ///
     /// ```
     /// use kvcore::SlotMapping;
@@ -75,14 +78,22 @@ impl SlotMapping {
         Self(self.0.iter().copied().chain(std::iter::repeat_n(PADDING_SLOT, padding)).collect())
     }
 
-    /// The rows of several sequences after one another.
+    /// Concatenates the rows of several sequences.
     pub fn concat<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
         Self(parts.into_iter().flat_map(|part| part.0.iter().copied()).collect())
     }
 }
 
-impl From<Vec<i64>> for SlotMapping {
-    fn from(slots: Vec<i64>) -> Self {
+impl Deref for SlotMapping {
+    type Target = [i64];
+
+    fn deref(&self) -> &[i64] {
+        &self.0
+    }
+}
+
+impl<T: Into<Arc<[i64]>>> From<T> for SlotMapping {
+    fn from(slots: T) -> Self {
         Self(slots.into())
     }
 }

@@ -1,0 +1,185 @@
+//! Write permits: the proof that no other user reads the blocks that an operation writes.
+//!
+//! ```text
+//!   MutableBlocks ──issues──► Permit ──lies in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
+//!        │ shared, split, freed
+//!        └──voids every permit issued before
+//! ```
+
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use smallvec::SmallVec;
+
+use crate::base::{BlockId, Error, Result, SlotMapping};
+
+/// The issuer of the permits of one owner of blocks.
+///
+/// The epoch is created with the first permit, so an owner that issues none allocates nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Permits(OnceLock<Arc<AtomicU64>>);
+
+/// A permit that is valid until its issuer voids it.
+#[derive(Debug, Clone)]
+struct Permit {
+    epoch: Arc<AtomicU64>,
+    issued: u64,
+}
+
+impl Permits {
+    fn issue(&self) -> Permit {
+        let epoch = Arc::clone(self.0.get_or_init(Arc::default));
+        Permit { issued: epoch.load(Ordering::Acquire), epoch }
+    }
+
+    /// Voids every permit issued so far.
+    pub(crate) fn void(&self) {
+        if let Some(epoch) = self.0.get() {
+            epoch.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Returns slots that may be written. The caller guarantees that the owner fills the block of each slot.
+    pub(crate) fn slots(&self, slots: impl Into<SlotMapping>) -> WriteSlots {
+        WriteSlots { slots: slots.into(), permits: SmallVec::from_buf([self.issue()]) }
+    }
+
+    /// Replaces the slots of `mapping`. Uses its old memory again if the number of slots is unchanged and
+    /// no operation holds it.
+    pub(crate) fn refill(&self, mapping: &mut WriteSlots, slots: impl ExactSizeIterator<Item = i64>) {
+        mapping.slots.refill(slots);
+        mapping.permits.clear();
+        mapping.permits.push(self.issue());
+    }
+
+    /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
+    /// destination.
+    pub(crate) fn pairs(&self, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
+        WritePairs { pairs: pairs.into(), permit: Some(self.issue()) }
+    }
+}
+
+impl Permit {
+    fn check(&self, what: &'static str) -> Result<()> {
+        if self.epoch.load(Ordering::Acquire) == self.issued {
+            Ok(())
+        } else {
+            Err(Error::PermitVoid { what })
+        }
+    }
+}
+
+/// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
+///
+/// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
+/// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts
+/// no other type of slots. The permit becomes void as soon as one of the owner's blocks is shared,
+/// truncated or freed, so old slots never write into a block that others read. A permit refers to block
+/// ids: the caller MUST use it with the arena that the pool's ids belong to.
+///
+/// ```
+/// use kvcore::{BlockPool, BlockTable, Error};
+///
+/// let pool = BlockPool::new(0..8)?;
+/// let mut table = BlockTable::new(&pool, 4)?;
+/// let slots = table.grow(6)?;
+/// assert_eq!(slots[..], [0, 1, 2, 3, 4, 5]);
+/// let twin = table.fork()?;                                    // both blocks are shared from here on
+/// assert_eq!(slots.check(), Err(Error::PermitVoid { what: "slots" }));
+/// # drop(twin);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct WriteSlots {
+    slots: SlotMapping,
+    /// Permits for the slots. Empty for unchecked slots.
+    permits: SmallVec<[Permit; 1]>,
+}
+
+impl WriteSlots {
+    /// Creates writable slots without a permit, for an engine that keeps its own blocks.
+    ///
+    /// The caller guarantees that the blocks of these slots are not read while they are written, and that a
+    /// [`BlockPool`](crate::BlockPool) has shared none of these blocks.
+    pub fn unchecked(slots: impl Into<SlotMapping>) -> Self {
+        Self { slots: slots.into(), permits: SmallVec::new() }
+    }
+
+    /// Returns the slot mapping, for reading.
+    pub fn mapping(&self) -> &SlotMapping {
+        &self.slots
+    }
+
+    /// Checks that the permits are still valid.
+    ///
+    /// # Errors
+    /// Returns [`Error::PermitVoid`] if a permit is void.
+    pub fn check(&self) -> Result<()> {
+        self.permits.iter().try_for_each(|permit| permit.check("slots"))
+    }
+
+    /// Concatenates the rows of several sequences.
+    pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
+        let permits = parts.clone().flat_map(|part| part.permits.iter().cloned()).collect();
+        Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
+    }
+
+    /// Returns the slots followed by padding up to `rows` rows, for kernels of a fixed shape.
+    #[must_use]
+    pub fn padded(&self, rows: usize) -> Self {
+        Self { slots: self.slots.padded(rows), permits: self.permits.clone() }
+    }
+}
+
+impl PartialEq for WriteSlots {
+    /// Compares the slots; permits do not count.
+    fn eq(&self, other: &Self) -> bool {
+        self.slots == other.slots
+    }
+}
+
+impl Deref for WriteSlots {
+    type Target = [i64];
+
+    fn deref(&self) -> &[i64] {
+        &self.slots
+    }
+}
+
+/// Pairs `(source, destination)` of blocks whose destinations may be written.
+///
+/// [`MutableBlocks::write_pairs`](crate::MutableBlocks::write_pairs) issues it. Operations that copy blocks
+/// accept no other type of pairs. The permit becomes void under the conditions stated at [`WriteSlots`].
+#[derive(Debug, Clone, Default)]
+pub struct WritePairs {
+    pairs: Arc<[(BlockId, BlockId)]>,
+    /// Permit for the destinations. `None` for unchecked pairs.
+    permit: Option<Permit>,
+}
+
+impl WritePairs {
+    /// Creates pairs without a permit, for an arena without a pool, such as a staging buffer of the caller.
+    ///
+    /// The caller guarantees that the destinations are not read while they are written, and that a
+    /// [`BlockPool`](crate::BlockPool) has shared none of them.
+    pub fn unchecked(pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Self {
+        Self { pairs: pairs.into(), permit: None }
+    }
+
+    /// Checks that the permit is still valid.
+    ///
+    /// # Errors
+    /// Returns [`Error::PermitVoid`] if the permit is void.
+    pub fn check(&self) -> Result<()> {
+        self.permit.as_ref().map_or(Ok(()), |permit| permit.check("blocks"))
+    }
+}
+
+impl Deref for WritePairs {
+    type Target = [(BlockId, BlockId)];
+
+    fn deref(&self) -> &[(BlockId, BlockId)] {
+        &self.pairs
+    }
+}
