@@ -1,4 +1,4 @@
-//! The kernels that a stream runs: the reference, or the fast ones.
+//! The kernels that a stream runs: reference kernels or fast kernels.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ type Deferred = Box<dyn FnOnce() -> Result<()> + Send>;
 macro_rules! kernels {
     ($($operation:ident: $kernel:ident),* $(,)?) => {
         impl KernelTable {
-            /// Runs an operation now.
+            /// Runs an operation immediately.
             pub(crate) fn run(&self, operation: Operation<'_>) -> Result<()> {
                 match (self, operation) {
                     $((Self::Reference, Operation::$operation(op)) => reference::$kernel(op),
@@ -29,7 +29,7 @@ macro_rules! kernels {
                 }
             }
 
-            /// Returns a closure over a copy of the operation.
+            /// Returns a closure that runs a copy of the operation.
             pub(crate) fn deferred(&self, operation: Operation<'_>) -> Deferred {
                 let kernels = self.clone();
                 match operation {

@@ -51,9 +51,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(target_os = "linux")]
+use kvcore::ReservedStorage;
 use kvcore::{
-    Backend, Capabilities, CounterSnapshot, Counters, DType, KvFormat, MemoryKind, ReservedStorage, Result,
-    Storage, Stream,
+    Backend, Capabilities, CounterSnapshot, Counters, DType, KvFormat, MemoryKind, Result, Storage, Stream,
 };
 
 use fast::Fast;

@@ -111,7 +111,7 @@ proptest! {
                 let end = end.min(extents[*axis]);
                 view = view.slice(*axis, start.min(end), end).unwrap();
             }
-            // source and destination have their axes in one rotated order, their memory in another
+            // the axes of source and destination are rotated alike, the memory behind them is not
             axes.rotate_left(turn % extents.len());
             (whole, view.permute(&axes).unwrap(), values)
         };

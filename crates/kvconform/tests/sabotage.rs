@@ -23,6 +23,7 @@ enum Fault {
     None,
     ScatterNextSlot,
     ScatterWritesPadding,
+    ScatterWithoutRotation,
     GatherWithoutRotation,
     CopyOneLayer,
     SwapNothing,
@@ -72,6 +73,7 @@ enum Fault {
 const FAULTS: &[(Fault, &str)] = &[
     (Fault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
     (Fault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
+    (Fault::ScatterWithoutRotation, "rows::scatter_rotates_keys_on_the_way"),
     (Fault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
     (Fault::CopyOneLayer, "blocks::copy_moves_all_layers_and_nothing_else"),
     (Fault::SwapNothing, "blocks::swap_goes_between_layouts"),
@@ -402,8 +404,9 @@ impl WrongStream {
             Fault::ScatterWritesPadding => slot.max(0),
             _ => slot,
         });
-        self.inner
-            .scatter(&Scatter { slots: WriteSlots::unchecked(slots.collect::<Arc<[_]>>()), ..op.clone() })?;
+        let slots = WriteSlots::unchecked(slots.collect::<Arc<[_]>>());
+        let rotation = op.rotation.clone().filter(|_| self.fault != Fault::ScatterWithoutRotation);
+        self.inner.scatter(&Scatter { slots, rotation, ..op.clone() })?;
         self.spoil_scales(&op.arena)
     }
     fn gather(&self, op: &Gather) -> Result<()> {

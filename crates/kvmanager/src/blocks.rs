@@ -1,15 +1,17 @@
 //! Blocks by number, for engines that keep block lists themselves.
 
+use kvcore::{
+    Backend, BlockId, BlockPool, KvArena, KvExtents, KvLayout, LayerViews, MemoryKind, MutableBlocks,
+    PoolCounts, RankInfo, Stream, TensorView,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::rows::{read_rows, write_rows};
-use super::{Error, KvExtents, LayerViews, Result};
-use crate::base::{BlockId, KvLayout, MemoryKind, RankInfo};
-use crate::device::{Backend, KvArena, Stream, TensorView};
-use crate::paging::{BlockPool, MutableBlocks, PoolCounts};
+use crate::error::{CoreError, range};
+use crate::rows::{read_rows, write_rows};
+use crate::{Error, Result};
 
 /// The number and the size of a manager's blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,7 +39,8 @@ impl Default for BlockManagerConfig {
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{BlockManager, BlockManagerConfig, DType, Error, KvExtents, RankInfo};
+/// use kvcore::{DType, KvExtents, RankInfo};
+/// use kvmanager::{BlockManager, BlockManagerConfig, Error};
 ///
 /// let extents = KvExtents {
 ///     num_layers: 2, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8, max_positions: 128,
@@ -63,8 +66,8 @@ impl BlockManager {
     /// Allocates the blocks of this rank's part of a model.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if the number of blocks or the block size is 0, [`Error::Uneven`] if the
-    /// model does not divide evenly among the ranks, [`Error::Overflow`] if a size does not fit the address
+    /// Returns [`kvcore::Error::Zero`] if the number of blocks or the block size is 0, [`kvcore::Error::Uneven`] if the
+    /// model does not divide evenly among the ranks, [`kvcore::Error::Overflow`] if a size does not fit the address
     /// space, and the errors of the backend.
     pub fn from_config(
         backend: Arc<dyn Backend>,
@@ -81,7 +84,7 @@ impl BlockManager {
     /// Takes `n` blocks, or none.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are fewer than `n` free blocks.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are fewer than `n` free blocks.
     pub fn allocate(&mut self, n: usize) -> Result<Vec<BlockId>> {
         let mut blocks = self.pool.allocate(n)?;
         let ids = blocks.ids().to_vec();
@@ -95,7 +98,7 @@ impl BlockManager {
     /// Frees all of `blocks`, or none.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignBlock`] for a number that is not of this manager, and
+    /// Returns [`kvcore::Error::ForeignBlock`] for a number that is not of this manager, and
     /// [`Error::NotAllocated`] for a block that is free already or given twice. In these cases nothing is
     /// freed.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
@@ -113,11 +116,15 @@ impl BlockManager {
     }
 
     fn check_held(&self, block: BlockId) -> Result<()> {
+        self.held(block).map(drop)
+    }
+
+    fn held(&self, block: BlockId) -> Result<&MutableBlocks> {
         let range = self.pool.range();
         if !range.contains(&block.0) {
-            return Err(Error::ForeignBlock { block, start: range.start, end: range.end });
+            return Err(Error::Core(CoreError::ForeignBlock { block, start: range.start, end: range.end }));
         }
-        if self.held.contains_key(&block) { Ok(()) } else { Err(Error::NotAllocated { block }) }
+        self.held.get(&block).ok_or(Error::NotAllocated { block })
     }
 
     /// Writes rows `[heads, tokens, dim]` of one layer into a block, starting at token `offset` of the
@@ -140,10 +147,11 @@ impl BlockManager {
         let tokens = k.shape().get(1).copied().unwrap_or(0);
         let end = offset.saturating_add(tokens);
         if end > size {
-            return Err(Error::range("end of the rows in the block", end, size + 1));
+            return Err(range("end of the rows in the block", end, size + 1));
         }
         let first = block.index() * size + offset;
-        let slots = (first as i64..(first + tokens) as i64).collect();
+        let slots: Arc<[i64]> = (first as i64..(first + tokens) as i64).collect();
+        let slots = self.held(block)?.write_slots(size, slots)?;
         write_rows(stream, &self.arena, layer, k, v, slots)
     }
 
@@ -163,7 +171,7 @@ impl BlockManager {
         blocks.iter().try_for_each(|&block| self.check_held(block))?;
         let size = self.block_size();
         if len > blocks.len() * size {
-            return Err(Error::range("tokens to read", len, blocks.len() * size + 1));
+            return Err(range("tokens to read", len, blocks.len() * size + 1));
         }
         let slot = |token: usize| (blocks[token / size].index() * size + token % size) as i64;
         read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())

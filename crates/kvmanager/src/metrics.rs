@@ -1,21 +1,22 @@
 //! The metrics of a manager and its pool.
 
+use kvcore::{BlockPool, Lookups, PoolCounts};
 use serde::Serialize;
 
-use super::goals::Goal;
-use super::manager::share;
-use super::{BlockState, Target};
-use crate::metrics::{Exposition, Latencies, MetricKind};
-use crate::paging::{BlockPool, Lookups, PoolCounts};
+use crate::BlockState;
+use crate::requests::share;
+use kvmetrics::{Exposition, Latencies, MetricKind};
+use kvmetrics::{Goal, Target};
 
 /// The metrics of a pool, and of the calls of its [`StorageManager`](super::StorageManager), at one moment.
 ///
-/// [`of`](Self::of) reads a pool alone, for example that of a [`PagedKvCache`](crate::PagedKvCache), which
+/// [`of`](Self::of) reads a pool alone, for example that of a [`PagedKvCache`](kvcore::PagedKvCache), which
 /// takes blocks without a manager. [`prometheus`](Self::prometheus) returns the text that Prometheus
 /// scrapes; `serde` gives JSON.
 ///
 /// ```
-/// use kvcore::{BlockPool, PoolMetrics, RequestId, StorageManager};
+/// use kvcore::BlockPool;
+/// use kvmanager::{PoolMetrics, RequestId, StorageManager};
 /// let manager = StorageManager::new(BlockPool::new(0..10)?);
 /// manager.reserve(RequestId(1), 4)?;
 /// let metrics = manager.metrics();
@@ -23,7 +24,7 @@ use crate::paging::{BlockPool, Lookups, PoolCounts};
 /// assert!(metrics.goals().iter().take(2).all(|goal| goal.met == Some(true)));
 /// let text = PoolMetrics::prometheus(&[("main", &metrics)]);
 /// assert!(text.contains("kvcore_pool_in_flight_blocks{pool=\"main\"} 4\n"));
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PoolMetrics {
@@ -105,7 +106,8 @@ impl PoolMetrics {
     /// empty.
     ///
     /// ```
-    /// use kvcore::{BlockPool, KeyScope, PoolMetrics};
+    /// use kvcore::{BlockPool, KeyScope};
+    /// use kvmanager::PoolMetrics;
     /// let pool = BlockPool::new(0..8)?;
     /// let keys = KeyScope::new("m", b"w").root().chain(&[1, 2, 3], 1);
     /// let held = pool.allocate(2)?.register(None, &keys[..2])?;
@@ -113,11 +115,11 @@ impl PoolMetrics {
     /// let metrics = PoolMetrics::of(&pool);
     /// assert_eq!((metrics.in_flight, metrics.available, metrics.utilization), (2, 6, 0.25));
     /// assert_eq!((metrics.lookups.hits, metrics.lookups.misses), (2, 1));
-    /// # Ok::<(), kvcore::Error>(())
+    /// # Ok::<(), kvmanager::Error>(())
     /// ```
     pub fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
-        let in_flight = counts.mutable + counts.complete + counts.shared;
+        let in_flight = counts.mutable + counts.shared;
         Self {
             total: counts.total,
             available: counts.available(),
@@ -191,9 +193,9 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::metrics::LatencyHistogram;
-    use crate::paging::KeyScope;
-    use crate::storage::{RequestId, StorageManager};
+    use crate::{RequestId, StorageManager};
+    use kvcore::KeyScope;
+    use kvmetrics::LatencyHistogram;
 
     fn metrics(total: u32, reserved: usize) -> PoolMetrics {
         let manager = StorageManager::untimed(BlockPool::new(0..total).unwrap());
@@ -212,11 +214,7 @@ mod tests {
         let pool = BlockPool::new(0..10).unwrap();
         let keys = KeyScope::new("m", b"").root().chain(&[1, 2, 3], 1);
         drop(pool.allocate(3).unwrap().register(None, &keys).unwrap());
-        let held = (
-            pool.allocate(1).unwrap(),
-            pool.allocate(1).unwrap().complete(),
-            pool.allocate(2).unwrap().share(),
-        );
+        let held = (pool.allocate(1).unwrap(), pool.allocate(1).unwrap(), pool.allocate(2).unwrap().share());
         let m = PoolMetrics::of(&pool);
         assert_eq!((m.total, m.available, m.in_flight, m.utilization), (10, 6, 4, 0.4));
         assert_eq!(m.counts.utilization(), 0.7, "three cached ones more are not free");

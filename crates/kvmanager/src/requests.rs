@@ -1,5 +1,6 @@
 //! Blocks by request.
 
+use kvcore::{BlockId, BlockPool, MutableBlocks};
 use std::collections::HashMap;
 use std::fmt;
 use std::time::Instant;
@@ -7,10 +8,8 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::PoolMetrics;
-use crate::base::{BlockId, Error, Result};
-use crate::metrics::LatencyHistogram;
-use crate::paging::{BlockPool, MutableBlocks};
+use crate::{Error, PoolMetrics, Result};
+use kvmetrics::LatencyHistogram;
 
 /// The number of a request, chosen by the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -31,7 +30,8 @@ impl fmt::Display for RequestId {
 /// observe. Engines that need no request numbers use the guards of [`BlockPool`] directly.
 ///
 /// ```
-/// use kvcore::{BlockPool, Error, RequestId, StorageManager};
+/// use kvcore::BlockPool;
+/// use kvmanager::{Error, RequestId, StorageManager};
 /// let manager = StorageManager::new(BlockPool::new(0..8)?);
 /// let request = RequestId(7);
 /// assert_eq!(manager.reserve(request, 3)?.len(), 3);
@@ -88,7 +88,7 @@ impl StorageManager {
     /// needed.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the
     /// request keeps the blocks it had.
     pub fn reserve(&self, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
         self.timed(
@@ -235,6 +235,7 @@ pub(super) fn share(part: usize, whole: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::CoreError;
 
     fn manager(blocks: u32) -> StorageManager {
         StorageManager::new(BlockPool::new(0..blocks).unwrap())
@@ -262,7 +263,7 @@ mod tests {
         let m = manager(4);
         m.reserve(A, 3).unwrap();
         let before = (m.blocks(A).unwrap(), m.pool().counts());
-        let out = |asked| Err(Error::OutOfBlocks { asked, free: 1, evictable: 0, total: 4 });
+        let out = |asked| Err(Error::Core(CoreError::OutOfBlocks { asked, free: 1, evictable: 0, total: 4 }));
         assert_eq!(m.reserve(A, 2), out(2), "to a known request");
         assert_eq!(m.reserve(B, 2), out(2), "to a new one");
         assert_eq!(m.reserve(B, usize::MAX), out(usize::MAX));
@@ -288,7 +289,7 @@ mod tests {
     fn blocks_that_are_taken_over_can_be_completed_and_are_evicted_for_the_next() {
         let m = manager(4);
         m.reserve(A, 3).unwrap();
-        let key = crate::KeyScope::new("m", b"").root();
+        let key = kvcore::KeyScope::new("m", b"").root();
         let shared = m.take(A).unwrap().register(None, &[1, 2, 3].map(|n| key.child(&[n]))).unwrap();
         assert_eq!((m.inflight_count(), m.available_count(), m.release(A).is_err()), (0, 1, true));
         drop(shared);

@@ -1,10 +1,12 @@
 //! Copies of head-major rows to and from slots of an arena, for caches that read back their contents.
 
+use crate::Result;
+use crate::error::same;
+use kvcore::{
+    Backend, DType, Gather, KvArena, LayerViews, MemoryKind, Scatter, Stream, TensorView, WriteSlots,
+    allocate_tensor,
+};
 use std::sync::Arc;
-
-use super::{LayerViews, Result};
-use crate::base::{DType, MemoryKind};
-use crate::device::{Backend, Gather, KvArena, Scatter, Stream, TensorView, allocate_tensor};
 
 /// Copies the rows at `slots` into new memory: `([k_heads, rows, k_dim], [v_heads, rows, v_dim])`. The
 /// element type is that of the arena, or f32 if the arena is quantised. The copy is enqueued on `stream`.
@@ -34,15 +36,15 @@ pub(super) fn write_rows(
     layer: usize,
     k: &TensorView,
     v: &TensorView,
-    slots: Arc<[i64]>,
+    slots: WriteSlots,
 ) -> Result<()> {
     let (k, v) = (token_major(k)?, token_major(v)?);
-    stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots })
+    Ok(stream.scatter(&Scatter { arena: arena.clone(), layer, k, v, slots, rotation: None })?)
 }
 
 /// Returns head-major rows `[heads, rows, dim]` as a view `[rows, heads, dim]`, the shape that kernels
 /// take. Nothing is moved.
 pub(super) fn token_major(rows: &TensorView) -> Result<TensorView> {
-    crate::base::same("rank of [heads, rows, dim]", 3, rows.shape().len())?;
-    rows.permute(&[1, 0, 2])
+    same("rank of [heads, rows, dim]", 3, rows.shape().len())?;
+    Ok(rows.permute(&[1, 0, 2])?)
 }

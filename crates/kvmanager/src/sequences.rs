@@ -1,12 +1,13 @@
 //! Sequences under the caller's own numbers, written layer by layer and read back as dense tensors.
 
+use kvcore::{Backend, LayerViews, PagedKvCache, SequenceId, SequenceStart, Stream, TensorView};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::rows::{read_rows, token_major};
-use super::single::SingleSequence;
-use super::{Error, LayerViews, PagedKvCache, Result, SequenceId, SequenceStart};
-use crate::device::{Backend, Stream, TensorView};
+use crate::error::{CoreError, range};
+use crate::rows::{read_rows, token_major};
+use crate::single::SingleSequence;
+use crate::{Error, Result};
 
 /// Default limit to the number of blocks of a sequence.
 pub const DEFAULT_MAX_BLOCKS: usize = 64;
@@ -28,10 +29,8 @@ struct Named {
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{
-///     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
-///     PagedSequences, allocate_tensor,
-/// };
+/// use kvcore::{Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, allocate_tensor};
+/// use kvmanager::PagedSequences;
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
@@ -51,7 +50,7 @@ struct Named {
 /// assert_eq!(sequences.len(id)?, 5);
 /// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [2, 5, 3]);
 /// sequences.delete(id)?;
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct PagedSequences {
@@ -93,31 +92,31 @@ impl PagedSequences {
     }
 
     fn named(&self, number: u64) -> Result<&Named> {
-        self.sequences.get(&number).ok_or(Error::UnknownSequence(number))
+        self.sequences.get(&number).ok_or(Error::Core(CoreError::UnknownSequence(number)))
     }
 
     /// Returns the number of tokens written in one layer.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, and [`kvcore::Error::OutOfRange`] if
     /// `layer` is past the last layer.
     pub fn layer_len(&self, number: u64, layer: usize) -> Result<usize> {
         let written = &self.named(number)?.written;
-        written.get(layer).copied().ok_or(Error::range("layer", layer, written.len()))
+        written.get(layer).copied().ok_or(range("layer", layer, written.len()))
     }
 
     /// Returns the number of tokens of a sequence: that of its longest layer.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn len(&self, number: u64) -> Result<usize> {
-        self.cache.len(self.named(number)?.id)
+        Ok(self.cache.len(self.named(number)?.id)?)
     }
 
     /// Returns whether a sequence has no token.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn is_empty(&self, number: u64) -> Result<bool> {
         Ok(self.len(number)? == 0)
     }
@@ -130,8 +129,8 @@ impl PagedSequences {
     /// Appends new rows `[heads, tokens, dim]` to one layer.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if the
-    /// sequence would exceed its limit of blocks, [`Error::OutOfBlocks`] if there are not enough blocks,
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if the
+    /// sequence would exceed its limit of blocks, [`kvcore::Error::OutOfBlocks`] if there are not enough blocks,
     /// and an error if the layer or a shape does not fit. In these cases the sequence is unchanged.
     pub fn append(
         &mut self,
@@ -152,10 +151,8 @@ impl PagedSequences {
     /// ```
     /// # use std::sync::Arc;
     /// # use kvbackend_cpu::CpuBackend;
-    /// # use kvcore::{
-    /// #     Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
-    /// #     PagedSequences, allocate_tensor,
-    /// # };
+    /// # use kvcore::{Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, allocate_tensor};
+    /// # use kvmanager::PagedSequences;
     /// # let backend = CpuBackend::new();
     /// # let stream = backend.stream()?;
     /// # let shape = KvShape {
@@ -172,11 +169,11 @@ impl PagedSequences {
     /// let new = rows.slice(1, 0, 3)?;
     /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
     /// assert_eq!((k.shape(), sequences.len(id)?), (&[2, 5, 3][..], 5));
-    /// # Ok::<(), kvcore::Error>(())
+    /// # Ok::<(), kvmanager::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Returns the errors of [`append`](Self::append), [`Error::OutOfRange`] if `start` would leave a gap,
+    /// Returns the errors of [`append`](Self::append), [`kvcore::Error::OutOfRange`] if `start` would leave a gap,
     /// and the errors of [`read`](Self::read).
     pub fn update(
         &mut self,
@@ -189,7 +186,7 @@ impl PagedSequences {
     ) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if start > held {
-            return Err(Error::range("start of the update", start, held + 1));
+            return Err(range("start of the update", start, held + 1));
         }
         self.write(stream, number, layer, k, v, start)?;
         self.read(stream, number, layer)
@@ -215,15 +212,15 @@ impl PagedSequences {
         if end > before {
             self.cache.grow(id, end - before)?;
         }
-        let slots = self.cache.slots(id, start..end)?;
+        let slots = self.cache.write_slots(id, start..end)?;
         if let Err(error) = self.cache.write(id, stream, layer, k, v, &slots) {
             self.cache.truncate(id, before)?;
-            return Err(error);
+            return Err(error.into());
         }
         let Some(named) = self.sequences.get_mut(&number) else { return Ok(()) };
         named.written[layer] = end;
         let furthest = named.written.iter().copied().max().unwrap_or(end);
-        self.cache.truncate(id, furthest)
+        Ok(self.cache.truncate(id, furthest)?)
     }
 
     /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
@@ -243,7 +240,7 @@ impl PagedSequences {
     ) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if len > held {
-            return Err(Error::range("tokens to read", len, held + 1));
+            return Err(range("tokens to read", len, held + 1));
         }
         let slots = self.cache.slots(self.named(number)?.id, 0..len)?;
         read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))
@@ -252,10 +249,10 @@ impl PagedSequences {
     /// Ends a sequence. Its blocks become free at once.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn delete(&mut self, number: u64) -> Result<()> {
-        let named = self.sequences.remove(&number).ok_or(Error::UnknownSequence(number))?;
-        self.cache.free(named.id)
+        let named = self.sequences.remove(&number).ok_or(Error::Core(CoreError::UnknownSequence(number)))?;
+        Ok(self.cache.free(named.id)?)
     }
 
     /// Returns the cache that holds the sequences.
@@ -266,7 +263,7 @@ impl PagedSequences {
     /// Returns one sequence behind the interface of a dense cache.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn single(&mut self, number: u64) -> Result<SingleSequence<'_>> {
         self.named(number)?;
         Ok(SingleSequence::new(self, number))

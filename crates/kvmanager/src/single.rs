@@ -1,17 +1,15 @@
 //! One sequence behind the interface of a dense cache, over paged or dense storage.
 
-use super::{LayerViews, PagedSequences, Result, StaticKvCache};
-use crate::device::{Stream, TensorView};
-
+use crate::error::same;
+use crate::{PagedSequences, Result};
+use kvcore::{LayerViews, StaticKvCache, Stream, TensorView};
 /// The interface of a cache for one sequence. Dense and paged implementations return equal bytes.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{
-///     Backend, BlockOrder, BlockPool, DType, DenseKv, DenseSequence, KvArena, KvLayout, KvShape, MemoryKind,
-///     PagedKvCache, PagedSequences, StaticKvCache, allocate_tensor,
-/// };
+/// use kvcore::{Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, StaticKvCache, allocate_tensor};
+/// use kvmanager::{DenseKv, DenseSequence, PagedSequences};
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
@@ -34,7 +32,7 @@ use crate::device::{Stream, TensorView};
 ///     assert_eq!(k.shape(), [2, 5, 3]);
 ///     assert_eq!(kv.layer_kv(stream.as_ref(), 0, 4)?.0.shape(), [2, 4, 3]);
 /// }
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 pub trait DenseKv {
     /// Returns the first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
@@ -102,7 +100,7 @@ impl DenseSequence {
     /// # Errors
     /// Returns [`crate::Error::Mismatch`] if the cache has another batch size.
     pub fn new(cache: StaticKvCache) -> Result<Self> {
-        crate::base::same("batch entries of a single sequence", 1, cache.max_batch())?;
+        same("batch entries of a single sequence", 1, cache.max_batch())?;
         Ok(Self { cache })
     }
 }

@@ -1,11 +1,13 @@
 //! Blocks that span devices: each device holds some of the layers, under one set of block numbers.
 
+use crate::error::{CoreError, range, same};
+use crate::{Error, Result};
+use kvcore::{
+    Backend, CopyBlocks, KvArena, KvLayout, KvShape, MemoryKind, Scatter, Stream, TensorView, WritePairs,
+    WriteSlots,
+};
 use std::ops::Range;
 use std::sync::Arc;
-
-use super::{Error, Result, SlotMapping};
-use crate::base::{BlockId, KvLayout, KvShape, MemoryKind};
-use crate::device::{Backend, CopyBlocks, KvArena, Scatter, Stream, TensorView};
 
 /// The layers that a device holds, and its memory budget for them.
 #[derive(Debug, Clone)]
@@ -31,13 +33,14 @@ pub struct SpannedPart {
 
 /// The keys and values of a model whose layers lie on several devices.
 ///
-/// Every device has the same number of blocks, so one [`crate::BlockPool`] and one block table serve all of
+/// Every device has the same number of blocks, so one [`kvcore::BlockPool`] and one block table serve all of
 /// them: block `b` of a sequence holds the same tokens on every device. The device whose budget holds the
 /// fewest blocks of its layers determines the number of blocks.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{BlockOrder, DType, KvShape, Placement, SpannedArena};
+/// use kvcore::{BlockOrder, DType, KvShape};
+/// use kvmanager::{Placement, SpannedArena};
 ///
 /// let shape = KvShape {
 ///     num_layers: 6, num_blocks: 1, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
@@ -51,7 +54,7 @@ pub struct SpannedPart {
 /// assert_eq!(spanned.num_blocks(), 7);
 /// let (part, layer) = spanned.part(5)?;
 /// assert_eq!((part.layers.clone(), layer), (4..6, 1));
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct SpannedArena {
@@ -64,20 +67,20 @@ impl SpannedArena {
     /// ignored.
     ///
     /// # Errors
-    /// - Returns [`Error::Mismatch`] if the placements do not add up to the model's layers.
-    /// - Returns [`Error::Zero`] if there is no placement, or a placement without layers.
-    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
-    /// - Returns [`Error::NotEnoughMemory`] if a placement's budget does not hold one block.
+    /// - Returns [`kvcore::Error::Mismatch`] if the placements do not add up to the model's layers.
+    /// - Returns [`kvcore::Error::Zero`] if there is no placement, or a placement without layers.
+    /// - Returns [`kvcore::Error::Overflow`] if a size does not fit the address space.
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if a placement's budget does not hold one block.
     /// - Returns the errors of the backends.
     ///
     /// In these cases memory that was already allocated is freed.
     pub fn allocate(shape: &KvShape, placements: &[Placement]) -> Result<Self> {
         if placements.is_empty() {
-            return Err(Error::Zero { what: "placements" });
+            return Err(Error::Core(CoreError::Zero { what: "placements" }));
         }
         let layers = placements.iter().try_fold(0usize, |sum, p| sum.checked_add(p.layers));
-        let layers = layers.ok_or(Error::Overflow { what: "layers of all placements" })?;
-        crate::base::same("layers of all placements", shape.num_layers, layers)?;
+        let layers = layers.ok_or(Error::Core(CoreError::Overflow { what: "layers of all placements" }))?;
+        same("layers of all placements", shape.num_layers, layers)?;
         let of = |placement: &Placement| KvShape { num_layers: placement.layers, ..shape.clone() };
         let mut num_blocks = usize::MAX;
         for placement in placements {
@@ -110,11 +113,11 @@ impl SpannedArena {
     /// Returns the part that holds a layer of the model, and the layer's number in that part.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer.
+    /// Returns [`kvcore::Error::OutOfRange`] if `layer` is past the last layer.
     pub fn part(&self, layer: usize) -> Result<(&SpannedPart, usize)> {
         let limit = self.parts.last().map_or(0, |part| part.layers.end);
         let part = self.parts.iter().find(|part| part.layers.contains(&layer));
-        part.map(|part| (part, layer - part.layers.start)).ok_or(Error::range("layer", layer, limit))
+        part.map(|part| (part, layer - part.layers.start)).ok_or(range("layer", layer, limit))
     }
 
     /// Writes rows `[rows, heads, dim]` to slots of a layer, in the order of the part's stream. The rows
@@ -122,12 +125,12 @@ impl SpannedArena {
     /// computed the rows.
     ///
     /// # Errors
-    /// Returns the errors of [`Scatter::check`], and [`Error::OutOfRange`] if `layer` is past the last
+    /// Returns the errors of [`Scatter::check`], and [`kvcore::Error::OutOfRange`] if `layer` is past the last
     /// layer.
-    pub fn write(&self, layer: usize, k: TensorView, v: TensorView, slots: &SlotMapping) -> Result<()> {
+    pub fn write(&self, layer: usize, k: TensorView, v: TensorView, slots: &WriteSlots) -> Result<()> {
         let (part, layer) = self.part(layer)?;
         let arena = part.arena.clone();
-        part.stream.scatter(&Scatter { arena, layer, k, v, slots: Arc::clone(slots.slots()) })
+        Ok(part.stream.scatter(&Scatter { arena, layer, k, v, slots: slots.clone(), rotation: None })?)
     }
 
     /// Copies blocks on every device, as a fork needs before it writes.
@@ -135,14 +138,14 @@ impl SpannedArena {
     /// # Errors
     /// Returns the errors of [`CopyBlocks::check`]; in these cases nothing is copied on any device. Also
     /// returns the errors of the streams.
-    pub fn copy_blocks(&self, pairs: &Arc<[(BlockId, BlockId)]>) -> Result<()> {
-        let copy = |part: &SpannedPart| CopyBlocks { arena: part.arena.clone(), pairs: Arc::clone(pairs) };
+    pub fn copy_blocks(&self, pairs: &WritePairs) -> Result<()> {
+        let copy = |part: &SpannedPart| CopyBlocks { arena: part.arena.clone(), pairs: pairs.clone() };
         self.parts.iter().try_for_each(|part| copy(part).check())?;
-        self.parts.iter().try_for_each(|part| part.stream.copy_blocks(&copy(part)))
+        Ok(self.parts.iter().try_for_each(|part| part.stream.copy_blocks(&copy(part)))?)
     }
 
     /// Waits for every device.
     pub fn synchronize(&self) -> Result<()> {
-        self.parts.iter().try_for_each(|part| part.stream.synchronize())
+        Ok(self.parts.iter().try_for_each(|part| part.stream.synchronize())?)
     }
 }

@@ -1,32 +1,31 @@
 //! The states of blocks under the names that operators know.
 
+use kvcore::PoolCounts;
 use std::fmt;
 
 use serde::Serialize;
 
-use crate::paging::PoolCounts;
-
 /// The state of a block for display: the lifecycle of NVIDIA Dynamo's KV manager, mapped to that of this
 /// crate.
 ///
-/// | here | in [`crate::block`] | leaves by |
+/// | here | in [`kvcore`] | leaves by |
 /// |---|---|---|
 /// | `Available` | Free | being reserved |
 /// | `Reserved` | Mutable: being filled | being completed, or released |
-/// | `InUse` | Complete: filled, its only user holds it | being shared, or released |
-/// | `Shared` | Shared: any number of holders (one is in use, too) | its last holder |
+/// | `InUse` | Shared: filled, with any number of holders | its last holder |
 /// | `Cached` | Cached: no holder, contents kept | being found again, or evicted |
 ///
 /// Every block is in exactly one state.
 ///
 /// ```
-/// use kvcore::{BlockPool, BlockState};
+/// use kvcore::BlockPool;
+/// use kvmanager::BlockState;
 /// let pool = BlockPool::new(0..4)?;
 /// let reserved = pool.allocate(3)?;
 /// let counts = BlockState::ALL.map(|state| (state.name(), state.count(&pool.counts())));
-/// assert_eq!(counts, [("available", 1), ("reserved", 3), ("in_use", 0), ("shared", 0), ("cached", 0)]);
+/// assert_eq!(counts, [("available", 1), ("reserved", 3), ("in_use", 0), ("cached", 0)]);
 /// # drop(reserved);
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -35,17 +34,16 @@ pub enum BlockState {
     Available,
     /// The block is allocated and being filled.
     Reserved,
-    /// The block is full and not shared.
+    /// The block is filled and has at least one holder.
+    #[doc(alias = "Shared")]
     InUse,
-    /// The block is full and has at least one holder.
-    Shared,
     /// The block has no holder, and its contents are kept.
     Cached,
 }
 
 impl BlockState {
     /// All states, in the order of the lifecycle.
-    pub const ALL: [Self; 5] = [Self::Available, Self::Reserved, Self::InUse, Self::Shared, Self::Cached];
+    pub const ALL: [Self; 4] = [Self::Available, Self::Reserved, Self::InUse, Self::Cached];
 
     /// Returns the name used in tables and metrics.
     pub const fn name(self) -> &'static str {
@@ -53,7 +51,6 @@ impl BlockState {
             Self::Available => "available",
             Self::Reserved => "reserved",
             Self::InUse => "in_use",
-            Self::Shared => "shared",
             Self::Cached => "cached",
         }
     }
@@ -63,8 +60,7 @@ impl BlockState {
         match self {
             Self::Available => counts.free,
             Self::Reserved => counts.mutable,
-            Self::InUse => counts.complete,
-            Self::Shared => counts.shared,
+            Self::InUse => counts.shared,
             Self::Cached => counts.cached,
         }
     }
@@ -79,22 +75,20 @@ impl fmt::Display for BlockState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::paging::{BlockPool, KeyScope};
+    use kvcore::{BlockPool, KeyScope};
 
     #[test]
     fn every_block_is_in_one_state_through_its_life() {
         let pool = BlockPool::new(0..4).unwrap();
         let states = || BlockState::ALL.map(|state| state.count(&pool.counts()));
-        assert_eq!(states(), [4, 0, 0, 0, 0]);
+        assert_eq!(states(), [4, 0, 0, 0]);
         let reserved = pool.allocate(2).unwrap();
-        assert_eq!(states(), [2, 2, 0, 0, 0]);
-        let in_use = reserved.complete();
-        assert_eq!(states(), [2, 0, 2, 0, 0]);
+        assert_eq!(states(), [2, 2, 0, 0]);
         let root = KeyScope::new("m", b"").root();
-        let shared = in_use.register(None, &[root.child(&[1]), root.child(&[2])]).unwrap();
-        assert_eq!(states(), [2, 0, 0, 2, 0]);
+        let shared = reserved.register(None, &[root.child(&[1]), root.child(&[2])]).unwrap();
+        assert_eq!(states(), [2, 0, 2, 0]);
         drop(shared);
-        assert_eq!(states(), [2, 0, 0, 0, 2]);
+        assert_eq!(states(), [2, 0, 0, 2]);
         assert_eq!(format!("{:>9}|", BlockState::InUse), "   in_use|");
     }
 }

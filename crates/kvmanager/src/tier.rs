@@ -1,8 +1,8 @@
 //! Thresholds for offloading from a tier and for loading ahead: decisions without effects.
 
+use crate::error::range;
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-
-use crate::base::{Error, Result};
 
 /// A tier of memory that can offload blocks to the tier below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -36,14 +36,14 @@ pub enum TierAction {
 /// asks for a decision; the thresholds move nothing themselves.
 ///
 /// ```
-/// use kvcore::{Tier, TierAction, TierThresholds};
+/// use kvmanager::{Tier, TierAction, TierThresholds};
 /// let thresholds = TierThresholds::default();                        // 0.85, 0.90, 0.70
 /// assert_eq!(thresholds.on_pressure(Tier::Device, 85, 100)?, TierAction::None);
 /// assert_eq!(thresholds.on_pressure(Tier::Device, 93, 100)?, TierAction::Offload { blocks: 8 });
 /// // a hot prefix of 20 blocks: only as many as do not make the device offload at once
 /// assert_eq!(thresholds.on_access(0.8, 20, 75, 100)?, TierAction::Prefetch { blocks: 10 });
 /// assert_eq!(thresholds.on_access(0.6, 20, 75, 100)?, TierAction::None);
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Fractions", into = "Fractions")]
@@ -115,7 +115,7 @@ impl TierThresholds {
     /// Decides about a tier with `used` of `total` blocks in use.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `used` exceeds `total`.
+    /// Returns [`kvcore::Error::OutOfRange`] if `used` exceeds `total`.
     pub fn on_pressure(&self, tier: Tier, used: usize, total: usize) -> Result<TierAction> {
         Ok(match used.saturating_sub(self.room(tier, used, total)?) {
             0 => TierAction::None,
@@ -128,7 +128,7 @@ impl TierThresholds {
     /// offload.
     ///
     /// # Errors
-    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`Error::OutOfRange`] if
+    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::OutOfRange`] if
     /// `used` exceeds `total`.
     pub fn on_access(&self, heat: f64, wanted: usize, used: usize, total: usize) -> Result<TierAction> {
         fraction("heat", heat)?;
@@ -143,7 +143,7 @@ impl TierThresholds {
     /// `n / total <= threshold`.
     fn room(&self, tier: Tier, used: usize, total: usize) -> Result<usize> {
         if used > total {
-            return Err(Error::range("blocks in use", used, total.saturating_add(1)));
+            return Err(range("blocks in use", used, total.saturating_add(1)));
         }
         let threshold = self.offload(tier);
         let near = (threshold * total as f64) as usize;
@@ -161,6 +161,7 @@ fn fraction(what: &'static str, value: f64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::CoreError;
 
     #[test]
     fn offloads_are_the_fewest_that_help() {
@@ -231,7 +232,7 @@ mod tests {
             }
         }
         let thresholds = TierThresholds::default();
-        let more = Err(Error::OutOfRange { what: "blocks in use", value: 3, limit: 3 });
+        let more = Err(Error::Core(CoreError::OutOfRange { what: "blocks in use", value: 3, limit: 3 }));
         assert_eq!(thresholds.on_pressure(Tier::Device, 3, 2), more);
         assert_eq!(thresholds.on_access(0.9, 1, 3, 2), more);
     }

@@ -66,8 +66,8 @@ static FORM: Form = {
     Form(form)
 };
 
-/// The tiles of the current thread, configured while the value lives.
-pub(crate) struct Tiles(());
+/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its thread.
+pub(crate) struct Tiles(std::marker::PhantomData<*mut ()>);
 
 impl Tiles {
     /// Configures the tiles of the current thread.
@@ -79,7 +79,7 @@ impl Tiles {
         // SAFETY: `FORM` is 64 valid bytes, AMX is available, and no other `Tiles` uses the tiles of this
         // thread.
         unsafe { asm!("ldtilecfg [{}]", in(reg) FORM.0.as_ptr(), options(nostack, readonly)) };
-        Self(())
+        Self(std::marker::PhantomData)
     }
 }
 

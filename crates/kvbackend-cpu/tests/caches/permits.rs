@@ -1,4 +1,4 @@
-//! A shared block is written by nobody: through no descriptor, and not with permits of before it was shared.
+//! No descriptor writes a shared block, not even with a permit from before the block was shared.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::common::{DIM, HEADS, Memory};
 
 const BLOCK: usize = 4;
 
-/// Memory with arenas of every kind, whose block 1 a guard fills.
+/// Memory with arenas of every kind, in which a guard fills block 1.
 struct Lab {
     memory: Memory,
     dense: KvArena,
@@ -44,7 +44,7 @@ impl Lab {
         self.memory.stream.scatter(&op)
     }
 
-    /// Tries every descriptor that names the blocks it writes.
+    /// Tries every descriptor that names the blocks that it writes.
     fn copies(&self, pairs: &WritePairs) -> Vec<(&'static str, Result<()>)> {
         let stream = &self.memory.stream;
         let pairs = || pairs.clone();

@@ -3,7 +3,7 @@
 //! | operation | shader |
 //! |---|---|
 //! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy_units`, or `copy_bytes` if a place or length is no multiple of 16 bytes |
-//! | scatter and gather with another type or format, gather with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert_rows` |
+//! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert_rows` |
 //! | attend, attend_mla, with selections and in every format | `attend`, then `merge` |
 
 use kvcore::{Operation, Result};

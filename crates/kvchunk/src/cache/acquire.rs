@@ -139,7 +139,7 @@ impl ChunkCacheManager {
     /// let mut computed = 0;
     /// for position in [7, 700] {
     ///     let chunk = cache.get_or_compute_chunk(TenantId::default(), &piece, 0, &reindexer, position, |r| {
-    ///         computed += r.slot_mapping()?.len();
+    ///         computed += r.write_slots()?.len();
     ///         Ok::<_, kvchunk::Error>(())
     ///     })?.expect("room for it");
     ///     assert_eq!((chunk.new_position_start(), chunk.position_offset()), (position, position));

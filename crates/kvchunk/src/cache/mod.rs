@@ -70,7 +70,7 @@ use tenant::Account;
 /// let piece = hasher.pieces(&[1, 2, 3], 4096).next().unwrap();
 ///
 /// let Acquired::Compute(reservation) = cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
-/// assert_eq!(reservation.slot_mapping()?.len(), 3);      // … run the model, scatter to these slots …
+/// assert_eq!(reservation.write_slots()?.len(), 3);      // … run the model, scatter to these slots …
 /// drop(reservation.store());
 /// let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
 /// assert_eq!((chunk.num_tokens(), cache.metrics().hit_count), (3, 1));

@@ -89,6 +89,11 @@ pub(super) fn wrong_copies_are_refused(b: &Bench) -> Outcome {
         let result = b.stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs: pairs(&list) });
         ensure(result.is_err(), || format!("{what} was accepted"))?;
     }
+    for list in [vec![(0, 0)], vec![(0, 1), (1, 2)]] {
+        let (src, dst) = (arena.clone(), arena.clone());
+        let result = b.stream.swap_blocks(&SwapBlocks { src, dst, pairs: pairs(&list) });
+        ensure(result.is_err(), || format!("a swap within an arena over itself was accepted: {list:?}"))?;
+    }
     let result = b.stream.swap_blocks(&SwapBlocks { src: arena, dst: other, pairs: pairs(&[(0, 0)]) });
     ensure(result.is_err(), || "blocks of another size were accepted".to_owned())
 }

@@ -91,6 +91,7 @@ cases! {
     rows::wrong_scatters_are_refused_and_write_nothing,
     rows::gather_reads_what_scatter_wrote,
     rows::gather_rotates_keys_on_the_way,
+    rows::scatter_rotates_keys_on_the_way,
     blocks::copy_moves_all_layers_and_nothing_else,
     blocks::swap_goes_between_layouts,
     blocks::wrong_copies_are_refused,

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    BlockOrder, DType, Error, Gather, KvArena, KvPlane, KvShape, Rope, RopeConfig, Rotation, Scatter,
-    TensorView, WriteSlots,
+    BlockOrder, DType, Error, Gather, KvArena, KvPlane, KvShape, Pairing, Rope, RopeConfig, Rotation,
+    RowRotation, Scatter, TensorView, WriteSlots,
 };
 
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
@@ -197,6 +197,45 @@ pub(super) fn gather_reads_what_scatter_wrote(b: &Bench) -> Outcome {
         }
         equal("K rows", &b.download(&out_k)?, &k)?;
         equal("V rows", &b.download(&out_v)?, &v)?;
+    }
+    Ok(())
+}
+
+pub(super) fn scatter_rotates_keys_on_the_way(b: &Bench) -> Outcome {
+    let positions: [i64; 6] = [0, 1, i64::MAX, 1500, 37, i64::MIN];
+    for (order, pairing, dtype) in [
+        (BlockOrder::TokenMajor, Pairing::HalfSplit, b.dtype),
+        (BlockOrder::HeadMajor, Pairing::Interleaved, b.dtype),
+        (BlockOrder::TokenMajor, Pairing::Interleaved, DType::F32),
+    ] {
+        let yarn = super::blocks::yarn()?;
+        let config = RopeConfig { pairing, rotary_dim: 8, ..yarn.config().clone() };
+        let rope = Arc::new(Rope::new(config, 4096)?);
+        let arena = b.arena(order)?;
+        let (k0, v0) = b.fill(&arena, 13)?;
+        let (k, v) = (rounded(dtype, &numbers(14, 6 * 20)), rounded(dtype, &numbers(15, 6 * 12)));
+        let rows = (b.upload(dtype, &[6, 2, 10], &k)?, b.upload(dtype, &[6, 2, 6], &v)?);
+        let rotation = RowRotation { rope: Arc::clone(&rope), positions: positions.into() };
+        let op = Scatter { rotation: Some(rotation), ..scatter(&arena, 1, rows.0, rows.1, &SLOTS) };
+        b.stream.scatter(&op)?;
+        let factor = f64::from(rope.attention_factor());
+        let rotated = |(i, row): (usize, &[f32])| {
+            // Padding has no position.
+            let position = if SLOTS[i / 2] < 0 { 0 } else { positions[i / 2] };
+            oracle::rotate(row, &rope, position, factor)
+        };
+        let k: Vec<f32> = k.chunks(10).enumerate().flat_map(rotated).map(|x| x as f32).collect();
+        let (k1, v1) = b.contents(&arena)?;
+        rounded_once("rotated keys", b.dtype, &k1, &placed(&arena, arena.k_plane(), k0, &k, 1, &SLOTS))?;
+        let v = rounded(b.dtype, &v);
+        equal("values", &v1, &placed(&arena, arena.v_plane(), v0, &v, 1, &SLOTS))?;
+        let rows = (b.tensor(dtype, &[1, 2, 10])?, b.tensor(dtype, &[1, 2, 6])?);
+        for (what, positions) in [("a position past the table", vec![4096]), ("no position", vec![])] {
+            let rotation = RowRotation { rope: Arc::clone(&rope), positions: positions.into() };
+            let rows = (rows.0.clone(), rows.1.clone());
+            let op = Scatter { rotation: Some(rotation), ..scatter(&arena, 1, rows.0, rows.1, &[0]) };
+            ensure(b.stream.scatter(&op).is_err(), || format!("{what} was accepted"))?;
+        }
     }
     Ok(())
 }

@@ -1,11 +1,10 @@
 //! The cache of one rank: some layers of a model, for the tokens of the prompt so far.
 
+use crate::error::{CoreError, range};
+use crate::ranks::{Piece, PiecePlace};
+use crate::{Error, Result};
+use kvcore::{KvArena, LayerViews, Segment, StaticKvCache, Stream, TensorView};
 use std::ops::Range;
-
-use super::{Piece, PiecePlace};
-use crate::base::{Error, Result};
-use crate::device::{KvArena, Segment, Stream, TensorView};
-use crate::paging::{LayerViews, StaticKvCache};
 
 /// K `[layers, batch, k_heads, capacity, k_dim]`, and V likewise, for consecutive layers of a model.
 ///
@@ -19,7 +18,8 @@ use crate::paging::{LayerViews, StaticKvCache};
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, RankCache, allocate_tensor};
+/// use kvcore::{Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, allocate_tensor};
+/// use kvmanager::RankCache;
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
@@ -35,7 +35,7 @@ use crate::paging::{LayerViews, StaticKvCache};
 /// let (k, _) = cache.append_sequence(stream.as_ref(), 30, &rows, &rows)?;
 /// assert_eq!(k.shape(), [1, 2, 14, 8]);
 /// assert!(cache.append_sequence(stream.as_ref(), 3, &rows, &rows).is_err()); // another rank's layer
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct RankCache {
@@ -48,15 +48,17 @@ impl RankCache {
     /// model from `first_layer` on.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidFormat`] for a quantised arena, because pieces move as elements without
-    /// scales. Returns [`Error::Overflow`] if `first_layer` is too large.
+    /// Returns [`kvcore::Error::InvalidFormat`] for a quantised arena, because pieces move as elements without
+    /// scales. Returns [`kvcore::Error::Overflow`] if `first_layer` is too large.
     pub fn new(arena: KvArena, first_layer: usize) -> Result<Self> {
         let shape = arena.layout().shape();
         if shape.format.is_quantized() {
             let reason = "ranks exchange dense keys and values".to_owned();
-            return Err(Error::InvalidFormat { format: shape.format, reason });
+            return Err(Error::Core(CoreError::InvalidFormat { format: shape.format, reason }));
         }
-        first_layer.checked_add(shape.num_layers).ok_or(Error::Overflow { what: "layers of a rank" })?;
+        first_layer
+            .checked_add(shape.num_layers)
+            .ok_or(Error::Core(CoreError::Overflow { what: "layers of a rank" }))?;
         Ok(Self { dense: StaticKvCache::new(arena)?, first_layer })
     }
 
@@ -85,12 +87,12 @@ impl RankCache {
         let layers = self.layers();
         match layer.checked_sub(layers.start) {
             Some(local) if layer < layers.end => Ok(local),
-            Some(_) => Err(Error::range("layer", layer, layers.end)),
-            None => Err(Error::Mismatch {
+            Some(_) => Err(range("layer", layer, layers.end)),
+            None => Err(Error::Core(CoreError::Mismatch {
                 what: "layer of an earlier rank; the first one here",
                 expected: layers.start,
                 got: layer,
-            }),
+            })),
         }
     }
 
@@ -99,7 +101,7 @@ impl RankCache {
     /// # Errors
     /// Returns an error if the layer is of another rank.
     pub fn len(&self, layer: usize) -> Result<usize> {
-        self.dense.entry_len(self.local(layer)?, 0)
+        Ok(self.dense.entry_len(self.local(layer)?, 0)?)
     }
 
     /// Returns whether no layer holds a token.
@@ -115,8 +117,8 @@ impl RankCache {
     /// - The layer is of another rank.
     /// - The batch, the heads or the dims differ from the cache's.
     /// - K and V have different numbers of tokens.
-    /// - [`Scatter`](crate::device::Scatter) does not accept the element type.
-    /// - The tokens exceed the capacity ([`Error::OutOfRange`]).
+    /// - [`Scatter`](kvcore::Scatter) does not accept the element type.
+    /// - The tokens exceed the capacity ([`kvcore::Error::OutOfRange`]).
     pub fn append_sequence(
         &mut self,
         stream: &dyn Stream,
@@ -125,21 +127,21 @@ impl RankCache {
         v: &TensorView,
     ) -> Result<LayerViews> {
         let (local, len) = (self.local(layer)?, self.len(layer)?);
-        self.dense.update(stream, local, k, v, &vec![len; self.batch()])
+        Ok(self.dense.update(stream, local, k, v, &vec![len; self.batch()])?)
     }
 
     /// Returns K and V of one layer up to its length, as views `[batch, heads, len, dim]`. Nothing is
     /// copied.
     ///
     /// The views have the layout of the cache. With one batch entry and
-    /// [`BlockOrder::TokenMajor`](crate::BlockOrder::TokenMajor), the tokens so far are one run of memory.
-    /// With [`BlockOrder::HeadMajor`](crate::BlockOrder::HeadMajor), the tokens of each head are.
+    /// [`BlockOrder::TokenMajor`](kvcore::BlockOrder::TokenMajor), the tokens so far are one run of memory.
+    /// With [`BlockOrder::HeadMajor`](kvcore::BlockOrder::HeadMajor), the tokens of each head are.
     /// [`TensorView::contiguous`] returns row-major copies.
     ///
     /// # Errors
     /// Returns an error if the layer is of another rank.
     pub fn get_data(&self, layer: usize) -> Result<LayerViews> {
-        self.dense.views(self.local(layer)?)
+        Ok(self.dense.views(self.local(layer)?)?)
     }
 
     /// Returns the tokens of one batch entry in one layer as a segment of an attend over
@@ -148,20 +150,20 @@ impl RankCache {
     /// # Errors
     /// Returns an error if the layer is of another rank or the entry is out of range.
     pub fn segment(&self, layer: usize, entry: usize) -> Result<Segment> {
-        self.dense.entry_segment(self.local(layer)?, entry)
+        Ok(self.dense.entry_segment(self.local(layer)?, entry)?)
     }
 
     /// Returns a part of this cache to send to other ranks, as views. Nothing is copied. The sender MUST
     /// NOT [`reset`](Self::reset) the cache and append to it before the receivers have read the part.
     ///
     /// # Errors
-    /// Returns an error if a layer is of another rank, and [`Error::OutOfRange`] if a layer does not hold
+    /// Returns an error if a layer is of another rank, and [`kvcore::Error::OutOfRange`] if a layer does not hold
     /// the tokens.
     pub fn piece(&self, place: PiecePlace) -> Result<Piece> {
         for layer in place.layers.clone() {
             let len = self.len(layer)?;
             if place.tokens.end > len {
-                return Err(Error::range("last token of the piece", place.tokens.end, len + 1));
+                return Err(range("last token of the piece", place.tokens.end, len + 1));
             }
         }
         let (k, v) = self.region(&place)?;
@@ -180,7 +182,7 @@ impl RankCache {
 
     /// Sets the number of tokens that a layer holds, after pieces were copied in.
     pub(super) fn set_len(&mut self, layer: usize, len: usize) -> Result<()> {
-        self.dense.set_layer_len(self.local(layer)?, len)
+        Ok(self.dense.set_layer_len(self.local(layer)?, len)?)
     }
 
     /// Removes all tokens. The memory stays allocated.

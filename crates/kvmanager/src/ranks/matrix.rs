@@ -2,16 +2,16 @@
 
 use std::fmt;
 
+use crate::error::{CoreError, range, same};
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-
-use crate::base::{Error, Result, product, same};
 
 /// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece.
 ///
 /// The matrix prints as a table and serialises as its rows, `[[1,1],[1,0]]`.
 ///
 /// ```
-/// use kvcore::ReceivedMatrix;
+/// use kvmanager::ReceivedMatrix;
 /// let mut received = ReceivedMatrix::new(2, 3)?;
 /// for stage in 0..3 {
 ///     received.record(0, stage)?;
@@ -24,7 +24,7 @@ use crate::base::{Error, Result, product, same};
 /// Chunk0   |    1    1    1
 /// Chunk1   |    0    0    1
 /// received: 4/6 (66.7 %)");
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Vec<Vec<u8>>", into = "Vec<Vec<u8>>")]
@@ -38,15 +38,17 @@ impl ReceivedMatrix {
     /// Creates a matrix in which no piece has arrived.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there are no chunks or no stages, and [`Error::Overflow`] if the number
+    /// Returns [`kvcore::Error::Zero`] if there are no chunks or no stages, and [`kvcore::Error::Overflow`] if the number
     /// of pieces does not fit the address space.
     pub fn new(chunks: usize, stages: usize) -> Result<Self> {
         for (what, count) in [("chunks", chunks), ("stages", stages)] {
             if count == 0 {
-                return Err(Error::Zero { what });
+                return Err(Error::Core(CoreError::Zero { what }));
             }
         }
-        Ok(Self { received: vec![false; product("pieces of a merge", &[chunks, stages])?], stages })
+        let pieces = chunks.checked_mul(stages).filter(|&pieces| isize::try_from(pieces).is_ok());
+        let pieces = pieces.ok_or(CoreError::Overflow { what: "pieces of a merge" })?;
+        Ok(Self { received: vec![false; pieces], stages })
     }
 
     /// Returns the number of chunks.
@@ -61,10 +63,10 @@ impl ReceivedMatrix {
 
     fn index(&self, chunk: usize, stage: usize) -> Result<usize> {
         if chunk >= self.num_chunks() {
-            return Err(Error::range("chunk", chunk, self.num_chunks()));
+            return Err(range("chunk", chunk, self.num_chunks()));
         }
         if stage >= self.stages {
-            return Err(Error::range("stage", stage, self.stages));
+            return Err(range("stage", stage, self.stages));
         }
         Ok(chunk * self.stages + stage)
     }
@@ -72,7 +74,7 @@ impl ReceivedMatrix {
     /// Records the arrival of a piece.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the chunk or stage is unknown, and [`Error::DuplicatePiece`] if the
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage is unknown, and [`Error::DuplicatePiece`] if the
     /// piece has arrived before.
     pub fn record(&mut self, chunk: usize, stage: usize) -> Result<()> {
         let at = self.index(chunk, stage)?;
@@ -85,7 +87,7 @@ impl ReceivedMatrix {
     /// Returns whether a piece has arrived.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the chunk or stage is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage is unknown.
     pub fn is_received(&self, chunk: usize, stage: usize) -> Result<bool> {
         Ok(self.received[self.index(chunk, stage)?])
     }
@@ -93,7 +95,7 @@ impl ReceivedMatrix {
     /// Returns whether all stages of a chunk have arrived.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the chunk is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk is unknown.
     pub fn is_chunk_complete(&self, chunk: usize) -> Result<bool> {
         let start = self.index(chunk, 0)?;
         Ok(self.received[start..start + self.stages].iter().all(|&received| received))
@@ -102,7 +104,7 @@ impl ReceivedMatrix {
     /// Returns whether all chunks of a stage have arrived.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the stage is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the stage is unknown.
     pub fn is_stage_complete(&self, stage: usize) -> Result<bool> {
         Ok(self.chunks_in_a_row(stage)? == self.num_chunks())
     }
@@ -110,7 +112,7 @@ impl ReceivedMatrix {
     /// Returns the number of chunks of a stage that have arrived before the first missing one.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the stage is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the stage is unknown.
     pub fn chunks_in_a_row(&self, stage: usize) -> Result<usize> {
         let start = self.index(0, stage)?;
         Ok(self.received[start..].iter().step_by(self.stages).take_while(|&&received| received).count())
@@ -171,15 +173,15 @@ impl TryFrom<Vec<Vec<u8>>> for ReceivedMatrix {
     /// Reads a matrix from its rows.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if rows differ in length, [`Error::OutOfRange`] if a cell is neither 0
-    /// nor 1, and [`Error::Zero`] if there are no chunks or no stages.
+    /// Returns [`kvcore::Error::Mismatch`] if rows differ in length, [`kvcore::Error::OutOfRange`] if a cell is neither 0
+    /// nor 1, and [`kvcore::Error::Zero`] if there are no chunks or no stages.
     fn try_from(rows: Vec<Vec<u8>>) -> Result<Self> {
         let mut matrix = Self::new(rows.len(), rows.first().map_or(0, Vec::len))?;
         for (row, received) in rows.iter().zip(matrix.received.chunks_exact_mut(matrix.stages)) {
             same("stages of a chunk", received.len(), row.len())?;
             for (&cell, received) in row.iter().zip(received) {
                 if cell > 1 {
-                    return Err(Error::range("cell of the matrix", cell, 2));
+                    return Err(range("cell of the matrix", cell.into(), 2));
                 }
                 *received = cell == 1;
             }
@@ -241,14 +243,20 @@ mod tests {
         let mut m = matrix(&[&[0, 1], &[0, 0]]).unwrap();
         let before = m.clone();
         assert_eq!(m.record(0, 1), Err(Error::DuplicatePiece { chunk: 0, stage: 1 }));
-        assert_eq!(m.record(2, 0), Err(Error::OutOfRange { what: "chunk", value: 2, limit: 2 }));
-        assert_eq!(m.record(0, 2), Err(Error::OutOfRange { what: "stage", value: 2, limit: 2 }));
+        assert_eq!(
+            m.record(2, 0),
+            Err(Error::Core(CoreError::OutOfRange { what: "chunk", value: 2, limit: 2 }))
+        );
+        assert_eq!(
+            m.record(0, 2),
+            Err(Error::Core(CoreError::OutOfRange { what: "stage", value: 2, limit: 2 }))
+        );
         assert!(m.is_received(2, 0).is_err() && m.is_chunk_complete(2).is_err());
         assert!(m.is_stage_complete(2).is_err() && m.chunks_in_a_row(2).is_err());
         assert_eq!(m, before);
-        assert!(matches!(ReceivedMatrix::new(0, 1), Err(Error::Zero { what: "chunks" })));
-        assert!(matches!(ReceivedMatrix::new(1, 0), Err(Error::Zero { what: "stages" })));
-        assert!(matches!(ReceivedMatrix::new(usize::MAX, 2), Err(Error::Overflow { .. })));
+        assert!(matches!(ReceivedMatrix::new(0, 1), Err(Error::Core(CoreError::Zero { what: "chunks" }))));
+        assert!(matches!(ReceivedMatrix::new(1, 0), Err(Error::Core(CoreError::Zero { what: "stages" }))));
+        assert!(matches!(ReceivedMatrix::new(usize::MAX, 2), Err(Error::Core(CoreError::Overflow { .. }))));
     }
 
     #[test]

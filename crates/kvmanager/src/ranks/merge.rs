@@ -1,9 +1,9 @@
 //! The merge of pieces that ranks computed, by layer and along the sequence.
 
-use super::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
-use crate::base::{Error, Result, same};
-use crate::device::{CopyTensor, Stream, TensorView};
-
+use crate::error::{range, same};
+use crate::ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
+use crate::{Error, Result};
+use kvcore::{CopyTensor, Stream, TensorView};
 /// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, with any strides.
 ///
 /// [`RankCache::piece`] takes a piece from a cache. To send a piece over a network, send its [`PiecePlace`]
@@ -27,10 +27,8 @@ pub struct Piece {
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{
-///     Backend, BlockOrder, DType, Error, KvArena, KvLayout, KvShape, MemoryKind, Piece, PieceMerger,
-///     PrefillPlan, RankCache, allocate_tensor,
-/// };
+/// use kvcore::{Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, allocate_tensor};
+/// use kvmanager::{Error, Piece, PieceMerger, PrefillPlan, RankCache};
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
@@ -51,7 +49,7 @@ pub struct Piece {
 ///     ));
 /// }
 /// assert_eq!(merger.finish()?.get_data(3)?.0.shape(), [1, 1, 6, 2]);
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct PieceMerger {
@@ -65,8 +63,8 @@ impl PieceMerger {
     /// the plan.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the layers differ from the plan's or the cache holds tokens, and
-    /// [`Error::OutOfRange`] if the prompt exceeds the capacity of the cache.
+    /// Returns [`kvcore::Error::Mismatch`] if the layers differ from the plan's or the cache holds tokens, and
+    /// [`kvcore::Error::OutOfRange`] if the prompt exceeds the capacity of the cache.
     pub fn new(cache: RankCache, plan: PrefillPlan) -> Result<Self> {
         same("first layer of the cache", plan.layers().start, cache.layers().start)?;
         same("end of the layers of the cache", plan.layers().end, cache.layers().end)?;
@@ -74,7 +72,7 @@ impl PieceMerger {
             same("tokens in the cache before a merge", 0, cache.len(layer)?)?;
         }
         if plan.num_tokens() > cache.capacity() {
-            return Err(Error::range("tokens of the plan", plan.num_tokens(), cache.capacity() + 1));
+            return Err(range("tokens of the plan", plan.num_tokens(), cache.capacity() + 1));
         }
         let received = ReceivedMatrix::new(plan.num_chunks(), plan.num_stages())?;
         Ok(Self { cache, plan, received })
@@ -85,12 +83,12 @@ impl PieceMerger {
     /// for.
     ///
     /// # Errors
-    /// - Returns [`Error::OutOfRange`] if the plan does not have the stage or chunk.
+    /// - Returns [`kvcore::Error::OutOfRange`] if the plan does not have the stage or chunk.
     /// - Returns [`Error::LatePiece`] for a sealed chunk, and therefore for every piece after the last one.
     /// - Returns [`Error::DuplicatePiece`] if the piece has arrived before.
-    /// - Returns [`Error::Mismatch`] if the layers or tokens differ from the plan's, or if the shape
+    /// - Returns [`kvcore::Error::Mismatch`] if the layers or tokens differ from the plan's, or if the shape
     ///   differs.
-    /// - Returns [`Error::DTypeMismatch`] if the element type differs from the cache's.
+    /// - Returns [`kvcore::Error::DTypeMismatch`] if the element type differs from the cache's.
     ///
     /// In these cases nothing has changed.
     pub fn accept(&mut self, stream: &dyn Stream, piece: &Piece) -> Result<()> {
@@ -129,7 +127,7 @@ impl PieceMerger {
     /// Returns the cache if all pieces have arrived.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] with the number of pieces that have arrived.
+    /// Returns [`kvcore::Error::Mismatch`] with the number of pieces that have arrived.
     /// [`received`](Self::received) tells the missing ones.
     pub fn finish(&self) -> Result<&RankCache> {
         same("pieces received", self.received.total(), self.received.received())?;

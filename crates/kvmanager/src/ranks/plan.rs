@@ -1,11 +1,11 @@
 //! The division of a prefill: layers into pipeline stages, tokens into chunks.
 
+use kvcore::RankInfo;
 use std::ops::Range;
 
+use crate::error::{CoreError, range, same};
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-
-use crate::base::RankInfo;
-use crate::base::{Error, Result, same};
 
 /// The place of a piece in a cache. It travels with the bytes of the piece.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,12 +23,12 @@ pub struct PiecePlace {
 /// The grid of a chunked prefill over a pipeline: each stage computes its layers of each chunk.
 ///
 /// ```
-/// use kvcore::PrefillPlan;
+/// use kvmanager::PrefillPlan;
 /// let plan = PrefillPlan::even(36, 3, 21, 7)?;
 /// let place = plan.place(1, 2)?;                   // stage 1, chunk 2
 /// assert_eq!((place.layers, place.tokens), (12..24, 14..21));
 /// assert_eq!((plan.layers(), plan.num_tokens()), (0..36, 21));
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrefillPlan {
@@ -40,8 +40,8 @@ impl PrefillPlan {
     /// Creates a plan from the layers of each stage and the tokens of each chunk, which start at 0.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there are no stages or no chunks, or if one of them is empty. Returns
-    /// [`Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a gap or an
+    /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if one of them is empty. Returns
+    /// [`kvcore::Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a gap or an
     /// overlap).
     pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
         let first_layer = stages.first().map_or(0, |stage| stage.start);
@@ -54,16 +54,16 @@ impl PrefillPlan {
     /// last chunk may be shorter.
     ///
     /// # Errors
-    /// Returns [`Error::Uneven`] if there are fewer layers than stages, and [`Error::Zero`] if there are no
+    /// Returns [`kvcore::Error::Uneven`] if there are fewer layers than stages, and [`kvcore::Error::Zero`] if there are no
     /// stages, no tokens, or no tokens per chunk.
     pub fn even(num_layers: usize, stages: usize, tokens: usize, chunk_len: usize) -> Result<Self> {
         if chunk_len == 0 {
-            return Err(Error::Zero { what: "tokens of a chunk" });
+            return Err(Error::Core(CoreError::Zero { what: "tokens of a chunk" }));
         }
         let stage = |rank| RankInfo::pipeline(rank, stages)?.layers(num_layers);
         let chunk = |i: usize| i * chunk_len..tokens.min((i + 1).saturating_mul(chunk_len));
         Self::new(
-            (0..stages).map(stage).collect::<Result<_>>()?,
+            (0..stages).map(stage).collect::<kvcore::Result<_>>()?,
             (0..tokens.div_ceil(chunk_len)).map(chunk).collect(),
         )
     }
@@ -97,10 +97,10 @@ impl PrefillPlan {
     /// Returns the place of the piece of a stage and a chunk.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the plan does not have the stage or chunk.
+    /// Returns [`kvcore::Error::OutOfRange`] if the plan does not have the stage or chunk.
     pub fn place(&self, stage: usize, chunk: usize) -> Result<PiecePlace> {
-        let layers = self.stages.get(stage).ok_or(Error::range("stage", stage, self.stages.len()))?;
-        let tokens = self.chunks.get(chunk).ok_or(Error::range("chunk", chunk, self.chunks.len()))?;
+        let layers = self.stages.get(stage).ok_or(range("stage", stage, self.stages.len()))?;
+        let tokens = self.chunks.get(chunk).ok_or(range("chunk", chunk, self.chunks.len()))?;
         Ok(PiecePlace { stage, chunk, layers: layers.clone(), tokens: tokens.clone() })
     }
 }
@@ -109,13 +109,13 @@ impl PrefillPlan {
 /// ranges, the extent of a range, and the start of a range.
 fn consecutive(what: [&'static str; 3], start: usize, ranges: &[Range<usize>]) -> Result<()> {
     if ranges.is_empty() {
-        return Err(Error::Zero { what: what[0] });
+        return Err(Error::Core(CoreError::Zero { what: what[0] }));
     }
     let mut next = start;
     for range in ranges {
         same(what[2], next, range.start)?;
         if range.is_empty() {
-            return Err(Error::Zero { what: what[1] });
+            return Err(Error::Core(CoreError::Zero { what: what[1] }));
         }
         next = range.end;
     }
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn gaps_overlaps_and_empty_cuts_are_refused() {
         let new = PrefillPlan::new;
-        let mismatch = |what, expected, got| Err(Error::Mismatch { what, expected, got });
+        let mismatch = |what, expected, got| Err(Error::Core(CoreError::Mismatch { what, expected, got }));
         assert_eq!(new(vec![0..2, 3..4], vec![0..1]), mismatch("first layer of a stage", 2, 3));
         assert_eq!(new(vec![0..2, 1..4], vec![0..1]), mismatch("first layer of a stage", 2, 1));
         assert_eq!(new(vec![0..2], vec![0..5, 6..7]), mismatch("first token of a chunk", 5, 6));
@@ -151,19 +151,25 @@ mod tests {
             (vec![4..4], vec![0..1], "layers of a stage"),
             (vec![0..1], vec![0..3, 3..2], "tokens of a chunk"),
         ] {
-            assert_eq!(new(stages, chunks), Err(Error::Zero { what }));
+            assert_eq!(new(stages, chunks), Err(Error::Core(CoreError::Zero { what })));
         }
-        assert!(matches!(PrefillPlan::even(4, 0, 8, 2), Err(Error::Zero { .. })));
-        assert!(matches!(PrefillPlan::even(4, 2, 0, 2), Err(Error::Zero { .. })));
-        assert!(matches!(PrefillPlan::even(4, 2, 8, 0), Err(Error::Zero { .. })));
-        assert!(matches!(PrefillPlan::even(2, 3, 8, 2), Err(Error::Uneven { .. })));
+        assert!(matches!(PrefillPlan::even(4, 0, 8, 2), Err(Error::Core(CoreError::Zero { .. }))));
+        assert!(matches!(PrefillPlan::even(4, 2, 0, 2), Err(Error::Core(CoreError::Zero { .. }))));
+        assert!(matches!(PrefillPlan::even(4, 2, 8, 0), Err(Error::Core(CoreError::Zero { .. }))));
+        assert!(matches!(PrefillPlan::even(2, 3, 8, 2), Err(Error::Core(CoreError::Uneven { .. }))));
         assert!(new(vec![24..36], vec![0..1]).is_ok(), "a part of a model has its own layer numbers");
     }
 
     #[test]
     fn places_outside_the_grid_are_errors() {
         let plan = PrefillPlan::even(4, 2, 8, 4).unwrap();
-        assert_eq!(plan.place(2, 0), Err(Error::OutOfRange { what: "stage", value: 2, limit: 2 }));
-        assert_eq!(plan.place(0, 2), Err(Error::OutOfRange { what: "chunk", value: 2, limit: 2 }));
+        assert_eq!(
+            plan.place(2, 0),
+            Err(Error::Core(CoreError::OutOfRange { what: "stage", value: 2, limit: 2 }))
+        );
+        assert_eq!(
+            plan.place(0, 2),
+            Err(Error::Core(CoreError::OutOfRange { what: "chunk", value: 2, limit: 2 }))
+        );
     }
 }

@@ -2,9 +2,10 @@
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    Backend, BlockId, BlockManager, BlockManagerConfig, BlockPool, DType, DenseKv, DenseSequence, Error,
-    KvExtents, LayerViews, PagedKvCache, PagedSequences, RankInfo, StaticKvCache, TensorView,
+    Backend, BlockId, BlockPool, DType, Error as CoreError, KvExtents, LayerViews, PagedKvCache, RankInfo,
+    StaticKvCache, TensorView,
 };
+use kvmanager::{BlockManager, BlockManagerConfig, DenseKv, DenseSequence, Error, PagedSequences};
 use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
@@ -71,13 +72,13 @@ fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] ex
     let mut blocks = manager(&m, &BlockManagerConfig { block_size: 6, num_blocks: 4 });
     let ids = blocks.allocate(3).unwrap();
     let before = blocks.counts();
-    assert!(matches!(blocks.allocate(2), Err(Error::OutOfBlocks { asked: 2, free: 1, .. })));
+    assert!(matches!(blocks.allocate(2), Err(Error::Core(CoreError::OutOfBlocks { asked: 2, free: 1, .. }))));
     let free = (0..4).map(BlockId).find(|id| !ids.contains(id)).unwrap();
     let stray = BlockId(4);
     assert_eq!(blocks.free(&[ids[0], free]), Err(Error::NotAllocated { block: free }));
     assert_eq!(blocks.free(&[ids[0], ids[1], ids[0]]), Err(Error::NotAllocated { block: ids[0] }));
     assert!(
-        matches!(blocks.free(&[stray]), Err(Error::ForeignBlock { block, end: 4, .. }) if block == stray)
+        matches!(blocks.free(&[stray]), Err(Error::Core(CoreError::ForeignBlock { block, end: 4, .. })) if block == stray)
     );
     let rows = m.tensor(&[HEADS, 3, DIM], 5.0);
     assert!(blocks.write(m.stream.as_ref(), 0, free, 0, &rows, &rows).is_err());
@@ -107,7 +108,7 @@ fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] ex
         format: DType::F32.into(),
     };
     let refused = BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), &zero);
-    assert_eq!(refused.unwrap_err(), Error::Zero { what: "block_size" });
+    assert_eq!(refused.unwrap_err(), Error::Core(CoreError::Zero { what: "block_size" }));
 }
 
 fn sequences(m: &Memory, blocks: u32, block_size: usize) -> PagedSequences {
@@ -133,7 +134,7 @@ fn the_length_advances_once_a_token_whichever_layer_comes_first(
     assert_eq!(dense(&m, &all.read(m.stream.as_ref(), id, 0).unwrap().1), dense(&m, &rows));
     all.delete(id).unwrap();
     assert_eq!(all.cache().pool().counts().free, 8);
-    assert_eq!(all.delete(id), Err(Error::UnknownSequence(7)));
+    assert_eq!(all.delete(id), Err(Error::Core(CoreError::UnknownSequence(7))));
     assert!(
         all.read(m.stream.as_ref(), id, 0).is_err()
             && all.append(m.stream.as_ref(), id, 0, &rows, &rows).is_err()

@@ -1,6 +1,6 @@
 //! Caches of pipeline ranks: chunks appended along the sequence, and pieces merged by layer.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use kvmanager::{Error, Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -8,8 +8,8 @@ use std::thread;
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvcore::{
-    Backend, BlockOrder, DType, Error, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Piece, PieceMerger,
-    PiecePlace, PrefillPlan, RankCache, Storage, Stream, TensorView, allocate_tensor,
+    Backend, BlockOrder, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+    Storage, Stream, TensorView, allocate_tensor,
 };
 use proptest::prelude::*;
 
@@ -255,7 +255,9 @@ fn wrong_appends_change_nothing() {
         assert!(
             matches!(
                 result,
-                Err(Error::OutOfRange { .. } | Error::Mismatch { .. } | Error::DTypeMismatch { .. })
+                Err(Error::Core(CoreError::OutOfRange { .. })
+                    | Error::Core(CoreError::Mismatch { .. })
+                    | Error::Core(CoreError::DTypeMismatch { .. }))
             ),
             "{what}: {result:?}"
         );
@@ -269,9 +271,9 @@ fn wrong_appends_change_nothing() {
     }
     assert!(rank.memory(&cache) == before);
     let quantised = RankCache::new(rank.arena(1, 4, KvFormat::Int8 { group: 2 }), 0);
-    assert!(matches!(quantised, Err(Error::InvalidFormat { .. })));
+    assert!(matches!(quantised, Err(Error::Core(CoreError::InvalidFormat { .. }))));
     let overflow = RankCache::new(rank.arena(1, 4, DType::F32.into()), usize::MAX);
-    assert!(matches!(overflow, Err(Error::Overflow { .. })));
+    assert!(matches!(overflow, Err(Error::Core(CoreError::Overflow { .. }))));
 }
 
 #[test]
@@ -296,15 +298,15 @@ fn wrong_pieces_change_nothing() {
         piece
     };
     let late = |chunk, stage| Error::LatePiece { chunk, stage };
-    let mismatch = |what, expected, got| Error::Mismatch { what, expected, got };
+    let mismatch = |what, expected, got| Error::Core(CoreError::Mismatch { what, expected, got });
     let half = |heads| rank.tensor(DType::F16, &[2, BATCH, heads, 3, K_DIM]);
     let wide = rank.tensor(DType::F32, &[2, BATCH, HEADS, 3, K_DIM]);
     for (wrong, error) in [
         (piece(0, 0), late(0, 0)),
         (piece(1, 0), late(0, 1)),
         (piece(0, 2), Error::DuplicatePiece { chunk: 2, stage: 0 }),
-        (place(|p| p.stage = 2), Error::OutOfRange { what: "stage", value: 2, limit: 2 }),
-        (place(|p| p.chunk = 3), Error::OutOfRange { what: "chunk", value: 3, limit: 3 }),
+        (place(|p| p.stage = 2), Error::Core(CoreError::OutOfRange { what: "stage", value: 2, limit: 2 })),
+        (place(|p| p.chunk = 3), Error::Core(CoreError::OutOfRange { what: "chunk", value: 3, limit: 3 })),
         (place(|p| p.layers.start = 2), mismatch("first layer of the piece", 3, 2)),
         (place(|p| p.layers.end = 4), mismatch("end of the layers of the piece", 5, 4)),
         (place(|p| p.tokens.start = 2), mismatch("first token of the piece", 3, 2)),
@@ -314,7 +316,11 @@ fn wrong_pieces_change_nothing() {
         (Piece { k: half(1), ..good.clone() }, mismatch("extent of a tensor copy", HEADS, 1)),
         (
             Piece { k: half(HEADS), ..good.clone() },
-            Error::DTypeMismatch { what: "tensor copy", expected: DType::F32, got: DType::F16 },
+            Error::Core(CoreError::DTypeMismatch {
+                what: "tensor copy",
+                expected: DType::F32,
+                got: DType::F16,
+            }),
         ),
         (Piece { k: good.k.select(0, 0).unwrap(), ..good.clone() }, mismatch("rank of a tensor copy", 5, 4)),
         (
@@ -323,7 +329,7 @@ fn wrong_pieces_change_nothing() {
                 .piece(plan.place(1, 0).unwrap())
                 .map(|own| Piece { place: good.place.clone(), ..own })
                 .unwrap(),
-            Error::Aliased { what: "source and destination of a tensor copy" },
+            Error::Core(CoreError::Aliased { what: "source and destination of a tensor copy" }),
         ),
     ] {
         assert_eq!(merger.accept(stream, &wrong), Err(error), "{:?}", wrong.place);
@@ -345,12 +351,12 @@ fn a_merge_begins_with_an_empty_cache_of_the_plans_layers_and_room() {
     let rank = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
     let plan = PrefillPlan::new(vec![2..4, 4..5], vec![0..3, 3..6]).unwrap();
     let new = |cache| PieceMerger::new(cache, plan.clone()).map(drop);
-    let mismatch = |what, expected, got| Err(Error::Mismatch { what, expected, got });
+    let mismatch = |what, expected, got| Err(Error::Core(CoreError::Mismatch { what, expected, got }));
     assert_eq!(new(rank.cache(1..5, 6)), mismatch("first layer of the cache", 2, 1));
     assert_eq!(new(rank.cache(2..6, 6)), mismatch("end of the layers of the cache", 5, 6));
     assert_eq!(
         new(rank.cache(2..5, 5)),
-        Err(Error::OutOfRange { what: "tokens of the plan", value: 6, limit: 6 })
+        Err(Error::Core(CoreError::OutOfRange { what: "tokens of the plan", value: 6, limit: 6 }))
     );
     let mut used = rank.cache(2..5, 9);
     rank.append(&mut used, 4, &(0..1));

@@ -1,12 +1,13 @@
 //! Layers on several devices under one block table.
 
+use kvmanager::{Error, Placement, SpannedArena};
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    BlockOrder, BlockPool, BlockTable, DType, Error, KvArena, KvLayout, KvShape, MemoryKind, Placement,
-    SlotMapping, SpannedArena, TensorView,
+    BlockOrder, BlockPool, BlockTable, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind,
+    TensorView,
 };
 use rstest::rstest;
 
@@ -58,7 +59,7 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
 
     let pool = BlockPool::new(0..6).unwrap();
     let mut table = BlockTable::new(&pool, 4).unwrap();
-    let slots: SlotMapping = table.grow(7).unwrap().into();
+    let slots = table.grow(7).unwrap();
     for layer in 0..LAYERS {
         let rows = m.tensor(&[7, HEADS, DIM], 100.0 * layer as f32);
         spanned.part(layer).unwrap().0.stream.wait_for(&m.stream.record().unwrap()).unwrap();
@@ -68,14 +69,15 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
             layer,
             k: rows.clone(),
             v: rows,
-            slots: Arc::clone(slots.slots()),
+            slots: slots.clone(),
+            rotation: None,
         };
         m.stream.scatter(&op).unwrap();
     }
     let mut fork = table.fork().unwrap();
     let copy = fork.unshare_tail().unwrap().unwrap();
-    let pairs = Arc::new([(copy.source.ids()[0], copy.target)]);
-    spanned.copy_blocks(&(pairs.clone() as Arc<[_]>)).unwrap();
+    let pairs = copy.pairs().clone();
+    spanned.copy_blocks(&pairs).unwrap();
     m.stream.copy_blocks(&kvcore::CopyBlocks { arena: single.clone(), pairs }).unwrap();
     spanned.synchronize().unwrap();
 
@@ -89,7 +91,7 @@ fn spanned_layers_hold_the_bytes_of_a_single_device(#[values(Immediate, Deferred
         assert_eq!(mine[..n], k[part.layers.clone()]);
         assert_eq!(mine[n..], v[part.layers.clone()]);
     }
-    assert!(matches!(spanned.part(LAYERS), Err(Error::OutOfRange { what: "layer", .. })));
+    assert!(matches!(spanned.part(LAYERS), Err(Error::Core(CoreError::OutOfRange { what: "layer", .. }))));
 }
 
 #[test]
@@ -98,13 +100,19 @@ fn placements_that_do_not_fit_are_refused() {
     let refused = |placements: &[Placement]| SpannedArena::allocate(&shape(LAYERS), placements).unwrap_err();
     assert_eq!(
         refused(&[place(2, 1 << 20), place(2, 1 << 20)]),
-        Error::Mismatch { what: "layers of all placements", expected: 5, got: 4 }
+        Error::Core(CoreError::Mismatch { what: "layers of all placements", expected: 5, got: 4 })
     );
-    assert!(matches!(refused(&[place(4, 1 << 20), place(1, 10)]), Error::NotEnoughMemory { budget: 10, .. }));
+    assert!(matches!(
+        refused(&[place(4, 1 << 20), place(1, 10)]),
+        Error::Core(CoreError::NotEnoughMemory { budget: 10, .. })
+    ));
     let none = |placements| SpannedArena::allocate(&shape(0), placements).unwrap_err();
-    assert_eq!(none(&[]), Error::Zero { what: "placements" });
-    assert_eq!(none(&[place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
+    assert_eq!(none(&[]), Error::Core(CoreError::Zero { what: "placements" }));
+    assert_eq!(none(&[place(0, 1 << 20)]), Error::Core(CoreError::Zero { what: "num_layers" }));
     let wrapped = [place(usize::MAX, 1 << 20), place(6, 1 << 20)];
-    assert_eq!(refused(&wrapped), Error::Overflow { what: "layers of all placements" });
-    assert_eq!(refused(&[place(5, 1 << 20), place(0, 1 << 20)]), Error::Zero { what: "num_layers" });
+    assert_eq!(refused(&wrapped), Error::Core(CoreError::Overflow { what: "layers of all placements" }));
+    assert_eq!(
+        refused(&[place(5, 1 << 20), place(0, 1 << 20)]),
+        Error::Core(CoreError::Zero { what: "num_layers" })
+    );
 }

@@ -24,13 +24,7 @@ impl CopyBlocks {
     /// Returns [`Error::PermitVoid`] if the permit is void, [`Error::OutOfRange`] if a block is outside the
     /// arena, and [`Error::BlockTwice`] if a block is a destination twice, or both source and destination.
     pub fn check(&self) -> Result<()> {
-        check_pairs(&self.arena, &self.arena, &self.pairs)?;
-        let mut written: Vec<BlockId> = self.pairs.iter().map(|&(_, dst)| dst).collect();
-        written.sort_unstable();
-        match self.pairs.iter().find(|(src, _)| written.binary_search(src).is_ok()) {
-            Some(&(block, _)) => Err(Error::BlockTwice { block, role: "source and destination" }),
-            None => Ok(()),
-        }
+        check_pairs(&self.arena, &self.arena, &self.pairs)
     }
 
     /// Returns the number of bytes written.
@@ -60,7 +54,11 @@ pub struct SwapBlocks {
 
 impl SwapBlocks {
     /// Checks the block ids, the write permit, and that both arenas have blocks of the same extents and
-    /// format.
+    /// format. Both may be one arena, under the rule of [`CopyBlocks`].
+    ///
+    /// # Errors
+    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] and [`Error::FormatMismatch`] for other
+    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
@@ -78,8 +76,8 @@ impl SwapBlocks {
     }
 }
 
-/// Checks that the permit is valid, that the block ids lie inside their arenas, and that no destination
-/// appears twice.
+/// Checks that the permit is valid, that the block ids lie inside their arenas, that no destination appears
+/// twice, and that no byte is both read and written.
 pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
     pairs.check()?;
     for &(from, to) in pairs.iter() {
@@ -88,10 +86,29 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> R
     }
     let mut written: Vec<BlockId> = pairs.iter().map(|&(_, to)| to).collect();
     written.sort_unstable();
-    match written.windows(2).find(|w| w[0] == w[1]) {
-        Some(w) => Err(Error::BlockTwice { block: w[0], role: "destination twice" }),
+    if let Some(w) = written.windows(2).find(|w| w[0] == w[1]) {
+        return Err(Error::BlockTwice { block: w[0], role: "destination twice" });
+    }
+    if !one_memory(src, dst)? {
+        return Ok(());
+    }
+    match pairs.iter().find(|(from, _)| written.binary_search(from).is_ok()) {
+        Some(&(block, _)) => Err(Error::BlockTwice { block, role: "source and destination" }),
         None => Ok(()),
     }
+}
+
+/// Returns whether a block id means the same bytes in both arenas. They share all of their memory and its layout,
+/// or nothing.
+fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
+    let same = src.storages().zip(dst.storages()).all(|(a, b)| a.address() == b.address());
+    if same && src.layout().shape() == dst.layout().shape() {
+        return Ok(true);
+    }
+    if src.storages().any(|a| dst.storages().any(|b| a.address() == b.address())) {
+        return Err(Error::Aliased { what: "arenas of a block copy" });
+    }
+    Ok(false)
 }
 
 /// Checks that blocks of both arenas have the same extents and format. The order inside a block and the

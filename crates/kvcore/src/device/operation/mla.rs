@@ -16,7 +16,7 @@ use crate::device::TensorView;
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{Attend, AttendMla, AttendRows, MergeGroup, QueryRow};
+/// use kvcore::{Attend, AttendMla, AttendRows, AttendWork, QueryRow};
 /// use kvcore::{
 ///     Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvLayout, KvShape, MemoryKind, Segment,
 ///     allocate_tensor,
@@ -34,9 +34,7 @@ use crate::device::TensorView;
 /// let segment = Segment::new([BlockId(0), BlockId(1)].into(), 20, 0, 0);
 /// let attend = Attend {
 ///     arena, layer: 0, q: rows(64)?, rope: None, keys: KeyForm::Rotated,
-///     rows: [QueryRow { logical: 19, position: 19 }].into(),
-///     batch: [AttendRows::new(0..1, [segment])].into(),
-///     groups: [MergeGroup::default()].into(),
+///     work: Arc::new(AttendWork::new([QueryRow { logical: 19, position: 19 }], [AttendRows::new(0..1, [segment])])),
 ///     scale: 1.0 / 192f32.sqrt(), // of the width before absorption, 128 + 64
 ///     window: None, softcap: None, out: rows(512)?, lse: None,
 /// };

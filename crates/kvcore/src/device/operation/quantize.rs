@@ -10,9 +10,8 @@ use crate::device::{KvArena, WritePairs};
 /// ```
 /// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{Dequantize, Quantize};
 /// use kvcore::{
-///     Backend, BlockId, BlockOrder, DType, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
+///     Backend, BlockOrder, BlockPool, DType, Dequantize, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, Quantize,
 /// };
 ///
 /// let backend = CpuBackend::new();
@@ -25,10 +24,14 @@ use crate::device::{KvArena, WritePairs};
 ///     KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))
 /// };
 /// let (dense, small) = (arena(DType::BF16.into(), 8)?, arena(KvFormat::Int8 { group: 32 }, 4)?);
-/// // blocks 5 and 6 wait in a little over half their bytes and come back
-/// let out = Arc::new([(BlockId(5), BlockId(0)), (BlockId(6), BlockId(1))]);
+/// // two blocks wait in a little over half their bytes and come back
+/// let (resident, waiting) = (BlockPool::new(0..8)?, BlockPool::new(0..4)?);
+/// let (own, kept) = (resident.allocate(2)?, waiting.allocate(2)?);
+/// let [a, b] = [own.ids()[0], own.ids()[1]];
+/// let [x, y] = [kept.ids()[0], kept.ids()[1]];
+/// let out = kept.write_pairs([(a, x), (b, y)])?;
 /// stream.quantize(&Quantize { src: dense.clone(), dst: small.clone(), pairs: out })?;
-/// let back = Arc::new([(BlockId(0), BlockId(5)), (BlockId(1), BlockId(6))]);
+/// let back = own.write_pairs([(x, a), (y, b)])?;
 /// stream.dequantize(&Dequantize { src: small, dst: dense, pairs: back })?;
 /// # Ok::<(), kvcore::Error>(())
 /// ```

@@ -299,6 +299,15 @@ impl BlockTable {
         Ok(())
     }
 
+    /// Returns the slots of some tokens with the permit to write them again.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] past the end, and [`Error::NotOwned`] for a token in a shared block.
+    pub fn write_slots(&self, tokens: Range<usize>) -> Result<WriteSlots> {
+        let slots: Arc<[i64]> = tokens.map(|token| self.slot(token)).collect::<Result<_>>()?;
+        self.own.write_slots(self.block_size, slots)
+    }
+
     /// Returns a permit to copy `source` into the block that holds a token.
     ///
     /// # Errors

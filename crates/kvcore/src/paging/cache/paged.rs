@@ -392,6 +392,15 @@ impl PagedKvCache {
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
+    /// Returns the slots of some tokens of a sequence with the permit to write them again.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end, and
+    /// [`Error::NotOwned`] for a token in a shared block.
+    pub fn write_slots(&self, id: SequenceId, tokens: std::ops::Range<usize>) -> Result<WriteSlots> {
+        self.get(id)?.table.write_slots(tokens)
+    }
+
     /// Returns all tokens of a sequence as one segment.
     ///
     /// # Errors
