@@ -48,6 +48,7 @@ impl WgpuStorage {
         Ok(Self::new(device, Some(buffer), kind, bytes, Vec::new()))
     }
 
+    // Decision: docs/decisions/backend-wgpu.md#reserved-memory-is-released-as-a-whole
     pub(crate) fn reserve(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });

@@ -7,6 +7,7 @@
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task};
 
+// Decision: docs/decisions/backend-cpu.md#four-streams-of-copies
 /// Number of pieces copied side by side.
 pub(super) const LANES: usize = 4;
 /// Bytes of a cache line.

@@ -27,6 +27,7 @@ const ALIGN: usize = 64;
 /// also miss the TLB.
 const LARGE_PAGE: usize = 2 << 20;
 
+// Decision: docs/decisions/backend-cpu.md#the-cpu-backend-locks-storages
 /// Bytes of host memory.
 ///
 /// The bytes lie behind a reader–writer lock, which kernels hold while they run. The contract asks callers to

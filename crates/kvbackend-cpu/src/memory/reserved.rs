@@ -71,6 +71,7 @@ impl CpuReserved {
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
     }
 
+    // Decision: docs/decisions/backend-cpu.md#released-pages-are-dropped-not-protected
     /// Drops the pages of `range`, which consists of whole pages inside the mapping.
     fn discard(&self, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {

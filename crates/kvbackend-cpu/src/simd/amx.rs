@@ -20,6 +20,7 @@ pub(crate) const ROW: usize = 64;
 pub(crate) const TILE: usize = ROWS * ROW;
 /// Tiles of results that one call sums.
 pub(crate) const EACH: usize = 4;
+// Decision: docs/decisions/backend-cpu.md#amx-takes-a-number-of-f32-as-three-of-bf16
 /// Numbers of bf16 whose sum is a number of f32.
 pub(crate) const PARTS: usize = 3;
 

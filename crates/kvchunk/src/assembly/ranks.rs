@@ -8,6 +8,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
 
+// Decision: docs/decisions/chunks.md#ranks-agree-before-anything-is-reserved
 /// An agreement with the other ranks of a model that is split over several ranks. Each rank has a chunk cache
 /// for its own part of every key and value.
 ///

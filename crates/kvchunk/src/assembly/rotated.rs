@@ -12,6 +12,7 @@ use super::AssembledPrompt;
 use crate::error::{Error, Result};
 use crate::position::MergedKvCache;
 
+// Decision: docs/decisions/chunks.md#a-rotated-copy-is-made-by-slots
 /// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated for the
 /// positions of use.
 ///

@@ -20,6 +20,7 @@ impl Flight {
     }
 }
 
+// Decision: docs/decisions/chunks.md#waiting-for-another-request-is-the-callers-business
 /// A handle to wait for a piece that another request works on.
 ///
 /// A waiter does not tell how the work ended: ask the cache again. If the work failed or was cancelled, the

@@ -113,6 +113,7 @@ struct Shared {
     computes: LatencyHistogram,
 }
 
+// Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
 /// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
 /// because dropping them runs code of the store, which may use the cache.
 struct Locked<'a> {

@@ -193,6 +193,7 @@ impl ChunkPiece<'_> {
     }
 }
 
+// Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-everything
 /// The evidence of a stored piece, compared on every hit, since a hash alone is never trusted.
 #[derive(Debug, Clone)]
 pub(crate) struct Evidence {

@@ -10,6 +10,7 @@ use crate::cache::ChunkKvCache;
 use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
+// Decision: docs/decisions/chunks.md#a-received-chunk-is-compared-not-believed
 /// The contents of a piece between two replicas: whole blocks of all layers, with every property that must
 /// agree before they are used.
 ///

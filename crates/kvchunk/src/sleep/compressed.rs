@@ -21,6 +21,7 @@ pub(super) struct CompressedStore {
     ledger: Arc<Ledger>,
 }
 
+// Decision: docs/decisions/chunks.md#compression-goes-by-eight-blocks
 /// The largest number of blocks between device and compressor at a time. This memory comes on top of the
 /// budget, and does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;

@@ -20,6 +20,7 @@ use crate::base::{BlockId, Error, Result, SlotMapping};
 #[derive(Debug, Default)]
 pub(crate) struct Permits(OnceLock<Arc<AtomicU64>>);
 
+// Decision: docs/decisions/device.md#a-permit-is-an-epoch
 /// A permit that is valid until its issuer voids it.
 #[derive(Debug, Clone)]
 struct Permit {
@@ -70,6 +71,7 @@ impl Permit {
     }
 }
 
+// Decision: docs/decisions/device.md#a-permit-vouches-for-blocks-the-caller-for-the-arena
 /// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
 ///
 /// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
@@ -98,6 +100,7 @@ pub struct WriteSlots {
 }
 
 impl WriteSlots {
+    // Decision: docs/decisions/device.md#unchecked-says-what-it-trusts
     /// Creates writable slots without a permit, for an engine that keeps its own blocks.
     ///
     /// The caller guarantees that the blocks of these slots are not read while they are written, and that a

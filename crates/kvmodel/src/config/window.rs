@@ -10,6 +10,7 @@ pub(super) const LAYER_TYPES: [&str; 2] = [FULL, SLIDING];
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
+// Decision: docs/decisions/models.md#a-missing-sliding_window-is-the-default-of-transformers
 /// The default of transformers, for a config that gives none.
 const DEFAULT_WINDOW: u64 = 4096;
 const DEFAULT_FULL_LAYERS: u64 = 28;

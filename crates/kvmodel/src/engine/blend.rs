@@ -20,6 +20,7 @@ use super::generate::{Asked, Context};
 use crate::error::Result;
 use crate::model::{Checkpoint, FreshKv, Narrowed};
 
+// Decision: docs/decisions/chunks.md#a-blend-chooses-once
 /// A checkpoint that blends fresh tokens into stored chunks.
 pub(super) struct Blend<'a> {
     engine: &'a Engine,

@@ -99,6 +99,7 @@ impl Engine {
         Ok((id, tenant.root(&root)))
     }
 
+    // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope
     /// Returns the rotary embeddings in the regime of the longest position that a request may reach. The
     /// request's prompt ends before position `end`. The last token of an answer is never fed back.
     pub(super) fn ropes(&self, request: &Request, end: usize) -> Result<LayerRopes> {

@@ -12,6 +12,7 @@ use crate::config::{LatentConfig, ModelConfig};
 use crate::error::Result;
 use crate::weights::Weights;
 
+// Decision: docs/decisions/models.md#norms-inside-latent-attention-have-an-epsilon-of-1e-6
 /// The epsilon of norms inside the projections, whatever `rms_norm_eps` is.
 const EPS: f64 = 1e-6;
 

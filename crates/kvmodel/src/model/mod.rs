@@ -164,6 +164,7 @@ impl Model {
     }
 }
 
+// Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-weights-config-and-weight-format
 /// Returns the hash that tells this model's keys and values from those of any other model.
 fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat) -> Result<[u8; 32]> {
     let text = serde_json::to_vec(&(config, format)).map_err(|e| Error::Config(e.to_string()))?;

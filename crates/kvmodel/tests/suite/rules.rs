@@ -100,7 +100,17 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
     };
     let largest = a.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let gap = distance(&a, &b);
-    let differ = a.iter().zip(&b).filter(|(x, y)| (*x - *y).abs() > 1e-5).count();
+    // Of int8 the codes are counted: a scale that is rounded the other way moves a number by far less than a code.
+    let group = if format == "int8:4" { 4 } else { 1 };
+    let differ: usize = a
+        .chunks(group)
+        .zip(b.chunks(group))
+        .map(|(a, b)| {
+            let scale = a.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 127.0;
+            let limit = if format == "int8:4" { scale / 4.0 } else { 1e-5 };
+            a.iter().zip(b).filter(|(x, y)| (*x - *y).abs() > limit).count()
+        })
+        .sum();
     assert!(gap <= step * largest, "{what}: {gap}, largest {largest}");
     assert!(differ * 20 <= a.len(), "{what}: {differ} of {} differ", a.len());
 }

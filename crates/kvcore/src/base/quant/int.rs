@@ -36,6 +36,7 @@ impl IntKind {
         }
     }
 
+    // Decision: docs/decisions/base.md#integer-scales-are-rounded-up
     /// Returns the scale of a group.
     pub fn scale_of(self, group: &[f32]) -> f16 {
         let mut amax = 0.0f32;

@@ -84,6 +84,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns the live counters of the backend.
     fn counters(&self) -> &Counters;
 
+    // Decision: docs/decisions/device.md#operations-are-counted-after-the-launch
     /// Checks, launches and counts an operation.
     ///
     /// # Errors

@@ -44,6 +44,7 @@ pub trait ReservedStorage: Storage {
     fn mapped_bytes(&self) -> usize;
 }
 
+// Decision: docs/decisions/device.md#reserved-ranges-are-whole-granules
 /// Checks the range given to [`ReservedStorage::map`] or [`unmap`](ReservedStorage::unmap). Every backend
 /// calls this first.
 ///

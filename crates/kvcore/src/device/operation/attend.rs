@@ -23,6 +23,7 @@ pub struct Segment {
     pub len: usize,
     /// Logical index of the first token. The logical index, never the position, decides causality.
     pub logical_start: usize,
+    // Decision: docs/decisions/device.md#a-segment-carries-stored_start
     /// Position at which the first key was rotated when it was stored.
     pub stored_start: i64,
     /// Distance in positions from the stored keys to their place of use.
@@ -91,6 +92,7 @@ pub struct Attend {
     pub layer: usize,
     /// Queries `[rows, heads, k_dim]`, *not* rotated if `rope` is given.
     pub q: TensorView,
+    // Decision: docs/decisions/device.md#attend-rotates-the-query
     /// Rotary embedding that rotates each query by its position minus the segment's offset. If it is
     /// `None`, the queries must already be rotated and every offset must be 0.
     pub rope: Option<Arc<Rope>>,

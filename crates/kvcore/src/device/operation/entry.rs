@@ -25,6 +25,7 @@ impl<'a> Storages<'a> {
     }
 }
 
+// Decision: docs/decisions/device.md#checked-is-the-proof-of-a-check
 /// An operation that has passed its check. Only [`Operation::checked`] creates one. Kernels rely on the
 /// check for memory safety.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +46,7 @@ fn once<T>(_: &T) -> usize {
 /// Defines [`Operation`], and a method of `dyn Stream` for each operation.
 macro_rules! operations {
     ($($(#[$doc:meta])* $variant:ident: $method:ident, $counter:ident += $amount:path;)*) => {
+        // Decision: docs/decisions/device.md#an-operation-is-borrowed
         /// Any operation of the contract, by reference. Cheap to pass on. Only a backend that defers work
         /// clones the descriptor.
         ///

@@ -5,6 +5,7 @@ use super::{Attend, apart, computable, innermost_dense};
 use crate::base::{Result, same};
 use crate::device::TensorView;
 
+// Decision: docs/decisions/device.md#the-latent-of-mla-is-the-v-plane
 /// Attention whose values are latents that are also part of the keys (DeepSeek's MLA).
 ///
 /// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), and V holds

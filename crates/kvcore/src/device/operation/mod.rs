@@ -82,6 +82,7 @@ fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     }
 }
 
+// Decision: docs/decisions/device.md#overlap-is-decided-by-first-and-last-byte
 /// Checks that no two elements of a written view share an address: from the smallest stride to the largest,
 /// each axis must step over the elements covered by the axes before it.
 fn writable(what: &'static str, view: &TensorView) -> Result<()> {

@@ -31,6 +31,7 @@ pub struct Scatter {
     pub rotation: Option<RowRotation>,
 }
 
+// Decision: docs/decisions/device.md#scatter-rotates-keys-on-the-way
 /// A rotary embedding of new rows, each at its own position.
 #[derive(Debug, Clone)]
 pub struct RowRotation {

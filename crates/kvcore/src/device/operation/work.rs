@@ -52,6 +52,7 @@ impl AttendRows {
     }
 }
 
+// Decision: docs/decisions/device.md#the-work-of-a-step-is-prepared-once
 /// The work of one attention step: query rows, the segments that each row attends to, and merge groups.
 ///
 /// One work serves every layer of a step. Its check runs once. A backend caches the data that it derives
@@ -98,6 +99,7 @@ pub(super) struct Facts {
     keys: Option<(i64, i64)>,
 }
 
+// Decision: docs/decisions/device.md#backends-find-their-plans-by-the-id-of-the-work
 /// Next id of a work. Ids are never reused.
 static IDS: AtomicU64 = AtomicU64::new(1);
 

@@ -8,6 +8,7 @@ use super::clock::{Clock, SystemClock};
 use super::event::EventSink;
 use super::evict::{EvictionPolicy, PolicyKind};
 
+// Decision: docs/decisions/paging.md#free-blocks-go-before-cached-ones
 /// The order in which allocations take blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreeOrder {
@@ -20,6 +21,7 @@ pub enum FreeOrder {
     OneQueue,
 }
 
+// Decision: docs/decisions/paging.md#duplicates-of-a-key-are-merged
 /// The handling of a second block registered under a known key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Duplicates {

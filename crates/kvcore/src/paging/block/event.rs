@@ -37,6 +37,7 @@ pub enum KvEvent {
     Cleared,
 }
 
+// Decision: docs/decisions/paging.md#events-are-sent-under-the-locks-of-the-pool
 /// A receiver of the events of a pool.
 ///
 /// The pool calls the sink while it holds its locks: `record` MUST return at once and MUST NOT call the

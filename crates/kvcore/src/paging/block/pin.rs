@@ -4,6 +4,7 @@ use super::BlockPool;
 use super::guard::{Ids, SharedBlocks};
 use crate::base::BlockId;
 
+// Decision: docs/decisions/paging.md#a-claim-keeps-an-idle-block
 /// A claim that keeps blocks cached while they have no holder: the pool does not evict the blocks, and they
 /// do not expire. The blocks are released when the claim is dropped. A block may have any number of claims.
 ///

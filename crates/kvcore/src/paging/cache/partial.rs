@@ -7,6 +7,7 @@ use super::{PagedKvCache, Result, SequenceId};
 use crate::device::{CopyBlocks, Stream};
 use crate::paging::{BlockKey, BlockPool};
 
+// Decision: docs/decisions/paging.md#partial-reuse-remembers-tokens-beside-the-index
 /// The tokens of the known blocks after each key.
 ///
 /// An entry may outlive its block. Such an entry is dropped when a lookup notices it. All such entries are

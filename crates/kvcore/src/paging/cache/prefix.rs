@@ -6,6 +6,7 @@ use super::{PagedKvCache, Result};
 use crate::device::{Segment, WriteSlots};
 use crate::paging::{BlockKey, BlockTable};
 
+// Decision: docs/decisions/paging.md#the-system-prompt-is-kept-to-the-token
 /// A prefix at the start of a prompt. One part is cached, and the rest is to be computed.
 ///
 /// ```

@@ -7,6 +7,7 @@ use super::{CacheKind, Error, KvCache, LayerViews, Result, SequenceId, SequenceS
 use crate::base::{BlockId, product, same};
 use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, WriteSlots};
 
+// Decision: docs/decisions/paging.md#a-static-cache-is-a-paged-cache-with-one-block-per-entry
 /// A cache of K `[num_layers, max_batch, k_heads, max_len, k_dim]`, and V likewise, with a length per layer
 /// and entry.
 ///
