@@ -47,7 +47,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
     Step { command: TEST, budget: 600, needs: GPU },
-    Step { command: "cargo run --release -p kvcli -- demo", budget: 60, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- demo", budget: 30, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
         budget: 5,
@@ -61,7 +61,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 30, needs: &[] },
-    Step { command: "cargo run --release -p kvcli --features wgpu -- devices", budget: 60, needs: GPU },
+    Step { command: "cargo run --release -p kvcli --features wgpu -- devices", budget: 30, needs: GPU },
     Step {
         command: "cargo run --release -p kvcli --features wgpu -- demo --backend wgpu",
         budget: 30,
@@ -78,7 +78,9 @@ pub(crate) const STEPS: &[Step] = &[
 pub(crate) fn ci(args: &CiArgs) -> Result {
     if args.missing {
         let needs = STEPS.iter().flat_map(|step| step.needs).copied().chain(deep::next_needs()?);
-        tools::commands(needs).iter().for_each(|command| println!("{command}"));
+        for command in tools::commands(needs) {
+            println!("{command}");
+        }
         return Ok(());
     }
     let (outcomes, total) = timed(|| STEPS.iter().map(|step| step::run(step.command)).collect::<Vec<_>>());

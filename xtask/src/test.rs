@@ -153,7 +153,9 @@ mod tests {
 
     fn sums(lines: &[&str]) -> String {
         let mut reader = Reader::default();
-        lines.iter().for_each(|line| reader.add(line));
+        for line in lines {
+            reader.add(line);
+        }
         reader.sums.to_string()
     }
 

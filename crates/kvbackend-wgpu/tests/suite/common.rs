@@ -19,7 +19,7 @@ pub(crate) fn opened(options: &WgpuOptions) -> Option<Arc<WgpuBackend>> {
 
 /// What was opened, or a line that says why nothing was.
 pub(crate) fn known(opened: Result<Arc<WgpuBackend>>) -> Option<Arc<WgpuBackend>> {
-    opened.inspect_err(kvconform::skip).ok()
+    opened.inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
 /// Bytes of the host in memory of the device.
