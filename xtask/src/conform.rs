@@ -12,7 +12,7 @@ pub(crate) struct ConformArgs {
     /// Which backend.
     #[arg(long, default_value = "cpu")]
     backend: String,
-    /// Every element type in every variant, where a variant of the backend otherwise runs in one.
+    /// Every element type in every variant, where some variants otherwise run in some.
     #[arg(long)]
     every: bool,
 }

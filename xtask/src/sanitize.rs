@@ -5,7 +5,7 @@ use std::process::Command;
 use clap::Args;
 
 use crate::run::{Result, cargo_command, root, run, skip};
-use crate::tools::{Tool, nightly, require};
+use crate::tools::{Tool, nightly};
 
 /// Options of `cargo xtask sanitize`.
 #[derive(Args)]
@@ -38,7 +38,7 @@ const LIGHT: [&str; 2] = ["--config", "profile.release.package.'*'.opt-level=1"]
 pub(crate) fn sanitize(args: &SanitizeArgs) -> Result {
     if nightly() {
         address_sanitizer(args)
-    } else if require("", &[Tool::Sanitizer]).is_ok() {
+    } else if Tool::Sanitizer.is_here() {
         valgrind(args)
     } else {
         skip(&format!("no nightly toolchain and no valgrind: {}", Tool::Sanitizer.bring()))
@@ -74,7 +74,7 @@ fn valgrind(args: &SanitizeArgs) -> Result {
     run(&mut command, "cargo test (valgrind)")
 }
 
-/// The machine's own target, which sanitizers need to be named.
+/// Returns the machine's own target, which must be named to a sanitizer.
 fn host() -> Result<String> {
     let output = Command::new("rustc").arg("-vV").output();
     let output = output.map_err(|e| format!("`rustc -vV` cannot be run: {e}"))?;

@@ -1,5 +1,5 @@
 //! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that otherwise
-//! run in one element type run in all of them.
+//! run in some element types run in all of them.
 //!
 //! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks), or if Vulkan's
 //! validation layers, where they are installed, report anything meanwhile. Where nothing may be skipped, they must be
