@@ -1,18 +1,28 @@
 //! `cargo xtask arm`: the fast kernels of the CPU backend on 64-bit ARM, where the compiler makes NEON of them.
 
-use std::process::{Command, Stdio};
-
-use crate::run::{Result, cargo_command, root, run};
+use crate::run::{Result, cargo_command, root, run, skip};
+use crate::tools::{Tool, require};
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 const COMPILER: &str = "aarch64-linux-gnu-gcc";
 const EMULATOR: &str = "qemu-aarch64";
 
+/// The target, its C compiler and library, and the emulator.
+pub(crate) const NEEDS: &[Tool] = &[
+    Tool::Target(TARGET),
+    Tool::Program(COMPILER, "gcc-aarch64-linux-gnu"),
+    Tool::Package("libc6-dev-arm64-cross"),
+    Tool::Program(EMULATOR, "qemu-user"),
+];
+
 /// Builds and runs the property tests under an emulator; says what is missing otherwise.
 pub(crate) fn arm() -> Result {
-    if let Some(missing) = missing() {
-        println!("SKIPPED: {missing}");
+    if cfg!(target_arch = "aarch64") {
+        println!("arm: this is 64-bit ARM, where `cargo xtask test` runs them");
         return Ok(());
+    }
+    if let Err(missing) = require("`cargo xtask arm`", NEEDS) {
+        return skip(&missing);
     }
     // Built for this alone: compiling dependencies for speed would take longer than the tests.
     let light = ["--config", "profile.dev.package.'*'.opt-level=1"];
@@ -27,24 +37,4 @@ pub(crate) fn arm() -> Result {
             format!("{EMULATOR} -L /usr/aarch64-linux-gnu"),
         );
     run(&mut command, "cargo test (64-bit ARM)")
-}
-
-/// What to install, if anything.
-fn missing() -> Option<String> {
-    let runs = |program: &str| {
-        let mut command = Command::new(program);
-        command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
-        command.status().is_ok_and(|status| status.success())
-    };
-    if cfg!(target_arch = "aarch64") {
-        return Some("this is 64-bit ARM: `cargo xtask test` runs them".to_owned());
-    }
-    let targets = Command::new("rustup").args(["target", "list", "--installed"]).output();
-    if !targets.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains(TARGET)) {
-        return Some(format!("64-bit ARM needs `rustup target add {TARGET}`"));
-    }
-    let needed = [(COMPILER, "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"), (EMULATOR, "qemu-user")];
-    needed.into_iter().find(|(program, _)| !runs(program)).map(|(program, packages)| {
-        format!("64-bit ARM needs {program}: on Debian, apt-get install {packages}")
-    })
 }

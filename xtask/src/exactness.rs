@@ -6,6 +6,7 @@ use std::process::Stdio;
 
 use clap::Args;
 
+use crate::page;
 use crate::run::{Result, cargo_command, root};
 
 /// Options of `cargo xtask exactness`.
@@ -19,11 +20,13 @@ pub(crate) struct ExactnessArgs {
 /// The tests whose rows are gathered.
 const TESTS: [&str; 5] = ["exactness", "approximate", "rotated", "unrotated", "blending"];
 const PAGE: &str = "docs/exactness.md";
-const BEGIN: &str = "<!-- table: written by `cargo xtask exactness --write` -->";
-const END: &str = "<!-- end of table -->";
+/// The command that the page names before the table.
+const COMMAND: &str = "cargo xtask exactness --write";
 
 pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
-    let fixed = ["test", "-p", "kvmodel", "--test", "suite", "--", "--nocapture"];
+    // Among the whole workspace, as `cargo xtask test` builds it: what that has built is not built again.
+    let fixed =
+        ["test", "--release", "--workspace", "--all-features", "--test", "suite", "--", "--nocapture"];
     let mut command = cargo_command(&[&fixed[..], &TESTS].concat());
     let output = command.stderr(Stdio::inherit()).output();
     let output = output.map_err(|error| format!("`cargo test -p kvmodel` cannot be run: {error}"))?;
@@ -37,9 +40,8 @@ pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
     }
     let path = root().join(PAGE);
     let page = std::fs::read_to_string(&path).map_err(|error| format!("cannot read {PAGE}: {error}"))?;
-    let (before, rest) = page.split_once(BEGIN).ok_or_else(|| format!("{PAGE} lacks the line {BEGIN}"))?;
-    let (_, after) = rest.split_once(END).ok_or_else(|| format!("{PAGE} lacks the line {END}"))?;
-    let page = format!("{before}{BEGIN}\n\n{table}\n{END}{after}");
+    let page =
+        page::replaced(&page, COMMAND, &table).ok_or_else(|| format!("{PAGE} lacks its table markers"))?;
     std::fs::write(&path, page).map_err(|error| format!("cannot write {PAGE}: {error}"))
 }
 

@@ -13,10 +13,10 @@ use std::process::{Command, Stdio};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::run::{Result, cargo_command, root};
+use crate::run::{Result, cargo_command, root, skip};
 
 /// Of `gungraun` in benches/instructions/Cargo.toml; its runner must be the same.
-const GUNGRAUN: &str = "0.20.0";
+pub(crate) const GUNGRAUN: &str = "0.20.0";
 
 /// Growth that is let pass.
 const TOLERANCE: f64 = 0.05;
@@ -56,8 +56,7 @@ type Counts = Vec<(String, u64)>;
 
 pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        println!("instructions: skipped, the baseline is of Linux on x86-64");
-        return Ok(());
+        return skip("the baseline of instructions is of Linux on x86-64");
     }
     let tools = tools()?;
     let counts = count()?;

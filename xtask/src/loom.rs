@@ -14,7 +14,10 @@ pub(crate) struct LoomArgs {
 
 pub(crate) fn loom(args: &LoomArgs) -> Result {
     let mut command = cargo_command(&["test", "--release", "-p", "kvcore", "--test", "loom"]);
-    // Its own folder: the flag would rebuild everything else.
+    // Its own folder: the flag would rebuild everything else. The pool and loom itself are compiled for speed, what only
+    // comes along with kvcore's tests is not.
+    command.args(["--config", "profile.release.package.'*'.opt-level=0"]);
+    command.args(["--config", "profile.release.package.loom.opt-level=3"]);
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));
     if !args.exhaustive {
         command.env("LOOM_MAX_PREEMPTIONS", "3");

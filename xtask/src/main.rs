@@ -4,13 +4,22 @@
 mod arm;
 mod bench;
 mod check;
+mod ci;
+mod clock;
+mod conform;
+mod deep;
 mod exactness;
+mod features;
 mod instructions;
+mod licences;
 mod links;
 mod loom;
+mod page;
 mod run;
 mod sanitize;
+mod step;
 mod test;
+mod tools;
 
 use std::process::ExitCode;
 
@@ -26,17 +35,17 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
+    /// What CI runs: every step of its list, then a table of their seconds and the counts of the tests.
+    Ci(ci::CiArgs),
+    /// The slice longest unrun of what CI has no time for; docs/deep.md has the table.
+    Deep(deep::DeepArgs),
     /// All tests, and one line that counts them.
-    Test,
-    /// Formatting, lints, docs, every feature combination, licences, file sizes, the README's
-    /// commands, the tests that docs/features.md names, the links of the documents.
+    Test(test::TestArgs),
+    /// Formatting, lints, docs, features, file sizes, the README's commands, the tests that docs/features.md names, the
+    /// links of the documents.
     Check,
     /// The conformance suite on one backend, as a table; fails where the machine has no device of it.
-    Conform {
-        /// Which backend.
-        #[arg(long, default_value = "cpu")]
-        backend: String,
-    },
+    Conform(conform::ConformArgs),
     /// All benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels), as one table of ratios.
     Bench(bench::BenchArgs),
     /// What the tests of exactness measure, as the table of docs/exactness.md.
@@ -45,36 +54,40 @@ enum Task {
     Instructions(instructions::InstructionsArgs),
     /// The block pool's concurrent paths under the interleavings of two threads.
     Loom(loom::LoomArgs),
-    /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain).
-    Sanitize,
+    /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain) or valgrind.
+    Sanitize(sanitize::SanitizeArgs),
     /// Tests of the fast kernels on 64-bit ARM, under an emulator (needs the target, a cross compiler and qemu).
     Arm,
+    /// Lints of each crate alone, in every combination of its features.
+    Features,
+    /// Licences, bans and sources of all dependencies (needs cargo-deny).
+    Licences,
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
-        Task::Test => test::test(),
+        Task::Ci(args) => ci::ci(&args),
+        Task::Deep(args) => deep::deep(&args),
+        Task::Test(args) => test::test(&args),
         Task::Check => check::check(),
-        Task::Conform { backend } => conform(&backend),
+        Task::Conform(args) => conform::conform(&args),
         Task::Bench(args) => bench::bench(&args),
         Task::Exactness(args) => exactness::exactness(&args),
         Task::Instructions(args) => instructions::instructions(&args),
         Task::Loom(args) => loom::loom(&args),
-        Task::Sanitize => sanitize::sanitize(),
+        Task::Sanitize(args) => sanitize::sanitize(&args),
         Task::Arm => arm::arm(),
+        Task::Features => features::all(),
+        Task::Licences => licences::licences(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
-            eprintln!("xtask: {message}");
+            // A task that has said what failed has no more to say.
+            if !message.is_empty() {
+                eprintln!("xtask: {message}");
+            }
             ExitCode::FAILURE
         }
     }
-}
-
-fn conform(backend: &str) -> run::Result {
-    let suite = ["run", "--quiet", "-p", "kvconform", "--example", "conform"];
-    // The suite itself names the backends that it has.
-    let features: &[&str] = if backend == "wgpu" { &["--features", "wgpu"] } else { &[] };
-    run::cargo(&[&suite[..], features, &["--", "--backend", backend]].concat())
 }

@@ -1,7 +1,7 @@
 //! Running programs, and saying what is missing.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// What a task ends with: nothing, or what to tell the user.
 pub(crate) type Result<T = ()> = std::result::Result<T, String>;
@@ -32,8 +32,15 @@ pub(crate) fn run(command: &mut Command, name: &str) -> Result {
     }
 }
 
-/// Whether `cargo TOOL --version` works.
-pub(crate) fn has_tool(tool: &str) -> bool {
-    let mut command = cargo_command(&[tool, "--version"]);
-    command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|s| s.success())
+/// The variable of the environment under which nothing that is required may be skipped: `cargo xtask ci` and
+/// `deep` set it, `kvconform::skip` reads it too.
+pub(crate) const STRICT: &str = "KVCACHE_STRICT";
+
+/// Says that a task cannot run here and why; an error where nothing may be skipped.
+pub(crate) fn skip(reason: &str) -> Result {
+    if std::env::var_os(STRICT).is_some() {
+        return Err(format!("nothing may be skipped here: {reason}"));
+    }
+    println!("SKIPPED: {reason}");
+    Ok(())
 }

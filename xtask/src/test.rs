@@ -1,67 +1,165 @@
 //! `cargo xtask test`: every test, counted.
 
+use std::fmt;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
+use std::str::FromStr;
+
+use clap::Args;
 
 use crate::run::{Result, cargo_command};
 
-/// Sums of all test binaries.
-#[derive(Default)]
-struct Sums {
-    passed: u64,
-    failed: u64,
-    skipped: u64,
+/// Options of `cargo xtask test`.
+#[derive(Args)]
+pub(crate) struct TestArgs {
+    /// Build this workspace's crates with debug assertions and overflow checks.
+    #[arg(long)]
+    assertions: bool,
+    /// Every model in every cell of the rules of reuse, where some otherwise run in one.
+    #[arg(long)]
+    every: bool,
 }
 
-impl Sums {
-    /// Adds a line like `test result: ok. 12 passed; 0 failed; 1 ignored; …`, or a test's own
-    /// `SKIPPED: reason`.
+/// Models that differ from another one in angles, in windows by layer, or in how queries are projected. In the tests that
+/// run every model in every cell, they run in the first.
+const ALIKE: [&str; 9] = [
+    "llama3",
+    "llama_yarn",
+    "llama_linear",
+    "llama_ntk",
+    "llama_dynamic",
+    "llama_longrope",
+    "llama_partial",
+    "qwen2_layers",
+    "deepseek_v3_plain",
+];
+
+/// The cells beyond the first, as test names have them.
+const CELLS: [&str; 5] = ["cell_2_1", "cell_3_2", "cell_4_3", "cell_5_4", "cell_6_5"];
+
+/// Returns options of the harness that leave out the tests that run by `--every` alone.
+fn left_out() -> Vec<String> {
+    let test = |model| CELLS.iter().map(move |cell| format!("--skip=___{model}__::{cell}"));
+    ALIKE.iter().flat_map(test).collect()
+}
+
+/// Counts of tests.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Sums {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    pub(crate) skipped: u64,
+}
+
+impl fmt::Display for Sums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+}
+
+impl FromStr for Sums {
+    type Err = ();
+
+    /// Reads what [`Display`](fmt::Display) writes, and nothing else.
+    fn from_str(line: &str) -> std::result::Result<Self, ()> {
+        let numbers: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let [passed, failed, skipped] = numbers[..] else { return Err(()) };
+        let sums = Self { passed, failed, skipped };
+        if sums.to_string() == line { Ok(sums) } else { Err(()) }
+    }
+}
+
+/// Reads the output of test binaries that show what passed tests printed.
+#[derive(Default)]
+struct Reader {
+    sums: Sums,
+    /// Tests of the current binary that said so themselves.
+    skipped: u64,
+    /// The section of the output that a line belongs to.
+    section: Section,
+}
+
+#[derive(Default, PartialEq)]
+enum Section {
+    /// Of no test, or of one that failed.
+    #[default]
+    Other,
+    /// Of a test that passed and has not said that it was skipped.
+    Passed,
+    /// Of a test that was counted as skipped.
+    Skipped,
+}
+
+impl Reader {
+    /// Takes a line. A test that prints `SKIPPED …` is skipped however often it does, and did not pass, although its
+    /// harness says so.
     fn add(&mut self, line: &str) {
-        if line.trim_start().starts_with("SKIPPED") {
+        if line == "successes:" || (line.starts_with("---- ") && self.section != Section::Other) {
+            self.section = Section::Passed;
+        } else if line == "failures:" {
+            self.section = Section::Other;
+        } else if line.trim_start().starts_with("SKIPPED") && self.section == Section::Passed {
+            self.section = Section::Skipped;
             self.skipped += 1;
         }
         let Some(counts) = line.strip_prefix("test result: ") else { return };
         let counts = counts.split_once(". ").map_or(counts, |(_, rest)| rest);
         for part in counts.split(';') {
             if let Some((number, what)) = part.trim().split_once(' ') {
-                let number = number.parse().unwrap_or(0);
+                let number: u64 = number.parse().unwrap_or(0);
                 match what {
-                    "passed" => self.passed += number,
-                    "failed" => self.failed += number,
-                    "ignored" => self.skipped += number,
+                    "passed" => self.sums.passed += number.saturating_sub(self.skipped),
+                    "failed" => self.sums.failed += number,
+                    "ignored" => self.sums.skipped += number,
                     _ => {}
                 }
             }
         }
+        self.sums.skipped += std::mem::take(&mut self.skipped);
+        self.section = Section::Other;
     }
 }
 
+/// Settings of the release profile under which this workspace's crates have assertions, and their dependencies are
+/// built as they are without.
+const ASSERTIONS: [&str; 8] = [
+    "--config",
+    "profile.release.debug-assertions=true",
+    "--config",
+    "profile.release.overflow-checks=true",
+    "--config",
+    "profile.release.package.'*'.debug-assertions=false",
+    "--config",
+    "profile.release.package.'*'.overflow-checks=false",
+];
+
 /// Runs all tests and prints `N passed, N failed, N skipped` last.
-pub(crate) fn test() -> Result {
-    let mut sums = Sums::default();
-    // Not `--all-targets`: that would run the benchmarks too, unoptimised.
+pub(crate) fn test(args: &TestArgs) -> Result {
+    let mut reader = Reader::default();
+    // Not `--all-targets`: that would run the benchmarks too.
     let targets: [&[&str]; 2] = [&["--lib", "--bins", "--tests", "--examples"], &["--doc"]];
+    let everything = ["test", "--release", "--workspace", "--all-features", "--no-fail-fast"];
+    let assertions: &[&str] = if args.assertions { &ASSERTIONS } else { &[] };
+    let left_out = if args.every { Vec::new() } else { left_out() };
     let mut ok = true;
     for targets in targets {
-        ok &= pass(
-            &[&["test", "--workspace", "--all-features", "--no-fail-fast"], targets].concat(),
-            &mut sums,
-        )?;
+        ok &= pass(&[&everything[..], assertions, targets].concat(), &left_out, &mut reader)?;
     }
-    println!("\n{} passed, {} failed, {} skipped", sums.passed, sums.failed, sums.skipped);
+    let sums = reader.sums;
+    println!("\n{sums}");
     if ok && sums.failed == 0 && sums.passed > 0 { Ok(()) } else { Err("tests failed".to_owned()) }
 }
 
-fn pass(args: &[&str], sums: &mut Sums) -> Result<bool> {
+fn pass(args: &[&str], left_out: &[String], reader: &mut Reader) -> Result<bool> {
     let name = format!("cargo {}", args.join(" "));
     // A skipped test prints why; without this the harness would swallow it.
     let mut command = cargo_command(args);
-    command.args(["--", "--show-output"]).stdout(Stdio::piped());
+    command.args(["--", "--show-output"]).args(left_out).stdout(Stdio::piped());
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
     let mut output = String::new();
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
-            sums.add(&line);
+            reader.add(&line);
             if line.starts_with("test result: ") || line.trim_start().starts_with("SKIPPED") {
                 println!("{line}");
             }
@@ -80,17 +178,77 @@ fn pass(args: &[&str], sums: &mut Sums) -> Result<bool> {
 mod tests {
     use super::*;
 
+    fn sums(lines: &[&str]) -> String {
+        let mut reader = Reader::default();
+        for line in lines {
+            reader.add(line);
+        }
+        reader.sums.to_string()
+    }
+
     #[test]
     fn results_of_several_binaries_add_up() {
-        let mut sums = Sums::default();
-        for line in [
+        let lines = [
             "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s",
             "test result: FAILED. 3 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
-            "SKIPPED: no Vulkan adapter",
             "test a ... ok",
-        ] {
-            sums.add(line);
+        ];
+        assert_eq!(sums(&lines), "15 passed, 2 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_test_that_says_so_is_skipped_once_and_has_not_passed() {
+        let lines = [
+            "test a ... ok",
+            "successes:",
+            "",
+            "---- a stdout ----",
+            "SKIPPED: no Vulkan adapter",
+            "SKIPPED: no Vulkan adapter",
+            "---- b stdout ----",
+            "a line",
+            "---- c stdout ----",
+            "SKIPPED cpu (amx): no such instructions",
+            "",
+            "successes:",
+            "    a",
+            "test result: ok. 4 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
+        ];
+        assert_eq!(sums(&lines), "2 passed, 0 failed, 2 skipped");
+        let another = ["test result: ok. 4 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out"];
+        assert_eq!(sums(&[&lines[..], &another].concat()), "6 passed, 0 failed, 2 skipped");
+    }
+
+    #[test]
+    fn a_test_that_says_so_and_fails_has_failed() {
+        let lines = [
+            "failures:",
+            "---- a stdout ----",
+            "SKIPPED: a part",
+            "failures:",
+            "    a",
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
+        ];
+        assert_eq!(sums(&lines), "1 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn what_is_left_out_names_tests_that_there_are() {
+        let suite = include_str!("../../crates/kvmodel/tests/suite/common.rs");
+        for model in ALIKE {
+            assert!(suite.contains(&format!("\"{}\"", model.replace('_', "-"))), "{model}");
         }
-        assert_eq!((sums.passed, sums.failed, sums.skipped), (15, 2, 2));
+        let rules = include_str!("../../crates/kvmodel/tests/suite/rules.rs");
+        assert!(rules.contains("#[values(0, 1, 2, 3, 4, 5)] cell: usize"));
+        assert_eq!((left_out().len(), left_out()[0].as_str()), (45, "--skip=___llama3__::cell_2_1"));
+    }
+
+    #[test]
+    fn counts_are_read_as_they_are_written() {
+        let counts = Sums { passed: 5, failed: 1, skipped: 2 };
+        assert_eq!(counts.to_string().parse(), Ok(counts));
+        for other in ["5 passed, 0 failed", "5 passed, 1 failed, 2 skipped!", ""] {
+            assert_eq!(other.parse::<Sums>(), Err(()));
+        }
     }
 }

@@ -11,7 +11,7 @@ fn json(args: &[&str]) -> Option<Value> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     if stderr.contains("no device for the wgpu backend") {
-        println!("SKIPPED: {}", stderr.trim());
+        kvconform::skip(stderr.trim());
         return None;
     }
     assert!(output.status.success(), "{args:?}: {stderr}");
@@ -40,7 +40,7 @@ fn the_demo_names_the_adapter() {
     let Some(devices) = json(&["devices", "--json"]) else { return };
     let of_wgpu = |device: &&Value| device["backend"] == "wgpu:0";
     let Some(first) = devices["devices"].as_array().unwrap().iter().find(of_wgpu) else {
-        return println!("SKIPPED: no adapter");
+        return kvconform::skip(kvbackend_wgpu::NO_ADAPTER);
     };
     let demo = ["demo", "--backend", "wgpu:0"];
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(demo).stdin(Stdio::null()).output().unwrap();

@@ -22,7 +22,9 @@ pub mod cases;
 pub mod oracle;
 
 mod backends;
+mod skip;
 
 pub use backends::{BACKENDS, NamedBackend};
 pub use bench::{Bench, Failure, Outcome};
 pub use cases::{CASES, Case};
+pub use skip::{STRICT, is_strict, skip};

@@ -66,7 +66,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
 
 fn wgpu(quick: bool) -> Result<Vec<Row>> {
     let sizes: &[&str] = if quick { &["--mib", "4", "--context", "1024"] } else { &[] };
-    run_bench("kernels_on_wgpu", &["--features", "wgpu"], sizes)
+    run_bench("kernels_on_wgpu", sizes)
 }
 
 fn cpu(quick: bool) -> Result<Vec<Row>> {
@@ -84,18 +84,18 @@ fn cpu(quick: bool) -> Result<Vec<Row>> {
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
         ]
     };
-    let mut rows = run_bench("kernels_against_memcpy", &[], kernels)?;
-    rows.extend(run_bench("quantized_caches", &[], formats)?);
-    rows.extend(run_bench("chunk_reuse", &[], &["--tokens", "4096"])?);
-    rows.extend(run_bench("ttft", &[], ttft)?);
+    let mut rows = run_bench("kernels_against_memcpy", kernels)?;
+    rows.extend(run_bench("quantized_caches", formats)?);
+    rows.extend(run_bench("chunk_reuse", &["--tokens", "4096"])?);
+    rows.extend(run_bench("ttft", ttft)?);
     rows.extend(block_pool(quick)?);
     Ok(rows)
 }
 
-fn run_bench(name: &str, features: &[&str], args: &[&str]) -> Result<Vec<Row>> {
-    // Among the whole workspace, so that dependencies have the same features for all benchmarks: built once.
-    let mut command = cargo_command(&["bench", "--quiet", "--workspace", "--bench", name]);
-    command.args(features).arg("--").args(args);
+fn run_bench(name: &str, args: &[&str]) -> Result<Vec<Row>> {
+    // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
+    let mut command = cargo_command(&["bench", "--quiet", "--workspace", "--all-features", "--bench", name]);
+    command.arg("--").args(args);
     // As `kvc` does: see its `threads`.
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         let allowed = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

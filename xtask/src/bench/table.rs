@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use super::Backend;
 use super::aims::verdict;
 use super::rows::Sweep;
+use crate::page;
 
 /// The table, in Markdown.
 pub(super) fn table(sweeps: &[Sweep]) -> String {
@@ -56,23 +57,17 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// Where the table of a backend begins; the CPU's is the one without a name.
-fn begin(backend: Backend) -> String {
-    let option = match backend {
-        Backend::Cpu => "",
-        Backend::Wgpu => "--backend wgpu ",
-    };
-    format!("<!-- table: written by `cargo xtask bench {option}--write` -->")
+/// Returns the command that writes the table of a backend; the CPU's is the one without a name.
+fn command(backend: Backend) -> &'static str {
+    match backend {
+        Backend::Cpu => "cargo xtask bench --write",
+        Backend::Wgpu => "cargo xtask bench --backend wgpu --write",
+    }
 }
 
-const END: &str = "<!-- end of table -->";
-
-/// `text` with another table between the markers of a backend.
+/// Returns a page with another table of a backend.
 pub(super) fn replaced(text: &str, backend: Backend, table: &str) -> Option<String> {
-    let begin = begin(backend);
-    let (before, rest) = text.split_once(&begin)?;
-    let (_, after) = rest.split_once(END)?;
-    Some(format!("{before}{begin}\n\n{table}\n{END}{after}"))
+    page::replaced(text, command(backend), table)
 }
 
 #[cfg(test)]
@@ -96,13 +91,15 @@ mod tests {
     }
 
     #[test]
-    fn only_the_table_is_replaced() {
-        let (cpu, wgpu) = (begin(Backend::Cpu), begin(Backend::Wgpu));
-        let text = format!("a\n{cpu}\nold\n{END}\nb\n{wgpu}\n{END}");
-        let new = format!("a\n{cpu}\n\nnew\n\n{END}\nb\n{wgpu}\n{END}");
-        assert_eq!(replaced(&text, Backend::Cpu, "new\n"), Some(new));
-        let new = format!("a\n{cpu}\nold\n{END}\nb\n{wgpu}\n\nnew\n\n{END}");
-        assert_eq!(replaced(&text, Backend::Wgpu, "new\n"), Some(new));
-        assert_eq!(replaced("no markers", Backend::Cpu, "new"), None);
+    fn each_backend_has_its_table() {
+        let page = include_str!("../../../docs/benchmarks.md");
+        for backend in [Backend::Cpu, Backend::Wgpu] {
+            assert!(replaced(page, backend, "new").is_some_and(|page| page.contains(
+                "
+
+new
+"
+            )));
+        }
     }
 }

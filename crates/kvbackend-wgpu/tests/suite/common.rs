@@ -20,7 +20,7 @@ pub(crate) fn opened(options: &WgpuOptions) -> Option<Arc<WgpuBackend>> {
 
 /// Returns the opened backend, or prints a line that says why there is none.
 pub(crate) fn known(opened: Result<Arc<WgpuBackend>>) -> Option<Arc<WgpuBackend>> {
-    opened.inspect_err(|reason| println!("SKIPPED: {reason}")).ok()
+    opened.inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
 /// Writes bytes of the host to new memory of the device.

@@ -1,7 +1,9 @@
-//! Runs the suite on one backend and prints a table: `conform --backend cpu`.
+//! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that otherwise
+//! run in some element types run in all of them.
 //!
-//! Fails if a case fails, if the machine has no device of the backend, or if Vulkan's validation layers are
-//! installed and report anything meanwhile.
+//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks), or if Vulkan's
+//! validation layers, where they are installed, report anything meanwhile. Where nothing may be skipped, they must be
+//! installed.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -19,28 +21,34 @@ mod validation;
 /// A column of the table: one element type of one variant of the backend, on its own device.
 struct Column {
     backend: &'static NamedBackend,
+    /// Element types of all columns of the variant.
+    dtypes: &'static [DType],
     dtype: DType,
 }
 
 /// The report of a column.
 enum Report {
-    /// The machine has no such device.
-    Skipped(String),
-    /// The number of a case, and its failure if it failed.
+    /// It cannot be opened, and why.
+    Unopened(kvcore::Error),
+    /// A case by its number, and how it failed.
     Case(usize, Result<(), String>),
 }
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let wanted = match args.as_slice() {
-        [flag, name] if flag == "--backend" => name.as_str(),
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (wanted, every) = match words[..] {
+        ["--backend", name] => (name, false),
+        ["--backend", name, "--every"] => (name, true),
         _ => {
-            eprintln!("usage: conform --backend NAME");
+            eprintln!("usage: conform --backend NAME [--every]");
             return ExitCode::from(2);
         }
     };
-    let of =
-        |backend: &'static NamedBackend| backend.dtypes.iter().map(move |&dtype| Column { backend, dtype });
+    let of = |backend: &'static NamedBackend| {
+        let dtypes = if every { &DType::COMPUTE[..] } else { backend.dtypes };
+        dtypes.iter().map(move |&dtype| Column { backend, dtypes, dtype })
+    };
     let columns: Vec<Column> = BACKENDS.iter().filter(|b| b.name == wanted).flat_map(of).collect();
     if columns.is_empty() {
         let mut known: Vec<_> = BACKENDS.iter().map(|b| b.name).collect();
@@ -50,8 +58,8 @@ fn main() -> ExitCode {
     }
     #[cfg(feature = "wgpu")]
     validation::listen();
-    let (passed, failed) = run_all(&columns);
-    println!("{passed} passed, {failed} failed");
+    let (passed, failed, skipped) = run_all(&columns);
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
     if passed == 0 {
         eprintln!("no case ran: this machine has no device of the backend {wanted:?}");
     }
@@ -62,9 +70,9 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs as many columns at a time as there are processors, and prints lines in order as soon as they are
-/// complete. Returns the numbers of passed and of failed cases.
-fn run_all(columns: &[Column]) -> (usize, usize) {
+/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete. Returns
+/// how many cases passed, failed and were skipped.
+fn run_all(columns: &[Column]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);
     let (sender, reports) = channel();
@@ -92,7 +100,7 @@ fn run(number: usize, column: &Column, sender: &Sender<(usize, Report)>) {
     let backend = match (column.backend.make)() {
         Ok(backend) => backend,
         Err(reason) => {
-            let _ = sender.send((number, Report::Skipped(reason.to_string())));
+            let _ = sender.send((number, Report::Unopened(reason)));
             return;
         }
     };

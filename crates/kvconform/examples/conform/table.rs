@@ -1,6 +1,7 @@
 //! The table: for each variant of a backend, one line per case, with all element types of the variant.
 
 use kvconform::CASES;
+use kvcore::Error;
 
 use crate::{Column, Report};
 
@@ -9,49 +10,61 @@ pub(crate) struct Table<'a> {
     columns: &'a [Column],
     /// Outcomes by column and case.
     outcomes: Vec<Vec<Option<Result<(), String>>>>,
-    skipped: Vec<Option<String>>,
-    /// The first column of the variant to print next, and its next case; none before the name of the variant
-    /// is printed.
+    unopened: Vec<Option<Unopened>>,
+    /// The first column of the variant whose turn it is, and its next case; none if its name is not printed yet.
     turn: (usize, Option<usize>),
     passed: usize,
     failed: usize,
+    skipped: usize,
+}
+
+/// Why a column cannot be opened.
+struct Unopened {
+    reason: String,
+    /// The processor lacks instructions, which no installation brings.
+    is_lasting: bool,
 }
 
 impl<'a> Table<'a> {
     pub(crate) fn new(columns: &'a [Column]) -> Self {
         let outcomes = columns.iter().map(|_| CASES.iter().map(|_| None).collect()).collect();
-        let skipped = columns.iter().map(|_| None).collect();
-        Self { columns, outcomes, skipped, turn: (0, None), passed: 0, failed: 0 }
+        let unopened = columns.iter().map(|_| None).collect();
+        Self { columns, outcomes, unopened, turn: (0, None), passed: 0, failed: 0, skipped: 0 }
     }
 
     /// Takes a report, and prints every complete line in order.
     pub(crate) fn add(&mut self, column: usize, report: Report) {
         match report {
-            Report::Skipped(reason) => self.skipped[column] = Some(reason),
+            Report::Unopened(error) => {
+                let is_lasting = matches!(error, Error::Unsupported { .. });
+                self.unopened[column] = Some(Unopened { reason: error.to_string(), is_lasting });
+            }
             Report::Case(case, outcome) => self.outcomes[column][case] = Some(outcome),
         }
         while self.print_next() {}
     }
 
-    /// Returns the numbers of passed and of failed cases in printed lines.
-    pub(crate) fn counts(&self) -> (usize, usize) {
-        (self.passed, self.failed)
+    /// Cases that passed, failed and were skipped, of printed lines.
+    pub(crate) fn counts(&self) -> (usize, usize, usize) {
+        (self.passed, self.failed, self.skipped)
     }
 
     fn print_next(&mut self) -> bool {
         let (first, case) = self.turn;
         let Some(column) = self.columns.get(first) else { return false };
-        let (backend, dtypes) = (column.backend, column.backend.dtypes);
+        let (backend, dtypes) = (column.backend, column.dtypes);
         let columns = first..first + dtypes.len();
         let Some(case) = case else {
             println!("{} ({})", backend.name, backend.variant);
             self.turn = (first, Some(0));
             return true;
         };
-        if let Some(reason) = &self.skipped[first]
-            && columns.clone().all(|column| self.skipped[column].is_some())
+        if let Some(Unopened { reason, is_lasting }) = &self.unopened[first]
+            && columns.clone().all(|column| self.unopened[column].is_some())
         {
-            println!("  SKIPPED: {reason}");
+            println!("  {}: {reason}", if *is_lasting { "SKIPPED" } else { "FAILED" });
+            let cases = if *is_lasting { &mut self.skipped } else { &mut self.failed };
+            *cases += columns.len() * CASES.len();
             self.turn = (columns.end, None);
             return true;
         }
@@ -59,10 +72,10 @@ impl<'a> Table<'a> {
             self.turn = (columns.end, None);
             return true;
         };
-        // If a device opens for other columns but not for this one, every case of this column fails.
-        let outcome = |column: usize| match (&self.outcomes[column][case], &self.skipped[column]) {
+        // A device that opens beside others and not here is a failure of every case.
+        let outcome = |column: usize| match (&self.outcomes[column][case], &self.unopened[column]) {
             (Some(Ok(())), _) => Some(Ok(())),
-            (Some(Err(failure)), _) | (None, Some(failure)) => Some(Err(failure)),
+            (Some(Err(failure)), _) | (None, Some(Unopened { reason: failure, .. })) => Some(Err(failure)),
             (None, None) => None,
         };
         let outcomes: Option<Vec<_>> = columns.map(outcome).collect();

@@ -1,8 +1,8 @@
 //! Messages of Vulkan's validation layers while the suite runs.
 //!
-//! A build with debug assertions asks for the layers, and `wgpu` passes their messages to the `log` crate.
-//! One message is ignored: the debug information of a kernel names WGSL as its source language, by a number
-//! that older layers do not know.
+//! `wgpu` asks for the layers where `WGPU_VALIDATION` and `WGPU_DEBUG` are 1 (`cargo xtask conform` sets both), or in a
+//! build with debug assertions, and hands their messages to the `log` crate. One message is none: the debug information of a kernel names WGSL as its source, a number that layers of a few years ago do not
+//! know.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
@@ -58,16 +58,17 @@ pub(crate) fn listen() {
     }
 }
 
-/// Prints a summary, and returns whether no message was reported.
+/// Says what was reported, and returns whether that was nothing. Missing layers are a failure where nothing may be
+/// skipped.
 pub(crate) fn silent() -> bool {
-    let messages = LISTENER.messages.load(Relaxed);
-    if !cfg!(debug_assertions) || LISTENER.missing.load(Relaxed) {
-        println!("SKIPPED: validation layers (Debian: vulkan-validationlayers; in a debug build)");
-    } else {
-        let known = LISTENER.known.load(Relaxed);
-        println!(
-            "validation layers: {messages} messages, and {known} that they do not know WGSL as a source"
-        );
+    let asked =
+        ["WGPU_VALIDATION", "WGPU_DEBUG"].iter().all(|name| std::env::var(name).is_ok_and(|on| on == "1"));
+    if LISTENER.missing.load(Relaxed) || !(asked || cfg!(debug_assertions)) {
+        let reason = "validation layers (Debian: vulkan-validationlayers; run by `cargo xtask conform`)";
+        println!("{}: {reason}", if kvconform::is_strict() { "FAILED" } else { "SKIPPED" });
+        return !kvconform::is_strict();
     }
+    let (messages, known) = (LISTENER.messages.load(Relaxed), LISTENER.known.load(Relaxed));
+    println!("validation layers: {messages} messages, and {known} that they do not know WGSL as a source");
     messages == 0
 }

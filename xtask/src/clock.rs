@@ -1,0 +1,80 @@
+//! Seconds that a program takes: on the clock, and of the processors.
+//!
+//! Processor seconds hardly depend on what else the machine does, so that a slow run on a busy machine can be told
+//! from a program that became slower.
+
+use std::fmt;
+use std::fs;
+use std::time::Instant;
+
+/// Seconds of one program and of all that it started.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Seconds {
+    /// On the clock.
+    pub(crate) wall: f64,
+    /// Of the processors, where the system says them.
+    pub(crate) cpu: Option<f64>,
+}
+
+impl Seconds {
+    /// Returns processor seconds as text, a dash where they are not known.
+    pub(crate) fn cpu_text(self) -> String {
+        self.cpu.map_or_else(|| "–".to_owned(), |seconds| format!("{seconds:.0}"))
+    }
+}
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.0} s, {} of processors", self.wall, self.cpu_text())
+    }
+}
+
+/// Runs `work` and returns its result with the seconds of the programs that it started and waited for.
+pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, Seconds) {
+    let (start, before) = (Instant::now(), of_children());
+    let result = work();
+    let cpu = of_children().zip(before).map(|(after, before)| after - before);
+    (result, Seconds { wall: start.elapsed().as_secs_f64(), cpu })
+}
+
+/// Returns processor seconds of all children that ended, and of theirs.
+#[cfg(target_os = "linux")]
+fn of_children() -> Option<f64> {
+    let ticks = ticks_of_children(&fs::read_to_string("/proc/self/stat").ok()?)?;
+    Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// Returns none: this system has no such file.
+#[cfg(not(target_os = "linux"))]
+fn of_children() -> Option<f64> {
+    None
+}
+
+/// Returns the sum of `cutime` and `cstime` in a line of `/proc/PID/stat`.
+#[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only Linux has the file"))]
+fn ticks_of_children(stat: &str) -> Option<u64> {
+    // The second field is the program's name in parentheses, with any characters in it.
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let mut times = fields.split(' ').skip(13).map(str::parse::<u64>);
+    let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
+    Some(user + system)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_of_children_stand_behind_a_name_with_any_characters() {
+        let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 700 80 20 0 1 0 9";
+        assert_eq!(ticks_of_children(stat), Some(780));
+        assert_eq!(ticks_of_children("7 (a) S 1"), None);
+    }
+
+    #[test]
+    fn seconds_that_are_not_known_are_a_dash() {
+        let (known, unknown) = (Seconds { wall: 1.0, cpu: Some(2.0) }, Seconds { wall: 3.0, cpu: None });
+        assert_eq!(known.to_string(), "1 s, 2 of processors");
+        assert_eq!(unknown.to_string(), "3 s, – of processors");
+    }
+}

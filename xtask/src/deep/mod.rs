@@ -1,0 +1,184 @@
+//! `cargo xtask deep`: what CI has no time for at each change, in slices of minutes.
+//!
+//! The table of docs/deep.md says when each slice last ran. Each run of CI takes the slice longest unrun by that table;
+//! who commits the changed table lets the next run take another.
+
+use std::process::Command;
+
+use clap::Args;
+
+use crate::run::{Result, root};
+use crate::tools::{Tool, first_line};
+use crate::{arm, instructions, step};
+
+mod table;
+
+use table::{Row, Table};
+
+/// Options of `cargo xtask deep`.
+#[derive(Args)]
+pub(crate) struct DeepArgs {
+    /// The slice to run; without it the one longest unrun.
+    #[arg(value_name = "SLICE", conflicts_with_all = ["all", "list"])]
+    slice: Option<String>,
+    /// Every slice that has not passed on the code as it is now, so that a run goes on where one stopped.
+    #[arg(long, conflicts_with = "list")]
+    all: bool,
+    /// Print the table and run nothing.
+    #[arg(long)]
+    list: bool,
+}
+
+/// A part of the deep checks. To add one, add a line to [`SLICES`].
+pub(crate) struct Slice {
+    pub(crate) name: &'static str,
+    /// What it checks.
+    pub(crate) covers: &'static str,
+    /// The command: five minutes at most on two slow cores.
+    pub(crate) command: &'static str,
+    /// What it needs beside what CI needs anyway.
+    needs: &'static [Tool],
+}
+
+/// All slices.
+pub(crate) const SLICES: &[Slice] = &[
+    Slice {
+        name: "assertions",
+        covers: "the tests of each run, with debug assertions and overflow checks",
+        command: "cargo xtask test --assertions",
+        needs: &[],
+    },
+    Slice {
+        name: "matrix",
+        covers: "all tests, with every model in every cell of the rules of reuse",
+        command: "cargo xtask test --every",
+        needs: &[],
+    },
+    Slice {
+        name: "features",
+        covers: "each crate alone, in every combination of its features",
+        command: "cargo xtask features",
+        needs: &[Tool::Component("clippy")],
+    },
+    Slice {
+        name: "licences",
+        covers: "licences, bans and sources of all dependencies",
+        command: "cargo xtask licences",
+        needs: &[Tool::Cargo("cargo-deny")],
+    },
+    Slice {
+        name: "instructions",
+        covers: "instructions of hot paths against the baseline",
+        command: "cargo xtask instructions",
+        needs: &[
+            Tool::Program("valgrind", "valgrind"),
+            Tool::Crate("gungraun-runner", instructions::GUNGRAUN),
+        ],
+    },
+    Slice {
+        name: "arm",
+        covers: "fast kernels on 64-bit ARM, under an emulator",
+        command: "cargo xtask arm",
+        needs: arm::NEEDS,
+    },
+    Slice {
+        name: "loom",
+        covers: "concurrent paths of the block pool under all interleavings of two threads",
+        command: "cargo xtask loom --exhaustive",
+        needs: &[],
+    },
+    Slice {
+        name: "sanitizer",
+        covers: "all tests of crates with unsafe code, under AddressSanitizer",
+        command: "cargo xtask sanitize --all",
+        needs: &[Tool::Sanitizer],
+    },
+    Slice {
+        name: "wgpu",
+        covers: "the conformance suite in every variant and element type of wgpu",
+        command: "cargo xtask conform --backend wgpu --every",
+        needs: &[],
+    },
+    Slice {
+        name: "benches-cpu",
+        covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
+        command: "cargo xtask bench --quick",
+        needs: &[],
+    },
+    Slice {
+        name: "benches-wgpu",
+        covers: "every benchmark of wgpu in small sizes",
+        command: "cargo xtask bench --quick --backend wgpu",
+        needs: &[],
+    },
+];
+
+/// Runs the slices that the options ask for.
+pub(crate) fn deep(args: &DeepArgs) -> Result {
+    let mut table = Table::read()?;
+    if args.list {
+        print!("{}", table.text());
+        return Ok(());
+    }
+    let slices: Vec<&Slice> = match &args.slice {
+        Some(name) => vec![SLICES.iter().find(|slice| slice.name == name).ok_or_else(|| unknown(name))?],
+        None if args.all => {
+            SLICES.iter().filter(|slice| !table.row(slice).is_some_and(is_of_this_code)).collect()
+        }
+        None => vec![table.longest_unrun()],
+    };
+    let mut failed = Vec::new();
+    for slice in &slices {
+        println!("deep: {}, {}", slice.name, slice.covers);
+        let outcome = step::run(slice.command);
+        // At once, so that a run that is stopped keeps what it has done.
+        table.set(
+            slice,
+            Row { when: now()?, commit: commit()?, seconds: outcome.seconds, passed: outcome.passed },
+        );
+        table.write()?;
+        if !outcome.passed {
+            failed.push(slice.name);
+        }
+    }
+    println!(
+        "deep: {} of {} passed; docs/deep.md says when each slice ran",
+        slices.len() - failed.len(),
+        slices.len()
+    );
+    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
+}
+
+/// Returns what the slice of the next run needs.
+pub(crate) fn next_needs() -> Result<impl Iterator<Item = Tool>> {
+    Ok(Table::read()?.longest_unrun().needs.iter().copied())
+}
+
+fn unknown(name: &str) -> String {
+    let names: Vec<&str> = SLICES.iter().map(|slice| slice.name).collect();
+    format!("no slice is {name:?}; there are {}", names.join(", "))
+}
+
+/// Returns whether a slice passed on the files as they are now; documents are not counted.
+fn is_of_this_code(row: &Row) -> bool {
+    let unchanged = || {
+        let mut command = Command::new("git");
+        command.args(["diff", "--quiet", &row.commit, "--", ".", ":(exclude)docs"]).current_dir(root());
+        command.stderr(std::process::Stdio::null()).status().is_ok_and(|status| status.success())
+    };
+    row.passed && unchanged()
+}
+
+/// Returns the commit that is checked out, with a sign if files beside documents are changed.
+fn commit() -> Result<String> {
+    let git = |args: &[&str]| first_line("git", &[&["-C", &root().to_string_lossy()], args].concat());
+    let head = git(&["rev-parse", "--short=10", "HEAD"]).ok_or("`git rev-parse` cannot be run")?;
+    let changed =
+        git(&["status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs"]).is_some();
+    Ok(head + if changed { "+" } else { "" })
+}
+
+/// Returns the time, as rows are ordered by it.
+fn now() -> Result<String> {
+    first_line("date", &["-u", "+%Y-%m-%d %H:%M"]).ok_or_else(|| "`date` cannot be run".to_owned())
+}

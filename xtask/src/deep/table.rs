@@ -1,0 +1,173 @@
+//! The table of docs/deep.md: when each slice last ran, on what, and how it ended.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+
+use super::{SLICES, Slice};
+use crate::clock::Seconds;
+use crate::page;
+use crate::run::{Result, root};
+use crate::step::word;
+
+const PAGE: &str = "docs/deep.md";
+
+/// The command that the page names before the table.
+const COMMAND: &str = "cargo xtask deep";
+
+/// The last run of a slice.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Row {
+    /// When it ended, so that later rows are greater.
+    pub(super) when: String,
+    /// What was checked out.
+    pub(super) commit: String,
+    pub(super) seconds: Seconds,
+    pub(super) passed: bool,
+}
+
+/// The last runs by the name of the slice.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Table(BTreeMap<String, Row>);
+
+impl Table {
+    /// Reads the page.
+    pub(super) fn read() -> Result<Self> {
+        let page = fs::read_to_string(root().join(PAGE)).map_err(|e| format!("{PAGE}: {e}"))?;
+        Self::parsed(page::table(&page, COMMAND).ok_or_else(no_place)?)
+    }
+
+    /// Writes the table into the page, where nothing else changes.
+    pub(super) fn write(&self) -> Result {
+        let path = root().join(PAGE);
+        let page = fs::read_to_string(&path).map_err(|e| format!("{PAGE}: {e}"))?;
+        let page = page::replaced(&page, COMMAND, &self.text()).ok_or_else(no_place)?;
+        fs::write(&path, page).map_err(|e| format!("{PAGE}: {e}"))
+    }
+
+    /// Returns the last run of a slice.
+    pub(super) fn row(&self, slice: &Slice) -> Option<&Row> {
+        self.0.get(slice.name)
+    }
+
+    /// Takes a run in place of the one before.
+    pub(super) fn set(&mut self, slice: &Slice, row: Row) {
+        self.0.insert(slice.name.to_owned(), row);
+    }
+
+    /// Returns the slice to run next: one that never ran, else one that failed, else the one that ran longest ago.
+    pub(super) fn longest_unrun(&self) -> &'static Slice {
+        let turn = |slice: &&Slice| {
+            let row = self.row(slice);
+            (row.is_some(), row.is_some_and(|row| row.passed), row.map(|row| row.when.clone()))
+        };
+        // There are slices; of equal ones the first comes first.
+        SLICES.iter().min_by_key(turn).unwrap_or(&SLICES[0])
+    }
+
+    /// Returns the table in Markdown: a line of every slice, in their order.
+    pub(super) fn text(&self) -> String {
+        let mut text =
+            "| slice | what it checks | last run (UTC) | commit | seconds | of processors | result |\n\
+                        |---|---|---|---|---|---|---|\n"
+                .to_owned();
+        for slice in SLICES {
+            let run = self.row(slice).map_or_else(
+                || "never | – | – | – | –".to_owned(),
+                |Row { when, commit, seconds, passed }| {
+                    let (wall, cpu) = (seconds.wall, seconds.cpu_text());
+                    format!("{when} | {commit} | {wall:.0} | {cpu} | {}", word(*passed))
+                },
+            );
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "| `{}` | {} | {run} |", slice.name, slice.covers);
+        }
+        text
+    }
+
+    /// Reads what [`text`](Self::text) writes. Rows of slices that are no more are left out.
+    fn parsed(table: &str) -> Result<Self> {
+        let mut rows = BTreeMap::new();
+        for line in table.lines().skip(2) {
+            let columns: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+            let [name, _, when, commit, wall, cpu, result] = columns[..] else {
+                return Err(format!("{PAGE}: a row has {} columns, not 7: {line}", columns.len()));
+            };
+            let name = name.trim_matches('`');
+            if when == "never" || !SLICES.iter().any(|slice| slice.name == name) {
+                continue;
+            }
+            let wall =
+                wall.parse().map_err(|_| format!("{PAGE}: {wall:?} is no number of seconds: {line}"))?;
+            rows.insert(
+                name.to_owned(),
+                Row {
+                    when: when.to_owned(),
+                    commit: commit.to_owned(),
+                    seconds: Seconds { wall, cpu: cpu.parse().ok() },
+                    passed: result == word(true),
+                },
+            );
+        }
+        Ok(Self(rows))
+    }
+}
+
+fn no_place() -> String {
+    format!("{PAGE} lacks its table markers")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(when: &str, passed: bool) -> Row {
+        let seconds = Seconds { wall: 12.0, cpu: Some(20.0) };
+        Row { when: when.to_owned(), commit: "abc+".to_owned(), seconds, passed }
+    }
+
+    #[test]
+    fn a_table_is_read_as_it_was_written() {
+        let mut table = Table::default();
+        assert_eq!(Table::parsed(&table.text()), Ok(Table::default()));
+        table.set(&SLICES[1], row("2026-01-02 03:04", true));
+        table.set(
+            &SLICES[2],
+            Row { seconds: Seconds { wall: 1.0, cpu: None }, ..row("2026-01-02 03:05", false) },
+        );
+        assert_eq!(Table::parsed(&table.text()), Ok(table));
+    }
+
+    #[test]
+    fn rows_of_another_form_are_refused_and_unknown_slices_left_out() {
+        let head = "| a |\n|---|\n";
+        assert!(Table::parsed(&format!("{head}| `loom` | x |")).is_err_and(|e| e.contains("2 columns")));
+        let gone = format!("{head}| `no such slice` | x | 2026-01-01 00:00 | c | 1 | 2 | passed |");
+        assert_eq!(Table::parsed(&gone), Ok(Table::default()));
+    }
+
+    #[test]
+    fn the_turn_is_of_one_that_never_ran_then_of_one_that_failed_then_of_the_oldest() {
+        let mut table = Table::default();
+        assert_eq!(table.longest_unrun().name, SLICES[0].name);
+        for (i, slice) in SLICES.iter().enumerate() {
+            table.set(slice, row(&format!("2026-01-{:02} 00:00", 20 - i), true));
+        }
+        let last = &SLICES[SLICES.len() - 1];
+        assert_eq!(table.longest_unrun().name, last.name);
+        table.set(&SLICES[0], row("2026-01-28 00:00", false));
+        assert_eq!(table.longest_unrun().name, SLICES[0].name);
+        table.0.remove(last.name);
+        assert_eq!(table.longest_unrun().name, last.name);
+    }
+
+    #[test]
+    fn the_committed_table_is_read_and_names_every_slice() {
+        let page = include_str!("../../../docs/deep.md");
+        let table = page::table(page, COMMAND).map(Table::parsed);
+        assert!(table.is_some_and(|table| table.is_ok()));
+        assert!(
+            SLICES.iter().all(|slice| page.contains(&format!("| `{}` | {} |", slice.name, slice.covers)))
+        );
+    }
+}
