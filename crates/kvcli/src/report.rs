@@ -60,7 +60,7 @@ pub(crate) struct SleepJson {
 impl SleepJson {
     /// Creates the report. `asleep` counts pieces that slept before the prompt; `report` was taken after it.
     pub(crate) fn new(form: SleepForm, asleep: SleepUsage, report: &CacheReport) -> Option<Self> {
-        let counted = report.chunk_cache?;
+        let counted = report.chunk_cache.as_ref()?;
         Some(Self {
             form: form.to_string(),
             slept: counted.slept,

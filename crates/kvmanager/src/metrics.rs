@@ -23,10 +23,10 @@ use kvmetrics::{Goal, Target};
 /// assert_eq!((metrics.available, metrics.in_flight, metrics.utilization), (6, 4, 0.4));
 /// assert!(metrics.goals().iter().take(2).all(|goal| goal.met == Some(true)));
 /// let text = PoolMetrics::prometheus(&[("main", &metrics)]);
-/// assert!(text.contains("kvcore_pool_in_flight_blocks{pool=\"main\"} 4\n"));
+/// assert!(text.contains("kvcore_pool_in_flight_blocks{pool=\"main\"} 4.0\n"));
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PoolMetrics {
     /// Number of blocks of the pool.
     pub total: usize,
@@ -66,39 +66,35 @@ pub struct PoolMetrics {
 type Column = (&'static str, MetricKind, &'static str, fn(&PoolMetrics) -> f64);
 
 const COLUMNS: [Column; 11] = [
-    ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool.", |m| m.total as f64),
-    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can have.", |m| {
+    ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool", |m| m.total as f64),
+    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can have", |m| {
         m.available as f64
     }),
-    ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks that requests hold.", |m| m.in_flight as f64),
-    ("kvcore_pool_utilization_ratio", MetricKind::Gauge, "Share of the blocks that requests hold.", |m| {
+    ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks that requests hold", |m| m.in_flight as f64),
+    ("kvcore_pool_utilization_ratio", MetricKind::Gauge, "Share of the blocks that requests hold", |m| {
         m.utilization
     }),
-    ("kvcore_pool_reservations_total", MetricKind::Counter, "Reservations made.", |m| m.reservations as f64),
-    ("kvcore_pool_refused_total", MetricKind::Counter, "Reservations refused for want of blocks.", |m| {
+    ("kvcore_pool_reservations", MetricKind::Counter, "Reservations made", |m| m.reservations as f64),
+    ("kvcore_pool_refused", MetricKind::Counter, "Reservations refused for want of blocks", |m| {
         m.refused as f64
     }),
-    ("kvcore_pool_releases_total", MetricKind::Counter, "Requests released.", |m| m.releases as f64),
-    ("kvcore_pool_reserved_blocks_total", MetricKind::Counter, "Blocks reserved.", |m| {
-        m.reserved_blocks as f64
-    }),
-    ("kvcore_pool_released_blocks_total", MetricKind::Counter, "Blocks given back by releases.", |m| {
+    ("kvcore_pool_releases", MetricKind::Counter, "Requests released", |m| m.releases as f64),
+    ("kvcore_pool_reserved_blocks", MetricKind::Counter, "Blocks reserved", |m| m.reserved_blocks as f64),
+    ("kvcore_pool_released_blocks", MetricKind::Counter, "Blocks given back by releases", |m| {
         m.released_blocks as f64
     }),
-    ("kvcore_pool_taken_blocks_total", MetricKind::Counter, "Blocks handed over to be shared.", |m| {
+    ("kvcore_pool_taken_blocks", MetricKind::Counter, "Blocks handed over to be shared", |m| {
         m.taken_blocks as f64
     }),
-    ("kvcore_pool_evictions_total", MetricKind::Counter, "Cached blocks that were evicted.", |m| {
-        m.evictions as f64
-    }),
+    ("kvcore_pool_evictions", MetricKind::Counter, "Cached blocks that were evicted", |m| m.evictions as f64),
 ];
 
 /// Latencies of the metrics: their name, help text and value.
 type Histogram = (&'static str, &'static str, fn(&PoolMetrics) -> &Latencies);
 
 const HISTOGRAMS: [Histogram; 2] = [
-    ("kvcore_pool_allocation_seconds", "How long reservations took.", |m| &m.allocation),
-    ("kvcore_pool_release_seconds", "How long releases took.", |m| &m.release),
+    ("kvcore_pool_allocation_seconds", "How long reservations took", |m| &m.allocation),
+    ("kvcore_pool_release_seconds", "How long releases took", |m| &m.release),
 ];
 
 impl PoolMetrics {
@@ -115,7 +111,7 @@ impl PoolMetrics {
     /// let metrics = PoolMetrics::of(&pool);
     /// assert_eq!((metrics.in_flight, metrics.available, metrics.utilization), (2, 6, 0.25));
     /// assert_eq!((metrics.lookups.hits, metrics.lookups.misses), (2, 1));
-    /// # Ok::<(), kvmanager::Error>(())
+    /// # Ok::<(), kvcore::Error>(())
     /// ```
     pub fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
@@ -158,27 +154,27 @@ impl PoolMetrics {
     pub fn prometheus(pools: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         for (name, kind, help, value) in COLUMNS {
-            let mut family = text.family(name, kind, help);
+            let family = text.family(name, kind, help);
             for (pool, metrics) in pools {
                 family.sample(&[("pool", pool)], value(metrics));
             }
         }
-        let mut family = text.family("kvcore_pool_blocks", MetricKind::Gauge, "Blocks by state.");
+        let family = text.family("kvcore_pool_blocks", MetricKind::Gauge, "Blocks by state");
         for (pool, metrics) in pools {
             for state in BlockState::ALL {
                 let labels = [("pool", *pool), ("state", state.name())];
                 family.sample(&labels, state.count(&metrics.counts) as f64);
             }
         }
-        let help = "Blocks looked up by key.";
-        let mut family = text.family("kvcore_pool_lookups_total", MetricKind::Counter, help);
+        let help = "Blocks looked up by key";
+        let family = text.family("kvcore_pool_lookups", MetricKind::Counter, help);
         for (pool, PoolMetrics { lookups, .. }) in pools {
             family
                 .sample(&[("pool", *pool), ("result", "hit")], lookups.hits as f64)
                 .sample(&[("pool", *pool), ("result", "miss")], lookups.misses as f64);
         }
         for (name, help, of) in HISTOGRAMS {
-            let mut family = text.family(name, MetricKind::Histogram, help);
+            let family = text.family(name, MetricKind::Histogram, help);
             for (pool, metrics) in pools {
                 family.histogram(&[("pool", pool)], of(metrics));
             }
@@ -267,12 +263,14 @@ mod tests {
             } else if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = rest.split_once(' ').unwrap();
                 assert_eq!(name, family);
-                assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
-            } else {
+                assert!(!name.ends_with("_total"), "{name}: {kind}");
+            } else if line != "# EOF" {
                 let (name, value) = line.rsplit_once(' ').unwrap();
                 let base = name.split('{').next().unwrap();
-                let base =
-                    ["_bucket", "_sum", "_count"].iter().find_map(|s| base.strip_suffix(s)).unwrap_or(base);
+                let base = ["_bucket", "_sum", "_count", "_total"]
+                    .iter()
+                    .find_map(|s| base.strip_suffix(s))
+                    .unwrap_or(base);
                 assert_eq!(base, family);
                 assert!(all.insert(name.to_owned(), value.parse().unwrap()).is_none(), "{name} twice");
             }
@@ -294,21 +292,21 @@ mod tests {
             (r#"kvcore_pool_blocks{pool="main",state="reserved"}"#, 5.0),
             (r#"kvcore_pool_blocks{pool="main",state="available"}"#, 11.0),
             (r#"kvcore_pool_allocation_seconds_count{pool="main"}"#, 3.0),
-            (r#"kvcore_pool_allocation_seconds_bucket{pool="main",le="+Inf"}"#, 3.0),
-            (r#"kvcore_pool_allocation_seconds_bucket{pool="main",le="0.000002048"}"#, 2.0),
+            (r#"kvcore_pool_allocation_seconds_bucket{le="+Inf",pool="main"}"#, 3.0),
+            (r#"kvcore_pool_allocation_seconds_bucket{le="0.000002048",pool="main"}"#, 2.0),
             (r#"kvcore_pool_size_blocks{pool="chunk \"a\"\\\n"}"#, 4.0),
             (r#"kvcore_pool_lookups_total{pool="chunk \"a\"\\\n",result="hit"}"#, 7.0),
             (r#"kvcore_pool_lookups_total{pool="chunk \"a\"\\\n",result="miss"}"#, 2.0),
         ] {
             assert_eq!(all.get(name), Some(&value), "{name}");
         }
-        assert_eq!(all.len(), 2 * (COLUMNS.len() + 5 + 2 + 2 * 28));
+        assert_eq!(all.len(), 2 * (COLUMNS.len() + 4 + 2 + 2 * 28));
     }
 
     #[test]
     fn json_has_the_same_numbers() {
         let m = PoolMetrics { release: latencies(&[10]), ..metrics(8, 2) };
-        let json = serde_json::to_value(m).unwrap();
+        let json = serde_json::to_value(&m).unwrap();
         assert_eq!((&json["available"], &json["counts"]["mutable"]), (&6.into(), &2.into()));
         assert_eq!(json["release"]["p99_seconds"], serde_json::json!(10e-6));
         assert_eq!((&json["lookups"]["hits"], &json["allocation"]["p50_seconds"]), (&0.into(), &().into()));

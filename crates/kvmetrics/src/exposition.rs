@@ -1,114 +1,129 @@
-//! The text format that Prometheus scrapes, version 0.0.4.
+//! The text that Prometheus scrapes, written by `prometheus-client` in the OpenMetrics format.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
 
 use super::Latencies;
 
 /// The kind of a metric family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// A number that only grows. Its name ends in `_total`.
+    /// A number that only grows. The text appends `_total` to the name.
     Counter,
     /// A number that can rise and fall.
     Gauge,
-    /// Counts by bucket.
+    /// Durations in buckets, in seconds.
     Histogram,
 }
 
-impl fmt::Display for MetricKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Counter => "counter",
-            Self::Gauge => "gauge",
-            Self::Histogram => "histogram",
-        })
-    }
-}
-
-/// Metrics as text. Each family is written once, with all of its samples.
+/// Metrics of a scrape. Each family is written once, with all of its samples.
 ///
 /// ```
 /// use kvmetrics::{Exposition, MetricKind};
 /// let mut text = Exposition::default();
-/// text.family("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of a pool.")
+/// text.family("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of a pool")
 ///     .sample(&[("pool", "main")], 256.0)
 ///     .sample(&[("pool", "a \"b\" \\")], 16.0);
 /// assert_eq!(text.to_string(), r#"# HELP kvcore_pool_size_blocks Blocks of a pool.
 /// ## TYPE kvcore_pool_size_blocks gauge
-/// kvcore_pool_size_blocks{pool="main"} 256
-/// kvcore_pool_size_blocks{pool="a \"b\" \\"} 16
+/// kvcore_pool_size_blocks{pool="main"} 256.0
+/// kvcore_pool_size_blocks{pool="a \"b\" \\"} 16.0
+/// ## EOF
 /// "#);
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct Exposition(String);
+pub struct Exposition(Vec<Family>);
 
 impl Exposition {
-    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*` and come from
-    /// programs, not from users. Label values and `help` may be any text and are escaped.
-    pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &str) -> Family<'_> {
-        self.push(format_args!("# HELP {name} {}\n", help.replace('\\', "\\\\").replace('\n', "\\n")));
-        self.push(format_args!("# TYPE {name} {kind}\n"));
-        Family { text: self, name }
-    }
-
-    fn push(&mut self, text: fmt::Arguments<'_>) {
-        // Writing to a String cannot fail.
-        let _ = self.0.write_fmt(text);
-    }
-
-    fn sample(&mut self, name: &str, suffix: &str, labels: &[(&str, &str)], value: f64) {
-        self.push(format_args!("{name}{suffix}"));
-        for (i, (label, text)) in labels.iter().enumerate() {
-            let open = if i == 0 { '{' } else { ',' };
-            let text = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
-            self.push(format_args!("{open}{label}=\"{text}\""));
-        }
-        let close = if labels.is_empty() { "" } else { "}" };
-        self.push(format_args!("{close} {}\n", number(value)));
+    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` is a phrase without
+    /// its full stop. Label values may be any text.
+    pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut Family {
+        let at = self.0.len();
+        self.0.push(Family { name, kind, help, samples: Vec::new() });
+        &mut self.0[at]
     }
 }
 
 impl fmt::Display for Exposition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        let mut registry = Registry::default();
+        for family in &self.0 {
+            registry.register_collector(Box::new(family.clone()));
+        }
+        text::encode(f, &registry)
     }
 }
 
 /// A family of an [`Exposition`], to which samples are added.
-#[derive(Debug)]
-pub struct Family<'a> {
-    text: &'a mut Exposition,
+#[derive(Debug, Clone)]
+pub struct Family {
     name: &'static str,
+    kind: MetricKind,
+    help: &'static str,
+    samples: Vec<(Labels, Value)>,
 }
 
-impl Family<'_> {
+/// Names and values of labels.
+type Labels = Vec<(String, String)>;
+
+#[derive(Debug, Clone)]
+enum Value {
+    Number(f64),
+    Latencies { sum: f64, count: u64, buckets: Vec<(f64, u64)> },
+}
+
+impl Family {
     /// Adds one number.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) -> &mut Self {
-        self.text.sample(self.name, "", labels, value);
-        self
+        self.push(labels, Value::Number(value))
     }
 
-    /// Adds all lines of a histogram, in seconds.
+    /// Adds a histogram of durations.
     pub fn histogram(&mut self, labels: &[(&str, &str)], latencies: &Latencies) -> &mut Self {
-        let mut below = 0;
-        for (end, count) in latencies.buckets() {
-            below += count;
-            let end = number(end.map_or(f64::INFINITY, |end| end.as_secs_f64()));
-            let labels = [labels, &[("le", end.as_str())]].concat();
-            self.text.sample(self.name, "_bucket", &labels, below as f64);
+        let (mut buckets, mut before) = (Vec::new(), 0);
+        for (end, below) in latencies.cumulative() {
+            buckets.push((end, below.saturating_sub(before)));
+            before = below;
         }
-        self.text.sample(self.name, "_sum", labels, latencies.sum().as_secs_f64());
-        self.text.sample(self.name, "_count", labels, below as f64);
+        buckets.push((f64::INFINITY, latencies.count().saturating_sub(before)));
+        let sum = latencies.sum().as_secs_f64();
+        self.push(labels, Value::Latencies { sum, count: latencies.count(), buckets })
+    }
+
+    fn push(&mut self, labels: &[(&str, &str)], value: Value) -> &mut Self {
+        let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+        self.samples.push((labels.iter().map(owned).collect(), value));
         self
     }
 }
 
-/// Formats a number as Go reads it, the language of Prometheus.
-fn number(value: f64) -> String {
-    if value.is_infinite() {
-        return if value > 0.0 { "+Inf" } else { "-Inf" }.to_owned();
+impl Collector for Family {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            MetricKind::Counter => MetricType::Counter,
+            MetricKind::Gauge => MetricType::Gauge,
+            MetricKind::Histogram => MetricType::Histogram,
+        };
+        let help = format!("{}.", self.help);
+        let mut family = encoder.encode_descriptor(self.name, &help, None, kind)?;
+        for (labels, value) in &self.samples {
+            let mut metric = family.encode_family(labels)?;
+            match (self.kind, value) {
+                (MetricKind::Counter, Value::Number(value)) => {
+                    metric.encode_counter::<NoLabelSet, _, f64>(value, None)?;
+                }
+                (_, Value::Number(value)) => metric.encode_gauge(value)?,
+                (_, Value::Latencies { sum, count, buckets }) => {
+                    metric.encode_histogram::<NoLabelSet>(*sum, *count, buckets, None)?;
+                }
+            }
+        }
+        Ok(())
     }
-    value.to_string()
 }
 
 #[cfg(test)]
@@ -119,13 +134,12 @@ mod tests {
     use crate::LatencyHistogram;
 
     #[test]
-    fn text_of_users_is_escaped() {
+    fn label_values_of_users_are_escaped() {
         let mut text = Exposition::default();
-        text.family("a", MetricKind::Counter, "back\\slash\nline")
-            .sample(&[("x", "q\"b\\n\n"), ("y", "")], 1.5);
+        text.family("a", MetricKind::Counter, "help").sample(&[("x", "q\"b\\n\n"), ("y", "")], 1.5);
         assert_eq!(
             text.to_string(),
-            "# HELP a back\\\\slash\\nline\n# TYPE a counter\na{x=\"q\\\"b\\\\n\\n\",y=\"\"} 1.5\n"
+            "# HELP a help.\n# TYPE a counter\na_total{x=\"q\\\"b\\\\n\\n\",y=\"\"} 1.5\n# EOF\n"
         );
     }
 
@@ -138,24 +152,18 @@ mod tests {
         let mut text = Exposition::default();
         text.family("t_seconds", MetricKind::Histogram, "h").histogram(&[("p", "m")], &histogram.snapshot());
         let text = text.to_string();
-        let lines: Vec<&str> = text.lines().skip(2).collect();
-        assert_eq!(lines.len(), 26 + 2);
-        assert_eq!(lines[0], "t_seconds_bucket{p=\"m\",le=\"0.000000064\"} 1");
-        assert_eq!(lines[1], "t_seconds_bucket{p=\"m\",le=\"0.000000128\"} 3");
-        assert_eq!(lines[24], "t_seconds_bucket{p=\"m\",le=\"1.073741824\"} 3");
-        assert_eq!(
-            lines[25..],
-            [
-                "t_seconds_bucket{p=\"m\",le=\"+Inf\"} 4",
-                "t_seconds_sum{p=\"m\"} 5.00000026",
-                "t_seconds_count{p=\"m\"} 4"
-            ]
+        let buckets: Vec<u64> = text
+            .lines()
+            .filter(|line| line.starts_with("t_seconds_bucket"))
+            .map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap())
+            .collect();
+        assert_eq!(buckets.len(), 26);
+        assert!(buckets.is_sorted(), "{buckets:?}");
+        assert_eq!((buckets[0], buckets[1], buckets[24], buckets[25]), (1, 3, 3, 4));
+        assert!(text.contains("t_seconds_bucket{le=\"+Inf\",p=\"m\"} 4\n"), "{text}");
+        assert!(
+            text.contains("t_seconds_count{p=\"m\"} 4\n")
+                && text.contains("t_seconds_sum{p=\"m\"} 5.00000026\n")
         );
-    }
-
-    #[test]
-    fn numbers_are_written_as_prometheus_reads_them() {
-        let numbers = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, 1e21].map(number);
-        assert_eq!(numbers, ["NaN", "+Inf", "-Inf", "0", "1000000000000000000000"]);
     }
 }

@@ -1,19 +1,20 @@
-//! Durations counted in buckets whose ends double.
+//! Histograms of durations.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::fmt;
 use std::time::Duration;
 
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Exponent of the first bucket's end: 2^6 = 64 ns.
-const FIRST: u32 = 6;
-/// Exponent of the last end: 2^30 ns, the first end beyond a second.
-const LAST: u32 = 30;
-/// Number of buckets, including the one without an end.
-const BUCKETS: usize = (LAST - FIRST) as usize + 2;
+/// Durations beyond this many nanoseconds, about 18 minutes, count as this many.
+const LONGEST: u64 = 1 << 40;
+/// Decimal digits to which a quantile is exact.
+const DIGITS: u8 = 2;
+/// Exponents of the ends of the buckets that Prometheus sees: 2^6 = 64 ns to 2^30 ns, the first beyond a second.
+const EXPONENTS: std::ops::RangeInclusive<u32> = 6..=30;
 
-/// A histogram of durations in buckets whose ends double, from 64 ns to about 1 s. Any number of threads
-/// record at once without a lock, by three relaxed atomic operations.
+/// A histogram that any number of threads record durations in. Memory is taken with the first duration, about 30 KiB.
 ///
 /// ```
 /// use std::time::Duration;
@@ -24,54 +25,49 @@ const BUCKETS: usize = (LAST - FIRST) as usize + 2;
 /// }
 /// let seen = histogram.snapshot();
 /// assert_eq!((seen.count(), seen.max()), (4, Duration::from_nanos(5_000)));
-/// assert_eq!(seen.quantile(0.5), Some(Duration::from_nanos(128)));   // the end of its bucket
+/// assert_eq!(seen.quantile(0.5), Some(Duration::from_nanos(90)));
 /// ```
 #[derive(Debug, Default)]
-pub struct LatencyHistogram {
-    buckets: [AtomicU64; BUCKETS],
-    sum: AtomicU64,
-    max: AtomicU64,
-}
+pub struct LatencyHistogram(Mutex<Latencies>);
 
 impl LatencyHistogram {
     /// Records one duration.
     pub fn record(&self, took: Duration) {
-        let ns = took.as_nanos().min(u128::from(u64::MAX)) as u64;
-        self.buckets[bucket(ns)].fetch_add(1, Relaxed);
-        self.sum.fetch_add(ns, Relaxed);
-        self.max.fetch_max(ns, Relaxed);
+        self.0.lock().record(took);
     }
 
-    /// Returns the durations recorded so far. Concurrent records may be included in part.
+    /// Returns the durations recorded so far.
     pub fn snapshot(&self) -> Latencies {
-        Latencies {
-            counts: std::array::from_fn(|i| self.buckets[i].load(Relaxed)),
-            sum: Duration::from_nanos(self.sum.load(Relaxed)),
-            max: Duration::from_nanos(self.max.load(Relaxed)),
-        }
+        self.0.lock().clone()
     }
 }
 
-/// Returns the first bucket whose end is not below `ns`.
-fn bucket(ns: u64) -> usize {
-    let exponent = u64::BITS - ns.saturating_sub(1).leading_zeros();
-    (exponent.max(FIRST) - FIRST).min(LAST - FIRST + 1) as usize
-}
-
-/// The contents of a [`LatencyHistogram`] at one moment. Serialises as a summary in seconds, with the
-/// counts of its buckets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+/// The contents of a [`LatencyHistogram`] at one moment. Serialises as a summary in seconds.
+#[derive(Clone, Default, PartialEq, Serialize)]
 #[serde(into = "Summary")]
 pub struct Latencies {
-    counts: [u64; BUCKETS],
+    /// None before the first duration.
+    histogram: Option<Histogram<u64>>,
     sum: Duration,
-    max: Duration,
+    longest: Duration,
 }
 
 impl Latencies {
+    fn record(&mut self, took: Duration) {
+        if self.histogram.is_none() {
+            // The bounds are constants that the constructor takes.
+            self.histogram = Histogram::new_with_bounds(1, LONGEST, DIGITS).ok();
+        }
+        if let Some(histogram) = &mut self.histogram {
+            histogram.saturating_record(took.as_nanos().min(u128::from(LONGEST)) as u64);
+            self.sum = self.sum.saturating_add(took);
+            self.longest = self.longest.max(took);
+        }
+    }
+
     /// Returns the number of durations recorded.
     pub fn count(&self) -> u64 {
-        self.counts.iter().sum()
+        self.histogram.as_ref().map_or(0, Histogram::len)
     }
 
     /// Returns the sum of all durations.
@@ -81,30 +77,35 @@ impl Latencies {
 
     /// Returns the longest duration.
     pub fn max(&self) -> Duration {
-        self.max
+        self.longest
     }
 
-    /// Returns a duration that the share `q` of all durations does not exceed, or `None` if there are none.
-    /// The result is the end of the quantile's bucket, but at most the longest duration. It is never less
-    /// than the exact quantile, and less than twice the exact quantile between 64 ns and the last bucket's
-    /// end (about 1 s).
+    /// Returns a duration that the share `q` of all durations does not exceed, exact to two digits, never too
+    /// small and at most the longest duration, or `None` if nothing was recorded.
     pub fn quantile(&self, q: f64) -> Option<Duration> {
-        let rank = (q.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0) as u64;
-        let mut below = 0;
-        let at = self.counts.iter().position(|&count| {
-            below += count;
-            below >= rank
-        })?;
-        Some(Self::end(at).map_or(self.max, |end| end.min(self.max)))
+        let histogram = self.histogram.as_ref().filter(|histogram| !histogram.is_empty())?;
+        let bound = Duration::from_nanos(histogram.value_at_quantile(q.clamp(0.0, 1.0)));
+        Some(bound.min(self.longest))
     }
 
-    /// Returns the buckets as `(end, number of durations)`. The last bucket has no end.
-    pub fn buckets(&self) -> impl Iterator<Item = (Option<Duration>, u64)> {
-        self.counts.iter().enumerate().map(|(at, &count)| (Self::end(at), count))
+    /// Returns buckets whose ends double, as `(end in seconds, durations that do not exceed the end)`.
+    pub(crate) fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> {
+        EXPONENTS.map(|exponent| {
+            let end = 1u64 << exponent;
+            let below = self.histogram.as_ref().map_or(0, |histogram| histogram.count_between(0, end));
+            (Duration::from_nanos(end).as_secs_f64(), below)
+        })
     }
+}
 
-    fn end(bucket: usize) -> Option<Duration> {
-        (bucket + 1 < BUCKETS).then(|| Duration::from_nanos(1 << (FIRST as usize + bucket)))
+impl fmt::Debug for Latencies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Latencies")
+            .field("count", &self.count())
+            .field("p50", &self.quantile(0.5))
+            .field("p99", &self.quantile(0.99))
+            .field("max", &self.max())
+            .finish()
     }
 }
 
@@ -116,7 +117,6 @@ struct Summary {
     max_seconds: f64,
     p50_seconds: Option<f64>,
     p99_seconds: Option<f64>,
-    bucket_counts: [u64; BUCKETS],
 }
 
 impl From<Latencies> for Summary {
@@ -124,10 +124,9 @@ impl From<Latencies> for Summary {
         Self {
             count: l.count(),
             sum_seconds: l.sum.as_secs_f64(),
-            max_seconds: l.max.as_secs_f64(),
+            max_seconds: l.max().as_secs_f64(),
             p50_seconds: l.quantile(0.5).map(|d| d.as_secs_f64()),
             p99_seconds: l.quantile(0.99).map(|d| d.as_secs_f64()),
-            bucket_counts: l.counts,
         }
     }
 }
@@ -137,29 +136,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_belong_to_their_bucket() {
-        for (ns, expected) in [(0, 0), (64, 0), (65, 1), (128, 1), (129, 2), (1 << 30, 24), (u64::MAX, 25)] {
-            assert_eq!(bucket(ns), expected, "{ns} ns");
-        }
-        assert_eq!(bucket((1 << 30) + 1), BUCKETS - 1);
-        let ends: Vec<_> = Latencies::default().buckets().map(|(end, _)| end).collect();
-        assert_eq!(ends[0], Some(Duration::from_nanos(64)));
-        assert!(ends[BUCKETS - 2] >= Some(Duration::from_secs(1)) && ends[BUCKETS - 1].is_none());
-    }
-
-    #[test]
-    fn quantiles_are_bounds_within_a_factor_of_two() {
+    fn quantiles_are_bounds_within_two_digits() {
         let histogram = LatencyHistogram::default();
-        assert_eq!(histogram.snapshot().quantile(0.99), None);
+        assert_eq!((histogram.snapshot().quantile(0.99), histogram.snapshot().count()), (None, 0));
         (1..=1000).for_each(|i| histogram.record(Duration::from_nanos(100 * i)));
         let seen = histogram.snapshot();
         for (q, exact) in [(0.0, 100), (0.5, 50_000), (0.9, 90_000), (0.99, 99_000), (1.0, 100_000)] {
             let bound = seen.quantile(q).unwrap().as_nanos();
-            assert!(exact <= bound && bound < 2 * exact, "{q}: {bound}");
+            assert!(exact <= bound && bound <= exact + exact / 100, "{q}: {bound}");
         }
         assert_eq!(seen.sum(), Duration::from_micros(50_050));
         histogram.record(Duration::MAX);
-        assert_eq!(histogram.snapshot().quantile(1.0), Some(Duration::from_nanos(u64::MAX)));
+        assert_eq!(histogram.snapshot().max(), Duration::MAX);
     }
 
     #[test]
@@ -174,7 +162,6 @@ mod tests {
             }
         });
         let seen = histogram.snapshot();
-        assert_eq!((seen.count(), seen.max()), (4000, Duration::from_nanos(3999)));
-        assert_eq!(seen.sum(), Duration::from_nanos((0..4000).sum()));
+        assert_eq!((seen.count(), seen.sum()), (4000, Duration::from_nanos((0..4000).sum())));
     }
 }

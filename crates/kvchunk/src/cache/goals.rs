@@ -75,7 +75,7 @@ mod tests {
             used_blocks,
             lookups: latencies(lookup),
             reindexes: latencies(reindex),
-            ..none
+            ..ChunkCacheMetrics::default()
         };
         let met = |m: ChunkCacheMetrics| (m.goals().map(|goal| goal.met), m.alarms().map(|goal| goal.met));
         let (yes, no) = (Some(true), Some(false));

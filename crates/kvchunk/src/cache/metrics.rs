@@ -11,7 +11,7 @@ use serde::{Serialize, Serializer};
 ///
 /// The JSON form also has the values that follow from the counts: `hit_rate`, `memory_utilization` and the
 /// average times `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(remote = "Self")]
 pub struct ChunkCacheMetrics {
     /// Lookups of pieces.
@@ -143,18 +143,18 @@ impl ChunkCacheMetrics {
     /// use kvchunk::ChunkCacheMetrics;
     /// let metrics = ChunkCacheMetrics { hit_count: 3, ..ChunkCacheMetrics::default() };
     /// let text = ChunkCacheMetrics::prometheus(&[("alice", &metrics)]);
-    /// assert!(text.contains("kvchunk_hits_total{cache=\"alice\"} 3\n"));
+    /// assert!(text.contains("kvchunk_hits_total{cache=\"alice\"} 3.0\n"));
     /// ```
     pub fn prometheus(caches: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         for (name, kind, help, value) in COLUMNS {
-            let mut family = text.family(name, kind, help);
+            let family = text.family(name, kind, help);
             for (cache, metrics) in caches {
                 family.sample(&[("cache", cache)], value(metrics));
             }
         }
         for (name, help, of) in HISTOGRAMS {
-            let mut family = text.family(name, MetricKind::Histogram, help);
+            let family = text.family(name, MetricKind::Histogram, help);
             for (cache, metrics) in caches {
                 family.histogram(&[("cache", cache)], of(metrics));
             }
@@ -200,54 +200,45 @@ impl Serialize for ChunkCacheMetrics {
 type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
 const COLUMNS: [Column; 19] = [
-    ("kvchunk_hits_total", MetricKind::Counter, "Pieces found.", |m| m.hit_count as f64),
-    ("kvchunk_misses_total", MetricKind::Counter, "Pieces not found.", |m| m.miss_count as f64),
-    ("kvchunk_approximate_hits_total", MetricKind::Counter, "Hits without a bound on their error.", |m| {
+    ("kvchunk_hits", MetricKind::Counter, "Pieces found", |m| m.hit_count as f64),
+    ("kvchunk_misses", MetricKind::Counter, "Pieces not found", |m| m.miss_count as f64),
+    ("kvchunk_approximate_hits", MetricKind::Counter, "Hits without a bound on their error", |m| {
         m.approximate_hits as f64
     }),
-    ("kvchunk_shared_flights_total", MetricKind::Counter, "Lookups that waited for another request.", |m| {
+    ("kvchunk_shared_flights", MetricKind::Counter, "Lookups that waited for another request", |m| {
         m.shared_flights as f64
     }),
-    ("kvchunk_insertions_total", MetricKind::Counter, "Pieces stored.", |m| m.insertions as f64),
-    ("kvchunk_evictions_total", MetricKind::Counter, "Pieces evicted.", |m| m.evictions as f64),
-    ("kvchunk_uncached_total", MetricKind::Counter, "Pieces that found no room.", |m| m.uncached as f64),
-    ("kvchunk_fetched_total", MetricKind::Counter, "Pieces that came from another replica.", |m| {
-        m.fetched as f64
+    ("kvchunk_insertions", MetricKind::Counter, "Pieces stored", |m| m.insertions as f64),
+    ("kvchunk_evictions", MetricKind::Counter, "Pieces evicted", |m| m.evictions as f64),
+    ("kvchunk_uncached", MetricKind::Counter, "Pieces that found no room", |m| m.uncached as f64),
+    ("kvchunk_fetched", MetricKind::Counter, "Pieces that came from another replica", |m| m.fetched as f64),
+    ("kvchunk_fetch_failures", MetricKind::Counter, "Replicas that did not give what they were asked", |m| {
+        m.fetch_failures as f64
     }),
-    (
-        "kvchunk_fetch_failures_total",
-        MetricKind::Counter,
-        "Replicas that did not give what they were asked.",
-        |m| m.fetch_failures as f64,
-    ),
-    ("kvchunk_slept_total", MetricKind::Counter, "Pieces put to sleep.", |m| m.slept as f64),
-    ("kvchunk_woken_total", MetricKind::Counter, "Pieces woken.", |m| m.woken as f64),
-    ("kvchunk_lost_total", MetricKind::Counter, "Sleeping pieces that could not be read back.", |m| {
-        m.lost as f64
-    }),
-    ("kvchunk_reused_tokens_total", MetricKind::Counter, "Tokens of pieces found.", |m| {
-        m.tokens_reused as f64
-    }),
-    ("kvchunk_computed_tokens_total", MetricKind::Counter, "Tokens of pieces computed.", |m| {
+    ("kvchunk_slept", MetricKind::Counter, "Pieces put to sleep", |m| m.slept as f64),
+    ("kvchunk_woken", MetricKind::Counter, "Pieces woken", |m| m.woken as f64),
+    ("kvchunk_lost", MetricKind::Counter, "Sleeping pieces that could not be read back", |m| m.lost as f64),
+    ("kvchunk_reused_tokens", MetricKind::Counter, "Tokens of pieces found", |m| m.tokens_reused as f64),
+    ("kvchunk_computed_tokens", MetricKind::Counter, "Tokens of pieces computed", |m| {
         m.tokens_computed as f64
     }),
-    ("kvchunk_chunks", MetricKind::Gauge, "Pieces held.", |m| m.cached_chunks as f64),
-    ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Pieces that sleep.", |m| m.sleeping_chunks as f64),
-    ("kvchunk_sleeping_bytes", MetricKind::Gauge, "Bytes that sleeping pieces take.", |m| {
+    ("kvchunk_chunks", MetricKind::Gauge, "Pieces held", |m| m.cached_chunks as f64),
+    ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Pieces that sleep", |m| m.sleeping_chunks as f64),
+    ("kvchunk_sleeping_bytes", MetricKind::Gauge, "Bytes that sleeping pieces take", |m| {
         m.sleeping_bytes as f64
     }),
-    ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks for chunks.", |m| m.total_blocks as f64),
-    ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks.", |m| m.used_blocks as f64),
+    ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks for chunks", |m| m.total_blocks as f64),
+    ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks", |m| m.used_blocks as f64),
 ];
 
 /// One latency histogram of the metrics, with its name and meaning.
 type Histogram = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
 
 const HISTOGRAMS: [Histogram; 4] = [
-    ("kvchunk_lookup_seconds", "How long lookups took.", |m| &m.lookups),
-    ("kvchunk_wake_seconds", "How long waking a piece took.", |m| &m.wakes),
-    ("kvchunk_reindex_seconds", "How long placing a piece took.", |m| &m.reindexes),
-    ("kvchunk_compute_seconds", "From reserving a piece to storing it.", |m| &m.computes),
+    ("kvchunk_lookup_seconds", "How long lookups took", |m| &m.lookups),
+    ("kvchunk_wake_seconds", "How long waking a piece took", |m| &m.wakes),
+    ("kvchunk_reindex_seconds", "How long placing a piece took", |m| &m.reindexes),
+    ("kvchunk_compute_seconds", "From reserving a piece to storing it", |m| &m.computes),
 ];
 
 fn ratio(part: f64, whole: f64) -> f64 {
@@ -306,7 +297,7 @@ mod tests {
     fn prometheus_has_a_sample_of_every_number_of_every_cache() {
         let (a, b) = (ChunkCacheMetrics::default(), ChunkCacheMetrics { evictions: 9, ..Default::default() });
         let text = ChunkCacheMetrics::prometheus(&[("a", &a), ("b", &b)]);
-        assert!(text.contains("kvchunk_evictions_total{cache=\"b\"} 9\n"));
+        assert!(text.contains("kvchunk_evictions_total{cache=\"b\"} 9.0\n"));
         assert_eq!(text.matches("# TYPE ").count(), COLUMNS.len() + HISTOGRAMS.len());
         assert_eq!(text.matches("{cache=\"a\"} ").count(), COLUMNS.len() + 2 * HISTOGRAMS.len());
     }

@@ -343,7 +343,7 @@ impl ChunkCacheManager {
             sleeping_bytes: account.sleeping_bytes,
             total_blocks: account.quota,
             used_blocks: account.used,
-            ..account.counted
+            ..account.counted.clone()
         }
     }
 

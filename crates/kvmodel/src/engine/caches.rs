@@ -28,7 +28,7 @@ pub(super) enum Caches {
 }
 
 /// The contents of an engine's caches, in numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CacheReport {
     /// The kind of cache.
     pub cache: CacheKind,
