@@ -15,7 +15,7 @@ pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;
 pub(crate) use rows::{gather, scatter};
-pub(crate) use tensor::{Axis, Runs, copy_tensor};
+pub(crate) use tensor::{Axis, DenseRuns, copy_tensor};
 
 use std::sync::Arc;
 

@@ -96,9 +96,9 @@ impl SimdLevel {
 
 /// A level that the processor supports. Outside of tasks, it is the only way to run a task.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Available(SimdLevel);
+pub(crate) struct AvailableLevel(SimdLevel);
 
-impl Available {
+impl AvailableLevel {
     pub(crate) fn new(level: SimdLevel) -> Result<Self> {
         level.checked().map(Self)
     }

@@ -10,7 +10,7 @@ use super::State;
 use super::products::{Ahead, Rows, accumulate, dots};
 use super::softmax::{Scaling, Weights};
 use super::tile::{TILE, Tile};
-use crate::simd::{Lane, Simd, Task};
+use crate::simd::{Simd, SimdElement, Task};
 
 /// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
@@ -66,7 +66,7 @@ impl Meeting<'_> {
     /// The conditions of [`Meeting`] hold, the rows have elements of type `E`, and the caller is compiled for
     /// the instruction set of `S`.
     #[inline(always)]
-    pub(super) unsafe fn in_place<S: Simd, E: Lane>(&self) {
+    pub(super) unsafe fn in_place<S: Simd, E: SimdElement>(&self) {
         let (mut m, count) = (0, self.queries());
         // SAFETY: `m` plus the queries of a block is at most `count`, and the rows have elements of `E` by
         // contract.
@@ -173,7 +173,7 @@ impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> Block<'a, E, Q, 
     }
 }
 
-impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block<'_, E, Q, N, PACKED> {
+impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task for Block<'_, E, Q, N, PACKED> {
     type Output = ();
 
     #[inline(always)]
@@ -282,7 +282,7 @@ pub(super) struct Single<'a, E, const N: usize> {
     pub(super) element: PhantomData<E>,
 }
 
-impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
+impl<E: SimdElement, const N: usize> Task for Single<'_, E, N> {
     type Output = ();
 
     #[inline(always)]

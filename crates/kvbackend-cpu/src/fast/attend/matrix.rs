@@ -20,7 +20,7 @@ use super::products::{Ahead, Rows, dots};
 use super::softmax::{Scaling, Weights};
 use super::source::Source;
 use super::tile::TILE;
-use crate::simd::amx::{self, EACH, Each, PARTS, ROW, ROWS, Shared, Tiles};
+use crate::simd::amx::{self, Operands, PARTS, PRODUCTS, ROW, ROWS, SharedOperand, Tiles};
 use crate::simd::avx512::{Avx512, upper_halves};
 use crate::simd::{Simd, SimdLevel};
 
@@ -90,7 +90,7 @@ impl Form {
 
     /// Returns the bytes of a group's queries for keys, and for values.
     fn queries_bytes(&self) -> [usize; 2] {
-        let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE;
+        let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE_BYTES;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]
     }
 
@@ -98,7 +98,7 @@ impl Form {
         let [keys, latents] = self.queries_bytes().map(|bytes| bytes * units * groups(queries));
         let rows = |dim: usize| TILE * dim * 2;
         let latent_rows = if self.latent { rows(self.v_dim) } else { 0 };
-        let (weights, sums) = (TILE / PAIRS * PARTS * amx::TILE, EACH * amx::TILE);
+        let (weights, sums) = (TILE / PAIRS * PARTS * amx::TILE_BYTES, PRODUCTS * amx::TILE_BYTES);
         [keys, latents, rows(self.k_dim), latent_rows, rows(self.v_dim), weights, sums, sums]
     }
 
@@ -164,7 +164,7 @@ impl Room {
                         for (row, vector) in square.iter().enumerate() {
                             _mm512_storeu_ps(to.add(row * ROW).cast(), *vector);
                         }
-                        to = to.add(amx::TILE);
+                        to = to.add(amx::TILE_BYTES);
                     }
                 }
             }
@@ -223,7 +223,7 @@ unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<
                 ahead.ask::<Avx512>(lines);
             }
             let (step, row) = (pair / ROWS, pair % ROWS);
-            let to = to.add(step * (dim / ROWS) * amx::TILE + row * ROW);
+            let to = to.add(step * (dim / ROWS) * amx::TILE_BYTES + row * ROW);
             for i in (0..dim).step_by(PAIRS) {
                 let mut both = [_mm512_setzero_si512(); 2];
                 for (t, vector) in both.iter_mut().enumerate() {
@@ -232,9 +232,9 @@ unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<
                         largest = _mm512_max_epu16(largest, _mm512_and_si512(*vector, magnitude));
                     }
                 }
-                let to = to.add(i / ROWS * amx::TILE).cast::<__m512i>();
+                let to = to.add(i / ROWS * amx::TILE_BYTES).cast::<__m512i>();
                 _mm512_storeu_si512(to, _mm512_unpacklo_epi16(both[0], both[1]));
-                _mm512_storeu_si512(to.byte_add(amx::TILE), _mm512_unpackhi_epi16(both[0], both[1]));
+                _mm512_storeu_si512(to.byte_add(amx::TILE_BYTES), _mm512_unpackhi_epi16(both[0], both[1]));
             }
         }
         _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0
@@ -253,7 +253,7 @@ impl Meeting<'_> {
         let (form, tiles) = (&room.form, &room.tiles);
         // SAFETY: the conditions of `put_values`, `evenly` and `weigh` are those of this function. For
         // `rows_by_columns`, `evenly` gives four groups of `ROWS` readable rows, `columns` the `dim / PAIRS`
-        // steps of tiles of a group, and each of `sums` takes `EACH` tiles.
+        // steps of tiles of a group, and each of `sums` takes `PRODUCTS` tiles.
         unsafe {
             let finite = put_values(self.values, form.v_dim, room.values, self.ahead);
             let keys = self.evenly(self.keys, form.k_dim, form.token_bytes[0], room.copies[0]);
@@ -263,7 +263,7 @@ impl Meeting<'_> {
             let count = self.queries();
             for group in 0..groups(count) {
                 let columns =
-                    |which| Shared { at: room.columns(which, unit, count, group), parts: form.parts };
+                    |which| SharedOperand { at: room.columns(which, unit, count, group), parts: form.parts };
                 amx::rows_by_columns(tiles, keys, columns(0), form.k_dim / PAIRS, room.sums[0]);
                 if let Some(rows) = latents {
                     amx::rows_by_columns(tiles, rows, columns(1), form.v_dim / PAIRS, room.sums[1]);
@@ -279,7 +279,7 @@ impl Meeting<'_> {
     /// `rows` are the rows of this meeting's tile in the cache, with `dim` elements of bf16 each, and
     /// `copies` is valid for writes of [`TILE`] such rows.
     #[inline(always)]
-    unsafe fn evenly(&self, rows: Rows<'_>, dim: usize, token_bytes: usize, copies: *mut u8) -> Each {
+    unsafe fn evenly(&self, rows: Rows<'_>, dim: usize, token_bytes: usize, copies: *mut u8) -> Operands {
         let block_size = self.op.arena.layout().shape().block_size;
         // A group reads up to 16 rows, even past the last token in sight. These rows belong to the same
         // block.
@@ -294,12 +294,12 @@ impl Meeting<'_> {
                 }
             }
         }
-        let mut at = [rows.row::<u8>(0); EACH];
+        let mut at = [rows.row::<u8>(0); PRODUCTS];
         for (i, at) in at.iter_mut().enumerate() {
             let first = if i * ROWS < rows.len() { i * ROWS } else { 0 };
             *at = if even { rows.row(first) } else { copies.wrapping_add(first * stride).cast_const() };
         }
-        Each { at, stride, step: ROW }
+        Operands { at, stride, step: ROW }
     }
 
     /// Turns the sums of a group of queries into weights, and accumulates the values.
@@ -363,7 +363,7 @@ impl Meeting<'_> {
     unsafe fn put_logits(&self, room: &Room, logits: *mut f32) -> bool {
         let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
-            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `EACH` tiles of a sum,
+            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `PRODUCTS` tiles of a sum,
             // and each store in row `j` of `logits`, which has room by contract.
             unsafe {
                 let mut square = [_mm512_setzero_ps(); ROWS];
@@ -419,7 +419,7 @@ impl Meeting<'_> {
         shrink: &[f32; ROWS],
     ) {
         let dim = room.form.v_dim;
-        let weights = Shared { at: room.weights, parts: PARTS };
+        let weights = SharedOperand { at: room.weights, parts: PARTS };
         // SAFETY: `tile(j)` is one of the `dim / ROWS` tiles of a step, and `values` and `weights` have tiles
         // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
         // that `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
@@ -427,17 +427,17 @@ impl Meeting<'_> {
             // The places of 16 adjacent elements, and of the 16 elements after them.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             let high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-            for i in (0..dim).step_by(EACH * ROWS) {
-                let tile = |j: usize| (i / ROWS + j).min(dim / ROWS - 1) * amx::TILE;
-                let mut at = [room.values.cast_const(); EACH];
+            for i in (0..dim).step_by(PRODUCTS * ROWS) {
+                let tile = |j: usize| (i / ROWS + j).min(dim / ROWS - 1) * amx::TILE_BYTES;
+                let mut at = [room.values.cast_const(); PRODUCTS];
                 for (j, at) in at.iter_mut().enumerate() {
                     *at = at.add(tile(j));
                 }
-                let each = Each { at, stride: ROW, step: dim / ROWS * amx::TILE };
+                let each = Operands { at, stride: ROW, step: dim / ROWS * amx::TILE_BYTES };
                 amx::row_by_each_columns(&room.tiles, each, weights, steps, room.sums[0]);
                 for (a, shrink) in shrink[..count].iter().enumerate() {
                     let out = self.state_of(first + a).add(2 + i);
-                    for j in (0..EACH.min((dim - i) / ROWS)).step_by(2) {
+                    for j in (0..PRODUCTS.min((dim - i) / ROWS)).step_by(2) {
                         let sums = |j: usize| _mm512_loadu_ps(room.sums[0].add((j * ROWS + a) * ROWS));
                         let (x, y) = (sums(j), sums(j + 1));
                         for (places, k) in [(low, j), (high, j + 1)] {
@@ -467,7 +467,7 @@ unsafe fn put_weights(row: *const f32, seen: &Range<usize>, steps: usize, to: *m
             let a = _mm512_maskz_loadu_ps(lanes(seen, at), row.add(at));
             let b = _mm512_maskz_loadu_ps(lanes(seen, at + ROWS), row.add(at + ROWS));
             for (part, half) in halves(a, b).into_iter().enumerate() {
-                let to = to.add((step * PARTS + part) * amx::TILE);
+                let to = to.add((step * PARTS + part) * amx::TILE_BYTES);
                 _mm512_storeu_si512(to.cast::<__m512i>(), half);
             }
         }

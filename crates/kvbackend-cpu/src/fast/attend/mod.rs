@@ -38,8 +38,8 @@ use self::part::{Compute, Inputs, Part, Queries, Scratch};
 use self::plan::{Plan, PlanKey, Plans, Units};
 use self::source::Source;
 use super::Fast;
-use super::ends::with_ends;
-use super::rotate::Turn;
+use super::locked::with_locked;
+use super::rotate::RotationTable;
 use crate::raw::Target;
 
 /// The layout of states: each has the largest logit, the sum and the values of one query.
@@ -107,23 +107,23 @@ impl Fast {
         let reads: SmallVec<[_; 8]> = op.arena.storages().chain(queries.map(TensorView::storage)).collect();
         let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
         let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
-        with_ends(&reads, &writes, |ends| {
+        with_locked(&reads, &writes, |locked| {
             KEPT.with_borrow_mut(|Kept { plans, shared, copies: [q, q_latent] }| {
-                let q = Queries::new(&op.q, &op.out, ends, q)?;
+                let q = Queries::new(&op.q, &op.out, locked, q)?;
                 let latent_view = latent;
-                let latent = latent.map(|view| Queries::new(view, &op.out, ends, q_latent)).transpose()?;
-                let keys = Source::new(&op.arena.k_plane(), ends)?;
-                let values = Source::new(&op.arena.v_plane(), ends)?;
-                let turn = op.rope.as_deref().map(Turn::of_checked).transpose()?;
+                let latent = latent.map(|view| Queries::new(view, &op.out, locked, q_latent)).transpose()?;
+                let keys = Source::new(&op.arena.k_plane(), locked)?;
+                let values = Source::new(&op.arena.v_plane(), locked)?;
+                let table = op.rope.as_deref().map(RotationTable::of_checked).transpose()?;
                 let outputs = Outputs {
-                    out: (&op.out, ends.target(op.out.storage())?),
+                    out: (&op.out, locked.target(op.out.storage())?),
                     lse: match &op.lse {
-                        Some(view) => Some((view, ends.target(view.storage())?)),
+                        Some(view) => Some((view, locked.target(view.storage())?)),
                         None => None,
                     },
                 };
                 let matrices = matrix::Form::of(self.level.level(), op, latent_view, [&keys, &values]);
-                let inputs = Inputs { op, units, keys, values, q, latent, turn, matrices };
+                let inputs = Inputs { op, units, keys, values, q, latent, table, matrices };
                 self.run_plan(&inputs, &outputs, plans, shared);
                 Ok(())
             })

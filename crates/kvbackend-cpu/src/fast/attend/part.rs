@@ -11,8 +11,8 @@ use super::products::Rows;
 use super::source::Source;
 use super::tile::{Form, Room, TILE, Tile, beside};
 use super::{Outputs, State};
-use crate::fast::ends::Ends;
-use crate::fast::rotate::{Turn, rotate};
+use crate::fast::locked::LockedStorages;
+use crate::fast::rotate::{RotationTable, rotate};
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, widen};
 
@@ -25,7 +25,7 @@ pub(super) struct Inputs<'a> {
     pub(super) q: Queries<'a>,
     /// Queries that latent attention multiplies by the values.
     pub(super) latent: Option<Queries<'a>>,
-    pub(super) turn: Option<Turn>,
+    pub(super) table: Option<RotationTable>,
     /// The form of products of matrices, if matrices can compute the call.
     pub(super) matrices: Option<matrix::Form>,
 }
@@ -44,14 +44,14 @@ impl<'a> Queries<'a> {
     pub(super) fn new<'b: 'a>(
         view: &'a TensorView,
         out: &TensorView,
-        ends: &Ends<'b>,
+        locked: &LockedStorages<'b>,
         copy: &'a mut Vec<u8>,
     ) -> Result<Self> {
         let size = view.dtype().bits() / 8;
         let last: usize =
             view.shape().iter().zip(view.strides()).map(|(n, stride)| n.max(&1) * stride - stride).sum();
         let len = if view.is_empty() { 0 } else { (last + 1) * size };
-        let bytes = ends.origin(view.storage())?.part(view.offset() * size, len);
+        let bytes = locked.origin(view.storage())?.part(view.offset() * size, len);
         if !view.overlaps(out)? {
             return Ok(Self { view, bytes });
         }
@@ -98,9 +98,9 @@ impl Task for Read<'_> {
                     // the rotary dimension by the width of a key, the only width that is rotated.
                     unsafe {
                         widen::<S>(view.dtype(), self.queries.bytes.at(at, dim * size), to, dim);
-                        if let (Some(turn), Some(moved)) = (&inputs.turn, self.moved) {
-                            let angle = turn.at(inputs.op.work.rows()[row].position - moved);
-                            rotate::<S, f32>(to, to, dim, angle, turn.factor);
+                        if let (Some(table), Some(moved)) = (&inputs.table, self.moved) {
+                            let angle = table.at(inputs.op.work.rows()[row].position - moved);
+                            rotate::<S, f32>(to, to, dim, angle, table.factor);
                         }
                         to = to.add(dim);
                     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::simd::{Lane, Simd};
+use crate::simd::{Simd, SimdElement};
 
 /// Tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
@@ -84,7 +84,7 @@ impl Ahead<'_> {
 /// `rows.len() + 3` elements at each of `Q` strides; with `add`, these elements are initialised. The caller
 /// is compiled for `S`.
 #[inline(always)]
-pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
+pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
     rows: Rows<'_>,
@@ -119,7 +119,7 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
 /// `queries` has `Q * dim` elements, each of `rows` has `dim` elements, and `to` has room for four elements
 /// at each of `Q` strides, initialised with `add`. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn block<S: Simd, E: Lane, const Q: usize>(
+unsafe fn block<S: Simd, E: SimdElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
     rows: [*const E; TOKENS],
@@ -168,7 +168,7 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
 /// `queries` has `count * elements.end` elements, each of `rows` has `elements.end`, and `to` has room for
 /// four initialised elements at each of `count` strides.
 #[inline(never)]
-unsafe fn rest<E: Lane>(
+unsafe fn rest<E: SimdElement>(
     (queries, count): (*const f32, usize),
     elements: Range<usize>,
     rows: [*const E; TOKENS],
@@ -196,7 +196,7 @@ unsafe fn rest<E: Lane>(
 /// has `dim` initialised elements at each of its `Q` strides. The caller is compiled for the instruction set
 /// of `S`.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize>(
+pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
     rows: Rows<'_>,
@@ -235,7 +235,7 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
 /// # Safety
 /// As for [`accumulate`], with rows and outputs of at least `i + N * S::LANES` elements.
 #[inline(always)]
-unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
+unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
     rows: Rows<'_>,
@@ -284,7 +284,12 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
 /// elements, where `stride` is a multiple of `S::LANES`. The caller is compiled for the instruction set of
 /// `S`.
 #[inline(always)]
-pub(super) unsafe fn transpose<S: Simd, E: Lane>(rows: Rows<'_>, dim: usize, to: *mut f32, stride: usize) {
+pub(super) unsafe fn transpose<S: Simd, E: SimdElement>(
+    rows: Rows<'_>,
+    dim: usize,
+    to: *mut f32,
+    stride: usize,
+) {
     let mut t = 0;
     // SAFETY: row indices are clamped to the last row, `i + LANES <= dim` where a vector is loaded, and
     // `t + LANES <= stride`, because `stride` is a multiple of `LANES`; `to` has room for `dim * stride`

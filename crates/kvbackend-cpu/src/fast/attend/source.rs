@@ -3,17 +3,17 @@
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
 use super::products::{Ahead, Rows};
-use crate::fast::codes::{Decode, check};
-use crate::fast::ends::Ends;
+use crate::fast::codes::{DecodeRow, check};
+use crate::fast::locked::LockedStorages;
 use crate::fast::share;
-use crate::plane::{RowAt, Span};
+use crate::plane::{RowAt, RowLayout};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
 /// One plane of an arena, for reading.
 pub(super) struct Source<'a> {
-    codes: (Span, Origin<'a>),
-    scales: Option<(Span, Origin<'a>)>,
+    codes: (RowLayout, Origin<'a>),
+    scales: Option<(RowLayout, Origin<'a>)>,
     format: KvFormat,
     /// The element type of a dense plane; none for a quantised plane.
     pub(super) dense: Option<DType>,
@@ -25,17 +25,17 @@ pub(super) struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    pub(super) fn new<'b: 'a>(plane: &KvPlane, ends: &Ends<'b>) -> Result<Self> {
+    pub(super) fn new<'b: 'a>(plane: &KvPlane, locked: &LockedStorages<'b>) -> Result<Self> {
         check(plane.format)?;
-        let codes = (Span::codes(plane), ends.origin(plane.storage)?);
-        let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
+        let codes = (RowLayout::codes(plane), locked.origin(plane.storage)?);
+        let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
         let dense = match plane.format {
             KvFormat::Dense(dtype) => Some(dtype),
             _ => None,
         };
         Ok(Self {
             codes,
-            scales: Span::scales(plane).zip(scales),
+            scales: RowLayout::scales(plane).zip(scales),
             format: plane.format,
             dense,
             dim: plane.dim,
@@ -94,13 +94,13 @@ impl<'a> Source<'a> {
     /// instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
-        let place = |(span, origin): &(Span, Origin<'a>)| {
-            let bytes = span.bytes(at);
+        let place = |(layout, origin): &(RowLayout, Origin<'a>)| {
+            let bytes = layout.bytes(at);
             origin.at(bytes.start, bytes.end - bytes.start)
         };
         let (codes, scales) = (place(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), place));
         // SAFETY: `origin.at` checked that codes and scales lie inside, `check` accepted the format in `new`,
         // the layout has whole groups, and `to` has room for `dim` elements by contract.
-        unsafe { S::call(Decode { format: self.format, codes, scales, to, dim: self.dim }) }
+        unsafe { S::call(DecodeRow { format: self.format, codes, scales, to, dim: self.dim }) }
     }
 }

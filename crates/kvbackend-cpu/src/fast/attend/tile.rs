@@ -7,9 +7,9 @@ use kvcore::{Attend, DType, KeyForm, Segment};
 use super::part::Inputs;
 use super::products::{Rows, transpose};
 use super::source::Source;
-use crate::fast::rotate::{Turn, rotate};
+use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;
-use crate::simd::{Lane, Simd, Task};
+use crate::simd::{Simd, SimdElement, Task};
 
 /// Most tokens of a tile. The keys and values of a packed tile stay in the first-level cache for all queries.
 pub(super) const TILE: usize = 64;
@@ -84,7 +84,7 @@ struct Widen<'a> {
     tile: &'a Tile<'a>,
     head: usize,
     /// The rotation of unrotated keys.
-    turn: Option<&'a Turn>,
+    table: Option<&'a RotationTable>,
     to: *mut f32,
 }
 
@@ -102,9 +102,9 @@ impl Task for Widen<'_> {
                 let to = self.to.add(t * dim);
                 let at = self.tile.row(t).head(self.head);
                 self.source.decode::<S>(at, to);
-                if let Some(turn) = self.turn {
-                    let angle = turn.at(self.tile.segment.position((self.tile.tokens.start + t) as i64));
-                    rotate::<S, f32>(to, to, dim, angle, turn.factor);
+                if let Some(table) = self.table {
+                    let angle = table.at(self.tile.segment.position((self.tile.tokens.start + t) as i64));
+                    rotate::<S, f32>(to, to, dim, angle, table.factor);
                 }
             }
         }
@@ -147,7 +147,7 @@ impl Turned<'_> {
     /// The conditions of [`Turned`] hold, the rows have elements of type `E`, and the caller is compiled for
     /// `S`.
     #[inline(always)]
-    unsafe fn by<S: Simd, E: Lane>(&self) {
+    unsafe fn by<S: Simd, E: SimdElement>(&self) {
         // SAFETY: by contract each row has `dim` elements of `E` and `to` has room for `dim * TILE`; `TILE`
         // is a multiple of the longest vector.
         unsafe { transpose::<S, E>(self.rows, self.dim, self.to, TILE) }
@@ -161,8 +161,8 @@ pub(super) fn beside(start: *mut f32, dim: usize) -> [*const u8; TILE] {
 
 impl Inputs<'_> {
     /// Returns the rotation of keys, if they are stored unrotated.
-    fn turn_of_keys(&self) -> Option<&Turn> {
-        self.turn.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
+    fn turn_of_keys(&self) -> Option<&RotationTable> {
+        self.table.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
     }
 
     /// Writes keys and values of a tile as rows of f32.
@@ -186,10 +186,10 @@ impl Inputs<'_> {
     /// `room.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
-        let (source, turn) = (&self.keys, self.turn_of_keys());
+        let (source, table) = (&self.keys, self.turn_of_keys());
         // SAFETY: `room.keys` has room for `TILE` rows of `keys.dim` elements by contract, and a tile has at
         // most `TILE` tokens.
-        unsafe { S::call(Widen { source, tile, head, turn, to: room.keys }) }
+        unsafe { S::call(Widen { source, tile, head, table, to: room.keys }) }
     }
 
     /// Writes the values of a tile as rows of f32.
@@ -200,7 +200,7 @@ impl Inputs<'_> {
     unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
         // SAFETY: `room.values` has room for `TILE` rows of `values.dim` elements by contract, and
         // `tile.len() <= TILE`.
-        unsafe { S::call(Widen { source: &self.values, tile, head, turn: None, to: room.values }) }
+        unsafe { S::call(Widen { source: &self.values, tile, head, table: None, to: room.values }) }
     }
 
     /// Writes the values of a tile as rows of f32, and the keys as columns. Columns of latent attention's
