@@ -95,8 +95,8 @@ impl Task for EncodeRow {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { format, from, codes, scales, dim } = self;
-        // SAFETY: the contract of `EncodeRow` gives `dim` readable elements at `from`, `dim` writable codes, and
-        // a scale for each group `g < dim / group`; `codes` and `from` do not overlap.
+        // SAFETY: the contract of `EncodeRow` gives `dim` readable elements at `from`, `dim` writable codes,
+        // and a scale for each group `g < dim / group`; `codes` and `from` do not overlap.
         unsafe {
             let row = std::slice::from_raw_parts(from, dim);
             match format {

@@ -67,7 +67,8 @@ static CONFIG: TileConfig = {
     TileConfig(config)
 };
 
-/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its thread.
+/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its
+/// thread.
 pub(crate) struct Tiles(std::marker::PhantomData<*mut ()>);
 
 impl Tiles {

@@ -34,23 +34,24 @@ use kvcore::{Attend, AttendMla, Result, TensorView};
 use smallvec::SmallVec;
 
 use self::finish::Finish;
-use self::part::{Compute, Inputs, Part, Queries, Scratch};
-use self::plan::{Plan, PlanKey, Plans, Units};
-use self::source::Source;
+use self::part::{ComputeItem, Inputs, ItemContext, QueryRows, Scratch};
+use self::plan::{HeadUnits, Plan, PlanKey, Plans};
+use self::source::SourcePlane;
 use super::Fast;
 use super::locked::with_locked;
 use super::rotate::RotationTable;
 use crate::raw::Target;
 
-/// The layout of states: each has the largest logit, the sum and the values of one query.
+/// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
+/// sum of values of one query.
 #[derive(Clone, Copy)]
-struct State {
+struct StateLayout {
     v_dim: usize,
     /// Number of states of one merge group.
     count: usize,
 }
 
-impl State {
+impl StateLayout {
     /// Returns the number of elements of a state.
     #[inline(always)]
     fn stride(self) -> usize {
@@ -62,7 +63,7 @@ impl State {
     /// # Safety
     /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
     /// else accesses meanwhile.
-    unsafe fn open(self, states: *mut f32, groups: usize) {
+    unsafe fn reset(self, states: *mut f32, groups: usize) {
         // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
         // nothing else accesses meanwhile.
         let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
@@ -79,7 +80,7 @@ struct Outputs<'a> {
 
 /// Memory that a thread keeps between calls.
 #[derive(Default)]
-struct Kept {
+struct CallerMemory {
     plans: Plans,
     shared: Vec<f32>,
     /// Copies of queries that lie where results will be written.
@@ -88,7 +89,7 @@ struct Kept {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
-    static KEPT: RefCell<Kept> = RefCell::default();
+    static CALLER_MEMORY: RefCell<CallerMemory> = RefCell::default();
 }
 
 impl Fast {
@@ -102,18 +103,19 @@ impl Fast {
 
     fn attend_rows(&self, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
         let s = op.arena.layout().shape();
-        let units = Units::new(op.q.shape()[1], s.k_heads, s.v_heads);
+        let units = HeadUnits::new(op.q.shape()[1], s.k_heads, s.v_heads);
         let queries = [Some(&op.q), latent].into_iter().flatten();
         let reads: SmallVec<[_; 8]> = op.arena.storages().chain(queries.map(TensorView::storage)).collect();
         let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
         let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
         with_locked(&reads, &writes, |locked| {
-            KEPT.with_borrow_mut(|Kept { plans, shared, copies: [q, q_latent] }| {
-                let q = Queries::new(&op.q, &op.out, locked, q)?;
+            CALLER_MEMORY.with_borrow_mut(|CallerMemory { plans, shared, copies: [q, q_latent] }| {
+                let q = QueryRows::new(&op.q, &op.out, locked, q)?;
                 let latent_view = latent;
-                let latent = latent.map(|view| Queries::new(view, &op.out, locked, q_latent)).transpose()?;
-                let keys = Source::new(&op.arena.k_plane(), locked)?;
-                let values = Source::new(&op.arena.v_plane(), locked)?;
+                let latent =
+                    latent.map(|view| QueryRows::new(view, &op.out, locked, q_latent)).transpose()?;
+                let keys = SourcePlane::new(&op.arena.k_plane(), locked)?;
+                let values = SourcePlane::new(&op.arena.v_plane(), locked)?;
                 let table = op.rope.as_deref().map(RotationTable::of_checked).transpose()?;
                 let outputs = Outputs {
                     out: (&op.out, locked.target(op.out.storage())?),
@@ -122,7 +124,7 @@ impl Fast {
                         None => None,
                     },
                 };
-                let matrices = matrix::Form::of(self.level.level(), op, latent_view, [&keys, &values]);
+                let matrices = matrix::MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);
                 let inputs = Inputs { op, units, keys, values, q, latent, table, matrices };
                 self.run_plan(&inputs, &outputs, plans, shared);
                 Ok(())
@@ -134,7 +136,7 @@ impl Fast {
         let threads = self.workers.count();
         let plan = plans.get(PlanKey::of(inputs.op, inputs.units, threads), |plan| {
             plan.make(inputs.op, inputs.units, threads);
-            if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
+            if self.parts(plan.items.len(), plan.cost) == 1 && !plan.split.is_empty() {
                 plan.make(inputs.op, inputs.units, 1);
             }
         });
@@ -143,9 +145,9 @@ impl Fast {
         let work = |i: usize| {
             // The last rows of a prefill see the most tokens, so that they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
-            let part = Part { inputs, item, runs: &plan.runs[item.runs.clone()], outputs, shared };
+            let context = ItemContext { inputs, item, runs: &plan.runs[item.runs.clone()], outputs, shared };
             // Outside of the task: a closure inside it would be compiled without the task's instructions.
-            SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
+            SCRATCH.with_borrow_mut(|scratch| self.level.run(ComputeItem { context, scratch }));
         };
         if self.parts(plan.items.len(), plan.cost) == 1 {
             (0..plan.items.len()).for_each(work);
@@ -155,23 +157,23 @@ impl Fast {
         self.merge(inputs, plan, outputs, shared);
     }
 
-    /// Merges the states of rows whose tokens were divided, and writes their results.
+    /// Merges the states of rows whose tokens were split, and writes their results.
     fn merge(&self, inputs: &Inputs, plan: &Plan, outputs: &Outputs, shared: Target<'_>) {
         let (op, units) = (inputs.op, inputs.units);
-        for divided in &plan.divided {
-            let item = &plan.items[divided.item];
+        for split in &plan.split {
+            let item = &plan.items[split.item];
             let Some(start) = item.shared else { continue };
             let count = item.units.len() * units.size * item.rows.len();
-            let state = State { v_dim: inputs.values.dim, count };
-            let part = op.work.groups().len() * count * state.stride();
-            let mut states = shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
+            let layout = StateLayout { v_dim: inputs.values.dim, count };
+            let part = op.work.groups().len() * count * layout.stride();
+            let mut states = shared.at(start * 4, part * split.parts * 4).cast::<f32>();
             for unit in item.units.clone() {
                 for row in item.rows.clone() {
                     for head in units.heads_of(unit) {
                         // All items have run, and each has left a state for every query.
-                        let (at, parts) = ((row, head), (divided.parts, part));
-                        self.level.run(Finish { op, outputs, at, states, parts, state });
-                        states = states.wrapping_add(state.stride());
+                        let (at, parts) = ((row, head), (split.parts, part));
+                        self.level.run(Finish { op, outputs, at, states, parts, layout });
+                        states = states.wrapping_add(layout.stride());
                     }
                 }
             }

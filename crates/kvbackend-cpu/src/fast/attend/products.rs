@@ -1,4 +1,4 @@
-//! The two products of attention, over rows at any places: queries with keys, weights with values.
+//! The two products of attention, over rows at any addresses: queries with keys, weights with values.
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ use crate::simd::{Simd, SimdElement};
 /// Tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
 
-/// Rows at any places.
+/// The addresses of rows of one head, which need not be adjacent.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Rows<'a> {
+pub(super) struct RowPointers<'a> {
     /// Addresses of the rows of head 0, token by token.
     pub(super) at: &'a [*const u8],
     /// Bytes from the row of head 0 to the row of the current head.
-    pub(super) head: usize,
+    pub(super) offset: usize,
 }
 
-impl Rows<'_> {
+impl RowPointers<'_> {
     /// Returns the rows of some tokens.
     #[inline(always)]
     pub(super) fn part(self, tokens: Range<usize>) -> Self {
@@ -29,22 +29,22 @@ impl Rows<'_> {
 
     #[inline(always)]
     pub(super) fn row<E>(self, t: usize) -> *const E {
-        self.at[t].wrapping_add(self.head).cast()
+        self.at[t].wrapping_add(self.offset).cast()
     }
 }
 
 /// Rows of a plane that come next. They are prefetched while others are computed, so that both products keep
 /// memory busy.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Ahead<'a> {
-    pub(super) rows: Rows<'a>,
+pub(super) struct Prefetch<'a> {
+    pub(super) rows: RowPointers<'a>,
     /// Bytes of each row.
     pub(super) bytes: usize,
     /// The next row to prefetch, and the next byte of it.
     pub(super) next: (usize, usize),
 }
 
-impl Ahead<'_> {
+impl Prefetch<'_> {
     /// Returns the number of lines to prefetch at each of `steps` steps, so that all are prefetched by the
     /// last step.
     #[inline(always)]
@@ -58,7 +58,7 @@ impl Ahead<'_> {
     /// # Safety
     /// The caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    pub(super) unsafe fn ask<S: Simd>(&mut self, lines: usize) {
+    pub(super) unsafe fn issue<S: Simd>(&mut self, lines: usize) {
         let (mut left, (t, at)) = (lines, &mut self.next);
         while left > 0 && *t < self.rows.len() {
             let start = self.rows.row::<u8>(*t).wrapping_add(*at);
@@ -87,10 +87,10 @@ impl Ahead<'_> {
 pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     (logits, stride): (*mut f32, usize),
     add: bool,
-    mut ahead: Ahead<'_>,
+    mut ahead: Prefetch<'_>,
 ) {
     let mut t = 0;
     let lines = ahead.lines(rows.len().div_ceil(TOKENS));
@@ -99,7 +99,7 @@ pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
     // contract.
     unsafe {
         while t < rows.len() {
-            ahead.ask::<S>(lines);
+            ahead.issue::<S>(lines);
             let last = rows.len() - 1;
             let four = [
                 rows.row::<E>(t),
@@ -199,11 +199,11 @@ unsafe fn rest<E: SimdElement>(
 pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     dim: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
-    mut ahead: Ahead<'_>,
+    mut ahead: Prefetch<'_>,
 ) {
     let mut i = 0;
     let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
@@ -238,11 +238,11 @@ pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N
 unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     i: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
-    (ahead, lines): (&mut Ahead<'_>, usize),
+    (ahead, lines): (&mut Prefetch<'_>, usize),
 ) {
     // SAFETY: `n < N`, `t < rows.len()` and `a < Q`; by contract each row and each output has `i + N * LANES`
     // elements, and `weights` has `rows.len()` at each stride.
@@ -255,7 +255,7 @@ unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
             }
         }
         for t in 0..rows.len() {
-            ahead.ask::<S>(lines);
+            ahead.issue::<S>(lines);
             let row = rows.row::<E>(t).add(i);
             let mut values = [S::splat(0.0); N];
             for (n, value) in values.iter_mut().enumerate() {
@@ -285,7 +285,7 @@ unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
 /// `S`.
 #[inline(always)]
 pub(super) unsafe fn transpose<S: Simd, E: SimdElement>(
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     dim: usize,
     to: *mut f32,
     stride: usize,
