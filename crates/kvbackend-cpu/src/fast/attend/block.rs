@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use kvcore::{Attend, AttendRows};
 
-use super::StateLayout;
-use super::products::{Prefetch, RowPointers, accumulate, dots};
-use super::softmax::{LogitScaling, OnlineSoftmax};
+use super::pointers::{Prefetch, RowPointers};
+use super::products::{accumulate, dots};
+use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
 use super::tile::{TILE, Tile};
 use crate::simd::{Simd, SimdElement, Task};
 

@@ -1,9 +1,16 @@
 //! From partial softmax states to output rows: first the parts of split tokens are merged, then merge groups.
 
-use kvcore::Attend;
+use kvcore::{Attend, TensorView};
 
-use super::{Outputs, StateLayout};
+use super::softmax::StateLayout;
+use crate::raw::Target;
 use crate::simd::{Simd, Task, narrow};
+
+/// The destinations of results.
+pub(super) struct Outputs<'a> {
+    pub(super) out: (&'a TensorView, Target<'a>),
+    pub(super) lse: Option<(&'a TensorView, Target<'a>)>,
+}
 
 /// Merges the states of one row and head, and writes output and log-sum-exp.
 ///

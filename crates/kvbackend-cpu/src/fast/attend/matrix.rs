@@ -16,7 +16,8 @@ use half::bf16;
 use kvcore::{Attend, DType, KeyForm, TensorView};
 
 use super::block::{AccumulateValues, TileAttention};
-use super::products::{Prefetch, RowPointers, dots};
+use super::pointers::{Prefetch, RowPointers};
+use super::products::dots;
 use super::softmax::{LogitScaling, OnlineSoftmax};
 use super::source::SourcePlane;
 use super::tile::TILE;

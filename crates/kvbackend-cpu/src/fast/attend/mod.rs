@@ -1,28 +1,44 @@
 //! Attention: decode at the speed of reading the cache, prefill at the speed of its products.
 //!
 //! ```text
-//!   plan      a call as items: some rows, some heads, some tokens
-//!   part      an item's tokens, a tile of 64 at a time
-//!     tile      rows where they lie, or widened once for many queries
-//!     block     some queries against a tile:
-//!       products  queries · keys, in registers
-//!       softmax   logits to weights, the maximum so far kept
-//!       products  weights · values
-//!     matrix    the same by products of matrices, where the processor has them
-//!   finish    items that share rows are merged, then merge groups; output
+//!   mod       a call: storages are locked, threads take items, states of split rows are merged
+//!    │
+//!    ├─► plan    the call as items: some rows, some heads, some tokens
+//!    ▼
+//!   item      one item: its tokens, a tile of 64 at a time
+//!    │
+//!    ├─► matrix  queries against a tile by AMX, where the processor has it; falls back on block and products
+//!    ▼
+//!   block     queries against a tile, in registers: logits, weights, weighted values
+//!    ▼
+//!   tile      tokens of a segment: rows where they lie, or widened or transposed once for many queries
+//!    ▼
+//!   inputs    the operation, its queries, and both planes
+//!    ▼
+//!   source    K or V as rows, in place or decoded
+//! ────────────────────────────────────────────────────────────────────────────────────────────────────────
+//!   products  queries · keys, and weights · values        finish    states of a query merged; output
+//!   pointers  addresses of rows    softmax  logits to weights, the states    heads  heads that share K and V
 //! ```
 //!
-//! Between tiles, a softmax stays open as a *state*: largest logit, sum of weights, weighted sum of values.
+//! A file imports only from files below it. The files below the line import from `pointers` and `softmax` at
+//! most, and any file above may use them.
+//!
+//! Between tiles, the softmax of a query is a *partial softmax state*: running maximum, sum of weights,
+//! weighted sum of values.
 
 mod block;
 mod finish;
+mod heads;
+mod inputs;
+mod item;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
 #[cfg(not(target_arch = "x86_64"))]
 #[path = "no_matrix.rs"]
 mod matrix;
-mod part;
 mod plan;
+mod pointers;
 mod products;
 mod softmax;
 mod source;
@@ -33,50 +49,18 @@ use std::cell::RefCell;
 use kvcore::{Attend, AttendMla, Result, TensorView};
 use smallvec::SmallVec;
 
-use self::finish::Finish;
-use self::part::{ComputeItem, Inputs, ItemContext, QueryRows, Scratch};
-use self::plan::{HeadUnits, Plan, PlanKey, Plans};
+use self::finish::{Finish, Outputs};
+use self::heads::HeadUnits;
+use self::inputs::{Inputs, QueryRows};
+use self::item::{ComputeItem, ItemContext, Scratch};
+use self::matrix::MatrixForm;
+use self::plan::{Plan, PlanKey, Plans};
+use self::softmax::StateLayout;
 use self::source::SourcePlane;
 use super::Fast;
 use super::locked::with_locked;
 use super::rotate::RotationTable;
 use crate::raw::Target;
-
-/// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
-/// sum of values of one query.
-#[derive(Clone, Copy)]
-struct StateLayout {
-    v_dim: usize,
-    /// Number of states of one merge group.
-    count: usize,
-}
-
-impl StateLayout {
-    /// Returns the number of elements of a state.
-    #[inline(always)]
-    fn stride(self) -> usize {
-        self.v_dim + 2
-    }
-
-    /// Makes the states of `groups` merge groups empty.
-    ///
-    /// # Safety
-    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
-    /// else accesses meanwhile.
-    unsafe fn reset(self, states: *mut f32, groups: usize) {
-        // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
-        // nothing else accesses meanwhile.
-        let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
-        states.fill(0.0);
-        states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
-    }
-}
-
-/// The destinations of results.
-struct Outputs<'a> {
-    out: (&'a TensorView, Target<'a>),
-    lse: Option<(&'a TensorView, Target<'a>)>,
-}
 
 /// Memory that a thread keeps between calls.
 #[derive(Default)]
@@ -124,15 +108,22 @@ impl Fast {
                         None => None,
                     },
                 };
-                let matrices = matrix::MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);
-                let inputs = Inputs { op, units, keys, values, q, latent, table, matrices };
-                self.run_plan(&inputs, &outputs, plans, shared);
+                let matrix_form = MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);
+                let inputs = Inputs { op, units, keys, values, q, latent, table };
+                self.run_plan(&inputs, matrix_form, &outputs, plans, shared);
                 Ok(())
             })
         })
     }
 
-    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, plans: &mut Plans, shared: &mut Vec<f32>) {
+    fn run_plan(
+        &self,
+        inputs: &Inputs,
+        matrix_form: Option<MatrixForm>,
+        outputs: &Outputs,
+        plans: &mut Plans,
+        shared: &mut Vec<f32>,
+    ) {
         let threads = self.workers.count();
         let plan = plans.get(PlanKey::of(inputs.op, inputs.units, threads), |plan| {
             plan.make(inputs.op, inputs.units, threads);
@@ -145,7 +136,14 @@ impl Fast {
         let work = |i: usize| {
             // The last rows of a prefill see the most tokens, so that they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
-            let context = ItemContext { inputs, item, runs: &plan.runs[item.runs.clone()], outputs, shared };
+            let context = ItemContext {
+                inputs,
+                item,
+                runs: &plan.runs[item.runs.clone()],
+                matrix_form,
+                outputs,
+                shared,
+            };
             // Outside of the task: a closure inside it would be compiled without the task's instructions.
             SCRATCH.with_borrow_mut(|scratch| self.level.run(ComputeItem { context, scratch }));
         };

@@ -4,41 +4,15 @@ use std::ops::Range;
 
 use kvcore::Attend;
 
+use super::heads::HeadUnits;
+use crate::fast::share;
+
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY_QUERIES: usize = 16;
 /// Most query rows times heads of one item.
 const MOST_QUERIES: usize = 256;
 /// Fewest tokens of an item whose tokens are split.
 const FEWEST_TOKENS: usize = 256;
-
-/// Units of query heads: adjacent heads that share their K head and their V head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct HeadUnits {
-    /// Number of query heads.
-    pub(super) heads: usize,
-    /// Number of heads of a unit.
-    pub(super) size: usize,
-}
-
-impl HeadUnits {
-    pub(super) fn new(heads: usize, k_heads: usize, v_heads: usize) -> Self {
-        let (mut a, mut b) = (heads / k_heads, heads / v_heads);
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        Self { heads, size: a.max(1) }
-    }
-
-    /// Returns the number of units.
-    pub(super) fn count(self) -> usize {
-        self.heads / self.size
-    }
-
-    /// Returns the heads of a unit.
-    pub(super) fn heads_of(self, unit: usize) -> Range<usize> {
-        unit * self.size..(unit + 1) * self.size
-    }
-}
 
 /// Rows of one entry with some heads, over all or part of the tokens that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,13 +152,12 @@ impl Plan {
                 let item = &self.items[at];
                 (before.entry, &before.rows, &before.tokens) == (item.entry, &item.rows, &item.tokens)
             });
-            self.items[at].runs = match before {
-                Some(before) => before.runs.clone(),
-                None => {
-                    let first = self.runs.len();
-                    push_runs(op, &self.items[at], &mut self.runs);
-                    first..self.runs.len()
-                }
+            self.items[at].runs = if let Some(before) = before {
+                before.runs.clone()
+            } else {
+                let first = self.runs.len();
+                push_runs(op, &self.items[at], &mut self.runs);
+                first..self.runs.len()
             };
         }
     }
@@ -200,7 +173,7 @@ impl Plan {
             }
             self.split.push(SplitItems { item: self.items.len(), parts });
             for part in 0..parts {
-                let tokens = super::super::share(item.tokens.clone(), part, parts);
+                let tokens = share(item.tokens.clone(), part, parts);
                 self.items.push(WorkItem { tokens, shared: Some(self.shared), ..item.clone() });
                 self.shared += number_of_states(op, units, &item) * state;
             }

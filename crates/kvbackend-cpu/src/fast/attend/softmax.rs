@@ -2,6 +2,36 @@
 
 use crate::simd::{Simd, Task, exp};
 
+/// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
+/// sum of values of one query.
+#[derive(Clone, Copy)]
+pub(super) struct StateLayout {
+    pub(super) v_dim: usize,
+    /// Number of states of one merge group.
+    pub(super) count: usize,
+}
+
+impl StateLayout {
+    /// Returns the number of elements of a state.
+    #[inline(always)]
+    pub(super) fn stride(self) -> usize {
+        self.v_dim + 2
+    }
+
+    /// Makes the states of `groups` merge groups empty.
+    ///
+    /// # Safety
+    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
+    /// else accesses meanwhile.
+    pub(super) unsafe fn reset(self, states: *mut f32, groups: usize) {
+        // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
+        // nothing else accesses meanwhile.
+        let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
+        states.fill(0.0);
+        states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
+    }
+}
+
 /// The conversion of a tile's products to logits.
 #[derive(Clone, Copy)]
 pub(super) struct LogitScaling {

@@ -2,7 +2,7 @@
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
-use super::products::{Prefetch, RowPointers};
+use super::pointers::{Prefetch, RowPointers};
 use crate::fast::codes::{DecodeRow, check};
 use crate::fast::locked::LockedStorages;
 use crate::fast::share;

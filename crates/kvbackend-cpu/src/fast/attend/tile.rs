@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use kvcore::{Attend, DType, KeyForm, Segment};
 
-use super::part::Inputs;
-use super::products::{RowPointers, transpose};
+use super::inputs::Inputs;
+use super::pointers::RowPointers;
+use super::products::transpose;
 use super::source::SourcePlane;
 use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;

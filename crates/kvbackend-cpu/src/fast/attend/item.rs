@@ -1,72 +1,19 @@
 //! One item of a call: its tokens one tile at a time, with partial softmax states kept from tile to tile.
 
 use half::{bf16, f16};
-use kvcore::{Attend, DType, KeyForm, Result, TensorView};
+use kvcore::{DType, KeyForm};
 
 use super::block::TileAttention;
-use super::finish::Finish;
-use super::matrix;
-use super::plan::{HeadUnits, MANY_QUERIES, TokenRun, WorkItem, number_of_states};
-use super::products::RowPointers;
-use super::source::SourcePlane;
+use super::finish::{Finish, Outputs};
+use super::inputs::{Inputs, QueryRows};
+use super::matrix::{MatrixBuffers, MatrixForm};
+use super::plan::{MANY_QUERIES, TokenRun, WorkItem, number_of_states};
+use super::pointers::RowPointers;
+use super::softmax::StateLayout;
 use super::tile::{TILE, Tile, TileBuffers, TileForm, adjacent_rows};
-use super::{Outputs, StateLayout};
-use crate::fast::locked::LockedStorages;
-use crate::fast::rotate::{RotationTable, rotate};
-use crate::raw::{Origin, Target};
+use crate::fast::rotate::rotate;
+use crate::raw::Target;
 use crate::simd::{Simd, Task, widen};
-
-/// The inputs that all items of a call read.
-pub(super) struct Inputs<'a> {
-    pub(super) op: &'a Attend,
-    pub(super) units: HeadUnits,
-    pub(super) keys: SourcePlane<'a>,
-    pub(super) values: SourcePlane<'a>,
-    pub(super) q: QueryRows<'a>,
-    /// Queries that latent attention multiplies by the values.
-    pub(super) latent: Option<QueryRows<'a>>,
-    pub(super) table: Option<RotationTable>,
-    /// The form of products of matrices, if matrices can compute the call.
-    pub(super) matrices: Option<matrix::MatrixForm>,
-}
-
-/// Query rows in place.
-#[derive(Clone, Copy)]
-pub(super) struct QueryRows<'a> {
-    view: &'a TensorView,
-    /// The bytes of the view, from its first element on.
-    bytes: Origin<'a>,
-}
-
-impl<'a> QueryRows<'a> {
-    /// Takes the queries of a view. Queries that lie where results will be written are copied to `copy`
-    /// first.
-    pub(super) fn new<'b: 'a>(
-        view: &'a TensorView,
-        out: &TensorView,
-        locked: &LockedStorages<'b>,
-        copy: &'a mut Vec<u8>,
-    ) -> Result<Self> {
-        let size = view.dtype().bits() / 8;
-        let last: usize =
-            view.shape().iter().zip(view.strides()).map(|(n, stride)| n.max(&1) * stride - stride).sum();
-        let len = if view.is_empty() { 0 } else { (last + 1) * size };
-        let bytes = locked.origin(view.storage())?.part(view.offset() * size, len);
-        if !view.overlaps(out)? {
-            return Ok(Self { view, bytes });
-        }
-        copy.clear();
-        // SAFETY: `part` checked that `len` bytes lie inside. The storages are locked and no kernel of this
-        // call runs yet, so that nobody writes them while the slice lives.
-        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
-        Ok(Self { view, bytes: Origin::new(copy) })
-    }
-
-    /// Returns the elements of a row.
-    fn dim(&self) -> usize {
-        self.view.shape()[2]
-    }
-}
 
 /// Widens the queries of all units of an item, and rotates them to their positions minus `moved`, if given.
 ///
@@ -130,6 +77,8 @@ pub(super) struct ItemContext<'a> {
     pub(super) item: &'a WorkItem,
     /// The runs of tokens of the item.
     pub(super) runs: &'a [TokenRun],
+    /// The form of products of matrices, if matrices can compute the call.
+    pub(super) matrix_form: Option<MatrixForm>,
     pub(super) outputs: &'a Outputs<'a>,
     /// The shared buffer, for states of rows whose tokens are split.
     pub(super) shared: Target<'a>,
@@ -148,7 +97,7 @@ struct ItemBuffers<'a> {
     states: *mut f32,
     layout: StateLayout,
     tile: TileBuffers<'a>,
-    matrix: Option<matrix::MatrixBuffers>,
+    matrix: Option<MatrixBuffers>,
 }
 
 impl ItemBuffers<'_> {
@@ -207,7 +156,7 @@ impl Task for ComputeItem<'_> {
             // SAFETY: `MatrixForm::of` gives a form only at the level `Amx`, which is available. A thread
             // computes one item at a time and drops the buffers at its end, before the memory changes, so
             // that no other `Tiles` of this thread lives.
-            matrix: inputs.matrices.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
+            matrix: context.matrix_form.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
                 form.buffers(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
             }),
         };
@@ -254,7 +203,7 @@ impl ItemContext<'_> {
     fn form(&self) -> TileForm {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
-            inputs.matrices.map_or(TileForm::Packed, |_| TileForm::Matrix)
+            self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix)
         } else if inputs.keys.dense.is_none() || inputs.op.keys == KeyForm::Unrotated {
             TileForm::Widened
         } else {
@@ -354,15 +303,6 @@ impl ItemContext<'_> {
                 }
             }
         }
-    }
-}
-
-impl Inputs<'_> {
-    /// Returns the head of K and the head of V of a unit.
-    fn kv_heads(&self, unit: usize) -> (usize, usize) {
-        let s = self.op.arena.layout().shape();
-        let head = unit * self.units.size;
-        (head * s.k_heads / self.units.heads, head * s.v_heads / self.units.heads)
     }
 }
 
