@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
     BlockKey, BlockPool, Error, EventQueue, Gather, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache,
-    PoolConfig, SequenceId, SequenceStart, VllmChain, VllmExtras, WriteSlots,
+    PoolConfig, SequenceId, SequenceStart, VllmChain, VllmExtras,
 };
 use rstest::rstest;
 
