@@ -37,18 +37,23 @@ impl Fast {
                 let tokens = copy.tokens(share(0..op.pairs.len(), part, parts));
                 let tokens = tokens.map(|(x, y)| (a.bytes(x).start, b.bytes(y).start, op.rotation.delta));
                 let head_strides = (a.head_bytes(), b.head_bytes());
-                self.level.run(RotateRows {
-                    from,
-                    to,
-                    heads: k.heads,
-                    head_strides,
-                    dim: k.dim,
-                    dtype,
-                    table: &table,
-                    factor: 1.0,
-                    stream,
-                    tokens,
-                });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs. The check bounded the
+                // rotary dimension by `k.dim`.
+                unsafe {
+                    self.level.run(RotateRows {
+                        from,
+                        to,
+                        heads: k.heads,
+                        head_strides,
+                        dim: k.dim,
+                        dtype,
+                        table: &table,
+                        factor: 1.0,
+                        stream,
+                        tokens,
+                    });
+                }
             });
             Ok(())
         })?;
@@ -90,7 +95,11 @@ impl Fast {
                 let offsets = queues(share(0..copy.pairs(), part, parts), |pairs| {
                     copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
                 });
-                self.level.run(CopyRuns { from, to, bytes: run.rows * a.row_bytes(), offsets, stream });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs.
+                unsafe {
+                    self.level.run(CopyRuns { from, to, bytes: run.rows * a.row_bytes(), offsets, stream });
+                }
             });
             Ok(())
         })

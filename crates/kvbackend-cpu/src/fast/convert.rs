@@ -85,8 +85,9 @@ fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Targe
 
 /// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
 ///
-/// The maker guarantees that no other thread accesses the rows written, that no row is both read and written,
-/// and that the rotary dimension of `table` is at most `dim`.
+/// # Safety
+/// No other thread accesses the rows written meanwhile, no row is both read and written, the formats of both
+/// sides passed [`check`], and the rotary dimension of `table` is at most `dim`.
 struct ConvertRows<'a, I> {
     from: Side<Origin<'a>>,
     to: Side<Target<'a>>,
@@ -105,10 +106,10 @@ impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> Task for ConvertRows<'_,
         let mut row: SmallVec<[f32; ROW]> = smallvec![0.0; dim];
         let row = row.as_mut_ptr();
         for (a, b, position) in self.offsets {
-            // SAFETY: `at` checks that the codes and scales of each row lie inside both sides, whose formats
-            // passed `check`. The buffer `row` has `dim` elements, the caller guarantees the instruction set,
-            // and the maker of the task excludes other accesses to the rows written and bounds the rotary
-            // dimension by `dim`.
+            // SAFETY: `at` checks that the codes and scales of each row lie inside both sides. The buffer
+            // `row` has `dim` elements, and the instruction set of `S` is available by contract. By the
+            // contract of `ConvertRows` the formats passed `check`, nothing else accesses the rows written,
+            // and the rotary dimension is at most `dim`.
             unsafe {
                 let codes = from.codes.at(a.codes, from.bytes);
                 let scales = from.scales.map_or(std::ptr::null(), |(scales, n)| scales.at(a.scales, n));
@@ -156,7 +157,10 @@ impl Fast {
                     (0..plane.heads)
                         .map(move |head| (row_of(rows, row, head), layout.at(at.head(head)), position))
                 });
-                self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets });
+                // SAFETY: rows and arena are different storages, as the operation's check found. Threads
+                // share the work only if no slot is written twice, `target` checked the format, and the
+                // operation's check bounded the rotary dimension of keys by `plane.dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
             });
             Ok(())
         })
@@ -183,7 +187,10 @@ impl Fast {
                     (0..plane.heads)
                         .map(move |head| (layout.at(at.head(head)), row_of(rows, row, head), delta))
                 });
-                self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets });
+                // SAFETY: rows and arena are different storages and rows share no elements, as the
+                // operation's check found. `share` gives each thread its own rows, `source` checked the
+                // format, and the operation's check bounded the rotary dimension of keys by `plane.dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
             });
             Ok(())
         })
@@ -226,7 +233,11 @@ impl Fast {
                 let offsets = tokens.flat_map(|(x, y)| {
                     (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head)), delta))
                 });
-                self.level.run(ConvertRows { from, to, dim: src.dim, table, offsets });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs. `source` and `target`
+                // checked the formats. A rotation is given for keys only, and the operation's check bounded
+                // its rotary dimension by their `dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: src.dim, table, offsets }) };
             });
             Ok(())
         })

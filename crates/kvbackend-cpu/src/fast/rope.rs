@@ -20,18 +20,23 @@ impl Fast {
                     let at = (op.rows.offset() + row * strides[0]) * size;
                     (at, at, op.positions[row])
                 });
-                self.level.run(RotateRows {
-                    from: to.as_origin(),
-                    to,
-                    heads,
-                    head_strides: (strides[1] * size, strides[1] * size),
-                    dim,
-                    dtype,
-                    table: &table,
-                    factor: op.rope.attention_factor(),
-                    stream: false,
-                    tokens,
-                });
+                // SAFETY: source and destination of a row are equal. The operation's check refused rows that
+                // share elements, bounded the rotary dimension by `dim`, and `share` gives each thread its
+                // own rows.
+                unsafe {
+                    self.level.run(RotateRows {
+                        from: to.as_origin(),
+                        to,
+                        heads,
+                        head_strides: (strides[1] * size, strides[1] * size),
+                        dim,
+                        dtype,
+                        table: &table,
+                        factor: op.rope.attention_factor(),
+                        stream: false,
+                        tokens,
+                    });
+                }
             });
             Ok(())
         })

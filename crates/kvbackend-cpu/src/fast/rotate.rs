@@ -58,8 +58,9 @@ pub(super) struct Angle<'a> {
 
 /// Rotates the heads' rows of tokens at `(from, to, position)`, in bytes. A row may be rotated in place.
 ///
-/// The maker guarantees that no other thread accesses the rows written, that source and destination of a row
-/// are equal or do not overlap, and that the rotary dimension of `table` is at most `dim`.
+/// # Safety
+/// No other thread accesses the rows written meanwhile, source and destination of a row are equal or do not
+/// overlap, and the rotary dimension of `table` is at most `dim`.
 pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Target<'a>,
@@ -81,8 +82,8 @@ impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the maker of the task guarantees
-        // its conditions, which are those of `each`.
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `RotateRows` are
+        // those of `each`.
         unsafe {
             match self.dtype {
                 DType::F16 => each::<S, f16, I>(self),

@@ -183,18 +183,27 @@ impl Fast {
                             let offsets = queues(range.clone(), |rows| {
                                 m.offsets(cut, rows, &left).map(move |(row, slot)| (row * size, slot * size))
                             });
-                            self.level.run(CopyRuns {
-                                from,
-                                to,
-                                bytes: cut.elements * size,
-                                offsets,
-                                stream,
-                            });
+                            // SAFETY: rows and arena are different storages, as the operation's check found,
+                            // and threads share the work only if no slot is written twice.
+                            unsafe {
+                                self.level.run(CopyRuns {
+                                    from,
+                                    to,
+                                    bytes: cut.elements * size,
+                                    offsets,
+                                    stream,
+                                });
+                            }
                         });
                     } else {
                         let cut = m.single();
                         let offsets = m.offsets(cut, range, &left);
-                        self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
+                        // SAFETY: rows and arena are different storages, as the operation's check found, and
+                        // threads share the work only if no slot is written twice. Rows of another type than
+                        // the cache are of f32, so that `dtype` has two bytes.
+                        unsafe {
+                            self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
+                        }
                     }
                 });
                 Ok(())
@@ -227,23 +236,30 @@ impl Fast {
                     };
                     if let (Some(table), Some(rotation)) = (&table, rotation) {
                         let cut = Cut { steps: Steps::Single, runs: 1, elements: plane.dim };
-                        self.level.run(RotateRows {
-                            from,
-                            to,
-                            heads: plane.heads,
-                            head_strides: (plane.strides.head * size, rows.strides()[1] * size),
-                            dim: plane.dim,
-                            dtype,
-                            table,
-                            factor: 1.0,
-                            stream,
-                            tokens: offsets(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
-                        });
+                        // SAFETY: rows and arena are different storages and rows share no elements, as the
+                        // operation's check found. The check bounded the rotary dimension by `plane.dim`, and
+                        // `share` gives each thread its own rows.
+                        unsafe {
+                            self.level.run(RotateRows {
+                                from,
+                                to,
+                                heads: plane.heads,
+                                head_strides: (plane.strides.head * size, rows.strides()[1] * size),
+                                dim: plane.dim,
+                                dtype,
+                                table,
+                                factor: 1.0,
+                                stream,
+                                tokens: offsets(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
+                            });
+                        }
                     } else {
                         m.each_cut(&left, |cut| {
                             let bytes = cut.elements * size;
                             let offsets = queues(range.clone(), |rows| offsets(cut, rows));
-                            self.level.run(CopyRuns { from, to, bytes, offsets, stream });
+                            // SAFETY: rows and arena are different storages and rows share no elements, as
+                            // the operation's check found, and `share` gives each thread its own rows.
+                            unsafe { self.level.run(CopyRuns { from, to, bytes, offsets, stream }) };
                         });
                     }
                 });
@@ -254,9 +270,11 @@ impl Fast {
     }
 }
 
-/// Rounds rows of f32 into a narrower cache. Places are in elements.
+/// Rounds rows of f32 into a narrower cache. Offsets are in elements.
 ///
-/// The maker guarantees that no other thread accesses the elements written, and that `dtype` has two bytes.
+/// # Safety
+/// `from` and `to` do not overlap, no other thread accesses the elements written meanwhile, and `dtype` has
+/// two bytes.
 struct NarrowRows<'a, I> {
     from: Origin<'a>,
     to: Target<'a>,

@@ -15,8 +15,8 @@ const LINE: usize = 64;
 
 /// Copies runs of `bytes` bytes, from the first to the second offset of each pair.
 ///
-/// The maker guarantees that no byte is both read and written, and that no other thread accesses the bytes
-/// written.
+/// # Safety
+/// No byte is both read and written, and no other thread accesses the bytes written meanwhile.
 pub(super) struct CopyRuns<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Target<'a>,
@@ -43,8 +43,8 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
             if stream && to.is_line(b) {
                 return Some(run);
             }
-            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends, and the maker of `CopyRuns`
-            // guarantees that the ends do not overlap and that no other thread accesses the destination.
+            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends, and by the contract of
+            // `CopyRuns` the ends do not overlap and no other thread accesses the destination.
             unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, bytes) };
             None
         })
@@ -62,8 +62,8 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
             return Some([a, b, c, d]);
         }
         for run in all.into_iter().flatten() {
-            // SAFETY: `next` obtained both pointers from `at` for `bytes` bytes, and the maker of `CopyRuns`
-            // guarantees that the ends do not overlap.
+            // SAFETY: `next` obtained both pointers from `at` for `bytes` bytes, and by the contract of
+            // `CopyRuns` the ends do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, self.bytes) };
         }
         None

@@ -85,6 +85,12 @@ pub(super) struct ItemContext<'a> {
 }
 
 /// Computes an item in a thread's memory.
+///
+/// # Safety
+/// The fields of `context` belong to one checked operation: `item` and `runs` to a plan of it, `shared` has
+/// room for the states of `item` if the tokens of the item are split, and `matrix_form`, if given, was made
+/// for the inputs and for a level that the processor supports. No other thread accesses the rows and heads of
+/// `item` in the outputs, or its states in `shared`, meanwhile.
 pub(super) struct ComputeItem<'a> {
     pub(super) context: ItemContext<'a>,
     pub(super) scratch: &'a mut Scratch,

@@ -145,7 +145,12 @@ impl Fast {
                 shared,
             };
             // Outside of the task: a closure inside it would be compiled without the task's instructions.
-            SCRATCH.with_borrow_mut(|scratch| self.level.run(ComputeItem { context, scratch }));
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: `plan` was made for this operation, and each of its items is computed once, so that
+                // no other thread writes the rows and heads of `item`, or its states in `shared`.
+                // `matrix_form` was made for the level of `self`, from these inputs.
+                unsafe { self.level.run(ComputeItem { context, scratch }) };
+            });
         };
         if self.parts(plan.items.len(), plan.cost) == 1 {
             (0..plan.items.len()).for_each(work);
@@ -168,9 +173,11 @@ impl Fast {
             for unit in item.units.clone() {
                 for row in item.rows.clone() {
                     for head in units.heads_of(unit) {
-                        // All items have run, and each has left a state for every query.
                         let (at, parts) = ((row, head), (split.parts, part));
-                        self.level.run(Finish { op, outputs, at, states, parts, layout });
+                        // SAFETY: all items have run, and each has left a state for every query of `split` in
+                        // `shared`, from `start` on. No other split has this row and head, and `layout.v_dim`
+                        // is the width of the output.
+                        unsafe { self.level.run(Finish { op, outputs, at, states, parts, layout }) };
                         states = states.wrapping_add(layout.stride());
                     }
                 }
