@@ -1,9 +1,9 @@
 //! The CPU backend: host memory, ordered streams, reference kernels and fast kernels.
 //!
-//! The reference kernels state the contract of [`kvcore::kernels`] as plain loops, in f32 arithmetic for
-//! every element type. They are the oracle for every fast kernel, on the CPU and on other devices.
-//! [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the threads of
-//! the fast ones.
+//! The reference kernels state the contract of [`kvcore::device::operation`] as plain loops, in f32
+//! arithmetic for every element type. They are the oracle for every fast kernel, on the CPU and on other
+//! devices. [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the
+//! threads of the fast ones.
 //!
 //! ```
 //! use kvbackend_cpu::CpuBackend;

@@ -1,4 +1,4 @@
-//! Reference kernels: the contract of `kvcore::kernels` as plain loops.
+//! Reference kernels: the contract of `kvcore::device::operation` as plain loops.
 //!
 //! Each function trusts that its operation has been checked, and reads like the description of the operation.
 //! Arithmetic is f32. Elements are rounded once, when they are stored.
