@@ -14,8 +14,8 @@ pub(crate) enum KernelTable {
     Fast(Arc<Fast>),
 }
 
-/// A kernel with its operation, to be run later.
-type Deferred = Box<dyn FnOnce() -> Result<()> + Send>;
+/// Work that a stream runs later: a kernel with its operation, or a host access.
+pub(crate) type QueuedWork = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// Gives each operation its kernel, which has the same name in `reference` and in `Fast`.
 macro_rules! kernels {
@@ -30,7 +30,7 @@ macro_rules! kernels {
             }
 
             /// Returns a closure that runs a copy of the operation.
-            pub(crate) fn deferred(&self, operation: Operation<'_>) -> Deferred {
+            pub(crate) fn deferred(&self, operation: Operation<'_>) -> QueuedWork {
                 let kernels = self.clone();
                 match operation {
                     $(Operation::$operation(op) => {

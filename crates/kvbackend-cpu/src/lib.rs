@@ -1,9 +1,9 @@
 //! The CPU backend: host memory, ordered streams, reference kernels and fast kernels.
 //!
-//! The reference kernels state the contract of [`kvcore::kernels`] as plain loops, in f32 arithmetic for
-//! every element type. They are the oracle for every fast kernel, on the CPU and on other devices.
-//! [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the threads of
-//! the fast ones.
+//! The reference kernels state the contract of [`kvcore::device::operation`] as plain loops, in f32
+//! arithmetic for every element type. They are the oracle for every fast kernel, on the CPU and on other
+//! devices. [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the
+//! threads of the fast ones.
 //!
 //! ```
 //! use kvbackend_cpu::CpuBackend;
@@ -58,7 +58,7 @@ use kvcore::{
 
 use fast::Fast;
 use kernels::KernelTable;
-use simd::Available;
+use simd::AvailableLevel;
 use workers::Workers;
 
 #[cfg(target_os = "linux")]
@@ -103,7 +103,7 @@ impl CpuBackend {
     /// immediately.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
         let options = CpuOptions { execution, ..CpuOptions::default() };
-        Self::made(&options, Available::best(), Workers::of_the_machine())
+        Self::made(&options, AvailableLevel::best(), Workers::of_the_machine())
     }
 
     /// Creates a backend with the given options.
@@ -112,7 +112,7 @@ impl CpuBackend {
     /// Returns [`kvcore::Error::Unsupported`] if the processor lacks the instruction set of `options.simd`,
     /// and [`kvcore::Error::Zero`] if `options.threads` is 0.
     pub fn with_options(options: &CpuOptions) -> Result<Arc<Self>> {
-        let level = options.simd.map_or_else(|| Ok(Available::best()), Available::new)?;
+        let level = options.simd.map_or_else(|| Ok(AvailableLevel::best()), AvailableLevel::new)?;
         let workers = match options.threads {
             None => Workers::of_the_machine(),
             Some(0) => return Err(kvcore::Error::Zero { what: "threads" }),
@@ -121,7 +121,7 @@ impl CpuBackend {
         Ok(Self::made(options, level, workers))
     }
 
-    fn made(options: &CpuOptions, level: Available, workers: Arc<Workers>) -> Arc<Self> {
+    fn made(options: &CpuOptions, level: AvailableLevel, workers: Arc<Workers>) -> Arc<Self> {
         let kernels = match options.kernels {
             KernelSet::Reference => KernelTable::Reference,
             KernelSet::Fast => KernelTable::Fast(Arc::new(Fast::new(level, workers, options.thresholds))),

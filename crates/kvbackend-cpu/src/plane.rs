@@ -35,21 +35,21 @@ impl RowAt {
     }
 }
 
-/// The places of the codes, or of the scales, of all rows in their storage.
+/// The layout of the codes, or of the scales, of all rows in their storage.
 #[derive(Clone, Copy)]
-pub(crate) struct Span {
+pub(crate) struct RowLayout {
     strides: PlaneStrides,
     bits: usize,
     elements: usize,
 }
 
-impl Span {
-    /// Returns the places of the codes of a plane.
+impl RowLayout {
+    /// Returns the layout of the codes of a plane.
     pub(crate) fn codes(plane: &KvPlane) -> Self {
         Self { strides: plane.strides, bits: plane.format.storage_dtype().bits(), elements: plane.dim }
     }
 
-    /// Returns the places of the scales of a plane, if its format has scales.
+    /// Returns the layout of the scales of a plane, if its format has scales.
     pub(crate) fn scales(plane: &KvPlane) -> Option<Self> {
         plane.scales.map(|(_, scales)| Self {
             strides: scales.strides,
@@ -91,23 +91,23 @@ impl Span {
 }
 
 /// Rows of a plane, for reading.
-pub(crate) struct Rows<'a> {
+pub(crate) struct PlaneRows<'a> {
     format: KvFormat,
-    codes: (Span, &'a [u8]),
-    scales: Option<(Span, &'a [u8])>,
+    codes: (RowLayout, &'a [u8]),
+    scales: Option<(RowLayout, &'a [u8])>,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> PlaneRows<'a> {
     /// Takes the bytes of a plane from the locked storages.
     pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let codes = (Span::codes(plane), parts.read(plane.storage)?);
+        let codes = (RowLayout::codes(plane), parts.read(plane.storage)?);
         let scales = plane.scales.map(|(storage, _)| parts.read(storage)).transpose()?;
-        Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
+        Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 
     /// Returns the codes of a row, and its scales; without scales the second slice is empty.
     fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
-        let scales = self.scales.map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
+        let scales = self.scales.map_or(&[][..], |(layout, bytes)| &bytes[layout.bytes(at)]);
         (&self.codes.1[self.codes.0.bytes(at)], scales)
     }
 
@@ -123,31 +123,31 @@ impl<'a> Rows<'a> {
 }
 
 /// Rows of a plane, for reading and writing.
-pub(crate) struct RowsMut<'a> {
+pub(crate) struct PlaneRowsMut<'a> {
     format: KvFormat,
-    codes: (Span, &'a mut [u8]),
-    scales: Option<(Span, &'a mut [u8])>,
+    codes: (RowLayout, &'a mut [u8]),
+    scales: Option<(RowLayout, &'a mut [u8])>,
 }
 
-impl<'a> RowsMut<'a> {
+impl<'a> PlaneRowsMut<'a> {
     /// Takes the bytes of a plane from the storages that are locked for writing.
     pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let codes = (Span::codes(plane), parts.write(plane.storage)?);
+        let codes = (RowLayout::codes(plane), parts.write(plane.storage)?);
         let scales = plane.scales.map(|(storage, _)| parts.write(storage)).transpose()?;
-        Ok(Self { format: plane.format, codes, scales: Span::scales(plane).zip(scales) })
+        Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 
     /// Decodes the row at `at` into `row`.
     pub(crate) fn read(&self, at: RowAt, row: &mut [f32]) -> Result<()> {
         let codes = &self.codes.1[self.codes.0.bytes(at)];
-        let scales = self.scales.as_ref().map_or(&[][..], |(span, bytes)| &bytes[span.bytes(at)]);
+        let scales = self.scales.as_ref().map_or(&[][..], |(layout, bytes)| &bytes[layout.bytes(at)]);
         decode(self.format, codes, scales, row)
     }
 
     /// Writes a row, rounded or quantised to the format of the plane.
     pub(crate) fn write(&mut self, at: RowAt, row: &[f32]) -> Result<()> {
         let codes = &mut self.codes.1[self.codes.0.bytes(at)];
-        let scales = self.scales.as_mut().map_or(&mut [][..], |(span, bytes)| &mut bytes[span.bytes(at)]);
+        let scales = self.scales.as_mut().map_or(&mut [][..], |(layout, bytes)| &mut bytes[layout.bytes(at)]);
         encode(self.format, row, codes, scales)
     }
 }

@@ -9,11 +9,9 @@ use std::sync::{Arc, Weak};
 use kvcore::{Checked, Counters, Error, Event, Result, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 
-use crate::kernels::KernelTable;
+use crate::kernels::{KernelTable, QueuedWork};
 use crate::memory::{Access, cpu};
 use crate::{Execution, NAME};
-
-type Work = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// A stream of the CPU backend.
 pub struct CpuStream {
@@ -28,7 +26,7 @@ pub struct CpuStream {
 /// number.
 #[derive(Default)]
 struct Queue {
-    items: Mutex<VecDeque<Work>>,
+    items: Mutex<VecDeque<QueuedWork>>,
     enqueued: AtomicU64,
     done: AtomicU64,
     /// Locked while an item runs, so that two waiting threads never run items side by side.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, Storage, SwapBlocks};
 
-use super::ends::with_ends;
-use super::pieces::Pieces;
-use super::rotate::{RotateRows, Turn};
-use super::{Fast, lanes, share};
-use crate::plane::{RowAt, Span};
+use super::locked::with_locked;
+use super::rotate::{RotateRows, RotationTable};
+use super::runs::CopyRuns;
+use super::{Fast, queues, share};
+use crate::plane::{RowAt, RowLayout};
 
 impl Fast {
     pub(crate) fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
@@ -21,34 +21,39 @@ impl Fast {
 
     pub(crate) fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
         let s = op.src.layout().shape();
-        let copy = BlockCopy::new(&op.src, op.layer..op.layer + 1, &op.pairs);
+        let copy = BlockPairs::new(&op.src, op.layer..op.layer + 1, &op.pairs);
         let KvFormat::Dense(dtype) = s.format else {
             self.rotate_codes(op, &copy)?;
             return self.copy_plane(&copy, &op.src.v_plane(), &op.dst.v_plane());
         };
-        let turn = Turn::of_rotation(&op.rotation)?;
+        let table = RotationTable::of_rotation(&op.rotation)?;
         let (k, to_k) = (op.src.k_plane(), op.dst.k_plane());
-        let (a, b) = (Span::codes(&k), Span::codes(&to_k));
-        with_ends(&[k.storage], &[to_k.storage], |ends| {
-            let (from, to) = (ends.origin(k.storage)?, ends.target(to_k.storage)?);
+        let (a, b) = (RowLayout::codes(&k), RowLayout::codes(&to_k));
+        with_locked(&[k.storage], &[to_k.storage], |locked| {
+            let (from, to) = (locked.origin(k.storage)?, locked.target(to_k.storage)?);
             let bytes = op.pairs.len() * s.block_size * k.heads * a.row_bytes();
             let (parts, stream) = (self.parts(op.pairs.len(), bytes), self.streams(bytes));
             self.workers.run(parts, &|part| {
                 let tokens = copy.tokens(share(0..op.pairs.len(), part, parts));
                 let tokens = tokens.map(|(x, y)| (a.bytes(x).start, b.bytes(y).start, op.rotation.delta));
                 let head_strides = (a.head_bytes(), b.head_bytes());
-                self.level.run(RotateRows {
-                    from,
-                    to,
-                    heads: k.heads,
-                    head_strides,
-                    dim: k.dim,
-                    dtype,
-                    turn: &turn,
-                    factor: 1.0,
-                    stream,
-                    tokens,
-                });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs. The check bounded the
+                // rotary dimension by `k.dim`.
+                unsafe {
+                    self.level.run(RotateRows {
+                        from,
+                        to,
+                        heads: k.heads,
+                        head_strides,
+                        dim: k.dim,
+                        dtype,
+                        table: &table,
+                        factor: 1.0,
+                        stream,
+                        tokens,
+                    });
+                }
             });
             Ok(())
         })?;
@@ -56,57 +61,61 @@ impl Fast {
     }
 
     fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-        let copy = BlockCopy::new(src, 0..src.layout().shape().num_layers, pairs);
+        let copy = BlockPairs::new(src, 0..src.layout().shape().num_layers, pairs);
         self.copy_plane(&copy, &src.k_plane(), &dst.k_plane())?;
         self.copy_plane(&copy, &src.v_plane(), &dst.v_plane())
     }
 
     /// Copies codes, and the scales that belong to blocks.
-    fn copy_plane(&self, copy: &BlockCopy, src: &KvPlane, dst: &KvPlane) -> Result<()> {
-        let codes = (Span::codes(src), Span::codes(dst));
-        self.pieces(copy, src.heads, codes, (src.storage, dst.storage))?;
+    fn copy_plane(&self, copy: &BlockPairs, src: &KvPlane, dst: &KvPlane) -> Result<()> {
+        let codes = (RowLayout::codes(src), RowLayout::codes(dst));
+        self.copy_runs(copy, src.heads, codes, (src.storage, dst.storage))?;
         if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
-            && let (Some(a), Some(b)) = (Span::scales(src), Span::scales(dst))
+            && let (Some(a), Some(b)) = (RowLayout::scales(src), RowLayout::scales(dst))
             && !scales.is_static()
         {
-            self.pieces(copy, src.heads, (a, b), (from, to))?;
+            self.copy_runs(copy, src.heads, (a, b), (from, to))?;
         }
         Ok(())
     }
 
-    fn pieces(
+    fn copy_runs(
         &self,
-        copy: &BlockCopy,
+        copy: &BlockPairs,
         heads: usize,
-        (a, b): (Span, Span),
+        (a, b): (RowLayout, RowLayout),
         (src, dst): (&Arc<dyn Storage>, &Arc<dyn Storage>),
     ) -> Result<()> {
         let bytes = copy.rows() * heads * a.row_bytes();
         let (parts, stream) = (self.parts(copy.pairs(), bytes), self.streams(bytes));
         let run = copy.run(heads, a, b);
-        with_ends(&[src], &[dst], |ends| {
-            let (from, to) = (ends.origin(src)?, ends.target(dst)?);
+        with_locked(&[src], &[dst], |locked| {
+            let (from, to) = (locked.origin(src)?, locked.target(dst)?);
             self.workers.run(parts, &|part| {
-                let places = lanes(share(0..copy.pairs(), part, parts), |pairs| {
+                let offsets = queues(share(0..copy.pairs(), part, parts), |pairs| {
                     copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
                 });
-                self.level.run(Pieces { from, to, bytes: run.rows * a.row_bytes(), places, stream });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs.
+                unsafe {
+                    self.level.run(CopyRuns { from, to, bytes: run.rows * a.row_bytes(), offsets, stream });
+                }
             });
             Ok(())
         })
     }
 }
 
-/// Blocks of some layers, to be copied.
-pub(super) struct BlockCopy<'a> {
+/// Pairs of blocks, of which some layers are to be copied.
+pub(super) struct BlockPairs<'a> {
     layers: std::ops::Range<usize>,
     block_size: usize,
     pairs: &'a [(BlockId, BlockId)],
 }
 
-/// Rows that are adjacent in both arenas.
+/// The shape of the longest runs of rows that are adjacent in both arenas.
 #[derive(Clone, Copy)]
-struct Run {
+struct RunShape {
     /// Number of rows of a run.
     rows: usize,
     /// True if each head has a run of its own.
@@ -115,7 +124,7 @@ struct Run {
     by_token: bool,
 }
 
-impl<'a> BlockCopy<'a> {
+impl<'a> BlockPairs<'a> {
     pub(super) fn new(
         arena: &KvArena,
         layers: std::ops::Range<usize>,
@@ -134,31 +143,31 @@ impl<'a> BlockCopy<'a> {
     }
 
     /// Returns the longest run that is dense in both arenas: a whole block, a token, a head, or a row.
-    fn run(&self, heads: usize, a: Span, b: Span) -> Run {
+    fn run(&self, heads: usize, a: RowLayout, b: RowLayout) -> RunShape {
         let dense = |rows: usize, inner: usize, outer: Option<usize>| {
-            [a, b].iter().all(|span| {
-                let (head, token) = (span.strides().head, span.strides().token);
+            [a, b].iter().all(|layout| {
+                let (head, token) = (layout.strides().head, layout.strides().token);
                 let (inner, outer) =
                     if inner == 0 { (head, outer.map(|_| token)) } else { (token, outer.map(|_| head)) };
-                inner == span.row_elements() && outer.is_none_or(|outer| outer == rows * inner)
+                inner == layout.row_elements() && outer.is_none_or(|outer| outer == rows * inner)
             })
         };
         let block = self.block_size;
         if dense(heads, 0, Some(0)) || dense(block, 1, Some(0)) {
-            Run { rows: heads * block, by_head: false, by_token: false }
+            RunShape { rows: heads * block, by_head: false, by_token: false }
         } else if dense(heads, 0, None) {
-            Run { rows: heads, by_head: false, by_token: true }
+            RunShape { rows: heads, by_head: false, by_token: true }
         } else if dense(block, 1, None) {
-            Run { rows: block, by_head: true, by_token: false }
+            RunShape { rows: block, by_head: true, by_token: false }
         } else {
-            Run { rows: 1, by_head: true, by_token: true }
+            RunShape { rows: 1, by_head: true, by_token: true }
         }
     }
 
     /// Returns the first rows of the runs of some pairs, in the source and in the destination.
     fn runs(
         &self,
-        run: Run,
+        run: RunShape,
         heads: usize,
         pairs: std::ops::Range<usize>,
     ) -> impl Iterator<Item = (RowAt, RowAt)> {
@@ -178,6 +187,6 @@ impl<'a> BlockCopy<'a> {
 
     /// Returns head 0's rows of all tokens of some pairs, in the source and in the destination.
     pub(super) fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
-        self.runs(Run { rows: 1, by_head: false, by_token: true }, 1, pairs)
+        self.runs(RunShape { rows: 1, by_head: false, by_token: true }, 1, pairs)
     }
 }

@@ -32,7 +32,7 @@ pub(super) fn check(format: KvFormat) -> Result<()> {
 /// the format has scales, and `to` for writes of `dim` elements of f32. Elements of a dense format are
 /// aligned. `to` overlaps neither `codes` nor `scales`, and `dim` is a multiple of the group of the format.
 /// `check` accepted the format.
-pub(super) struct Decode {
+pub(super) struct DecodeRow {
     pub(super) format: KvFormat,
     pub(super) codes: *const u8,
     pub(super) scales: *const u8,
@@ -47,7 +47,7 @@ pub(super) struct Decode {
 /// `scales` for writes, or reads in FP8 formats, of the scales of these codes if the format has scales.
 /// Elements of a dense format are aligned. No other thread accesses `codes` or `scales`, and neither overlaps
 /// `from`. `dim` is a multiple of the group of the format. `check` accepted the format.
-pub(super) struct Encode {
+pub(super) struct EncodeRow {
     pub(super) format: KvFormat,
     pub(super) from: *const f32,
     pub(super) codes: *mut u8,
@@ -56,13 +56,13 @@ pub(super) struct Encode {
     pub(super) dim: usize,
 }
 
-impl Task for Decode {
+impl Task for DecodeRow {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { format, mut codes, scales, mut to, dim } = self;
-        // SAFETY: the contract of `Decode` gives `dim` codes, their scales and `dim` writable elements at
+        // SAFETY: the contract of `DecodeRow` gives `dim` codes, their scales and `dim` writable elements at
         // `to`. Group `g < dim / group` covers the next `group` codes and elements, and has scale `g`.
         unsafe {
             match format {
@@ -89,14 +89,14 @@ impl Task for Decode {
     }
 }
 
-impl Task for Encode {
+impl Task for EncodeRow {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { format, from, codes, scales, dim } = self;
-        // SAFETY: the contract of `Encode` gives `dim` readable elements at `from`, `dim` writable codes, and
-        // a scale for each group `g < dim / group`; `codes` and `from` do not overlap.
+        // SAFETY: the contract of `EncodeRow` gives `dim` readable elements at `from`, `dim` writable codes,
+        // and a scale for each group `g < dim / group`; `codes` and `from` do not overlap.
         unsafe {
             let row = std::slice::from_raw_parts(from, dim);
             match format {
@@ -229,7 +229,7 @@ fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
 }
 
 /// The parameters of an 8-bit float format.
-struct Float {
+struct Fp8Parameters {
     /// Mantissa bits of f32 that are dropped.
     dropped: u32,
     /// Difference of the exponent biases of f32 and of the format, shifted to the place of the exponent in a
@@ -242,7 +242,7 @@ struct Float {
     infinity: u32,
 }
 
-const E4M3: Float = Float {
+const E4M3: Fp8Parameters = Fp8Parameters {
     dropped: 20,
     bias: 120 << 3,
     max: 448.0,
@@ -251,7 +251,7 @@ const E4M3: Float = Float {
     infinity: 0x7f,
 };
 
-const E5M2: Float = Float {
+const E5M2: Fp8Parameters = Fp8Parameters {
     dropped: 21,
     bias: 112 << 2,
     max: 57_344.0,
@@ -262,7 +262,7 @@ const E5M2: Float = Float {
 
 /// Writes the nearest codes of `row / scale`, ties to even; finite numbers saturate.
 #[inline(always)]
-fn floats(float: &Float, row: &[f32], scale: f32, codes: &mut [u8]) {
+fn floats(float: &Fp8Parameters, row: &[f32], scale: f32, codes: &mut [u8]) {
     for (code, x) in codes.iter_mut().zip(row) {
         let bits = (x / scale).to_bits();
         let magnitude = f32::from_bits(bits & 0x7fff_ffff);

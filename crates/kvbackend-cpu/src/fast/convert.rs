@@ -7,13 +7,13 @@ use kvcore::{
 };
 use smallvec::{SmallVec, smallvec};
 
-use super::blocks::BlockCopy;
-use super::codes::{Decode, Encode, check};
-use super::ends::{Ends, storages, with_ends};
-use super::rotate::{Turn, rotate};
+use super::blocks::BlockPairs;
+use super::codes::{DecodeRow, EncodeRow, check};
+use super::locked::{LockedStorages, storages, with_locked};
+use super::rotate::{RotationTable, rotate};
 use super::{Fast, share};
 use crate::movement::Movement;
-use crate::plane::{RowAt, Span};
+use crate::plane::{RowAt, RowLayout};
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task};
 
@@ -33,35 +33,36 @@ struct Side<B> {
 
 /// Byte offsets of a row's codes and scales.
 #[derive(Clone, Copy)]
-struct Place {
+struct RowOffsets {
     codes: usize,
     scales: usize,
 }
 
-/// The places of the rows of a plane.
+/// The layout of the rows of a plane: codes, and scales if the format has scales.
 #[derive(Clone, Copy)]
-struct Places {
-    codes: Span,
-    scales: Option<Span>,
+struct PlaneLayout {
+    codes: RowLayout,
+    scales: Option<RowLayout>,
 }
 
-impl Places {
+impl PlaneLayout {
     fn new(plane: &KvPlane) -> Self {
-        Self { codes: Span::codes(plane), scales: Span::scales(plane) }
+        Self { codes: RowLayout::codes(plane), scales: RowLayout::scales(plane) }
     }
 
-    fn at(&self, row: RowAt) -> Place {
-        Place {
+    fn at(&self, row: RowAt) -> RowOffsets {
+        RowOffsets {
             codes: self.codes.bytes(row).start,
-            scales: self.scales.map_or(0, |span| span.bytes(row).start),
+            scales: self.scales.map_or(0, |layout| layout.bytes(row).start),
         }
     }
 }
 
 impl<B> Side<B> {
     fn new(plane: &KvPlane, codes: B, scales: Option<B>) -> Self {
-        let scales = scales.zip(Span::scales(plane)).map(|(scales, span)| (scales, span.row_bytes()));
-        Self { format: plane.format, bytes: Span::codes(plane).row_bytes(), codes, scales }
+        let scales =
+            scales.zip(RowLayout::scales(plane)).map(|(scales, layout)| (scales, layout.row_bytes()));
+        Self { format: plane.format, bytes: RowLayout::codes(plane).row_bytes(), codes, scales }
     }
 
     fn of_rows(view: &TensorView, codes: B) -> Self {
@@ -70,32 +71,33 @@ impl<B> Side<B> {
     }
 }
 
-fn source<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Origin<'a>>> {
+fn source<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Origin<'a>>> {
     check(plane.format)?;
-    let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
-    Ok(Side::new(plane, ends.origin(plane.storage)?, scales))
+    let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
+    Ok(Side::new(plane, locked.origin(plane.storage)?, scales))
 }
 
-fn target<'a>(plane: &KvPlane, ends: &Ends<'a>) -> Result<Side<Target<'a>>> {
+fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Target<'a>>> {
     check(plane.format)?;
-    let scales = plane.scales.map(|(storage, _)| ends.target(storage)).transpose()?;
-    Ok(Side::new(plane, ends.target(plane.storage)?, scales))
+    let scales = plane.scales.map(|(storage, _)| locked.target(storage)).transpose()?;
+    Ok(Side::new(plane, locked.target(plane.storage)?, scales))
 }
 
 /// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
 ///
-/// The maker guarantees that no other thread accesses the rows written, that no row is both read and written,
-/// and that the rotary dimension of `turn` is at most `dim`.
-struct Convert<'a, I> {
+/// # Safety
+/// No other thread accesses the rows written meanwhile, no row is both read and written, the formats of both
+/// sides passed [`check`], and the rotary dimension of `table` is at most `dim`.
+struct ConvertRows<'a, I> {
     from: Side<Origin<'a>>,
     to: Side<Target<'a>>,
     dim: usize,
     /// The table that holds the positions, and the factor that multiplies rotated rows.
-    turn: Option<(&'a Turn, f32)>,
-    places: I,
+    table: Option<(&'a RotationTable, f32)>,
+    offsets: I,
 }
 
-impl<I: Iterator<Item = (Place, Place, i64)>> Task for Convert<'_, I> {
+impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> Task for ConvertRows<'_, I> {
     type Output = ();
 
     #[inline(always)]
@@ -103,30 +105,30 @@ impl<I: Iterator<Item = (Place, Place, i64)>> Task for Convert<'_, I> {
         let (from, to, dim) = (self.from, self.to, self.dim);
         let mut row: SmallVec<[f32; ROW]> = smallvec![0.0; dim];
         let row = row.as_mut_ptr();
-        for (a, b, position) in self.places {
-            // SAFETY: `at` checks that the codes and scales of each row lie inside both sides, whose formats
-            // passed `check`. The buffer `row` has `dim` elements, the caller guarantees the instruction set,
-            // and the maker of the task excludes other accesses to the rows written and bounds the rotary
-            // dimension by `dim`.
+        for (a, b, position) in self.offsets {
+            // SAFETY: `at` checks that the codes and scales of each row lie inside both sides. The buffer
+            // `row` has `dim` elements, and the instruction set of `S` is available by contract. By the
+            // contract of `ConvertRows` the formats passed `check`, nothing else accesses the rows written,
+            // and the rotary dimension is at most `dim`.
             unsafe {
                 let codes = from.codes.at(a.codes, from.bytes);
                 let scales = from.scales.map_or(std::ptr::null(), |(scales, n)| scales.at(a.scales, n));
-                S::call(Decode { format: from.format, codes, scales, to: row, dim });
-                if let Some((turn, factor)) = self.turn {
-                    rotate::<S, f32>(row, row, dim, turn.at(position), factor);
+                S::call(DecodeRow { format: from.format, codes, scales, to: row, dim });
+                if let Some((table, factor)) = self.table {
+                    rotate::<S, f32>(row, row, dim, table.at(position), factor);
                 }
                 let codes = to.codes.at(b.codes, to.bytes);
                 let scales = to.scales.map_or(std::ptr::null_mut(), |(scales, n)| scales.at(b.scales, n));
-                S::call(Encode { format: to.format, from: row, codes, scales, dim });
+                S::call(EncodeRow { format: to.format, from: row, codes, scales, dim });
             }
         }
     }
 }
 
 /// Returns the byte offset of a head's row of a view.
-fn row_of(view: &TensorView, row: usize, head: usize) -> Place {
+fn row_of(view: &TensorView, row: usize, head: usize) -> RowOffsets {
     let at = view.offset() + row * view.strides()[0] + head * view.strides()[1];
-    Place { codes: at * view.dtype().bits() / 8, scales: 0 }
+    RowOffsets { codes: at * view.dtype().bits() / 8, scales: 0 }
 }
 
 impl Fast {
@@ -141,21 +143,24 @@ impl Fast {
         twice: impl FnOnce() -> bool,
     ) -> Result<()> {
         let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
-        let turn = rotation.map(|rotation| Turn::of_checked(&rotation.rope)).transpose()?;
-        let turn = turn.as_ref().map(|turn| (turn, turn.factor));
+        let table = rotation.map(|rotation| RotationTable::of_checked(&rotation.rope)).transpose()?;
+        let table = table.as_ref().map(|table| (table, table.factor));
         let position = |row: usize| rotation.map_or(0, |rotation| rotation.positions[row]);
-        let (places, parts) = (Places::new(plane), self.parts_of_scatter(&m, twice));
-        with_ends(&[rows.storage()], &storages(plane), |ends| {
-            let from = Side::of_rows(rows, ends.origin(rows.storage())?);
-            let to = target(plane, ends)?;
+        let (layout, parts) = (PlaneLayout::new(plane), self.parts_of_scatter(&m, twice));
+        with_locked(&[rows.storage()], &storages(plane), |locked| {
+            let from = Side::of_rows(rows, locked.origin(rows.storage())?);
+            let to = target(plane, locked)?;
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
-                let places = tokens.flat_map(|(row, at)| {
+                let offsets = tokens.flat_map(|(row, at)| {
                     let position = position(row);
                     (0..plane.heads)
-                        .map(move |head| (row_of(rows, row, head), places.at(at.head(head)), position))
+                        .map(move |head| (row_of(rows, row, head), layout.at(at.head(head)), position))
                 });
-                self.level.run(Convert { from, to, dim: plane.dim, turn, places });
+                // SAFETY: rows and arena are different storages, as the operation's check found. Threads
+                // share the work only if no slot is written twice, `target` checked the format, and the
+                // operation's check bounded the rotary dimension of keys by `plane.dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
             });
             Ok(())
         })
@@ -170,19 +175,22 @@ impl Fast {
         rotation: Option<&Rotation>,
     ) -> Result<()> {
         let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
-        let turn = rotation.map(Turn::of_rotation).transpose()?;
-        let (turn, delta) = (turn.as_ref().map(|turn| (turn, 1.0)), rotation.map_or(0, |r| r.delta));
-        let (places, parts) = (Places::new(plane), self.parts(op.slots.len(), m.bytes()));
-        with_ends(&storages(plane), &[rows.storage()], |ends| {
-            let from = source(plane, ends)?;
-            let to = Side::of_rows(rows, ends.target(rows.storage())?);
+        let table = rotation.map(RotationTable::of_rotation).transpose()?;
+        let (table, delta) = (table.as_ref().map(|table| (table, 1.0)), rotation.map_or(0, |r| r.delta));
+        let (layout, parts) = (PlaneLayout::new(plane), self.parts(op.slots.len(), m.bytes()));
+        with_locked(&storages(plane), &[rows.storage()], |locked| {
+            let from = source(plane, locked)?;
+            let to = Side::of_rows(rows, locked.target(rows.storage())?);
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
-                let places = tokens.flat_map(|(row, at)| {
+                let offsets = tokens.flat_map(|(row, at)| {
                     (0..plane.heads)
-                        .map(move |head| (places.at(at.head(head)), row_of(rows, row, head), delta))
+                        .map(move |head| (layout.at(at.head(head)), row_of(rows, row, head), delta))
                 });
-                self.level.run(Convert { from, to, dim: plane.dim, turn, places });
+                // SAFETY: rows and arena are different storages and rows share no elements, as the
+                // operation's check found. `share` gives each thread its own rows, `source` checked the
+                // format, and the operation's check bounded the rotary dimension of keys by `plane.dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
             });
             Ok(())
         })
@@ -197,35 +205,39 @@ impl Fast {
     }
 
     fn convert_blocks(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-        let copy = BlockCopy::new(src, 0..src.layout().shape().num_layers, pairs);
+        let copy = BlockPairs::new(src, 0..src.layout().shape().num_layers, pairs);
         self.convert_plane(&copy, &src.k_plane(), &dst.k_plane(), None)?;
         self.convert_plane(&copy, &src.v_plane(), &dst.v_plane(), None)
     }
 
     /// Rotates the keys of a quantised arena and quantises them again.
-    pub(super) fn rotate_codes(&self, op: &RotateKeys, copy: &BlockCopy) -> Result<()> {
+    pub(super) fn rotate_codes(&self, op: &RotateKeys, copy: &BlockPairs) -> Result<()> {
         self.convert_plane(copy, &op.src.k_plane(), &op.dst.k_plane(), Some(&op.rotation))
     }
 
     fn convert_plane(
         &self,
-        copy: &BlockCopy,
+        copy: &BlockPairs,
         src: &KvPlane,
         dst: &KvPlane,
         rotation: Option<&Rotation>,
     ) -> Result<()> {
-        let turn = rotation.map(Turn::of_rotation).transpose()?;
-        let (turn, delta) = (turn.as_ref().map(|turn| (turn, 1.0)), rotation.map_or(0, |r| r.delta));
-        let (a, b) = (Places::new(src), Places::new(dst));
+        let table = rotation.map(RotationTable::of_rotation).transpose()?;
+        let (table, delta) = (table.as_ref().map(|table| (table, 1.0)), rotation.map_or(0, |r| r.delta));
+        let (a, b) = (PlaneLayout::new(src), PlaneLayout::new(dst));
         let parts = self.parts(copy.pairs(), copy.rows() * src.heads * src.dim * size_of::<f32>());
-        with_ends(&storages(src), &storages(dst), |ends| {
-            let (from, to) = (source(src, ends)?, target(dst, ends)?);
+        with_locked(&storages(src), &storages(dst), |locked| {
+            let (from, to) = (source(src, locked)?, target(dst, locked)?);
             self.workers.run(parts, &|part| {
                 let tokens = copy.tokens(share(0..copy.pairs(), part, parts));
-                let places = tokens.flat_map(|(x, y)| {
+                let offsets = tokens.flat_map(|(x, y)| {
                     (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head)), delta))
                 });
-                self.level.run(Convert { from, to, dim: src.dim, turn, places });
+                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
+                // source and destination, and `share` gives each thread its own pairs. `source` and `target`
+                // checked the formats. A rotation is given for keys only, and the operation's check bounded
+                // its rotary dimension by their `dim`.
+                unsafe { self.level.run(ConvertRows { from, to, dim: src.dim, table, offsets }) };
             });
             Ok(())
         })

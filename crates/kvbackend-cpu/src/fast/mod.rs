@@ -12,11 +12,11 @@ mod attend;
 mod blocks;
 mod codes;
 mod convert;
-mod ends;
-mod pieces;
+mod locked;
 mod rope;
 mod rotate;
 mod rows;
+mod runs;
 mod tensor;
 
 use std::fmt;
@@ -24,18 +24,18 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Thresholds;
-use crate::simd::Available;
+use crate::simd::AvailableLevel;
 use crate::workers::Workers;
 
 /// The fast kernels of one backend.
 pub(crate) struct Fast {
-    level: Available,
+    level: AvailableLevel,
     workers: Arc<Workers>,
     thresholds: Thresholds,
 }
 
 impl Fast {
-    pub(crate) fn new(level: Available, workers: Arc<Workers>, thresholds: Thresholds) -> Self {
+    pub(crate) fn new(level: AvailableLevel, workers: Arc<Workers>, thresholds: Thresholds) -> Self {
         Self { level, workers, thresholds }
     }
 
@@ -62,7 +62,7 @@ fn share(units: Range<usize>, part: usize, parts: usize) -> Range<usize> {
     at(part)..at(part + 1)
 }
 
-/// Returns one list of places for each lane of [`pieces::Pieces`].
-fn lanes<I>(units: Range<usize>, places: impl Fn(Range<usize>) -> I) -> [I; pieces::LANES] {
-    std::array::from_fn(|lane| places(share(units.clone(), lane, pieces::LANES)))
+/// Returns one list of offsets for each queue of [`runs::CopyRuns`].
+fn queues<I>(units: Range<usize>, offsets: impl Fn(Range<usize>) -> I) -> [I; runs::QUEUES] {
+    std::array::from_fn(|queue| offsets(share(units.clone(), queue, runs::QUEUES)))
 }

@@ -2,36 +2,41 @@
 
 use kvcore::{ApplyRope, Result};
 
-use super::ends::with_ends;
-use super::rotate::{RotateRows, Turn};
+use super::locked::with_locked;
+use super::rotate::{RotateRows, RotationTable};
 use super::{Fast, share};
 
 impl Fast {
     pub(crate) fn rope(&self, op: &ApplyRope) -> Result<()> {
-        let turn = Turn::new(&op.rope, &op.positions)?;
+        let table = RotationTable::new(&op.rope, &op.positions)?;
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
         // The operation's check has refused rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
-        with_ends(&[], &[op.rows.storage()], |ends| {
-            let to = ends.target(op.rows.storage())?;
+        with_locked(&[], &[op.rows.storage()], |locked| {
+            let to = locked.target(op.rows.storage())?;
             self.workers.run(parts, &|part| {
                 let tokens = share(0..shape[0], part, parts).map(|row| {
                     let at = (op.rows.offset() + row * strides[0]) * size;
                     (at, at, op.positions[row])
                 });
-                self.level.run(RotateRows {
-                    from: to.as_origin(),
-                    to,
-                    heads,
-                    head_strides: (strides[1] * size, strides[1] * size),
-                    dim,
-                    dtype,
-                    turn: &turn,
-                    factor: op.rope.attention_factor(),
-                    stream: false,
-                    tokens,
-                });
+                // SAFETY: source and destination of a row are equal. The operation's check refused rows that
+                // share elements, bounded the rotary dimension by `dim`, and `share` gives each thread its
+                // own rows.
+                unsafe {
+                    self.level.run(RotateRows {
+                        from: to.as_origin(),
+                        to,
+                        heads,
+                        head_strides: (strides[1] * size, strides[1] * size),
+                        dim,
+                        dtype,
+                        table: &table,
+                        factor: op.rope.attention_factor(),
+                        stream: false,
+                        tokens,
+                    });
+                }
             });
             Ok(())
         })

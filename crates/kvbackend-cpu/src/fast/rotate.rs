@@ -7,10 +7,10 @@ use half::{bf16, f16};
 use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 
 use crate::raw::{Origin, Target};
-use crate::simd::{Lane, Simd, Task};
+use crate::simd::{Simd, SimdElement, Task};
 
 /// A RoPE table that holds all positions of a call.
-pub(super) struct Turn {
+pub(super) struct RotationTable {
     table: Arc<RopeTable>,
     half: usize,
     pairing: Pairing,
@@ -18,7 +18,7 @@ pub(super) struct Turn {
     pub(super) factor: f32,
 }
 
-impl Turn {
+impl RotationTable {
     pub(super) fn new(rope: &Rope, positions: &[i64]) -> Result<Self> {
         let table = rope.table(positions.iter().copied())?;
         let (half, factor) = (rope.frequencies().len(), rope.attention_factor());
@@ -58,8 +58,9 @@ pub(super) struct Angle<'a> {
 
 /// Rotates the heads' rows of tokens at `(from, to, position)`, in bytes. A row may be rotated in place.
 ///
-/// The maker guarantees that no other thread accesses the rows written, that source and destination of a row
-/// are equal or do not overlap, and that the rotary dimension of `turn` is at most `dim`.
+/// # Safety
+/// No other thread accesses the rows written meanwhile, source and destination of a row are equal or do not
+/// overlap, and the rotary dimension of `table` is at most `dim`.
 pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Target<'a>,
@@ -69,7 +70,7 @@ pub(super) struct RotateRows<'a, I> {
     /// Elements of a row.
     pub(super) dim: usize,
     pub(super) dtype: DType,
-    pub(super) turn: &'a Turn,
+    pub(super) table: &'a RotationTable,
     pub(super) factor: f32,
     /// True to bypass the caches. Rows rotated in place cannot bypass them.
     pub(super) stream: bool,
@@ -81,8 +82,8 @@ impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the maker of the task guarantees
-        // its conditions, which are those of `each`.
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `RotateRows` are
+        // those of `each`.
         unsafe {
             match self.dtype {
                 DType::F16 => each::<S, f16, I>(self),
@@ -99,19 +100,19 @@ const AHEAD: usize = 2048;
 
 /// A row that is rotated here before it is stored past the caches.
 #[repr(align(64))]
-struct Buffer([u8; 1024]);
+struct RowBuffer([u8; 1024]);
 
 /// Rotates all rows of a task.
 ///
 /// # Safety
 /// The conditions of [`RotateRows`] hold, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: RotateRows<'_, I>) {
+unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>(task: RotateRows<'_, I>) {
     let bytes = task.dim * size_of::<E>();
-    let mut buffer = Buffer([0; 1024]);
+    let mut buffer = RowBuffer([0; 1024]);
     let stream = task.stream && S::STREAMS && bytes <= 1024 && bytes.is_multiple_of(64);
     for (a, b, position) in task.tokens {
-        let angle = task.turn.at(position);
+        let angle = task.table.at(position);
         for head in 0..task.heads {
             let (a, b) = (a + head * task.head_strides.0, b + head * task.head_strides.1);
             let (from, to) = (task.from.at(a, bytes).cast::<E>(), task.to.at(b, bytes));
@@ -149,7 +150,7 @@ unsafe fn each<S: Simd, E: Lane, I: Iterator<Item = (usize, usize, i64)>>(task: 
 /// overlap. The rotary dimension, `2 * angle.cos.len()`, is at most `dim`. The caller is compiled for the
 /// instruction set of `S`.
 #[inline(always)]
-pub(super) unsafe fn rotate<S: Simd, E: Lane>(
+pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     from: *const E,
     to: *mut E,
     dim: usize,
@@ -176,7 +177,7 @@ pub(super) unsafe fn rotate<S: Simd, E: Lane>(
 /// # Safety
 /// `i + LANES <= half` with `half = angle.cos.len()`, and `from` is valid for reads of `2 * half` elements.
 #[inline(always)]
-unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
+unsafe fn rotated_pairs<S: Simd, E: SimdElement, const PLAIN: bool>(
     from: *const E,
     i: usize,
     angle: Angle<'_>,
@@ -200,7 +201,7 @@ unsafe fn turned<S: Simd, E: Lane, const PLAIN: bool>(
 /// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
 /// caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn half_split<S: Simd, E: Lane, const PLAIN: bool>(
+unsafe fn half_split<S: Simd, E: SimdElement, const PLAIN: bool>(
     from: *const E,
     to: *mut E,
     angle: Angle<'_>,
@@ -212,14 +213,14 @@ unsafe fn half_split<S: Simd, E: Lane, const PLAIN: bool>(
     // where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`.
     unsafe {
         while i + 2 * S::LANES <= half {
-            let (x0, y0) = turned::<S, E, PLAIN>(from, i, angle, factor);
-            let (x1, y1) = turned::<S, E, PLAIN>(from, i + S::LANES, angle, factor);
+            let (x0, y0) = rotated_pairs::<S, E, PLAIN>(from, i, angle, factor);
+            let (x1, y1) = rotated_pairs::<S, E, PLAIN>(from, i + S::LANES, angle, factor);
             E::store_twice::<S>(to.add(i), x0, x1);
             E::store_twice::<S>(to.add(half + i), y0, y1);
             i += 2 * S::LANES;
         }
         while i + S::LANES <= half {
-            let (x, y) = turned::<S, E, PLAIN>(from, i, angle, factor);
+            let (x, y) = rotated_pairs::<S, E, PLAIN>(from, i, angle, factor);
             E::store::<S>(to.add(i), x);
             E::store::<S>(to.add(half + i), y);
             i += S::LANES;
@@ -247,7 +248,7 @@ const ALTERNATING: [f32; 16] = {
 /// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
 /// caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle<'_>, factor: f32) {
+unsafe fn interleaved<S: Simd, E: SimdElement>(from: *const E, to: *mut E, angle: Angle<'_>, factor: f32) {
     let half = angle.cos.len();
     let (cos, sin) = (angle.cos.as_ptr(), angle.sin.as_ptr());
     let (step, mut i) = (S::LANES / 2, 0);
@@ -259,8 +260,8 @@ unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle
         while i + step <= half {
             let x = E::load::<S>(from.add(2 * i));
             let (c, s) = (S::load_twice(cos.add(i)), S::mul(sign, S::load_twice(sin.add(i))));
-            let turned = S::add(S::mul(x, c), S::mul(S::swap_pairs(x), s));
-            E::store::<S>(to.add(2 * i), S::mul(turned, scale));
+            let rotated = S::add(S::mul(x, c), S::mul(S::swap_pairs(x), s));
+            E::store::<S>(to.add(2 * i), S::mul(rotated, scale));
             i += step;
         }
         for i in i..half {
@@ -274,7 +275,7 @@ unsafe fn interleaved<S: Simd, E: Lane>(from: *const E, to: *mut E, angle: Angle
 /// # Safety
 /// `from` is valid for reads and `to` for writes of elements `x` and `y`.
 #[inline(always)]
-unsafe fn pair<E: Lane>(
+unsafe fn pair<E: SimdElement>(
     from: *const E,
     to: *mut E,
     (x, y): (usize, usize),

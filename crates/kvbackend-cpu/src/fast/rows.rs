@@ -5,21 +5,21 @@ use std::ops::Range;
 
 use kvcore::{DType, Gather, KvFormat, Result, Scatter};
 
-use super::ends::with_ends;
-use super::pieces::Pieces;
-use super::rotate::{RotateRows, Turn};
-use super::{Fast, lanes, share};
+use super::locked::with_locked;
+use super::rotate::{RotateRows, RotationTable};
+use super::runs::CopyRuns;
+use super::{Fast, queues, share};
 use crate::movement::Movement;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task, narrow};
 
-/// A division of rows into pieces of equal size, by their places on both sides.
+/// A division of rows into runs of equal size, by their offsets on both sides.
 #[derive(Clone, Copy)]
 struct Cut {
     steps: Steps,
-    /// Pieces of a step: one, or one for each head.
-    pieces: usize,
-    /// Elements of a piece.
+    /// Runs of a step: one, or one for each head.
+    runs: usize,
+    /// Elements of a run.
     elements: usize,
 }
 
@@ -67,12 +67,12 @@ impl Steps {
 const JOINED: usize = 4096;
 
 impl Movement<'_> {
-    /// Returns a cut with one row per step. Heads that are adjacent on both sides form one piece.
+    /// Returns a cut with one row per step. Heads that are adjacent on both sides form one run.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
         let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
-        let (pieces, elements) = if dense { (1, heads * dim) } else { (heads, dim) };
-        Cut { steps: Steps::Single, pieces, elements }
+        let (runs, elements) = if dense { (1, heads * dim) } else { (heads, dim) };
+        Cut { steps: Steps::Single, runs, elements }
     }
 
     /// Calls `work` with cuts until no row is left. Rows without gaps on either side are joined if their
@@ -80,7 +80,7 @@ impl Movement<'_> {
     fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;
-        let dense = cut.pieces == 1 && self.plane.strides.token == n && self.rows.strides()[0] == n;
+        let dense = cut.runs == 1 && self.plane.strides.token == n && self.rows.strides()[0] == n;
         let fit = (JOINED / (n * self.rows.dtype().bits() / 8).max(1)).checked_ilog2();
         let count = 1 << fit.unwrap_or(0).min(self.block_size.trailing_zeros());
         if !dense || count == 1 || count > left.get() {
@@ -92,9 +92,9 @@ impl Movement<'_> {
         }
     }
 
-    /// Returns the first elements of the pieces of some rows, in the rows and in the plane. Padding is
+    /// Returns the first elements of the runs of some rows, in the rows and in the plane. Padding is
     /// skipped. `left` counts the remaining rows down.
-    fn places(
+    fn offsets(
         &self,
         cut: Cut,
         rows: Range<usize>,
@@ -117,7 +117,7 @@ impl Movement<'_> {
                 strides.at(layer, slot / block_size, slot % block_size, 0)
             };
             let row = first + row * row_strides[0];
-            (0..cut.pieces).map(move |head| (row + head * row_strides[1], at + head * strides.head))
+            (0..cut.runs).map(move |head| (row + head * row_strides[1], at + head * strides.head))
         })
     }
 
@@ -172,23 +172,38 @@ impl Fast {
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let parts = self.parts_of_scatter(&m, twice);
             let stream = self.streams(m.bytes());
-            with_ends(&[rows.storage()], &[plane.storage], |ends| {
-                let (from, to) = (ends.origin(rows.storage())?, ends.target(plane.storage)?);
+            with_locked(&[rows.storage()], &[plane.storage], |locked| {
+                let (from, to) = (locked.origin(rows.storage())?, locked.target(plane.storage)?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
                     let left = Cell::new(range.len());
                     if rows.dtype() == dtype {
                         let size = dtype.bits() / 8;
                         m.each_cut(&left, |cut| {
-                            let places = lanes(range.clone(), |rows| {
-                                m.places(cut, rows, &left).map(move |(row, slot)| (row * size, slot * size))
+                            let offsets = queues(range.clone(), |rows| {
+                                m.offsets(cut, rows, &left).map(move |(row, slot)| (row * size, slot * size))
                             });
-                            self.level.run(Pieces { from, to, bytes: cut.elements * size, places, stream });
+                            // SAFETY: rows and arena are different storages, as the operation's check found,
+                            // and threads share the work only if no slot is written twice.
+                            unsafe {
+                                self.level.run(CopyRuns {
+                                    from,
+                                    to,
+                                    bytes: cut.elements * size,
+                                    offsets,
+                                    stream,
+                                });
+                            }
                         });
                     } else {
                         let cut = m.single();
-                        let places = m.places(cut, range, &left);
-                        self.level.run(Narrow { from, to, elements: cut.elements, dtype, places });
+                        let offsets = m.offsets(cut, range, &left);
+                        // SAFETY: rows and arena are different storages, as the operation's check found, and
+                        // threads share the work only if no slot is written twice. Rows of another type than
+                        // the cache are of f32, so that `dtype` has two bytes.
+                        unsafe {
+                            self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
+                        }
                     }
                 });
                 Ok(())
@@ -208,36 +223,43 @@ impl Fast {
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
-            let turn = rotation.map(Turn::of_rotation).transpose()?;
+            let table = rotation.map(RotationTable::of_rotation).transpose()?;
             // Rows do not overlap each other, whatever slots they come from.
             let parts = self.parts(op.slots.len(), m.bytes());
-            with_ends(&[plane.storage], &[rows.storage()], |ends| {
-                let (from, to) = (ends.origin(plane.storage)?, ends.target(rows.storage())?);
+            with_locked(&[plane.storage], &[rows.storage()], |locked| {
+                let (from, to) = (locked.origin(plane.storage)?, locked.target(rows.storage())?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
                     let left = Cell::new(range.len());
-                    let places = |cut: Cut, rows: Range<usize>| {
-                        m.places(cut, rows, &left).map(move |(row, slot)| (slot * size, row * size))
+                    let offsets = |cut: Cut, rows: Range<usize>| {
+                        m.offsets(cut, rows, &left).map(move |(row, slot)| (slot * size, row * size))
                     };
-                    if let (Some(turn), Some(rotation)) = (&turn, rotation) {
-                        let cut = Cut { steps: Steps::Single, pieces: 1, elements: plane.dim };
-                        self.level.run(RotateRows {
-                            from,
-                            to,
-                            heads: plane.heads,
-                            head_strides: (plane.strides.head * size, rows.strides()[1] * size),
-                            dim: plane.dim,
-                            dtype,
-                            turn,
-                            factor: 1.0,
-                            stream,
-                            tokens: places(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
-                        });
+                    if let (Some(table), Some(rotation)) = (&table, rotation) {
+                        let cut = Cut { steps: Steps::Single, runs: 1, elements: plane.dim };
+                        // SAFETY: rows and arena are different storages and rows share no elements, as the
+                        // operation's check found. The check bounded the rotary dimension by `plane.dim`, and
+                        // `share` gives each thread its own rows.
+                        unsafe {
+                            self.level.run(RotateRows {
+                                from,
+                                to,
+                                heads: plane.heads,
+                                head_strides: (plane.strides.head * size, rows.strides()[1] * size),
+                                dim: plane.dim,
+                                dtype,
+                                table,
+                                factor: 1.0,
+                                stream,
+                                tokens: offsets(cut, range).map(|(slot, row)| (slot, row, rotation.delta)),
+                            });
+                        }
                     } else {
                         m.each_cut(&left, |cut| {
                             let bytes = cut.elements * size;
-                            let places = lanes(range.clone(), |rows| places(cut, rows));
-                            self.level.run(Pieces { from, to, bytes, places, stream });
+                            let offsets = queues(range.clone(), |rows| offsets(cut, rows));
+                            // SAFETY: rows and arena are different storages and rows share no elements, as
+                            // the operation's check found, and `share` gives each thread its own rows.
+                            unsafe { self.level.run(CopyRuns { from, to, bytes, offsets, stream }) };
                         });
                     }
                 });
@@ -248,23 +270,25 @@ impl Fast {
     }
 }
 
-/// Rounds rows of f32 into a narrower cache. Places are in elements.
+/// Rounds rows of f32 into a narrower cache. Offsets are in elements.
 ///
-/// The maker guarantees that no other thread accesses the elements written, and that `dtype` has two bytes.
-struct Narrow<'a, I> {
+/// # Safety
+/// `from` and `to` do not overlap, no other thread accesses the elements written meanwhile, and `dtype` has
+/// two bytes.
+struct NarrowRows<'a, I> {
     from: Origin<'a>,
     to: Target<'a>,
     elements: usize,
     dtype: DType,
-    places: I,
+    offsets: I,
 }
 
-impl<I: Iterator<Item = (usize, usize)>> Task for Narrow<'_, I> {
+impl<I: Iterator<Item = (usize, usize)>> Task for NarrowRows<'_, I> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for (from, to) in self.places {
+        for (from, to) in self.offsets {
             let from = self.from.at(from * 4, self.elements * 4).cast::<f32>();
             let to = self.to.at(to * 2, self.elements * 2);
             // SAFETY: `at` checked that `elements` elements lie inside at both ends, which are different

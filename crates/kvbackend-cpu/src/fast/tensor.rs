@@ -3,17 +3,17 @@
 
 use kvcore::{CopyTensor, Result};
 
-use super::ends::with_ends;
+use super::locked::with_locked;
 use super::{Fast, share};
 use crate::raw::{Origin, Target};
-use crate::reference::{Axis, Runs};
+use crate::reference::{Axis, DenseRuns};
 
 /// Elements along a side of a square, chosen so that its lines of both sides stay in the first-level cache.
 const SIDE: usize = 32;
 
 impl Fast {
     pub(crate) fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
-        let runs = Runs::new(op);
+        let runs = DenseRuns::new(op);
         if op.dst.is_empty() {
             return Ok(());
         }
@@ -21,8 +21,8 @@ impl Fast {
         // Threads share the longest axis.
         let longest = (0..runs.axes.len()).max_by_key(|&i| runs.axes[i].n);
         let parts = longest.map_or(1, |axis| self.parts(runs.axes[axis].n, op.bytes()));
-        with_ends(&[src], &[dst], |ends| {
-            let copy = Copy { from: ends.origin(src)?, to: ends.target(dst)?, bytes: runs.bytes };
+        with_locked(&[src], &[dst], |locked| {
+            let copy = StridedCopy { from: locked.origin(src)?, to: locked.target(dst)?, bytes: runs.bytes };
             let end = |stride: fn(&Axis) -> usize| {
                 runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
             };
@@ -58,13 +58,13 @@ fn nearest(axes: &[Axis], stride: fn(&Axis) -> usize) -> Option<usize> {
 
 /// Copies runs of `bytes` bytes.
 #[derive(Clone, Copy)]
-struct Copy<'a> {
+struct StridedCopy<'a> {
     from: Origin<'a>,
     to: Target<'a>,
     bytes: usize,
 }
 
-impl Copy<'_> {
+impl StridedCopy<'_> {
     /// Copies the runs of `axes`, and inside each the two axes `inner`, from the offsets `at`.
     ///
     /// # Safety
@@ -96,7 +96,7 @@ impl Copy<'_> {
 /// # Safety
 /// `from` and `to` are valid for an element at every offset that `axes` reaches, and no other thread writes
 /// there.
-unsafe fn squares<T: std::marker::Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
+unsafe fn squares<T: Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
     each_square(axes, |from_at, to_at| {
         // SAFETY: by contract, an element at `from_at` is readable and one at `to_at` writable.
         unsafe { to.add(to_at).cast::<T>().write_unaligned(from.add(from_at).cast::<T>().read_unaligned()) }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::Rotator;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
-use crate::plane::{RowAt, Rows};
+use crate::plane::{PlaneRows, RowAt};
 
 pub(crate) fn attend(op: &Attend) -> Result<()> {
     let results = attend_rows(op, None)?;
@@ -21,41 +21,42 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
 }
 
 /// The output and the log-sum-exp of one row and head.
-struct Partial {
+struct RowResult {
     row: usize,
     head: usize,
     out: Vec<f32>,
     lse: f32,
 }
 
-fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<Partial>> {
+fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResult>> {
     let views = [Some(&op.q), q_latent].into_iter().flatten();
     let reads: Vec<_> = op.arena.storages().chain(views.map(TensorView::storage)).collect();
     let mut access = Access::new(&reads, &[])?;
-    let (queries, latents) = (Queries::new(&op.q, &access)?, q_latent.map(|q| Queries::new(q, &access)));
+    let (queries, latents) =
+        (DenseQueries::new(&op.q, &access)?, q_latent.map(|q| DenseQueries::new(q, &access)));
     let mut parts = access.parts();
-    let inputs = Inputs {
+    let inputs = ReferenceInputs {
         op,
         queries,
         latents: latents.transpose()?,
-        keys: Rows::new(&op.arena.k_plane(), &mut parts)?,
-        values: Rows::new(&op.arena.v_plane(), &mut parts)?,
+        keys: PlaneRows::new(&op.arena.k_plane(), &mut parts)?,
+        values: PlaneRows::new(&op.arena.v_plane(), &mut parts)?,
     };
     let rows: Vec<(usize, &AttendRows)> =
         op.work.batch().iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
-    let nested: Vec<Vec<Partial>> =
+    let nested: Vec<Vec<RowResult>> =
         rows.par_iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect::<Result<_>>()?;
     Ok(nested.into_iter().flatten().collect())
 }
 
 /// A view `[rows, heads, dim]` as dense f32.
-struct Queries {
+struct DenseQueries {
     heads: usize,
     dim: usize,
     values: Vec<f32>,
 }
 
-impl Queries {
+impl DenseQueries {
     fn new(view: &TensorView, access: &Access) -> Result<Self> {
         let (shape, strides) = (view.shape(), view.strides());
         let mut values = Vec::with_capacity(view.len());
@@ -77,23 +78,23 @@ impl Queries {
 }
 
 /// The inputs of one call.
-struct Inputs<'a> {
+struct ReferenceInputs<'a> {
     op: &'a Attend,
-    queries: Queries,
-    latents: Option<Queries>,
-    keys: Rows<'a>,
-    values: Rows<'a>,
+    queries: DenseQueries,
+    latents: Option<DenseQueries>,
+    keys: PlaneRows<'a>,
+    values: PlaneRows<'a>,
 }
 
 /// A softmax in progress: running maximum, sum of exponentials, weighted sum of values.
 #[derive(Clone)]
-struct Open {
+struct PartialSoftmax {
     max: f32,
     sum: f32,
     values: Vec<f32>,
 }
 
-impl Open {
+impl PartialSoftmax {
     fn new(dim: usize) -> Self {
         Self { max: f32::NEG_INFINITY, sum: 0.0, values: vec![0.0; dim] }
     }
@@ -129,18 +130,18 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-impl Inputs<'_> {
-    fn one_row(&self, row: usize, entry: &AttendRows) -> Result<Vec<Partial>> {
+impl ReferenceInputs<'_> {
+    fn one_row(&self, row: usize, entry: &AttendRows) -> Result<Vec<RowResult>> {
         let seen = self.op.seen(entry, row);
         (0..self.queries.heads).map(|head| self.one_head(row, head, &seen)).collect()
     }
 
-    fn one_head(&self, row: usize, head: usize, seen: &[(&Segment, Range<usize>)]) -> Result<Partial> {
+    fn one_head(&self, row: usize, head: usize, seen: &[(&Segment, Range<usize>)]) -> Result<RowResult> {
         let (op, s, heads) = (self.op, self.op.arena.layout().shape(), self.queries.heads);
         let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
         let latent = self.latents.as_ref().map(|latents| latents.of(row, head));
-        let mut groups = vec![Open::new(s.v_dim); op.work.groups().len()];
-        let (mut query, mut turned) = (Turned::default(), Turned::default());
+        let mut groups = vec![PartialSoftmax::new(s.v_dim); op.work.groups().len()];
+        let (mut query, mut rotated) = (RotatedRow::default(), RotatedRow::default());
         let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
         for (segment, tokens) in seen.iter().filter(|(_, tokens)| !tokens.is_empty()) {
             let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
@@ -152,7 +153,7 @@ impl Inputs<'_> {
                 let key = self.keys.read(at, &mut key)?;
                 let key = match op.keys {
                     KeyForm::Rotated => key,
-                    KeyForm::Unrotated => turned.once(op, key, segment.position(j as i64))?,
+                    KeyForm::Unrotated => rotated.once(op, key, segment.position(j as i64))?,
                 };
                 let value = self.values.read(at.head(v_head), &mut value)?;
                 let product = dot(q, key) + latent.map_or(0.0, |latent| dot(latent, value));
@@ -164,18 +165,18 @@ impl Inputs<'_> {
             }
         }
         let (out, lse) = merge(op, groups);
-        Ok(Partial { row, head, out, lse })
+        Ok(RowResult { row, head, out, lse })
     }
 }
 
 /// A query or a key, rotated to a position.
 #[derive(Default)]
-struct Turned {
+struct RotatedRow {
     position: Option<i64>,
     row: Vec<f32>,
 }
 
-impl Turned {
+impl RotatedRow {
     /// Returns `row` rotated to `position`. The result is kept for the next call with the same position,
     /// which must pass the same row.
     fn by<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
@@ -196,13 +197,13 @@ impl Turned {
 }
 
 /// Merges groups by their scaled log-sum-exps.
-fn merge(op: &Attend, groups: Vec<Open>) -> (Vec<f32>, f32) {
-    let mut all = Open::new(op.arena.layout().shape().v_dim);
-    for (mut open, group) in groups.into_iter().zip(op.work.groups().iter()) {
-        if !open.is_empty() {
-            let lse = open.lse() * group.lse_scale;
-            open.values.iter_mut().for_each(|x| *x /= open.sum);
-            all.add(lse, &open.values);
+fn merge(op: &Attend, groups: Vec<PartialSoftmax>) -> (Vec<f32>, f32) {
+    let mut all = PartialSoftmax::new(op.arena.layout().shape().v_dim);
+    for (mut softmax, group) in groups.into_iter().zip(op.work.groups().iter()) {
+        if !softmax.is_empty() {
+            let lse = softmax.lse() * group.lse_scale;
+            softmax.values.iter_mut().for_each(|x| *x /= softmax.sum);
+            all.add(lse, &softmax.values);
         }
     }
     if !all.is_empty() {
@@ -212,7 +213,7 @@ fn merge(op: &Attend, groups: Vec<Open>) -> (Vec<f32>, f32) {
     (all.values, lse)
 }
 
-fn store(op: &Attend, results: &[Partial]) -> Result<()> {
+fn store(op: &Attend, results: &[RowResult]) -> Result<()> {
     let strides = op.out.strides();
     let mut access = Access::new(&[], &[op.out.storage()])?;
     dispatch!(op.out.dtype(), T => {

@@ -4,7 +4,7 @@ use kvcore::{BlockId, Dequantize, KvArena, KvPlane, Quantize, Result};
 
 use super::{locks, rows_of_block};
 use crate::memory::Access;
-use crate::plane::{Rows, RowsMut};
+use crate::plane::{PlaneRows, PlaneRowsMut};
 
 pub(crate) fn quantize(op: &Quantize) -> Result<()> {
     convert(&op.src, &op.dst, &op.pairs)
@@ -24,7 +24,7 @@ fn convert_plane(arena: &KvArena, src: &KvPlane, dst: &KvPlane, pairs: &[(BlockI
     let s = arena.layout().shape();
     let mut access = Access::new(&locks(src), &locks(dst))?;
     let mut parts = access.parts();
-    let (source, mut target) = (Rows::new(src, &mut parts)?, RowsMut::new(dst, &mut parts)?);
+    let (source, mut target) = (PlaneRows::new(src, &mut parts)?, PlaneRowsMut::new(dst, &mut parts)?);
     let mut wide = vec![0.0; src.dim];
     for layer in 0..s.num_layers {
         for &(from, to) in pairs {

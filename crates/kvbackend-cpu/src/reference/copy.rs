@@ -7,7 +7,7 @@ use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys
 use super::{Rotator, locks, rows_of_block};
 use crate::element::{dispatch, elements_mut};
 use crate::memory::Access;
-use crate::plane::{RowsMut, Span};
+use crate::plane::{PlaneRowsMut, RowLayout};
 
 pub(crate) fn copy_blocks(op: &CopyBlocks) -> Result<()> {
     copy_layers(&op.arena, &op.arena, &op.pairs)
@@ -57,7 +57,7 @@ impl BlockCopy<'_> {
     fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         self.codes(src, dst, |_| Ok(()))?;
         if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
-            && let (Some(a), Some(b)) = (Span::scales(src), Span::scales(dst))
+            && let (Some(a), Some(b)) = (RowLayout::scales(src), RowLayout::scales(dst))
             && !scales.is_static()
         {
             self.bytes(src.heads, (from, a), (to, b), |_| Ok(()))?;
@@ -67,14 +67,19 @@ impl BlockCopy<'_> {
 
     /// Copies codes and applies `change` to each row on the way.
     fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
-        self.bytes(src.heads, (src.storage, Span::codes(src)), (dst.storage, Span::codes(dst)), change)
+        self.bytes(
+            src.heads,
+            (src.storage, RowLayout::codes(src)),
+            (dst.storage, RowLayout::codes(dst)),
+            change,
+        )
     }
 
     fn bytes(
         &self,
         heads: usize,
-        src: (&Arc<dyn Storage>, Span),
-        dst: (&Arc<dyn Storage>, Span),
+        src: (&Arc<dyn Storage>, RowLayout),
+        dst: (&Arc<dyn Storage>, RowLayout),
         mut change: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let mut access = Access::new(&[src.0], &[dst.0])?;
@@ -109,7 +114,7 @@ impl BlockCopy<'_> {
 /// Rotates quantised keys that have just been copied: in f32, after which they are quantised again.
 fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
     let mut access = Access::new(&[], &locks(plane))?;
-    let mut keys = RowsMut::new(plane, &mut access.parts())?;
+    let mut keys = PlaneRowsMut::new(plane, &mut access.parts())?;
     let mut wide = vec![0.0; plane.dim];
     copy.pairs
         .iter()

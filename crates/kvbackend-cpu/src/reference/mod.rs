@@ -1,4 +1,4 @@
-//! Reference kernels: the contract of `kvcore::kernels` as plain loops.
+//! Reference kernels: the contract of `kvcore::device::operation` as plain loops.
 //!
 //! Each function trusts that its operation has been checked, and reads like the description of the operation.
 //! Arithmetic is f32. Elements are rounded once, when they are stored.
@@ -15,7 +15,7 @@ pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
 pub(crate) use rope::rope;
 pub(crate) use rows::{gather, scatter};
-pub(crate) use tensor::{Axis, Runs, copy_tensor};
+pub(crate) use tensor::{Axis, DenseRuns, copy_tensor};
 
 use std::sync::Arc;
 

@@ -6,7 +6,7 @@ use super::{Rotator, locks};
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::Access;
 use crate::movement::Movement;
-use crate::plane::{RowAt, Rows, RowsMut};
+use crate::plane::{PlaneRows, PlaneRowsMut, RowAt};
 
 impl Movement<'_> {
     /// Calls `work` with the index of each head's first element in the rows and with its place in the plane.
@@ -65,7 +65,7 @@ fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
     let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
     let mut parts = access.parts();
     let rows = elements::<S>(parts.read(m.rows.storage())?)?;
-    let mut cache = RowsMut::new(&m.plane, &mut parts)?;
+    let mut cache = PlaneRowsMut::new(&m.plane, &mut parts)?;
     let mut wide = vec![0.0; m.plane.dim];
     m.each(|from, at| {
         for (x, y) in wide.iter_mut().zip(&rows[from..]) {
@@ -80,7 +80,7 @@ fn scatter_rotated<S: Element>(m: &Movement, rotation: &RowRotation) -> Result<(
     let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
     let mut parts = access.parts();
     let rows = elements::<S>(parts.read(m.rows.storage())?)?;
-    let mut cache = RowsMut::new(&m.plane, &mut parts)?;
+    let mut cache = PlaneRowsMut::new(&m.plane, &mut parts)?;
     let used = m.tokens(0..m.slots.len()).map(|(row, _)| rotation.positions[row]);
     let mut rotator = Rotator::new(&rotation.rope, used)?;
     let (factor, strides) = (rotation.rope.attention_factor(), m.rows.strides());
@@ -133,7 +133,7 @@ fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result
 fn gather_quantized<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
     let mut access = Access::new(&locks(&m.plane), &[m.rows.storage()])?;
     let mut parts = access.parts();
-    let cache = Rows::new(&m.plane, &mut parts)?;
+    let cache = PlaneRows::new(&m.plane, &mut parts)?;
     let rows = elements_mut::<T>(parts.write(m.rows.storage())?)?;
     let mut rotator = rotation.map(Rotator::by).transpose()?;
     let mut wide = vec![0.0; m.plane.dim];

@@ -7,7 +7,7 @@ use crate::memory::Access;
 
 pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
     let (src, dst) = (op.src.storage(), op.dst.storage());
-    let runs = Runs::new(op);
+    let runs = DenseRuns::new(op);
     let mut access = Access::new(&[src], &[dst])?;
     if src.address() == dst.address() {
         let bytes = access.write(dst)?;
@@ -21,7 +21,7 @@ pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
 }
 
 /// A copy as runs of bytes that are dense on both sides.
-pub(crate) struct Runs {
+pub(crate) struct DenseRuns {
     /// Bytes of a run.
     pub(crate) bytes: usize,
     /// Byte offsets of the first run in the source and in the destination.
@@ -38,7 +38,7 @@ pub(crate) struct Axis {
     pub(crate) dst: usize,
 }
 
-impl Runs {
+impl DenseRuns {
     pub(crate) fn new(op: &CopyTensor) -> Self {
         let bytes = |elements: usize| elements * op.dst.dtype().bits() / 8;
         let strides = op.src.strides().iter().zip(op.dst.strides());

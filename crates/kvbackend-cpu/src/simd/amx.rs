@@ -17,9 +17,9 @@ pub(crate) const ROWS: usize = 16;
 /// Bytes of a row of a tile.
 pub(crate) const ROW: usize = 64;
 /// Bytes of a tile.
-pub(crate) const TILE: usize = ROWS * ROW;
-/// Tiles of results that one call sums.
-pub(crate) const EACH: usize = 4;
+pub(crate) const TILE_BYTES: usize = ROWS * ROW;
+/// Products of tiles that one call sums, each into its own tile of results.
+pub(crate) const PRODUCTS: usize = 4;
 // Decision: docs/decisions/backend-cpu.md#amx-takes-a-number-of-f32-as-three-of-bf16
 /// Numbers of bf16 whose sum is a number of f32.
 pub(crate) const PARTS: usize = 3;
@@ -53,21 +53,22 @@ fn permitted() -> bool {
 
 /// The configuration of a thread's tiles: all of them at full size.
 #[repr(C, align(64))]
-struct Form([u8; 64]);
+struct TileConfig([u8; 64]);
 
-static FORM: Form = {
-    let mut form = [0; 64];
-    form[0] = 1;
+static CONFIG: TileConfig = {
+    let mut config = [0; 64];
+    config[0] = 1;
     let mut tile = 0;
     while tile < 8 {
-        form[16 + 2 * tile] = ROW as u8;
-        form[48 + tile] = ROWS as u8;
+        config[16 + 2 * tile] = ROW as u8;
+        config[48 + tile] = ROWS as u8;
         tile += 1;
     }
-    Form(form)
+    TileConfig(config)
 };
 
-/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its thread.
+/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its
+/// thread.
 pub(crate) struct Tiles(std::marker::PhantomData<*mut ()>);
 
 impl Tiles {
@@ -77,9 +78,9 @@ impl Tiles {
     /// [`is_available`] has returned true, no other `Tiles` of this thread lives, and the value is dropped in
     /// this thread.
     pub(crate) unsafe fn new() -> Self {
-        // SAFETY: `FORM` is 64 valid bytes, AMX is available, and no other `Tiles` uses the tiles of this
+        // SAFETY: `CONFIG` is 64 valid bytes, AMX is available, and no other `Tiles` uses the tiles of this
         // thread.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) FORM.0.as_ptr(), options(nostack, readonly)) };
+        unsafe { asm!("ldtilecfg [{}]", in(reg) CONFIG.0.as_ptr(), options(nostack, readonly)) };
         Self(std::marker::PhantomData)
     }
 }
@@ -91,19 +92,19 @@ impl Drop for Tiles {
     }
 }
 
-/// Four operands. Each gives one tile per step.
+/// The operands of which each product has its own. Each gives one tile per step.
 #[derive(Clone, Copy)]
-pub(crate) struct Each {
-    pub(crate) at: [*const u8; EACH],
+pub(crate) struct Operands {
+    pub(crate) at: [*const u8; PRODUCTS],
     /// Bytes from one row of a tile to the next.
     pub(crate) stride: usize,
     /// Bytes from one step to the next.
     pub(crate) step: usize,
 }
 
-/// The operand that all four products share. Each step takes `parts` tiles, one after the other.
+/// The operand that all products share. Each step takes `parts` tiles, one after the other.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared {
+pub(crate) struct SharedOperand {
     pub(crate) at: *const u8,
     pub(crate) parts: usize,
 }
@@ -139,7 +140,7 @@ macro_rules! products {
             "tilestored [{out} + {row} + 2048], tmm2",
             "tilestored [{out} + {row} + 3072], tmm3",
             shared = inout(reg) $shared.at => _,
-            tiles = in(reg) $shared.parts * TILE,
+            tiles = in(reg) $shared.parts * TILE_BYTES,
             row = in(reg) ROW,
             a = inout(reg) $each.at[0] => _,
             b = inout(reg) $each.at[1] => _,
@@ -161,12 +162,18 @@ macro_rules! products {
 ///
 /// # Safety
 /// AMX with bf16 is available and this thread holds the [`Tiles`] passed. `steps` is at least 1. Every tile
-/// that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of [`EACH`]
+/// that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of [`PRODUCTS`]
 /// tiles, and `shared.parts` is 1 or [`PARTS`].
 #[inline]
-pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
+pub(crate) unsafe fn rows_by_columns(
+    _: &Tiles,
+    each: Operands,
+    shared: SharedOperand,
+    steps: usize,
+    out: *mut f32,
+) {
     debug_assert!(steps > 0 && [1, PARTS].contains(&shared.parts));
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`EACH`] tiles, and
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`PRODUCTS`] tiles, and
     // tiles are configured; the assembly accesses nothing else.
     unsafe {
         if shared.parts == 1 {
@@ -194,9 +201,15 @@ pub(crate) unsafe fn rows_by_columns(_: &Tiles, each: Each, shared: Shared, step
 /// # Safety
 /// As for [`rows_by_columns`], with `shared.parts` equal to [`PARTS`].
 #[inline]
-pub(crate) unsafe fn row_by_each_columns(_: &Tiles, each: Each, shared: Shared, steps: usize, out: *mut f32) {
+pub(crate) unsafe fn row_by_each_columns(
+    _: &Tiles,
+    each: Operands,
+    shared: SharedOperand,
+    steps: usize,
+    out: *mut f32,
+) {
     debug_assert!(steps > 0 && shared.parts == PARTS);
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`EACH`] tiles, and
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`PRODUCTS`] tiles, and
     // tiles are configured; the assembly accesses nothing else.
     unsafe {
         products!(

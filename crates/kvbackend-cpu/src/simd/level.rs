@@ -96,9 +96,9 @@ impl SimdLevel {
 
 /// A level that the processor supports. Outside of tasks, it is the only way to run a task.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Available(SimdLevel);
+pub(crate) struct AvailableLevel(SimdLevel);
 
-impl Available {
+impl AvailableLevel {
     pub(crate) fn new(level: SimdLevel) -> Result<Self> {
         level.checked().map(Self)
     }
@@ -111,19 +111,21 @@ impl Available {
         self.0
     }
 
-    /// Runs a task, compiled for the level. The caller guarantees the conditions that the type of the task
-    /// states.
-    pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
+    /// Runs a task, compiled for the level.
+    ///
+    /// # Safety
+    /// The fields of `task` meet the conditions that the type of the task states.
+    pub(crate) unsafe fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
             // SAFETY: every processor that the program runs on supports the instructions that the program is
-            // compiled for, and the caller guarantees the conditions of `task`.
+            // compiled for, and the conditions of `task` hold by contract.
             SimdLevel::Portable => unsafe { Portable::call(task) },
-            // SAFETY: `new` or `best` found AVX2, FMA and F16C, and the caller guarantees the conditions of
-            // `task`.
+            // SAFETY: `new` or `best` found AVX2, FMA and F16C, and the conditions of `task` hold by
+            // contract.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => unsafe { with_avx2(task) },
-            // SAFETY: `new` or `best` found AVX-512 F, BW, DQ and VL, and the caller guarantees the
-            // conditions of `task`.
+            // SAFETY: `new` or `best` found AVX-512 F, BW, DQ and VL, and the conditions of `task` hold by
+            // contract.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 | SimdLevel::Amx => unsafe { with_avx512(task) },
             // SAFETY: as for `Portable`, which needs no instructions of its own; `new` and `best` never give

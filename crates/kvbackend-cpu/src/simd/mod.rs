@@ -1,7 +1,7 @@
 //! Vectors of f32: one implementation per instruction set, chosen at run time.
 //!
-//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`Available::run`] calls the task inside a
-//! function that is compiled for the instruction set, so that everything inlined into the task is compiled
+//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task inside
+//! a function that is compiled for the instruction set, so that everything inlined into the task is compiled
 //! for it too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would
 //! be compiled without the instructions. Code that is large, or used in many places, is a task of its own,
 //! called by [`Simd::call`]: it is compiled once for all places. Otherwise compile time would grow with every
@@ -48,7 +48,7 @@ macro_rules! intrinsic {
     };
 }
 
-mod lane;
+mod element;
 mod level;
 mod math;
 mod portable;
@@ -60,9 +60,9 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
 
-pub(crate) use lane::{Lane, narrow, widen};
+pub(crate) use element::{SimdElement, narrow, widen};
 pub use level::SimdLevel;
-pub(crate) use level::{Available, Task};
+pub(crate) use level::{AvailableLevel, Task};
 pub(crate) use math::exp;
 
 /// A vector of f32 of one instruction set.

@@ -34,7 +34,7 @@ impl Lab {
         };
         let (other, quantised) = (arena(DType::F32.into()), arena(KvFormat::Int8 { group: DIM }));
         let own = BlockPool::new(1..2).unwrap().allocate(1).unwrap();
-        Self { dense, other, quantised, own, memory }
+        Self { memory, dense, other, quantised, own }
     }
 
     fn scatter(&self, slots: &WriteSlots) -> Result<()> {

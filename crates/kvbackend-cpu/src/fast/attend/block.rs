@@ -6,25 +6,25 @@ use std::ops::Range;
 
 use kvcore::{Attend, AttendRows};
 
-use super::State;
-use super::products::{Ahead, Rows, accumulate, dots};
-use super::softmax::{Scaling, Weights};
+use super::pointers::{Prefetch, RowPointers};
+use super::products::{accumulate, dots};
+use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
 use super::tile::{TILE, Tile};
-use crate::simd::{Lane, Simd, Task};
+use crate::simd::{Simd, SimdElement, Task};
 
 /// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
 /// Most queries of a block of registers.
 const QUERIES: usize = 6;
 
-/// Queries of one unit of heads, and the tile that they meet.
+/// Attention of the queries of one unit of heads over one tile of tokens.
 ///
 /// # Safety
 /// With `n = queries()`: `q` is valid for reads of `n` queries of `dims.0` elements of f32, `latents`, if
-/// given, of `n` queries of `dims.1` elements, and `states` is valid for `n` states of `state`, which no
+/// given, of `n` queries of `dims.1` elements, and `states` is valid for `n` states of `layout`, which no
 /// other code accesses. `keys` and `values` have a row for each token of the tile, of `dims.0` and `dims.1`
 /// elements.
-pub(super) struct Meeting<'a> {
+pub(super) struct TileAttention<'a> {
     pub(super) op: &'a Attend,
     pub(super) entry: &'a AttendRows,
     /// Query rows; `heads` is the number of heads of each.
@@ -37,17 +37,17 @@ pub(super) struct Meeting<'a> {
     pub(super) latents: Option<*const f32>,
     /// States of the segment's merge group.
     pub(super) states: *mut f32,
-    pub(super) state: State,
+    pub(super) layout: StateLayout,
     pub(super) tile: &'a Tile<'a>,
-    pub(super) keys: Rows<'a>,
-    pub(super) values: Rows<'a>,
+    pub(super) keys: RowPointers<'a>,
+    pub(super) values: RowPointers<'a>,
     pub(super) columns: &'a [*const u8],
     /// Rows of keys and of values that come next.
-    pub(super) ahead: [Ahead<'a>; 2],
+    pub(super) ahead: [Prefetch<'a>; 2],
 }
 
 /// The tokens of a tile that the queries of a block see.
-struct Sight<const Q: usize> {
+struct VisibleTokens<const Q: usize> {
     each: [Range<usize>; Q],
     /// The tokens from the first that any query sees to the last.
     all: Range<usize>,
@@ -55,7 +55,7 @@ struct Sight<const Q: usize> {
     common: Range<usize>,
 }
 
-impl Meeting<'_> {
+impl TileAttention<'_> {
     pub(super) fn queries(&self) -> usize {
         self.rows.len() * self.heads
     }
@@ -63,26 +63,26 @@ impl Meeting<'_> {
     /// Processes all queries against the rows of `keys` and `values`.
     ///
     /// # Safety
-    /// The conditions of [`Meeting`] hold, the rows have elements of type `E`, and the caller is compiled for
-    /// the instruction set of `S`.
+    /// The conditions of [`TileAttention`] hold, the rows have elements of type `E`, and the caller is
+    /// compiled for the instruction set of `S`.
     #[inline(always)]
-    pub(super) unsafe fn in_place<S: Simd, E: Lane>(&self) {
+    pub(super) unsafe fn in_place<S: Simd, E: SimdElement>(&self) {
         let (mut m, count) = (0, self.queries());
         // SAFETY: `m` plus the queries of a block is at most `count`, and the rows have elements of `E` by
         // contract.
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 4 <= count {
-                    S::call(Block::<E, 4, 4, false>::new(self, m));
+                    S::call(QueryBlock::<E, 4, 4, false>::new(self, m));
                     m += 4;
                 }
             }
             while m + 2 <= count {
-                S::call(Block::<E, 2, 4, false>::new(self, m));
+                S::call(QueryBlock::<E, 2, 4, false>::new(self, m));
                 m += 2;
             }
             while m < count {
-                S::call(Block::<E, 1, 4, false>::new(self, m));
+                S::call(QueryBlock::<E, 1, 4, false>::new(self, m));
                 m += 1;
             }
         }
@@ -91,9 +91,9 @@ impl Meeting<'_> {
     /// Processes all queries against keys in columns and values in rows of f32.
     ///
     /// # Safety
-    /// The conditions of [`Meeting`] hold, with values of f32. `columns` lists `dims.0` columns of [`TILE`]
-    /// elements of f32, and with latents `dims.1` more. The caller is compiled for the instruction set of
-    /// `S`.
+    /// The conditions of [`TileAttention`] hold, with values of f32. `columns` lists `dims.0` columns of
+    /// [`TILE`] elements of f32, and with latents `dims.1` more. The caller is compiled for the instruction
+    /// set of `S`.
     #[inline(always)]
     pub(super) unsafe fn packed<S: Simd>(&self) {
         let (mut m, count) = (0, self.queries());
@@ -102,16 +102,16 @@ impl Meeting<'_> {
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 6 <= count {
-                    S::call(Block::<f32, 6, 4, true>::new(self, m));
+                    S::call(QueryBlock::<f32, 6, 4, true>::new(self, m));
                     m += 6;
                 }
             }
             while m + 4 <= count {
-                S::call(Block::<f32, 4, 2, true>::new(self, m));
+                S::call(QueryBlock::<f32, 4, 2, true>::new(self, m));
                 m += 4;
             }
             while m < count {
-                S::call(Block::<f32, 1, 2, true>::new(self, m));
+                S::call(QueryBlock::<f32, 1, 2, true>::new(self, m));
                 m += 1;
             }
         }
@@ -132,15 +132,15 @@ impl Meeting<'_> {
     /// Returns the state of query `m`.
     ///
     /// # Safety
-    /// `m < queries()`, for which the conditions of [`Meeting`] give a state.
+    /// `m < queries()`, for which the conditions of [`TileAttention`] give a state.
     #[inline(always)]
     pub(super) unsafe fn state_of(&self, m: usize) -> *mut f32 {
-        // SAFETY: `states` has `queries()` states of `state.stride()` elements, and `m < queries()` by
+        // SAFETY: `states` has `queries()` states of `layout.stride()` elements, and `m < queries()` by
         // contract.
-        unsafe { self.states.add(m * self.state.stride()) }
+        unsafe { self.states.add(m * self.layout.stride()) }
     }
 
-    fn sight<const Q: usize>(&self, first: usize) -> Sight<Q> {
+    fn visible_tokens<const Q: usize>(&self, first: usize) -> VisibleTokens<Q> {
         let each: [_; Q] = std::array::from_fn(|a| self.seen(first + a));
         let (mut all, mut common) = (0..0, 0..self.tile.len());
         for one in &each {
@@ -150,7 +150,7 @@ impl Meeting<'_> {
             }
             common = common.start.max(one.start)..common.end.min(one.end);
         }
-        Sight { each, all, common }
+        VisibleTokens { each, all, common }
     }
 }
 
@@ -158,48 +158,50 @@ impl Meeting<'_> {
 /// columns.
 ///
 /// # Safety
-/// The conditions of [`Meeting::in_place`] hold, or with `PACKED` those of [`Meeting::packed`], and `first +
-/// Q <= queries()`.
-struct Block<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
-    meeting: &'a Meeting<'a>,
+/// The conditions of [`TileAttention::in_place`] hold, or with `PACKED` those of [`TileAttention::packed`],
+/// and `first + Q <= queries()`.
+struct QueryBlock<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
+    attention: &'a TileAttention<'a>,
     first: usize,
     element: PhantomData<E>,
 }
 
-impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> Block<'a, E, Q, N, PACKED> {
+impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> QueryBlock<'a, E, Q, N, PACKED> {
     #[inline(always)]
-    fn new(meeting: &'a Meeting<'a>, first: usize) -> Self {
-        Self { meeting, first, element: PhantomData }
+    fn new(attention: &'a TileAttention<'a>, first: usize) -> Self {
+        Self { attention, first, element: PhantomData }
     }
 }
 
-impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block<'_, E, Q, N, PACKED> {
+impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task
+    for QueryBlock<'_, E, Q, N, PACKED>
+{
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let (meeting, (k_dim, v_dim)) = (self.meeting, self.meeting.dims);
-        let Sight { mut each, all, mut common } = meeting.sight::<Q>(self.first);
+        let (attention, (k_dim, v_dim)) = (self.attention, self.attention.dims);
+        let VisibleTokens { mut each, all, mut common } = attention.visible_tokens::<Q>(self.first);
         if all.end == 0 {
             return;
         }
         let mut logits = [const { MaybeUninit::<f32>::uninit() }; QUERIES * STRIDE];
         let row = logits.as_mut_ptr().cast::<f32>();
-        let factor = meeting.op.scale * meeting.tile.segment.logit_scale;
-        let scaling = Scaling { factor, softcap: meeting.op.softcap };
-        let stride = meeting.state.stride();
-        // The next rows are prefetched once per meeting.
-        let ahead = if self.first == 0 { meeting.ahead } else { Default::default() };
+        let factor = attention.op.scale * attention.tile.segment.logit_scale;
+        let scaling = LogitScaling { factor, softcap: attention.op.softcap };
+        let stride = attention.layout.stride();
+        // The next rows are prefetched by the first block of queries.
+        let ahead = if self.first == 0 { attention.ahead } else { Default::default() };
         // SAFETY: `Q <= QUERIES`, so that `logits` has `STRIDE` elements for each query, a tile and one
-        // vector. `first + Q <= queries()` by contract, so that queries and states are those of the meeting.
+        // vector. `first + Q <= queries()` by contract, so that queries and states are those of `attention`.
         // Only logits that `dots` or `accumulate` wrote are read, since each range seen lies in `all`.
         unsafe {
-            let q = meeting.q.add(self.first * k_dim);
-            let latents = meeting.latents.map(|all| all.add(self.first * v_dim));
+            let q = attention.q.add(self.first * k_dim);
+            let latents = attention.latents.map(|all| all.add(self.first * v_dim));
             if PACKED {
                 row.write_bytes(0, Q * STRIDE);
-                let (keys, latent_keys) = meeting.columns.split_at(k_dim);
-                let columns = |at| Rows { at, head: 0 };
+                let (keys, latent_keys) = attention.columns.split_at(k_dim);
+                let columns = |at| RowPointers { at, offset: 0 };
                 accumulate::<S, f32, Q, N>(
                     q,
                     k_dim,
@@ -207,7 +209,7 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                     TILE,
                     (row, STRIDE),
                     [1.0; Q],
-                    Ahead::default(),
+                    Prefetch::default(),
                 );
                 if let Some(q) = latents {
                     accumulate::<S, f32, Q, N>(
@@ -217,22 +219,21 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                         TILE,
                         (row, STRIDE),
                         [1.0; Q],
-                        Ahead::default(),
+                        Prefetch::default(),
                     );
                 }
             } else {
-                let (keys, to) = (meeting.keys.part(all.clone()), (row.add(all.start), STRIDE));
-                // The next rows are prefetched once per meeting.
+                let (keys, to) = (attention.keys.part(all.clone()), (row.add(all.start), STRIDE));
                 dots::<S, E, Q>(q, k_dim, keys, to, false, ahead[0]);
                 if let Some(q) = latents {
-                    dots::<S, E, Q>(q, v_dim, meeting.values.part(all), to, true, Ahead::default());
+                    dots::<S, E, Q>(q, v_dim, attention.values.part(all), to, true, Prefetch::default());
                 }
             }
             let mut shrink = [1.0; Q];
             for (a, seen) in each.iter_mut().enumerate() {
-                let state = meeting.state_of(self.first + a);
+                let state = attention.state_of(self.first + a);
                 let row = row.add(a * STRIDE + seen.start);
-                match S::call(Weights { row, n: seen.len(), scaling, state }) {
+                match S::call(OnlineSoftmax { row, n: seen.len(), scaling, state }) {
                     Some(by) if seen.start < seen.end => shrink[a] = by,
                     _ => {
                         *seen = 0..0;
@@ -240,9 +241,9 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                     }
                 }
             }
-            let out = meeting.state_of(self.first).add(2);
+            let out = attention.state_of(self.first).add(2);
             if common.start < common.end {
-                let (weights, values) = (row.add(common.start), meeting.values.part(common.clone()));
+                let (weights, values) = (row.add(common.start), attention.values.part(common.clone()));
                 accumulate::<S, E, Q, N>(weights, STRIDE, values, v_dim, (out, stride), shrink, ahead[1]);
                 shrink = [1.0; Q];
             } else {
@@ -258,9 +259,16 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
                 let mut shrink = shrink[a];
                 for part in [before, after].into_iter().filter(|part| part.start < part.end) {
                     let weights = row.add(a * STRIDE + part.start);
-                    let values = meeting.values.part(part);
+                    let values = attention.values.part(part);
                     let out = out.add(a * stride);
-                    S::call(Single::<E, N> { weights, values, v_dim, out, shrink, element: PhantomData });
+                    S::call(AccumulateValues::<E, N> {
+                        weights,
+                        values,
+                        v_dim,
+                        out,
+                        shrink,
+                        element: PhantomData,
+                    });
                     shrink = 1.0;
                 }
             }
@@ -273,23 +281,23 @@ impl<E: Lane, const Q: usize, const N: usize, const PACKED: bool> Task for Block
 /// # Safety
 /// `weights` has a weight for each row of `values`, each row has `v_dim` elements of `E`, and `out` has
 /// `v_dim` initialised elements of f32, which nothing else accesses meanwhile.
-pub(super) struct Single<'a, E, const N: usize> {
+pub(super) struct AccumulateValues<'a, E, const N: usize> {
     pub(super) weights: *const f32,
-    pub(super) values: Rows<'a>,
+    pub(super) values: RowPointers<'a>,
     pub(super) v_dim: usize,
     pub(super) out: *mut f32,
     pub(super) shrink: f32,
     pub(super) element: PhantomData<E>,
 }
 
-impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
+impl<E: SimdElement, const N: usize> Task for AccumulateValues<'_, E, N> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let to = (self.out, 0);
-        // SAFETY: by the contract of `Single`, `weights` has `values.len()` elements, and each row and `out`
-        // have `v_dim`.
+        // SAFETY: by the contract of `AccumulateValues`, `weights` has `values.len()` elements, and each row
+        // and `out` have `v_dim`.
         unsafe {
             accumulate::<S, E, 1, N>(
                 self.weights,
@@ -298,7 +306,7 @@ impl<E: Lane, const N: usize> Task for Single<'_, E, N> {
                 self.v_dim,
                 to,
                 [self.shrink],
-                Ahead::default(),
+                Prefetch::default(),
             );
         }
     }

@@ -1,15 +1,22 @@
-//! From open softmaxes to output rows: first parts of the same tokens are merged, then merge groups.
+//! From partial softmax states to output rows: first the parts of split tokens are merged, then merge groups.
 
-use kvcore::Attend;
+use kvcore::{Attend, TensorView};
 
-use super::{Outputs, State};
+use super::softmax::StateLayout;
+use crate::raw::Target;
 use crate::simd::{Simd, Task, narrow};
+
+/// The destinations of results.
+pub(super) struct Outputs<'a> {
+    pub(super) out: (&'a TensorView, Target<'a>),
+    pub(super) lse: Option<(&'a TensorView, Target<'a>)>,
+}
 
 /// Merges the states of one row and head, and writes output and log-sum-exp.
 ///
 /// # Safety
 /// For each merge group and part, `states` leads to a state of `v_dim + 2` elements, which this task
-/// overwrites and nothing else accesses meanwhile. `state.v_dim` is the width of the output, and no other
+/// overwrites and nothing else accesses meanwhile. `layout.v_dim` is the width of the output, and no other
 /// thread accesses this row and head of the outputs.
 pub(super) struct Finish<'a> {
     pub(super) op: &'a Attend,
@@ -20,7 +27,7 @@ pub(super) struct Finish<'a> {
     pub(super) states: *mut f32,
     /// The number of parts, and the stride from part to part in elements.
     pub(super) parts: (usize, usize),
-    pub(super) state: State,
+    pub(super) layout: StateLayout,
 }
 
 impl Task for Finish<'_> {
@@ -28,37 +35,37 @@ impl Task for Finish<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), state } = self;
+        let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), layout } = self;
         // SAFETY: `index` is below the number of groups and `part < parts`, so that by the contract of
         // `Finish` each state reached has `v_dim + 2` elements. `first` and the other operand of `merge` are
         // different states.
         unsafe {
             for (index, group) in op.work.groups().iter().enumerate() {
-                let first = states.add(index * state.count * state.stride());
+                let first = states.add(index * layout.count * layout.stride());
                 for part in 1..parts {
-                    merge::<S>(first, first.add(part * part_stride), state.v_dim);
+                    merge::<S>(first, first.add(part * part_stride), layout.v_dim);
                 }
                 // From here on, the state of a group is a single element: its log-sum-exp and its mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {
-                    scale::<S>(first.add(2), state.v_dim, 1.0 / sum);
+                    scale::<S>(first.add(2), layout.v_dim, 1.0 / sum);
                     (*first, *first.add(1)) = ((max + sum.ln()) * group.lse_scale, 1.0);
                 }
                 if index > 0 {
-                    merge::<S>(states, first, state.v_dim);
+                    merge::<S>(states, first, layout.v_dim);
                 }
             }
             let (max, sum, values) = (*states, *states.add(1), states.add(2));
             let lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
             if sum != 0.0 && sum != 1.0 {
-                scale::<S>(values, state.v_dim, 1.0 / sum);
+                scale::<S>(values, layout.v_dim, 1.0 / sum);
             }
-            outputs.write::<S>(row, head, values, state.v_dim, lse);
+            outputs.write::<S>(row, head, values, layout.v_dim, lse);
         }
     }
 }
 
-/// Adds one open softmax to another.
+/// Adds one partial softmax state to another.
 ///
 /// # Safety
 /// `into` and `from` have `v_dim + 2` elements each and do not overlap, and the caller is compiled for `S`.

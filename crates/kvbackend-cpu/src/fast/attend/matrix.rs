@@ -15,12 +15,13 @@ use std::ops::Range;
 use half::bf16;
 use kvcore::{Attend, DType, KeyForm, TensorView};
 
-use super::block::{Meeting, Single};
-use super::products::{Ahead, Rows, dots};
-use super::softmax::{Scaling, Weights};
-use super::source::Source;
+use super::block::{AccumulateValues, TileAttention};
+use super::pointers::{Prefetch, RowPointers};
+use super::products::dots;
+use super::softmax::{LogitScaling, OnlineSoftmax};
+use super::source::SourcePlane;
 use super::tile::TILE;
-use crate::simd::amx::{self, EACH, Each, PARTS, ROW, ROWS, Shared, Tiles};
+use crate::simd::amx::{self, Operands, PARTS, PRODUCTS, ROW, ROWS, SharedOperand, Tiles};
 use crate::simd::avx512::{Avx512, upper_halves};
 use crate::simd::{Simd, SimdLevel};
 
@@ -31,7 +32,7 @@ const STRIDE: usize = TILE + ROWS;
 
 /// The form in which queries come to the products of matrices.
 #[derive(Clone, Copy)]
-pub(super) struct Form {
+pub(super) struct MatrixForm {
     /// Numbers of bf16 whose sum is an element of a query.
     parts: usize,
     k_dim: usize,
@@ -42,9 +43,9 @@ pub(super) struct Form {
     latent: bool,
 }
 
-/// Memory of an item, each part of it in whole tiles, and the thread's tiles.
-pub(super) struct Room {
-    form: Form,
+/// Memory of an item, all of it in whole AMX tiles, and the tile registers of the thread.
+pub(super) struct MatrixBuffers {
+    form: MatrixForm,
     tiles: Tiles,
     /// Queries in columns, of all units: first those for the keys, second those for the values.
     queries: [*mut u8; 2],
@@ -62,14 +63,14 @@ fn groups(queries: usize) -> usize {
     queries.div_ceil(ROWS)
 }
 
-impl Form {
+impl MatrixForm {
     /// Returns the form of a call, if matrices can compute it: over rotated keys and values of bf16, in whole
     /// rows of tiles.
     pub(super) fn of(
         level: SimdLevel,
         op: &Attend,
         latent: Option<&TensorView>,
-        [keys, values]: [&Source<'_>; 2],
+        [keys, values]: [&SourcePlane<'_>; 2],
     ) -> Option<Self> {
         let (k_dim, v_dim) = (keys.dim, values.dim);
         let fits = k_dim.is_multiple_of(PAIRS) && v_dim.is_multiple_of(PAIRS) && k_dim > 0 && v_dim > 0;
@@ -83,14 +84,14 @@ impl Form {
             parts: if whole { 1 } else { PARTS },
             k_dim,
             v_dim,
-            token_bytes: [keys, values].map(Source::token_bytes),
+            token_bytes: [keys, values].map(SourcePlane::token_bytes),
             latent: latent.is_some(),
         })
     }
 
     /// Returns the bytes of a group's queries for keys, and for values.
     fn queries_bytes(&self) -> [usize; 2] {
-        let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE;
+        let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE_BYTES;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]
     }
 
@@ -98,16 +99,16 @@ impl Form {
         let [keys, latents] = self.queries_bytes().map(|bytes| bytes * units * groups(queries));
         let rows = |dim: usize| TILE * dim * 2;
         let latent_rows = if self.latent { rows(self.v_dim) } else { 0 };
-        let (weights, sums) = (TILE / PAIRS * PARTS * amx::TILE, EACH * amx::TILE);
+        let (weights, sums) = (TILE / PAIRS * PARTS * amx::TILE_BYTES, PRODUCTS * amx::TILE_BYTES);
         [keys, latents, rows(self.k_dim), latent_rows, rows(self.v_dim), weights, sums, sums]
     }
 
     /// Makes room for `units` units of `queries` queries each in `memory`.
     ///
     /// # Safety
-    /// The processor supports AMX with bf16, no other [`Tiles`] of this thread lives, and the room is used
-    /// and dropped in this thread, before `memory` is changed or dropped.
-    pub(super) unsafe fn room(self, units: usize, queries: usize, memory: &mut Vec<f32>) -> Room {
+    /// The processor supports AMX with bf16, no other [`Tiles`] of this thread lives, and the buffers are
+    /// used and dropped in this thread, before `memory` is changed or dropped.
+    pub(super) unsafe fn buffers(self, units: usize, queries: usize, memory: &mut Vec<f32>) -> MatrixBuffers {
         let sizes = self.sizes(units, queries);
         let bytes = sizes.iter().sum::<usize>() + ROW;
         if memory.len() * 4 < bytes {
@@ -120,7 +121,7 @@ impl Form {
             at = at.wrapping_add(size);
             part
         });
-        Room {
+        MatrixBuffers {
             form: self,
             // SAFETY: by contract, AMX is available, no other `Tiles` of this thread lives, and this one is
             // dropped in this thread.
@@ -134,12 +135,12 @@ impl Form {
     }
 }
 
-impl Room {
+impl MatrixBuffers {
     /// Puts the queries of a unit into columns: those for keys if `which` is 0, those for values if it is 1.
     ///
     /// # Safety
-    /// The room was made for `count` queries per unit and more than `unit` units, with latents if `which` is
-    /// 1. `from` is valid for reads of `count` queries of `k_dim` or `v_dim` elements of f32, and the
+    /// The buffers were made for `count` queries per unit and more than `unit` units, with latents if `which`
+    /// is 1. `from` is valid for reads of `count` queries of `k_dim` or `v_dim` elements of f32, and the
     /// processor supports AVX-512.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn put_queries(&self, which: usize, unit: usize, count: usize, from: *const f32) {
@@ -154,7 +155,7 @@ impl Room {
                     let mut squares = [[_mm512_setzero_ps(); ROWS]; PARTS];
                     for j in 0..ROWS.min(count - first) {
                         let q = from.add((first + j) * dim + i);
-                        let halves = halves(_mm512_loadu_ps(q), _mm512_loadu_ps(q.add(ROWS)));
+                        let halves = bf16_parts(_mm512_loadu_ps(q), _mm512_loadu_ps(q.add(ROWS)));
                         for (square, half) in squares.iter_mut().zip(halves) {
                             square[j] = _mm512_castsi512_ps(half);
                         }
@@ -164,7 +165,7 @@ impl Room {
                         for (row, vector) in square.iter().enumerate() {
                             _mm512_storeu_ps(to.add(row * ROW).cast(), *vector);
                         }
-                        to = to.add(amx::TILE);
+                        to = to.add(amx::TILE_BYTES);
                     }
                 }
             }
@@ -182,7 +183,7 @@ impl Room {
 /// # Safety
 /// The processor supports AVX-512 F, BW and DQ, and the caller is compiled for them.
 #[inline(always)]
-unsafe fn halves(a: __m512, b: __m512) -> [__m512i; PARTS] {
+unsafe fn bf16_parts(a: __m512, b: __m512) -> [__m512i; PARTS] {
     // SAFETY: AVX-512 F, BW and DQ are available by contract, and no pointer is involved.
     unsafe {
         let (a, b) = (amx::parts(a), amx::parts(b));
@@ -195,7 +196,7 @@ unsafe fn halves(a: __m512, b: __m512) -> [__m512i; PARTS] {
 }
 
 /// Returns a mask of the lanes of a vector that begins with token `first` whose tokens lie in `range`.
-fn lanes(range: &Range<usize>, first: usize) -> u16 {
+fn lane_mask(range: &Range<usize>, first: usize) -> u16 {
     let below = |t: usize| ((1u32 << t.saturating_sub(first).min(ROWS)) - 1) as u16;
     below(range.end) & !below(range.start)
 }
@@ -208,7 +209,7 @@ fn lanes(range: &Range<usize>, first: usize) -> u16 {
 /// `rows` has at most [`TILE`] rows of `dim` elements of bf16, `dim` is a multiple of [`PAIRS`], `to` is
 /// valid for writes of `TILE * dim` elements of bf16, and the processor supports AVX-512.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<'_>; 2]) -> bool {
+unsafe fn put_values(rows: RowPointers<'_>, dim: usize, to: *mut u8, mut ahead: [Prefetch<'_>; 2]) -> bool {
     let n = rows.len();
     let pairs = n.next_multiple_of(PAIRS) / 2;
     let lines = ahead.map(|ahead| ahead.lines(pairs));
@@ -220,10 +221,10 @@ unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<
         let mut largest = _mm512_setzero_si512();
         for pair in 0..pairs {
             for (ahead, lines) in ahead.iter_mut().zip(lines) {
-                ahead.ask::<Avx512>(lines);
+                ahead.issue::<Avx512>(lines);
             }
             let (step, row) = (pair / ROWS, pair % ROWS);
-            let to = to.add(step * (dim / ROWS) * amx::TILE + row * ROW);
+            let to = to.add(step * (dim / ROWS) * amx::TILE_BYTES + row * ROW);
             for i in (0..dim).step_by(PAIRS) {
                 let mut both = [_mm512_setzero_si512(); 2];
                 for (t, vector) in both.iter_mut().enumerate() {
@@ -232,43 +233,45 @@ unsafe fn put_values(rows: Rows<'_>, dim: usize, to: *mut u8, mut ahead: [Ahead<
                         largest = _mm512_max_epu16(largest, _mm512_and_si512(*vector, magnitude));
                     }
                 }
-                let to = to.add(i / ROWS * amx::TILE).cast::<__m512i>();
+                let to = to.add(i / ROWS * amx::TILE_BYTES).cast::<__m512i>();
                 _mm512_storeu_si512(to, _mm512_unpacklo_epi16(both[0], both[1]));
-                _mm512_storeu_si512(to.byte_add(amx::TILE), _mm512_unpackhi_epi16(both[0], both[1]));
+                _mm512_storeu_si512(to.byte_add(amx::TILE_BYTES), _mm512_unpackhi_epi16(both[0], both[1]));
             }
         }
         _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0
     }
 }
 
-impl Meeting<'_> {
-    /// Multiplies all queries of unit `unit` of the room by the tile, and adds the result to their states.
+impl TileAttention<'_> {
+    /// Multiplies all queries of unit `unit` of the buffers by the tile, and adds the result to their states.
     ///
     /// # Safety
-    /// The conditions of [`Meeting`] hold, with keys and values of bf16 in the cache. `room` was made for at
-    /// least `unit + 1` units of `queries()` queries of these dimensions, holds their queries and belongs to
-    /// this thread, and the processor supports AMX.
+    /// The conditions of [`TileAttention`] hold, with keys and values of bf16 in the cache. `buffers` were
+    /// made for at least `unit + 1` units of `queries()` queries of these dimensions, hold their queries and
+    /// belong to this thread, and the processor supports AMX.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn by_matrices(&self, room: &Room, unit: usize) {
-        let (form, tiles) = (&room.form, &room.tiles);
-        // SAFETY: the conditions of `put_values`, `evenly` and `weigh` are those of this function. For
-        // `rows_by_columns`, `evenly` gives four groups of `ROWS` readable rows, `columns` the `dim / PAIRS`
-        // steps of tiles of a group, and each of `sums` takes `EACH` tiles.
+    pub(super) unsafe fn by_matrices(&self, buffers: &MatrixBuffers, unit: usize) {
+        let (form, tiles) = (&buffers.form, &buffers.tiles);
+        // SAFETY: the conditions of `put_values`, `evenly_spaced` and `weigh_values` are those of this
+        // function. For `rows_by_columns`, `evenly_spaced` gives four groups of `ROWS` readable rows,
+        // `columns` the `dim / PAIRS` steps of tiles of a group, and each of `sums` takes `PRODUCTS` tiles.
         unsafe {
-            let finite = put_values(self.values, form.v_dim, room.values, self.ahead);
-            let keys = self.evenly(self.keys, form.k_dim, form.token_bytes[0], room.copies[0]);
+            let finite = put_values(self.values, form.v_dim, buffers.values, self.ahead);
+            let keys = self.evenly_spaced(self.keys, form.k_dim, form.token_bytes[0], buffers.copies[0]);
             let latent = form.latent;
-            let latents =
-                latent.then(|| self.evenly(self.values, form.v_dim, form.token_bytes[1], room.copies[1]));
+            let latents = latent
+                .then(|| self.evenly_spaced(self.values, form.v_dim, form.token_bytes[1], buffers.copies[1]));
             let count = self.queries();
             for group in 0..groups(count) {
-                let columns =
-                    |which| Shared { at: room.columns(which, unit, count, group), parts: form.parts };
-                amx::rows_by_columns(tiles, keys, columns(0), form.k_dim / PAIRS, room.sums[0]);
+                let columns = |which| SharedOperand {
+                    at: buffers.columns(which, unit, count, group),
+                    parts: form.parts,
+                };
+                amx::rows_by_columns(tiles, keys, columns(0), form.k_dim / PAIRS, buffers.sums[0]);
                 if let Some(rows) = latents {
-                    amx::rows_by_columns(tiles, rows, columns(1), form.v_dim / PAIRS, room.sums[1]);
+                    amx::rows_by_columns(tiles, rows, columns(1), form.v_dim / PAIRS, buffers.sums[1]);
                 }
-                self.weigh(room, group, finite);
+                self.weigh_values(buffers, group, finite);
             }
         }
     }
@@ -276,10 +279,16 @@ impl Meeting<'_> {
     /// Returns four groups of 16 rows that are one stride apart: in place if they lie so, otherwise copied.
     ///
     /// # Safety
-    /// `rows` are the rows of this meeting's tile in the cache, with `dim` elements of bf16 each, and
+    /// `rows` are the rows of this attention's tile in the cache, with `dim` elements of bf16 each, and
     /// `copies` is valid for writes of [`TILE`] such rows.
     #[inline(always)]
-    unsafe fn evenly(&self, rows: Rows<'_>, dim: usize, token_bytes: usize, copies: *mut u8) -> Each {
+    unsafe fn evenly_spaced(
+        &self,
+        rows: RowPointers<'_>,
+        dim: usize,
+        token_bytes: usize,
+        copies: *mut u8,
+    ) -> Operands {
         let block_size = self.op.arena.layout().shape().block_size;
         // A group reads up to 16 rows, even past the last token in sight. These rows belong to the same
         // block.
@@ -294,12 +303,12 @@ impl Meeting<'_> {
                 }
             }
         }
-        let mut at = [rows.row::<u8>(0); EACH];
+        let mut at = [rows.row::<u8>(0); PRODUCTS];
         for (i, at) in at.iter_mut().enumerate() {
             let first = if i * ROWS < rows.len() { i * ROWS } else { 0 };
             *at = if even { rows.row(first) } else { copies.wrapping_add(first * stride).cast_const() };
         }
-        Each { at, stride, step: ROW }
+        Operands { at, stride, step: ROW }
     }
 
     /// Turns the sums of a group of queries into weights, and accumulates the values.
@@ -308,40 +317,40 @@ impl Meeting<'_> {
     /// As for [`by_matrices`](Self::by_matrices), after the products with keys and latents of `group` and
     /// after `put_values`, which returned `finite`.
     #[inline(always)]
-    unsafe fn weigh(&self, room: &Room, group: usize, finite: bool) {
+    unsafe fn weigh_values(&self, buffers: &MatrixBuffers, group: usize, finite: bool) {
         let (n, first) = (self.tile.len(), group * ROWS);
         let count = ROWS.min(self.queries() - first);
         let mut logits = [const { MaybeUninit::<f32>::uninit() }; ROWS * STRIDE];
         let logits = logits.as_mut_ptr().cast::<f32>();
         let factor = self.op.scale * self.tile.segment.logit_scale;
-        let scaling = Scaling { factor, softcap: self.op.softcap };
+        let scaling = LogitScaling { factor, softcap: self.op.softcap };
         let mut shrink = [1.0; ROWS];
         let steps = n.div_ceil(PAIRS);
         // SAFETY: `a < count`, so that `first + a` is one of the queries. A row of logits has `STRIDE`
-        // elements, a tile and one vector, and `seen` lies in the tile. `room.weights` has `steps * PARTS`
-        // tiles, with a row for each `a < ROWS`. States and rows are those of the meeting.
+        // elements, a tile and one vector, and `seen` lies in the tile. `buffers.weights` has `steps * PARTS`
+        // tiles, with a row for each `a < ROWS`. States and rows are those of the attention.
         unsafe {
-            if !self.put_logits(room, logits) {
+            if !self.put_logits(buffers, logits) {
                 for a in 0..count {
-                    self.put_logits_of(room, first + a, logits.add(a * STRIDE));
+                    self.put_logits_of(buffers, first + a, logits.add(a * STRIDE));
                 }
             }
             for (a, shrink) in shrink[..count].iter_mut().enumerate() {
                 let mut seen = self.seen(first + a);
                 let row = logits.add(a * STRIDE);
                 let state = self.state_of(first + a);
-                let weights = Weights { row: row.add(seen.start), n: seen.len(), scaling, state };
+                let weights = OnlineSoftmax { row: row.add(seen.start), n: seen.len(), scaling, state };
                 match Avx512::call(weights) {
                     Some(by) if !seen.is_empty() => *shrink = by,
                     _ => seen = 0..0,
                 }
                 if finite {
-                    put_weights(row, &seen, steps, room.weights.add(a * ROW));
+                    put_weights(row, &seen, steps, buffers.weights.add(a * ROW));
                 } else if !seen.is_empty() {
-                    Avx512::call(Single::<bf16, 4> {
+                    Avx512::call(AccumulateValues::<bf16, 4> {
                         weights: row.add(seen.start),
                         values: self.values.part(seen),
-                        v_dim: room.form.v_dim,
+                        v_dim: buffers.form.v_dim,
                         out: state.add(2),
                         shrink: *shrink,
                         element: PhantomData,
@@ -349,7 +358,7 @@ impl Meeting<'_> {
                 }
             }
             if finite {
-                self.add_values(room, (first, count), steps, &shrink);
+                self.add_values(buffers, (first, count), steps, &shrink);
             }
         }
     }
@@ -357,21 +366,21 @@ impl Meeting<'_> {
     /// Writes the queries' rows of logits from the sums, and returns whether none is NaN.
     ///
     /// # Safety
-    /// `room.sums` holds the products of this tile, and `logits` is valid for writes of `ROWS` rows of
+    /// `buffers.sums` holds the products of this tile, and `logits` is valid for writes of `ROWS` rows of
     /// [`STRIDE`] elements. The caller is compiled for AVX-512.
     #[inline(always)]
-    unsafe fn put_logits(&self, room: &Room, logits: *mut f32) -> bool {
+    unsafe fn put_logits(&self, buffers: &MatrixBuffers, logits: *mut f32) -> bool {
         let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
-            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `EACH` tiles of a sum,
-            // and each store in row `j` of `logits`, which has room by contract.
+            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `PRODUCTS` tiles of a
+            // sum, and each store in row `j` of `logits`, which has room by contract.
             unsafe {
                 let mut square = [_mm512_setzero_ps(); ROWS];
                 for (j, vector) in square.iter_mut().enumerate() {
                     let at = (i * ROWS + j) * ROWS;
-                    *vector = _mm512_loadu_ps(room.sums[0].add(at));
-                    if room.form.latent {
-                        *vector = Avx512::add(*vector, _mm512_loadu_ps(room.sums[1].add(at)));
+                    *vector = _mm512_loadu_ps(buffers.sums[0].add(at));
+                    if buffers.form.latent {
+                        *vector = Avx512::add(*vector, _mm512_loadu_ps(buffers.sums[1].add(at)));
                     }
                     unordered |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(*vector, *vector);
                 }
@@ -387,19 +396,19 @@ impl Meeting<'_> {
     /// Computes one query's logits without parts: with parts, infinity times 0 would give NaN.
     ///
     /// # Safety
-    /// `m < queries()`, the conditions of [`Meeting`] hold with keys and values of bf16, `row` is valid for
-    /// writes of [`STRIDE`] elements, and the processor supports AVX-512.
+    /// `m < queries()`, the conditions of [`TileAttention`] hold with keys and values of bf16, `row` is valid
+    /// for writes of [`STRIDE`] elements, and the processor supports AVX-512.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn put_logits_of(&self, room: &Room, m: usize, row: *mut f32) {
-        let (k_dim, v_dim) = (room.form.k_dim, room.form.v_dim);
+    unsafe fn put_logits_of(&self, buffers: &MatrixBuffers, m: usize, row: *mut f32) {
+        let (k_dim, v_dim) = (buffers.form.k_dim, buffers.form.v_dim);
         // SAFETY: query `m` has `k_dim` elements, and `v_dim` latent ones; a tile has at most `TILE` rows, so
         // that `row` has room for their logits and three more.
         unsafe {
             let to = (row, STRIDE);
-            dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Ahead::default());
+            dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Prefetch::default());
             if let Some(q) = self.latents {
-                dots::<Avx512, bf16, 1>(q.add(m * v_dim), v_dim, self.values, to, true, Ahead::default());
+                dots::<Avx512, bf16, 1>(q.add(m * v_dim), v_dim, self.values, to, true, Prefetch::default());
             }
         }
     }
@@ -408,18 +417,18 @@ impl Meeting<'_> {
     /// are multiplied by `shrink`.
     ///
     /// # Safety
-    /// `room` holds the values and weights of `steps` steps, `first + count <= queries()` and `count <=
+    /// `buffers` hold the values and weights of `steps` steps, `first + count <= queries()` and `count <=
     /// ROWS`, the states of these queries are valid, and the caller is compiled for AVX-512.
     #[inline(always)]
     unsafe fn add_values(
         &self,
-        room: &Room,
+        buffers: &MatrixBuffers,
         (first, count): (usize, usize),
         steps: usize,
         shrink: &[f32; ROWS],
     ) {
-        let dim = room.form.v_dim;
-        let weights = Shared { at: room.weights, parts: PARTS };
+        let dim = buffers.form.v_dim;
+        let weights = SharedOperand { at: buffers.weights, parts: PARTS };
         // SAFETY: `tile(j)` is one of the `dim / ROWS` tiles of a step, and `values` and `weights` have tiles
         // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
         // that `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
@@ -427,18 +436,18 @@ impl Meeting<'_> {
             // The places of 16 adjacent elements, and of the 16 elements after them.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             let high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-            for i in (0..dim).step_by(EACH * ROWS) {
-                let tile = |j: usize| (i / ROWS + j).min(dim / ROWS - 1) * amx::TILE;
-                let mut at = [room.values.cast_const(); EACH];
+            for i in (0..dim).step_by(PRODUCTS * ROWS) {
+                let tile = |j: usize| (i / ROWS + j).min(dim / ROWS - 1) * amx::TILE_BYTES;
+                let mut at = [buffers.values.cast_const(); PRODUCTS];
                 for (j, at) in at.iter_mut().enumerate() {
                     *at = at.add(tile(j));
                 }
-                let each = Each { at, stride: ROW, step: dim / ROWS * amx::TILE };
-                amx::row_by_each_columns(&room.tiles, each, weights, steps, room.sums[0]);
+                let each = Operands { at, stride: ROW, step: dim / ROWS * amx::TILE_BYTES };
+                amx::row_by_each_columns(&buffers.tiles, each, weights, steps, buffers.sums[0]);
                 for (a, shrink) in shrink[..count].iter().enumerate() {
                     let out = self.state_of(first + a).add(2 + i);
-                    for j in (0..EACH.min((dim - i) / ROWS)).step_by(2) {
-                        let sums = |j: usize| _mm512_loadu_ps(room.sums[0].add((j * ROWS + a) * ROWS));
+                    for j in (0..PRODUCTS.min((dim - i) / ROWS)).step_by(2) {
+                        let sums = |j: usize| _mm512_loadu_ps(buffers.sums[0].add((j * ROWS + a) * ROWS));
                         let (x, y) = (sums(j), sums(j + 1));
                         for (places, k) in [(low, j), (high, j + 1)] {
                             let (sum, out) = (_mm512_permutex2var_ps(x, places, y), out.add(k * ROWS));
@@ -464,10 +473,10 @@ unsafe fn put_weights(row: *const f32, seen: &Range<usize>, steps: usize, to: *m
         // SAFETY: the masks load only tokens of `seen`, which are initialised by contract, and `to` has a row
         // in each of the `steps * PARTS` tiles.
         unsafe {
-            let a = _mm512_maskz_loadu_ps(lanes(seen, at), row.add(at));
-            let b = _mm512_maskz_loadu_ps(lanes(seen, at + ROWS), row.add(at + ROWS));
-            for (part, half) in halves(a, b).into_iter().enumerate() {
-                let to = to.add((step * PARTS + part) * amx::TILE);
+            let a = _mm512_maskz_loadu_ps(lane_mask(seen, at), row.add(at));
+            let b = _mm512_maskz_loadu_ps(lane_mask(seen, at + ROWS), row.add(at + ROWS));
+            for (part, half) in bf16_parts(a, b).into_iter().enumerate() {
+                let to = to.add((step * PARTS + part) * amx::TILE_BYTES);
                 _mm512_storeu_si512(to.cast::<__m512i>(), half);
             }
         }

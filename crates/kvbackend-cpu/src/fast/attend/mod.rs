@@ -1,28 +1,44 @@
 //! Attention: decode at the speed of reading the cache, prefill at the speed of its products.
 //!
 //! ```text
-//!   plan      a call as items: some rows, some heads, some tokens
-//!   part      an item's tokens, a tile of 64 at a time
-//!     tile      rows where they lie, or widened once for many queries
-//!     block     some queries against a tile:
-//!       products  queries · keys, in registers
-//!       softmax   logits to weights, the maximum so far kept
-//!       products  weights · values
-//!     matrix    the same by products of matrices, where the processor has them
-//!   finish    items that share rows are merged, then merge groups; output
+//!   mod       a call: storages are locked, threads take items, states of split rows are merged
+//!    │
+//!    ├─► plan    the call as items: some rows, some heads, some tokens
+//!    ▼
+//!   item      one item: its tokens, a tile of 64 at a time
+//!    │
+//!    ├─► matrix  queries against a tile by AMX, where the processor has it; falls back on block and products
+//!    ▼
+//!   block     queries against a tile, in registers: logits, weights, weighted values
+//!    ▼
+//!   tile      tokens of a segment: rows where they lie, or widened or transposed once for many queries
+//!    ▼
+//!   inputs    the operation, its queries, and both planes
+//!    ▼
+//!   source    K or V as rows, in place or decoded
+//! ────────────────────────────────────────────────────────────────────────────────────────────────────────
+//!   products  queries · keys, and weights · values        finish    states of a query merged; output
+//!   pointers  addresses of rows    softmax  logits to weights, the states    heads  heads that share K and V
 //! ```
 //!
-//! Between tiles, a softmax stays open as a *state*: largest logit, sum of weights, weighted sum of values.
+//! A file imports only from files below it. The files below the line import from `pointers` and `softmax` at
+//! most, and any file above may use them.
+//!
+//! Between tiles, the softmax of a query is a *partial softmax state*: running maximum, sum of weights,
+//! weighted sum of values.
 
 mod block;
 mod finish;
+mod heads;
+mod inputs;
+mod item;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
 #[cfg(not(target_arch = "x86_64"))]
 #[path = "no_matrix.rs"]
 mod matrix;
-mod part;
 mod plan;
+mod pointers;
 mod products;
 mod softmax;
 mod source;
@@ -33,53 +49,22 @@ use std::cell::RefCell;
 use kvcore::{Attend, AttendMla, Result, TensorView};
 use smallvec::SmallVec;
 
-use self::finish::Finish;
-use self::part::{Compute, Inputs, Part, Queries, Scratch};
-use self::plan::{Plan, PlanKey, Plans, Units};
-use self::source::Source;
+use self::finish::{Finish, Outputs};
+use self::heads::HeadUnits;
+use self::inputs::{Inputs, QueryRows};
+use self::item::{ComputeItem, ItemContext, Scratch};
+use self::matrix::MatrixForm;
+use self::plan::{Plan, PlanKey, Plans};
+use self::softmax::StateLayout;
+use self::source::SourcePlane;
 use super::Fast;
-use super::ends::with_ends;
-use super::rotate::Turn;
+use super::locked::with_locked;
+use super::rotate::RotationTable;
 use crate::raw::Target;
-
-/// The layout of states: each has the largest logit, the sum and the values of one query.
-#[derive(Clone, Copy)]
-struct State {
-    v_dim: usize,
-    /// Number of states of one merge group.
-    count: usize,
-}
-
-impl State {
-    /// Returns the number of elements of a state.
-    #[inline(always)]
-    fn stride(self) -> usize {
-        self.v_dim + 2
-    }
-
-    /// Makes the states of `groups` merge groups empty.
-    ///
-    /// # Safety
-    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
-    /// else accesses meanwhile.
-    unsafe fn open(self, states: *mut f32, groups: usize) {
-        // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
-        // nothing else accesses meanwhile.
-        let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
-        states.fill(0.0);
-        states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
-    }
-}
-
-/// The destinations of results.
-struct Outputs<'a> {
-    out: (&'a TensorView, Target<'a>),
-    lse: Option<(&'a TensorView, Target<'a>)>,
-}
 
 /// Memory that a thread keeps between calls.
 #[derive(Default)]
-struct Kept {
+struct CallerMemory {
     plans: Plans,
     shared: Vec<f32>,
     /// Copies of queries that lie where results will be written.
@@ -88,7 +73,7 @@ struct Kept {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
-    static KEPT: RefCell<Kept> = RefCell::default();
+    static CALLER_MEMORY: RefCell<CallerMemory> = RefCell::default();
 }
 
 impl Fast {
@@ -102,39 +87,47 @@ impl Fast {
 
     fn attend_rows(&self, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
         let s = op.arena.layout().shape();
-        let units = Units::new(op.q.shape()[1], s.k_heads, s.v_heads);
+        let units = HeadUnits::new(op.q.shape()[1], s.k_heads, s.v_heads);
         let queries = [Some(&op.q), latent].into_iter().flatten();
         let reads: SmallVec<[_; 8]> = op.arena.storages().chain(queries.map(TensorView::storage)).collect();
         let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
         let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
-        with_ends(&reads, &writes, |ends| {
-            KEPT.with_borrow_mut(|Kept { plans, shared, copies: [q, q_latent] }| {
-                let q = Queries::new(&op.q, &op.out, ends, q)?;
+        with_locked(&reads, &writes, |locked| {
+            CALLER_MEMORY.with_borrow_mut(|CallerMemory { plans, shared, copies: [q, q_latent] }| {
+                let q = QueryRows::new(&op.q, &op.out, locked, q)?;
                 let latent_view = latent;
-                let latent = latent.map(|view| Queries::new(view, &op.out, ends, q_latent)).transpose()?;
-                let keys = Source::new(&op.arena.k_plane(), ends)?;
-                let values = Source::new(&op.arena.v_plane(), ends)?;
-                let turn = op.rope.as_deref().map(Turn::of_checked).transpose()?;
+                let latent =
+                    latent.map(|view| QueryRows::new(view, &op.out, locked, q_latent)).transpose()?;
+                let keys = SourcePlane::new(&op.arena.k_plane(), locked)?;
+                let values = SourcePlane::new(&op.arena.v_plane(), locked)?;
+                let table = op.rope.as_deref().map(RotationTable::of_checked).transpose()?;
                 let outputs = Outputs {
-                    out: (&op.out, ends.target(op.out.storage())?),
+                    out: (&op.out, locked.target(op.out.storage())?),
                     lse: match &op.lse {
-                        Some(view) => Some((view, ends.target(view.storage())?)),
+                        Some(view) => Some((view, locked.target(view.storage())?)),
                         None => None,
                     },
                 };
-                let matrices = matrix::Form::of(self.level.level(), op, latent_view, [&keys, &values]);
-                let inputs = Inputs { op, units, keys, values, q, latent, turn, matrices };
-                self.run_plan(&inputs, &outputs, plans, shared);
+                let matrix_form = MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);
+                let inputs = Inputs { op, units, keys, values, q, latent, table };
+                self.run_plan(&inputs, matrix_form, &outputs, plans, shared);
                 Ok(())
             })
         })
     }
 
-    fn run_plan(&self, inputs: &Inputs, outputs: &Outputs, plans: &mut Plans, shared: &mut Vec<f32>) {
+    fn run_plan(
+        &self,
+        inputs: &Inputs,
+        matrix_form: Option<MatrixForm>,
+        outputs: &Outputs,
+        plans: &mut Plans,
+        shared: &mut Vec<f32>,
+    ) {
         let threads = self.workers.count();
         let plan = plans.get(PlanKey::of(inputs.op, inputs.units, threads), |plan| {
             plan.make(inputs.op, inputs.units, threads);
-            if self.parts(plan.items.len(), plan.cost) == 1 && !plan.divided.is_empty() {
+            if self.parts(plan.items.len(), plan.cost) == 1 && !plan.split.is_empty() {
                 plan.make(inputs.op, inputs.units, 1);
             }
         });
@@ -143,9 +136,21 @@ impl Fast {
         let work = |i: usize| {
             // The last rows of a prefill see the most tokens, so that they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
-            let part = Part { inputs, item, runs: &plan.runs[item.runs.clone()], outputs, shared };
+            let context = ItemContext {
+                inputs,
+                item,
+                runs: &plan.runs[item.runs.clone()],
+                matrix_form,
+                outputs,
+                shared,
+            };
             // Outside of the task: a closure inside it would be compiled without the task's instructions.
-            SCRATCH.with_borrow_mut(|scratch| self.level.run(Compute { part, scratch }));
+            SCRATCH.with_borrow_mut(|scratch| {
+                // SAFETY: `plan` was made for this operation, and each of its items is computed once, so that
+                // no other thread writes the rows and heads of `item`, or its states in `shared`.
+                // `matrix_form` was made for the level of `self`, from these inputs.
+                unsafe { self.level.run(ComputeItem { context, scratch }) };
+            });
         };
         if self.parts(plan.items.len(), plan.cost) == 1 {
             (0..plan.items.len()).for_each(work);
@@ -155,23 +160,25 @@ impl Fast {
         self.merge(inputs, plan, outputs, shared);
     }
 
-    /// Merges the states of rows whose tokens were divided, and writes their results.
+    /// Merges the states of rows whose tokens were split, and writes their results.
     fn merge(&self, inputs: &Inputs, plan: &Plan, outputs: &Outputs, shared: Target<'_>) {
         let (op, units) = (inputs.op, inputs.units);
-        for divided in &plan.divided {
-            let item = &plan.items[divided.item];
+        for split in &plan.split {
+            let item = &plan.items[split.item];
             let Some(start) = item.shared else { continue };
             let count = item.units.len() * units.size * item.rows.len();
-            let state = State { v_dim: inputs.values.dim, count };
-            let part = op.work.groups().len() * count * state.stride();
-            let mut states = shared.at(start * 4, part * divided.parts * 4).cast::<f32>();
+            let layout = StateLayout { v_dim: inputs.values.dim, count };
+            let part = op.work.groups().len() * count * layout.stride();
+            let mut states = shared.at(start * 4, part * split.parts * 4).cast::<f32>();
             for unit in item.units.clone() {
                 for row in item.rows.clone() {
                     for head in units.heads_of(unit) {
-                        // All items have run, and each has left a state for every query.
-                        let (at, parts) = ((row, head), (divided.parts, part));
-                        self.level.run(Finish { op, outputs, at, states, parts, state });
-                        states = states.wrapping_add(state.stride());
+                        let (at, parts) = ((row, head), (split.parts, part));
+                        // SAFETY: all items have run, and each has left a state for every query of `split` in
+                        // `shared`, from `start` on. No other split has this row and head, and `layout.v_dim`
+                        // is the width of the output.
+                        unsafe { self.level.run(Finish { op, outputs, at, states, parts, layout }) };
+                        states = states.wrapping_add(layout.stride());
                     }
                 }
             }

@@ -2,19 +2,24 @@
 
 use kvcore::{Attend, TensorView};
 
-use super::block::Meeting;
-use super::source::Source;
+use super::block::TileAttention;
+use super::source::SourcePlane;
 use crate::simd::SimdLevel;
 
 /// A form of queries; none exists.
 #[derive(Clone, Copy)]
-pub(super) enum Form {}
+pub(super) enum MatrixForm {}
 
 /// Memory of an item; none exists.
-pub(super) enum Room {}
+pub(super) enum MatrixBuffers {}
 
-impl Form {
-    pub(super) fn of(_: SimdLevel, _: &Attend, _: Option<&TensorView>, _: [&Source<'_>; 2]) -> Option<Self> {
+impl MatrixForm {
+    pub(super) fn of(
+        _: SimdLevel,
+        _: &Attend,
+        _: Option<&TensorView>,
+        _: [&SourcePlane<'_>; 2],
+    ) -> Option<Self> {
         None
     }
 
@@ -22,13 +27,13 @@ impl Form {
     ///
     /// # Safety
     /// No conditions.
-    pub(super) unsafe fn room(self, _: usize, _: usize, _: &mut Vec<f32>) -> Room {
+    pub(super) unsafe fn buffers(self, _: usize, _: usize, _: &mut Vec<f32>) -> MatrixBuffers {
         match self {}
     }
 }
 
-impl Room {
-    /// Never called, because no room exists.
+impl MatrixBuffers {
+    /// Never called, because no buffers exist.
     ///
     /// # Safety
     /// No conditions.
@@ -37,12 +42,12 @@ impl Room {
     }
 }
 
-impl Meeting<'_> {
-    /// Never called, because no room exists.
+impl TileAttention<'_> {
+    /// Never called, because no buffers exist.
     ///
     /// # Safety
     /// No conditions.
-    pub(super) unsafe fn by_matrices(&self, room: &Room, _: usize) {
-        match *room {}
+    pub(super) unsafe fn by_matrices(&self, buffers: &MatrixBuffers, _: usize) {
+        match *buffers {}
     }
 }

@@ -1,47 +1,22 @@
-//! The division of a call into parts, which threads take one by one.
+//! The division of a call into items, which threads take one by one.
 
 use std::ops::Range;
 
 use kvcore::Attend;
 
+use super::heads::HeadUnits;
+use crate::fast::share;
+
 /// Query rows times heads from which on a tile is packed once for all of them.
-pub(super) const MANY: usize = 16;
-/// Most query rows times heads of one part.
-const BLOCK: usize = 256;
-/// Fewest tokens of a part, if tokens are divided at all.
+pub(super) const MANY_QUERIES: usize = 16;
+/// Most query rows times heads of one item.
+const MOST_QUERIES: usize = 256;
+/// Fewest tokens of an item whose tokens are split.
 const FEWEST_TOKENS: usize = 256;
 
-/// Runs of query heads that share their K head and their V head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Units {
-    /// Number of query heads.
-    pub(super) heads: usize,
-    /// Number of heads of a run.
-    pub(super) size: usize,
-}
-
-impl Units {
-    pub(super) fn new(heads: usize, k_heads: usize, v_heads: usize) -> Self {
-        let (mut a, mut b) = (heads / k_heads, heads / v_heads);
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        Self { heads, size: a.max(1) }
-    }
-
-    pub(super) fn count(self) -> usize {
-        self.heads / self.size
-    }
-
-    /// Returns the heads of a run.
-    pub(super) fn heads_of(self, unit: usize) -> Range<usize> {
-        unit * self.size..(unit + 1) * self.size
-    }
-}
-
-/// Rows of one entry with some heads, over a part of the tokens that they see.
+/// Rows of one entry with some heads, over all or part of the tokens that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Item {
+pub(super) struct WorkItem {
     pub(super) entry: usize,
     pub(super) rows: Range<usize>,
     pub(super) units: Range<usize>,
@@ -54,9 +29,9 @@ pub(super) struct Item {
     pub(super) shared: Option<usize>,
 }
 
-/// Items that divide the tokens of the same rows and heads among them.
+/// Consecutive items with the same rows and heads, among which the tokens of these rows are split.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Divided {
+pub(super) struct SplitItems {
     /// The number of the first of the items.
     pub(super) item: usize,
     pub(super) parts: usize,
@@ -68,14 +43,14 @@ pub(super) struct PlanKey {
     /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
-    units: Units,
+    units: HeadUnits,
     v_dim: usize,
     block_size: usize,
     threads: usize,
 }
 
 impl PlanKey {
-    pub(super) fn of(op: &Attend, units: Units, threads: usize) -> Self {
+    pub(super) fn of(op: &Attend, units: HeadUnits, threads: usize) -> Self {
         let s = op.arena.layout().shape();
         let (v_dim, block_size) = (s.v_dim, s.block_size);
         Self { work: op.work.id(), window: op.window, units, v_dim, block_size, threads }
@@ -115,15 +90,15 @@ pub(super) struct TokenRun {
     pub(super) tokens: Range<usize>,
 }
 
-/// The parts of a call.
+/// The items of a call.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
-    pub(super) items: Vec<Item>,
-    /// Runs of the tokens of all items; see [`Item::runs`].
+    pub(super) items: Vec<WorkItem>,
+    /// Runs of the tokens of all items; see [`WorkItem::runs`].
     pub(super) runs: Vec<TokenRun>,
-    pub(super) divided: Vec<Divided>,
-    /// Items that are being divided, in memory that is kept.
-    whole: Vec<Item>,
+    pub(super) split: Vec<SplitItems>,
+    /// Items whose tokens are being split, in memory that is kept.
+    whole: Vec<WorkItem>,
     /// Number of elements of the shared buffer.
     pub(super) shared: usize,
     /// Cost of the call: products of a query with a key, or a weight with a value, counted in bytes of the
@@ -132,11 +107,11 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Cuts a call into parts for `threads` threads.
-    pub(super) fn make(&mut self, op: &Attend, units: Units, threads: usize) {
+    /// Cuts a call into items for `threads` threads.
+    pub(super) fn make(&mut self, op: &Attend, units: HeadUnits, threads: usize) {
         self.items.clear();
         self.runs.clear();
-        self.divided.clear();
+        self.split.clear();
         (self.shared, self.cost) = (0, 0);
         let s = op.arena.layout().shape();
         let row_bytes = (s.k_dim + s.v_dim) * s.format.storage_dtype().bits() / 8;
@@ -145,8 +120,8 @@ impl Plan {
             // A selection belongs to one row. An item of many rows takes one unit of heads.
             let (step, heads) = if rows.selection.is_some() {
                 (1, all)
-            } else if count * units.size >= MANY {
-                ((BLOCK / units.size).max(1), 1)
+            } else if count * units.size >= MANY_QUERIES {
+                ((MOST_QUERIES / units.size).max(1), 1)
             } else {
                 (count.max(1), all)
             };
@@ -159,13 +134,13 @@ impl Plan {
                 for first in (0..all).step_by(heads) {
                     let (rows, tokens) = (part.clone(), 0..tokens);
                     let units = first..first + heads;
-                    self.items.push(Item { entry, rows, units, tokens, runs: 0..0, shared: None });
+                    self.items.push(WorkItem { entry, rows, units, tokens, runs: 0..0, shared: None });
                 }
             }
         }
         let wanted = if threads > 1 { 4 * threads } else { 1 };
         if self.items.len() < wanted {
-            self.divide(op, units, wanted.div_ceil(self.items.len().max(1)), s.v_dim + 2);
+            self.split_tokens(op, units, wanted.div_ceil(self.items.len().max(1)), s.v_dim + 2);
         }
         self.find_runs(op);
     }
@@ -177,19 +152,18 @@ impl Plan {
                 let item = &self.items[at];
                 (before.entry, &before.rows, &before.tokens) == (item.entry, &item.rows, &item.tokens)
             });
-            self.items[at].runs = match before {
-                Some(before) => before.runs.clone(),
-                None => {
-                    let first = self.runs.len();
-                    push_runs(op, &self.items[at], &mut self.runs);
-                    first..self.runs.len()
-                }
+            self.items[at].runs = if let Some(before) = before {
+                before.runs.clone()
+            } else {
+                let first = self.runs.len();
+                push_runs(op, &self.items[at], &mut self.runs);
+                first..self.runs.len()
             };
         }
     }
 
-    /// Divides the tokens of each item into up to `parts` parts.
-    fn divide(&mut self, op: &Attend, units: Units, parts: usize, state: usize) {
+    /// Splits the tokens of each item into up to `parts` parts.
+    fn split_tokens(&mut self, op: &Attend, units: HeadUnits, parts: usize, state: usize) {
         std::mem::swap(&mut self.items, &mut self.whole);
         for item in self.whole.drain(..) {
             let parts = parts.min(item.tokens.len() / FEWEST_TOKENS).max(1);
@@ -197,18 +171,18 @@ impl Plan {
                 self.items.push(item);
                 continue;
             }
-            self.divided.push(Divided { item: self.items.len(), parts });
+            self.split.push(SplitItems { item: self.items.len(), parts });
             for part in 0..parts {
-                let tokens = super::super::share(item.tokens.clone(), part, parts);
-                self.items.push(Item { tokens, shared: Some(self.shared), ..item.clone() });
-                self.shared += states(op, units, &item) * state;
+                let tokens = share(item.tokens.clone(), part, parts);
+                self.items.push(WorkItem { tokens, shared: Some(self.shared), ..item.clone() });
+                self.shared += number_of_states(op, units, &item) * state;
             }
         }
     }
 }
 
 /// Appends the runs of an item's part of the tokens that its rows see, counted over all segments.
-fn push_runs(op: &Attend, item: &Item, runs: &mut Vec<TokenRun>) {
+fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
     let entry = &op.work.batch()[item.entry];
     let mut before = 0;
     let mut push = |segment: usize, tokens: Range<usize>| {
@@ -232,7 +206,7 @@ fn push_runs(op: &Attend, item: &Item, runs: &mut Vec<TokenRun>) {
 }
 
 /// Returns the number of states of an item: one per merge group, head and row.
-pub(super) fn states(op: &Attend, units: Units, item: &Item) -> usize {
+pub(super) fn number_of_states(op: &Attend, units: HeadUnits, item: &WorkItem) -> usize {
     op.work.groups().len() * item.units.len() * units.size * item.rows.len()
 }
 

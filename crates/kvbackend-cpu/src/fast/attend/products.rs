@@ -1,81 +1,12 @@
-//! The two products of attention, over rows at any places: queries with keys, weights with values.
+//! The two products of attention, over rows at any addresses: queries with keys, weights with values.
 
 use std::ops::Range;
 
-use crate::simd::{Lane, Simd};
+use super::pointers::{Prefetch, RowPointers};
+use crate::simd::{Simd, SimdElement};
 
 /// Tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
-
-/// Rows at any places.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Rows<'a> {
-    /// Addresses of the rows of head 0, token by token.
-    pub(super) at: &'a [*const u8],
-    /// Bytes from the row of head 0 to the row of the current head.
-    pub(super) head: usize,
-}
-
-impl Rows<'_> {
-    /// Returns the rows of some tokens.
-    #[inline(always)]
-    pub(super) fn part(self, tokens: Range<usize>) -> Self {
-        Self { at: &self.at[tokens], ..self }
-    }
-
-    pub(super) fn len(self) -> usize {
-        self.at.len()
-    }
-
-    #[inline(always)]
-    pub(super) fn row<E>(self, t: usize) -> *const E {
-        self.at[t].wrapping_add(self.head).cast()
-    }
-}
-
-/// Rows of a plane that come next. They are prefetched while others are computed, so that both products keep
-/// memory busy.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Ahead<'a> {
-    pub(super) rows: Rows<'a>,
-    /// Bytes of each row.
-    pub(super) bytes: usize,
-    /// The next row to prefetch, and the next byte of it.
-    pub(super) next: (usize, usize),
-}
-
-impl Ahead<'_> {
-    /// Returns the number of lines to prefetch at each of `steps` steps, so that all are prefetched by the
-    /// last step.
-    #[inline(always)]
-    pub(super) fn lines(&self, steps: usize) -> usize {
-        (self.rows.len() * self.bytes.div_ceil(64)).div_ceil(steps.max(1))
-    }
-
-    /// Prefetches up to `lines` cache lines into the second-level cache: the rows of all heads of a tile
-    /// exceed the first level.
-    ///
-    /// # Safety
-    /// The caller is compiled for the instruction set of `S`.
-    #[inline(always)]
-    pub(super) unsafe fn ask<S: Simd>(&mut self, lines: usize) {
-        let (mut left, (t, at)) = (lines, &mut self.next);
-        while left > 0 && *t < self.rows.len() {
-            let start = self.rows.row::<u8>(*t).wrapping_add(*at);
-            let here = left.min((self.bytes - *at).div_ceil(64));
-            for line in 0..here {
-                // SAFETY: `prefetch_far` accepts any address, and the instruction set of `S` is available by
-                // contract.
-                unsafe { S::prefetch_far(start.wrapping_add(64 * line)) };
-            }
-            left -= here;
-            *at += 64 * here;
-            if *at >= self.bytes {
-                (*t, *at) = (*t + 1, 0);
-            }
-        }
-    }
-}
 
 /// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
@@ -84,13 +15,13 @@ impl Ahead<'_> {
 /// `rows.len() + 3` elements at each of `Q` strides; with `add`, these elements are initialised. The caller
 /// is compiled for `S`.
 #[inline(always)]
-pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
+pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     (logits, stride): (*mut f32, usize),
     add: bool,
-    mut ahead: Ahead<'_>,
+    mut ahead: Prefetch<'_>,
 ) {
     let mut t = 0;
     let lines = ahead.lines(rows.len().div_ceil(TOKENS));
@@ -99,7 +30,7 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
     // contract.
     unsafe {
         while t < rows.len() {
-            ahead.ask::<S>(lines);
+            ahead.issue::<S>(lines);
             let last = rows.len() - 1;
             let four = [
                 rows.row::<E>(t),
@@ -119,7 +50,7 @@ pub(super) unsafe fn dots<S: Simd, E: Lane, const Q: usize>(
 /// `queries` has `Q * dim` elements, each of `rows` has `dim` elements, and `to` has room for four elements
 /// at each of `Q` strides, initialised with `add`. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn block<S: Simd, E: Lane, const Q: usize>(
+unsafe fn block<S: Simd, E: SimdElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
     rows: [*const E; TOKENS],
@@ -168,7 +99,7 @@ unsafe fn block<S: Simd, E: Lane, const Q: usize>(
 /// `queries` has `count * elements.end` elements, each of `rows` has `elements.end`, and `to` has room for
 /// four initialised elements at each of `count` strides.
 #[inline(never)]
-unsafe fn rest<E: Lane>(
+unsafe fn rest<E: SimdElement>(
     (queries, count): (*const f32, usize),
     elements: Range<usize>,
     rows: [*const E; TOKENS],
@@ -196,14 +127,14 @@ unsafe fn rest<E: Lane>(
 /// has `dim` initialised elements at each of its `Q` strides. The caller is compiled for the instruction set
 /// of `S`.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize>(
+pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     dim: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
-    mut ahead: Ahead<'_>,
+    mut ahead: Prefetch<'_>,
 ) {
     let mut i = 0;
     let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
@@ -235,14 +166,14 @@ pub(super) unsafe fn accumulate<S: Simd, E: Lane, const Q: usize, const N: usize
 /// # Safety
 /// As for [`accumulate`], with rows and outputs of at least `i + N * S::LANES` elements.
 #[inline(always)]
-unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
+unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
-    rows: Rows<'_>,
+    rows: RowPointers<'_>,
     i: usize,
     (out, out_stride): (*mut f32, usize),
     shrink: [f32; Q],
-    (ahead, lines): (&mut Ahead<'_>, usize),
+    (ahead, lines): (&mut Prefetch<'_>, usize),
 ) {
     // SAFETY: `n < N`, `t < rows.len()` and `a < Q`; by contract each row and each output has `i + N * LANES`
     // elements, and `weights` has `rows.len()` at each stride.
@@ -255,7 +186,7 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
             }
         }
         for t in 0..rows.len() {
-            ahead.ask::<S>(lines);
+            ahead.issue::<S>(lines);
             let row = rows.row::<E>(t).add(i);
             let mut values = [S::splat(0.0); N];
             for (n, value) in values.iter_mut().enumerate() {
@@ -284,7 +215,12 @@ unsafe fn strip<S: Simd, E: Lane, const Q: usize, const N: usize>(
 /// elements, where `stride` is a multiple of `S::LANES`. The caller is compiled for the instruction set of
 /// `S`.
 #[inline(always)]
-pub(super) unsafe fn transpose<S: Simd, E: Lane>(rows: Rows<'_>, dim: usize, to: *mut f32, stride: usize) {
+pub(super) unsafe fn transpose<S: Simd, E: SimdElement>(
+    rows: RowPointers<'_>,
+    dim: usize,
+    to: *mut f32,
+    stride: usize,
+) {
     let mut t = 0;
     // SAFETY: row indices are clamped to the last row, `i + LANES <= dim` where a vector is loaded, and
     // `t + LANES <= stride`, because `stride` is a multiple of `LANES`; `to` has room for `dim * stride`

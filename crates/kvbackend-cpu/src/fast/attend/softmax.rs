@@ -1,28 +1,58 @@
-//! Conversion of logits to weights, one tile at a time (Milakov and Gimelshein, 2018).
+//! Online softmax: conversion of logits to weights, one tile at a time (Milakov and Gimelshein, 2018).
 
 use crate::simd::{Simd, Task, exp};
 
+/// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
+/// sum of values of one query.
+#[derive(Clone, Copy)]
+pub(super) struct StateLayout {
+    pub(super) v_dim: usize,
+    /// Number of states of one merge group.
+    pub(super) count: usize,
+}
+
+impl StateLayout {
+    /// Returns the number of elements of a state.
+    #[inline(always)]
+    pub(super) fn stride(self) -> usize {
+        self.v_dim + 2
+    }
+
+    /// Makes the states of `groups` merge groups empty.
+    ///
+    /// # Safety
+    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
+    /// else accesses meanwhile.
+    pub(super) unsafe fn reset(self, states: *mut f32, groups: usize) {
+        // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
+        // nothing else accesses meanwhile.
+        let states = unsafe { std::slice::from_raw_parts_mut(states, groups * self.count * self.stride()) };
+        states.fill(0.0);
+        states.iter_mut().step_by(self.stride()).for_each(|max| *max = f32::NEG_INFINITY);
+    }
+}
+
 /// The conversion of a tile's products to logits.
 #[derive(Clone, Copy)]
-pub(super) struct Scaling {
+pub(super) struct LogitScaling {
     pub(super) factor: f32,
     pub(super) softcap: Option<f32>,
 }
 
-/// Turns `n` products into weights relative to the largest logit so far, `state[0]`, and adds them to the
+/// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds them to the
 /// sum, `state[1]`. Returns the factor by which earlier weights shrink, or `None` if all logits are −∞.
 ///
 /// # Safety
 /// `row` has `n` initialised elements and room for `S::LANES` more, and `state` has two elements. No other
 /// code accesses either meanwhile.
-pub(super) struct Weights {
+pub(super) struct OnlineSoftmax {
     pub(super) row: *mut f32,
     pub(super) n: usize,
-    pub(super) scaling: Scaling,
+    pub(super) scaling: LogitScaling,
     pub(super) state: *mut f32,
 }
 
-impl Task for Weights {
+impl Task for OnlineSoftmax {
     type Output = Option<f32>;
 
     #[inline(always)]
@@ -66,7 +96,7 @@ impl Task for Weights {
 /// # Safety
 /// `row` has `n` initialised elements, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: Scaling) -> f32 {
+unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: LogitScaling) -> f32 {
     // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where one element is; `row` has `n`
     // elements by contract.
     unsafe {

@@ -2,18 +2,18 @@
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
-use super::products::{Ahead, Rows};
-use crate::fast::codes::{Decode, check};
-use crate::fast::ends::Ends;
+use super::pointers::{Prefetch, RowPointers};
+use crate::fast::codes::{DecodeRow, check};
+use crate::fast::locked::LockedStorages;
 use crate::fast::share;
-use crate::plane::{RowAt, Span};
+use crate::plane::{RowAt, RowLayout};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
 /// One plane of an arena, for reading.
-pub(super) struct Source<'a> {
-    codes: (Span, Origin<'a>),
-    scales: Option<(Span, Origin<'a>)>,
+pub(super) struct SourcePlane<'a> {
+    codes: (RowLayout, Origin<'a>),
+    scales: Option<(RowLayout, Origin<'a>)>,
     format: KvFormat,
     /// The element type of a dense plane; none for a quantised plane.
     pub(super) dense: Option<DType>,
@@ -24,18 +24,18 @@ pub(super) struct Source<'a> {
     heads: usize,
 }
 
-impl<'a> Source<'a> {
-    pub(super) fn new<'b: 'a>(plane: &KvPlane, ends: &Ends<'b>) -> Result<Self> {
+impl<'a> SourcePlane<'a> {
+    pub(super) fn new<'b: 'a>(plane: &KvPlane, locked: &LockedStorages<'b>) -> Result<Self> {
         check(plane.format)?;
-        let codes = (Span::codes(plane), ends.origin(plane.storage)?);
-        let scales = plane.scales.map(|(storage, _)| ends.origin(storage)).transpose()?;
+        let codes = (RowLayout::codes(plane), locked.origin(plane.storage)?);
+        let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
         let dense = match plane.format {
             KvFormat::Dense(dtype) => Some(dtype),
             _ => None,
         };
         Ok(Self {
             codes,
-            scales: Span::scales(plane).zip(scales),
+            scales: RowLayout::scales(plane).zip(scales),
             format: plane.format,
             dense,
             dim: plane.dim,
@@ -66,14 +66,14 @@ impl<'a> Source<'a> {
         rows: &'b [*const u8],
         (i, units): (usize, usize),
         head: usize,
-    ) -> Ahead<'b> {
+    ) -> Prefetch<'b> {
         let (rows, bytes) = if self.head_bytes == self.row_bytes() && units > 1 {
             let tokens = share(0..rows.len(), i, units);
-            (Rows { at: &rows[tokens], head: 0 }, self.heads * self.head_bytes)
+            (RowPointers { at: &rows[tokens], offset: 0 }, self.heads * self.head_bytes)
         } else {
-            (Rows { at: rows, head: head * self.head_bytes }, self.row_bytes())
+            (RowPointers { at: rows, offset: head * self.head_bytes }, self.row_bytes())
         };
-        Ahead { rows, bytes, next: (0, 0) }
+        Prefetch { rows, bytes, next: (0, 0) }
     }
 
     /// Returns the bytes of a row.
@@ -94,13 +94,14 @@ impl<'a> Source<'a> {
     /// instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
-        let place = |(span, origin): &(Span, Origin<'a>)| {
-            let bytes = span.bytes(at);
+        let bytes_of = |(layout, origin): &(RowLayout, Origin<'a>)| {
+            let bytes = layout.bytes(at);
             origin.at(bytes.start, bytes.end - bytes.start)
         };
-        let (codes, scales) = (place(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), place));
+        let (codes, scales) =
+            (bytes_of(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), bytes_of));
         // SAFETY: `origin.at` checked that codes and scales lie inside, `check` accepted the format in `new`,
         // the layout has whole groups, and `to` has room for `dim` elements by contract.
-        unsafe { S::call(Decode { format: self.format, codes, scales, to, dim: self.dim }) }
+        unsafe { S::call(DecodeRow { format: self.format, codes, scales, to, dim: self.dim }) }
     }
 }

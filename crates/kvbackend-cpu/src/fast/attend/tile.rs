@@ -1,15 +1,16 @@
-//! Some tokens of a segment: the places of their rows, and their rows in the form that the products need.
+//! Some tokens of a segment: the addresses of their rows, and their rows in the form that the products need.
 
 use std::ops::Range;
 
 use kvcore::{Attend, DType, KeyForm, Segment};
 
-use super::part::Inputs;
-use super::products::{Rows, transpose};
-use super::source::Source;
-use crate::fast::rotate::{Turn, rotate};
+use super::inputs::Inputs;
+use super::pointers::RowPointers;
+use super::products::transpose;
+use super::source::SourcePlane;
+use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;
-use crate::simd::{Lane, Simd, Task};
+use crate::simd::{Simd, SimdElement, Task};
 
 /// Most tokens of a tile. The keys and values of a packed tile stay in the first-level cache for all queries.
 pub(super) const TILE: usize = 64;
@@ -45,7 +46,7 @@ impl<'a> Tile<'a> {
         self.tokens.len()
     }
 
-    /// Returns the place of head 0 of a token.
+    /// Returns the row of head 0 of a token.
     fn row(&self, t: usize) -> RowAt {
         let block_size = self.op.arena.layout().shape().block_size;
         let (block, token) = ((self.tokens.start + t) / block_size, (self.tokens.start + t) % block_size);
@@ -55,7 +56,7 @@ impl<'a> Tile<'a> {
 
 /// The form in which keys and values come to the products.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum TileForm {
     /// Rows in place, as they lie in the cache.
     InPlace,
     /// Rows of f32, which are decoded or rotated first.
@@ -67,7 +68,7 @@ pub(super) enum Form {
 }
 
 /// Memory for the rows of a tile, for one unit of heads at a time.
-pub(super) struct Room<'a> {
+pub(super) struct TileBuffers<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
     /// Addresses of the columns of packed keys, one per element; the columns of latent attention's values
@@ -79,32 +80,32 @@ pub(super) struct Room<'a> {
 ///
 /// # Safety
 /// `to` is valid for writes of `tile.len() * source.dim` elements outside the plane.
-struct Widen<'a> {
-    source: &'a Source<'a>,
+struct WidenRows<'a> {
+    source: &'a SourcePlane<'a>,
     tile: &'a Tile<'a>,
     head: usize,
     /// The rotation of unrotated keys.
-    turn: Option<&'a Turn>,
+    table: Option<&'a RotationTable>,
     to: *mut f32,
 }
 
-impl Task for Widen<'_> {
+impl Task for WidenRows<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let dim = self.source.dim;
         for t in 0..self.tile.len() {
-            // SAFETY: `t < tile.len()`, so that `to` has room for row `t` by the contract of `Widen`; the
+            // SAFETY: `t < tile.len()`, so that `to` has room for row `t` by the contract of `WidenRows`; the
             // operation's check bounds the rotary dimension by `dim`, and the caller guarantees the
             // instruction set.
             unsafe {
                 let to = self.to.add(t * dim);
                 let at = self.tile.row(t).head(self.head);
                 self.source.decode::<S>(at, to);
-                if let Some(turn) = self.turn {
-                    let angle = turn.at(self.tile.segment.position((self.tile.tokens.start + t) as i64));
-                    rotate::<S, f32>(to, to, dim, angle, turn.factor);
+                if let Some(table) = self.table {
+                    let angle = table.at(self.tile.segment.position((self.tile.tokens.start + t) as i64));
+                    rotate::<S, f32>(to, to, dim, angle, table.factor);
                 }
             }
         }
@@ -116,38 +117,38 @@ impl Task for Widen<'_> {
 /// # Safety
 /// There is at least one row, each row has `dim` elements of `dtype` (f32 without one), and `to` is valid for
 /// writes of `dim` columns of [`TILE`] elements.
-struct Turned<'a> {
-    rows: Rows<'a>,
+struct TransposeRows<'a> {
+    rows: RowPointers<'a>,
     dtype: Option<DType>,
     dim: usize,
     to: *mut f32,
 }
 
-impl Task for Turned<'_> {
+impl Task for TransposeRows<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the conditions of `by` are those of `Turned`, with `E` the type of `dtype`; the caller
-        // guarantees the instruction set.
+        // SAFETY: the conditions of `of_type` are those of `TransposeRows`, with `E` the type of `dtype`; the
+        // caller guarantees the instruction set.
         unsafe {
             match self.dtype {
-                Some(DType::BF16) => self.by::<S, half::bf16>(),
-                Some(DType::F16) => self.by::<S, half::f16>(),
-                _ => self.by::<S, f32>(),
+                Some(DType::BF16) => self.of_type::<S, half::bf16>(),
+                Some(DType::F16) => self.of_type::<S, half::f16>(),
+                _ => self.of_type::<S, f32>(),
             }
         }
     }
 }
 
-impl Turned<'_> {
+impl TransposeRows<'_> {
     /// Writes the columns of rows of type `E`.
     ///
     /// # Safety
-    /// The conditions of [`Turned`] hold, the rows have elements of type `E`, and the caller is compiled for
-    /// `S`.
+    /// The conditions of [`TransposeRows`] hold, the rows have elements of type `E`, and the caller is
+    /// compiled for `S`.
     #[inline(always)]
-    unsafe fn by<S: Simd, E: Lane>(&self) {
+    unsafe fn of_type<S: Simd, E: SimdElement>(&self) {
         // SAFETY: by contract each row has `dim` elements of `E` and `to` has room for `dim * TILE`; `TILE`
         // is a multiple of the longest vector.
         unsafe { transpose::<S, E>(self.rows, self.dim, self.to, TILE) }
@@ -155,87 +156,98 @@ impl Turned<'_> {
 }
 
 /// Returns the addresses of adjacent rows of f32.
-pub(super) fn beside(start: *mut f32, dim: usize) -> [*const u8; TILE] {
+pub(super) fn adjacent_rows(start: *mut f32, dim: usize) -> [*const u8; TILE] {
     std::array::from_fn(|t| start.wrapping_add(t * dim).cast::<u8>().cast_const())
 }
 
 impl Inputs<'_> {
     /// Returns the rotation of keys, if they are stored unrotated.
-    fn turn_of_keys(&self) -> Option<&Turn> {
-        self.turn.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
+    fn key_rotation(&self) -> Option<&RotationTable> {
+        self.table.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
     }
 
     /// Writes keys and values of a tile as rows of f32.
     ///
     /// # Safety
-    /// `room.keys` and `room.values` have room for [`TILE`] rows each, `heads` are heads of K and of V, and
-    /// the caller is compiled for the instruction set of `S`.
+    /// `buffers.keys` and `buffers.values` have room for [`TILE`] rows each, `heads` are heads of K and of V,
+    /// and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    pub(super) unsafe fn widen<S: Simd>(&self, tile: &Tile<'_>, heads: (usize, usize), room: &Room<'_>) {
-        // SAFETY: by contract `room.keys` and `room.values` have room for a tile of rows, as `widen_keys` and
-        // `widen_values` need.
+    pub(super) unsafe fn widen<S: Simd>(
+        &self,
+        tile: &Tile<'_>,
+        heads: (usize, usize),
+        buffers: &TileBuffers<'_>,
+    ) {
+        // SAFETY: by contract `buffers.keys` and `buffers.values` have room for a tile of rows, as
+        // `widen_keys` and `widen_values` need.
         unsafe {
-            self.widen_keys::<S>(tile, heads.0, room);
-            self.widen_values::<S>(tile, heads.1, room);
+            self.widen_keys::<S>(tile, heads.0, buffers);
+            self.widen_values::<S>(tile, heads.1, buffers);
         }
     }
 
     /// Writes the keys of a tile as rows of f32.
     ///
     /// # Safety
-    /// `room.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
+    /// `buffers.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
-        let (source, turn) = (&self.keys, self.turn_of_keys());
-        // SAFETY: `room.keys` has room for `TILE` rows of `keys.dim` elements by contract, and a tile has at
-        // most `TILE` tokens.
-        unsafe { S::call(Widen { source, tile, head, turn, to: room.keys }) }
+    unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, buffers: &TileBuffers<'_>) {
+        let (source, table) = (&self.keys, self.key_rotation());
+        // SAFETY: `buffers.keys` has room for `TILE` rows of `keys.dim` elements by contract, and a tile has
+        // at most `TILE` tokens.
+        unsafe { S::call(WidenRows { source, tile, head, table, to: buffers.keys }) }
     }
 
     /// Writes the values of a tile as rows of f32.
     ///
     /// # Safety
-    /// `room.values` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
+    /// `buffers.values` has room for [`TILE`] rows, and the caller is compiled for the instruction set of
+    /// `S`.
     #[inline(always)]
-    unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, room: &Room<'_>) {
-        // SAFETY: `room.values` has room for `TILE` rows of `values.dim` elements by contract, and
+    unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, buffers: &TileBuffers<'_>) {
+        // SAFETY: `buffers.values` has room for `TILE` rows of `values.dim` elements by contract, and
         // `tile.len() <= TILE`.
-        unsafe { S::call(Widen { source: &self.values, tile, head, turn: None, to: room.values }) }
+        unsafe { S::call(WidenRows { source: &self.values, tile, head, table: None, to: buffers.values }) }
     }
 
     /// Writes the values of a tile as rows of f32, and the keys as columns. Columns of latent attention's
     /// values follow those of the keys.
     ///
     /// # Safety
-    /// `tile` has a token, `room.keys` and `room.values` have room for [`TILE`] rows each, and `room.columns`
-    /// lists adjacent columns of [`TILE`] writable elements: one per element of a key, and with latents one
-    /// per element of a value. The caller is compiled for the instruction set of `S`.
+    /// `tile` has a token, `buffers.keys` and `buffers.values` have room for [`TILE`] rows each, and
+    /// `buffers.columns` lists adjacent columns of [`TILE`] writable elements: one per element of a key, and
+    /// with latents one per element of a value. The caller is compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn pack<S: Simd>(
         &self,
         tile: &Tile<'_>,
         (k_head, v_head): (usize, usize),
-        room: &Room<'_>,
+        buffers: &TileBuffers<'_>,
     ) {
         let (n, dim) = (tile.len(), self.keys.dim);
-        let to = room.columns[0].cast_mut().cast::<f32>();
+        let to = buffers.columns[0].cast_mut().cast::<f32>();
         // SAFETY: by contract `to` begins `keys.dim` adjacent columns of `TILE` elements, followed by
         // `values.dim` more with latents. The rows have been written by `widen_values` and `widen_keys`, or
-        // lie in the cache, as `Source::rows` checked.
+        // lie in the cache, as `SourcePlane::rows` checked.
         unsafe {
-            self.widen_values::<S>(tile, v_head, room);
+            self.widen_values::<S>(tile, v_head, buffers);
             if self.latent.is_some() {
-                let rows = beside(room.values, self.values.dim);
-                let rows = Rows { at: &rows[..n], head: 0 };
-                S::call(Turned { rows, dtype: None, dim: self.values.dim, to: to.add(dim * TILE) });
+                let rows = adjacent_rows(buffers.values, self.values.dim);
+                let rows = RowPointers { at: &rows[..n], offset: 0 };
+                S::call(TransposeRows { rows, dtype: None, dim: self.values.dim, to: to.add(dim * TILE) });
             }
-            if self.keys.dense.is_some() && self.turn_of_keys().is_none() {
-                let rows = Rows { at: &tile.keys[..n], head: k_head * self.keys.head_bytes };
-                S::call(Turned { rows, dtype: self.keys.dense, dim, to });
+            if self.keys.dense.is_some() && self.key_rotation().is_none() {
+                let rows = RowPointers { at: &tile.keys[..n], offset: k_head * self.keys.head_bytes };
+                S::call(TransposeRows { rows, dtype: self.keys.dense, dim, to });
             } else {
-                self.widen_keys::<S>(tile, k_head, room);
-                let rows = beside(room.keys, dim);
-                S::call(Turned { rows: Rows { at: &rows[..n], head: 0 }, dtype: None, dim, to });
+                self.widen_keys::<S>(tile, k_head, buffers);
+                let rows = adjacent_rows(buffers.keys, dim);
+                S::call(TransposeRows {
+                    rows: RowPointers { at: &rows[..n], offset: 0 },
+                    dtype: None,
+                    dim,
+                    to,
+                });
             }
         }
     }

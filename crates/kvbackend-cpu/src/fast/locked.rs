@@ -10,33 +10,33 @@ use crate::memory::Access;
 use crate::raw::{Origin, Target};
 
 /// Locked storages, each with its address.
-pub(super) struct Ends<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 8]>);
+pub(super) struct LockedStorages<'a>(SmallVec<[(u64, Origin<'a>, Option<Target<'a>>); 8]>);
 
 /// Locks all storages and calls `work` with them.
-pub(super) fn with_ends<R>(
+pub(super) fn with_locked<R>(
     reads: &[&Arc<dyn Storage>],
     writes: &[&Arc<dyn Storage>],
-    work: impl FnOnce(&Ends<'_>) -> Result<R>,
+    work: impl FnOnce(&LockedStorages<'_>) -> Result<R>,
 ) -> Result<R> {
     let mut access = Access::new(reads, writes)?;
     let mut parts = access.parts();
-    let mut ends = SmallVec::new();
+    let mut locked = SmallVec::new();
     for storage in writes.iter().chain(reads) {
         let address = storage.address();
-        if ends.iter().any(|(known, _, _)| *known == address) {
+        if locked.iter().any(|(known, _, _)| *known == address) {
             continue;
         }
-        ends.push(if writes.iter().any(|written| written.address() == address) {
+        locked.push(if writes.iter().any(|written| written.address() == address) {
             let target = Target::new(parts.write(storage)?);
             (address, target.as_origin(), Some(target))
         } else {
             (address, Origin::new(parts.read(storage)?), None)
         });
     }
-    work(&Ends(ends))
+    work(&LockedStorages(locked))
 }
 
-impl<'a> Ends<'a> {
+impl<'a> LockedStorages<'a> {
     fn find(&self, storage: &Arc<dyn Storage>) -> Option<&(u64, Origin<'a>, Option<Target<'a>>)> {
         self.0.iter().find(|(address, _, _)| *address == storage.address())
     }

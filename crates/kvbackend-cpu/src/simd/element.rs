@@ -13,7 +13,7 @@ use crate::element::Element;
 /// `S::LANES` elements loaded or stored, or for `2 * S::LANES` elements in
 /// [`store_twice`](Self::store_twice).
 #[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
-pub(crate) trait Lane: Element {
+pub(crate) trait SimdElement: Element {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
     /// Stores two vectors, one after the other: `2 * S::LANES` elements.
@@ -29,7 +29,7 @@ pub(crate) trait Lane: Element {
 }
 
 #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-impl Lane for f32 {
+impl SimdElement for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
         unsafe { S::load(from) }
@@ -40,11 +40,11 @@ impl Lane for f32 {
     }
 }
 
-/// Implements [`Lane`] for an element of two bytes by functions of [`Simd`].
+/// Implements [`SimdElement`] for an element of two bytes by functions of [`Simd`].
 macro_rules! half {
     ($element:ty, $load:ident, $store:ident, $store_twice:ident) => {
         #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
-        impl Lane for $element {
+        impl SimdElement for $element {
             #[inline(always)]
             unsafe fn load<S: Simd>(from: *const Self) -> S::V {
                 unsafe { S::$load(from.cast()) }
@@ -105,7 +105,7 @@ pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8
 /// # Safety
 /// As for [`widen`]: `from` is valid for reads and `to` for writes of `n` elements, without overlap.
 #[inline(always)]
-unsafe fn convert<S: Simd, A: Lane, B: Lane>(from: *const A, to: *mut B, n: usize) {
+unsafe fn convert<S: Simd, A: SimdElement, B: SimdElement>(from: *const A, to: *mut B, n: usize) {
     let mut i = 0;
     // SAFETY: `i + 2 * LANES <= n` where two vectors are accessed and `i < n` where one element is, and the
     // caller guarantees `n` elements at `from` and at `to`.

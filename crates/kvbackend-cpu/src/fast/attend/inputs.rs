@@ -1,0 +1,69 @@
+//! The inputs of a call: its operation, its queries, and the planes of its keys and values.
+
+use kvcore::{Attend, Result, TensorView};
+
+use super::heads::HeadUnits;
+use super::source::SourcePlane;
+use crate::fast::locked::LockedStorages;
+use crate::fast::rotate::RotationTable;
+use crate::raw::Origin;
+
+/// The inputs that all items of a call read.
+pub(super) struct Inputs<'a> {
+    pub(super) op: &'a Attend,
+    pub(super) units: HeadUnits,
+    pub(super) keys: SourcePlane<'a>,
+    pub(super) values: SourcePlane<'a>,
+    pub(super) q: QueryRows<'a>,
+    /// Queries that latent attention multiplies by the values.
+    pub(super) latent: Option<QueryRows<'a>>,
+    /// The rotations of queries, and of keys that are stored unrotated.
+    pub(super) table: Option<RotationTable>,
+}
+
+impl Inputs<'_> {
+    /// Returns the head of K and the head of V of a unit.
+    pub(super) fn kv_heads(&self, unit: usize) -> (usize, usize) {
+        let s = self.op.arena.layout().shape();
+        let head = unit * self.units.size;
+        (head * s.k_heads / self.units.heads, head * s.v_heads / self.units.heads)
+    }
+}
+
+/// Query rows in place.
+#[derive(Clone, Copy)]
+pub(super) struct QueryRows<'a> {
+    pub(super) view: &'a TensorView,
+    /// The bytes of the view, from its first element on.
+    pub(super) bytes: Origin<'a>,
+}
+
+impl<'a> QueryRows<'a> {
+    /// Takes the queries of a view. Queries that lie where results will be written are copied to `copy`
+    /// first.
+    pub(super) fn new<'b: 'a>(
+        view: &'a TensorView,
+        out: &TensorView,
+        locked: &LockedStorages<'b>,
+        copy: &'a mut Vec<u8>,
+    ) -> Result<Self> {
+        let size = view.dtype().bits() / 8;
+        let last: usize =
+            view.shape().iter().zip(view.strides()).map(|(n, stride)| n.max(&1) * stride - stride).sum();
+        let len = if view.is_empty() { 0 } else { (last + 1) * size };
+        let bytes = locked.origin(view.storage())?.part(view.offset() * size, len);
+        if !view.overlaps(out)? {
+            return Ok(Self { view, bytes });
+        }
+        copy.clear();
+        // SAFETY: `part` checked that `len` bytes lie inside. The storages are locked and no kernel of this
+        // call runs yet, so that nobody writes them while the slice lives.
+        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
+        Ok(Self { view, bytes: Origin::new(copy) })
+    }
+
+    /// Returns the elements of a row.
+    pub(super) fn dim(&self) -> usize {
+        self.view.shape()[2]
+    }
+}

@@ -1,0 +1,321 @@
+//! One item of a call: its tokens one tile at a time, with partial softmax states kept from tile to tile.
+
+use half::{bf16, f16};
+use kvcore::{DType, KeyForm};
+
+use super::block::TileAttention;
+use super::finish::{Finish, Outputs};
+use super::inputs::{Inputs, QueryRows};
+use super::matrix::{MatrixBuffers, MatrixForm};
+use super::plan::{MANY_QUERIES, TokenRun, WorkItem, number_of_states};
+use super::pointers::RowPointers;
+use super::softmax::StateLayout;
+use super::tile::{TILE, Tile, TileBuffers, TileForm, adjacent_rows};
+use crate::fast::rotate::rotate;
+use crate::raw::Target;
+use crate::simd::{Simd, Task, widen};
+
+/// Widens the queries of all units of an item, and rotates them to their positions minus `moved`, if given.
+///
+/// # Safety
+/// `to` is valid for writes of the queries of the item, each of the width of `queries`, outside the queries'
+/// storage.
+struct WidenQueries<'a> {
+    inputs: &'a Inputs<'a>,
+    item: &'a WorkItem,
+    queries: &'a QueryRows<'a>,
+    to: *mut f32,
+    moved: Option<i64>,
+}
+
+impl Task for WidenQueries<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (inputs, view) = (self.inputs, self.queries.view);
+        let (dim, strides, size) = (self.queries.dim(), view.strides(), view.dtype().bits() / 8);
+        let mut to = self.to;
+        for unit in self.item.units.clone() {
+            for row in self.item.rows.clone() {
+                for head in inputs.units.heads_of(unit) {
+                    let at = (row * strides[0] + head * strides[1]) * size;
+                    // SAFETY: `at` checked that the row lies inside, views are aligned, and `to` has room for
+                    // `dim` elements of each query by the contract of `WidenQueries`. The operation's check
+                    // bounds the rotary dimension by the width of a key, the only width that is rotated.
+                    unsafe {
+                        widen::<S>(view.dtype(), self.queries.bytes.at(at, dim * size), to, dim);
+                        if let (Some(table), Some(moved)) = (&inputs.table, self.moved) {
+                            let angle = table.at(inputs.op.work.rows()[row].position - moved);
+                            rotate::<S, f32>(to, to, dim, angle, table.factor);
+                        }
+                        to = to.add(dim);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Memory of a thread. It grows to the needs of its largest item, and never shrinks.
+#[derive(Default)]
+pub(super) struct Scratch {
+    queries: Vec<f32>,
+    latents: Vec<f32>,
+    states: Vec<f32>,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    packed: Vec<f32>,
+    columns: Vec<*const u8>,
+    matrices: Vec<f32>,
+}
+
+/// An item, with the inputs and outputs of its call.
+#[derive(Clone, Copy)]
+pub(super) struct ItemContext<'a> {
+    pub(super) inputs: &'a Inputs<'a>,
+    pub(super) item: &'a WorkItem,
+    /// The runs of tokens of the item.
+    pub(super) runs: &'a [TokenRun],
+    /// The form of products of matrices, if matrices can compute the call.
+    pub(super) matrix_form: Option<MatrixForm>,
+    pub(super) outputs: &'a Outputs<'a>,
+    /// The shared buffer, for states of rows whose tokens are split.
+    pub(super) shared: Target<'a>,
+}
+
+/// Computes an item in a thread's memory.
+///
+/// # Safety
+/// The fields of `context` belong to one checked operation: `item` and `runs` to a plan of it, `shared` has
+/// room for the states of `item` if the tokens of the item are split, and `matrix_form`, if given, was made
+/// for the inputs and for a level that the processor supports. No other thread accesses the rows and heads of
+/// `item` in the outputs, or its states in `shared`, meanwhile.
+pub(super) struct ComputeItem<'a> {
+    pub(super) context: ItemContext<'a>,
+    pub(super) scratch: &'a mut Scratch,
+}
+
+/// Queries and partial softmax states of an item, and buffers for one of its tiles.
+struct ItemBuffers<'a> {
+    q: *mut f32,
+    latents: Option<*mut f32>,
+    states: *mut f32,
+    layout: StateLayout,
+    tile: TileBuffers<'a>,
+    matrix: Option<MatrixBuffers>,
+}
+
+impl ItemBuffers<'_> {
+    /// Puts the queries of all units where products of matrices need them: those for keys if `which` is 0,
+    /// those for values if it is 1.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `self.layout.count` queries of `dim` elements, the width of keys or of
+    /// values. `self.matrix`, if given, was made for `units` units of these queries, in this thread, with
+    /// latents if `which` is 1.
+    unsafe fn put_queries(&self, which: usize, units: usize, from: *const f32, dim: usize) {
+        let queries = self.layout.count / units;
+        if let Some(matrix) = &self.matrix {
+            for unit in 0..units {
+                // SAFETY: `unit < units`, so that `from` has the `queries` queries of the unit, and the
+                // buffers have columns for them, by contract. A form of matrices exists only on processors
+                // with AMX.
+                unsafe { matrix.put_queries(which, unit, queries, from.add(unit * queries * dim)) };
+            }
+        }
+    }
+}
+
+impl Task for ComputeItem<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (context, scratch) = (self.context, self.scratch);
+        let (inputs, item, op) = (context.inputs, context.item, context.inputs.op);
+        let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
+        let queries = item.units.len() * inputs.units.size * item.rows.len();
+        let layout = StateLayout { v_dim, count: queries };
+        let size = number_of_states(op, inputs.units, item) * layout.stride();
+        let form = context.form();
+        scratch.columns.clear();
+        if form == TileForm::Packed {
+            let columns = k_dim + inputs.latent.as_ref().map_or(0, |_| v_dim);
+            let packed = grown(&mut scratch.packed, columns * TILE);
+            let columns = (0..columns).map(|i| packed.wrapping_add(i * TILE).cast::<u8>().cast_const());
+            scratch.columns.extend(columns);
+        }
+        let buffers = ItemBuffers {
+            q: grown(&mut scratch.queries, queries * k_dim),
+            latents: inputs.latent.as_ref().map(|_| grown(&mut scratch.latents, queries * v_dim)),
+            states: match item.shared {
+                Some(at) => context.shared.at(at * 4, size * 4).cast::<f32>(),
+                None => grown(&mut scratch.states, size),
+            },
+            layout,
+            tile: TileBuffers {
+                keys: grown(&mut scratch.keys, TILE * k_dim),
+                values: grown(&mut scratch.values, TILE * v_dim),
+                columns: &scratch.columns,
+            },
+            // SAFETY: `MatrixForm::of` gives a form only at the level `Amx`, which is available. A thread
+            // computes one item at a time and drops the buffers at its end, before the memory changes, so
+            // that no other `Tiles` of this thread lives.
+            matrix: context.matrix_form.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
+                form.buffers(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
+            }),
+        };
+        // SAFETY: each buffer was sized above: `queries` queries of each width, `size` elements of states, a
+        // tile of rows and columns. `at` checked the range of the shared buffer, which is this item's own.
+        // The caller guarantees the instruction set.
+        unsafe {
+            layout.reset(buffers.states, op.work.groups().len());
+            if let (Some(queries), Some(to)) = (&inputs.latent, buffers.latents) {
+                S::call(WidenQueries { inputs, item, queries, to, moved: None });
+                buffers.put_queries(1, item.units.len(), to, v_dim);
+            }
+            let mut rotated_by = None;
+            for TokenRun { segment, tokens: run } in context.runs {
+                let segment = &op.work.batch()[item.entry].segments[*segment];
+                let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
+                if rotated_by != Some(moved) {
+                    S::call(WidenQueries {
+                        inputs,
+                        item,
+                        queries: &inputs.q,
+                        to: buffers.q,
+                        moved: Some(moved),
+                    });
+                    buffers.put_queries(0, item.units.len(), buffers.q, k_dim);
+                    rotated_by = Some(moved);
+                }
+                let mut now = Tile::new(inputs, segment, run.start, run.end);
+                while now.len() > 0 {
+                    let next = Tile::new(inputs, segment, now.tokens.end, run.end);
+                    context.tile::<S>(&buffers, form, &now, &next);
+                    now = next;
+                }
+            }
+            if item.shared.is_none() {
+                context.write::<S>(&buffers);
+            }
+        }
+    }
+}
+
+impl ItemContext<'_> {
+    /// Returns the form in which keys and values come to the products.
+    fn form(&self) -> TileForm {
+        let inputs = self.inputs;
+        if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
+            self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix)
+        } else if inputs.keys.dense.is_none() || inputs.op.keys == KeyForm::Unrotated {
+            TileForm::Widened
+        } else {
+            TileForm::InPlace
+        }
+    }
+
+    /// Processes all units of heads against a tile.
+    ///
+    /// # Safety
+    /// `buffers` was made for this item and `form`, `tile` and `next` are tiles of its tokens, the queries in
+    /// `buffers` are rotated for the segment of `tile`, and the caller is compiled for the instruction set of
+    /// `S`.
+    #[inline(always)]
+    unsafe fn tile<S: Simd>(&self, buffers: &ItemBuffers, form: TileForm, tile: &Tile, next: &Tile) {
+        let (inputs, item, tile_buffers) = (self.inputs, self.item, &buffers.tile);
+        let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
+        let (keys, values) =
+            (adjacent_rows(tile_buffers.keys, k_dim), adjacent_rows(tile_buffers.values, v_dim));
+        let rows = |at| RowPointers { at, offset: 0 };
+        let units = item.units.len();
+        for (i, unit) in item.units.clone().enumerate() {
+            let heads = inputs.kv_heads(unit);
+            let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
+            let first = i * item.rows.len() * inputs.units.size;
+            let group = tile.segment.merge_group * buffers.layout.count;
+            // SAFETY: `buffers` has queries and states of all units of the item, of which unit `i` has those
+            // from `first` on, and room for a tile of rows and columns. Rows in place lie inside, as
+            // `SourcePlane::rows` checked, and have the element type that `form` and `dense` name.
+            unsafe {
+                let mut attention = TileAttention {
+                    op: inputs.op,
+                    entry: &inputs.op.work.batch()[item.entry],
+                    rows: item.rows.clone(),
+                    heads: inputs.units.size,
+                    dims: (k_dim, v_dim),
+                    q: buffers.q.add(first * k_dim),
+                    latents: buffers.latents.map(|all| all.add(first * v_dim).cast_const()),
+                    states: buffers.states.add((group + first) * buffers.layout.stride()),
+                    layout: buffers.layout,
+                    tile,
+                    keys: rows(&keys),
+                    values: rows(&values),
+                    columns: tile_buffers.columns,
+                    ahead: [
+                        inputs.keys.ahead(&next.keys[..next.len()], (i, units), heads.0),
+                        inputs.values.ahead(&next.values[..next.len()], (i, units), heads.1),
+                    ],
+                };
+                if matches!(form, TileForm::InPlace | TileForm::Matrix) {
+                    attention.keys = RowPointers { at: &tile.keys[..tile.len()], offset: at.0 };
+                    attention.values = RowPointers { at: &tile.values[..tile.len()], offset: at.1 };
+                }
+                match form {
+                    TileForm::InPlace => match inputs.keys.dense {
+                        Some(DType::BF16) => attention.in_place::<S, bf16>(),
+                        Some(DType::F16) => attention.in_place::<S, f16>(),
+                        _ => attention.in_place::<S, f32>(),
+                    },
+                    TileForm::Widened => {
+                        inputs.widen::<S>(tile, heads, tile_buffers);
+                        attention.in_place::<S, f32>();
+                    }
+                    TileForm::Matrix => {
+                        if let Some(matrix) = &buffers.matrix {
+                            attention.by_matrices(matrix, i);
+                        }
+                    }
+                    TileForm::Packed => {
+                        inputs.pack::<S>(tile, heads, tile_buffers);
+                        attention.packed::<S>();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the results of rows that no other item shares.
+    ///
+    /// # Safety
+    /// `buffers.states` has a state for each merge group and query of the item, all tokens of the item are
+    /// processed, and the caller is compiled for the instruction set of `S`.
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, buffers: &ItemBuffers) {
+        let (inputs, item) = (self.inputs, self.item);
+        let mut states = buffers.states;
+        for unit in item.units.clone() {
+            for row in item.rows.clone() {
+                for head in inputs.units.heads_of(unit) {
+                    let (op, outputs, at) = (inputs.op, self.outputs, (row, head));
+                    // SAFETY: `buffers` has a state of each merge group for every query by contract, and no
+                    // other item has this row and head.
+                    unsafe {
+                        S::call(Finish { op, outputs, at, states, parts: (1, 0), layout: buffers.layout });
+                        states = states.add(buffers.layout.stride());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Returns the start of a buffer, which is grown to at least `n` elements.
+fn grown(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
+    if buffer.len() < n {
+        buffer.resize(n, 0.0);
+    }
+    buffer.as_mut_ptr()
+}

@@ -1,0 +1,126 @@
+//! Copies of many runs of bytes of equal size.
+//!
+//! A single stream of loads waits for memory most of the time. Therefore four streams run side by side, each
+//! prefetches its next run, and stores do not read the line first. Together they reach the speed of
+//! `memcpy` on one large run.
+
+use crate::raw::{Origin, Target};
+use crate::simd::{Simd, Task};
+
+// Decision: docs/decisions/backend-cpu.md#four-streams-of-copies
+/// Number of queues of runs; the first runs of all queues are copied side by side.
+pub(super) const QUEUES: usize = 4;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Copies runs of `bytes` bytes, from the first to the second offset of each pair.
+///
+/// # Safety
+/// No byte is both read and written, and no other thread accesses the bytes written meanwhile.
+pub(super) struct CopyRuns<'a, I> {
+    pub(super) from: Origin<'a>,
+    pub(super) to: Target<'a>,
+    pub(super) bytes: usize,
+    /// Four lists of offsets, fastest if the offsets of a list are adjacent.
+    pub(super) offsets: [I; QUEUES],
+    /// True to bypass the caches.
+    pub(super) stream: bool,
+}
+
+#[derive(Clone, Copy)]
+struct CopyRun {
+    from: *const u8,
+    to: *mut u8,
+}
+
+impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
+    /// Returns the next run of a queue that can bypass the caches. Runs that cannot are copied on the way.
+    #[inline(always)]
+    fn next(&mut self, queue: usize, stream: bool) -> Option<CopyRun> {
+        let (bytes, from, to) = (self.bytes, self.from, self.to);
+        self.offsets[queue].find_map(|(a, b)| {
+            let run = CopyRun { from: from.at(a, bytes), to: to.at(b, bytes) };
+            if stream && to.is_line(b) {
+                return Some(run);
+            }
+            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends, and by the contract of
+            // `CopyRuns` the ends do not overlap and no other thread accesses the destination.
+            unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, bytes) };
+            None
+        })
+    }
+
+    /// Returns the next run of every queue, if each queue has one. Otherwise copies the runs that were
+    /// found.
+    #[inline(always)]
+    fn next_of_each(&mut self) -> Option<[CopyRun; QUEUES]> {
+        let mut all = [None; QUEUES];
+        for (queue, run) in all.iter_mut().enumerate() {
+            *run = self.next(queue, true);
+        }
+        if let [Some(a), Some(b), Some(c), Some(d)] = all {
+            return Some([a, b, c, d]);
+        }
+        for run in all.into_iter().flatten() {
+            // SAFETY: `next` obtained both pointers from `at` for `bytes` bytes, and by the contract of
+            // `CopyRuns` the ends do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, self.bytes) };
+        }
+        None
+    }
+}
+
+impl<I: Iterator<Item = (usize, usize)>> Task for CopyRuns<'_, I> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(mut self) {
+        if self.stream && S::STREAMS && self.bytes >= LINE {
+            let mut now = self.next_of_each();
+            while let Some(runs) = now {
+                let ahead = self.next_of_each();
+                // SAFETY: `next` obtained the pointers of each run from `at` for `bytes` bytes, and
+                // returned only runs whose destination begins a cache line; the caller guarantees the
+                // instruction set. `ahead` is only prefetched; at the end the runs themselves stand in for
+                // it.
+                unsafe { copy::<S>(&runs, ahead.as_ref().unwrap_or(&runs), self.bytes) };
+                now = ahead;
+            }
+            // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
+            unsafe { S::fence() };
+        }
+        for queue in 0..QUEUES {
+            while self.next(queue, false).is_some() {}
+        }
+    }
+}
+
+/// Copies four runs side by side and prefetches the runs `ahead`.
+///
+/// # Safety
+/// Each of `runs` is valid for `bytes` bytes at both ends, which do not overlap, and its destination is
+/// aligned to a cache line. The caller is compiled for the instruction set of `S`. The pointers of `ahead`
+/// may be any.
+#[inline(always)]
+unsafe fn copy<S: Simd>(runs: &[CopyRun; QUEUES], ahead: &[CopyRun; QUEUES], bytes: usize) {
+    let whole = bytes - bytes % LINE;
+    let mut at = 0;
+    // SAFETY: `at + LINE <= whole <= bytes` in the loop, and the rest is `bytes - whole` bytes from `whole`
+    // on; the caller guarantees `bytes` bytes and aligned destinations, which stay aligned because `at` is a
+    // multiple of `LINE`.
+    unsafe {
+        while at < whole {
+            for queue in 0..QUEUES {
+                S::prefetch(ahead[queue].from.wrapping_add(at));
+                S::stream_line(runs[queue].to.add(at), runs[queue].from.add(at));
+            }
+            at += LINE;
+        }
+        if whole < bytes {
+            for run in runs {
+                let (from, to) = (run.from.add(whole), run.to.add(whole));
+                std::ptr::copy_nonoverlapping(from, to, bytes - whole);
+            }
+        }
+    }
+}
