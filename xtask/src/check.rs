@@ -4,7 +4,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 
 use crate::run::{Result, cargo, cargo_command, root, run};
-use crate::{ci, deep, features, links};
+use crate::{ci, deep, features, links, rooms};
 
 /// Longest source file.
 const MAX_LINES: usize = 600;
@@ -20,7 +20,7 @@ type Step = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, Step); 9] = [
+    let steps: [(&str, Step); 10] = [
         ("formatting", formatting),
         ("lock files", lock_files),
         ("lints", || {
@@ -39,6 +39,7 @@ pub(crate) fn check() -> Result {
         ("docs", docs),
         ("feature combinations", features::few),
         ("file sizes", file_sizes),
+        ("the rooms of kvcore", || rooms::check(&tracked(&[".rs"])?)),
         ("the README's commands", readme),
         ("the features' tests", features_have_tests),
         ("the documents' links", || links::check(&tracked(&[""])?)),

@@ -5,7 +5,7 @@ use std::fs;
 
 use crate::run::{Result, root};
 
-/// Every relative link in README.md, ARCHITECTURE.md and docs leads to a tracked file, or to a folder of some.
+/// Every relative link in a tracked Markdown file leads to a tracked file, or to a folder of some.
 pub(crate) fn check(tracked: &[String]) -> Result {
     let known: BTreeSet<&str> = tracked.iter().map(String::as_str).collect();
     let mut broken = Vec::new();
@@ -22,9 +22,7 @@ pub(crate) fn check(tracked: &[String]) -> Result {
 }
 
 fn is_document(file: &str) -> bool {
-    let name = file.strip_prefix("docs/").and_then(|name| name.strip_suffix(".md"));
-    let page = name.is_some_and(|name| !name.contains('/'));
-    page || ["README.md", "ARCHITECTURE.md"].contains(&file)
+    file.ends_with(".md")
 }
 
 /// Targets of the inline links and images of a Markdown text and of its link definitions, outside of code, that lead to

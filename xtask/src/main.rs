@@ -15,6 +15,7 @@ mod licences;
 mod links;
 mod loom;
 mod page;
+mod rooms;
 mod run;
 mod sanitize;
 mod step;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    BlockOrder, BlockPool, CacheChoice, CacheConfig, CacheKind, DType, Error, Gather, KvArena, KvCache,
-    KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, RankInfo, SequenceStart, StaticCacheConfig,
-    StaticKvCache, TensorView,
+    BlockOrder, BlockPool, CacheChoice, CacheKind, DType, Error, Gather, KvArena, KvCache, KvExtents,
+    MemoryKind, PagedCacheConfig, PagedKvCache, RankInfo, SequenceStart, StaticCacheConfig, StaticKvCache,
+    TensorView,
 };
 use rstest::rstest;
 
@@ -122,7 +122,7 @@ fn extents(k_heads: usize, v_heads: usize) -> KvExtents {
     }
 }
 
-fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankInfo) -> Box<dyn KvCache> {
+fn build(m: &Memory, config: &CacheChoice, extents: &KvExtents, rank: &RankInfo) -> Box<dyn KvCache> {
     config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap()
 }
 
@@ -130,6 +130,7 @@ fn build(m: &Memory, config: &dyn CacheConfig, extents: &KvExtents, rank: &RankI
 fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
     let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into(), ..StaticCacheConfig::default() };
+    let fixed = CacheChoice::Static(fixed);
     let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
     let cache = build(&m, &fixed, &extents(8, 2), &rank);
     let s = cache.arena().layout().shape().clone();
@@ -148,29 +149,29 @@ fn configs_build_the_rank_they_are_asked_for(#[values(Immediate, Deferred)] exec
     assert_eq!(cache.max_len(), layout.shape().num_blocks * 5);
 
     let order = BlockOrder::TokenMajor;
-    let configs: [&dyn CacheConfig; 2] = [
-        &StaticCacheConfig { order, ..StaticCacheConfig::default() },
-        &PagedCacheConfig { order, max_memory: 100_000, ..PagedCacheConfig::default() },
+    let configs = [
+        CacheChoice::Static(StaticCacheConfig { order, ..StaticCacheConfig::default() }),
+        CacheChoice::Paged(PagedCacheConfig { order, max_memory: 100_000, ..PagedCacheConfig::default() }),
     ];
-    for config in configs {
+    for config in &configs {
         let cache = build(&m, config, &extents(2, 2), &RankInfo::default());
         assert_eq!(cache.arena().layout().shape().order, order, "{}", cache.kind());
     }
 
     let uneven = RankInfo::tensor_parallel(0, 3).unwrap();
-    let refused = |config: &dyn CacheConfig, extents: &KvExtents, rank: &RankInfo| {
+    let refused = |config: &CacheChoice, extents: &KvExtents, rank: &RankInfo| {
         config.build(m.backend.as_ref(), MemoryKind::Device, extents, rank).unwrap_err()
     };
     assert_eq!(
         refused(&fixed, &extents(8, 8), &uneven),
         Error::Uneven { what: "KV heads", count: 8, ranks: 3 }
     );
-    let poor = PagedCacheConfig { max_memory: 10, ..PagedCacheConfig::default() };
+    let poor = CacheChoice::Paged(PagedCacheConfig { max_memory: 10, ..PagedCacheConfig::default() });
     assert!(matches!(
         refused(&poor, &extents(2, 2), &RankInfo::default()),
         Error::NotEnoughMemory { budget: 10, .. }
     ));
-    let none = PagedCacheConfig { block_size: 0, ..PagedCacheConfig::default() };
+    let none = CacheChoice::Paged(PagedCacheConfig { block_size: 0, ..PagedCacheConfig::default() });
     assert_eq!(refused(&none, &extents(2, 2), &RankInfo::default()), Error::Zero { what: "block_size" });
 }
 

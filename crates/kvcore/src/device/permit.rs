@@ -127,12 +127,6 @@ impl WriteSlots {
         let permits = parts.clone().flat_map(|part| part.permits.iter().cloned()).collect();
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }
-
-    /// Returns the slots followed by padding up to `rows` rows, for kernels of a fixed shape.
-    #[must_use]
-    pub fn padded(&self, rows: usize) -> Self {
-        Self { slots: self.slots.padded(rows), permits: self.permits.clone() }
-    }
 }
 
 impl PartialEq for WriteSlots {

@@ -13,7 +13,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::base::{DType, KvFormat, MemoryKind, Result};
+use crate::base::{DType, Error, KvFormat, MemoryKind, Result};
 use crate::device::{Checked, Operation, OwnedStorage, TensorView};
 
 mod counters;
@@ -187,7 +187,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// device or the system cannot release memory and keep its addresses.
     fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
         let what = format!("reserving {bytes} bytes of {kind} memory");
-        Err(crate::Error::Unsupported { backend: self.name(), what })
+        Err(Error::Unsupported { backend: self.name(), what })
     }
 
     /// Creates a stream.

@@ -1,6 +1,5 @@
 //! The kind and the size of a cache, as settings that can be cloned, stored and read back.
 
-use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,29 +53,6 @@ impl KvExtents {
     }
 }
 
-/// The settings of a cache of any kind.
-pub trait CacheConfig: fmt::Debug + Send + Sync {
-    /// Returns the kind of cache that the settings describe.
-    fn kind(&self) -> CacheKind;
-
-    /// Returns a copy of these settings.
-    fn boxed_clone(&self) -> Box<dyn CacheConfig>;
-
-    /// Allocates this rank's cache of a model.
-    ///
-    /// # Errors
-    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, [`Error::Uneven`] if the
-    /// model does not divide evenly among the ranks, [`Error::Zero`] if an extent is 0, and the errors of
-    /// the backend.
-    fn build(
-        &self,
-        backend: &dyn Backend,
-        memory: MemoryKind,
-        extents: &KvExtents,
-        rank: &RankInfo,
-    ) -> Result<Box<dyn KvCache>>;
-}
-
 /// The settings of a static cache: `max_batch` entries of `max_len` tokens, all allocated at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -107,27 +83,6 @@ impl StaticCacheConfig {
         let batch = rank.batch(self.max_batch)?.len();
         let len = self.max_len.for_model(extents.max_positions);
         KvLayout::new(KvShape { order: self.order, ..extents.shape(rank, batch, len)? })
-    }
-}
-
-impl CacheConfig for StaticCacheConfig {
-    fn kind(&self) -> CacheKind {
-        CacheKind::Static
-    }
-
-    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
-        Box::new(self.clone())
-    }
-
-    fn build(
-        &self,
-        backend: &dyn Backend,
-        memory: MemoryKind,
-        extents: &KvExtents,
-        rank: &RankInfo,
-    ) -> Result<Box<dyn KvCache>> {
-        let layout = self.layout(extents, rank)?;
-        Ok(Box::new(StaticKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?)?))
     }
 }
 
@@ -184,43 +139,21 @@ impl PagedCacheConfig {
     }
 }
 
-impl CacheConfig for PagedCacheConfig {
-    fn kind(&self) -> CacheKind {
-        CacheKind::Paged
-    }
-
-    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
-        Box::new(self.clone())
-    }
-
-    fn build(
-        &self,
-        backend: &dyn Backend,
-        memory: MemoryKind,
-        extents: &KvExtents,
-        rank: &RankInfo,
-    ) -> Result<Box<dyn KvCache>> {
-        let layout = self.layout(extents, rank)?;
-        let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, self.pool())?;
-        Ok(Box::new(PagedKvCache::new(KvArena::allocate(backend, memory, Arc::new(layout))?, pool)?))
-    }
-}
-
 /// The settings of a cache of either kind, as a configuration file gives them.
 ///
 /// ```
-/// use kvcore::{CacheChoice, CacheConfig, CacheKind, PolicyKind};
+/// use kvcore::{CacheChoice, CacheKind, PolicyKind};
 /// let text = r#"{"cache": "paged", "block_size": 32, "policy": "tiny-lfu", "watermark": 4}"#;
 /// let choice: CacheChoice = serde_json::from_str(text)?;
 /// let CacheChoice::Paged(paged) = &choice else { unreachable!("it says paged") };
 /// assert_eq!((paged.block_size, paged.policy), (32, PolicyKind::TinyLfu));
 /// let fixed: CacheChoice = serde_json::from_str(r#"{"cache": "static", "max_len": "max"}"#)?;
-/// let configs: Vec<Box<dyn CacheConfig>> = vec![choice.boxed_clone(), fixed.boxed_clone()];
-/// assert_eq!((configs[0].kind(), configs[1].kind()), (CacheKind::Paged, CacheKind::Static));
+/// assert_eq!((choice.kind(), fixed.kind()), (CacheKind::Paged, CacheKind::Static));
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "cache", rename_all = "lowercase")]
+#[doc(alias = "CacheConfig")]
 pub enum CacheChoice {
     /// A static cache.
     Static(StaticCacheConfig),
@@ -229,31 +162,36 @@ pub enum CacheChoice {
 }
 
 impl CacheChoice {
-    fn chosen(&self) -> &dyn CacheConfig {
+    /// Returns the kind of cache that the settings describe.
+    pub fn kind(&self) -> CacheKind {
         match self {
-            Self::Static(config) => config,
-            Self::Paged(config) => config,
+            Self::Static(_) => CacheKind::Static,
+            Self::Paged(_) => CacheKind::Paged,
         }
     }
-}
 
-impl CacheConfig for CacheChoice {
-    fn kind(&self) -> CacheKind {
-        self.chosen().kind()
-    }
-
-    fn boxed_clone(&self) -> Box<dyn CacheConfig> {
-        Box::new(self.clone())
-    }
-
-    fn build(
+    /// Allocates this rank's cache of a model.
+    ///
+    /// # Errors
+    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, [`Error::Uneven`] if the
+    /// model does not divide evenly among the ranks, [`Error::Zero`] if an extent is 0, and the errors of
+    /// the backend.
+    pub fn build(
         &self,
         backend: &dyn Backend,
         memory: MemoryKind,
         extents: &KvExtents,
         rank: &RankInfo,
     ) -> Result<Box<dyn KvCache>> {
-        self.chosen().build(backend, memory, extents, rank)
+        let arena = |layout| KvArena::allocate(backend, memory, Arc::new(layout));
+        match self {
+            Self::Static(config) => Ok(Box::new(StaticKvCache::new(arena(config.layout(extents, rank)?)?)?)),
+            Self::Paged(config) => {
+                let layout = config.layout(extents, rank)?;
+                let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, config.pool())?;
+                Ok(Box::new(PagedKvCache::new(arena(layout)?, pool)?))
+            }
+        }
     }
 }
 
@@ -321,7 +259,7 @@ mod tests {
         for choice in choices {
             let json = serde_json::to_string(&choice).unwrap();
             assert_eq!(serde_json::from_str::<CacheChoice>(&json).unwrap(), choice, "{json}");
-            assert_eq!(choice.boxed_clone().kind(), choice.kind());
+            assert_eq!(choice.clone().kind(), choice.kind());
         }
         let from = |json: &str| serde_json::from_str::<CacheChoice>(json).unwrap();
         assert_eq!(from(r#"{"cache":"static","max_len":"max"}"#), "static".parse().unwrap());

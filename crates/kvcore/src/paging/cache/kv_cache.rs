@@ -41,7 +41,7 @@ pub type LayerViews = (TensorView, TensorView);
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{CacheChoice, CacheConfig, DType, KvExtents, MemoryKind, RankInfo, SequenceStart};
+/// use kvcore::{CacheChoice, DType, KvExtents, MemoryKind, RankInfo, SequenceStart};
 ///
 /// let extents = KvExtents {
 ///     num_layers: 2, k_heads: 4, v_heads: 4, k_dim: 16, v_dim: 16, max_positions: 128,

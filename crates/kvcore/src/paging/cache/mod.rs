@@ -14,7 +14,7 @@ mod sequence;
 mod static_cache;
 mod swap;
 
-pub use config::{CacheChoice, CacheConfig, KvExtents, PagedCacheConfig, StaticCacheConfig};
+pub use config::{CacheChoice, KvExtents, PagedCacheConfig, StaticCacheConfig};
 pub use groups::{GroupBlocks, GroupKind, GroupedPrefix, PrefixGroups};
 pub use kv_cache::{CacheKind, KvCache, LayerViews};
 pub use max_len::MaxLen;
