@@ -40,7 +40,7 @@ impl QuestionKind {
 /// assert_eq!(question.kind, QuestionKind::Local);
 /// assert_eq!(question.prompt(&[1, 0], "##"), "be brief##c is d##a is b##c?");
 /// assert!(question.accepts(" D.") && !question.accepts("dd"));
-/// # Ok::<(), kvmodel::Error>(())
+/// # Ok::<(), kvlab::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

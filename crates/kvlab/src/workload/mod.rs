@@ -33,7 +33,7 @@ pub enum Popularity {
 /// let prompts = workload.prompts(1000)?;
 /// assert_eq!((prompts.len(), prompts[0].chunks().len()), (50, 5));
 /// assert_eq!(prompts, workload.prompts(1000)?);
-/// # Ok::<(), kvmodel::Error>(())
+/// # Ok::<(), kvlab::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RagWorkload {

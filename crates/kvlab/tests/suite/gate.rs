@@ -31,7 +31,7 @@ fn spoil(engine: &Engine) {
     for layer in 0..shape.num_layers {
         let (k, v) = arena.layer_views(layer, shape.block_size).unwrap();
         for view in [k, v] {
-            let dst = view.slice(0, blocks.start as usize, blocks.len()).unwrap();
+            let dst = view.slice(0, blocks.start as usize, blocks.end as usize).unwrap();
             let src =
                 allocate_tensor(engine.backend(), MemoryKind::Device, dst.dtype(), dst.shape()).unwrap();
             stream.copy_tensor(&CopyTensor { src, dst }).unwrap();

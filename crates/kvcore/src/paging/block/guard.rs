@@ -283,6 +283,7 @@ impl SharedBlocks {
     }
 
     /// Does nothing: shared blocks have no permits to void.
+    #[expect(clippy::unused_self, reason = "both guards are made by one macro")]
     fn lose(&self) {}
 
     /// Gives the blocks from `start` on their keys; see [`MutableBlocks::register`]. Blocks that already
