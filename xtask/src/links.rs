@@ -22,7 +22,7 @@ pub(crate) fn check(tracked: &[String]) -> Result {
 }
 
 fn is_document(file: &str) -> bool {
-    file.ends_with(".md")
+    std::path::Path::new(file).extension().is_some_and(|ending| ending == "md")
 }
 
 /// Targets of the inline links and images of a Markdown text and of its link definitions, outside of code, that lead to

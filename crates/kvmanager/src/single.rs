@@ -38,7 +38,7 @@ pub trait DenseKv {
     /// Returns the first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the
+    /// Returns [`kvcore::Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the
     /// layer's tokens.
     fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews>;
 
@@ -98,7 +98,7 @@ impl DenseSequence {
     /// Creates the sequence of a cache with one batch entry.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Mismatch`] if the cache has another batch size.
+    /// Returns [`kvcore::Error::Mismatch`] if the cache has another batch size.
     pub fn new(cache: StaticKvCache) -> Result<Self> {
         same("batch entries of a single sequence", 1, cache.max_batch())?;
         Ok(Self { cache })

@@ -1,4 +1,4 @@
-//! The text that Prometheus scrapes, written by `prometheus-client` in the OpenMetrics format.
+//! The text that Prometheus scrapes, written by `prometheus-client` in the `OpenMetrics` format.
 
 use std::fmt;
 

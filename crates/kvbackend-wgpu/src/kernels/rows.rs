@@ -74,7 +74,7 @@ impl Movement<'_> {
         let (rows, slots) = (End::view(device, self.rows)?, End::plane(device, &self.plane)?);
         let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
         let conversion =
-            Conversion { source, dest, dim: self.plane.dim, rows: Rows { numbers, items, axes }, turn };
+            Conversion { source, dest, dim: self.plane.dim, rows: Rows { items, numbers, axes }, turn };
         conversion.dispatches(device)
     }
 }

@@ -61,7 +61,7 @@ fn rows(
     let heads = op.q.shape()[1];
     let mut out = vec![untouched; op.work.rows().len() * heads * s.v_dim];
     let mut lse = vec![untouched; op.work.rows().len() * heads];
-    for entry in op.work.batch().iter() {
+    for entry in op.work.batch() {
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;

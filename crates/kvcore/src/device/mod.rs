@@ -1,7 +1,7 @@
 //! The backend contract: the interface of a device for caches and engines.
 //!
 //! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order), and runs each
-//! [operation](operation). Tensor views and arenas are typed windows into its memory.
+//! [`operation`]. Tensor views and arenas are typed windows into its memory.
 
 mod arena;
 pub mod backend;

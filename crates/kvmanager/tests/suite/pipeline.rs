@@ -255,9 +255,11 @@ fn wrong_appends_change_nothing() {
         assert!(
             matches!(
                 result,
-                Err(Error::Core(CoreError::OutOfRange { .. })
-                    | Error::Core(CoreError::Mismatch { .. })
-                    | Error::Core(CoreError::DTypeMismatch { .. }))
+                Err(Error::Core(
+                    CoreError::OutOfRange { .. }
+                        | CoreError::Mismatch { .. }
+                        | CoreError::DTypeMismatch { .. }
+                ))
             ),
             "{what}: {result:?}"
         );

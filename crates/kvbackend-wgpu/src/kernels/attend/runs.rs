@@ -109,7 +109,7 @@ type GroupedRun = (usize, Run);
 /// A tile has at most about `most` parts, each of one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<Tile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
-    for entry in op.work.batch().iter() {
+    for entry in op.work.batch() {
         let step = if entry.selection.is_some() { 1 } else { tiling.rows };
         for start in entry.rows.clone().step_by(step) {
             let rows = start..(start + step).min(entry.rows.end);

@@ -71,14 +71,14 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// [`run`](Self::run) calls this method.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`](crate::Error::Unsupported) if the backend lists the operation as
+    /// Returns [`Error::Unsupported`] if the backend lists the operation as
     /// missing, and the errors of the device. In these cases nothing is enqueued.
     fn launch(&self, operation: Checked<'_>) -> Result<()>;
 
     /// Checks that a storage belongs to this stream's backend and device.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`](crate::Error::ForeignHandle) for any other storage.
+    /// Returns [`Error::ForeignHandle`] for any other storage.
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
     /// Returns the live counters of the backend.
@@ -202,7 +202,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
 ///
 /// # Errors
 /// Returns the errors of [`OwnedStorage::create`] and [`OwnedStorage::view`], and
-/// [`Error::Overflow`](crate::Error::Overflow) if the size does not fit the address space.
+/// [`Error::Overflow`] if the size does not fit the address space.
 pub fn allocate_tensor(
     backend: &dyn Backend,
     kind: MemoryKind,
