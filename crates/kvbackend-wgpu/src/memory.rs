@@ -197,6 +197,11 @@ impl ReservedStorage for WgpuStorage {
     fn mapped_bytes(&self) -> usize {
         self.granules.lock().iter().filter(|mapped| **mapped).count() * GRANULE
     }
+
+    /// Returns all bytes while a granule is mapped: a buffer goes as a whole.
+    fn resident_bytes(&self) -> usize {
+        if self.buffer.lock().is_some() { self.len } else { 0 }
+    }
 }
 
 /// Returns the storage behind a handle, if the storage belongs to this device.

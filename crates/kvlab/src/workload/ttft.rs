@@ -63,8 +63,9 @@ impl fmt::Display for TtftTarget {
     }
 }
 
-/// The number of repetitions of short measurements. The best counts.
-const REPETITIONS: usize = 7;
+/// The number of repetitions of every measurement but the cold one, which cannot be repeated. The best counts, for
+/// full prefills as for hits.
+const REPETITIONS: usize = 3;
 
 /// The targets of a prompt whose chunks are all cached, against its full prefill and against its question
 /// alone.
@@ -94,19 +95,17 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
         Ok(engine.generate(&request, &mut ())?.ttft)
     };
     let chunked = || PromptTokens::Chunked(prompt.clone());
-    let full = ttft(chunked(), &|r| (r.full_attention, r.reuse) = (true, false))?;
-    let masked = ttft(chunked(), &|r| r.reuse = false)?;
     let cold = ttft(chunked(), &|_| ())?;
     let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
         ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
     };
     // The same context is cached as an ordinary prefix, followed by a question alone. Each question has other
-    // tokens, so that none of it is cached. Both measurements take turns.
+    // tokens, so that none of it is cached. All measurements take turns.
     let alone = |question: &[u32]| -> Result<PromptTokens> {
         Ok(PromptTokens::Plain(with_question(prompt.chunks().to_vec(), question)?.flatten()))
     };
     ttft(alone(prompt.question())?, &|_| ())?;
-    let (mut hit, mut floor) = (Duration::MAX, Duration::MAX);
+    let [mut hit, mut floor, mut full, mut masked] = [Duration::MAX; 4];
     for (i, other) in prompts.iter().enumerate().skip(1) {
         let mut order = prompt.chunks().to_vec();
         if cell.strategy != PositionStrategy::Absolute {
@@ -115,6 +114,8 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
         let moved = with_question(order, prompt.question())?;
         hit = hit.min(ttft(PromptTokens::Chunked(moved), &|_| ())?);
         floor = floor.min(ttft(alone(other.question())?, &|_| ())?);
+        full = full.min(ttft(chunked(), &|r| (r.full_attention, r.reuse) = (true, false))?);
+        masked = masked.min(ttft(chunked(), &|r| r.reuse = false)?);
     }
     let tokens = prompt.total_tokens();
     let row = |what, took, limit, limit_took| TtftRow { what, tokens, took, limit, limit_took, target: None };

@@ -19,6 +19,8 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     } else {
         all
     };
+    check_numbers(of_layer, &NUMBERS)?;
+    check_numbers(json, &BESIDE)?;
     let parameters = Parameters { json, of_layer };
     let part =
         parameters.number("partial_rotary_factor").or_else(|| json.get("partial_rotary_factor")?.as_f64());
@@ -35,6 +37,35 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     };
     config.check().map_err(|e| Error::Config(format!("rope parameters: {e}")))?;
     Ok(config)
+}
+
+/// Fields of the rotary parameters that are numbers.
+const NUMBERS: [&str; 12] = [
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+];
+
+/// Fields beside the rotary parameters that are numbers.
+const BESIDE: [&str; 4] =
+    ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
+
+/// Refuses a field that is there and no number, by its name: a default in its place would be another model.
+fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
+    let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_number());
+    match names.iter().find_map(|name| given(name).map(|value| (name, value))) {
+        Some((name, value)) => bad(format!("{name} is {value}, not a number")),
+        None => Ok(()),
+    }
 }
 
 /// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale of its
@@ -174,6 +205,23 @@ mod tests {
             r#"{{"model_type":"qwen2","vocab_size":10,"hidden_size":16,"intermediate_size":16,"num_hidden_layers":2,
             "num_attention_heads":2,"rms_norm_eps":1e-5,"max_position_embeddings":64{more}}}"#
         ))
+    }
+
+    #[test]
+    fn a_number_that_is_none_is_refused_by_name_wherever_it_stands() {
+        for (field, more) in [
+            ("rope_theta", r#","rope_theta":"1e6""#),
+            ("rope_theta", r#","rope_parameters":{"rope_type":"default","rope_theta":[1e6]}"#),
+            ("factor", r#","rope_scaling":{"rope_type":"linear","factor":"4"}"#),
+            ("partial_rotary_factor", r#","partial_rotary_factor":true"#),
+        ] {
+            let refused = config(more).unwrap_err().to_string();
+            assert!(
+                refused.contains(&format!("{field} is ")) && refused.contains("not a number"),
+                "{refused}"
+            );
+        }
+        assert!(config(r#","rope_theta":null"#).is_ok(), "null is absence");
     }
 
     #[test]

@@ -42,6 +42,12 @@ pub trait ReservedStorage: Storage {
 
     /// Returns the number of mapped bytes.
     fn mapped_bytes(&self) -> usize;
+
+    /// Returns the bytes of physical memory behind the storage. They exceed the mapped bytes on a device that
+    /// releases a storage only as a whole.
+    fn resident_bytes(&self) -> usize {
+        self.mapped_bytes()
+    }
 }
 
 // Decision: docs/decisions/device.md#reserved-ranges-are-whole-granules

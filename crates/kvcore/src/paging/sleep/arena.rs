@@ -192,6 +192,11 @@ impl Memory {
         granules
     }
 
+    /// Returns the bytes of physical memory behind all parts.
+    pub(super) fn resident_bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.resident_bytes()).sum()
+    }
+
     /// Releases all granules, or none. The contents of the granules are lost in either case.
     pub(super) fn unmap(&self, granules: &[Granules]) -> Result<()> {
         self.all_or_none(granules, |part, range| part.unmap(range), |part, range| part.map(range))

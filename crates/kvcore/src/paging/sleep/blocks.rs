@@ -23,6 +23,8 @@ pub struct SleepingBlocks {
     saved: Option<KvArena>,
     /// Released granules. Empty while nothing is released.
     released: Vec<Granules>,
+    /// Bytes that the device had less of afterwards.
+    released_bytes: usize,
 }
 
 impl SleepingBlocks {
@@ -35,16 +37,25 @@ impl SleepingBlocks {
         stream: &dyn Stream,
     ) -> Result<Self> {
         // From this line on, a drop removes the mark.
-        let mut falling =
-            Self { memory, tag: tag.to_owned(), blocks, keep, saved: None, released: Vec::new() };
+        let mut falling = Self {
+            memory,
+            tag: tag.to_owned(),
+            blocks,
+            keep,
+            saved: None,
+            released: Vec::new(),
+            released_bytes: 0,
+        };
         falling.saved = falling.memory.save(&falling.keep, stream)?;
         let granules = falling.memory.granules(&falling.blocks);
+        let before = falling.memory.resident_bytes();
         if let Err(error) = falling.memory.unmap(&granules) {
             if let Some(saved) = &falling.saved {
                 falling.memory.restore(saved, &falling.keep, stream)?;
             }
             return Err(error);
         }
+        falling.released_bytes = before.saturating_sub(falling.memory.resident_bytes());
         falling.released = granules;
         Ok(falling)
     }
@@ -82,9 +93,10 @@ impl SleepingBlocks {
         self.blocks.clone()
     }
 
-    /// Returns the number of bytes of device memory that were released.
+    /// Returns the number of bytes of device memory that went: none on a device that keeps a storage while any part of
+    /// it is mapped.
     pub fn released_bytes(&self) -> usize {
-        self.released.iter().map(|(_, range)| range.len()).sum()
+        self.released_bytes
     }
 
     /// Returns the number of bytes of host memory that hold the kept contents.

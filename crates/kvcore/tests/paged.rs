@@ -1,0 +1,166 @@
+//! Sequences of a paged cache and their prefixes, by metadata alone: no memory stands behind the arena.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+
+use kvcore::{
+    BlockKey, BlockOrder, BlockPool, DType, Error, KeyScope, KvArena, KvLayout, KvShape, MemoryKind,
+    PagedKvCache, SequenceId, SequenceStart, Storage,
+};
+
+#[derive(Debug)]
+struct Nothing(usize, u64);
+
+impl Storage for Nothing {
+    fn len(&self) -> usize {
+        self.0
+    }
+    fn address(&self) -> u64 {
+        self.1
+    }
+    fn kind(&self) -> MemoryKind {
+        MemoryKind::System
+    }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+fn cache(blocks: usize) -> PagedKvCache {
+    let layout = KvLayout::new(KvShape {
+        num_layers: 1,
+        num_blocks: blocks,
+        block_size: 4,
+        k_heads: 1,
+        v_heads: 1,
+        k_dim: 2,
+        v_dim: 2,
+        format: DType::F32.into(),
+        order: BlockOrder::TokenMajor,
+    })
+    .unwrap();
+    let (k, v) = (Arc::new(Nothing(layout.k_bytes(), 0)), Arc::new(Nothing(layout.v_bytes(), 4096)));
+    let arena = KvArena::from_storage(k, v, Arc::new(layout)).unwrap();
+    PagedKvCache::new(arena, BlockPool::new(0..blocks as u32).unwrap()).unwrap()
+}
+
+fn fill(cache: &mut PagedKvCache, root: BlockKey, tokens: &[u32]) -> (SequenceId, usize) {
+    let (id, cached) = cache.create_with_prefix(root, tokens).unwrap();
+    cache.grow(id, tokens.len() - cached).unwrap();
+    cache.commit(id, &tokens[cached..]).unwrap();
+    (id, cached)
+}
+
+#[test]
+fn a_prefix_is_shared_block_by_block_and_one_token_is_left() {
+    let mut cache = cache(8);
+    let root = KeyScope::new("m", b"").root();
+    let tokens: Vec<u32> = (0..8).collect();
+    let (a, cached) = fill(&mut cache, root, &tokens);
+    assert_eq!(cached, 0);
+    let (b, cached) = fill(&mut cache, root, &tokens);
+    assert_eq!(cached, 4, "the last block is computed again, so that there are logits");
+    assert_eq!(cache.blocks(a).unwrap()[..], cache.blocks(b).unwrap()[..], "and found to be the known one");
+    let (c, cached) = fill(&mut cache, root, &[0, 1, 2, 3, 9, 9]);
+    assert_eq!((cached, cache.pool().counts().shared), (4, 2));
+    for id in [a, b, c] {
+        cache.free(id).unwrap();
+    }
+    assert_eq!(cache.pool().counts().cached, 2);
+    cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn of_a_cached_prefix_less_may_be_taken_and_what_was_known_stays() {
+    let mut cache = cache(8);
+    let root = KeyScope::new("m", b"").root();
+    let tokens: Vec<u32> = (0..10).collect();
+    let known = cache.fill_prefix(Some(root), &tokens).unwrap().finish().unwrap();
+    for (most, taken) in [(10, 10), (9, 8), (8, 8), (5, 4), (0, 0)] {
+        let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+        fill.take_at_most(most).unwrap();
+        assert_eq!((fill.cached(), fill.slots().len(), fill.segment().len), (taken, 10 - taken, 10));
+        assert_eq!(fill.segment().blocks[..taken / 4], known.segment().blocks[..taken / 4]);
+        let filled = fill.finish().unwrap();
+        assert_eq!(filled.segment().blocks, known.segment().blocks, "what is known under its key");
+    }
+    // Other guards hold the prefix and all other blocks: there is no room for blocks of its own.
+    let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+    let taken = cache.pool().allocate(5).unwrap();
+    assert!(matches!(fill.take_at_most(0), Err(Error::OutOfBlocks { .. })));
+    drop(fill);
+    assert_eq!(known.len(), 10);
+    // No other guard holds the prefix: its blocks are evicted for the fill.
+    drop(known);
+    let mut fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+    fill.take_at_most(0).unwrap();
+    assert_eq!((fill.cached(), fill.slots().len()), (0, 10));
+    drop((fill, taken));
+    assert_eq!(cache.pool().counts().free + cache.pool().counts().cached, 8);
+    cache.pool().check_invariants().unwrap();
+    let id = cache.create(SequenceStart::default()).unwrap();
+    cache.free(id).unwrap();
+}
+
+#[test]
+fn a_filled_prefix_is_found_to_the_token() {
+    let mut cache = cache(8);
+    let root = KeyScope::new("m", b"").root();
+    let tokens: Vec<u32> = (0..6).collect();
+    let fill = cache.fill_prefix(Some(root), &tokens).unwrap();
+    assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
+    let first = fill.finish().unwrap();
+    assert_eq!((first.len(), first.segment().blocks.len()), (6, 2));
+    let again = cache.fill_prefix(Some(root), &tokens).unwrap();
+    assert_eq!((again.cached(), again.slots().len()), (6, 0));
+    let longer = cache.fill_prefix(Some(root), &[0, 1, 2, 3, 4, 5, 6]).unwrap();
+    assert_eq!(longer.cached(), 4, "a partial block is only for exactly its tokens");
+    let whole = cache.fill_prefix(Some(root), &tokens[..4]).unwrap();
+    assert_eq!(whole.cached(), 4);
+    let (sequence, cached) = cache.create_with_prefix(root, &tokens).unwrap();
+    assert_eq!(cached, 4, "ordinary prompts share the full blocks");
+    cache.free(sequence).unwrap();
+    drop((first, again.finish().unwrap(), longer, whole));
+    cache.pool().check_invariants().unwrap();
+    assert_eq!(cache.pool().counts().cached, 2);
+    drop(cache.fill_prefix(None, &tokens).unwrap().finish().unwrap());
+    assert_eq!(cache.pool().counts().cached, 2, "without a root nothing is found or kept");
+}
+
+#[test]
+fn after_a_rollback_blocks_are_registered_under_what_they_hold() {
+    let root = KeyScope::new("m", b"").root();
+    let mut cache = cache(8);
+    let (id, _) = fill(&mut cache, root, &[0, 1, 2, 3, 4, 5]);
+    assert!(cache.commit(id, &[9]).is_err(), "a token that was never grown");
+    cache.truncate(id, 5).unwrap();
+    cache.grow(id, 3).unwrap();
+    cache.commit(id, &[7, 8, 9]).unwrap();
+    let (other, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 7, 8, 9, 0]).unwrap();
+    assert_eq!(cached, 8);
+    let (stale, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0]).unwrap();
+    assert_eq!(cached, 4, "what was rolled back is in no key");
+    // below a shared block: the chain is shortened with the table
+    cache.truncate(id, 4).unwrap();
+    cache.grow(id, 4).unwrap();
+    cache.commit(id, &[6, 6, 6, 6]).unwrap();
+    let (again, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 6, 6, 6, 6, 0]).unwrap();
+    assert_eq!(cached, 8);
+    for id in [id, other, stale, again] {
+        cache.free(id).unwrap();
+    }
+    cache.pool().check_invariants().unwrap();
+}
+
+#[test]
+fn a_failed_grow_changes_nothing() {
+    let mut cache = cache(2);
+    let id = cache.create(SequenceStart::default()).unwrap();
+    cache.grow(id, 3).unwrap();
+    assert!(matches!(cache.grow(id, 6), Err(Error::OutOfBlocks { asked: 2, free: 1, .. })));
+    assert_eq!((cache.len(id).unwrap(), cache.pool().counts().free), (3, 1));
+    cache.free(id).unwrap();
+    assert_eq!(cache.free(id), Err(Error::UnknownSequence(0)));
+    assert_eq!(cache.grow(id, 1), Err(Error::UnknownSequence(0)));
+    cache.pool().check_invariants().unwrap();
+}
