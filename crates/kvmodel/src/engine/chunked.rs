@@ -45,7 +45,7 @@ impl Engine {
         let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
         let own = self.caches.sequences_mut().create(start)?;
         let asked = Asked { request, started, ropes };
-        let prefilled = self.prefill_chunks(&asked, prompt, assembly, own, observer);
+        let prefilled = self.prefill_chunks(&asked, (prompt, &reindexer), assembly, own, observer);
         // The assembled prompt is held until the answer is complete.
         let result = prefilled.and_then(|(_held, prefilled)| {
             self.decode(&asked, prompt.total_tokens(), own, prefilled, observer)
@@ -76,7 +76,7 @@ impl Engine {
     fn prefill_chunks(
         &mut self,
         asked: &Asked,
-        prompt: &ChunkedPrompt,
+        (prompt, reindexer): (&ChunkedPrompt, &PositionReindexer),
         mut assembly: Assembly,
         own: SequenceId,
         observer: &mut dyn Observer,
@@ -84,10 +84,9 @@ impl Engine {
         let request = asked.request;
         let mut flops = 0;
         // The request first computes its own pieces, and waits for pieces of other requests after that.
-        let reindexer = PositionReindexer::for_layers(&asked.ropes);
         while !assembly.is_ready() {
             flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
-            assembly.advance(&self.assembler(request, &asked.ropes, &reindexer)?, prompt)?;
+            assembly.advance(&self.assembler(request, &asked.ropes, reindexer)?, prompt)?;
         }
         let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
         let selection = match request.recompute.check() {
