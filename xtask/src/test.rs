@@ -118,6 +118,14 @@ impl Reader {
         self.sums.skipped += std::mem::take(&mut self.skipped);
         self.section = Section::Other;
     }
+
+    /// Counts a pass that failed. If no test of the pass failed, something did not compile or a test program
+    /// crashed before its counts: that is one failure.
+    fn broke_off(&mut self, failed_before: u64) {
+        if self.sums.failed == failed_before {
+            self.sums.failed += 1;
+        }
+    }
 }
 
 /// Settings of the release profile under which this workspace's crates have assertions, and their dependencies are
@@ -157,6 +165,7 @@ fn pass(args: &[&str], left_out: &[String], reader: &mut Reader) -> Result<bool>
     command.args(["--", "--show-output"]).args(left_out).stdout(Stdio::piped());
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
     let mut output = String::new();
+    let failed_before = reader.sums.failed;
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
             reader.add(&line);
@@ -169,6 +178,7 @@ fn pass(args: &[&str], left_out: &[String], reader: &mut Reader) -> Result<bool>
     }
     let passed = child.wait().map_err(|e| format!("`{name}`: {e}"))?.success();
     if !passed {
+        reader.broke_off(failed_before);
         println!("{output}");
     }
     Ok(passed)
@@ -194,6 +204,16 @@ mod tests {
             "test a ... ok",
         ];
         assert_eq!(sums(&lines), "15 passed, 2 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_pass_that_fails_without_a_failed_test_counts_as_one() {
+        let mut reader = Reader::default();
+        reader.add("test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+        reader.broke_off(0);
+        assert_eq!(reader.sums.to_string(), "12 passed, 1 failed, 0 skipped");
+        reader.broke_off(0);
+        assert_eq!(reader.sums.failed, 1, "a failure that was counted is not counted again");
     }
 
     #[test]

@@ -132,6 +132,36 @@ fn permits_end_with_a_split_a_drop_and_a_rollback(#[values(Immediate, Deferred)]
     assert_eq!(lab.scatter(&last), void, "the sequence has ended");
 }
 
+#[test]
+fn a_rollback_inside_a_block_ends_the_slots_of_the_tokens_taken_back() {
+    let lab = Lab::new(Immediate);
+    let mut table = BlockTable::new(&BlockPool::new(0..6).unwrap(), BLOCK).unwrap();
+    let drafted = table.grow(3).unwrap();
+    table.truncate(3).unwrap();
+    lab.scatter(&drafted).unwrap();
+    table.truncate(2).unwrap();
+    let accepted = table.grow(1).unwrap();
+    assert_eq!(lab.scatter(&drafted), Err(Error::PermitVoid { what: "slots" }), "it holds the accepted slot");
+    lab.scatter(&accepted).unwrap();
+}
+
+#[test]
+fn slots_in_blocks_of_another_size_are_refused() {
+    let lab = Lab::new(Immediate);
+    let pool = BlockPool::new(0..6).unwrap();
+    let own = pool.allocate(1).unwrap();
+    // In blocks of 1000, slot 16 lies in block 0, which the guard fills. In the arena it lies in block 4.
+    let slots = own.write_slots(1000, [16]).unwrap();
+    let other = Error::Mismatch {
+        what: "block_size of the arena that the slots address",
+        expected: 1000,
+        got: BLOCK,
+    };
+    assert_eq!(lab.scatter(&slots), Err(other.clone()));
+    let mut table = BlockTable::new(&pool, 1000).unwrap();
+    assert_eq!(lab.scatter(&table.grow(20).unwrap()), Err(other));
+}
+
 #[rstest]
 fn slots_of_a_sequence_end_with_its_commit_and_its_end(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);

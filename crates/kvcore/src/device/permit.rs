@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
-use crate::base::{BlockId, Error, Result, SlotMapping};
+use crate::base::{BlockId, Error, Result, SlotMapping, same};
 
 /// The issuer of the permits of one owner of blocks.
 ///
@@ -28,6 +28,13 @@ struct Permit {
     issued: u64,
 }
 
+/// A permit for slots. A slot names a block only together with the number of tokens in a block.
+#[derive(Debug, Clone)]
+struct SlotPermit {
+    permit: Permit,
+    block_size: usize,
+}
+
 impl Permits {
     fn issue(&self) -> Permit {
         let epoch = Arc::clone(self.0.get_or_init(Arc::default));
@@ -41,17 +48,24 @@ impl Permits {
         }
     }
 
-    /// Returns slots that may be written. The caller guarantees that the owner fills the block of each slot.
-    pub(crate) fn slots(&self, slots: impl Into<SlotMapping>) -> WriteSlots {
-        WriteSlots { slots: slots.into(), permits: SmallVec::from_buf([self.issue()]) }
+    /// Returns slots that may be written, in blocks of `block_size` tokens. The caller guarantees that the
+    /// owner fills the block of each slot.
+    pub(crate) fn slots(&self, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
+        let permit = SlotPermit { permit: self.issue(), block_size };
+        WriteSlots { slots: slots.into(), permits: SmallVec::from_buf([permit]) }
     }
 
     /// Replaces the slots of `mapping`. Uses its old memory again if the number of slots is unchanged and
     /// no operation holds it.
-    pub(crate) fn refill(&self, mapping: &mut WriteSlots, slots: impl ExactSizeIterator<Item = i64>) {
+    pub(crate) fn refill(
+        &self,
+        mapping: &mut WriteSlots,
+        block_size: usize,
+        slots: impl ExactSizeIterator<Item = i64>,
+    ) {
         mapping.slots.refill(slots);
         mapping.permits.clear();
-        mapping.permits.push(self.issue());
+        mapping.permits.push(SlotPermit { permit: self.issue(), block_size });
     }
 
     /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
@@ -77,8 +91,9 @@ impl Permit {
 /// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts
 /// no other type of slots. The permit becomes void as soon as one of the owner's blocks is shared,
-/// truncated or freed, so old slots never write into a block that others read. A permit refers to block
-/// ids: the caller MUST use it with the arena that the pool's ids belong to.
+/// truncated or freed, so old slots never write into a block that others read. [`Scatter`](crate::Scatter)
+/// refuses an arena with blocks of another size than the owner's. A permit refers to block ids: the caller
+/// MUST use it with the arena that the pool's ids belong to.
 ///
 /// ```
 /// use kvcore::{BlockPool, BlockTable, Error};
@@ -96,7 +111,7 @@ impl Permit {
 pub struct WriteSlots {
     slots: SlotMapping,
     /// Permits for the slots. Empty for unchecked slots.
-    permits: SmallVec<[Permit; 1]>,
+    permits: SmallVec<[SlotPermit; 1]>,
 }
 
 impl WriteSlots {
@@ -119,7 +134,14 @@ impl WriteSlots {
     /// # Errors
     /// Returns [`Error::PermitVoid`] if a permit is void.
     pub fn check(&self) -> Result<()> {
-        self.permits.iter().try_for_each(|permit| permit.check("slots"))
+        self.permits.iter().try_for_each(|slots| slots.permit.check("slots"))
+    }
+
+    /// Checks that the permits were issued for blocks of `block_size` tokens: in blocks of another size the
+    /// same slots lie in other blocks, which the owners may not fill.
+    pub(crate) fn check_block_size(&self, block_size: usize) -> Result<()> {
+        let what = "block_size of the arena that the slots address";
+        self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
     }
 
     /// Concatenates the rows of several sequences.

@@ -166,10 +166,13 @@ mod tests {
     fn mscale_all_dim_scales_the_softmax() {
         let plain = config("q_lora_rank", json!(8)).unwrap().softmax_scale;
         let yarn = json!({"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0});
-        let scaled = config("rope_scaling", yarn).unwrap();
+        let scaled = config("rope_scaling", yarn.clone()).unwrap();
         let mscale = 0.1 * 4f32.ln() + 1.0;
         assert!((scaled.softmax_scale / plain - mscale * mscale).abs() < 1e-6);
         assert_eq!(scaled.layers[0].rope.attention_factor(), 1.0);
+        let json = json!({"rope_parameters": null, "max_position_embeddings": 64, "rope_scaling": yarn});
+        let factor = crate::config::rope::softmax_factor(&json);
+        assert!((factor - f64::from(mscale * mscale)).abs() < 1e-6, "null counts as absent");
     }
 
     #[test]

@@ -11,8 +11,7 @@ use crate::error::{Error, Result};
 /// Returns the rotary embedding of a layer of `layer_type`, whose rows have `width` elements.
 pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
     let none = Value::Null;
-    let given = |name: &str| json.get(name).filter(|value| !value.is_null());
-    let all = given("rope_parameters").or_else(|| given("rope_scaling")).unwrap_or(&none);
+    let all = of_all_layers(json).unwrap_or(&none);
     let by_type = LAYER_TYPES.iter().any(|name| all.get(name).is_some());
     let of_layer = if by_type {
         all.get(layer_type).ok_or_else(|| Error::Config(format!("rope_parameters lacks {layer_type}")))?
@@ -21,6 +20,7 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     };
     check_numbers(of_layer, &NUMBERS)?;
     check_numbers(json, &BESIDE)?;
+    check_kind(of_layer)?;
     let parameters = Parameters { json, of_layer };
     let part =
         parameters.number("partial_rotary_factor").or_else(|| json.get("partial_rotary_factor")?.as_f64());
@@ -68,16 +68,34 @@ fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     }
 }
 
+/// Fields that name the kind of scaling, the new one first.
+const KINDS: [&str; 2] = ["rope_type", "type"];
+
+/// Refuses a kind of scaling that is no name: no scaling in its place would be another model.
+fn check_kind(fields: &Value) -> Result<()> {
+    let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_string());
+    match KINDS.iter().find_map(|name| given(name).map(|value| (name, value))) {
+        Some((name, value)) => bad(format!("{name} is {value}, not a name")),
+        None => Ok(()),
+    }
+}
+
 /// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale of its
 /// `mscale_all_dim`. The attention factor on cos and sin reaches only the rotated part of a key; this factor
 /// reaches all of it.
 pub(super) fn softmax_factor(json: &Value) -> f64 {
-    let parameters = json.get("rope_parameters").or_else(|| json.get("rope_scaling")).unwrap_or(&Value::Null);
+    let parameters = of_all_layers(json).unwrap_or(&Value::Null);
     let parameters = Parameters { json, of_layer: parameters };
     match (parameters.kind(), parameters.number("mscale_all_dim"), parameters.factor()) {
         ("default", ..) | (_, None, _) | (.., None) => 1.0,
         (_, Some(mscale), Some(factor)) => yarn_scale(factor, mscale).powi(2),
     }
+}
+
+/// Returns the rotary parameters, under their new name or their old one. `null` counts as absent.
+fn of_all_layers(json: &Value) -> Option<&Value> {
+    let given = |name: &str| json.get(name).filter(|value| !value.is_null());
+    given("rope_parameters").or_else(|| given("rope_scaling"))
 }
 
 /// The fields that concern one layer.
@@ -102,8 +120,7 @@ impl Parameters<'_> {
     }
 
     fn kind(&self) -> &str {
-        let kind = self.of_layer.get("rope_type").or_else(|| self.of_layer.get("type"));
-        kind.and_then(Value::as_str).unwrap_or("default")
+        KINDS.iter().find_map(|name| self.of_layer.get(*name)?.as_str()).unwrap_or("default")
     }
 
     /// Returns the number of positions that the config gives for the model.
@@ -222,6 +239,8 @@ mod tests {
             );
         }
         assert!(config(r#","rope_theta":null"#).is_ok(), "null is absence");
+        let refused = config(r#","rope_scaling":{"rope_type":5,"factor":4}"#).unwrap_err().to_string();
+        assert!(refused.contains("rope_type is 5, not a name"), "{refused}");
     }
 
     #[test]

@@ -70,6 +70,7 @@ impl Scatter {
             rotation.check(&self.slots, self.arena.layout().shape().k_dim)?;
         }
         self.slots.check()?;
+        self.slots.check_block_size(self.arena.layout().shape().block_size)?;
         check_slots(&self.arena, &self.slots)
     }
 

@@ -195,8 +195,8 @@ impl MutableBlocks {
         share(&self.pool, std::mem::take(&mut self.ids))
     }
 
-    /// Returns `slots` with a permit to write them. All slots must lie in these blocks. Negative slots are
-    /// padding.
+    /// Returns `slots` with a permit to write them. All slots must lie in these blocks, of `block_size` tokens
+    /// each. Negative slots are padding.
     ///
     /// # Errors
     /// Returns [`Error::NotOwned`] if a slot lies in another block, and [`Error::Zero`] if `block_size` is
@@ -225,7 +225,7 @@ impl MutableBlocks {
             .filter(|&&slot| slot >= 0)
             .map(|&slot| BlockId(u32::try_from(slot / block_size as i64).unwrap_or(u32::MAX)));
         self.check_own(blocks)?;
-        Ok(self.permits.slots(slots))
+        Ok(self.permits.slots(block_size, slots))
     }
 
     /// Returns pairs `(source, destination)` with a permit to copy into these blocks. Every destination

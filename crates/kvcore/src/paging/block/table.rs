@@ -129,7 +129,8 @@ impl BlockTable {
     /// ([`unshare_tail`](Self::unshare_tail) replaces it by a copy). In these cases the table is unchanged.
     pub fn grow(&mut self, tokens: usize) -> Result<WriteSlots> {
         let tokens = self.reserve(tokens)?;
-        Ok(self.own.permits.slots(tokens.map(|token| self.slot_unchecked(token)).collect::<Arc<[i64]>>()))
+        let slots: Arc<[i64]> = tokens.map(|token| self.slot_unchecked(token)).collect();
+        Ok(self.own.permits.slots(self.block_size, slots))
     }
 
     /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), uses the
@@ -140,7 +141,8 @@ impl BlockTable {
     /// Returns the errors of [`grow`](Self::grow). In these cases `slots` is unchanged.
     pub fn grow_into(&mut self, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
         let tokens = self.reserve(tokens)?;
-        self.own.permits.refill(slots, tokens.map(|token| self.slot_unchecked(token)));
+        let places = tokens.map(|token| self.slot_unchecked(token));
+        self.own.permits.refill(slots, self.block_size, places);
         Ok(())
     }
 
@@ -248,7 +250,8 @@ impl BlockTable {
             + (token % self.block_size) as i64
     }
 
-    /// Removes the tokens past `len`, and releases the blocks that are no longer needed.
+    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. Slots of tokens past
+    /// `len` become void, also those in a block that stays.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
@@ -260,6 +263,9 @@ impl BlockTable {
         let keep = len.div_ceil(self.block_size);
         if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
             return Err(self.shared_at(len));
+        }
+        if len < self.len {
+            self.own.permits.void();
         }
         drop(self.own.split_off(keep.saturating_sub(self.shared.len()).min(self.own.len()))?);
         self.shared.truncate(keep);

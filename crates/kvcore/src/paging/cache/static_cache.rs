@@ -157,7 +157,7 @@ impl StaticKvCache {
     /// Returns the slots of new tokens of an entry, writable until the entry is truncated or freed.
     fn slots(&self, batch: usize, start: usize, new: usize) -> WriteSlots {
         let first = (batch * self.max_len() + start) as i64;
-        self.permits[batch].slots((first..first + new as i64).collect::<Arc<[i64]>>())
+        self.permits[batch].slots(self.max_len(), (first..first + new as i64).collect::<Arc<[i64]>>())
     }
 
     /// Returns views of one layer up to the end of the longest entry:
