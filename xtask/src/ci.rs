@@ -67,6 +67,8 @@ pub(crate) const STEPS: &[Step] = &[
         budget: 30,
         needs: GPU,
     },
+    Step { command: "cargo run --release -p kvbackend-cpu --example paged_decode", budget: 10, needs: &[] },
+    Step { command: "cargo run --release -p kvbackend-cpu --example own_backend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 30, needs: &[] },
     Step { command: "cargo xtask conform --backend wgpu", budget: 240, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 150, needs: &[Tool::Sanitizer] },
