@@ -1,11 +1,19 @@
 //! Device-agnostic structures of a KV cache for LLM inference.
 //!
+//! The crate has three rooms. Each uses the rooms below it and nothing above:
+//!
 //! ```text
-//!   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable ──► WriteSlots ───► Scatter ─┐
-//!                                   │  guards: Mutable → Shared → Cached               │
-//!                                   ▼                                                  ▼
-//!                                Segment { blocks, logical order, offset } ──► Attend ◄─ KvArena
+//!   paging   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable, PagedKvCache, StaticKvCache
+//!               │ WriteSlots, Segment { blocks, logical order, offset }
+//!               ▼
+//!   device   Operation: Scatter, Attend, … ──► Stream of a Backend ──► KvArena in its Storage
+//!               │
+//!               ▼
+//!   base     BlockId, SlotMapping, KvShape, KvLayout, Rope, DType, Error
 //! ```
+//!
+//! Block ids, layouts and RoPE lie in [`base`], the contract of a backend in [`device`], and what decides
+//! which block holds which token in [`paging`]. All names are exported here too.
 //!
 //! This crate knows no device API, no async runtime and no model. A backend implements
 //! [`Backend`] and [`Stream`]; an engine keeps sequences in a [`PagedKvCache`] (or a

@@ -9,10 +9,10 @@
 //!    │◄────────── evicted, or nothing claims the block ──── Cached ──────┘
 //! ```
 //!
-//! One step leads back: the only holder of a block without a key and a pin may fill the block further
-//! ([`SharedBlocks::reclaim_last`]), because no other holder can have read it.
+//! One step leads back, from Shared to Mutable: the only holder of a block without a key and a pin may fill
+//! the block further ([`SharedBlocks::reclaim_last`]), because no other holder can read it any more.
 //!
-//! Each state has its own guard type, which holds any number of blocks. A step consumes the guard of the
+//! The states Mutable and Shared have a guard type each, which holds any number of blocks. A step consumes the guard of the
 //! previous state, so an illegal step does not compile. Dropping a guard returns the blocks. There is no
 //! other way to free a block, so no block is freed twice. A block without holders is kept alive by a
 //! *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).

@@ -53,6 +53,8 @@ pub(super) struct Memory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
+    /// Held while granules are released or mapped: what one call releases is the difference of two counts.
+    mapping: Mutex<()>,
 }
 
 /// Whole granules of a part, with the number of the part.
@@ -74,7 +76,13 @@ impl ReservedArena {
             parts.push(Arc::clone(&part));
             Ok(part as Arc<dyn Storage>)
         })?;
-        Ok(Self(Arc::new(Memory { backend, arena, parts, asleep: Mutex::default() })))
+        Ok(Self(Arc::new(Memory {
+            backend,
+            arena,
+            parts,
+            asleep: Mutex::default(),
+            mapping: Mutex::default(),
+        })))
     }
 
     /// Returns the arena that kernels and caches use.
@@ -193,17 +201,22 @@ impl Memory {
     }
 
     /// Returns the bytes of physical memory behind all parts.
-    pub(super) fn resident_bytes(&self) -> usize {
+    fn resident_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.resident_bytes()).sum()
     }
 
-    /// Releases all granules, or none. The contents of the granules are lost in either case.
-    pub(super) fn unmap(&self, granules: &[Granules]) -> Result<()> {
-        self.all_or_none(granules, |part, range| part.unmap(range), |part, range| part.map(range))
+    /// Releases all granules, or none. The contents of the granules are lost in either case. Returns the
+    /// bytes that came free.
+    pub(super) fn unmap(&self, granules: &[Granules]) -> Result<usize> {
+        let _turn = self.mapping.lock();
+        let before = self.resident_bytes();
+        self.all_or_none(granules, |part, range| part.unmap(range), |part, range| part.map(range))?;
+        Ok(before.saturating_sub(self.resident_bytes()))
     }
 
     /// Maps all granules again, or none.
     pub(super) fn map(&self, granules: &[Granules]) -> Result<()> {
+        let _turn = self.mapping.lock();
         self.all_or_none(granules, |part, range| part.map(range), |part, range| part.unmap(range))
     }
 

@@ -48,14 +48,15 @@ impl SleepingBlocks {
         };
         falling.saved = falling.memory.save(&falling.keep, stream)?;
         let granules = falling.memory.granules(&falling.blocks);
-        let before = falling.memory.resident_bytes();
-        if let Err(error) = falling.memory.unmap(&granules) {
-            if let Some(saved) = &falling.saved {
-                falling.memory.restore(saved, &falling.keep, stream)?;
+        match falling.memory.unmap(&granules) {
+            Ok(bytes) => falling.released_bytes = bytes,
+            Err(error) => {
+                if let Some(saved) = &falling.saved {
+                    falling.memory.restore(saved, &falling.keep, stream)?;
+                }
+                return Err(error);
             }
-            return Err(error);
         }
-        falling.released_bytes = before.saturating_sub(falling.memory.resident_bytes());
         falling.released = granules;
         Ok(falling)
     }
