@@ -12,7 +12,7 @@ const MAX_LINES: usize = 600;
 /// Workspaces of their own, with lock files of their own.
 const BENCHES: [&str; 2] = ["benches/block-pool/Cargo.toml", "benches/instructions/Cargo.toml"];
 
-/// What runs all steps, and is none itself.
+/// Command that runs all steps, and is none of them.
 const CI: &str = "cargo xtask ci";
 
 /// One check.
@@ -132,7 +132,7 @@ fn features_have_tests() -> Result {
     if rows < ROWS { Err(format!("{name} has {rows} rows with tests, fewer than {ROWS}")) } else { Ok(()) }
 }
 
-/// What stands as `` `file.rs::function` `` in a Markdown text.
+/// Names of tests that stand as `` `file.rs::function` `` in a Markdown text.
 fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
     let quoted = markdown.split('`').skip(1).step_by(2);
     quoted.filter_map(|text| {

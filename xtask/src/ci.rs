@@ -25,7 +25,7 @@ pub(crate) struct Step {
     pub(crate) command: &'static str,
     /// Seconds that it may take on two slow cores from a clean clone; more is marked in the table.
     budget: u32,
-    /// What it needs beside Rust, git and a C compiler.
+    /// Tools that the step needs beside Rust, git and a C compiler.
     needs: &'static [Tool],
 }
 
@@ -39,7 +39,7 @@ const GPU: &[Tool] = &[
 /// The step whose last line counts the tests.
 const TEST: &str = "cargo xtask test";
 
-/// What CI runs. Whichever step comes first builds what others then share: all are of the release profile.
+/// The steps of CI, in order. All are of the release profile, so the first build serves the others.
 pub(crate) const STEPS: &[Step] = &[
     Step {
         command: "cargo xtask check",

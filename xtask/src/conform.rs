@@ -9,7 +9,7 @@ use crate::run::{Result, cargo, root, run};
 /// Options of `cargo xtask conform`.
 #[derive(Args)]
 pub(crate) struct ConformArgs {
-    /// Which backend.
+    /// Backend to check.
     #[arg(long, default_value = "cpu")]
     backend: String,
     /// Every element type in every variant, where some variants otherwise run in some.

@@ -35,10 +35,10 @@ pub(crate) struct InstructionsArgs {
     reason: Option<String>,
 }
 
-/// What is committed.
+/// Committed counts.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Baseline {
-    /// What counted; another compiler or C library gives other counts.
+    /// Tools that counted; another compiler or C library gives other counts.
     counted_with: String,
     paths: BTreeMap<String, Entry>,
 }
@@ -147,7 +147,7 @@ fn table(baseline: &Baseline, counts: &Counts) -> String {
     text
 }
 
-/// What a run is refused for.
+/// Reasons to refuse a run.
 fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     let mut all = Vec::new();
     for (path, now) in counts {

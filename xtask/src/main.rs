@@ -36,7 +36,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
-    /// What CI runs: every step of its list, then a table of their seconds and the counts of the tests.
+    /// Run all steps of CI, then print a table of their seconds and the counts of the tests.
     Ci(ci::CiArgs),
     /// The slice longest unrun of what CI has no time for; docs/deep.md has the table.
     Deep(deep::DeepArgs),
@@ -49,7 +49,7 @@ enum Task {
     Conform(conform::ConformArgs),
     /// All benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels), as one table of ratios.
     Bench(bench::BenchArgs),
-    /// What the tests of exactness measure, as the table of docs/exactness.md.
+    /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
     /// Instructions that hot paths take, against the committed baseline (needs valgrind and gungraun-runner).
     Instructions(instructions::InstructionsArgs),

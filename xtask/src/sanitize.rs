@@ -19,7 +19,7 @@ pub(crate) struct SanitizeArgs {
 /// to sleep. (`kvc` has one line that sets a variable of its environment.)
 const ALL: [&str; 7] = ["-p", "kvbackend-cpu", "-p", "kvconform", "-p", "kvchunk", "--tests"];
 
-/// What runs without `--all`: units, every kernel in every instruction set on one thread and several, and the
+/// Tests that run without `--all`: units, every kernel in every instruction set on one thread and several, and the
 /// conformance suite.
 const SOONEST: [&str; 8] = [
     "-p",

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use crate::clock::{Seconds, timed};
 use crate::run::{STRICT, root};
 
-/// What became of a command.
+/// Outcome of a command.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outcome {
     /// The command.

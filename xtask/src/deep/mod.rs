@@ -32,11 +32,11 @@ pub(crate) struct DeepArgs {
 /// A part of the deep checks. To add one, add a line to [`SLICES`].
 pub(crate) struct Slice {
     pub(crate) name: &'static str,
-    /// What it checks.
+    /// Subject of the slice, for the table.
     pub(crate) covers: &'static str,
     /// The command: five minutes at most on two slow cores.
     pub(crate) command: &'static str,
-    /// What it needs beside what CI needs anyway.
+    /// Tools that the slice needs beside those of CI.
     needs: &'static [Tool],
 }
 

@@ -20,7 +20,7 @@ const COMMAND: &str = "cargo xtask deep";
 pub(super) struct Row {
     /// When it ended, so that later rows are greater.
     pub(super) when: String,
-    /// What was checked out.
+    /// Commit that was checked out.
     pub(super) commit: String,
     pub(super) seconds: Seconds,
     pub(super) passed: bool,
