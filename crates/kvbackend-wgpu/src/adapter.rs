@@ -11,7 +11,7 @@ use crate::device::NATIVE_F16;
 use crate::options::WgpuOptions;
 
 /// Number of storage buffers that the attention kernel binds.
-const STORAGE_BUFFERS: u32 = 9;
+const STORAGE_BUFFERS: u32 = 10;
 
 /// Number of threads of the largest workgroup.
 const INVOCATIONS: u32 = 256;

@@ -127,6 +127,14 @@ impl Device {
         Err(Error::Unsupported { backend: NAME, what })
     }
 
+    /// Returns the error for lists of an operation that are too long to be bound.
+    pub(crate) fn lists_too_long(&self, bytes: u64) -> Error {
+        let most = self.limits.max_storage_buffer_binding_size;
+        let what =
+            format!("an operation with {bytes} bytes of lists: the device binds {most} at once; divide it");
+        Error::Unsupported { backend: NAME, what }
+    }
+
     /// Returns an error if the device is lost, or if it has refused something since the last call.
     pub(crate) fn check(&self) -> Result<()> {
         let refused = self.health.error.lock().take();

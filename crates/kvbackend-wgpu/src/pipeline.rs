@@ -50,8 +50,8 @@ impl Shader {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],
             Self::ConvertRows => &[false, true, true, true, true, false],
-            Self::Attend => &[false, false, false, false, false, false, false, false, true],
-            Self::Merge => &[false, true, true, true],
+            Self::Attend => &[false, false, false, false, false, false, false, false, true, false],
+            Self::Merge => &[false, true, true, true, false],
         }
     }
 

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -37,6 +37,7 @@ enum Fault {
     AttendIgnoresOffsets,
     AttendIgnoresCausality,
     AttendIgnoresWindow,
+    AttendKeepsTheWindowOfItsWork,
     AttendIgnoresGroups,
     AttendIgnoresSoftcap,
     AttendScalesTwice,
@@ -89,6 +90,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::AttendIgnoresOffsets, "attend::segments_at_offsets"),
     (Fault::AttendIgnoresCausality, "attend::causality_goes_by_logical_order"),
     (Fault::AttendIgnoresWindow, "attend::windows_go_by_position"),
+    (Fault::AttendKeepsTheWindowOfItsWork, "attend::layers_share_the_work_of_a_step"),
     (Fault::AttendIgnoresGroups, "attend::softcap_temperature_and_groups"),
     (Fault::AttendIgnoresSoftcap, "attend::softcap_temperature_and_groups"),
     (Fault::AttendScalesTwice, "attend::prefill_and_decode_in_one_call"),
@@ -149,6 +151,8 @@ struct Wrong {
 struct WrongStream {
     inner: Arc<dyn Stream>,
     fault: Fault,
+    /// The window of the first call with each work.
+    windows: Mutex<HashMap<u64, Option<usize>>>,
 }
 
 #[derive(Debug)]
@@ -203,7 +207,8 @@ impl Backend for Wrong {
         Ok(Arc::new(WrongReserved { inner, fault: self.fault, hidden: Mutex::default() }))
     }
     fn stream(&self) -> Result<Arc<dyn Stream>> {
-        Ok(Arc::new(WrongStream { inner: self.inner.stream()?, fault: self.fault }))
+        let (inner, windows) = (self.inner.stream()?, Mutex::default());
+        Ok(Arc::new(WrongStream { inner, fault: self.fault, windows }))
     }
     fn counters(&self) -> CounterSnapshot {
         self.inner.counters()
@@ -288,7 +293,7 @@ impl WrongStream {
 
     /// Returns an attend as the fault changes it.
     fn spoilt(&self, op: &Attend) -> Result<Attend> {
-        let mut op = op.clone();
+        let (mut op, id) = (op.clone(), op.work.id());
         let change = |segment: &Segment| match self.fault {
             Fault::AttendIgnoresOffsets | Fault::MlaIgnoresRope => segment.clone().at_offset(0),
             Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
@@ -311,6 +316,9 @@ impl WrongStream {
         op.work = Arc::new(AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups())));
         match self.fault {
             Fault::AttendIgnoresWindow => op.window = None,
+            Fault::AttendKeepsTheWindowOfItsWork => {
+                op.window = *self.windows.lock().unwrap().entry(id).or_insert(op.window);
+            }
             Fault::AttendIgnoresSoftcap => op.softcap = None,
             Fault::AttendScalesTwice => op.scale *= op.scale,
             Fault::AttendForgetsLse => op.lse = None,

@@ -142,6 +142,7 @@ impl Conversion<'_> {
                     args,
                     bindings: bindings.clone(),
                     groups: items.len() as u64 * per_item,
+                    plan: None,
                 });
             }
         }

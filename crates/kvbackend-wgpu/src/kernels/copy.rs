@@ -125,6 +125,7 @@ fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
             args,
             bindings: part.bindings.clone(),
             groups: (items.len() as u64 * per_item).div_ceil(THREADS),
+            plan: None,
         });
     }
     Ok(work)

@@ -17,6 +17,8 @@ pub(crate) mod copy;
 mod places;
 mod rows;
 
+pub(crate) use attend::{Plan, Plans};
+
 /// Lowers a checked operation to runs of kernels.
 pub(crate) fn lower(stream: &WgpuStream, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
     let device = stream.device();

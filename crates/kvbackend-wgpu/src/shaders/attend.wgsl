@@ -6,8 +6,9 @@
 // Queries lie there in fours, side by side: a thread multiplies each element of a tile that it reads by four
 // of them, for logits as for values. Registers accumulate the values.
 //
-// args: parameters by the names below, then records of tasks, runs and rows, and lists of tokens, all placed
-// by kernels/attend/records.rs.
+// args: parameters by the names below, which each layer has for itself.
+// records: tasks, runs and rows, and lists of tokens, placed by kernels/attend/records.rs. All layers of a
+// step share them.
 
 @group(0) @binding(1) var<storage, read> keys: array<u32>;
 @group(0) @binding(2) var<storage, read> values: array<u32>;
@@ -17,6 +18,7 @@
 @group(0) @binding(6) var<storage, read> latents: array<u32>;
 @group(0) @binding(7) var<storage, read> angles: array<vec2<f32>>;
 @group(0) @binding(8) var<storage, read_write> parts: array<f32>;
+@group(0) @binding(9) var<storage, read> records: array<u32>;
 
 override KIND: u32;
 override QUERY: u32;
@@ -69,7 +71,6 @@ const K_AT: u32 = 15u;
 const V_AT: u32 = 19u;
 const K_SCALES_AT: u32 = 23u;
 const V_SCALES_AT: u32 = 27u;
-const HEADER: u32 = 31u;
 
 // A task: first row, number of rows, first run, number of runs, place of its first part.
 const TASK_WORDS: u32 = 5u;
@@ -105,12 +106,12 @@ struct Task {
 
 // Returns the place of a token of a run: its block, and its token within the block.
 fn place_of(run: u32, token: u32) -> vec2<u32> {
-    let list = args[run];
-    if (args[run + 1u] == 1u) {
-        let slot = args[list + 2u * token];
+    let list = records[run];
+    if (records[run + 1u] == 1u) {
+        let slot = records[list + 2u * token];
         return vec2<u32>(slot / BLOCK, slot % BLOCK);
     }
-    return vec2<u32>(args[list + token / BLOCK], token % BLOCK);
+    return vec2<u32>(records[list + token / BLOCK], token % BLOCK);
 }
 
 fn row_at(plane: u32, place: vec2<u32>, head: u32) -> u32 {
@@ -191,11 +192,11 @@ fn turn_keys(run: u32, start: u32, end: u32, thread: u32) {
         let pair = i % PAIRS_OR_ONE;
         if (start + t < end) {
             var token = start + t;
-            if (args[run + 1u] == 1u) {
-                token = args[args[run] + 2u * token + 1u];
+            if (records[run + 1u] == 1u) {
+                token = records[records[run] + 2u * token + 1u];
             }
             let place = t * K_ROW + pair_of(pair);
-            let both = turned(tile[place.x], tile[place.y], bitcast<i32>(args[run + 5u] + token), pair);
+            let both = turned(tile[place.x], tile[place.y], bitcast<i32>(records[run + 5u] + token), pair);
             tile[place.x] = both.x;
             tile[place.y] = both.y;
         }
@@ -243,7 +244,7 @@ fn turn_queries(task: Task, run: u32, thread: u32) {
         for (var lane = 0u; lane < 4u; lane++) {
             let row = (4u * (i / PAIRS_OR_ONE) + lane) / HEADS;
             if (row < task.rows) {
-                let position = bitcast<i32>(args[run + RUN_WORDS + ROW_WORDS * row + 2u]);
+                let position = bitcast<i32>(records[run + RUN_WORDS + ROW_WORDS * row + 2u]);
                 let both = turned(x[lane], y[lane], position, pair);
                 x[lane] = both.x;
                 y[lane] = both.y;
@@ -301,8 +302,8 @@ fn seen(task: Task, run: u32, start: u32, quad: u32) -> Seen {
         let q = 4u * quad + lane;
         if (q / HEADS < task.rows) {
             let row = run + RUN_WORDS + ROW_WORDS * (q / HEADS);
-            tokens.first[lane] = max(args[row], start) - start;
-            tokens.end[lane] = max(args[row + 1u], start) - start;
+            tokens.first[lane] = max(records[row], start) - start;
+            tokens.end[lane] = max(records[row + 1u], start) - start;
         }
     }
     return tokens;
@@ -314,7 +315,7 @@ fn add_shares(tokens: Seen, run: u32, thread: u32) {
     for (var share = 1u; share < SHARES; share++) {
         x += weight[thread + share * QUADS * TOKENS];
     }
-    x *= bitcast<f32>(args[SCALE]) * bitcast<f32>(args[run + 4u]);
+    x *= bitcast<f32>(args[SCALE]) * bitcast<f32>(records[run + 4u]);
     let cap = bitcast<f32>(args[SOFTCAP]);
     if (cap > 0.0) {
         for (var lane = 0u; lane < 4u; lane++) {
@@ -418,12 +419,12 @@ fn main(
     if (number / units >= args[TASKS]) {
         return;
     }
-    let record = HEADER + TASK_WORDS * (number / units);
-    let first_row = args[record];
+    let record = TASK_WORDS * (number / units);
+    let first_row = records[record];
     let head = number % units * HEADS;
     let all_heads = args[ALL_HEADS];
     let task = Task(
-        args[record + 1u],
+        records[record + 1u],
         head,
         head * args[K_HEADS] / all_heads,
         head * args[V_HEADS] / all_heads,
@@ -434,8 +435,8 @@ fn main(
     if (thread < QUADS) {
         most[thread] = vec4<f32>(LOWEST);
     }
-    var run = args[record + 2u];
-    for (var r = 0u; r < args[record + 3u]; r++) {
+    var run = records[record + 2u];
+    for (var r = 0u; r < records[record + 3u]; r++) {
         // Each run rotates queries by its own positions, so that they are loaded again.
         if (r == 0u || PAIRS > 0u) {
             workgroupBarrier();
@@ -448,8 +449,8 @@ fn main(
         if (PAIRS > 0u) {
             turn_queries(task, run, thread);
         }
-        let end = args[run + 3u];
-        for (var start = args[run + 2u]; start < end; start += TOKENS) {
+        let end = records[run + 3u];
+        for (var start = records[run + 2u]; start < end; start += TOKENS) {
             load_tile(KEYS, run, start, end, task.k_head, thread);
             workgroupBarrier();
             if (UNROTATED) {
@@ -480,5 +481,5 @@ fn main(
         }
         run += RUN_WORDS + ROW_WORDS * (QUERIES / HEADS);
     }
-    write_parts(task, args[record + 4u], thread);
+    write_parts(task, records[record + 4u], thread);
 }

@@ -3,14 +3,15 @@
 // and head.
 //
 // args: [rows, heads, offset of the output, its strides of a row and a head, offset and strides of the
-// log-sum-exp, place of the groups], a record for each row (row of the output, place and number of its
-// parts), the factors of the groups, and lists of (part of head 0, group), sorted by group.
+// log-sum-exp, place of the groups among the records].
+// records: a record for each row (row of the output, place and number of its parts), the factors of the
+// groups, and lists of (part of head 0, group), sorted by group.
 
 @group(0) @binding(3) var<storage, read_write> lse: array<u32>;
+@group(0) @binding(4) var<storage, read> records: array<u32>;
 
 override WITH_LSE: bool;
 
-const HEADER: u32 = 9u;
 const LOWEST: f32 = -3.4028234e38;
 const MINUS_INFINITY: u32 = 0xff800000u;
 
@@ -40,10 +41,10 @@ fn main(
         return;
     }
     let head = number % heads;
-    let record = HEADER + 3u * (number / heads);
-    let out_row = args[record];
-    let list = args[record + 1u];
-    let count = args[record + 2u];
+    let record = 3u * (number / heads);
+    let out_row = records[record];
+    let list = records[record + 1u];
+    let count = records[record + 2u];
     let width = DIM + 2u;
 
     var most = LOWEST;
@@ -54,19 +55,19 @@ fn main(
     var next = 0u;
     while (next < count) {
         let begin = next;
-        let group = args[list + 2u * begin + 1u];
+        let group = records[list + 2u * begin + 1u];
         var high = LOWEST;
-        while (next < count && args[list + 2u * next + 1u] == group) {
-            high = max(high, part((args[list + 2u * next] + head) * width));
+        while (next < count && records[list + 2u * next + 1u] == group) {
+            high = max(high, part((records[list + 2u * next] + head) * width));
             next++;
         }
         var sum = 0.0;
         for (var i = begin; i < next; i++) {
-            let place = (args[list + 2u * i] + head) * width;
+            let place = (records[list + 2u * i] + head) * width;
             sum += part(place + 1u) * exp(part(place) - high);
         }
         if (!is_zero(sum)) {
-            let group_lse = (high + log(sum)) * bitcast<f32>(args[args[8] + group]);
+            let group_lse = (high + log(sum)) * bitcast<f32>(records[args[8] + group]);
             let before = most;
             if (group_lse > most) {
                 most = group_lse;
@@ -77,7 +78,7 @@ fn main(
             for (var d = thread; d < DIM; d += THREADS) {
                 var value = 0.0;
                 for (var i = begin; i < next; i++) {
-                    let place = (args[list + 2u * i] + head) * width;
+                    let place = (records[list + 2u * i] + head) * width;
                     if (!is_zero(part(place + 1u))) {
                         value += part(place + 2u + d) * exp(part(place) - high);
                     }

@@ -14,7 +14,7 @@ use wgpu::{BufferUsages, MapMode, SubmissionIndex};
 
 use crate::NAME;
 use crate::device::Device;
-use crate::kernels::{self, copy};
+use crate::kernels::{self, Plans, copy};
 use crate::memory;
 use crate::pipeline::Binding;
 
@@ -38,6 +38,8 @@ pub struct WgpuStream {
 struct Inner {
     device: Arc<Device>,
     pending: Mutex<Pending>,
+    /// Attention plans, which the layers of a step share.
+    plans: Plans,
 }
 
 impl Drop for Inner {
@@ -98,11 +100,15 @@ impl Event for WgpuEvent {
 
 impl WgpuStream {
     pub(crate) fn new(device: Arc<Device>) -> Self {
-        Self { inner: Arc::new(Inner { device, pending: Mutex::default() }) }
+        Self { inner: Arc::new(Inner { device, pending: Mutex::default(), plans: Plans::default() }) }
     }
 
     pub(crate) fn device(&self) -> &Arc<Device> {
         &self.inner.device
+    }
+
+    pub(crate) fn plans(&self) -> &Plans {
+        &self.inner.plans
     }
 
     /// Enqueues runs of kernels.

@@ -9,6 +9,7 @@ use wgpu::{
 };
 
 use crate::device::Device;
+use crate::kernels::Plan;
 use crate::pipeline::{Binding, Pipeline};
 
 /// Bytes of the first buffer for arguments; each further buffer of a submission is twice as large.
@@ -31,6 +32,8 @@ pub(crate) struct Dispatch {
     pub(crate) bindings: Vec<Binding>,
     /// Number of workgroups.
     pub(crate) groups: u64,
+    /// The plan whose records the kernel reads. Its buffer is not written again before the kernel is submitted.
+    pub(crate) plan: Option<Arc<Plan>>,
 }
 
 /// A moment in the order of a stream: the next submission, or the one that it became.
@@ -54,6 +57,8 @@ struct Arguments {
 pub(super) struct Pending {
     encoder: Option<CommandEncoder>,
     dispatches: usize,
+    /// Plans that recorded work reads.
+    plans: Vec<Arc<Plan>>,
     /// Bytes given to the queue that come before the next submission.
     written: u64,
     /// Argument buffers, each larger than the one before. Only the last has room left.
@@ -137,10 +142,7 @@ impl Pending {
         if let Some(large) =
             work.iter().map(|dispatch| 4 * dispatch.args.len() as u64).find(|&size| size > most)
         {
-            let what = format!(
-                "an operation with {large} bytes of lists: the device binds {most} at once; divide it"
-            );
-            return Err(kvcore::Error::Unsupported { backend: crate::NAME, what });
+            return Err(device.lists_too_long(large));
         }
         let mut recorded = 0;
         match device.guarded(|| self.record(device, work, &mut recorded)) {
@@ -169,6 +171,7 @@ impl Pending {
             pass.set_bind_group(0, &group, &[]);
             pass.dispatch_workgroups(x as u32, dispatch.groups.div_ceil(x) as u32, 1);
             drop(pass);
+            self.plans.extend(dispatch.plan);
             self.dispatches += 1;
             *recorded += 1;
         }
@@ -199,6 +202,7 @@ impl Pending {
             one.buffer.size() <= MANY_ARGUMENTS
         });
         (self.dispatches, self.written) = (0, 0);
+        self.plans.clear();
         match submitted {
             Ok(submission) => {
                 for point in self.points.drain(..) {

@@ -57,8 +57,17 @@ impl Prompt {
         })
     }
 
+    /// Returns the attention work of all rows.
+    fn work() -> Arc<AttendWork> {
+        let blocks = (0..TOKENS as u32 / 16).map(BlockId).collect::<Vec<_>>();
+        Arc::new(AttendWork::new(
+            (0..TOKENS).map(|i| QueryRow { logical: i, position: i as i64 }).collect::<Vec<_>>(),
+            [AttendRows::new(0..TOKENS, [Segment::new(blocks.into(), TOKENS, 0, 0)])],
+        ))
+    }
+
     /// Enqueues rotation and storage of keys and values, and attention over them.
-    fn enqueue(&self, layer: usize) {
+    fn enqueue(&self, layer: usize, work: &Arc<AttendWork>) {
         let (k, v) = (self.k.clone(), self.v.clone());
         let positions = (0..TOKENS as i64).collect();
         self.stream.rope(&ApplyRope { rows: k.clone(), positions, rope: Arc::clone(&self.rope) }).unwrap();
@@ -73,17 +82,13 @@ impl Prompt {
                 rotation: None,
             })
             .unwrap();
-        let blocks = (0..TOKENS as u32 / 16).map(BlockId).collect::<Vec<_>>();
         let attend = Attend {
             arena: self.arena.clone(),
             layer,
             q: self.q.clone(),
             rope: Some(Arc::clone(&self.rope)),
             keys: KeyForm::Rotated,
-            work: Arc::new(AttendWork::new(
-                (0..TOKENS).map(|i| QueryRow { logical: i, position: i as i64 }).collect::<Vec<_>>(),
-                [AttendRows::new(0..TOKENS, [Segment::new(blocks.into(), TOKENS, 0, 0)])],
-            )),
+            work: Arc::clone(work),
             scale: 0.125,
             window: None,
             softcap: None,
@@ -105,16 +110,39 @@ impl Prompt {
 #[test]
 fn many_layers_go_in_one_submission() {
     let Some(prompt) = Prompt::new() else { return };
-    prompt.enqueue(0); // the first call makes tables of angles
-    let counted = prompt.counted(|| (0..LAYERS).for_each(|layer| prompt.enqueue(layer)));
+    let work = Prompt::work();
+    prompt.enqueue(0, &work); // the first call makes tables of angles
+    let counted = prompt.counted(|| (0..LAYERS).for_each(|layer| prompt.enqueue(layer, &work)));
     assert_eq!((counted.submissions, counted.attend_calls), (1, LAYERS as u64));
     assert_eq!((counted.host_write_bytes, counted.host_read_bytes), (0, 0));
 }
 
 #[test]
+fn segments_and_block_tables_are_uploaded_once_a_step() {
+    let Some(prompt) = Prompt::new() else { return };
+    let step = |reads: bool| {
+        let work = Prompt::work();
+        let mut host = vec![0; TOKENS * HEADS * DIM * 4];
+        for layer in 0..LAYERS {
+            prompt.enqueue(layer, &work);
+            if reads {
+                prompt.stream.read(&prompt.out, &mut host).unwrap();
+            }
+        }
+    };
+    let once = prompt.counted(|| prompt.enqueue(0, &Prompt::work())).plan_bytes;
+    assert!(once > 4 * TOKENS as u64, "{once} bytes hold no record of each row");
+    assert_eq!(prompt.counted(|| step(false)).plan_bytes, once);
+    assert_eq!(prompt.counted(|| step(true)).plan_bytes, once);
+    // More steps than plans are kept; their buffers are used again.
+    assert_eq!(prompt.counted(|| (0..10).for_each(|_| step(true))).plan_bytes, 10 * once);
+}
+
+#[test]
 fn a_layer_that_the_host_feeds_and_reads_is_one_submission() {
     let Some(prompt) = Prompt::new() else { return };
-    prompt.enqueue(0);
+    let work = Prompt::work();
+    prompt.enqueue(0, &work);
     let mut host = noise(1, TOKENS * HEADS * DIM * 4);
     let bytes = host.len() as u64;
     let counted = prompt.counted(|| {
@@ -122,7 +150,7 @@ fn a_layer_that_the_host_feeds_and_reads_is_one_submission() {
             for view in [&prompt.q, &prompt.k, &prompt.v] {
                 prompt.stream.write(view, &host).unwrap();
             }
-            prompt.enqueue(layer);
+            prompt.enqueue(layer, &work);
             prompt.stream.read(&prompt.out, &mut host).unwrap();
         }
     });

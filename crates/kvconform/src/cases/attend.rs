@@ -224,6 +224,41 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     trial.check(b, "soft-capped logits")
 }
 
+/// A backend may keep what it derives from a work. Layers that differ in anything else must not share it.
+pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
+    let at = rows(&[(9, 46), (10, 47)]);
+    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+    let other_rope = RopeConfig { rotary_dim: 4, ..RopeConfig::new(10, 20.0) };
+    let ropes = [trial.op.rope.clone(), Some(Arc::new(Rope::new(other_rope, 4096)?))];
+    for step in 0..2 {
+        for (layer, window, rope, keys) in [
+            (0, None, 0, KeyForm::Rotated),
+            (1, None, 0, KeyForm::Rotated),
+            (1, Some(5), 0, KeyForm::Rotated),
+            (0, Some(2), 1, KeyForm::Rotated),
+            (1, None, 1, KeyForm::Unrotated),
+            (0, Some(2), 0, KeyForm::Rotated),
+            (0, Some(3), 0, KeyForm::Rotated),
+            (0, None, 0, KeyForm::Rotated),
+        ] {
+            let rope = ropes[rope].clone();
+            trial.op = Attend { layer, window, rope, keys, ..trial.op };
+            trial.check(b, &format!("step {step}, layer {layer}, window {window:?}, {keys:?}"))?;
+        }
+        // The next step edits the work in place: other rows over shorter segments.
+        let work = Arc::get_mut(&mut trial.op.work);
+        let edited = work.map(|work| {
+            work.edit(|rows, batch| {
+                rows.swap(0, 1);
+                let shorter = |segment: &Segment| Segment { len: segment.len - 1, ..segment.clone() };
+                batch[0].segments = batch[0].segments.iter().map(shorter).collect();
+            });
+        });
+        ensure(edited.is_some(), || "the backend keeps a work that it ran".to_owned())?;
+    }
+    Ok(())
+}
+
 pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
     let at = rows(&[(2, 2), (3, 3)]);
     let batch = vec![entry(0..1, vec![segment(&[1], 4, 9, 9)]), entry(1..2, vec![segment(&[], 0, 0, 0)])];

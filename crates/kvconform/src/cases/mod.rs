@@ -110,6 +110,7 @@ cases! {
     attend::causality_goes_by_logical_order,
     attend::windows_go_by_position,
     attend::softcap_temperature_and_groups,
+    attend::layers_share_the_work_of_a_step,
     attend::rows_that_see_nothing_are_zero,
     attend::nan_reaches_the_output,
     attend::rotated_queries_need_no_table,

@@ -1,32 +1,31 @@
-//! The arguments of `merge.wgsl`.
+//! The arguments and the records of `merge.wgsl`.
 
 use std::sync::Arc;
 
 use kvcore::{Attend, Result};
 
+use super::plan::{Chunk, Plan, first_parts};
 use super::runs::Tile;
 use super::window::rows_window;
-use super::{first_parts, rows_of};
 use crate::device::Device;
 use crate::kernels::convert::kind;
 use crate::pipeline::{Binding, Constant, Shader};
 use crate::stream::Dispatch;
 
-/// Words of the parameters.
-const HEADER: usize = 9;
+/// Words of the record of a row.
 const RECORD: usize = 3;
 
 pub(super) fn dispatch(
     device: &Arc<Device>,
     op: &Attend,
-    tiles: &[Tile],
+    plan: &Arc<Plan>,
+    chunk: &Chunk,
     scratch: Binding,
 ) -> Result<Dispatch> {
     let heads = op.q.shape()[1] as u32;
-    let rows = rows_of(tiles);
-    let (out, out_at) = rows_window(device, &op.out, &rows)?;
+    let (out, out_at) = rows_window(device, &op.out, &chunk.rows)?;
     let (lse, lse_at) = match &op.lse {
-        Some(view) => rows_window(device, view, &rows)?,
+        Some(view) => rows_window(device, view, &chunk.rows)?,
         None => (Binding::whole(&device.nothing[0]), [0; 3].into()),
     };
     let constants: [Constant; 3] = [
@@ -36,12 +35,19 @@ pub(super) fn dispatch(
     ];
     device.check_workgroup(op.arena.layout().shape().v_dim)?;
     let pipeline = device.pipelines.get(device, Shader::Merge, &constants, "")?;
-
-    let count: usize = tiles.iter().map(|tile| tile.rows.len()).sum();
-    let groups = HEADER + RECORD * count;
-    let mut args = vec![count as u32, heads];
+    let (count, place) = &chunk.merged;
+    let mut args = vec![*count as u32, heads];
     args.extend(out_at.iter().chain(&lse_at));
-    args.push(groups as u32);
+    args.push((RECORD * count) as u32);
+    let bindings = vec![scratch, out, lse, plan.records(place)];
+    let groups = *count as u64 * u64::from(heads);
+    Ok(Dispatch { pipeline, args, bindings, groups, plan: Some(Arc::clone(plan)) })
+}
+
+/// Returns a record for each row of some tiles, the factors of the merge groups, and the lists of parts.
+pub(super) fn records(op: &Attend, tiles: &[Tile]) -> Vec<u32> {
+    let heads = op.q.shape()[1] as u32;
+    let groups = RECORD * tiles.iter().map(|tile| tile.rows.len()).sum::<usize>();
     let mut parts = first_parts(tiles);
     let (mut records, mut lists) = (Vec::new(), Vec::new());
     for tile in tiles {
@@ -53,9 +59,7 @@ pub(super) fn dispatch(
             lists.extend(tasks.iter().flat_map(|&(group, part)| [(part + i as u32) * heads, group as u32]));
         }
     }
-    args.extend(records);
-    args.extend(op.work.groups().iter().map(|group| group.lse_scale.to_bits()));
-    args.extend(lists);
-    let groups = count as u64 * u64::from(heads);
-    Ok(Dispatch { pipeline, args, bindings: vec![scratch, out, lse], groups })
+    records.extend(op.work.groups().iter().map(|group| group.lse_scale.to_bits()));
+    records.extend(lists);
+    records
 }

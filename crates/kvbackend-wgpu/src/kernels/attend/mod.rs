@@ -5,29 +5,34 @@
 //! the runs of a merge group into parts, so that few rows over many tokens still fill the device. Each part
 //! of a tile is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes.
 //! Parts lie in a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
+//!
+//! All of this division is a [`Plan`], which the layers of a step share. A layer adds its parameters: the
+//! places of its keys, values, queries and results.
 
 use std::sync::Arc;
 
-use kvcore::{Attend, AttendMla, CopyTensor, Error, MemoryKind, Result, TensorView};
+use kvcore::{Attend, AttendMla, CopyTensor, MemoryKind, Result, TensorView};
 
-use crate::NAME;
 use crate::device::Device;
 use crate::kernels::copy;
 use crate::memory::WgpuStorage;
+use crate::pipeline::Binding;
 use crate::stream::{Dispatch, WgpuStream};
 
 mod merge;
+mod plan;
 mod records;
 mod runs;
 mod tiling;
 mod window;
 
-use runs::{Task, Tile};
+use plan::{Chunk, WindowTasks};
+pub(crate) use plan::{Plan, Plans};
 use tiling::Tiling;
-use window::PlaneWindows;
+use window::{PlaneWindows, rows_window};
 
-/// Most bytes of scratch for parts.
-const SCRATCH: u64 = 64 << 20;
+/// Words of the parameters of `attend.wgsl`.
+const PARAMETERS: usize = 31;
 
 pub(crate) fn attend(stream: &WgpuStream, op: &Attend) -> Result<Vec<Dispatch>> {
     run(stream, op, None)
@@ -41,36 +46,76 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let device = stream.device();
     let tiling = Tiling::of(device, op, latent.is_some())?;
     let planes = PlaneWindows::of(device, op)?;
-    let heads = op.q.shape()[1] as u64;
-    let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
-    let most = SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads);
-    let tiles = runs::tiles(op, &tiling, &planes, most as usize);
-    let chunks = chunks(device, op, latent, (&tiles, tiling.rows), most);
+    let plan = stream.plans().of(device, op, latent, (&tiling, &planes))?;
     let mut work = Vec::new();
     // The first chunk overwrites queries that lie where results go, so that later chunks need a copy.
     let mut apart = |view: &TensorView| {
-        if chunks.len() > 1 && view.overlaps(&op.out)? {
+        if plan.chunks.len() > 1 && view.overlaps(&op.out)? {
             copied(device, view, &mut work)
         } else {
             Ok(view.clone())
         }
     };
     let latent = latent.map(&mut apart).transpose()?;
-    let (op, latent) = (&Attend { q: apart(&op.q)?, ..op.clone() }, latent.as_ref());
-    for chunk in chunks {
-        // Each task has as many parts as rows, for all heads.
-        let parts: u64 = chunk.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
-        if parts > most {
-            let what = format!(
-                "{parts} parts of one row in attention: the device binds {most} at once; use fewer merge groups"
-            );
-            return Err(Error::Unsupported { backend: NAME, what });
-        }
-        let scratch = stream.scratch(parts.max(1) * heads * part_bytes)?;
-        work.extend(records::dispatches(device, op, latent, (&tiling, &planes), chunk, &scratch)?);
-        work.push(merge::dispatch(device, op, chunk, scratch)?);
+    let op = &Attend { q: apart(&op.q)?, ..op.clone() };
+    let heads = op.q.shape()[1] as u64;
+    let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
+    for chunk in &plan.chunks {
+        let scratch = stream.scratch(chunk.parts.max(1) * heads * part_bytes)?;
+        let call = Call { device, op, latent: latent.as_ref(), tiling: &tiling, planes: &planes };
+        work.extend(call.dispatches(&plan, chunk, &scratch)?);
+        work.push(merge::dispatch(device, op, &plan, chunk, scratch)?);
     }
     Ok(work)
+}
+
+/// A call, as all its chunks see it.
+struct Call<'a> {
+    device: &'a Arc<Device>,
+    op: &'a Attend,
+    latent: Option<&'a TensorView>,
+    tiling: &'a Tiling,
+    planes: &'a PlaneWindows,
+}
+
+impl Call<'_> {
+    /// Returns one run of `attend.wgsl` for each combination of windows that some task reads.
+    fn dispatches(&self, plan: &Arc<Plan>, chunk: &Chunk, scratch: &Binding) -> Result<Vec<Dispatch>> {
+        let Self { device, op, latent, tiling, planes } = *self;
+        if chunk.tasks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let pipeline = tiling.pipeline(device, op, latent.map(TensorView::dtype))?;
+        let nothing = || Binding::whole(&device.nothing[1]);
+        let (queries, q_at) = rows_window(device, &op.q, &chunk.rows)?;
+        let (latents, latent_at) = match latent {
+            Some(view) => rows_window(device, view, &chunk.rows)?,
+            None => (nothing(), [0; 3].into()),
+        };
+        let (angles, first_angle) = match (&chunk.turns, &op.rope) {
+            (Some(turns), Some(rope)) => turns.bind(device, rope)?,
+            _ => (nothing(), 0),
+        };
+        let (s, softcap) = (op.arena.layout().shape(), op.softcap.unwrap_or(0.0));
+        let factor = op.rope.as_ref().map_or(1.0, |rope| rope.attention_factor());
+        let dispatch = |tasks: &WindowTasks| {
+            let windows: [_; 4] = std::array::from_fn(|i| planes.window(device, i, op.layer, tasks.window));
+            let mut args = vec![tasks.count as u32, tiling.units as u32, op.q.shape()[1] as u32];
+            args.extend([s.k_heads as u32, s.v_heads as u32]);
+            args.extend([op.scale, softcap, factor].map(f32::to_bits));
+            args.push(first_angle);
+            args.extend(q_at.iter().chain(&latent_at));
+            args.extend(windows.iter().flat_map(|(_, place)| place));
+            debug_assert_eq!(args.len(), PARAMETERS);
+            let mut bindings = windows.map(|(binding, _)| binding).to_vec();
+            bindings.extend([queries.clone(), latents.clone(), angles.clone(), scratch.clone()]);
+            bindings.push(plan.records(&tasks.records));
+            let groups = (tasks.count * tiling.units) as u64;
+            let plan = Some(Arc::clone(plan));
+            Dispatch { pipeline: Arc::clone(&pipeline), args, bindings, groups, plan }
+        };
+        Ok(chunk.tasks.iter().map(dispatch).collect())
+    }
 }
 
 /// Returns a dense copy of a view, which `work` makes.
@@ -80,53 +125,4 @@ fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> 
     let dst = TensorView::new(storage, view.dtype(), view.shape())?;
     work.extend(copy::copy_tensor(device, &CopyTensor { src: view.clone(), dst: dst.clone() })?);
     Ok(dst)
-}
-
-/// Divides tiles into chunks whose parts fit in the scratch and whose rows can be bound at once. A workgroup
-/// has at most `tile_rows` rows.
-fn chunks<'a>(
-    device: &'a Device,
-    op: &'a Attend,
-    latent: Option<&'a TensorView>,
-    (tiles, tile_rows): (&'a [Tile], usize),
-    most: u64,
-) -> Vec<&'a [Tile]> {
-    let views: Vec<&TensorView> =
-        [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten().collect();
-    let mut chunks = Vec::new();
-    // Half of what can be bound; the other half is for the part of a list that two tiles share.
-    let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
-    let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
-    for (i, tile) in tiles.iter().enumerate() {
-        let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
-        let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
-        let bound = views.iter().all(|view| window::fits(device, view, &wider));
-        let listed = tile.words(tile_rows);
-        if i > start && (parts + more > most || words + listed > most_words || !bound) {
-            chunks.push(&tiles[start..i]);
-            (start, parts, words, rows) = (i, more, listed, tile.rows.clone());
-        } else {
-            (parts, words, rows) = (parts + more, words + listed, wider);
-        }
-    }
-    if start < tiles.len() {
-        chunks.push(&tiles[start..]);
-    }
-    chunks
-}
-
-/// Returns the range that covers all rows of some tiles.
-fn rows_of(tiles: &[Tile]) -> std::ops::Range<usize> {
-    let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
-    start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
-}
-
-/// Returns each task with the number of its first part, in the order of tiles and tasks.
-fn first_parts(tiles: &[Tile]) -> impl Iterator<Item = (&Task, u32)> {
-    let mut next = 0;
-    tiles.iter().flat_map(Tile::tasks).map(move |task| {
-        let first = next;
-        next += task.rows.len() as u32;
-        (task, first)
-    })
 }

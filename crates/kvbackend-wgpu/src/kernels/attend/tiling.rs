@@ -20,7 +20,7 @@ const QUERIES: usize = 16;
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
     /// Query heads of a workgroup; all of them read the same heads of K and V.
     pub(super) heads: usize,

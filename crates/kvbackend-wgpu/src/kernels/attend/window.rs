@@ -74,6 +74,12 @@ impl PlaneWindows {
         Ok(Self { planes, align, num_blocks: s.num_blocks, one })
     }
 
+    /// Returns the number of blocks of a window of each plane, or `None` if every layer is bound as a whole.
+    pub(super) fn blocks(&self) -> Option<[usize; 4]> {
+        let of = |plane: &Option<Plane>| plane.as_ref().map_or(0, |plane| plane.blocks);
+        (!self.one).then(|| std::array::from_fn(|i| of(&self.planes[i])))
+    }
+
     /// Returns whether every layer is bound as a whole.
     pub(super) fn are_one(&self) -> bool {
         self.one
@@ -124,10 +130,15 @@ fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64)
     (start - start % device.binding_align(), end)
 }
 
-/// Returns whether rows of a view can be bound at once.
-pub(super) fn fits(device: &Device, view: &TensorView, rows: &Range<usize>) -> bool {
-    let (start, end) = extent(device, view, rows);
-    end - start <= device.binding
+/// Returns a number of rows of a view that can be bound at once wherever they begin, at least 1.
+pub(super) fn most_rows(device: &Device, view: &TensorView) -> usize {
+    let bits = view.dtype().bits() as u64;
+    let rest: usize =
+        view.shape()[1..].iter().zip(&view.strides()[1..]).map(|(n, stride)| (n - 1) * stride).sum();
+    // Both ends may be rounded outwards.
+    let room = device.binding.saturating_sub(device.binding_align() + 4) * 8 / bits;
+    let more = room.saturating_sub(rest as u64 + 1).checked_div(view.strides()[0] as u64);
+    usize::try_from(more.unwrap_or(u64::MAX)).unwrap_or(usize::MAX).saturating_add(1)
 }
 
 /// Binds some rows of a view. Returns also the place of row 0 of the view in the binding, in elements modulo

@@ -54,6 +54,9 @@ counters! {
     host_read_bytes,
     /// Number of calls of `attend` and `attend_mla`.
     attend_calls,
+    /// Bytes of segments, rows and block tables that attention uploaded for the kernels of a device. Layers
+    /// that share an [`AttendWork`](crate::AttendWork) share them.
+    plan_bytes,
     /// Number of submissions of recorded work to a device. Always 0 if work runs as soon as it is enqueued.
     submissions,
 }

@@ -55,9 +55,9 @@ impl AttendRows {
 // Decision: docs/decisions/device.md#the-work-of-a-step-is-prepared-once
 /// The work of one attention step: query rows, the segments that each row attends to, and merge groups.
 ///
-/// One work serves every layer of a step. Its check runs once. A backend may keep the data that it derives
-/// from the work (a plan, uploaded block tables) under [`id`](Self::id) for the layers that follow. The CPU
-/// backend keeps its plans, the wgpu backend nothing yet. The next step needs a new work, or this one [edited](Self::edit) in place.
+/// One work serves every layer of a step. Its check runs once. A backend keeps the data that it derives from
+/// the work (a plan, uploaded block tables) under [`id`](Self::id) for the layers that follow. The next step
+/// needs a new work, or this one [edited](Self::edit) in place.
 ///
 /// ```
 /// use kvcore::{AttendRows, AttendWork, BlockId, QueryRow, Segment};

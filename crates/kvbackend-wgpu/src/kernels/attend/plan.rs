@@ -1,0 +1,258 @@
+//! Plans: the tiles of a step's attention, with their records and lists of blocks on the device. Layers that
+//! share an [`AttendWork`](kvcore::AttendWork) share its plans.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::{Attend, Counters, Error, KeyForm, Result, TensorView};
+use parking_lot::Mutex;
+use wgpu::{Buffer, BufferUsages};
+
+use super::runs::{self, Task, Tile};
+use super::tiling::Tiling;
+use super::window::{self, PlaneWindows, WindowKey};
+use super::{merge, records};
+use crate::NAME;
+use crate::device::Device;
+use crate::kernels::angles::{TurnRows, pairs_of};
+use crate::pipeline::Binding;
+
+/// Most bytes of scratch for parts.
+const SCRATCH: u64 = 64 << 20;
+
+/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their
+/// window.
+const KEPT: usize = 4;
+
+/// All that a plan depends on. Layers with equal keys share a plan.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct PlanKey {
+    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    work: u64,
+    window: Option<usize>,
+    keys: KeyForm,
+    /// Pairs that are rotated, if any are.
+    pairs: Option<usize>,
+    tiling: Tiling,
+    block_size: usize,
+    /// Blocks of a window of each plane, if a layer is more than one window.
+    window_blocks: Option<[usize; 4]>,
+    /// Most rows that can be bound at once.
+    rows: usize,
+    /// Most parts of one row and all heads that fit in the scratch.
+    parts: u64,
+}
+
+/// Tiles whose parts fit in the scratch and whose rows can be bound at once.
+pub(super) struct Chunk {
+    /// All rows from the first to the last.
+    pub(super) rows: Range<usize>,
+    /// Number of parts, each of one row and all heads.
+    pub(super) parts: u64,
+    /// The angles by which queries and keys are rotated, if they are.
+    pub(super) turns: Option<TurnRows>,
+    /// The tasks of each combination of windows.
+    pub(super) tasks: Vec<WindowTasks>,
+    /// Number of rows that are merged, and their records.
+    pub(super) merged: (usize, Range<u64>),
+}
+
+/// Tasks of `attend.wgsl` that read the same windows.
+pub(super) struct WindowTasks {
+    pub(super) window: WindowKey,
+    pub(super) count: usize,
+    /// The place of the records in the buffer of the plan.
+    pub(super) records: Range<u64>,
+}
+
+/// The division of a call into runs of kernels, and their records on the device.
+pub(crate) struct Plan {
+    pub(super) chunks: Vec<Chunk>,
+    records: Buffer,
+}
+
+impl Plan {
+    /// Binds records of the plan.
+    pub(super) fn records(&self, place: &Range<u64>) -> Binding {
+        Binding { buffer: self.records.clone(), offset: place.start, size: place.end - place.start }
+    }
+}
+
+/// The plans of a stream's last calls.
+#[derive(Default)]
+pub(crate) struct Plans(Mutex<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    plans: [Option<(PlanKey, Arc<Plan>)>; KEPT],
+    /// The place of the plan that is replaced next.
+    next: usize,
+}
+
+impl Plans {
+    /// Returns the plan of a call, and makes it on first use.
+    pub(super) fn of(
+        &self,
+        device: &Arc<Device>,
+        op: &Attend,
+        latent: Option<&TensorView>,
+        (tiling, planes): (&Tiling, &PlaneWindows),
+    ) -> Result<Arc<Plan>> {
+        let shape = op.arena.layout().shape();
+        let heads = op.q.shape()[1] as u64;
+        let part_bytes = 4 * (shape.v_dim as u64 + 2);
+        let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
+        let key = PlanKey {
+            work: op.work.id(),
+            window: op.window,
+            keys: op.keys,
+            pairs: op.rope.as_ref().map(|rope| pairs_of(rope)),
+            tiling: *tiling,
+            block_size: shape.block_size,
+            window_blocks: planes.blocks(),
+            rows: views.map(|view| window::most_rows(device, view)).min().unwrap_or(usize::MAX),
+            parts: SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads),
+        };
+        let mut kept = self.0.lock();
+        if let Some((_, plan)) = kept.plans.iter().flatten().find(|(known, _)| *known == key) {
+            return Ok(Arc::clone(plan));
+        }
+        let place = kept.next;
+        kept.next = (place + 1) % KEPT;
+        // A plan that nothing else holds has no work left to submit, so that its buffer can be written again.
+        let free = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
+        let plan = Arc::new(make(device, op, &key, planes, free.map(|plan| plan.records))?);
+        kept.plans[place] = Some((key, Arc::clone(&plan)));
+        Ok(plan)
+    }
+}
+
+/// Makes a plan, with its records in `free` if they fit.
+fn make(
+    device: &Arc<Device>,
+    op: &Attend,
+    key: &PlanKey,
+    planes: &PlaneWindows,
+    free: Option<Buffer>,
+) -> Result<Plan> {
+    let tiles = runs::tiles(op, &key.tiling, planes, key.parts as usize);
+    let mut words = Words { align: (device.binding_align() / 4) as usize, words: Vec::new() };
+    let chunks = chunks(device, key, &tiles)
+        .into_iter()
+        .map(|tiles| chunk(device, op, key, tiles, &mut words))
+        .collect::<Result<Vec<_>>>()?;
+    let bytes: &[u8] = bytemuck::cast_slice(&words.words);
+    let records = match free.filter(|free| free.size() >= bytes.len() as u64) {
+        Some(free) => free,
+        None => {
+            let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+            device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
+        }
+    };
+    device.fill(&records, 0, bytes).map_err(|reason| device.refusal(reason))?;
+    Counters::add(&device.counters.plan_bytes, bytes.len());
+    Ok(Plan { chunks, records })
+}
+
+/// Makes the records of a chunk of tiles.
+fn chunk(
+    device: &Arc<Device>,
+    op: &Attend,
+    key: &PlanKey,
+    tiles: &[Tile],
+    words: &mut Words,
+) -> Result<Chunk> {
+    let parts = tiles.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
+    if parts > key.parts {
+        let what = format!(
+            "{parts} parts of one row in attention: the device binds {} at once; use fewer merge groups",
+            key.parts
+        );
+        return Err(Error::Unsupported { backend: NAME, what });
+    }
+    let turns =
+        key.pairs.map(|pairs| TurnRows::of(device, pairs, records::positions(op, tiles))).transpose()?;
+    let number = |position| turns.as_ref().map_or(0, |turns| turns.number(position));
+    let mut by_window: BTreeMap<WindowKey, Vec<(&Task, u32)>> = BTreeMap::new();
+    for (task, part) in first_parts(tiles) {
+        by_window.entry(task.window).or_default().push((task, part));
+    }
+    let mut tasks = Vec::new();
+    let heads = op.q.shape()[1];
+    for (window, of_window) in by_window {
+        let records = records::of_tasks(&of_window, (key.tiling.rows, heads), number);
+        tasks.push(WindowTasks { window, count: of_window.len(), records: words.add(device, &records)? });
+    }
+    let count = tiles.iter().map(|tile| tile.rows.len()).sum();
+    let merged = (count, words.add(device, &merge::records(op, tiles))?);
+    Ok(Chunk { rows: rows_of(tiles), parts, turns, tasks, merged })
+}
+
+/// Records that are gathered for one buffer.
+struct Words {
+    /// Words of which the place of each list of records must be a multiple.
+    align: usize,
+    words: Vec<u32>,
+}
+
+impl Words {
+    /// Adds records and returns their place in the buffer, in bytes.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the device cannot bind the records at once.
+    fn add(&mut self, device: &Device, records: &[u32]) -> Result<Range<u64>> {
+        let (size, most) = (4 * records.len() as u64, device.limits.max_storage_buffer_binding_size);
+        if size > most {
+            return Err(device.lists_too_long(size));
+        }
+        self.words.resize(self.words.len().next_multiple_of(self.align), 0);
+        let start = 4 * self.words.len() as u64;
+        self.words.extend_from_slice(records);
+        // A binding has at least one word.
+        if records.is_empty() {
+            self.words.push(0);
+        }
+        Ok(start..4 * self.words.len() as u64)
+    }
+}
+
+/// Divides tiles into chunks whose parts fit in the scratch and whose rows and lists can be bound at once.
+fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [Tile]) -> Vec<&'a [Tile]> {
+    let mut chunks = Vec::new();
+    // Half of what can be bound; the other half is for the part of a list that two tiles share.
+    let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
+    let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
+    for (i, tile) in tiles.iter().enumerate() {
+        let more: u64 = tile.tasks().map(|task| task.rows.len() as u64).sum();
+        let wider = rows.start.min(tile.rows.start)..rows.end.max(tile.rows.end);
+        let listed = tile.words(key.tiling.rows);
+        let fits = parts + more <= key.parts && words + listed <= most_words && wider.len() <= key.rows;
+        if i > start && !fits {
+            chunks.push(&tiles[start..i]);
+            (start, parts, words, rows) = (i, more, listed, tile.rows.clone());
+        } else {
+            (parts, words, rows) = (parts + more, words + listed, wider);
+        }
+    }
+    if start < tiles.len() {
+        chunks.push(&tiles[start..]);
+    }
+    chunks
+}
+
+/// Returns the range that covers all rows of some tiles.
+fn rows_of(tiles: &[Tile]) -> Range<usize> {
+    let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
+    start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
+}
+
+/// Returns each task with the number of its first part, in the order of tiles and tasks.
+pub(super) fn first_parts(tiles: &[Tile]) -> impl Iterator<Item = (&Task, u32)> {
+    let mut next = 0;
+    tiles.iter().flat_map(Tile::tasks).map(move |task| {
+        let first = next;
+        next += task.rows.len() as u32;
+        (task, first)
+    })
+}
