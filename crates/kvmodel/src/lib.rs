@@ -41,7 +41,7 @@ pub use engine::{
 pub use error::{Error, Result};
 pub use layers::WeightFormat;
 pub use load::ModelDirectory;
-pub use model::{Checkpoint, ComputeDevice, Forward, FreshKv, Model, Narrowed, Observer};
+pub use model::{ComputeDevice, Forward, FreshKv, Model, Narrowed, Observer, Pass, PassMemory};
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use sample::{Sampler, Sampling};
 pub use text::{PromptTokens, TextCodec};

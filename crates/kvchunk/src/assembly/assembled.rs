@@ -1,6 +1,8 @@
 //! Assembled prompts: the system prompt and all chunks are computed and held. Some of their tokens can be
 //! recomputed.
 
+use std::sync::Arc;
+
 use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
 use super::{Assembly, ChunkReport, Source};
@@ -205,8 +207,9 @@ impl AssembledPrompt {
                 )
             });
         }
+        let shared: Arc<[Segment]> = rewritten.as_slice().into();
         for input in &mut inputs {
-            input.segments.clone_from(&rewritten);
+            input.segments = Arc::clone(&shared);
         }
         let tokens = inputs.iter().map(|input| input.tokens.len()).sum();
         Ok((rewritten, Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))

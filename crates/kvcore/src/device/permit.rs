@@ -144,8 +144,12 @@ impl WriteSlots {
         self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
     }
 
-    /// Concatenates the rows of several sequences.
+    /// Concatenates the rows of several sequences. The rows of a single sequence are shared, not copied.
     pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
+        let mut rest = parts.clone();
+        if let (Some(only), None) = (rest.next(), rest.next()) {
+            return only.clone();
+        }
         let permits = parts.clone().flat_map(|part| part.permits.iter().cloned()).collect();
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }

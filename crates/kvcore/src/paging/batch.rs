@@ -37,8 +37,8 @@ pub struct SequenceInput {
     /// Slots for K and V of the new tokens, one slot per token.
     pub slots: WriteSlots,
     /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
-    /// themselves.
-    pub segments: Vec<Segment>,
+    /// themselves. The attention work of a pass shares the list.
+    pub segments: Arc<[Segment]>,
     /// Merge groups of the segments.
     pub groups: Arc<[MergeGroup]>,
     /// The logits that the caller wants.
@@ -51,7 +51,7 @@ impl SequenceInput {
     /// ```
     /// use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
     /// let own = Segment::new([BlockId(4)].into(), 2, 10, 10);
-    /// let input = SequenceInput::new(vec![7, 8], 10, 10, WriteSlots::unchecked([64, 65]), vec![own]);
+    /// let input = SequenceInput::new(vec![7, 8], 10, 10, WriteSlots::unchecked([64, 65]), [own]);
     /// assert_eq!(input.rows().map(|row| row.position).collect::<Vec<_>>(), [10, 11]);
     /// ```
     pub fn new(
@@ -59,7 +59,7 @@ impl SequenceInput {
         logical_start: usize,
         position_start: i64,
         slots: WriteSlots,
-        segments: Vec<Segment>,
+        segments: impl Into<Arc<[Segment]>>,
     ) -> Self {
         Self {
             tokens,
@@ -68,7 +68,7 @@ impl SequenceInput {
             at: None,
             key_offset: 0,
             slots,
-            segments,
+            segments: segments.into(),
             groups: [MergeGroup::default()].into(),
             logits: Logits::None,
         }
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn tokens_may_stand_apart_and_keys_elsewhere() {
-        let input = SequenceInput::new(vec![5, 6], 100, 40, WriteSlots::unchecked([0, 1]), Vec::new());
+        let input = SequenceInput::new(vec![5, 6], 100, 40, WriteSlots::unchecked([0, 1]), []);
         input.check().unwrap();
         let apart = SequenceInput { at: Some([3, 9].into()), key_offset: 30, ..input.clone() };
         apart.check().unwrap();

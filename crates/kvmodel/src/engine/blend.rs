@@ -18,10 +18,10 @@ use super::Engine;
 use super::chunked::with_context;
 use super::generate::{Asked, Context};
 use crate::error::Result;
-use crate::model::{Checkpoint, FreshKv, Narrowed};
+use crate::model::{Forward, FreshKv, Narrowed, Observer, PassMemory};
 
 // Decision: docs/decisions/chunks.md#a-blend-chooses-once
-/// A checkpoint that blends fresh tokens into stored chunks.
+/// A pass that blends fresh tokens into stored chunks.
 pub(super) struct Blend<'a> {
     engine: &'a Engine,
     strategy: &'a dyn RecomputeStrategy,
@@ -32,7 +32,6 @@ pub(super) struct Blend<'a> {
     assembled: &'a mut AssembledPrompt,
     scratch: Scratch,
     question: SequenceInput,
-    recomputed: usize,
 }
 
 impl<'a> Blend<'a> {
@@ -48,19 +47,21 @@ impl<'a> Blend<'a> {
             strategy.check().unwrap_or(kvchunk::DeviationCheck { layer: 0, of: DeviationOf::default() });
         let scratch = assembled.scratch(prompt, engine.pool()?)?;
         let (layer, of) = (check.layer, check.of);
-        Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question, recomputed: 0 })
+        Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question })
     }
 
-    /// Returns all rows up to the checkpoint: the chunk tokens, followed by the question.
-    pub(super) fn batch(&self) -> Vec<SequenceInput> {
+    /// Runs the pass: all rows up to the checkpoint, and after it the chosen ones. Returns the number of chunk
+    /// tokens that went on, and the result of the pass.
+    pub(super) fn run(&mut self, observer: &mut dyn Observer) -> Result<(usize, Forward)> {
+        let (engine, device, mut memory) = (self.engine, self.engine.device(), PassMemory::default());
         let mut batch = self.scratch.inputs().to_vec();
         batch.push(with_context(&self.question, &self.context(self.scratch.segments())));
-        batch
-    }
-
-    /// Returns the number of chunk tokens that went on.
-    pub(super) fn recomputed(&self) -> usize {
-        self.recomputed
+        let mut pass = engine.model.begin(&device, &self.asked.ropes, &batch, &mut memory)?;
+        pass.run_to(self.layer, observer)?;
+        let fresh = pass.fresh()?;
+        let (recomputed, narrowed) = engine.profiler.span("checkpoint", || self.narrow(&fresh))?;
+        pass.narrow(narrowed)?;
+        Ok((recomputed, pass.end(observer)?))
     }
 
     fn context(&self, segments: &[kvcore::Segment]) -> Context {
@@ -124,14 +125,10 @@ impl<'a> Blend<'a> {
         }
         Ok(())
     }
-}
 
-impl Checkpoint for Blend<'_> {
-    fn layer(&self) -> usize {
-        self.layer
-    }
-
-    fn narrow(&mut self, fresh: &FreshKv) -> Result<Narrowed> {
+    /// Chooses the tokens that go on, and moves their rows to the blocks where they stay. Returns the number
+    /// of chosen tokens, and all rows that go on.
+    fn narrow(&mut self, fresh: &FreshKv) -> Result<(usize, Narrowed)> {
         let deviations = self.deviations(fresh)?;
         let chosen = self.strategy.select(self.assembled.chunks(), Some(&deviations));
         // Chunks that are full attention's already have no rows here.
@@ -141,7 +138,6 @@ impl Checkpoint for Blend<'_> {
         let rows = self.scratch.rows(&chosen);
         let anew = self.assembled.copy_on_write(self.prompt, &chosen, self.engine.pool()?)?;
         self.engine.copy(&anew.copies)?;
-        self.recomputed = anew.tokens;
         if !rows.is_empty() {
             let from = self.scratch.slots(&rows);
             self.move_rows(&from, &WriteSlots::concat(anew.inputs.iter().map(|input| &input.slots)))?;
@@ -149,7 +145,8 @@ impl Checkpoint for Blend<'_> {
         let question = fresh.rows - self.question.tokens.len()..fresh.rows;
         let mut batch = anew.inputs;
         batch.push(with_context(&self.question, &self.context(self.assembled.segments())));
-        Ok(Narrowed { rows: rows.into_iter().chain(question.map(|row| row as u32)).collect(), batch })
+        let rows = rows.into_iter().chain(question.map(|row| row as u32)).collect();
+        Ok((anew.tokens, Narrowed { rows, batch }))
     }
 }
 

@@ -1,6 +1,7 @@
 //! The prefill of a chunked prompt: its chunks are found or computed, and some of their tokens are
 //! recomputed.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{
@@ -103,7 +104,7 @@ impl Engine {
             let mut batch = assembly.inputs().to_vec();
             batch.push(self.next_input(own, prompt.question(), &context)?);
             let pass = self.model.forward(&self.device(), &asked.ropes, &batch, observer)?;
-            let (logits, next) = (last_row(&pass.logits)?, end_of(&batch[batch.len() - 1]));
+            let (logits, next) = (last_row(&pass)?, end_of(&batch[batch.len() - 1]));
             flops += pass.flops;
             let assembled = assembly.commit()?;
             let context = Context { segments: request.scaling.apply(assembled.segments()), ..context };
@@ -117,16 +118,7 @@ impl Engine {
         let mut assembled = assembly.commit()?;
         let question = self.next_input(own, prompt.question(), &context(assembled.segments()))?;
         let (recomputed_tokens, pass) = if request.recompute.check().is_some() {
-            let mut blend = Blend::new(self, asked, prompt, &mut assembled, question.clone())?;
-            let batch = blend.batch();
-            let pass = self.model.forward_checked(
-                &self.device(),
-                &asked.ropes,
-                &batch,
-                Some(&mut blend),
-                observer,
-            )?;
-            (blend.recomputed(), pass)
+            Blend::new(self, asked, prompt, &mut assembled, question.clone())?.run(observer)?
         } else {
             let anew = assembled.copy_on_write(prompt, &selection, self.main()?.pool())?;
             self.copy(&anew.copies)?;
@@ -136,7 +128,7 @@ impl Engine {
         };
         flops += pass.flops;
         let (context, next) = (context(assembled.segments()), end_of(&question));
-        let logits = last_row(&pass.logits)?;
+        let logits = last_row(&pass)?;
         Ok((assembled, Prefilled { context, logits, next, cached_tokens, recomputed_tokens, flops, chunks }))
     }
 
@@ -155,7 +147,7 @@ pub(super) fn with_context(question: &SequenceInput, context: &Context) -> Seque
     let own = question.segments.last().cloned();
     SequenceInput {
         segments: context.segments.iter().cloned().chain(own).collect(),
-        groups: std::sync::Arc::clone(&context.groups),
+        groups: Arc::clone(&context.groups),
         ..question.clone()
     }
 }

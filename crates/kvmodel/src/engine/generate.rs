@@ -1,16 +1,15 @@
 //! Answering a request: prefill, followed by decode, one token after another.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use std::sync::Arc;
-
-use candle_core::Tensor;
 use kvchunk::{ChunkReport, TenantId};
 use kvcore::{BlockKey, LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
-use crate::model::Observer;
+use crate::layers::with_values;
+use crate::model::{Forward, Observer, PassMemory};
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
@@ -27,6 +26,13 @@ pub(super) struct Asked<'a> {
 pub(super) struct Context {
     pub(super) segments: Vec<Segment>,
     pub(super) groups: Arc<[MergeGroup]>,
+}
+
+impl Context {
+    /// Returns the segments of the context, followed by the segment of an own sequence.
+    pub(super) fn with_own(&self, own: Segment) -> Arc<[Segment]> {
+        self.segments.iter().cloned().chain([own]).collect()
+    }
 }
 
 impl Default for Context {
@@ -139,7 +145,7 @@ impl Engine {
         let next = end_of(&input);
         let pass = self.model.forward(&self.device(), &asked.ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
-        let (logits, flops) = (last_row(&pass.logits)?, pass.flops);
+        let (logits, flops) = (last_row(&pass)?, pass.flops);
         let prefilled = Prefilled { logits, next, cached_tokens: cached, flops, ..Prefilled::default() };
         self.decode(asked, tokens.len(), own, prefilled, observer)
     }
@@ -157,9 +163,24 @@ impl Engine {
         let slots = cache.grow(own, tokens.len())?;
         let segment = cache.segment(own)?;
         let (logical, position) = (segment.logical_start + before, segment.stored_start + before as i64);
-        let segments = context.segments.iter().cloned().chain([segment]).collect();
+        let segments = context.with_own(segment);
         let input = SequenceInput::new(tokens.to_vec(), logical, position, slots, segments);
         Ok(SequenceInput { groups: Arc::clone(&context.groups), ..input.with_logits(Logits::Last) })
+    }
+
+    /// Makes `input` the input of the next token, in its memory. The segments before the last stay.
+    fn advance(&mut self, own: SequenceId, token: u32, input: &mut SequenceInput) -> Result<()> {
+        let next = end_of(input);
+        (input.logical_start, input.position_start) = (next.logical, next.position);
+        input.tokens.clear();
+        input.tokens.push(token);
+        let cache = self.caches.sequences_mut();
+        cache.grow_into(own, 1, &mut input.slots)?;
+        // No pass holds the list between two tokens, so that it is changed in place.
+        if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
+            *last = cache.segment(own)?;
+        }
+        Ok(())
     }
 
     pub(super) fn decode(
@@ -174,8 +195,12 @@ impl Engine {
         let Prefilled { context, mut logits, mut next, cached_tokens, recomputed_tokens, flops, chunks } =
             prefilled;
         let mut sampler = Sampler::new(request.sampling);
+        // Kept from token to token, so that a step allocates nothing of its own.
+        let (mut memory, mut step) = (PassMemory::default(), None);
+        let longest = self.model.config().max_positions.min(self.caches.longest());
+        let left = (longest as i64).saturating_sub(next.position).max(0) as usize;
         let mut generation = Generation {
-            tokens: Vec::new(),
+            tokens: Vec::with_capacity(request.max_new_tokens.min(left.saturating_add(1))),
             finish: FinishReason::Length,
             prompt_tokens,
             cached_tokens,
@@ -192,7 +217,7 @@ impl Engine {
                 generation.ttft = started.elapsed();
             }
             if request.keep_logits {
-                generation.logits.push(logits);
+                generation.logits.push(logits.clone());
             }
             if self.model.config().eos.contains(&token) {
                 generation.finish = FinishReason::Stop;
@@ -202,15 +227,23 @@ impl Engine {
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);
             }
-            let longest = self.model.config().max_positions.min(self.caches.longest());
             let full = next.position >= longest as i64;
             if full || generation.tokens.len() == request.max_new_tokens {
                 break;
             }
-            let input = self.next_input(own, &[token], &context)?;
+            let input = match step.take() {
+                None => self.next_input(own, &[token], &context)?,
+                Some(mut input) => {
+                    self.advance(own, token, &mut input)?;
+                    input
+                }
+            };
             next = end_of(&input);
-            logits = last_row(&self.model.forward(&self.device(), ropes, &[input], &mut ())?.logits)?;
+            let device = self.device();
+            let pass = self.model.begin(&device, ropes, std::slice::from_ref(&input), &mut memory)?;
+            read_last_row(&pass.end(&mut ())?, &mut logits)?;
             self.caches.sequences_mut().commit(own, &[token])?;
+            step = Some(input);
         }
         generation.total = started.elapsed();
         Ok(generation)
@@ -223,8 +256,20 @@ pub(super) fn end_of(input: &SequenceInput) -> SequenceStart {
     SequenceStart { logical: input.logical_start + n, position: input.position_start + n as i64 }
 }
 
-/// Returns the logits of the last row of the last sequence.
-pub(super) fn last_row(logits: &[Tensor]) -> Result<Vec<f32>> {
-    let last = logits.last().ok_or(Error::EmptyPrompt)?;
-    Ok(last.get(last.dim(0)? - 1)?.to_vec1()?)
+/// Returns the logits of the last row of a pass.
+pub(super) fn last_row(pass: &Forward) -> Result<Vec<f32>> {
+    let mut row = Vec::new();
+    read_last_row(pass, &mut row)?;
+    Ok(row)
+}
+
+/// Replaces the contents of `row` by the logits of the last row of a pass.
+fn read_last_row(pass: &Forward, row: &mut Vec<f32>) -> Result<()> {
+    let logits = pass.logits.as_ref().ok_or(Error::EmptyPrompt)?;
+    let width = logits.dim(1)?;
+    with_values(logits, |values| {
+        row.clear();
+        row.extend_from_slice(&values[values.len() - width..]);
+        Ok(())
+    })
 }

@@ -1,6 +1,6 @@
 //! The dense parts of a decoder layer.
 
-use candle_core::Tensor;
+use candle_core::{Storage, Tensor};
 
 use crate::config::ModelConfig;
 use crate::error::Result;
@@ -37,6 +37,7 @@ enum Projections {
 }
 
 /// The inputs of attention for a layer's rows, `[rows, heads, dim]` each, not rotated.
+#[derive(Debug)]
 pub(crate) struct Projected {
     /// The queries; for latent attention, their rotated part.
     pub(crate) q: Tensor,
@@ -63,6 +64,16 @@ impl Projected {
 
 fn rows_of(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.index_select(rows, 0)?)
+}
+
+/// Calls `read` with the elements of a tensor, which are copied only if they do not lie in order.
+pub(crate) fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
+    let x = x.contiguous()?;
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(values) = &*storage else {
+        return Err(candle_core::Error::msg("a tensor of the dense layers is not on the host").into());
+    };
+    read(&values.as_slice::<f32>()?[layout.start_offset()..][..x.elem_count()])
 }
 
 impl Layer {

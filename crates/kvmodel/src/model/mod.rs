@@ -11,12 +11,14 @@ use crate::layers::{Layer, Linear, RmsNorm, WeightFormat};
 use crate::profile::Profiler;
 use crate::weights::Weights;
 
+#[cfg(test)]
+mod allocations;
 mod flops;
 mod pass;
 mod rows;
 mod staging;
 
-pub use pass::{Checkpoint, Forward, FreshKv, Narrowed};
+pub use pass::{Forward, FreshKv, Narrowed, Pass, PassMemory};
 
 /// A decoder-only transformer.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! One pass over a batch, layer by layer.
+//! One pass over a batch, layer by layer. A layer has four steps: project, store, attend, finish.
 
 use candle_core::{Device, Tensor};
 use kvcore::{LayerRopes, SequenceInput};
@@ -12,9 +12,9 @@ use crate::layers::Projected;
 /// The result of a pass.
 #[derive(Debug)]
 pub struct Forward {
-    /// The requested logits, `[rows, vocab_size]` per sequence, in order. Sequences that requested none have
-    /// no entry.
-    pub logits: Vec<Tensor>,
+    /// The requested logits `[rows, vocab_size]` of all sequences, in the order of the batch. `None` if no
+    /// sequence requested any.
+    pub logits: Option<Tensor>,
     /// The counted floating-point operations: two for each multiplication of a matrix or of attention, none
     /// for norms, rotations and other small work.
     pub flops: u64,
@@ -33,7 +33,7 @@ pub struct FreshKv {
     pub v: Vec<f32>,
 }
 
-/// The rows that go on after a checkpoint.
+/// The rows of a batch that go on in the middle of a pass.
 #[derive(Debug)]
 pub struct Narrowed {
     /// The indices of the rows in the batch, ascending within each sequence.
@@ -42,21 +42,41 @@ pub struct Narrowed {
     pub batch: Vec<SequenceInput>,
 }
 
-/// A checkpoint in the middle of a pass: it sees keys and values, and chooses the rows that go on.
-pub trait Checkpoint {
-    /// Returns the layer of the checkpoint. Layers before it compute all rows.
-    fn layer(&self) -> usize;
+/// The memory of a pass: its rows and its buffers on the device. Passes of one model on one device can use
+/// it one after the other; a decode step that does so allocates nothing for them.
+#[derive(Debug, Default)]
+pub struct PassMemory {
+    rows: Rows,
+    staging: Option<Staging>,
+}
 
-    /// Chooses the rows that go on, from this layer's attention. The work of all earlier layers is enqueued
-    /// already.
-    ///
-    /// # Errors
-    /// An error ends the pass.
-    fn narrow(&mut self, fresh: &FreshKv) -> Result<Narrowed>;
+/// A pass over a batch of sequences. Their keys and values are written to the arena.
+///
+/// [`Model::forward`] runs a whole pass. A caller that chooses in the middle of a pass which rows go on runs
+/// it in parts:
+///
+/// ```text
+/// begin ─► run_to(layer) ─► fresh ─► narrow ─► end
+/// ```
+#[derive(Debug)]
+pub struct Pass<'a> {
+    model: &'a Model,
+    device: &'a ComputeDevice<'a>,
+    ropes: &'a LayerRopes,
+    rows: &'a mut Rows,
+    staging: &'a mut Staging,
+    /// The residual stream of the rows, `[rows, hidden_size]`.
+    x: Tensor,
+    /// The next layer.
+    layer: usize,
+    /// The projections of the next layer, if [`fresh`](Self::fresh) has made them.
+    projected: Option<Projected>,
+    flops: u64,
 }
 
 impl Model {
-    /// Runs one pass over a batch of sequences. Their keys and values are written to the arena.
+    /// Runs a pass over a batch of sequences. Their keys and values are written to the arena. A batch without
+    /// tokens does nothing.
     ///
     /// All sequences are of one regime. The caller guarantees that `ropes` came from [`ropes`](Self::ropes)
     /// for their requests.
@@ -73,113 +93,167 @@ impl Model {
         batch: &[SequenceInput],
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
-        self.forward_checked(device, ropes, batch, None, observer)
+        if batch.iter().all(|sequence| sequence.tokens.is_empty()) {
+            return Ok(Forward { logits: None, flops: 0 });
+        }
+        self.begin(device, ropes, batch, &mut PassMemory::default())?.end(observer)
     }
 
-    /// Runs one pass as [`forward`](Self::forward) does, with a checkpoint if there is one.
+    /// Begins a pass over a batch, in memory that earlier passes may have used.
     ///
     /// # Errors
-    /// - Returns the errors of [`forward`](Self::forward) and of the checkpoint.
-    /// - Returns [`kvcore::Error::OutOfRange`] if the checkpoint is past the last layer, or chooses a row
-    ///   that the batch does not have.
-    /// - Returns [`kvcore::Error::Mismatch`] if the checkpoint returns no row, or not one token per row.
-    pub fn forward_checked(
-        &self,
-        device: &ComputeDevice,
-        ropes: &LayerRopes,
+    /// Returns [`Error::EmptyPrompt`] for a batch without tokens, and the errors of
+    /// [`forward`](Self::forward) that concern the batch and the embeddings.
+    pub fn begin<'a>(
+        &'a self,
+        device: &'a ComputeDevice<'a>,
+        ropes: &'a LayerRopes,
         batch: &[SequenceInput],
-        mut checkpoint: Option<&mut dyn Checkpoint>,
-        observer: &mut dyn Observer,
-    ) -> Result<Forward> {
+        memory: &'a mut PassMemory,
+    ) -> Result<Pass<'a>> {
         let (layers, embeddings) = (self.layers.len(), ropes.layers().len());
         if embeddings != layers {
             let what = "rotary embeddings, one a layer";
             return Err(kvcore::Error::Mismatch { what, expected: layers, got: embeddings }.into());
         }
-        if let Some(layer) = checkpoint.as_ref().map(|c| c.layer()).filter(|&layer| layer >= layers) {
-            let (what, value, limit) = ("layer of a checkpoint", layer as i128, layers as i128);
-            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
-        }
-        let mut rows = Rows::new(batch, self.config.vocab_size)?;
-        if rows.tokens.is_empty() {
-            return Ok(Forward { logits: Vec::new(), flops: 0 });
-        }
+        let PassMemory { rows, staging } = memory;
+        rows.fill(batch, self.config.vocab_size)?;
         let count = rows.tokens.len();
+        if count == 0 {
+            return Err(Error::EmptyPrompt);
+        }
+        if staging.as_ref().is_some_and(|kept| kept.rows() < count) {
+            *staging = None;
+        }
+        let staging = match staging {
+            Some(kept) => kept,
+            none => none.insert(Staging::new(self, device, count)?),
+        };
         let tokens = Tensor::from_slice(&rows.tokens, count, &Device::Cpu)?;
-        let mut x = self.embedding.index_select(&tokens, 0)?;
-        let extents = self.kv_extents(device.arena.layout().shape().format);
-        let latent = self.config.latent.is_some();
-        let mut staging = Staging::new(device.backend, &extents, self.config.heads, latent, count)?;
-        let mut flops = 0;
-        for (index, (layer, rope)) in self.layers.iter().zip(ropes.layers()).enumerate() {
-            let (window, scale) = (self.config.layers[index].window, self.config.softmax_scale);
-            let at_layer = LayerAttention { index, rope, window, scale };
-            let mut checked = None;
-            if let Some(checkpoint) = checkpoint.as_mut().filter(|c| c.layer() == index) {
-                let projected = device.profiler.span("projections", || layer.project(&x, None))?;
-                flops += self.projection_flops(rows.tokens.len(), rows.tokens.len());
-                let fresh = staging.fresh(device, &at_layer, &rows, &projected)?;
-                let narrowed = device.profiler.span("checkpoint", || checkpoint.narrow(&fresh))?;
-                (rows, x, checked) = self.narrow(&x, &projected, narrowed)?;
-            }
-            // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
-            let wanted: Option<Wanted> = (index == layers - 1).then(|| rows.wanted()).transpose()?;
-            let asking = wanted.as_ref().map(|n| &n.index);
-            let projected = match (checked, asking) {
-                (Some(projected), Some(asking)) => projected.asking(asking)?,
-                (Some(projected), None) => projected,
-                (None, asking) => {
-                    let asked = wanted.as_ref().map_or(rows.tokens.len(), |n| n.work.rows().len());
-                    flops += self.projection_flops(rows.tokens.len(), asked);
-                    device.profiler.span("projections", || layer.project(&x, asking))?
-                }
-            };
-            staging.store(device, &at_layer, &rows, &projected)?;
-            let work = wanted.as_ref().map_or(&rows.work, |wanted| &wanted.work);
-            if work.rows().is_empty() {
-                device.stream.synchronize()?;
-                advanced(observer, index + 1, layers)?;
-                return Ok(Forward { logits: Vec::new(), flops });
-            }
-            if let Some(n) = &wanted {
-                x = x.index_select(&n.index, 0)?;
-            }
-            let attention = staging.attend(device, &at_layer, &projected, work)?;
-            flops += self.attention_flops(Rows::visible(work)) + self.finish_flops(index, work.rows().len());
-            x = device.profiler.span("feed forward", || layer.finish(&x, &attention))?;
-            advanced(observer, index + 1, layers)?;
-        }
-        device.profiler.span("head", || {
-            let logits = self.head.forward(&self.norm.forward(&x)?)?;
-            flops += self.head_flops(logits.dim(0)?);
-            Ok(Forward { logits: rows.split(&logits)?, flops })
-        })
-    }
-
-    /// Returns the rows that go on after a checkpoint, with their residual stream and their projections.
-    fn narrow(
-        &self,
-        x: &Tensor,
-        projected: &Projected,
-        narrowed: Narrowed,
-    ) -> Result<(Rows, Tensor, Option<Projected>)> {
-        let rows = Rows::new(&narrowed.batch, self.config.vocab_size)?;
-        let (expected, got) = (narrowed.rows.len(), rows.tokens.len());
-        if expected != got || expected == 0 {
-            let what = "tokens after a checkpoint, one for each row that goes on";
-            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
-        }
-        if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= x.dims()[0]) {
-            let limit = x.dims()[0] as i128;
-            let what = "row that goes on after a checkpoint";
-            return Err(Error::from(kvcore::Error::OutOfRange { what, value: i128::from(row), limit }));
-        }
-        let index = Tensor::from_vec(narrowed.rows, expected, &Device::Cpu)?;
-        Ok((rows, x.index_select(&index, 0)?, Some(projected.select(&index)?)))
+        let x = self.embedding.index_select(&tokens, 0)?;
+        Ok(Pass { model: self, device, ropes, rows, staging, x, layer: 0, projected: None, flops: 0 })
     }
 }
 
-/// Tells the observer how far the pass is. Returns an error if the observer stops it.
-fn advanced(observer: &mut dyn Observer, done: usize, total: usize) -> Result<()> {
-    if observer.layer(done, total).is_break() { Err(Error::Cancelled) } else { Ok(()) }
+impl<'a> Pass<'a> {
+    /// Runs the layers before `layer`.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::OutOfRange`] if the model has no layer `layer`, [`Error::Cancelled`] if the
+    /// observer stops the pass, and the errors of the backend.
+    pub fn run_to(&mut self, layer: usize, observer: &mut dyn Observer) -> Result<()> {
+        let layers = self.model.layers.len();
+        if layer >= layers {
+            let (what, value, limit) = ("layer to run to", layer as i128, layers as i128);
+            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+        }
+        while self.layer < layer {
+            self.step(observer)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the keys and values that the next layer would store.
+    ///
+    /// # Errors
+    /// Returns the errors of the backend.
+    pub fn fresh(&mut self) -> Result<FreshKv> {
+        let projected = self.project(None)?;
+        let fresh = self.staging.fresh(self.device, &self.attention(), self.rows, &projected)?;
+        self.projected = Some(projected);
+        Ok(fresh)
+    }
+
+    /// Goes on with some rows of the batch. Their sequences may have other slots and other segments from here
+    /// on.
+    ///
+    /// # Errors
+    /// - Returns [`kvcore::Error::OutOfRange`] for a row that the batch does not have.
+    /// - Returns [`kvcore::Error::Mismatch`] if there is no row, or not one token for each row.
+    pub fn narrow(&mut self, narrowed: Narrowed) -> Result<()> {
+        let before = self.rows.tokens.len();
+        let (expected, got) = (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum());
+        if expected != got || expected == 0 {
+            let what = "tokens of the rows that go on, one for each";
+            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+        }
+        if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= before) {
+            let (what, value, limit) = ("row that goes on", i128::from(row), before as i128);
+            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+        }
+        self.rows.fill(&narrowed.batch, self.model.config.vocab_size)?;
+        let index = Tensor::from_vec(narrowed.rows, expected, &Device::Cpu)?;
+        self.x = self.x.index_select(&index, 0)?;
+        self.projected = self.projected.take().map(|projected| projected.select(&index)).transpose()?;
+        Ok(())
+    }
+
+    /// Runs the remaining layers and the head.
+    ///
+    /// # Errors
+    /// Returns [`Error::Cancelled`] if the observer stops the pass, and the errors of the backend.
+    pub fn end(mut self, observer: &mut dyn Observer) -> Result<Forward> {
+        let model = self.model;
+        while self.layer < model.layers.len() {
+            self.step(observer)?;
+        }
+        self.rows.release();
+        if self.x.dim(0)? == 0 {
+            return Ok(Forward { logits: None, flops: self.flops });
+        }
+        let logits =
+            self.device.profiler.span("head", || model.head.forward(&model.norm.forward(&self.x)?))?;
+        Ok(Forward { flops: self.flops + model.head_flops(logits.dim(0)?), logits: Some(logits) })
+    }
+
+    /// Runs the next layer.
+    fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let layers = self.model.layers.len();
+        // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
+        let wanted = if self.layer + 1 == layers { self.rows.wanted()? } else { None };
+        let projected = match (self.projected.take(), &wanted) {
+            (None, wanted) => self.project(wanted.as_ref())?,
+            (Some(projected), None) => projected,
+            (Some(projected), Some(wanted)) => projected.asking(&wanted.index)?,
+        };
+        self.staging.store(self.device, &self.attention(), self.rows, &projected)?;
+        if let Some(wanted) = &wanted {
+            self.x = self.x.index_select(&wanted.index, 0)?;
+        }
+        self.attend_and_finish(&projected, wanted.as_ref())?;
+        self.layer += 1;
+        if observer.layer(self.layer, layers).is_break() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// Returns the keys and values of all rows, and the queries of the rows that go on.
+    fn project(&mut self, wanted: Option<&Wanted>) -> Result<Projected> {
+        let rows = self.rows.tokens.len();
+        let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());
+        self.flops += self.model.projection_flops(rows, asking);
+        let layer = &self.model.layers[self.layer];
+        let index = wanted.map(|wanted| &wanted.index);
+        self.device.profiler.span("projections", || layer.project(&self.x, index))
+    }
+
+    fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
+        let work = wanted.map_or(&self.rows.work, |wanted| &wanted.work);
+        let rows = work.rows().len();
+        if rows == 0 {
+            return Ok(self.device.stream.synchronize()?);
+        }
+        let layer = self.attention();
+        let attention = self.staging.attend(self.device, &layer, projected, work)?;
+        self.flops += self.model.attention_flops(Rows::visible(work));
+        self.flops += self.model.finish_flops(self.layer, rows);
+        let layer = &self.model.layers[self.layer];
+        self.x = self.device.profiler.span("feed forward", || layer.finish(&self.x, &attention))?;
+        Ok(())
+    }
+
+    /// Returns the next layer as its attention sees it.
+    fn attention(&self) -> LayerAttention<'a> {
+        let config = &self.model.config;
+        let (index, rope) = (self.layer, &self.ropes.layers()[self.layer]);
+        LayerAttention { index, rope, window: config.layers[index].window, scale: config.softmax_scale }
+    }
 }

@@ -4,16 +4,17 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendWork, Backend, DType, KeyForm, KvExtents, MemoryKind, Rope,
-    RowRotation, Scatter, Stream, TensorView, allocate_tensor,
+    ApplyRope, Attend, AttendMla, AttendWork, DType, KeyForm, MemoryKind, Rope, RowRotation, Scatter, Stream,
+    TensorView, allocate_tensor,
 };
 
 use super::rows::Rows;
-use super::{ComputeDevice, FreshKv};
+use super::{ComputeDevice, FreshKv, Model};
 use crate::error::Result;
-use crate::layers::Projected;
+use crate::layers::{Projected, with_values};
 
 /// The buffers that every layer reuses.
+#[derive(Debug)]
 pub(super) struct Staging {
     q: TensorView,
     /// The latent queries; only with latent attention.
@@ -33,24 +34,26 @@ pub(super) struct LayerAttention<'a> {
 }
 
 impl Staging {
-    /// Allocates buffers for `rows` rows with `heads` query heads, over a cache of these extents.
-    pub(super) fn new(
-        backend: &dyn Backend,
-        extents: &KvExtents,
-        heads: usize,
-        latent: bool,
-        rows: usize,
-    ) -> Result<Self> {
+    /// Allocates buffers for up to `rows` rows of a model.
+    pub(super) fn new(model: &Model, device: &ComputeDevice, rows: usize) -> Result<Self> {
+        let (config, backend) = (&model.config, device.backend);
+        let extents = model.kv_extents(device.arena.layout().shape().format);
         let tensor =
             |heads, dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[rows, heads, dim]);
+        let latent = || tensor(config.heads, extents.v_dim);
         Ok(Self {
-            q: tensor(heads, extents.k_dim)?,
-            q_latent: latent.then(|| tensor(heads, extents.v_dim)).transpose()?,
+            q: tensor(config.heads, extents.k_dim)?,
+            q_latent: config.latent.is_some().then(latent).transpose()?,
             k: tensor(extents.k_heads, extents.k_dim)?,
             v: tensor(extents.v_heads, extents.v_dim)?,
-            out: tensor(heads, extents.v_dim)?,
+            out: tensor(config.heads, extents.v_dim)?,
             host: Vec::new(),
         })
+    }
+
+    /// Returns the number of rows for which there is room.
+    pub(super) fn rows(&self) -> usize {
+        self.q.shape()[0]
     }
 
     /// Uploads the keys and values of the rows as they were projected.
@@ -152,6 +155,5 @@ impl Staging {
 
 /// Copies a host tensor into a device buffer of the same extents.
 fn upload(stream: &dyn Stream, to: &TensorView, from: &Tensor) -> Result<()> {
-    let values = from.flatten_all()?.to_vec1::<f32>()?;
-    Ok(stream.write(to, bytemuck::cast_slice(&values))?)
+    with_values(from, |values| Ok(stream.write(to, bytemuck::cast_slice(values))?))
 }

@@ -211,7 +211,16 @@ impl Lab {
             profiler: &self.profiler,
         };
         let pass = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
-        pass.logits.iter().map(|t| t.flatten_all().expect("values").to_vec1().expect("values")).collect()
+        let Some(logits) = &pass.logits else { return Vec::new() };
+        let vocabulary = logits.dim(1).expect("rows");
+        let mut left: Vec<f32> = logits.flatten_all().expect("values").to_vec1().expect("values");
+        let rows = |sequence: &SequenceInput| match sequence.logits {
+            Logits::None => 0,
+            Logits::Last => 1,
+            Logits::All => sequence.tokens.len(),
+        };
+        let wanted = batch.iter().map(rows).filter(|&rows| rows > 0);
+        wanted.map(|rows| left.drain(..rows * vocabulary).collect()).collect()
     }
 
     pub(crate) fn assembler<'a>(

@@ -176,7 +176,8 @@ fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "d
             let held = assembly.commit().unwrap();
             let own = lab.main.create(SequenceStart { logical, position }).unwrap();
             let slots = lab.main.grow(own, prompt.question().len()).unwrap();
-            let segments = held.segments().iter().cloned().chain([lab.main.segment(own).unwrap()]).collect();
+            let own_segment = lab.main.segment(own).unwrap();
+            let segments: Vec<_> = held.segments().iter().cloned().chain([own_segment]).collect();
             let tokens = prompt.question().to_vec();
             let question = SequenceInput::new(tokens, logical, position, slots, segments);
             (held, question.with_logits(Logits::All))

@@ -93,6 +93,13 @@ pub trait KvCache: Send + fmt::Debug {
     /// unchanged.
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
 
+    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Uses the
+    /// memory of `slots` again if their number is unchanged and no operation holds them.
+    ///
+    /// # Errors
+    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.
+    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()>;
+
     /// Records the tokens that were written since the last commit, so that a cache that shares prefixes can
     /// share their blocks. The default implementation does nothing and returns no error.
     ///

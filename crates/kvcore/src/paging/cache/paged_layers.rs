@@ -33,6 +33,10 @@ impl KvCache for PagedKvCache {
         self.grow(id, tokens)
     }
 
+    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
+        self.grow_into(id, tokens, slots)
+    }
+
     fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         self.commit(id, tokens)
     }

@@ -46,6 +46,8 @@ pub struct StaticKvCache {
     next: u64,
     /// Permits to write each entry's slots.
     permits: Vec<Permits>,
+    /// The block of each entry, as its segments name it.
+    blocks: Vec<Arc<[BlockId]>>,
 }
 
 impl StaticKvCache {
@@ -57,7 +59,8 @@ impl StaticKvCache {
         let s = arena.layout().shape();
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];
         let permits = (0..s.num_blocks).map(|_| Permits::default()).collect();
-        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0, permits })
+        let blocks = (0..s.num_blocks).map(|batch| [BlockId(batch as u32)].into()).collect();
+        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0, permits, blocks })
     }
 
     /// Returns the number of batch entries.
@@ -154,10 +157,19 @@ impl StaticKvCache {
         Ok(())
     }
 
-    /// Returns the slots of new tokens of an entry, writable until the entry is truncated or freed.
+    /// Replaces `slots` by the slots of new tokens of an entry, writable until the entry is truncated or
+    /// freed.
+    fn refill(&self, batch: usize, start: usize, new: usize, slots: &mut WriteSlots) {
+        let first = batch * self.max_len() + start;
+        let places = (first..first + new).map(|slot| slot as i64);
+        self.permits[batch].refill(slots, self.max_len(), places);
+    }
+
+    /// Returns the slots of new tokens of an entry, as [`refill`](Self::refill) does.
     fn slots(&self, batch: usize, start: usize, new: usize) -> WriteSlots {
-        let first = (batch * self.max_len() + start) as i64;
-        self.permits[batch].slots(self.max_len(), (first..first + new as i64).collect::<Arc<[i64]>>())
+        let mut slots = WriteSlots::default();
+        self.refill(batch, start, new, &mut slots);
+        slots
     }
 
     /// Returns views of one layer up to the end of the longest entry:
@@ -177,7 +189,7 @@ impl StaticKvCache {
     /// Returns the errors of [`entry_len`](Self::entry_len).
     pub fn entry_segment(&self, layer: usize, batch: usize) -> Result<Segment> {
         let len = self.entry_len(layer, batch)?;
-        Ok(Segment::new([BlockId(batch as u32)].into(), len, 0, 0))
+        Ok(Segment::new(Arc::clone(&self.blocks[batch]), len, 0, 0))
     }
 
     /// Returns the arena of the cache.
@@ -240,11 +252,18 @@ impl KvCache for StaticKvCache {
     }
 
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
+        let mut slots = WriteSlots::default();
+        self.grow_into(id, tokens, &mut slots)?;
+        Ok(slots)
+    }
+
+    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
         let (batch, start) = (self.entry(id)?, self.len(id)?);
         let end = start.saturating_add(tokens);
         self.check_end(end)?;
         self.set_len(batch, end);
-        Ok(self.slots(batch, start, tokens))
+        self.refill(batch, start, tokens, slots);
+        Ok(())
     }
 
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
@@ -274,7 +293,7 @@ impl KvCache for StaticKvCache {
     fn segment(&self, id: SequenceId) -> Result<Segment> {
         let &(batch, start) = self.sequences.get(&id).ok_or(Error::UnknownSequence(id.0))?;
         let len = self.entry_len(0, batch)?;
-        Ok(Segment::new([BlockId(batch as u32)].into(), len, start.logical, start.position))
+        Ok(Segment::new(Arc::clone(&self.blocks[batch]), len, start.logical, start.position))
     }
 
     fn reset(&mut self) {
