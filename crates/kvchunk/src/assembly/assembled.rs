@@ -3,10 +3,10 @@
 
 use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
-use super::{Assembly, ChunkReport, Source};
-use crate::cache::ChunkKvCache;
+use super::{Assembly, ChunkReport, PieceSource};
+use crate::cache::PieceHold;
 use crate::error::{Error, Result};
-use crate::position::MergedKvCache;
+use crate::position::MergedRun;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::TokenSelection;
 
@@ -32,7 +32,7 @@ pub struct AssembledPrompt {
     /// The place of each segment after the first: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     spans: Vec<ChunkSpan>,
-    handles: Vec<ChunkKvCache>,
+    holds: Vec<PieceHold>,
     reports: Vec<ChunkReport>,
     private: Vec<MutableBlocks>,
     #[expect(dead_code, reason = "held so that the blocks live as long as the request")]
@@ -63,15 +63,15 @@ impl AssembledPrompt {
             .iter()
             .enumerate()
             .flat_map(|(i, chunk)| chunk.with_starts().map(move |(start, _)| (i, start)));
-        let handles = chunks.iter().flat_map(|chunk| &chunk.pieces).filter_map(|piece| match &piece.source {
-            Source::Cached(handle) => Some(handle.clone()),
-            Source::Reserved(_) | Source::Private => None,
+        let holds = chunks.iter().flat_map(|chunk| &chunk.pieces).filter_map(|piece| match &piece.source {
+            PieceSource::Cached(hold) => Some(hold.clone()),
+            PieceSource::Reserved(_) | PieceSource::Private => None,
         });
         Ok(Self {
             block_size,
             places: places.collect(),
             spans,
-            handles: handles.collect(),
+            holds: holds.collect(),
             reports,
             segments,
             private,
@@ -90,8 +90,8 @@ impl AssembledPrompt {
     }
 
     /// Returns the holds on cached pieces, in the prompt's order.
-    pub fn handles(&self) -> &[ChunkKvCache] {
-        &self.handles
+    pub fn holds(&self) -> &[PieceHold] {
+        &self.holds
     }
 
     /// Returns the place of each segment after the first: its chunk, and the number of the chunk's tokens
@@ -115,8 +115,8 @@ impl AssembledPrompt {
     }
 
     /// Returns the system prompt and the chunks as one run.
-    pub fn merged(&self) -> Result<MergedKvCache> {
-        MergedKvCache::new(&self.segments, self.block_size)
+    pub fn merged(&self) -> Result<MergedRun> {
+        MergedRun::new(&self.segments, self.block_size)
     }
 
     /// Allocates the request's own blocks from `pool`, for all blocks that hold a selected token. Returns the

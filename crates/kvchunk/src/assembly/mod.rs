@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment, SequenceInput};
 
-use crate::cache::{ChunkCacheManager, ChunkKvCache, ChunkReservation, ChunkWaiter, TenantId};
+use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, TenantId};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::Evidence;
@@ -34,7 +34,7 @@ mod scratch;
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
 pub use ranks::{LocalRank, RankAgreement};
 pub use rotated::RotatedCopy;
-pub use scratch::Scratch;
+pub use scratch::ScratchBlocks;
 
 /// The settings by which a prompt is assembled.
 #[derive(Debug, Clone, Copy)]
@@ -71,7 +71,7 @@ pub struct ChunkReport {
     /// True if the whole chunk was found in the cache, or is computed for an earlier chunk of the same
     /// prompt.
     pub hit: bool,
-    /// True if the chunk's bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
+    /// True if the chunk's bytes are exactly those of its hash; see [`PieceHold::is_exact`].
     pub exact: bool,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
@@ -81,8 +81,8 @@ pub struct ChunkReport {
 
 /// The source of a piece's KV.
 #[derive(Debug, Clone)]
-enum Source {
-    Cached(ChunkKvCache),
+enum PieceSource {
+    Cached(PieceHold),
     /// To be computed into the chunk pool; an index into [`Assembly::reserved`].
     Reserved(usize),
     /// Computed for this request only.
@@ -91,15 +91,15 @@ enum Source {
 
 /// A piece that has its blocks.
 #[derive(Debug, Clone)]
-struct Piece {
+struct PromptPiece {
     blocks: Arc<[BlockId]>,
     len: usize,
     /// The position that the first key in these blocks is rotated to.
     stored_start: i64,
-    source: Source,
+    source: PieceSource,
 }
 
-impl Piece {
+impl PromptPiece {
     fn stored(&self) -> Stored<'_> {
         Stored { blocks: &self.blocks, len: self.len, start: self.stored_start }
     }
@@ -107,27 +107,27 @@ impl Piece {
 
 /// A piece that this prompt computes, in case the prompt contains it again.
 #[derive(Debug)]
-struct Own {
+struct OwnPiece {
     evidence: Evidence,
-    piece: Piece,
+    piece: PromptPiece,
     exact: bool,
 }
 
 /// A chunk of the prompt.
 #[derive(Debug)]
-struct Chunk {
+struct PromptChunk {
     place: ChunkPlace,
     /// The chunk's first pieces: all of them once [`tokens`](Self::tokens) is the chunk's length.
-    pieces: Vec<Piece>,
+    pieces: Vec<PromptPiece>,
     /// The number of tokens of these pieces.
     tokens: usize,
     hit: bool,
     exact: bool,
 }
 
-impl Chunk {
+impl PromptChunk {
     /// Returns the pieces, each with the number of the chunk's tokens before it.
-    fn with_starts(&self) -> impl Iterator<Item = (usize, &Piece)> {
+    fn with_starts(&self) -> impl Iterator<Item = (usize, &PromptPiece)> {
         self.pieces.iter().scan(0, |start, piece| {
             let before = *start;
             *start += piece.len;
@@ -143,9 +143,9 @@ pub struct Assembly {
     block_size: usize,
     mode: ComputeMode,
     system: PrefixFill,
-    chunks: Vec<Chunk>,
+    chunks: Vec<PromptChunk>,
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
-    own: HashMap<BlockKey, Own>,
+    own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
     /// The pieces that other requests compute.
@@ -189,8 +189,13 @@ impl Assembler<'_> {
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
         let system = self.fill_system(prompt.system())?;
-        let chunk =
-            |&place: &ChunkPlace| Chunk { place, pieces: Vec::new(), tokens: 0, hit: true, exact: true };
+        let chunk = |&place: &ChunkPlace| PromptChunk {
+            place,
+            pieces: Vec::new(),
+            tokens: 0,
+            hit: true,
+            exact: true,
+        };
         let mut assembly = Assembly {
             block_size: self.main.arena().layout().shape().block_size,
             mode: self.cell.mode,
@@ -255,7 +260,7 @@ impl Assembly {
 
     /// Returns the chunks, in the prompt's order.
     pub fn chunks(&self) -> Vec<ChunkSpan> {
-        let span = |(i, chunk): (usize, &Chunk)| ChunkSpan {
+        let span = |(i, chunk): (usize, &PromptChunk)| ChunkSpan {
             tokens: chunk.place.len,
             logical_start: chunk.place.logical_start,
             position: chunk.place.used_start,
@@ -269,7 +274,7 @@ impl Assembly {
 
     /// Returns one report per chunk, in the prompt's order.
     pub fn reports(&self) -> Vec<ChunkReport> {
-        let report = |chunk: &Chunk| ChunkReport {
+        let report = |chunk: &PromptChunk| ChunkReport {
             tokens: chunk.place.len,
             hit: chunk.hit,
             exact: chunk.exact,
@@ -309,11 +314,11 @@ impl Assembly {
 
     /// Stores all reserved pieces, since they have been computed. Other requests can find them from now on.
     fn store(&mut self) {
-        let stored: Vec<ChunkKvCache> = self.reserved.drain(..).map(ChunkReservation::store).collect();
+        let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {
-            if let Source::Reserved(i) = piece.source {
-                piece.source = Source::Cached(stored[i].clone());
+            if let PieceSource::Reserved(i) = piece.source {
+                piece.source = PieceSource::Cached(stored[i].clone());
             }
         }
     }

@@ -61,10 +61,10 @@ pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) 
 /// # Drop behaviour
 /// A dropped rank has left. From then on the other ranks get [`Error::RankLost`].
 #[derive(Debug)]
-pub struct LocalRank(Arc<Group>);
+pub struct LocalRank(Arc<RankGroup>);
 
 #[derive(Debug)]
-struct Group {
+struct RankGroup {
     ranks: usize,
     limit: Duration,
     round: Mutex<Round>,
@@ -88,12 +88,12 @@ impl LocalRank {
     /// `limit`.
     pub fn group(ranks: usize, limit: Duration) -> Vec<Self> {
         let (round, changed) = (Mutex::default(), Condvar::new());
-        let group = Arc::new(Group { ranks, limit, round, changed });
+        let group = Arc::new(RankGroup { ranks, limit, round, changed });
         (0..ranks).map(|_| Self(Arc::clone(&group))).collect()
     }
 }
 
-impl Group {
+impl RankGroup {
     /// Fails the round, for all ranks and for good.
     fn fail(&self, round: &mut Round, error: Error) -> Error {
         self.changed.notify_all();

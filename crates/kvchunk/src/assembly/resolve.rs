@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 
-use super::{Assembler, Assembly, Own, Piece, Source};
-use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, Tally};
+use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece};
+use crate::cache::{Acquired, ChunkCacheManager, PieceHold, Tally};
 use crate::config::{ComputeMode, PositionStrategy};
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
@@ -15,9 +15,9 @@ use crate::prompt::ChunkedPrompt;
 /// The result of the search for a piece.
 #[derive(Debug)]
 enum Found {
-    Here(ChunkKvCache),
+    Here(PieceHold),
     /// Held here, but not exact on another rank.
-    Approximate(ChunkKvCache),
+    Approximate(PieceHold),
     /// Held here, but not on all ranks: computed for this request.
     GivenUp,
     Missing,
@@ -72,9 +72,9 @@ impl Assembler<'_> {
     }
 
     /// Returns the segment of a piece as the question sees it.
-    fn place(&self, piece: &Piece, position: i64, logical: usize) -> Result<Segment> {
+    fn place(&self, piece: &PromptPiece, position: i64, logical: usize) -> Result<Segment> {
         match (&piece.source, self.chunks) {
-            (Source::Cached(chunk), Some(cache)) => {
+            (PieceSource::Cached(chunk), Some(cache)) => {
                 let placed = cache.reindex(self.reindexer, chunk.clone(), position)?;
                 Ok(placed.at_offset_in_merged_kv(logical).segment())
             }
@@ -147,7 +147,7 @@ impl Assembler<'_> {
         };
         // A piece that the prompt contains twice has two segments over the same blocks.
         let own = assembly.own.get(&piece.hash().key).filter(|own| own.evidence.proves(piece));
-        if let Some(Own { piece: known, exact, .. }) = own {
+        if let Some(OwnPiece { piece: known, exact, .. }) = own {
             let (known, exact) = (known.clone(), *exact);
             assembly.chunks[chunk].exact &= exact;
             assembly.reused_tokens += known.len;
@@ -177,8 +177,8 @@ impl Assembler<'_> {
             Acquired::Compute(reservation) => {
                 let (blocks, slots) = (Arc::clone(reservation.block_ids()), reservation.write_slots()?);
                 assembly.reserved.push(reservation);
-                let source = Source::Reserved(assembly.reserved.len() - 1);
-                (Piece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
+                let source = PieceSource::Reserved(assembly.reserved.len() - 1);
+                (PromptPiece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
             }
             Acquired::NoRoom => {
                 let needed = self.main.arena().layout().blocks_for(piece.tokens().len());
@@ -187,12 +187,15 @@ impl Assembler<'_> {
                 let slots = SlotMapping::in_blocks(&blocks, block_size, 0..piece.tokens().len())?;
                 let slots = private.write_slots(block_size, slots)?;
                 assembly.private.push(private);
-                let source = Source::Private;
-                (Piece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
+                let source = PieceSource::Private;
+                (PromptPiece { blocks, len: piece.tokens().len(), stored_start, source }, slots)
             }
         };
-        let own =
-            Own { evidence: piece.evidence(), piece: computed.clone(), exact: assembly.chunks[chunk].exact };
+        let own = OwnPiece {
+            evidence: piece.evidence(),
+            piece: computed.clone(),
+            exact: assembly.chunks[chunk].exact,
+        };
         assembly.own.insert(piece.hash().key, own);
         assembly.push(chunk, computed.clone());
         assembly.chunks[chunk].hit = false;
@@ -226,20 +229,20 @@ impl Assembler<'_> {
 }
 
 impl Assembly {
-    fn push(&mut self, chunk: usize, piece: Piece) {
+    fn push(&mut self, chunk: usize, piece: PromptPiece) {
         let chunk = &mut self.chunks[chunk];
         chunk.tokens += piece.len;
         chunk.pieces.push(piece);
     }
 
-    fn add_cached(&mut self, chunk: usize, cached: ChunkKvCache) {
+    fn add_cached(&mut self, chunk: usize, cached: PieceHold) {
         self.chunks[chunk].exact &= cached.is_exact();
         self.reused_tokens += cached.num_tokens();
-        let piece = Piece {
+        let piece = PromptPiece {
             blocks: Arc::clone(cached.block_ids()),
             len: cached.num_tokens(),
             stored_start: cached.cached_position_start(),
-            source: Source::Cached(cached),
+            source: PieceSource::Cached(cached),
         };
         self.push(chunk, piece);
     }

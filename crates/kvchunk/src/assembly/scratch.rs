@@ -13,7 +13,7 @@ use crate::recompute::TokenSelection;
 /// # Drop behaviour
 /// The blocks are free again, and nothing in them can be found.
 #[derive(Debug)]
-pub struct Scratch {
+pub struct ScratchBlocks {
     segments: Vec<Segment>,
     inputs: Vec<SequenceInput>,
     stored: Vec<SlotMapping>,
@@ -28,7 +28,7 @@ impl AssembledPrompt {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
-    pub fn scratch(&self, prompt: &ChunkedPrompt, pool: &BlockPool) -> Result<Scratch> {
+    pub fn scratch(&self, prompt: &ChunkedPrompt, pool: &BlockPool) -> Result<ScratchBlocks> {
         let every =
             |span: &ChunkSpan| if span.is_full { Vec::new() } else { (0..span.tokens as u32).collect() };
         let all = TokenSelection::new(self.chunks().iter().map(every));
@@ -37,7 +37,7 @@ impl AssembledPrompt {
         let parts = parts.filter(|((chunk, _), _)| !self.chunks()[*chunk].is_full);
         let stored =
             parts.clone().map(|(_, s)| SlotMapping::in_blocks(&s.blocks, self.block_size(), 0..s.len));
-        Ok(Scratch {
+        Ok(ScratchBlocks {
             stored: stored.collect::<Result<_, _>>()?,
             places: parts.map(|(place, _)| *place).collect(),
             inputs: anew.inputs,
@@ -47,7 +47,7 @@ impl AssembledPrompt {
     }
 }
 
-impl Scratch {
+impl ScratchBlocks {
     /// Returns the segments of the system prompt and the chunks over the scratch blocks.
     pub fn segments(&self) -> &[Segment] {
         &self.segments

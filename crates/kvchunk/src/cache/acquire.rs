@@ -4,20 +4,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::flight::{ChunkWaiter, Flight};
-use super::handle::Held;
-use super::state::{Awake, Entry, Place, State, UnderWay};
+use super::hold::Held;
+use super::state::{Awake, CacheState, PieceMemory, StoredPiece, UnderWay};
 use super::tenant::TenantId;
 use super::wake::Waking;
-use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, Shared, Tally, Wanted, known};
+use super::{ChunkCacheManager, ChunkReservation, PieceHold, PieceRequest, SharedCache, Tally, known};
 use crate::hash::{ChunkPiece, Evidence};
-use crate::position::{PositionReindexer, ReindexedChunkKv};
+use crate::position::{PlacedPiece, PositionReindexer};
 
 /// The outcome of a request for a piece.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 pub enum Acquired {
-    /// The piece is stored, and the handle holds it.
-    Hit(ChunkKvCache),
+    /// The piece is stored, and held.
+    Hit(PieceHold),
     /// The piece is missing, and this request must compute it.
     Compute(ChunkReservation),
     /// Another request computes the piece, or the piece is being moved. Wait, and ask again. Compute your own
@@ -31,12 +31,7 @@ pub enum Acquired {
 impl ChunkCacheManager {
     /// Holds the piece if it is stored and awake. In that case it counts as a hit by `tally`; otherwise
     /// nothing is counted. A prompt can thus hold everything that it finds before it makes room for the rest.
-    pub(crate) fn hold(
-        &self,
-        tenant: TenantId,
-        piece: &ChunkPiece<'_>,
-        tally: Tally,
-    ) -> Option<ChunkKvCache> {
+    pub(crate) fn hold(&self, tenant: TenantId, piece: &ChunkPiece<'_>, tally: Tally) -> Option<PieceHold> {
         let since = Instant::now();
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -54,7 +49,7 @@ impl ChunkCacheManager {
         tenant: TenantId,
         piece: &ChunkPiece<'_>,
         tally: Tally,
-    ) -> Option<ChunkKvCache> {
+    ) -> Option<PieceHold> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
@@ -73,7 +68,7 @@ impl ChunkCacheManager {
     }
 
     /// Counts a piece that was held with [`Tally::Later`] as a hit, because the request uses it.
-    pub(crate) fn count_hit(&self, tenant: TenantId, chunk: &ChunkKvCache) {
+    pub(crate) fn count_hit(&self, tenant: TenantId, chunk: &PieceHold) {
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
         state.account(tenant).counted.hit(chunk.num_tokens(), chunk.is_exact());
@@ -81,7 +76,7 @@ impl ChunkCacheManager {
 
     /// Releases a piece that was held with [`Tally::Later`], and counts it as a miss, because the request
     /// computes it for itself.
-    pub(crate) fn give_up(&self, tenant: TenantId, chunk: ChunkKvCache) {
+    pub(crate) fn give_up(&self, tenant: TenantId, chunk: PieceHold) {
         self.go_without(tenant);
         drop(chunk);
     }
@@ -107,7 +102,7 @@ impl ChunkCacheManager {
 
     /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), it reserves nothing,
     /// waits for nothing and wakes nothing.
-    pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<ChunkKvCache> {
+    pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let since = Instant::now();
         let found = self.hold(tenant, piece, Tally::Now);
         if found.is_none() {
@@ -164,7 +159,7 @@ impl ChunkCacheManager {
         reindexer: &PositionReindexer,
         new_position_start: i64,
         compute: impl FnOnce(&ChunkReservation) -> Result<(), E>,
-    ) -> Result<Option<ReindexedChunkKv>, E> {
+    ) -> Result<Option<PlacedPiece>, E> {
         reindexer.check(new_position_start, piece.tokens().len())?;
         let (since, limit) = (Instant::now(), self.0.config.max_wait());
         let chunk = loop {
@@ -193,9 +188,9 @@ impl ChunkCacheManager {
     pub fn reindex(
         &self,
         reindexer: &PositionReindexer,
-        chunk: ChunkKvCache,
+        chunk: PieceHold,
         new_position_start: i64,
-    ) -> crate::Result<ReindexedChunkKv> {
+    ) -> crate::Result<PlacedPiece> {
         let since = Instant::now();
         let placed = reindexer.reindex(chunk, new_position_start)?;
         self.reindexed(since);
@@ -210,7 +205,7 @@ enum Found {
     Waking(Waking),
 }
 
-impl Shared {
+impl SharedCache {
     fn acquire(
         self: &Arc<Self>,
         tenant: TenantId,
@@ -222,7 +217,7 @@ impl Shared {
         loop {
             let (since, now) = (Instant::now(), self.clock.millis());
             let mut state = self.lock();
-            let wanted = Wanted { piece, tenant: known(&state, tenant), stored_start, tally };
+            let wanted = PieceRequest { piece, tenant: known(&state, tenant), stored_start, tally };
             let found = self.find_or_reserve(&mut state, &wanted, now);
             drop(state);
             looked += since.elapsed();
@@ -249,19 +244,24 @@ impl Shared {
         }
     }
 
-    fn find_or_reserve(self: &Arc<Self>, state: &mut State, wanted: &Wanted<'_, '_>, now: u64) -> Found {
-        let Wanted { piece, tenant, tally, .. } = *wanted;
+    fn find_or_reserve(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        wanted: &PieceRequest<'_, '_>,
+        now: u64,
+    ) -> Found {
+        let PieceRequest { piece, tenant, tally, .. } = *wanted;
         if !state.pool.is_awake() {
             return Found::Here(no_room(state, tenant));
         }
         if let Some(slot) = state.find(piece) {
-            let flight = match state.index.at(slot).map(|entry| &entry.place) {
-                Some(Place::Asleep(_)) => {
+            let flight = match state.index.at(slot).map(|entry| &entry.memory) {
+                Some(PieceMemory::Asleep(_)) => {
                     let waking = state.begin_waking(&self.pool, slot, now).map(Found::Waking);
                     return waking.unwrap_or_else(|| Found::Here(no_room(state, tenant)));
                 }
-                Some(Place::Moving(flight)) => Some(Arc::clone(flight)),
-                Some(Place::Awake(_)) | None => None,
+                Some(PieceMemory::Moving(flight)) => Some(Arc::clone(flight)),
+                Some(PieceMemory::Awake(_)) | None => None,
             };
             if let Some(flight) = flight {
                 return Found::Here(Acquired::Busy(ChunkWaiter(flight)));
@@ -293,33 +293,33 @@ impl Shared {
     /// Holds the piece in `slot`, if it is awake.
     fn hit(
         self: &Arc<Self>,
-        state: &mut State,
+        state: &mut CacheState,
         tenant: TenantId,
         slot: u32,
         now: u64,
         tally: Tally,
-    ) -> Option<ChunkKvCache> {
+    ) -> Option<PieceHold> {
         self.hit_as(state, tenant, slot, now, true, tally)
     }
 
     fn hit_as(
         self: &Arc<Self>,
-        state: &mut State,
+        state: &mut CacheState,
         tenant: TenantId,
         slot: u32,
         now: u64,
         same_system: bool,
         tally: Tally,
-    ) -> Option<ChunkKvCache> {
+    ) -> Option<PieceHold> {
         let (entry, awake) = state.hold(slot, now)?;
         let held = self.held(entry, awake, slot, entry.exact && same_system);
         if tally == Tally::Now {
             state.account(tenant).counted.hit(held.hash.token_count, held.exact);
         }
-        Some(ChunkKvCache::new(held))
+        Some(PieceHold::new(held))
     }
 
-    pub(super) fn held(self: &Arc<Self>, entry: &Entry, awake: &Awake, slot: u32, exact: bool) -> Held {
+    pub(super) fn held(self: &Arc<Self>, entry: &StoredPiece, awake: &Awake, slot: u32, exact: bool) -> Held {
         Held {
             cache: Arc::clone(self),
             slot: Some(slot),
@@ -332,8 +332,13 @@ impl Shared {
         }
     }
 
-    fn reserve(self: &Arc<Self>, state: &mut State, wanted: &Wanted<'_, '_>, now: u64) -> Acquired {
-        let Wanted { piece, tenant, stored_start, .. } = *wanted;
+    fn reserve(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        wanted: &PieceRequest<'_, '_>,
+        now: u64,
+    ) -> Acquired {
+        let PieceRequest { piece, tenant, stored_start, .. } = *wanted;
         let hash = piece.hash();
         let Some(blocks) = state.room(&self.pool, tenant, hash.num_blocks, now) else {
             return no_room(state, tenant);
@@ -363,7 +368,7 @@ impl Shared {
     }
 
     /// Stores a piece that has been computed or fetched.
-    pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> ChunkKvCache {
+    pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
         let blocks = blocks.map(kvcore::MutableBlocks::share);
@@ -383,14 +388,14 @@ impl Shared {
         let (slot, generation) = match (number, &blocks) {
             (Some(number), Some(blocks)) => {
                 state.account(tenant).counted.insertions += 1;
-                let (slot, generation) = state.insert(Entry {
+                let (slot, generation) = state.insert(StoredPiece {
                     hash,
                     any_system: reservation.any_system,
                     evidence: reservation.evidence.clone(),
                     tenant,
                     generation: 0,
                     stored_start: reservation.stored_start,
-                    place: Place::Awake(Awake { pinned: blocks.pin(), ids: Arc::clone(&ids), number }),
+                    memory: PieceMemory::Awake(Awake { pinned: blocks.pin(), ids: Arc::clone(&ids), number }),
                     exact: true,
                     holders: 1,
                     doomed: false,
@@ -407,7 +412,7 @@ impl Shared {
         drop(state);
         reservation.flight.land();
         let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
-        ChunkKvCache::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
+        PieceHold::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
     /// Ends a reservation that was not computed. A reservation that was stored has ended already.
@@ -428,7 +433,7 @@ impl Shared {
     }
 }
 
-fn no_room(state: &mut State, tenant: TenantId) -> Acquired {
+fn no_room(state: &mut CacheState, tenant: TenantId) -> Acquired {
     let counted = &mut state.account(tenant).counted;
     counted.miss();
     counted.uncached += 1;

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Clone, PartialEq)]
-    struct Piece(u8, Option<u8>);
+    struct Numbered(u8, Option<u8>);
 
     fn key(n: u8) -> BlockKey {
         BlockKey::from_bytes([n; 32])
@@ -154,7 +154,7 @@ mod tests {
         ChunkHash { key: key(n), token_count: 1, num_blocks: 1 }
     }
 
-    impl Indexed for Piece {
+    impl Indexed for Numbered {
         fn hash(&self) -> ChunkHash {
             hash(self.0)
         }
@@ -167,14 +167,14 @@ mod tests {
     #[test]
     fn pieces_are_found_by_hash_and_the_latest_under_any_system() {
         let mut index = ChunkHashIndex::new();
-        let first = index.insert(Piece(1, Some(9)));
-        let second = index.insert(Piece(2, Some(9)));
-        assert_eq!((index.get(&hash(1)), index.get(&hash(3))), (Some(&Piece(1, Some(9))), None));
+        let first = index.insert(Numbered(1, Some(9)));
+        let second = index.insert(Numbered(2, Some(9)));
+        assert_eq!((index.get(&hash(1)), index.get(&hash(3))), (Some(&Numbered(1, Some(9))), None));
         assert_eq!(index.slot_under_any_system(&key(9)), Some(second));
-        assert_eq!(index.remove(first), Some(Piece(1, Some(9))));
+        assert_eq!(index.remove(first), Some(Numbered(1, Some(9))));
         assert_eq!(index.slot_under_any_system(&key(9)), Some(second), "the latest is still there");
         assert_eq!(index.remove(first), None);
-        assert_eq!(index.insert(Piece(3, None)), first, "slots are used again");
+        assert_eq!(index.insert(Numbered(3, None)), first, "slots are used again");
         index.remove(second);
         assert_eq!(index.slot_under_any_system(&key(9)), None);
         let numbers = index.map(|piece| piece.0);

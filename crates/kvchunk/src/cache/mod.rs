@@ -1,7 +1,7 @@
 //! The chunk cache: stored pieces of chunks, found by their hash.
 //!
 //! A *piece* is a chunk, or a part of an oversized chunk. A request [acquires](ChunkCacheManager::acquire)
-//! the pieces of its chunks. It holds a cached piece by a [`ChunkKvCache`]. It computes a missing piece into
+//! the pieces of its chunks. It holds a cached piece by a [`PieceHold`]. It computes a missing piece into
 //! a [`ChunkReservation`], unless another request is computing that piece already.
 //!
 //! ```text
@@ -33,7 +33,7 @@ use crate::pool::ChunkBlockPool;
 mod acquire;
 mod flight;
 mod goals;
-mod handle;
+mod hold;
 mod index;
 mod metrics;
 mod pool_sleep;
@@ -45,14 +45,14 @@ mod wake;
 
 pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
-pub use handle::{ChunkKvCache, ChunkReservation};
+pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
 pub use pool_sleep::PoolSleep;
 pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
 pub use tenant::{Tenant, TenantId};
 
-use state::{Place, State};
+use state::{CacheState, PieceMemory};
 use tenant::Account;
 
 /// A cache of chunk pieces. Clones share one cache.
@@ -77,7 +77,7 @@ use tenant::Account;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct ChunkCacheManager(Arc<Shared>);
+pub struct ChunkCacheManager(Arc<SharedCache>);
 
 /// A weak reference to a cache, for stores and clocks that a cache owns and that use the cache.
 ///
@@ -91,7 +91,7 @@ pub struct ChunkCacheManager(Arc<Shared>);
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct WeakChunkCache(Weak<Shared>);
+pub struct WeakChunkCache(Weak<SharedCache>);
 
 impl WeakChunkCache {
     /// Returns the cache, if it still exists.
@@ -101,12 +101,12 @@ impl WeakChunkCache {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedCache {
     config: ChunkCacheConfig,
     pool: ChunkBlockPool,
     clock: Arc<dyn Clock>,
     sleep: Option<Arc<dyn SleepStore>>,
-    state: Mutex<State>,
+    state: Mutex<CacheState>,
     lookups: LatencyHistogram,
     wakes: LatencyHistogram,
     reindexes: LatencyHistogram,
@@ -116,34 +116,34 @@ struct Shared {
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
 /// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
 /// because dropping them runs code of the store, which may use the cache.
-struct Locked<'a> {
+struct LockedState<'a> {
     /// Released first, since fields are dropped in this order.
-    state: MutexGuard<'a, State>,
+    state: MutexGuard<'a, CacheState>,
     discarded: Vec<Box<dyn Sleeping>>,
 }
 
-impl Shared {
-    fn lock(&self) -> Locked<'_> {
-        Locked { state: self.state.lock(), discarded: Vec::new() }
+impl SharedCache {
+    fn lock(&self) -> LockedState<'_> {
+        LockedState { state: self.state.lock(), discarded: Vec::new() }
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedState<'_> {
     fn drop(&mut self) {
         self.discarded = std::mem::take(&mut self.state.discarded);
     }
 }
 
-impl std::ops::Deref for Locked<'_> {
-    type Target = State;
+impl std::ops::Deref for LockedState<'_> {
+    type Target = CacheState;
 
-    fn deref(&self) -> &State {
+    fn deref(&self) -> &CacheState {
         &self.state
     }
 }
 
-impl std::ops::DerefMut for Locked<'_> {
-    fn deref_mut(&mut self) -> &mut State {
+impl std::ops::DerefMut for LockedState<'_> {
+    fn deref_mut(&mut self) -> &mut CacheState {
         &mut self.state
     }
 }
@@ -157,7 +157,7 @@ pub struct ChunkInfo {
     pub tenant: String,
     /// The position that the first key was rotated to when the piece was stored.
     pub cached_position_start: i64,
-    /// The number of holds on the piece. Clones of one [`ChunkKvCache`] count once.
+    /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
     /// The number of uses since the piece was stored.
     pub access_count: u64,
@@ -195,8 +195,8 @@ impl ChunkCacheManager {
         let everybody = Tenant { salt: Vec::new(), ..Tenant::new(Tenant::DEFAULT_TAG) };
         let blocks = pool.blocks().range().len();
         let first = Account::new(everybody, blocks, config.max_chunks, config.cache_policy);
-        Ok(Self(Arc::new(Shared {
-            state: Mutex::new(State::new(first)),
+        Ok(Self(Arc::new(SharedCache {
+            state: Mutex::new(CacheState::new(first)),
             config,
             pool,
             clock,
@@ -279,7 +279,7 @@ impl ChunkCacheManager {
         let mut state = self.0.lock();
         for slot in 0..state.index.slots() {
             let Some(entry) = state.index.at_mut(slot).filter(|entry| of(entry.tenant)) else { continue };
-            if matches!(entry.place, Place::Moving(_)) {
+            if matches!(entry.memory, PieceMemory::Moving(_)) {
                 entry.doomed = true;
             } else {
                 state.remove(slot);
@@ -304,7 +304,7 @@ impl ChunkCacheManager {
             access_count: entry.access_count,
             age_ms: now.saturating_sub(entry.created),
             idle_ms: now.saturating_sub(entry.last_accessed),
-            asleep: !matches!(entry.place, Place::Awake(_)),
+            asleep: !matches!(entry.memory, PieceMemory::Awake(_)),
             exact: entry.exact,
         })
     }
@@ -362,20 +362,21 @@ impl ChunkCacheManager {
 }
 
 /// Counts the pieces that do not lie in blocks, of the tenants that `of` accepts.
-fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
-    let sleeps = |entry: &&state::Entry| of(entry.tenant) && !matches!(entry.place, Place::Awake(_));
+fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
+    let sleeps =
+        |entry: &&state::StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()
 }
 
 /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas only;
 /// keys keep the pieces of tenants apart.
-fn known(state: &State, tenant: TenantId) -> TenantId {
+fn known(state: &CacheState, tenant: TenantId) -> TenantId {
     if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
 }
 
 /// A piece to look up, with the tenant it is for and the position to store it at.
 #[derive(Debug, Clone, Copy)]
-struct Wanted<'a, 't> {
+struct PieceRequest<'a, 't> {
     piece: &'a ChunkPiece<'t>,
     tenant: TenantId,
     stored_start: i64,

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::state::{Entry, Place};
-use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
+use super::state::{PieceMemory, StoredPiece};
+use super::{ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::hash::ChunkHash;
 
 /// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits are no
 /// function of its hash, and a weak hash proves nothing elsewhere.
-fn may_leave(entry: &Entry) -> bool {
+fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
 
@@ -18,12 +18,12 @@ impl ChunkCacheManager {
         let state = self.0.lock();
         let entry = state.index.slot_of(&hash.key).and_then(|slot| state.index.at(slot));
         state.pool.is_awake()
-            && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.place, Place::Awake(_)))
+            && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
     /// Holds the piece under a hash for another replica, and returns it with its tokens. This counts as a use
     /// of the piece, but not as a lookup of a tenant.
-    pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(ChunkKvCache, Arc<[u32]>)> {
+    pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let slot = state.index.slot_of(&hash.key)?;
@@ -32,7 +32,7 @@ impl ChunkCacheManager {
         let (entry, awake) = state.hold(slot, now)?;
         let held = self.0.held(entry, awake, slot, true);
         drop(state);
-        Some((ChunkKvCache::new(held), tokens))
+        Some((PieceHold::new(held), tokens))
     }
 }
 
@@ -47,7 +47,7 @@ impl ChunkCacheManager {
 
 impl ChunkReservation {
     /// Stores the piece as [`store`](Self::store) does, but counts it as fetched from another replica.
-    pub(crate) fn store_fetched(mut self) -> ChunkKvCache {
+    pub(crate) fn store_fetched(mut self) -> PieceHold {
         self.fetched = true;
         self.store()
     }

@@ -7,7 +7,7 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
 
 use super::flight::Flight;
 use super::index::{ChunkHashIndex, Indexed};
-use super::pool_sleep::PoolPlace;
+use super::pool_sleep::PoolMemory;
 use super::sleep::Sleeping;
 use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, Evidence};
@@ -15,7 +15,7 @@ use crate::pool::ChunkBlockPool;
 
 /// The place of a stored piece.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum PieceMemory {
     /// The piece is in blocks of the pool.
     Awake(Awake),
     /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
@@ -43,7 +43,7 @@ pub(super) struct Dormant {
 
 /// A stored piece.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct StoredPiece {
     pub(super) hash: ChunkHash,
     pub(super) any_system: Option<BlockKey>,
     pub(super) evidence: Evidence,
@@ -51,7 +51,7 @@ pub(super) struct Entry {
     /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
     pub(super) generation: u64,
     pub(super) stored_start: i64,
-    pub(super) place: Place,
+    pub(super) memory: PieceMemory,
     pub(super) exact: bool,
     pub(super) holders: u32,
     /// Set if the piece was cleared while it moved. Such a piece is forgotten when the move ends.
@@ -64,13 +64,13 @@ pub(super) struct Entry {
     pub(super) access_count: u64,
 }
 
-impl Entry {
+impl StoredPiece {
     pub(super) fn is_evictable(&self) -> bool {
-        self.holders == 0 && matches!(self.place, Place::Awake(_))
+        self.holders == 0 && matches!(self.memory, PieceMemory::Awake(_))
     }
 }
 
-impl Indexed for Entry {
+impl Indexed for StoredPiece {
     fn hash(&self) -> ChunkHash {
         self.hash
     }
@@ -99,27 +99,27 @@ pub(super) struct Orphan {
 }
 
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) index: ChunkHashIndex<Entry>,
+pub(super) struct CacheState {
+    pub(super) index: ChunkHashIndex<StoredPiece>,
     pub(super) under_way: HashMap<BlockKey, UnderWay>,
     /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
     pub(super) accounts: Vec<Account>,
     /// The memory of the pool's blocks: present, moving or asleep.
-    pub(super) pool: PoolPlace,
+    pub(super) pool: PoolMemory,
     generations: u64,
     /// Contents to drop once the lock is free, because dropping them runs code of the store.
     pub(super) discarded: Vec<Box<dyn Sleeping>>,
 }
 
-impl State {
+impl CacheState {
     pub(super) fn new(first: Account) -> Self {
         Self {
             index: ChunkHashIndex::new(),
             under_way: HashMap::new(),
             orphans: HashMap::new(),
             accounts: vec![first],
-            pool: PoolPlace::Awake,
+            pool: PoolMemory::Awake,
             generations: 0,
             discarded: Vec::new(),
         }
@@ -140,22 +140,22 @@ impl State {
     /// does not reach.
     pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
-        let same = |entry: &&Entry| {
+        let same = |entry: &&StoredPiece| {
             entry.evidence.proves_under_any_system(piece)
                 && entry.stored_start <= stored_start
-                && matches!(entry.place, Place::Awake(_))
+                && matches!(entry.memory, PieceMemory::Awake(_))
         };
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
     /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
     /// eviction order.
-    pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&Entry, &Awake)> {
+    pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &Awake)> {
         if !self.pool.is_awake() {
             return None;
         }
         let entry = self.index.at_mut(slot)?;
-        let Place::Awake(awake) = &entry.place else { return None };
+        let PieceMemory::Awake(awake) = &entry.memory else { return None };
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.hit(awake.number, &entry.hash.key);
         if entry.holders == 0 {
@@ -176,7 +176,7 @@ impl State {
         };
         entry.holders -= 1;
         if entry.holders == 0
-            && let Place::Awake(awake) = &entry.place
+            && let PieceMemory::Awake(awake) = &entry.memory
         {
             let account = &mut self.accounts[entry.tenant.0 as usize];
             account.order.insert(awake.number, &entry.hash.key, now);
@@ -209,13 +209,13 @@ impl State {
 
     /// Inserts a piece that is awake and held into the index. Its blocks are charged to its tenant already,
     /// and it has a number in the eviction order. Returns the slot and the generation.
-    pub(super) fn insert(&mut self, mut entry: Entry) -> (u32, u64) {
+    pub(super) fn insert(&mut self, mut entry: StoredPiece) -> (u32, u64) {
         self.generations += 1;
         let (generation, tenant) = (self.generations, entry.tenant);
         entry.generation = generation;
-        let number = match &entry.place {
-            Place::Awake(awake) => Some(awake.number),
-            Place::Moving(_) | Place::Asleep(_) => None,
+        let number = match &entry.memory {
+            PieceMemory::Awake(awake) => Some(awake.number),
+            PieceMemory::Moving(_) | PieceMemory::Asleep(_) => None,
         };
         let slot = self.index.insert(entry);
         if let Some(number) = number {
@@ -228,15 +228,15 @@ impl State {
     /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
     pub(super) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
-        match std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(flight))) {
-            Place::Awake(awake) => {
+        match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {
+            PieceMemory::Awake(awake) => {
                 let account = &mut self.accounts[entry.tenant.0 as usize];
                 account.order.depart(awake.number);
                 account.idle -= entry.hash.num_blocks;
                 Some(awake)
             }
             other => {
-                entry.place = other;
+                entry.memory = other;
                 None
             }
         }
@@ -249,7 +249,7 @@ impl State {
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.stay(awake.number);
         account.idle += entry.hash.num_blocks;
-        entry.place = Place::Awake(awake);
+        entry.memory = PieceMemory::Awake(awake);
     }
 
     /// Ends the move of a departed piece that sleeps now. Its blocks are free.
@@ -261,14 +261,14 @@ impl State {
         account.sleeping_bytes += dormant.bytes;
         account.counted.slept += 1;
         entry.exact &= dormant.exact;
-        entry.place = Place::Asleep(dormant);
+        entry.memory = PieceMemory::Asleep(dormant);
         drop(awake); // frees the blocks
     }
 
     /// Removes an evictable piece from the eviction order.
     fn unorder(&mut self, slot: u32) {
         let Some(entry) = self.index.at(slot).filter(|entry| entry.is_evictable()) else { return };
-        if let Place::Awake(awake) = &entry.place {
+        if let PieceMemory::Awake(awake) = &entry.memory {
             let account = &mut self.accounts[entry.tenant.0 as usize];
             account.order.remove(awake.number);
             account.idle -= entry.hash.num_blocks;
@@ -282,8 +282,8 @@ impl State {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
         let account = &mut self.accounts[tenant.0 as usize];
-        match entry.place {
-            Place::Awake(awake) => {
+        match entry.memory {
+            PieceMemory::Awake(awake) => {
                 account.order.retire(awake.number);
                 if holders == 0 {
                     account.used -= blocks;
@@ -291,8 +291,8 @@ impl State {
                     self.orphans.insert(entry.generation, Orphan { tenant, blocks, holders });
                 }
             }
-            Place::Moving(_) => {}
-            Place::Asleep(dormant) => {
+            PieceMemory::Moving(_) => {}
+            PieceMemory::Asleep(dormant) => {
                 account.sleeping_bytes -= dormant.bytes;
                 self.discarded.push(dormant.saved);
             }
@@ -350,7 +350,7 @@ impl State {
 
     /// Forgets the sleeping piece with the oldest last use, of the tenants that `of` accepts.
     pub(super) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
-        let sleeps = |entry: &Entry| matches!(entry.place, Place::Asleep(_)) && of(entry.tenant);
+        let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
         let longest = sleepers.map(|(slot, entry)| (entry.last_accessed, slot, entry.tenant)).min();
         let Some((_, slot, tenant)) = longest else { return false };
@@ -395,17 +395,17 @@ impl State {
         let mut sums = vec![Sum::default(); self.accounts.len()];
         for (slot, entry) in self.index.with_slots() {
             let sum = &mut sums[entry.tenant.0 as usize];
-            match &entry.place {
-                Place::Awake(awake) => {
+            match &entry.memory {
+                PieceMemory::Awake(awake) => {
                     sum.used += awake.pinned.len();
                     if awake.pinned.len() != entry.hash.num_blocks {
                         return Err(format!("piece {slot} has {} blocks", awake.pinned.len()));
                     }
                 }
-                Place::Moving(_) => sum.used += entry.hash.num_blocks,
-                Place::Asleep(dormant) => sum.sleeping_bytes += dormant.bytes,
+                PieceMemory::Moving(_) => sum.used += entry.hash.num_blocks,
+                PieceMemory::Asleep(dormant) => sum.sleeping_bytes += dormant.bytes,
             }
-            if entry.holders > 0 && !matches!(entry.place, Place::Awake(_)) {
+            if entry.holders > 0 && !matches!(entry.memory, PieceMemory::Awake(_)) {
                 return Err(format!("piece {slot} is held and not awake"));
             }
             if entry.is_evictable() {

@@ -7,9 +7,9 @@ use kvcore::MutableBlocks;
 
 use super::flight::Flight;
 use super::sleep::{ColdRule, NotWoken, SleepStore};
-use super::state::{Awake, Dormant, Entry, Place, State};
+use super::state::{Awake, CacheState, Dormant, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
-use super::{ChunkCacheManager, Locked, Shared};
+use super::{ChunkCacheManager, LockedState, SharedCache};
 use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
 use crate::pool::ChunkBlockPool;
@@ -82,13 +82,13 @@ fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     caught.unwrap_or_else(|_| Err(Error::Damaged("the store panicked".to_owned())))
 }
 
-impl Shared {
+impl SharedCache {
     fn sleep_slot(
         &self,
         slot: u32,
         now: u64,
         store: &dyn SleepStore,
-        is_cold: impl Fn(&Entry, Duration, Duration) -> bool,
+        is_cold: impl Fn(&StoredPiece, Duration, Duration) -> bool,
     ) -> Result<bool> {
         let flight = Arc::new(Flight::default());
         let mut state = self.lock();
@@ -130,14 +130,14 @@ impl Shared {
             if !state.pool.is_awake() {
                 return Err(NotWoken::PoolAsleep);
             }
-            let moving = match state.index.at(slot).map(|entry| &entry.place) {
-                Some(Place::Moving(flight)) => Arc::clone(flight),
-                Some(Place::Asleep(_)) => {
+            let moving = match state.index.at(slot).map(|entry| &entry.memory) {
+                Some(PieceMemory::Moving(flight)) => Arc::clone(flight),
+                Some(PieceMemory::Asleep(_)) => {
                     let waking = state.begin_waking(&self.pool, slot, now).ok_or(NotWoken::NoRoom)?;
                     drop(state);
                     return self.wake(waking, |_, _| ()).map_err(NotWoken::Lost);
                 }
-                Some(Place::Awake(_)) | None => return Ok(()),
+                Some(PieceMemory::Awake(_)) | None => return Ok(()),
             };
             drop(state);
             let limit = self.config.max_wait();
@@ -152,7 +152,11 @@ impl Shared {
     ///
     /// # Errors
     /// Returns the store's error if the contents are lost. In that case the piece is forgotten.
-    pub(super) fn wake<T>(&self, waking: Waking, then: impl FnOnce(&mut Locked<'_>, u32) -> T) -> Result<T> {
+    pub(super) fn wake<T>(
+        &self,
+        waking: Waking,
+        then: impl FnOnce(&mut LockedState<'_>, u32) -> T,
+    ) -> Result<T> {
         let since = Instant::now();
         let Waking { slot, tenant, blocks, number, dormant, flight } = waking;
         let restored = guarded(|| dormant.saved.restore(&blocks));
@@ -178,11 +182,11 @@ impl Shared {
     }
 }
 
-impl State {
+impl CacheState {
     /// Makes room for a sleeping piece, which is moving from now on. Returns `None` if the piece does not
     /// sleep or there is no room. In that case nothing has changed for the piece.
     pub(super) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
-        let entry = self.index.at(slot).filter(|entry| matches!(entry.place, Place::Asleep(_)))?;
+        let entry = self.index.at(slot).filter(|entry| matches!(entry.memory, PieceMemory::Asleep(_)))?;
         let (tenant, needed) = (entry.tenant, entry.hash.num_blocks);
         let blocks = self.room(pool, tenant, needed, now)?;
         let Some(number) = self.account(tenant).order.admit() else {
@@ -192,7 +196,8 @@ impl State {
         let flight = Arc::new(Flight::default());
         // Making room touches no sleeping piece, so this one is still there and asleep.
         let entry = self.index.at_mut(slot)?;
-        let Place::Asleep(dormant) = std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(&flight)))
+        let PieceMemory::Asleep(dormant) =
+            std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(&flight)))
         else {
             return None;
         };
@@ -210,7 +215,7 @@ impl State {
         account.counted.woken += 1;
         (entry.awake_since, entry.last_accessed) = (now, now);
         let ids = blocks.ids().into();
-        entry.place = Place::Awake(Awake { pinned: blocks.share().pin(), ids, number });
+        entry.memory = PieceMemory::Awake(Awake { pinned: blocks.share().pin(), ids, number });
     }
 
     /// Ends the move of a piece that could not be restored: it is forgotten, and its blocks are free.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use kvcore::{Backend, KeyForm, KvArena, Stream};
 
-use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
+use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
@@ -231,7 +231,7 @@ impl ChunkCacheManager {
         stored_start: i64,
         link: &ReplicaLink,
         from: ReplicaId,
-    ) -> Result<ChunkKvCache> {
+    ) -> Result<PieceHold> {
         if !piece.resists_collisions() {
             return Err(Error::WeakHash);
         }

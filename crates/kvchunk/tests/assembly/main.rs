@@ -118,7 +118,7 @@ fn placements_of_a_request_are_those_of_the_reindexer_and_are_timed() {
     assert_eq!(w.cache.metrics().reindexes.count(), 0, "what is computed is not moved");
     let cell = ReuseCell { strategy: kvchunk::PositionStrategy::Sequential, ..ReuseCell::default() };
     let held = Assembler { cell, ..w.assembler() }.assemble(&prompt(&[3, 2])).unwrap().commit().unwrap();
-    let placed = held.handles().iter().zip([5, 12]).map(|(chunk, position)| {
+    let placed = held.holds().iter().zip([5, 12]).map(|(chunk, position)| {
         let placed = w.reindexer.reindex(chunk.clone(), position).unwrap();
         placed.at_offset_in_merged_kv(position as usize).segment()
     });

@@ -24,7 +24,7 @@ fn a_request_whose_piece_never_comes_computes_it_for_itself() {
     assert!(since.elapsed() >= Duration::from_millis(30), "it did wait");
     assert_eq!(tokens_of(&assembly), [7, 7]);
     let held = assembly.commit().unwrap();
-    assert_eq!((hits(&held), held.handles().len()), (vec![false; 3], 1), "only chunk 4 is kept");
+    assert_eq!((hits(&held), held.holds().len()), (vec![false; 3], 1), "only chunk 4 is kept");
     assert_eq!(held.segments()[1].blocks[0].index() / 16, 0, "the others lie in blocks of the main pool");
     assert_eq!(w.cache.metrics().uncached, 2);
     w.check();
@@ -87,7 +87,7 @@ fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
     assert!(since.elapsed() < w.cache.config().max_wait(), "it did not wait for the limit");
     assert_eq!(tokens_of(&waiting), [7, 7], "both are computed by the request that waited");
     let held = waiting.commit().unwrap();
-    assert_eq!((hits(&held), held.handles().len()), (vec![false; 2], 2), "and kept");
+    assert_eq!((hits(&held), held.holds().len()), (vec![false; 2], 2), "and kept");
     assert_eq!(w.cache.metrics().uncached, 0);
     drop(held);
     w.check();

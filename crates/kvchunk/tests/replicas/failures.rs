@@ -135,7 +135,7 @@ fn where_nobody_can_be_asked_the_request_computes() {
 fn without_room_nothing_is_pulled() {
     let all = group(2);
     drop(all[1].compute(&[7; 10]));
-    let held: Vec<ChunkKvCache> = (0..4).map(|chunk| all[0].compute(&[50 + chunk; 8])).collect();
+    let held: Vec<PieceHold> = (0..4).map(|chunk| all[0].compute(&[50 + chunk; 8])).collect();
     assert!(matches!(all[0].lookup(&[7; 10]).acquired, Acquired::NoRoom));
     assert_eq!(all[0].pull(&[7; 10], 1).unwrap_err(), Error::NoRoomForChunk { blocks: 3 });
     drop(held);

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, Scratch, TokenSelection,
+    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, ScratchBlocks, TokenSelection,
 };
 use kvcore::{
     DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, WriteSlots, allocate_tensor,
@@ -30,7 +30,7 @@ pub(super) struct Blend<'a> {
     asked: &'a Asked<'a>,
     prompt: &'a ChunkedPrompt,
     assembled: &'a mut AssembledPrompt,
-    scratch: Scratch,
+    scratch: ScratchBlocks,
     question: SequenceInput,
     recomputed: usize,
 }

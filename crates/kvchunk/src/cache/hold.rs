@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping, WritePairs, WriteSlots};
 
-use super::Shared;
+use super::SharedCache;
 use super::flight::Flight;
 use super::tenant::TenantId;
 use crate::error::Result;
@@ -20,11 +20,12 @@ use crate::position::Stored;
 /// # Drop behaviour
 /// When the last hold is dropped, the piece stays cached until room is needed.
 #[derive(Debug, Clone)]
-pub struct ChunkKvCache(Arc<Held>);
+#[doc(alias = "ChunkKVCache")]
+pub struct PieceHold(Arc<Held>);
 
 #[derive(Debug)]
 pub(super) struct Held {
-    pub(super) cache: Arc<Shared>,
+    pub(super) cache: Arc<SharedCache>,
     /// The slot of the piece in the index; `None` for a piece that is not kept.
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
@@ -45,7 +46,7 @@ impl Drop for Held {
     }
 }
 
-impl ChunkKvCache {
+impl PieceHold {
     pub(super) fn new(held: Held) -> Self {
         Self(Arc::new(held))
     }
@@ -100,7 +101,7 @@ impl ChunkKvCache {
 #[derive(Debug)]
 #[must_use = "dropping it gives the blocks back"]
 pub struct ChunkReservation {
-    pub(super) cache: Arc<Shared>,
+    pub(super) cache: Arc<SharedCache>,
     pub(super) hash: ChunkHash,
     pub(super) any_system: Option<BlockKey>,
     pub(super) evidence: Evidence,
@@ -157,7 +158,7 @@ impl ChunkReservation {
 
     /// Stores the piece and returns a hold on it. The caller guarantees that the blocks have been filled. If
     /// the cache is full of pieces in use, the piece is not kept, and is freed with its last holder.
-    pub fn store(mut self) -> ChunkKvCache {
+    pub fn store(mut self) -> PieceHold {
         let cache = Arc::clone(&self.cache);
         cache.store(&mut self)
     }
