@@ -67,14 +67,14 @@ mod hash;
 mod pool;
 mod position;
 mod prompt;
+mod ranks;
 mod recompute;
 mod replica;
 mod scaling;
 mod sleep;
 
 pub use assembly::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, LocalRank, RankAgreement, Recomputation,
-    RotatedCopy, ScratchBlocks,
+    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, RotatedCopy, ScratchBlocks,
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
@@ -86,6 +86,7 @@ pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
 pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
+pub use ranks::{LocalRank, RankAgreement};
 pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
 pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,

@@ -23,16 +23,17 @@ use crate::error::Result;
 use crate::hash::Evidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
 use crate::prompt::ChunkedPrompt;
-use crate::replica::ReplicaLink;
+use crate::ranks::{RankAgreement, RankLookup};
+use crate::replica::{ReplicaLink, ReplicaLookup};
 
 mod assembled;
-mod ranks;
+mod lookup;
 mod resolve;
 mod rotated;
 mod scratch;
 
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
-pub use ranks::{LocalRank, RankAgreement};
+pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
 pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
 
@@ -161,19 +162,15 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
-    /// Looks up the system prompt under the chain of keys that an ordinary prompt with this beginning has.
-    /// Ranks take as much of it from their caches as all of them have, and compute and keep the rest.
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        let root = self.prefixes.then_some(self.root);
-        let filled = self.main.fill_prefix(root, tokens);
-        let Some(ranks) = self.ranks else { return Ok(filled?) };
-        let cached = filled.as_ref().map_or(0, PrefixFill::cached);
-        let shared = ranks::shortest(ranks, cached, tokens.len())?;
-        let filled = filled.and_then(|mut filled| {
-            filled.take_at_most(shared)?;
-            Ok(filled)
-        });
-        ranks::together(self.ranks, filled.map_err(Into::into))
+    /// Returns the way in which this assembler finds the parts of a prompt.
+    fn lookup(&self) -> Box<dyn PromptLookup + '_> {
+        let system_root = self.prefixes.then_some(self.root);
+        let local = LocalLookup { chunks: self.chunks, tenant: self.tenant, main: self.main, system_root };
+        match (self.ranks, self.replicas) {
+            (Some(ranks), _) => Box::new(RankLookup { local, ranks }),
+            (None, Some(link)) => Box::new(ReplicaLookup { local, link }),
+            (None, None) => Box::new(local),
+        }
     }
 
     /// Looks up and reserves everything that `prompt` needs.
@@ -188,7 +185,8 @@ impl Assembler<'_> {
     /// - Returns the errors of the agreement of [`ranks`](Self::ranks).
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
-        let system = self.fill_system(prompt.system())?;
+        let lookup = self.lookup();
+        let system = lookup.fill_system(prompt.system())?;
         let chunk = |&place: &ChunkPlace| PromptChunk {
             place,
             pieces: Vec::new(),
@@ -213,8 +211,8 @@ impl Assembler<'_> {
             plan,
         };
         assembly.add_system(prompt.system());
-        let resolved = self.resolve(&mut assembly, prompt);
-        ranks::together(self.ranks, resolved)?;
+        let resolved = self.resolve(lookup.as_ref(), &mut assembly, prompt);
+        lookup.conclude(resolved)?;
         Ok(assembly)
     }
 }
@@ -309,7 +307,7 @@ impl Assembly {
             }
         }
         self.waited += since.elapsed();
-        assembler.resolve(self, prompt)
+        assembler.resolve(assembler.lookup().as_ref(), self, prompt)
     }
 
     /// Stores all reserved pieces, since they have been computed. Other requests can find them from now on.

@@ -8,7 +8,7 @@ use super::hold::Held;
 use super::state::{Awake, CacheState, PieceMemory, StoredPiece, UnderWay};
 use super::tenant::TenantId;
 use super::wake::Waking;
-use super::{ChunkCacheManager, ChunkReservation, PieceHold, PieceRequest, SharedCache, Tally, known};
+use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache, known};
 use crate::hash::{ChunkPiece, Evidence};
 use crate::position::{PlacedPiece, PositionReindexer};
 
@@ -29,89 +29,93 @@ pub enum Acquired {
 }
 
 impl ChunkCacheManager {
-    /// Holds the piece if it is stored and awake. In that case it counts as a hit by `tally`; otherwise
-    /// nothing is counted. A prompt can thus hold everything that it finds before it makes room for the rest.
-    pub(crate) fn hold(&self, tenant: TenantId, piece: &ChunkPiece<'_>, tally: Tally) -> Option<PieceHold> {
-        let since = Instant::now();
-        let now = self.0.clock.millis();
-        let mut state = self.0.lock();
-        let tenant = known(&state, tenant);
-        let slot = state.find(piece)?;
-        let found = self.0.hit(&mut state, tenant, slot, now, tally)?;
-        drop(state);
-        self.0.looked_up(since.elapsed());
-        Some(found)
+    /// Looks a piece up for a tenant, and reserves room for it if it is missing. If this request must compute
+    /// the piece, its first key is to be rotated to the position `stored_start`.
+    ///
+    /// A sleeping piece is woken without the lock, and is held as soon as it is awake.
+    pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        let mut looked = Duration::ZERO;
+        loop {
+            let (since, now) = (Instant::now(), self.0.clock.millis());
+            let mut state = self.0.lock();
+            let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start, now };
+            let searched = self.0.find_or_reserve(&mut state, &request);
+            drop(state);
+            looked += since.elapsed();
+            let acquired = match searched {
+                Searched::Done(acquired) => acquired,
+                Searched::Asleep(waking) => {
+                    let now = self.0.clock.millis();
+                    let hit = |state: &mut LockedState<'_>, slot| {
+                        self.0.hit(state, &PieceRequest { now, ..request }, slot, true)
+                    };
+                    match self.0.wake(waking, hit) {
+                        Ok(Some(hold)) => Acquired::Hit(hold),
+                        // A lost piece can be computed now.
+                        Ok(None) | Err(_) => continue,
+                    }
+                }
+            };
+            self.0.looked_up(looked);
+            return acquired;
+        }
     }
 
-    /// Wakes the piece if it sleeps, and holds it. Counts as [`hold`](Self::hold) does.
-    pub(crate) fn hold_woken(
+    /// Holds the piece if it is stored and awake. The hold counts as nothing until
+    /// [`count_hit`](Self::count_hit).
+    pub(crate) fn hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
+        let (since, now) = (Instant::now(), self.0.clock.millis());
+        let mut state = self.0.lock();
+        let slot = state.find(piece)?;
+        let hold = self.0.hold(&mut state, slot, now, true)?;
+        drop(state);
+        self.0.looked_up(since.elapsed());
+        Some(hold)
+    }
+
+    /// Counts a hold as a hit, because a request of the tenant uses it.
+    pub(crate) fn count_hit(&self, tenant: TenantId, hold: &PieceHold) {
+        let mut state = self.0.lock();
+        let tenant = known(&state, tenant);
+        state.count_hit(tenant, hold);
+    }
+
+    /// Reserves room for a piece, and counts a miss. Returns `None` if there is no room, or if the piece is
+    /// stored or under way already.
+    pub(crate) fn reserve(
         &self,
         tenant: TenantId,
         piece: &ChunkPiece<'_>,
-        tally: Tally,
-    ) -> Option<PieceHold> {
-        let now = self.0.clock.millis();
+        stored_start: i64,
+    ) -> Option<ChunkReservation> {
+        let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();
-        let tenant = known(&state, tenant);
-        let slot = state.find(piece)?;
-        let waking = state.begin_waking(&self.0.pool, slot, now)?;
+        let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start, now };
+        let reserved = self.0.reserve(&mut state, &request);
         drop(state);
-        let now = self.0.clock.millis();
-        self.0.wake(waking, |state, slot| self.0.hit(state, tenant, slot, now, tally)).ok().flatten()
+        self.0.looked_up(since.elapsed());
+        reserved
     }
 
     /// Counts a piece that a request computes for itself.
     pub(crate) fn go_without(&self, tenant: TenantId) {
         let mut state = self.0.lock();
         let tenant = known(&state, tenant);
-        no_room(&mut state, tenant);
-    }
-
-    /// Counts a piece that was held with [`Tally::Later`] as a hit, because the request uses it.
-    pub(crate) fn count_hit(&self, tenant: TenantId, chunk: &PieceHold) {
-        let mut state = self.0.lock();
-        let tenant = known(&state, tenant);
-        state.account(tenant).counted.hit(chunk.num_tokens(), chunk.is_exact());
-    }
-
-    /// Releases a piece that was held with [`Tally::Later`], and counts it as a miss, because the request
-    /// computes it for itself.
-    pub(crate) fn give_up(&self, tenant: TenantId, chunk: PieceHold) {
-        self.go_without(tenant);
-        drop(chunk);
-    }
-
-    /// Looks a piece up for a tenant, and reserves room for it if it is missing. If this request must compute
-    /// the piece, its first key is to be rotated to the position `stored_start`.
-    ///
-    /// A sleeping piece is woken without the lock, and is held as soon as it is awake.
-    pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
-        self.0.acquire(tenant, piece, stored_start, Tally::Now)
-    }
-
-    /// Acquires a piece as [`acquire`](Self::acquire) does, but counts a hit by `tally`.
-    pub(crate) fn acquire_counted(
-        &self,
-        tenant: TenantId,
-        piece: &ChunkPiece<'_>,
-        stored_start: i64,
-        tally: Tally,
-    ) -> Acquired {
-        self.0.acquire(tenant, piece, stored_start, tally)
+        state.count_uncached(tenant);
     }
 
     /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), it reserves nothing,
     /// waits for nothing and wakes nothing.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
-        let since = Instant::now();
-        let found = self.hold(tenant, piece, Tally::Now);
+        let (since, now) = (Instant::now(), self.0.clock.millis());
+        let mut state = self.0.lock();
+        let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start: 0, now };
+        let found = state.find(piece).and_then(|slot| self.0.hit(&mut state, &request, slot, true));
         if found.is_none() {
-            let mut state = self.0.lock();
-            let tenant = known(&state, tenant);
-            state.account(tenant).counted.miss();
-            drop(state);
-            self.0.looked_up(since.elapsed());
+            state.account(request.tenant).counted.miss();
         }
+        drop(state);
+        self.0.looked_up(since.elapsed());
         found
     }
 
@@ -198,129 +202,87 @@ impl ChunkCacheManager {
     }
 }
 
+/// A request for a piece: the tenant that it is for, the position to store it at, and the time.
+#[derive(Debug, Clone, Copy)]
+struct PieceRequest<'a, 't> {
+    piece: &'a ChunkPiece<'t>,
+    tenant: TenantId,
+    stored_start: i64,
+    now: u64,
+}
+
 /// The outcome of a search under the lock.
-enum Found {
-    Here(Acquired),
+enum Searched {
+    Done(Acquired),
     /// The piece sleeps, and has room to wake in.
-    Waking(Waking),
+    Asleep(Waking),
 }
 
 impl SharedCache {
-    fn acquire(
-        self: &Arc<Self>,
-        tenant: TenantId,
-        piece: &ChunkPiece<'_>,
-        stored_start: i64,
-        tally: Tally,
-    ) -> Acquired {
-        let mut looked = Duration::ZERO;
-        loop {
-            let (since, now) = (Instant::now(), self.clock.millis());
-            let mut state = self.lock();
-            let wanted = PieceRequest { piece, tenant: known(&state, tenant), stored_start, tally };
-            let found = self.find_or_reserve(&mut state, &wanted, now);
-            drop(state);
-            looked += since.elapsed();
-            let acquired = match found {
-                Found::Here(acquired) => acquired,
-                Found::Waking(waking) => {
-                    let now = self.clock.millis();
-                    let tenant = wanted.tenant;
-                    match self.wake(waking, |state, slot| self.hit(state, tenant, slot, now, tally)) {
-                        Ok(Some(chunk)) => Acquired::Hit(chunk),
-                        // A lost piece can be computed now.
-                        Ok(None) | Err(_) => continue,
-                    }
-                }
-            };
-            self.looked_up(looked);
-            return acquired;
-        }
-    }
-
     fn looked_up(&self, took: Duration) {
         if self.config.stats {
             self.lookups.record(took);
         }
     }
 
-    fn find_or_reserve(
-        self: &Arc<Self>,
-        state: &mut CacheState,
-        wanted: &PieceRequest<'_, '_>,
-        now: u64,
-    ) -> Found {
-        let PieceRequest { piece, tenant, tally, .. } = *wanted;
-        if !state.pool.is_awake() {
-            return Found::Here(no_room(state, tenant));
-        }
+    fn find_or_reserve(self: &Arc<Self>, state: &mut CacheState, request: &PieceRequest<'_, '_>) -> Searched {
+        let PieceRequest { piece, tenant, stored_start, now } = *request;
         if let Some(slot) = state.find(piece) {
-            let flight = match state.index.at(slot).map(|entry| &entry.memory) {
+            match state.index.at(slot).map(|entry| &entry.memory) {
                 Some(PieceMemory::Asleep(_)) => {
-                    let waking = state.begin_waking(&self.pool, slot, now).map(Found::Waking);
-                    return waking.unwrap_or_else(|| Found::Here(no_room(state, tenant)));
+                    if let Some(waking) = state.begin_waking(&self.pool, slot, now) {
+                        return Searched::Asleep(waking);
+                    }
+                    state.count_uncached(tenant);
+                    return Searched::Done(Acquired::NoRoom);
                 }
-                Some(PieceMemory::Moving(flight)) => Some(Arc::clone(flight)),
-                Some(PieceMemory::Awake(_)) | None => None,
-            };
-            if let Some(flight) = flight {
-                return Found::Here(Acquired::Busy(ChunkWaiter(flight)));
+                Some(PieceMemory::Moving(flight)) => {
+                    return Searched::Done(Acquired::Busy(ChunkWaiter(Arc::clone(flight))));
+                }
+                Some(PieceMemory::Awake(_)) | None => {}
             }
-            if let Some(chunk) = self.hit(state, tenant, slot, now, tally) {
-                return Found::Here(Acquired::Hit(chunk));
+            if let Some(hold) = self.hit(state, request, slot, true) {
+                return Searched::Done(Acquired::Hit(hold));
             }
         } else if self.config.cross_system_reuse
-            && let Some(slot) = state.find_any_system(piece, wanted.stored_start)
-            && let Some(chunk) = self.hit_as(state, tenant, slot, now, false, tally)
+            && let Some(slot) = state.find_any_system(piece, stored_start)
+            && let Some(hold) = self.hit(state, request, slot, false)
         {
-            return Found::Here(Acquired::Hit(chunk));
+            return Searched::Done(Acquired::Hit(hold));
         }
-        let key = piece.hash().key;
-        // A piece that only shares its hash with a piece under way is computed beside it and not kept.
-        let flight_of = |known: &UnderWay| known.evidence.proves(piece).then(|| Arc::clone(&known.flight));
-        let known_flight = state.under_way.get(&key).map(flight_of);
-        match known_flight {
-            Some(Some(flight)) => {
-                state.account(tenant).counted.shared_flights += 1;
-                Found::Here(Acquired::Busy(ChunkWaiter(flight)))
-            }
-            Some(None) => Found::Here(no_room(state, tenant)),
-            None if state.index.slot_of(&key).is_some() => Found::Here(no_room(state, tenant)),
-            None => Found::Here(self.reserve(state, wanted, now)),
+        let known = state.under_way.get(&piece.hash().key).filter(|known| known.evidence.proves(piece));
+        if let Some(flight) = known.map(|known| Arc::clone(&known.flight)) {
+            state.account(tenant).counted.shared_flights += 1;
+            return Searched::Done(Acquired::Busy(ChunkWaiter(flight)));
         }
+        let reserved = self.reserve(state, request);
+        Searched::Done(reserved.map_or(Acquired::NoRoom, Acquired::Compute))
     }
 
-    /// Holds the piece in `slot`, if it is awake.
+    /// Holds the piece in `slot` if it is awake, and counts a hit.
     fn hit(
         self: &Arc<Self>,
         state: &mut CacheState,
-        tenant: TenantId,
+        request: &PieceRequest<'_, '_>,
         slot: u32,
-        now: u64,
-        tally: Tally,
+        same_system: bool,
     ) -> Option<PieceHold> {
-        self.hit_as(state, tenant, slot, now, true, tally)
+        let hold = self.hold(state, slot, request.now, same_system)?;
+        state.count_hit(request.tenant, &hold);
+        Some(hold)
     }
 
-    fn hit_as(
+    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false for a
+    /// piece that was computed under another system prompt than the one that asks.
+    pub(crate) fn hold(
         self: &Arc<Self>,
         state: &mut CacheState,
-        tenant: TenantId,
         slot: u32,
         now: u64,
         same_system: bool,
-        tally: Tally,
     ) -> Option<PieceHold> {
         let (entry, awake) = state.hold(slot, now)?;
-        let held = self.held(entry, awake, slot, entry.exact && same_system);
-        if tally == Tally::Now {
-            state.account(tenant).counted.hit(held.hash.token_count, held.exact);
-        }
-        Some(PieceHold::new(held))
-    }
-
-    pub(super) fn held(self: &Arc<Self>, entry: &StoredPiece, awake: &Awake, slot: u32, exact: bool) -> Held {
-        Held {
+        Some(PieceHold::new(Held {
             cache: Arc::clone(self),
             slot: Some(slot),
             generation: entry.generation,
@@ -328,20 +290,28 @@ impl SharedCache {
             blocks: Some(awake.pinned.share()),
             hash: entry.hash,
             stored_start: entry.stored_start,
-            exact,
-        }
+            exact: entry.exact && same_system,
+        }))
     }
 
+    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: contents that
+    /// only share the hash are computed beside the others and not kept.
     fn reserve(
         self: &Arc<Self>,
         state: &mut CacheState,
-        wanted: &PieceRequest<'_, '_>,
-        now: u64,
-    ) -> Acquired {
-        let PieceRequest { piece, tenant, stored_start, .. } = *wanted;
+        request: &PieceRequest<'_, '_>,
+    ) -> Option<ChunkReservation> {
+        let PieceRequest { piece, tenant, stored_start, now } = *request;
         let hash = piece.hash();
-        let Some(blocks) = state.room(&self.pool, tenant, hash.num_blocks, now) else {
-            return no_room(state, tenant);
+        let taken = state.under_way.contains_key(&hash.key) || state.index.slot_of(&hash.key).is_some();
+        let blocks = if taken || !state.pool.is_awake() {
+            None
+        } else {
+            state.room(&self.pool, tenant, hash.num_blocks, now)
+        };
+        let Some(blocks) = blocks else {
+            state.count_uncached(tenant);
+            return None;
         };
         state.account(tenant).counted.miss();
         let (flight, evidence): (Arc<Flight>, Evidence) = (Arc::default(), piece.evidence());
@@ -352,7 +322,7 @@ impl SharedCache {
             blocks: hash.num_blocks,
         };
         state.under_way.insert(hash.key, known);
-        Acquired::Compute(ChunkReservation {
+        Some(ChunkReservation {
             cache: Arc::clone(self),
             hash,
             any_system: self.config.cross_system_reuse.then(|| piece.any_system()).flatten(),
@@ -368,7 +338,7 @@ impl SharedCache {
     }
 
     /// Stores a piece that has been computed or fetched.
-    pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
+    pub(crate) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
         let blocks = blocks.map(kvcore::MutableBlocks::share);
@@ -416,7 +386,7 @@ impl SharedCache {
     }
 
     /// Ends a reservation that was not computed. A reservation that was stored has ended already.
-    pub(super) fn abandon(&self, reservation: &mut ChunkReservation) {
+    pub(crate) fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
         let mut state = self.lock();
         state.under_way.remove(&reservation.hash.key);
@@ -427,15 +397,22 @@ impl SharedCache {
     }
 
     /// Removes a holder.
-    pub(super) fn release(&self, slot: Option<u32>, generation: u64) {
+    pub(crate) fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
         self.lock().let_go(slot, generation, now);
     }
 }
 
-fn no_room(state: &mut CacheState, tenant: TenantId) -> Acquired {
-    let counted = &mut state.account(tenant).counted;
-    counted.miss();
-    counted.uncached += 1;
-    Acquired::NoRoom
+impl CacheState {
+    /// Counts a hold as a hit of a tenant.
+    fn count_hit(&mut self, tenant: TenantId, hold: &PieceHold) {
+        self.account(tenant).counted.hit(hold.num_tokens(), hold.is_exact());
+    }
+
+    /// Counts a miss of a piece that is computed for one request and not kept.
+    fn count_uncached(&mut self, tenant: TenantId) {
+        let counted = &mut self.account(tenant).counted;
+        counted.miss();
+        counted.uncached += 1;
+    }
 }

@@ -27,7 +27,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::ChunkCacheConfig;
 use crate::error::{Error, Result};
-use crate::hash::{ChunkHash, ChunkPiece};
+use crate::hash::ChunkHash;
 use crate::pool::ChunkBlockPool;
 
 mod acquire;
@@ -37,7 +37,6 @@ mod hold;
 mod index;
 mod metrics;
 mod pool_sleep;
-mod remote;
 mod sleep;
 mod state;
 mod tenant;
@@ -52,7 +51,9 @@ pub use pool_sleep::PoolSleep;
 pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
 pub use tenant::{Tenant, TenantId};
 
-use state::{CacheState, PieceMemory};
+pub(crate) use state::{PieceMemory, StoredPiece};
+
+use state::CacheState;
 use tenant::Account;
 
 /// A cache of chunk pieces. Clones share one cache.
@@ -77,7 +78,7 @@ use tenant::Account;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct ChunkCacheManager(Arc<SharedCache>);
+pub struct ChunkCacheManager(pub(crate) Arc<SharedCache>);
 
 /// A weak reference to a cache, for stores and clocks that a cache owns and that use the cache.
 ///
@@ -101,29 +102,29 @@ impl WeakChunkCache {
 }
 
 #[derive(Debug)]
-struct SharedCache {
-    config: ChunkCacheConfig,
-    pool: ChunkBlockPool,
-    clock: Arc<dyn Clock>,
-    sleep: Option<Arc<dyn SleepStore>>,
-    state: Mutex<CacheState>,
-    lookups: LatencyHistogram,
-    wakes: LatencyHistogram,
-    reindexes: LatencyHistogram,
-    computes: LatencyHistogram,
+pub(crate) struct SharedCache {
+    pub(crate) config: ChunkCacheConfig,
+    pub(crate) pool: ChunkBlockPool,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) sleep: Option<Arc<dyn SleepStore>>,
+    pub(crate) state: Mutex<CacheState>,
+    pub(crate) lookups: LatencyHistogram,
+    pub(crate) wakes: LatencyHistogram,
+    pub(crate) reindexes: LatencyHistogram,
+    pub(crate) computes: LatencyHistogram,
 }
 
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
 /// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
 /// because dropping them runs code of the store, which may use the cache.
-struct LockedState<'a> {
+pub(crate) struct LockedState<'a> {
     /// Released first, since fields are dropped in this order.
-    state: MutexGuard<'a, CacheState>,
+    pub(crate) state: MutexGuard<'a, CacheState>,
     discarded: Vec<Box<dyn Sleeping>>,
 }
 
 impl SharedCache {
-    fn lock(&self) -> LockedState<'_> {
+    pub(crate) fn lock(&self) -> LockedState<'_> {
         LockedState { state: self.state.lock(), discarded: Vec::new() }
     }
 }
@@ -363,8 +364,7 @@ impl ChunkCacheManager {
 
 /// Counts the pieces that do not lie in blocks, of the tenants that `of` accepts.
 fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
-    let sleeps =
-        |entry: &&state::StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
+    let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()
 }
 
@@ -372,23 +372,4 @@ fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
 /// keys keep the pieces of tenants apart.
 fn known(state: &CacheState, tenant: TenantId) -> TenantId {
     if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
-}
-
-/// A piece to look up, with the tenant it is for and the position to store it at.
-#[derive(Debug, Clone, Copy)]
-struct PieceRequest<'a, 't> {
-    piece: &'a ChunkPiece<'t>,
-    tenant: TenantId,
-    stored_start: i64,
-    tally: Tally,
-}
-
-/// The moment at which a piece that was found counts as a hit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Tally {
-    /// Counted as soon as the piece is held.
-    Now,
-    /// Counted by [`ChunkCacheManager::count_hit`] or [`ChunkCacheManager::give_up`], once the outcome is
-    /// known. Counts never fall.
-    Later,
 }

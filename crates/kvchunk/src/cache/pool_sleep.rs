@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// The memory of the pool's blocks.
 #[derive(Debug)]
-pub(super) enum PoolMemory {
+pub(crate) enum PoolMemory {
     Awake,
     /// The pool is falling asleep or waking, without the lock.
     Moving,
@@ -16,7 +16,7 @@ pub(super) enum PoolMemory {
 }
 
 impl PoolMemory {
-    pub(super) fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         matches!(self, Self::Awake)
     }
 }

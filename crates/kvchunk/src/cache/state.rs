@@ -15,7 +15,7 @@ use crate::pool::ChunkBlockPool;
 
 /// The place of a stored piece.
 #[derive(Debug)]
-pub(super) enum PieceMemory {
+pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
     Awake(Awake),
     /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
@@ -26,46 +26,46 @@ pub(super) enum PieceMemory {
 }
 
 #[derive(Debug)]
-pub(super) struct Awake {
-    pub(super) pinned: PinnedBlocks,
-    pub(super) ids: Arc<[BlockId]>,
+pub(crate) struct Awake {
+    pub(crate) pinned: PinnedBlocks,
+    pub(crate) ids: Arc<[BlockId]>,
     /// The piece's number in its tenant's order.
-    pub(super) number: u32,
+    pub(crate) number: u32,
 }
 
 /// A piece's contents in a lower memory, with the properties that the store gave.
 #[derive(Debug)]
-pub(super) struct Dormant {
-    pub(super) saved: Box<dyn Sleeping>,
-    pub(super) bytes: usize,
-    pub(super) exact: bool,
+pub(crate) struct Dormant {
+    pub(crate) saved: Box<dyn Sleeping>,
+    pub(crate) bytes: usize,
+    pub(crate) exact: bool,
 }
 
 /// A stored piece.
 #[derive(Debug)]
-pub(super) struct StoredPiece {
-    pub(super) hash: ChunkHash,
-    pub(super) any_system: Option<BlockKey>,
-    pub(super) evidence: Evidence,
-    pub(super) tenant: TenantId,
+pub(crate) struct StoredPiece {
+    pub(crate) hash: ChunkHash,
+    pub(crate) any_system: Option<BlockKey>,
+    pub(crate) evidence: Evidence,
+    pub(crate) tenant: TenantId,
     /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
-    pub(super) generation: u64,
-    pub(super) stored_start: i64,
-    pub(super) memory: PieceMemory,
-    pub(super) exact: bool,
-    pub(super) holders: u32,
+    pub(crate) generation: u64,
+    pub(crate) stored_start: i64,
+    pub(crate) memory: PieceMemory,
+    pub(crate) exact: bool,
+    pub(crate) holders: u32,
     /// Set if the piece was cleared while it moved. Such a piece is forgotten when the move ends.
-    pub(super) doomed: bool,
+    pub(crate) doomed: bool,
     /// The time of storing, in milliseconds of the cache's clock.
-    pub(super) created: u64,
+    pub(crate) created: u64,
     /// The time when the piece was last stored or woken.
-    pub(super) awake_since: u64,
-    pub(super) last_accessed: u64,
-    pub(super) access_count: u64,
+    pub(crate) awake_since: u64,
+    pub(crate) last_accessed: u64,
+    pub(crate) access_count: u64,
 }
 
 impl StoredPiece {
-    pub(super) fn is_evictable(&self) -> bool {
+    pub(crate) fn is_evictable(&self) -> bool {
         self.holders == 0 && matches!(self.memory, PieceMemory::Awake(_))
     }
 }
@@ -82,38 +82,38 @@ impl Indexed for StoredPiece {
 
 /// A piece that a request is computing.
 #[derive(Debug)]
-pub(super) struct UnderWay {
-    pub(super) evidence: Evidence,
-    pub(super) flight: Arc<Flight>,
-    pub(super) tenant: TenantId,
-    pub(super) blocks: usize,
+pub(crate) struct UnderWay {
+    pub(crate) evidence: Evidence,
+    pub(crate) flight: Arc<Flight>,
+    pub(crate) tenant: TenantId,
+    pub(crate) blocks: usize,
 }
 
 /// A held piece that can no longer be found: it was cleared, or the cache had no place for it. Its blocks are
 /// charged to its tenant until the last holder ends.
 #[derive(Debug)]
-pub(super) struct Orphan {
+pub(crate) struct Orphan {
     tenant: TenantId,
     blocks: usize,
     holders: u32,
 }
 
 #[derive(Debug)]
-pub(super) struct CacheState {
-    pub(super) index: ChunkHashIndex<StoredPiece>,
-    pub(super) under_way: HashMap<BlockKey, UnderWay>,
+pub(crate) struct CacheState {
+    pub(crate) index: ChunkHashIndex<StoredPiece>,
+    pub(crate) under_way: HashMap<BlockKey, UnderWay>,
     /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
-    pub(super) accounts: Vec<Account>,
+    pub(crate) accounts: Vec<Account>,
     /// The memory of the pool's blocks: present, moving or asleep.
-    pub(super) pool: PoolMemory,
+    pub(crate) pool: PoolMemory,
     generations: u64,
     /// Contents to drop once the lock is free, because dropping them runs code of the store.
-    pub(super) discarded: Vec<Box<dyn Sleeping>>,
+    pub(crate) discarded: Vec<Box<dyn Sleeping>>,
 }
 
 impl CacheState {
-    pub(super) fn new(first: Account) -> Self {
+    pub(crate) fn new(first: Account) -> Self {
         Self {
             index: ChunkHashIndex::new(),
             under_way: HashMap::new(),
@@ -125,12 +125,12 @@ impl CacheState {
         }
     }
 
-    pub(super) fn account(&mut self, tenant: TenantId) -> &mut Account {
+    pub(crate) fn account(&mut self, tenant: TenantId) -> &mut Account {
         &mut self.accounts[tenant.0 as usize]
     }
 
     /// Returns the slot of the stored piece, if the entry under its hash is that piece.
-    pub(super) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
+    pub(crate) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
         let slot = self.index.slot_of(&piece.hash().key)?;
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
@@ -138,7 +138,7 @@ impl CacheState {
     /// Finds an awake piece of the same tokens under another system prompt, stored at or before
     /// `stored_start`. Such a piece moves forward only, so no query is rotated to a position that its request
     /// does not reach.
-    pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
+    pub(crate) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
         let same = |entry: &&StoredPiece| {
             entry.evidence.proves_under_any_system(piece)
@@ -150,7 +150,7 @@ impl CacheState {
 
     /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
     /// eviction order.
-    pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &Awake)> {
+    pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &Awake)> {
         if !self.pool.is_awake() {
             return None;
         }
@@ -169,7 +169,7 @@ impl CacheState {
     }
 
     /// Removes a holder.
-    pub(super) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
+    pub(crate) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
         let entry = slot.and_then(|slot| self.index.at_mut(slot));
         let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
             return self.let_go_orphan(generation);
@@ -195,13 +195,13 @@ impl CacheState {
     }
 
     /// Returns the number of blocks of orphans.
-    pub(super) fn orphaned_blocks(&self) -> usize {
+    pub(crate) fn orphaned_blocks(&self) -> usize {
         self.orphans.values().map(|orphan| orphan.blocks).sum()
     }
 
     /// Records an orphan with one holder, whose blocks are charged to its tenant already. Returns its
     /// generation.
-    pub(super) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
+    pub(crate) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
         self.generations += 1;
         self.orphans.insert(self.generations, Orphan { tenant, blocks, holders: 1 });
         self.generations
@@ -209,7 +209,7 @@ impl CacheState {
 
     /// Inserts a piece that is awake and held into the index. Its blocks are charged to its tenant already,
     /// and it has a number in the eviction order. Returns the slot and the generation.
-    pub(super) fn insert(&mut self, mut entry: StoredPiece) -> (u32, u64) {
+    pub(crate) fn insert(&mut self, mut entry: StoredPiece) -> (u32, u64) {
         self.generations += 1;
         let (generation, tenant) = (self.generations, entry.tenant);
         entry.generation = generation;
@@ -226,7 +226,7 @@ impl CacheState {
 
     /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
     /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
-    pub(super) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
+    pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {
             PieceMemory::Awake(awake) => {
@@ -244,7 +244,7 @@ impl CacheState {
 
     /// Ends the move of a departed piece that stays awake after all. Its rank in the eviction order is
     /// unchanged.
-    pub(super) fn stay(&mut self, slot: u32, awake: Awake) {
+    pub(crate) fn stay(&mut self, slot: u32, awake: Awake) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.stay(awake.number);
@@ -253,7 +253,7 @@ impl CacheState {
     }
 
     /// Ends the move of a departed piece that sleeps now. Its blocks are free.
-    pub(super) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
+    pub(crate) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.arrive(awake.number);
@@ -301,20 +301,20 @@ impl CacheState {
     }
 
     /// Forgets a piece. Returns true if it was there. A held piece lives on until its holders end.
-    pub(super) fn remove(&mut self, slot: u32) -> bool {
+    pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
     }
 
     /// Forgets a piece that was cleared while it moved.
-    pub(super) fn bury(&mut self, slot: u32) {
+    pub(crate) fn bury(&mut self, slot: u32) {
         if self.index.at(slot).is_some_and(|entry| entry.doomed) {
             self.remove(slot);
         }
     }
 
     /// Evicts the next piece of a tenant. Returns false if all its pieces are held.
-    pub(super) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
         account.counted.evictions += 1;
@@ -324,12 +324,12 @@ impl CacheState {
     }
 
     /// Evicts an awake piece: of this tenant, or else of the tenant that uses most of its quota.
-    pub(super) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
 
     /// Evicts the next piece of the tenant that uses most of its quota.
-    pub(super) fn evict_fullest(&mut self, now: u64) -> bool {
+    pub(crate) fn evict_fullest(&mut self, now: u64) -> bool {
         self.fullest().is_some_and(|tenant| self.evict(tenant, now))
     }
 
@@ -341,7 +341,7 @@ impl CacheState {
     /// Forgets one piece, so that a tenant can store another. Sleeping pieces go before awake ones, since
     /// they are colder. All of the tenant's own pieces go before those of others. Returns false if there is
     /// none.
-    pub(super) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
             || self.evict_sleeper(|_| true)
@@ -349,7 +349,7 @@ impl CacheState {
     }
 
     /// Forgets the sleeping piece with the oldest last use, of the tenants that `of` accepts.
-    pub(super) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
+    pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
         let longest = sleepers.map(|(slot, entry)| (entry.last_accessed, slot, entry.tenant)).min();
@@ -360,7 +360,7 @@ impl CacheState {
 
     /// Allocates `n` blocks for a tenant, and evicts pieces that nobody holds as needed. Returns `None` if
     /// even that does not make room. In that case nothing was evicted.
-    pub(super) fn room(
+    pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
         tenant: TenantId,
@@ -390,7 +390,7 @@ impl CacheState {
     }
 
     /// Recounts everything. `Err` says which number is inconsistent.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![Sum::default(); self.accounts.len()];
         for (slot, entry) in self.index.with_slots() {

@@ -9,13 +9,13 @@ use super::flight::Flight;
 use super::sleep::{ColdRule, NotWoken, SleepStore};
 use super::state::{Awake, CacheState, Dormant, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
-use super::{ChunkCacheManager, LockedState, SharedCache};
+use super::{ChunkCacheManager, LockedState, PieceHold, SharedCache};
 use crate::error::{Error, Result};
-use crate::hash::ChunkHash;
+use crate::hash::{ChunkHash, ChunkPiece};
 use crate::pool::ChunkBlockPool;
 
 /// A sleeping piece with the blocks that it will wake in.
-pub(super) struct Waking {
+pub(crate) struct Waking {
     slot: u32,
     tenant: TenantId,
     blocks: MutableBlocks,
@@ -73,6 +73,20 @@ impl ChunkCacheManager {
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
         let since = Instant::now();
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
+    }
+}
+
+impl ChunkCacheManager {
+    /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is counted
+    /// as a hit or a miss.
+    pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
+        let now = self.0.clock.millis();
+        let mut state = self.0.lock();
+        let slot = state.find(piece)?;
+        let waking = state.begin_waking(&self.0.pool, slot, now)?;
+        drop(state);
+        let now = self.0.clock.millis();
+        self.0.wake(waking, |state, slot| self.0.hold(state, slot, now, true)).ok().flatten()
     }
 }
 
@@ -152,7 +166,7 @@ impl SharedCache {
     ///
     /// # Errors
     /// Returns the store's error if the contents are lost. In that case the piece is forgotten.
-    pub(super) fn wake<T>(
+    pub(crate) fn wake<T>(
         &self,
         waking: Waking,
         then: impl FnOnce(&mut LockedState<'_>, u32) -> T,
@@ -184,8 +198,12 @@ impl SharedCache {
 
 impl CacheState {
     /// Makes room for a sleeping piece, which is moving from now on. Returns `None` if the piece does not
-    /// sleep or there is no room. In that case nothing has changed for the piece.
-    pub(super) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
+    /// sleep, if there is no room, or if the whole pool sleeps. In that case nothing has changed for the
+    /// piece.
+    pub(crate) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
+        if !self.pool.is_awake() {
+            return None;
+        }
         let entry = self.index.at(slot).filter(|entry| matches!(entry.memory, PieceMemory::Asleep(_)))?;
         let (tenant, needed) = (entry.tenant, entry.hash.num_blocks);
         let blocks = self.room(pool, tenant, needed, now)?;

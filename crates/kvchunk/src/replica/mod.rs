@@ -24,10 +24,13 @@ use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
 mod bytes;
+mod give;
 mod local;
+mod lookup;
 mod parcel;
 
 pub use local::LocalReplica;
+pub(crate) use lookup::ReplicaLookup;
 pub use parcel::ChunkParcel;
 
 /// A replica, by its number in the group.

@@ -93,3 +93,22 @@ fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
     w.check();
     assert_eq!(hits(&w.run(&prompt(&[2, 3]))), [true; 2]);
 }
+
+#[test]
+fn a_piece_behind_one_that_another_request_computes_counts_as_one_hit() {
+    let config = ChunkCacheConfig { max_chunk_tokens: 4, ..ChunkCacheConfig::default() };
+    let w = World::new(16, 16, config);
+    let of = |tokens: &[u32]| ChunkedPrompt::new(vec![1; 5], vec![tokens.to_vec()], vec![9]).unwrap();
+    let (long, short) = (of(&[2, 2, 2, 2, 3, 3, 3, 3]), of(&[2, 2, 2, 2]));
+    drop(w.run(&long));
+    assert!(w.cache.evict_lru(), "the first piece goes, the second stays");
+    let first = w.assembler().assemble(&short).unwrap();
+    let mut second = w.assembler().assemble(&long).unwrap();
+    assert_eq!((second.is_ready(), w.cache.metrics().hit_count), (false, 0), "nothing is used yet");
+    drop(first.commit().unwrap());
+    second.advance(&w.assembler(), &long).unwrap();
+    assert!(second.is_ready() && second.inputs().is_empty());
+    assert_eq!((w.cache.metrics().hit_count, w.cache.metrics().tokens_reused), (2, 8));
+    drop(second);
+    w.check();
+}

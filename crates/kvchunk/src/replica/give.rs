@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use super::state::{PieceMemory, StoredPiece};
-use super::{ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
+use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, StoredPiece, TenantId};
 use crate::hash::ChunkHash;
 
 /// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits are no
@@ -29,14 +28,11 @@ impl ChunkCacheManager {
         let slot = state.index.slot_of(&hash.key)?;
         let entry = state.index.at(slot).filter(|entry| may_leave(entry))?;
         let tokens = Arc::clone(entry.evidence.tokens());
-        let (entry, awake) = state.hold(slot, now)?;
-        let held = self.0.held(entry, awake, slot, true);
+        let hold = self.0.hold(&mut state, slot, now, true)?;
         drop(state);
-        Some((PieceHold::new(held), tokens))
+        Some((hold, tokens))
     }
-}
 
-impl ChunkCacheManager {
     /// Counts replicas that were asked and did not give a piece.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
