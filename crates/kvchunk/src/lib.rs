@@ -78,7 +78,7 @@ pub use assembly::{
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
-    ColdRule, NotWoken, PieceHold, PoolSleep, SleepStore, Sleeping, Tenant, TenantId, WeakChunkCache,
+    PieceHold, Tenant, TenantId, WeakChunkCache,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};
@@ -92,4 +92,4 @@ pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,
 };
 pub use scaling::ContextScaling;
-pub use sleep::{ArenaSleep, SleepForm, SleepUsage};
+pub use sleep::{ArenaSleep, ColdRule, NotWoken, PoolSleep, SleepForm, SleepStore, SleepUsage, Sleeping};

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use super::flight::{ChunkWaiter, Flight};
 use super::hold::Held;
-use super::state::{Awake, CacheState, PieceMemory, StoredPiece, UnderWay};
+use super::state::{AwakePiece, CacheState, PieceMemory, StoredPiece, UnderWay};
 use super::tenant::TenantId;
-use super::wake::Waking;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache, known};
 use crate::hash::{ChunkPiece, Evidence};
 use crate::position::{PlacedPiece, PositionReindexer};
+use crate::sleep::Waking;
 
 /// The outcome of a request for a piece.
 #[derive(Debug)]
@@ -338,7 +338,7 @@ impl SharedCache {
     }
 
     /// Stores a piece that has been computed or fetched.
-    pub(crate) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
+    pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
         let blocks = blocks.map(kvcore::MutableBlocks::share);
@@ -365,7 +365,11 @@ impl SharedCache {
                     tenant,
                     generation: 0,
                     stored_start: reservation.stored_start,
-                    memory: PieceMemory::Awake(Awake { pinned: blocks.pin(), ids: Arc::clone(&ids), number }),
+                    memory: PieceMemory::Awake(AwakePiece {
+                        pinned: blocks.pin(),
+                        ids: Arc::clone(&ids),
+                        number,
+                    }),
                     exact: true,
                     holders: 1,
                     doomed: false,
@@ -386,7 +390,7 @@ impl SharedCache {
     }
 
     /// Ends a reservation that was not computed. A reservation that was stored has ended already.
-    pub(crate) fn abandon(&self, reservation: &mut ChunkReservation) {
+    pub(super) fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
         let mut state = self.lock();
         state.under_way.remove(&reservation.hash.key);
@@ -397,7 +401,7 @@ impl SharedCache {
     }
 
     /// Removes a holder.
-    pub(crate) fn release(&self, slot: Option<u32>, generation: u64) {
+    pub(super) fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
         self.lock().let_go(slot, generation, now);
     }

@@ -24,17 +24,17 @@ use crate::position::Stored;
 pub struct PieceHold(Arc<Held>);
 
 #[derive(Debug)]
-pub(crate) struct Held {
-    pub(crate) cache: Arc<SharedCache>,
+pub(super) struct Held {
+    pub(super) cache: Arc<SharedCache>,
     /// The slot of the piece in the index; `None` for a piece that is not kept.
-    pub(crate) slot: Option<u32>,
-    pub(crate) generation: u64,
-    pub(crate) ids: Arc<[BlockId]>,
+    pub(super) slot: Option<u32>,
+    pub(super) generation: u64,
+    pub(super) ids: Arc<[BlockId]>,
     /// `None` only during the drop.
-    pub(crate) blocks: Option<SharedBlocks>,
-    pub(crate) hash: ChunkHash,
-    pub(crate) stored_start: i64,
-    pub(crate) exact: bool,
+    pub(super) blocks: Option<SharedBlocks>,
+    pub(super) hash: ChunkHash,
+    pub(super) stored_start: i64,
+    pub(super) exact: bool,
 }
 
 impl Drop for Held {
@@ -47,7 +47,7 @@ impl Drop for Held {
 }
 
 impl PieceHold {
-    pub(crate) fn new(held: Held) -> Self {
+    pub(super) fn new(held: Held) -> Self {
         Self(Arc::new(held))
     }
 
@@ -101,17 +101,17 @@ impl PieceHold {
 #[derive(Debug)]
 #[must_use = "dropping it gives the blocks back"]
 pub struct ChunkReservation {
-    pub(crate) cache: Arc<SharedCache>,
-    pub(crate) hash: ChunkHash,
-    pub(crate) any_system: Option<BlockKey>,
-    pub(crate) evidence: Evidence,
-    pub(crate) tenant: TenantId,
-    pub(crate) stored_start: i64,
+    pub(super) cache: Arc<SharedCache>,
+    pub(super) hash: ChunkHash,
+    pub(super) any_system: Option<BlockKey>,
+    pub(super) evidence: Evidence,
+    pub(super) tenant: TenantId,
+    pub(super) stored_start: i64,
     /// `None` once the piece is stored.
-    pub(crate) blocks: Option<MutableBlocks>,
-    pub(crate) ids: Arc<[BlockId]>,
-    pub(crate) flight: Arc<Flight>,
-    pub(crate) since: Instant,
+    pub(super) blocks: Option<MutableBlocks>,
+    pub(super) ids: Arc<[BlockId]>,
+    pub(super) flight: Arc<Flight>,
+    pub(super) since: Instant,
     /// True if the piece came from another replica instead of being computed.
     pub(crate) fetched: bool,
 }

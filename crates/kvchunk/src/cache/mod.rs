@@ -14,7 +14,8 @@
 //! ```
 //!
 //! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]). In that case every request gets
-//! `NoRoom`.
+//! `NoRoom`. This module has lookup, acquisition, eviction, tenants and metrics; falling asleep and waking are
+//! in `crate::sleep`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -29,6 +30,7 @@ use crate::config::ChunkCacheConfig;
 use crate::error::{Error, Result};
 use crate::hash::ChunkHash;
 use crate::pool::ChunkBlockPool;
+use crate::sleep::{SleepStore, Sleeping};
 
 mod acquire;
 mod flight;
@@ -36,24 +38,19 @@ mod goals;
 mod hold;
 mod index;
 mod metrics;
-mod pool_sleep;
-mod sleep;
 mod state;
 mod tenant;
-mod wake;
 
 pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
 pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
-pub use pool_sleep::PoolSleep;
-pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
 pub use tenant::{Tenant, TenantId};
 
-pub(crate) use state::{PieceMemory, StoredPiece};
+pub(crate) use flight::Flight;
+pub(crate) use state::{AwakePiece, CacheState, PieceMemory, StoredPiece};
 
-use state::CacheState;
 use tenant::Account;
 
 /// A cache of chunk pieces. Clones share one cache.

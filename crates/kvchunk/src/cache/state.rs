@@ -7,38 +7,29 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
 
 use super::flight::Flight;
 use super::index::{ChunkHashIndex, Indexed};
-use super::pool_sleep::PoolMemory;
-use super::sleep::Sleeping;
 use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, Evidence};
 use crate::pool::ChunkBlockPool;
+use crate::sleep::{PoolMemory, SavedPiece, Sleeping};
 
 /// The place of a stored piece.
 #[derive(Debug)]
 pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
-    Awake(Awake),
+    Awake(AwakePiece),
     /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
     /// them.
     Moving(Arc<Flight>),
     /// The piece is in a lower memory.
-    Asleep(Dormant),
+    Asleep(SavedPiece),
 }
 
 #[derive(Debug)]
-pub(crate) struct Awake {
+pub(crate) struct AwakePiece {
     pub(crate) pinned: PinnedBlocks,
     pub(crate) ids: Arc<[BlockId]>,
     /// The piece's number in its tenant's order.
     pub(crate) number: u32,
-}
-
-/// A piece's contents in a lower memory, with the properties that the store gave.
-#[derive(Debug)]
-pub(crate) struct Dormant {
-    pub(crate) saved: Box<dyn Sleeping>,
-    pub(crate) bytes: usize,
-    pub(crate) exact: bool,
 }
 
 /// A stored piece.
@@ -150,7 +141,7 @@ impl CacheState {
 
     /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
     /// eviction order.
-    pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &Awake)> {
+    pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &AwakePiece)> {
         if !self.pool.is_awake() {
             return None;
         }
@@ -224,47 +215,6 @@ impl CacheState {
         (slot, generation)
     }
 
-    /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
-    /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
-    pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
-        let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
-        match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {
-            PieceMemory::Awake(awake) => {
-                let account = &mut self.accounts[entry.tenant.0 as usize];
-                account.order.depart(awake.number);
-                account.idle -= entry.hash.num_blocks;
-                Some(awake)
-            }
-            other => {
-                entry.memory = other;
-                None
-            }
-        }
-    }
-
-    /// Ends the move of a departed piece that stays awake after all. Its rank in the eviction order is
-    /// unchanged.
-    pub(crate) fn stay(&mut self, slot: u32, awake: Awake) {
-        let Some(entry) = self.index.at_mut(slot) else { return };
-        let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.stay(awake.number);
-        account.idle += entry.hash.num_blocks;
-        entry.memory = PieceMemory::Awake(awake);
-    }
-
-    /// Ends the move of a departed piece that sleeps now. Its blocks are free.
-    pub(crate) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
-        let Some(entry) = self.index.at_mut(slot) else { return };
-        let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.arrive(awake.number);
-        account.used -= entry.hash.num_blocks;
-        account.sleeping_bytes += dormant.bytes;
-        account.counted.slept += 1;
-        entry.exact &= dormant.exact;
-        entry.memory = PieceMemory::Asleep(dormant);
-        drop(awake); // frees the blocks
-    }
-
     /// Removes an evictable piece from the eviction order.
     fn unorder(&mut self, slot: u32) {
         let Some(entry) = self.index.at(slot).filter(|entry| entry.is_evictable()) else { return };
@@ -292,9 +242,9 @@ impl CacheState {
                 }
             }
             PieceMemory::Moving(_) => {}
-            PieceMemory::Asleep(dormant) => {
-                account.sleeping_bytes -= dormant.bytes;
-                self.discarded.push(dormant.saved);
+            PieceMemory::Asleep(saved) => {
+                account.sleeping_bytes -= saved.bytes;
+                self.discarded.push(saved.contents);
             }
         }
         true
@@ -403,7 +353,7 @@ impl CacheState {
                     }
                 }
                 PieceMemory::Moving(_) => sum.used += entry.hash.num_blocks,
-                PieceMemory::Asleep(dormant) => sum.sleeping_bytes += dormant.bytes,
+                PieceMemory::Asleep(saved) => sum.sleeping_bytes += saved.bytes,
             }
             if entry.holders > 0 && !matches!(entry.memory, PieceMemory::Awake(_)) {
                 return Err(format!("piece {slot} is held and not awake"));

@@ -9,7 +9,7 @@ use kvcore::{
 
 use super::ledger::{Charge, Ledger};
 use super::planes::Planes;
-use crate::cache::Sleeping;
+use super::store::Sleeping;
 use crate::error::Result;
 
 /// A place for compressed pieces.

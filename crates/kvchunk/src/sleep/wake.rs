@@ -1,18 +1,51 @@
-//! Putting pieces to sleep and waking them.
+//! Waking of pieces: on request, or because a lookup found them.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcore::MutableBlocks;
 
-use super::flight::Flight;
-use super::sleep::{ColdRule, NotWoken, SleepStore};
-use super::state::{Awake, CacheState, Dormant, PieceMemory, StoredPiece};
-use super::tenant::TenantId;
-use super::{ChunkCacheManager, LockedState, PieceHold, SharedCache};
-use crate::error::{Error, Result};
+use super::fall::{SavedPiece, guarded};
+use crate::cache::{
+    AwakePiece, CacheState, ChunkCacheManager, ChunkWaiter, Flight, LockedState, PieceHold, PieceMemory,
+    SharedCache, TenantId,
+};
+use crate::error::Result;
 use crate::hash::{ChunkHash, ChunkPiece};
 use crate::pool::ChunkBlockPool;
+
+/// The reason why a piece was not woken.
+#[derive(Debug, Clone, PartialEq)]
+pub enum NotWoken {
+    /// No piece has this hash.
+    Unknown,
+    /// There is no room, even after every piece that nobody holds was evicted.
+    NoRoom,
+    /// The whole pool sleeps; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
+    PoolAsleep,
+    /// Another thread was still putting the piece to sleep or waking it when the time to wait was over.
+    Moving {
+        /// The longest time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+        limit: Duration,
+    },
+    /// The saved contents cannot be read back. The piece is gone and will be recomputed.
+    Lost(crate::Error),
+}
+
+impl fmt::Display for NotWoken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => f.write_str("no chunk has this hash"),
+            Self::NoRoom => f.write_str("the chunk pool has no room, even after evicting what nobody holds"),
+            Self::PoolAsleep => f.write_str("the whole chunk pool sleeps; wake it first"),
+            Self::Moving { limit } => {
+                write!(f, "another thread still moves it after {limit:?}; ask again, or raise max_wait_ms")
+            }
+            Self::Lost(error) => write!(f, "it could not be read back and is gone: {error}"),
+        }
+    }
+}
 
 /// A sleeping piece with the blocks that it will wake in.
 pub(crate) struct Waking {
@@ -21,51 +54,11 @@ pub(crate) struct Waking {
     blocks: MutableBlocks,
     /// The piece's number in the eviction order of its tenant.
     number: u32,
-    dormant: Dormant,
+    saved: SavedPiece,
     flight: Arc<Flight>,
 }
 
 impl ChunkCacheManager {
-    /// Puts the pieces that `rule` calls cold to sleep, and returns their number. Their blocks become free. A
-    /// later hit wakes them.
-    ///
-    /// If the store fails after some pieces fell asleep, the other pieces stay awake and keep their order of
-    /// eviction. In that case the call succeeds.
-    ///
-    /// # Errors
-    /// Returns [`Error::NoSleep`] if the cache has no place to sleep. Returns the store's error, such as
-    /// [`Error::SleepFull`], if no piece could be put to sleep.
-    pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
-        self.sleep_cold_where(rule, |_| true)
-    }
-
-    /// Puts the cold pieces of one tenant to sleep. Otherwise equal to
-    /// [`sleep_cold_chunks`](Self::sleep_cold_chunks).
-    ///
-    /// # Errors
-    /// Returns the errors of [`sleep_cold_chunks`](Self::sleep_cold_chunks).
-    pub fn sleep_cold_chunks_of(&self, tenant: TenantId, rule: ColdRule) -> Result<usize> {
-        self.sleep_cold_where(rule, |of| of == tenant)
-    }
-
-    fn sleep_cold_where(&self, rule: ColdRule, of: impl Fn(TenantId) -> bool) -> Result<usize> {
-        let store = self.0.sleep.as_ref().ok_or(Error::NoSleep)?;
-        let now = self.0.clock.millis();
-        let slots = self.0.lock().index.slots();
-        let mut slept = 0;
-        for slot in 0..slots {
-            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, awake, idle| {
-                of(entry.tenant) && rule.is_cold(awake, idle, entry.access_count)
-            }) {
-                Ok(true) => slept += 1,
-                Ok(false) => {}
-                Err(error) if slept == 0 => return Err(error),
-                Err(_) => break,
-            }
-        }
-        Ok(slept)
-    }
-
     /// Wakes the given pieces. Returns those that could not be woken, each with the reason.
     ///
     /// If other threads are moving some of the pieces, the call waits for them, no longer than
@@ -74,9 +67,7 @@ impl ChunkCacheManager {
         let since = Instant::now();
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
     }
-}
 
-impl ChunkCacheManager {
     /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is counted
     /// as a hit or a miss.
     pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
@@ -90,51 +81,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Runs code of a store, and takes a panic for a failure, so that nobody waits for ever.
-fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
-    caught.unwrap_or_else(|_| Err(Error::Damaged("the store panicked".to_owned())))
-}
-
 impl SharedCache {
-    fn sleep_slot(
-        &self,
-        slot: u32,
-        now: u64,
-        store: &dyn SleepStore,
-        is_cold: impl Fn(&StoredPiece, Duration, Duration) -> bool,
-    ) -> Result<bool> {
-        let flight = Arc::new(Flight::default());
-        let mut state = self.lock();
-        let cold = state.index.at(slot).is_some_and(|entry| {
-            let since = |then: u64| Duration::from_millis(now.saturating_sub(then));
-            is_cold(entry, since(entry.awake_since), since(entry.last_accessed))
-        });
-        let cold = cold && state.pool.is_awake();
-        let Some(awake) = cold.then(|| state.depart(slot, &flight)).flatten() else { return Ok(false) };
-        drop(state);
-        let saved = guarded(|| {
-            let saved = store.save(&awake.ids)?;
-            let (bytes, exact) = (saved.bytes(), saved.is_exact());
-            Ok(Dormant { saved, bytes, exact })
-        });
-        let mut state = self.lock();
-        let result = match saved {
-            Ok(dormant) => {
-                state.arrive(slot, awake, dormant);
-                Ok(true)
-            }
-            Err(error) => {
-                state.stay(slot, awake);
-                Err(error)
-            }
-        };
-        state.bury(slot);
-        drop(state);
-        flight.land();
-        result
-    }
-
     /// Wakes the piece under a hash, unless it is awake. The caller began to wait at `since`.
     fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
@@ -155,7 +102,7 @@ impl SharedCache {
             };
             drop(state);
             let limit = self.config.max_wait();
-            if !super::ChunkWaiter(moving).wait_for(limit.saturating_sub(since.elapsed())) {
+            if !ChunkWaiter(moving).wait_for(limit.saturating_sub(since.elapsed())) {
                 return Err(NotWoken::Moving { limit });
             }
         }
@@ -172,8 +119,8 @@ impl SharedCache {
         then: impl FnOnce(&mut LockedState<'_>, u32) -> T,
     ) -> Result<T> {
         let since = Instant::now();
-        let Waking { slot, tenant, blocks, number, dormant, flight } = waking;
-        let restored = guarded(|| dormant.saved.restore(&blocks));
+        let Waking { slot, tenant, blocks, number, saved, flight } = waking;
+        let restored = guarded(|| saved.contents.restore(&blocks));
         if self.config.stats {
             self.wakes.record(since.elapsed());
         }
@@ -214,13 +161,13 @@ impl CacheState {
         let flight = Arc::new(Flight::default());
         // Making room touches no sleeping piece, so this one is still there and asleep.
         let entry = self.index.at_mut(slot)?;
-        let PieceMemory::Asleep(dormant) =
+        let PieceMemory::Asleep(saved) =
             std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(&flight)))
         else {
             return None;
         };
-        self.account(tenant).sleeping_bytes -= dormant.bytes;
-        Some(Waking { slot, tenant, blocks, number, dormant, flight })
+        self.account(tenant).sleeping_bytes -= saved.bytes;
+        Some(Waking { slot, tenant, blocks, number, saved, flight })
     }
 
     /// Ends the move of a piece that is awake now and has no holder.
@@ -233,7 +180,7 @@ impl CacheState {
         account.counted.woken += 1;
         (entry.awake_since, entry.last_accessed) = (now, now);
         let ids = blocks.ids().into();
-        entry.memory = PieceMemory::Awake(Awake { pinned: blocks.share().pin(), ids, number });
+        entry.memory = PieceMemory::Awake(AwakePiece { pinned: blocks.share().pin(), ids, number });
     }
 
     /// Ends the move of a piece that could not be restored: it is forgotten, and its blocks are free.

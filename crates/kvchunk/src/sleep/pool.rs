@@ -2,8 +2,7 @@
 
 use kvcore::{BlockId, ReservedArena, SleepingBlocks, Stream};
 
-use super::state::{CacheState, PieceMemory};
-use super::{ChunkCacheManager, Tenant};
+use crate::cache::{CacheState, ChunkCacheManager, PieceMemory, Tenant};
 use crate::error::{Error, Result};
 
 /// The memory of the pool's blocks.
@@ -37,7 +36,7 @@ impl ChunkCacheManager {
     /// Puts the whole pool to sleep: copies the stored pieces to host memory, and releases the memory of the
     /// pool's blocks. The pool's block ids must belong to `arena`.
     ///
-    /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](super::Acquired::NoRoom)
+    /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](crate::Acquired::NoRoom)
     /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block ids stay valid. Pieces
     /// in a [`SleepStore`](crate::SleepStore) sleep on.
     ///
