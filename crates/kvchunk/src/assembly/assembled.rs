@@ -1,6 +1,8 @@
 //! Assembled prompts: the system prompt and all chunks are computed and held. Some of their tokens can be
 //! recomputed.
 
+use std::sync::Arc;
+
 use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
 use super::{Assembly, ChunkReport, PieceSource};
@@ -28,7 +30,7 @@ pub struct ChunkSpan {
 #[derive(Debug)]
 pub struct AssembledPrompt {
     block_size: usize,
-    segments: Vec<Segment>,
+    segments: Arc<[Segment]>,
     /// The place of each segment after the first: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     spans: Vec<ChunkSpan>,
@@ -58,7 +60,9 @@ impl AssembledPrompt {
         // Another request may have computed the same system prompt in the meantime. In that case its blocks
         // stay.
         let system = system.finish()?;
-        segments[0] = system.segment();
+        if segments[0] != system.segment() {
+            Arc::make_mut(&mut segments)[0] = system.segment();
+        }
         let places = chunks
             .iter()
             .enumerate()
@@ -80,7 +84,7 @@ impl AssembledPrompt {
     }
 
     /// Returns the segments of the system prompt and the chunks as the question sees them.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 
@@ -150,9 +154,9 @@ impl AssembledPrompt {
         prompt: &ChunkedPrompt,
         selection: &TokenSelection,
         pool: &BlockPool,
-    ) -> Result<(Vec<Segment>, Recomputation, MutableBlocks)> {
+    ) -> Result<(Arc<[Segment]>, Recomputation, MutableBlocks)> {
         selection.check(prompt)?;
-        let mut rewritten = self.segments.clone();
+        let mut rewritten = self.segments.to_vec();
         let block_size = self.block_size;
         // For each segment after the system prompt: the selected tokens, counted from the segment's start.
         let selected: Vec<Vec<u32>> = self
@@ -209,7 +213,7 @@ impl AssembledPrompt {
             input.segments.clone_from(&rewritten);
         }
         let tokens = inputs.iter().map(|input| input.tokens.len()).sum();
-        Ok((rewritten, Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))
+        Ok((rewritten.into(), Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))
     }
 }
 

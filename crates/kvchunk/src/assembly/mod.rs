@@ -156,7 +156,8 @@ pub struct Assembly {
     /// The pieces that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
-    segments: Vec<Segment>,
+    /// Empty until the assembly is ready.
+    segments: Arc<[Segment]>,
     plan: PositionPlan,
     reused_tokens: usize,
 }
@@ -184,7 +185,19 @@ impl Assembler<'_> {
     /// - Returns [`crate::Error::RankFailed`] if another rank has an error.
     /// - Returns the errors of the agreement of [`ranks`](Self::ranks).
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
-        let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
+        self.assemble_at(prompt, PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?)
+    }
+
+    /// Looks up and reserves everything that `prompt` needs, as [`assemble`](Self::assemble) does, at the
+    /// positions of a plan that exists already. An engine needs the plan before the reindexer, because the
+    /// longest position decides the regime of the rotary embeddings.
+    ///
+    /// The caller guarantees that `plan` was made for this prompt and this [`cell`](Self::cell).
+    ///
+    /// # Errors
+    /// Returns the errors of [`assemble`](Self::assemble).
+    pub fn assemble_at(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<Assembly> {
+        plan.check(prompt, self.reindexer.max_positions())?;
         let lookup = self.lookup();
         let system = lookup.fill_system(prompt.system())?;
         let chunk = |&place: &ChunkPlace| PromptChunk {
@@ -207,7 +220,7 @@ impl Assembler<'_> {
             waited: Duration::ZERO,
             overdue: HashSet::new(),
             inputs: Vec::new(),
-            segments: Vec::new(),
+            segments: Arc::default(),
             plan,
         };
         assembly.add_system(prompt.system());
@@ -245,9 +258,9 @@ impl Assembly {
         &self.inputs
     }
 
-    /// Returns the segments of the system prompt and the chunks as the question sees them, once the assembly
-    /// [is ready](Self::is_ready).
-    pub fn segments(&self) -> &[Segment] {
+    /// Returns the segments of the system prompt and the chunks as the question sees them. There are none until
+    /// the assembly [is ready](Self::is_ready).
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 

@@ -58,14 +58,22 @@ impl Assembler<'_> {
                 }
             }
         }
-        assembly.segments = vec![assembly.system.segment()];
+        if assembly.is_ready() {
+            assembly.segments = self.segments(assembly)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the segments of an assembly whose pieces all have blocks, as the question sees them.
+    fn segments(&self, assembly: &Assembly) -> Result<Arc<[Segment]>> {
+        let mut segments = vec![assembly.system.segment()];
         for chunk in &assembly.chunks {
             for (start, piece) in chunk.with_starts() {
                 let position = chunk.place.used_start + start as i64;
-                assembly.segments.push(self.place(piece, position, chunk.place.logical_start + start)?);
+                segments.push(self.place(piece, position, chunk.place.logical_start + start)?);
             }
         }
-        Ok(())
+        Ok(segments.into())
     }
 
     /// Returns the segment of a piece as the question sees it.

@@ -1,5 +1,7 @@
 //! Scratch blocks: all chunk tokens recomputed for a while, beside the stored ones.
 
+use std::sync::Arc;
+
 use kvcore::{BlockPool, MutableBlocks, Segment, SequenceInput, SlotMapping};
 
 use super::assembled::{AssembledPrompt, ChunkSpan};
@@ -14,7 +16,7 @@ use crate::recompute::TokenSelection;
 /// The blocks are free again, and nothing in them can be found.
 #[derive(Debug)]
 pub struct ScratchBlocks {
-    segments: Vec<Segment>,
+    segments: Arc<[Segment]>,
     inputs: Vec<SequenceInput>,
     stored: Vec<SlotMapping>,
     /// The place of each input: its chunk, and the number of the chunk's tokens before it.
@@ -49,7 +51,7 @@ impl AssembledPrompt {
 
 impl ScratchBlocks {
     /// Returns the segments of the system prompt and the chunks over the scratch blocks.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 

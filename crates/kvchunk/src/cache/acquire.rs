@@ -73,6 +73,7 @@ impl ChunkCacheManager {
         Some(hold)
     }
 
+    // Decision: docs/decisions/chunks.md#a-hold-counts-as-a-hit-when-it-is-used
     /// Counts a hold as a hit, because a request of the tenant uses it.
     pub(crate) fn count_hit(&self, tenant: TenantId, hold: &PieceHold) {
         let mut state = self.0.lock();

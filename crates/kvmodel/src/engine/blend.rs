@@ -63,7 +63,7 @@ impl<'a> Blend<'a> {
         self.recomputed
     }
 
-    fn context(&self, segments: &[kvcore::Segment]) -> Context {
+    fn context(&self, segments: &Arc<[kvcore::Segment]>) -> Context {
         let scaling = &self.asked.request.scaling;
         Context { segments: scaling.apply(segments), groups: scaling.groups() }
     }

@@ -1,6 +1,7 @@
 //! The prefill of a chunked prompt: its chunks are found or computed, and some of their tokens are
 //! recomputed.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{
@@ -41,7 +42,8 @@ impl Engine {
         }
         let reindexer = PositionReindexer::for_layers(&ropes);
         let assembler = self.assembler(request, &ropes, &reindexer)?;
-        let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
+        let assembly = self.profiler.span("look-up and plan", || assembler.assemble_at(prompt, plan))?;
+        let plan = assembly.plan();
         let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
         let own = self.caches.sequences_mut().create(start)?;
         let asked = Asked { request, started, ropes };
@@ -93,7 +95,7 @@ impl Engine {
             None => request.recompute.select(&assembly.chunks(), None),
             Some(_) => TokenSelection::default(),
         };
-        let context = |segments: &[Segment]| Context {
+        let context = |segments: &Arc<[Segment]>| Context {
             segments: request.scaling.apply(segments),
             groups: request.scaling.groups(),
         };
@@ -155,7 +157,7 @@ pub(super) fn with_context(question: &SequenceInput, context: &Context) -> Seque
     let own = question.segments.last().cloned();
     SequenceInput {
         segments: context.segments.iter().cloned().chain(own).collect(),
-        groups: std::sync::Arc::clone(&context.groups),
+        groups: Arc::clone(&context.groups),
         ..question.clone()
     }
 }
