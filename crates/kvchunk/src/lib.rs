@@ -38,8 +38,8 @@
 //!   logical start, offset. Several segments may read the blocks of one piece.
 //! - **placed piece** ([`PlacedPiece`]): a hold on a piece together with the position at which a prompt uses
 //!   the piece. A segment is made from it.
-//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions. A run is for
-//!   kernels that do not read segments.
+//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called the
+//!   merged KV. A run is for kernels that do not read segments.
 //! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
 //!   planned; a span also tells whether the KV is full attention's already.

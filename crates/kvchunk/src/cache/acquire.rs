@@ -1,16 +1,13 @@
 //! Acquiring a piece: hold it, compute it, wait for the request that computes it, or go without.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::flight::{ChunkWaiter, Flight};
-use super::hold::Held;
-use super::state::{AwakePiece, CacheState, PieceMemory, StoredPiece, UnderWay};
+use super::flight::ChunkWaiter;
+use super::search::{PieceRequest, Searched};
 use super::tenant::TenantId;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache, known};
-use crate::hash::{ChunkPiece, Evidence};
+use crate::hash::ChunkPiece;
 use crate::position::{PlacedPiece, PositionReindexer};
-use crate::sleep::Waking;
 
 /// The outcome of a request for a piece.
 #[derive(Debug)]
@@ -203,221 +200,10 @@ impl ChunkCacheManager {
     }
 }
 
-/// A request for a piece: the tenant that it is for, the position to store it at, and the time.
-#[derive(Debug, Clone, Copy)]
-struct PieceRequest<'a, 't> {
-    piece: &'a ChunkPiece<'t>,
-    tenant: TenantId,
-    stored_start: i64,
-    now: u64,
-}
-
-/// The outcome of a search under the lock.
-enum Searched {
-    Done(Acquired),
-    /// The piece sleeps, and has room to wake in.
-    Asleep(Waking),
-}
-
 impl SharedCache {
     fn looked_up(&self, took: Duration) {
         if self.config.stats {
             self.lookups.record(took);
         }
-    }
-
-    fn find_or_reserve(self: &Arc<Self>, state: &mut CacheState, request: &PieceRequest<'_, '_>) -> Searched {
-        let PieceRequest { piece, tenant, stored_start, now } = *request;
-        if let Some(slot) = state.find(piece) {
-            match state.index.at(slot).map(|entry| &entry.memory) {
-                Some(PieceMemory::Asleep(_)) => {
-                    if let Some(waking) = state.begin_waking(&self.pool, slot, now) {
-                        return Searched::Asleep(waking);
-                    }
-                    state.count_uncached(tenant);
-                    return Searched::Done(Acquired::NoRoom);
-                }
-                Some(PieceMemory::Moving(flight)) => {
-                    return Searched::Done(Acquired::Busy(ChunkWaiter(Arc::clone(flight))));
-                }
-                Some(PieceMemory::Awake(_)) | None => {}
-            }
-            if let Some(hold) = self.hit(state, request, slot, true) {
-                return Searched::Done(Acquired::Hit(hold));
-            }
-        } else if self.config.cross_system_reuse
-            && let Some(slot) = state.find_any_system(piece, stored_start)
-            && let Some(hold) = self.hit(state, request, slot, false)
-        {
-            return Searched::Done(Acquired::Hit(hold));
-        }
-        let known = state.under_way.get(&piece.hash().key).filter(|known| known.evidence.proves(piece));
-        if let Some(flight) = known.map(|known| Arc::clone(&known.flight)) {
-            state.account(tenant).counted.shared_flights += 1;
-            return Searched::Done(Acquired::Busy(ChunkWaiter(flight)));
-        }
-        let reserved = self.reserve(state, request);
-        Searched::Done(reserved.map_or(Acquired::NoRoom, Acquired::Compute))
-    }
-
-    /// Holds the piece in `slot` if it is awake, and counts a hit.
-    fn hit(
-        self: &Arc<Self>,
-        state: &mut CacheState,
-        request: &PieceRequest<'_, '_>,
-        slot: u32,
-        same_system: bool,
-    ) -> Option<PieceHold> {
-        let hold = self.hold(state, slot, request.now, same_system)?;
-        state.count_hit(request.tenant, &hold);
-        Some(hold)
-    }
-
-    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false for a
-    /// piece that was computed under another system prompt than the one that asks.
-    pub(crate) fn hold(
-        self: &Arc<Self>,
-        state: &mut CacheState,
-        slot: u32,
-        now: u64,
-        same_system: bool,
-    ) -> Option<PieceHold> {
-        let (entry, awake) = state.hold(slot, now)?;
-        Some(PieceHold::new(Held {
-            cache: Arc::clone(self),
-            slot: Some(slot),
-            generation: entry.generation,
-            ids: Arc::clone(&awake.ids),
-            blocks: Some(awake.pinned.share()),
-            hash: entry.hash,
-            stored_start: entry.stored_start,
-            exact: entry.exact && same_system,
-        }))
-    }
-
-    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: contents that
-    /// only share the hash are computed beside the others and not kept.
-    fn reserve(
-        self: &Arc<Self>,
-        state: &mut CacheState,
-        request: &PieceRequest<'_, '_>,
-    ) -> Option<ChunkReservation> {
-        let PieceRequest { piece, tenant, stored_start, now } = *request;
-        let hash = piece.hash();
-        let taken = state.under_way.contains_key(&hash.key) || state.index.slot_of(&hash.key).is_some();
-        let blocks = if taken || !state.pool.is_awake() {
-            None
-        } else {
-            state.room(&self.pool, tenant, hash.num_blocks, now)
-        };
-        let Some(blocks) = blocks else {
-            state.count_uncached(tenant);
-            return None;
-        };
-        state.account(tenant).counted.miss();
-        let (flight, evidence): (Arc<Flight>, Evidence) = (Arc::default(), piece.evidence());
-        let known = UnderWay {
-            evidence: evidence.clone(),
-            flight: Arc::clone(&flight),
-            tenant,
-            blocks: hash.num_blocks,
-        };
-        state.under_way.insert(hash.key, known);
-        Some(ChunkReservation {
-            cache: Arc::clone(self),
-            hash,
-            any_system: self.config.cross_system_reuse.then(|| piece.any_system()).flatten(),
-            evidence,
-            tenant,
-            stored_start,
-            ids: blocks.ids().into(),
-            blocks: Some(blocks),
-            flight,
-            since: Instant::now(),
-            fetched: false,
-        })
-    }
-
-    /// Stores a piece that has been computed or fetched.
-    pub(super) fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
-        let (hash, tenant) = (reservation.hash, reservation.tenant);
-        let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
-        let blocks = blocks.map(kvcore::MutableBlocks::share);
-        let now = self.clock.millis();
-        if self.config.stats && !reservation.fetched {
-            self.computes.record(reservation.since.elapsed());
-        }
-        let mut state = self.lock();
-        let counted = &mut state.account(tenant).counted;
-        if reservation.fetched {
-            counted.fetched += 1;
-        } else {
-            counted.tokens_computed += hash.token_count as u64;
-        }
-        let place = state.index.len() < self.config.max_chunks || state.make_place(tenant, now);
-        let number = if place { state.account(tenant).order.admit() } else { None };
-        let (slot, generation) = match (number, &blocks) {
-            (Some(number), Some(blocks)) => {
-                state.account(tenant).counted.insertions += 1;
-                let (slot, generation) = state.insert(StoredPiece {
-                    hash,
-                    any_system: reservation.any_system,
-                    evidence: reservation.evidence.clone(),
-                    tenant,
-                    generation: 0,
-                    stored_start: reservation.stored_start,
-                    memory: PieceMemory::Awake(AwakePiece {
-                        pinned: blocks.pin(),
-                        ids: Arc::clone(&ids),
-                        number,
-                    }),
-                    exact: true,
-                    holders: 1,
-                    doomed: false,
-                    created: now,
-                    awake_since: now,
-                    last_accessed: now,
-                    access_count: 0,
-                });
-                (Some(slot), generation)
-            }
-            _ => (None, state.insert_orphan(tenant, hash.num_blocks)),
-        };
-        state.under_way.remove(&hash.key);
-        drop(state);
-        reservation.flight.land();
-        let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
-        PieceHold::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
-    }
-
-    /// Ends a reservation that was not computed. A reservation that was stored has ended already.
-    pub(super) fn abandon(&self, reservation: &mut ChunkReservation) {
-        let Some(blocks) = reservation.blocks.take() else { return };
-        let mut state = self.lock();
-        state.under_way.remove(&reservation.hash.key);
-        state.account(reservation.tenant).used -= reservation.hash.num_blocks;
-        drop(blocks);
-        drop(state);
-        reservation.flight.land();
-    }
-
-    /// Removes a holder.
-    pub(super) fn release(&self, slot: Option<u32>, generation: u64) {
-        let now = self.clock.millis();
-        self.lock().let_go(slot, generation, now);
-    }
-}
-
-impl CacheState {
-    /// Counts a hold as a hit of a tenant.
-    fn count_hit(&mut self, tenant: TenantId, hold: &PieceHold) {
-        self.account(tenant).counted.hit(hold.num_tokens(), hold.is_exact());
-    }
-
-    /// Counts a miss of a piece that is computed for one request and not kept.
-    fn count_uncached(&mut self, tenant: TenantId) {
-        let counted = &mut self.account(tenant).counted;
-        counted.miss();
-        counted.uncached += 1;
     }
 }

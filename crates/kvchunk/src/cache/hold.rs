@@ -7,6 +7,7 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping, WriteP
 
 use super::SharedCache;
 use super::flight::Flight;
+use super::state::{AwakePiece, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
 use crate::error::Result;
 use crate::hash::{ChunkHash, Evidence};
@@ -168,5 +169,76 @@ impl Drop for ChunkReservation {
     fn drop(&mut self) {
         let cache = Arc::clone(&self.cache);
         cache.abandon(self);
+    }
+}
+
+impl SharedCache {
+    /// Stores a piece that has been computed or fetched.
+    fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
+        let (hash, tenant) = (reservation.hash, reservation.tenant);
+        let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
+        let blocks = blocks.map(kvcore::MutableBlocks::share);
+        let now = self.clock.millis();
+        if self.config.stats && !reservation.fetched {
+            self.computes.record(reservation.since.elapsed());
+        }
+        let mut state = self.lock();
+        let counted = &mut state.account(tenant).counted;
+        if reservation.fetched {
+            counted.fetched += 1;
+        } else {
+            counted.tokens_computed += hash.token_count as u64;
+        }
+        let place = state.index.len() < self.config.max_chunks || state.make_place(tenant, now);
+        let number = if place { state.account(tenant).order.admit() } else { None };
+        let (slot, generation) = match (number, &blocks) {
+            (Some(number), Some(blocks)) => {
+                state.account(tenant).counted.insertions += 1;
+                let (slot, generation) = state.insert(StoredPiece {
+                    hash,
+                    any_system: reservation.any_system,
+                    evidence: reservation.evidence.clone(),
+                    tenant,
+                    generation: 0,
+                    stored_start: reservation.stored_start,
+                    memory: PieceMemory::Awake(AwakePiece {
+                        pinned: blocks.pin(),
+                        ids: Arc::clone(&ids),
+                        number,
+                    }),
+                    exact: true,
+                    holders: 1,
+                    doomed: false,
+                    created: now,
+                    awake_since: now,
+                    last_accessed: now,
+                    access_count: 0,
+                });
+                (Some(slot), generation)
+            }
+            _ => (None, state.insert_orphan(tenant, hash.num_blocks)),
+        };
+        state.under_way.remove(&hash.key);
+        drop(state);
+        reservation.flight.land();
+        let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
+        PieceHold::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
+    }
+
+    /// Ends a reservation that was not computed. A reservation that was stored has ended already.
+    fn abandon(&self, reservation: &mut ChunkReservation) {
+        let Some(blocks) = reservation.blocks.take() else { return };
+        let mut state = self.lock();
+        state.under_way.remove(&reservation.hash.key);
+        state.account(reservation.tenant).used -= reservation.hash.num_blocks;
+        drop(blocks);
+        drop(state);
+        reservation.flight.land();
+    }
+
+    /// Removes a holder.
+    fn release(&self, slot: Option<u32>, generation: u64) {
+        let now = self.clock.millis();
+        self.lock().let_go(slot, generation, now);
     }
 }

@@ -38,6 +38,7 @@ mod goals;
 mod hold;
 mod index;
 mod metrics;
+mod search;
 mod state;
 mod tenant;
 
