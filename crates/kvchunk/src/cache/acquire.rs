@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::flight::ChunkWaiter;
 use super::search::{PieceRequest, Searched};
 use super::tenant::TenantId;
-use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache, known};
+use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache};
 use crate::hash::ChunkPiece;
 use crate::position::{PlacedPiece, PositionReindexer};
 
@@ -35,7 +35,7 @@ impl ChunkCacheManager {
         loop {
             let (since, now) = (Instant::now(), self.0.clock.millis());
             let mut state = self.0.lock();
-            let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start, now };
+            let request = PieceRequest { piece, tenant: state.known(tenant), stored_start, now };
             let searched = self.0.find_or_reserve(&mut state, &request);
             drop(state);
             looked += since.elapsed();
@@ -74,7 +74,7 @@ impl ChunkCacheManager {
     /// Counts a hold as a hit, because a request of the tenant uses it.
     pub(crate) fn count_hit(&self, tenant: TenantId, hold: &PieceHold) {
         let mut state = self.0.lock();
-        let tenant = known(&state, tenant);
+        let tenant = state.known(tenant);
         state.count_hit(tenant, hold);
     }
 
@@ -88,7 +88,7 @@ impl ChunkCacheManager {
     ) -> Option<ChunkReservation> {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();
-        let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start, now };
+        let request = PieceRequest { piece, tenant: state.known(tenant), stored_start, now };
         let reserved = self.0.reserve(&mut state, &request);
         drop(state);
         self.0.looked_up(since.elapsed());
@@ -98,7 +98,7 @@ impl ChunkCacheManager {
     /// Counts a piece that a request computes for itself.
     pub(crate) fn go_without(&self, tenant: TenantId) {
         let mut state = self.0.lock();
-        let tenant = known(&state, tenant);
+        let tenant = state.known(tenant);
         state.count_uncached(tenant);
     }
 
@@ -107,7 +107,7 @@ impl ChunkCacheManager {
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();
-        let request = PieceRequest { piece, tenant: known(&state, tenant), stored_start: 0, now };
+        let request = PieceRequest { piece, tenant: state.known(tenant), stored_start: 0, now };
         let found = state.find(piece).and_then(|slot| self.0.hit(&mut state, &request, slot, true));
         if found.is_none() {
             state.account(request.tenant).counted.miss();

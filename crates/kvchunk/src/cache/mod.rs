@@ -365,9 +365,3 @@ fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()
 }
-
-/// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas only;
-/// keys keep the pieces of tenants apart.
-fn known(state: &CacheState, tenant: TenantId) -> TenantId {
-    if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
-}

@@ -116,6 +116,13 @@ impl CacheState {
         }
     }
 
+    /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas and
+    /// counts only; keys keep the pieces of tenants apart.
+    pub(crate) fn known(&self, tenant: TenantId) -> TenantId {
+        if (tenant.0 as usize) < self.accounts.len() { tenant } else { TenantId::default() }
+    }
+
+    /// Returns the account of a [known](Self::known) tenant.
     pub(crate) fn account(&mut self, tenant: TenantId) -> &mut Account {
         &mut self.accounts[tenant.0 as usize]
     }

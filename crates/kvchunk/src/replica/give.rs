@@ -36,7 +36,9 @@ impl ChunkCacheManager {
     /// Counts replicas that were asked and did not give a piece.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
-            self.0.lock().account(tenant).counted.fetch_failures += failures as u64;
+            let mut state = self.0.lock();
+            let tenant = state.known(tenant);
+            state.account(tenant).counted.fetch_failures += failures as u64;
         }
     }
 }

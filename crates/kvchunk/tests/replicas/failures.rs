@@ -132,6 +132,19 @@ fn where_nobody_can_be_asked_the_request_computes() {
 }
 
 #[test]
+fn failures_of_a_tenant_of_another_cache_count_to_the_default_tenant() {
+    let mut all = group(2);
+    let stranger = all[1].cache.add_tenant(kvchunk::Tenant::new("elsewhere")).unwrap();
+    all[0].link.transport = Arc::new(Blind);
+    let piece = all[0].hasher.pieces(&[7; 10], usize::MAX).next().unwrap();
+    let lookup = all[0].cache.get_chunk_with_remote_lookup(stranger, &piece, 0, &all[0].link);
+    assert!(matches!(lookup.acquired, Acquired::Compute(_)));
+    assert_eq!(all[0].cache.tenant_metrics(TenantId::default()).fetch_failures, 1);
+    drop(lookup);
+    all.iter().for_each(Replica::assert_nothing_held);
+}
+
+#[test]
 fn without_room_nothing_is_pulled() {
     let all = group(2);
     drop(all[1].compute(&[7; 10]));
