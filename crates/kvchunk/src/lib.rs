@@ -36,6 +36,10 @@
 //!   every use of it is a *segment* of its own.
 //! - **segment** ([`kvcore::Segment`]): a run of cached tokens as one request uses it: blocks, length,
 //!   logical start, offset. Several segments may read the blocks of one piece.
+//! - **placed piece** ([`PlacedPiece`]): a hold on a piece together with the position at which a prompt uses
+//!   the piece. A segment is made from it.
+//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called the
+//!   merged KV. A run is for kernels that do not read segments.
 //! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
 //!   planned; a span also tells whether the KV is full attention's already.
@@ -44,7 +48,7 @@
 //!   computes it.
 //! - **flight** ([`ChunkWaiter`]): work on a piece that is under way: computing, falling asleep, waking. The
 //!   worker owns the blocks; other requests wait for the flight.
-//! - **hold** ([`ChunkKvCache`]): read-only use of a stored piece. A reservation may be written; a hold keeps
+//! - **hold** ([`PieceHold`]): read-only use of a stored piece. A reservation may be written; a hold keeps
 //!   blocks from being written or evicted.
 //! - **parcel** ([`ChunkParcel`]): the bytes of a piece on their way to another replica. A sleeping piece
 //!   stays with its own cache.
@@ -63,29 +67,29 @@ mod hash;
 mod pool;
 mod position;
 mod prompt;
+mod ranks;
 mod recompute;
 mod replica;
 mod scaling;
 mod sleep;
 
 pub use assembly::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, LocalRank, RankAgreement, Recomputation,
-    RotatedCopy, Scratch,
+    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, RotatedCopy, ScratchBlocks,
 };
 pub use cache::{
-    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkKvCache,
-    ChunkReservation, ChunkWaiter, ColdRule, NotWoken, PoolSleep, SleepStore, Sleeping, Tenant, TenantId,
-    WeakChunkCache,
+    Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
+    PieceHold, Tenant, TenantId, WeakChunkCache,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use error::{Error, Result};
 pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
 pub use pool::ChunkBlockPool;
-pub use position::{ChunkPlace, MergedKvCache, PositionPlan, PositionReindexer, ReindexedChunkKv};
+pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
+pub use ranks::{LocalRank, RankAgreement};
 pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
 pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,
 };
 pub use scaling::ContextScaling;
-pub use sleep::{ArenaSleep, SleepForm, SleepUsage};
+pub use sleep::{ArenaSleep, ColdRule, NotWoken, PoolSleep, SleepForm, SleepStore, SleepUsage, Sleeping};

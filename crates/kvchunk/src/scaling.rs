@@ -61,12 +61,13 @@ impl ContextScaling {
         [MergeGroup::default(), MergeGroup { lse_scale: self.scale }].into()
     }
 
-    /// Returns a copy of the segments of an assembled prompt under this scaling. The first segment is the
-    /// system prompt and stays unchanged.
-    pub fn apply(&self, segments: &[Segment]) -> Vec<Segment> {
-        let mut segments = segments.to_vec();
+    /// Returns the segments of an assembled prompt under this scaling. The first segment is the system prompt
+    /// and stays unchanged. Under plain attention the segments are shared, otherwise they are copies.
+    #[must_use]
+    pub fn apply(&self, segments: &Arc<[Segment]>) -> Arc<[Segment]> {
+        let mut segments = Arc::clone(segments);
         if !self.is_plain() {
-            for segment in segments.iter_mut().skip(1) {
+            for segment in Arc::make_mut(&mut segments).iter_mut().skip(1) {
                 segment.logit_scale /= self.temperature;
                 segment.merge_group = 1;
             }
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
     use kvcore::BlockId;
 
-    fn segments() -> Vec<Segment> {
+    fn segments() -> Arc<[Segment]> {
         let block = |at: u32| Arc::from([BlockId(at)]);
         (0..3).map(|at| Segment::new(block(at), 4, 4 * at as usize, 0)).collect()
     }
@@ -103,7 +104,7 @@ mod tests {
     #[test]
     fn a_temperature_divides_what_a_segment_has_already() {
         let mut own = segments();
-        own[2].logit_scale = 3.0;
+        Arc::make_mut(&mut own)[2].logit_scale = 3.0;
         let scaled = ContextScaling { temperature: 0.5, scale: 1.0 }.apply(&own);
         assert_eq!(scaled.iter().map(|segment| segment.logit_scale).collect::<Vec<_>>(), [1.0, 2.0, 6.0]);
     }
@@ -111,10 +112,12 @@ mod tests {
     #[test]
     fn at_one_nothing_changes_and_no_prompt_is_nothing() {
         let plain = ContextScaling::default();
-        assert_eq!(plain.apply(&segments()), segments());
+        let own = segments();
+        assert!(Arc::ptr_eq(&plain.apply(&own), &own), "nor is anything copied");
         let scaling = ContextScaling { temperature: 0.5, scale: 0.75 };
-        assert_eq!(scaling.apply(&[]), []);
-        assert_eq!(scaling.apply(&segments()[..1]), segments()[..1], "a system prompt alone");
+        assert_eq!(scaling.apply(&Arc::default()), Arc::default());
+        let system: Arc<[Segment]> = segments()[..1].into();
+        assert_eq!(scaling.apply(&system), system, "a system prompt alone");
     }
 
     #[test]

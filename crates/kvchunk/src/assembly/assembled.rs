@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
-use super::{Assembly, ChunkReport, Source};
-use crate::cache::ChunkKvCache;
+use super::{Assembly, ChunkReport, PieceSource};
+use crate::cache::PieceHold;
 use crate::error::{Error, Result};
-use crate::position::MergedKvCache;
+use crate::position::MergedRun;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::TokenSelection;
 
@@ -30,11 +30,11 @@ pub struct ChunkSpan {
 #[derive(Debug)]
 pub struct AssembledPrompt {
     block_size: usize,
-    segments: Vec<Segment>,
+    segments: Arc<[Segment]>,
     /// The place of each segment after the first: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     spans: Vec<ChunkSpan>,
-    handles: Vec<ChunkKvCache>,
+    holds: Vec<PieceHold>,
     reports: Vec<ChunkReport>,
     private: Vec<MutableBlocks>,
     #[expect(dead_code, reason = "held so that the blocks live as long as the request")]
@@ -60,20 +60,22 @@ impl AssembledPrompt {
         // Another request may have computed the same system prompt in the meantime. In that case its blocks
         // stay.
         let system = system.finish()?;
-        segments[0] = system.segment();
+        if segments[0] != system.segment() {
+            Arc::make_mut(&mut segments)[0] = system.segment();
+        }
         let places = chunks
             .iter()
             .enumerate()
             .flat_map(|(i, chunk)| chunk.with_starts().map(move |(start, _)| (i, start)));
-        let handles = chunks.iter().flat_map(|chunk| &chunk.pieces).filter_map(|piece| match &piece.source {
-            Source::Cached(handle) => Some(handle.clone()),
-            Source::Reserved(_) | Source::Private => None,
+        let holds = chunks.iter().flat_map(|chunk| &chunk.pieces).filter_map(|piece| match &piece.source {
+            PieceSource::Cached(hold) => Some(hold.clone()),
+            PieceSource::Reserved(_) | PieceSource::Private => None,
         });
         Ok(Self {
             block_size,
             places: places.collect(),
             spans,
-            handles: handles.collect(),
+            holds: holds.collect(),
             reports,
             segments,
             private,
@@ -82,7 +84,7 @@ impl AssembledPrompt {
     }
 
     /// Returns the segments of the system prompt and the chunks as the question sees them.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 
@@ -92,8 +94,8 @@ impl AssembledPrompt {
     }
 
     /// Returns the holds on cached pieces, in the prompt's order.
-    pub fn handles(&self) -> &[ChunkKvCache] {
-        &self.handles
+    pub fn holds(&self) -> &[PieceHold] {
+        &self.holds
     }
 
     /// Returns the place of each segment after the first: its chunk, and the number of the chunk's tokens
@@ -117,8 +119,8 @@ impl AssembledPrompt {
     }
 
     /// Returns the system prompt and the chunks as one run.
-    pub fn merged(&self) -> Result<MergedKvCache> {
-        MergedKvCache::new(&self.segments, self.block_size)
+    pub fn merged(&self) -> Result<MergedRun> {
+        MergedRun::new(&self.segments, self.block_size)
     }
 
     /// Allocates the request's own blocks from `pool`, for all blocks that hold a selected token. Returns the
@@ -152,9 +154,9 @@ impl AssembledPrompt {
         prompt: &ChunkedPrompt,
         selection: &TokenSelection,
         pool: &BlockPool,
-    ) -> Result<(Vec<Segment>, Recomputation, MutableBlocks)> {
+    ) -> Result<(Arc<[Segment]>, Recomputation, MutableBlocks)> {
         selection.check(prompt)?;
-        let mut rewritten = self.segments.clone();
+        let mut rewritten = self.segments.to_vec();
         let block_size = self.block_size;
         // For each segment after the system prompt: the selected tokens, counted from the segment's start.
         let selected: Vec<Vec<u32>> = self
@@ -212,7 +214,7 @@ impl AssembledPrompt {
             input.segments = Arc::clone(&shared);
         }
         let tokens = inputs.iter().map(|input| input.tokens.len()).sum();
-        Ok((rewritten, Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))
+        Ok((rewritten.into(), Recomputation { copies: own.write_pairs(copies)?, inputs, tokens }, own))
     }
 }
 

@@ -17,24 +17,25 @@ use std::time::{Duration, Instant};
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment, SequenceInput};
 
-use crate::cache::{ChunkCacheManager, ChunkKvCache, ChunkReservation, ChunkWaiter, TenantId};
+use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, TenantId};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::Evidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
 use crate::prompt::ChunkedPrompt;
-use crate::replica::ReplicaLink;
+use crate::ranks::{RankAgreement, RankLookup};
+use crate::replica::{ReplicaLink, ReplicaLookup};
 
 mod assembled;
-mod ranks;
+mod lookup;
 mod resolve;
 mod rotated;
 mod scratch;
 
 pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
-pub use ranks::{LocalRank, RankAgreement};
+pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
 pub use rotated::RotatedCopy;
-pub use scratch::Scratch;
+pub use scratch::ScratchBlocks;
 
 /// The settings by which a prompt is assembled.
 #[derive(Debug, Clone, Copy)]
@@ -71,7 +72,7 @@ pub struct ChunkReport {
     /// True if the whole chunk was found in the cache, or is computed for an earlier chunk of the same
     /// prompt.
     pub hit: bool,
-    /// True if the chunk's bytes are exactly those of its hash; see [`ChunkKvCache::is_exact`].
+    /// True if the chunk's bytes are exactly those of its hash; see [`PieceHold::is_exact`].
     pub exact: bool,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
@@ -81,8 +82,8 @@ pub struct ChunkReport {
 
 /// The source of a piece's KV.
 #[derive(Debug, Clone)]
-enum Source {
-    Cached(ChunkKvCache),
+enum PieceSource {
+    Cached(PieceHold),
     /// To be computed into the chunk pool; an index into [`Assembly::reserved`].
     Reserved(usize),
     /// Computed for this request only.
@@ -91,15 +92,15 @@ enum Source {
 
 /// A piece that has its blocks.
 #[derive(Debug, Clone)]
-struct Piece {
+struct PromptPiece {
     blocks: Arc<[BlockId]>,
     len: usize,
     /// The position that the first key in these blocks is rotated to.
     stored_start: i64,
-    source: Source,
+    source: PieceSource,
 }
 
-impl Piece {
+impl PromptPiece {
     fn stored(&self) -> Stored<'_> {
         Stored { blocks: &self.blocks, len: self.len, start: self.stored_start }
     }
@@ -107,27 +108,27 @@ impl Piece {
 
 /// A piece that this prompt computes, in case the prompt contains it again.
 #[derive(Debug)]
-struct Own {
+struct OwnPiece {
     evidence: Evidence,
-    piece: Piece,
+    piece: PromptPiece,
     exact: bool,
 }
 
 /// A chunk of the prompt.
 #[derive(Debug)]
-struct Chunk {
+struct PromptChunk {
     place: ChunkPlace,
     /// The chunk's first pieces: all of them once [`tokens`](Self::tokens) is the chunk's length.
-    pieces: Vec<Piece>,
+    pieces: Vec<PromptPiece>,
     /// The number of tokens of these pieces.
     tokens: usize,
     hit: bool,
     exact: bool,
 }
 
-impl Chunk {
+impl PromptChunk {
     /// Returns the pieces, each with the number of the chunk's tokens before it.
-    fn with_starts(&self) -> impl Iterator<Item = (usize, &Piece)> {
+    fn with_starts(&self) -> impl Iterator<Item = (usize, &PromptPiece)> {
         self.pieces.iter().scan(0, |start, piece| {
             let before = *start;
             *start += piece.len;
@@ -143,9 +144,9 @@ pub struct Assembly {
     block_size: usize,
     mode: ComputeMode,
     system: PrefixFill,
-    chunks: Vec<Chunk>,
+    chunks: Vec<PromptChunk>,
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
-    own: HashMap<BlockKey, Own>,
+    own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
     /// The pieces that other requests compute.
@@ -155,25 +156,22 @@ pub struct Assembly {
     /// The pieces that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
-    segments: Vec<Segment>,
+    /// Empty until the assembly is ready.
+    segments: Arc<[Segment]>,
     plan: PositionPlan,
     reused_tokens: usize,
 }
 
 impl Assembler<'_> {
-    /// Looks up the system prompt under the chain of keys that an ordinary prompt with this beginning has.
-    /// Ranks take as much of it from their caches as all of them have, and compute and keep the rest.
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        let root = self.prefixes.then_some(self.root);
-        let filled = self.main.fill_prefix(root, tokens);
-        let Some(ranks) = self.ranks else { return Ok(filled?) };
-        let cached = filled.as_ref().map_or(0, PrefixFill::cached);
-        let shared = ranks::shortest(ranks, cached, tokens.len())?;
-        let filled = filled.and_then(|mut filled| {
-            filled.take_at_most(shared)?;
-            Ok(filled)
-        });
-        ranks::together(self.ranks, filled.map_err(Into::into))
+    /// Returns the way in which this assembler finds the parts of a prompt.
+    fn lookup(&self) -> Box<dyn PromptLookup + '_> {
+        let system_root = self.prefixes.then_some(self.root);
+        let local = LocalLookup { chunks: self.chunks, tenant: self.tenant, main: self.main, system_root };
+        match (self.ranks, self.replicas) {
+            (Some(ranks), _) => Box::new(RankLookup { local, ranks }),
+            (None, Some(link)) => Box::new(ReplicaLookup { local, link }),
+            (None, None) => Box::new(local),
+        }
     }
 
     /// Looks up and reserves everything that `prompt` needs.
@@ -187,10 +185,28 @@ impl Assembler<'_> {
     /// - Returns [`crate::Error::RankFailed`] if another rank has an error.
     /// - Returns the errors of the agreement of [`ranks`](Self::ranks).
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
-        let plan = PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?;
-        let system = self.fill_system(prompt.system())?;
-        let chunk =
-            |&place: &ChunkPlace| Chunk { place, pieces: Vec::new(), tokens: 0, hit: true, exact: true };
+        self.assemble_at(prompt, PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?)
+    }
+
+    /// Looks up and reserves everything that `prompt` needs, as [`assemble`](Self::assemble) does, at the
+    /// positions of a plan that exists already. An engine needs the plan before the reindexer, because the
+    /// longest position decides the regime of the rotary embeddings.
+    ///
+    /// The caller guarantees that `plan` was made for this prompt and this [`cell`](Self::cell).
+    ///
+    /// # Errors
+    /// Returns the errors of [`assemble`](Self::assemble).
+    pub fn assemble_at(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<Assembly> {
+        plan.check(prompt, self.reindexer.max_positions())?;
+        let lookup = self.lookup();
+        let system = lookup.fill_system(prompt.system())?;
+        let chunk = |&place: &ChunkPlace| PromptChunk {
+            place,
+            pieces: Vec::new(),
+            tokens: 0,
+            hit: true,
+            exact: true,
+        };
         let mut assembly = Assembly {
             block_size: self.main.arena().layout().shape().block_size,
             mode: self.cell.mode,
@@ -204,12 +220,12 @@ impl Assembler<'_> {
             waited: Duration::ZERO,
             overdue: HashSet::new(),
             inputs: Vec::new(),
-            segments: Vec::new(),
+            segments: Arc::default(),
             plan,
         };
         assembly.add_system(prompt.system());
-        let resolved = self.resolve(&mut assembly, prompt);
-        ranks::together(self.ranks, resolved)?;
+        let resolved = self.resolve(lookup.as_ref(), &mut assembly, prompt);
+        lookup.conclude(resolved)?;
         Ok(assembly)
     }
 }
@@ -242,9 +258,9 @@ impl Assembly {
         &self.inputs
     }
 
-    /// Returns the segments of the system prompt and the chunks as the question sees them, once the assembly
-    /// [is ready](Self::is_ready).
-    pub fn segments(&self) -> &[Segment] {
+    /// Returns the segments of the system prompt and the chunks as the question sees them. There are none until
+    /// the assembly [is ready](Self::is_ready).
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 
@@ -255,7 +271,7 @@ impl Assembly {
 
     /// Returns the chunks, in the prompt's order.
     pub fn chunks(&self) -> Vec<ChunkSpan> {
-        let span = |(i, chunk): (usize, &Chunk)| ChunkSpan {
+        let span = |(i, chunk): (usize, &PromptChunk)| ChunkSpan {
             tokens: chunk.place.len,
             logical_start: chunk.place.logical_start,
             position: chunk.place.used_start,
@@ -269,7 +285,7 @@ impl Assembly {
 
     /// Returns one report per chunk, in the prompt's order.
     pub fn reports(&self) -> Vec<ChunkReport> {
-        let report = |chunk: &Chunk| ChunkReport {
+        let report = |chunk: &PromptChunk| ChunkReport {
             tokens: chunk.place.len,
             hit: chunk.hit,
             exact: chunk.exact,
@@ -304,16 +320,16 @@ impl Assembly {
             }
         }
         self.waited += since.elapsed();
-        assembler.resolve(self, prompt)
+        assembler.resolve(assembler.lookup().as_ref(), self, prompt)
     }
 
     /// Stores all reserved pieces, since they have been computed. Other requests can find them from now on.
     fn store(&mut self) {
-        let stored: Vec<ChunkKvCache> = self.reserved.drain(..).map(ChunkReservation::store).collect();
+        let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {
-            if let Source::Reserved(i) = piece.source {
-                piece.source = Source::Cached(stored[i].clone());
+            if let PieceSource::Reserved(i) = piece.source {
+                piece.source = PieceSource::Cached(stored[i].clone());
             }
         }
     }

@@ -10,7 +10,7 @@ use kvcore::{
 
 use super::AssembledPrompt;
 use crate::error::{Error, Result};
-use crate::position::MergedKvCache;
+use crate::position::MergedRun;
 
 // Decision: docs/decisions/chunks.md#a-rotated-copy-is-made-by-slots
 /// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated for the
@@ -21,7 +21,7 @@ use crate::position::MergedKvCache;
 /// are read with a rotated query.
 #[derive(Debug, Clone)]
 pub struct RotatedCopy {
-    merged: MergedKvCache,
+    merged: MergedRun,
     moves: Vec<Move>,
 }
 
@@ -44,7 +44,7 @@ impl AssembledPrompt {
     /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room. In that case nothing has changed.
     pub fn rotated_copy(&mut self, keys: KeyForm, pool: &BlockPool) -> Result<RotatedCopy> {
         let block_size = self.block_size();
-        let parts = MergedKvCache::new(self.segments(), block_size)?;
+        let parts = MergedRun::new(self.segments(), block_size)?;
         let delta = |segment: &Segment| match keys {
             KeyForm::Rotated => segment.position_offset,
             KeyForm::Unrotated => 0,
@@ -71,7 +71,7 @@ impl AssembledPrompt {
         });
         let moves = moves.collect::<Result<_>>()?;
         self.hold(own);
-        Ok(RotatedCopy { merged: MergedKvCache { slot_mapping, block_ids, ..parts }, moves })
+        Ok(RotatedCopy { merged: MergedRun { slot_mapping, block_ids, ..parts }, moves })
     }
 }
 
@@ -130,7 +130,7 @@ impl RotatedCopy {
     }
 
     /// Returns the slots, blocks and positions of the run.
-    pub fn merged(&self) -> &MergedKvCache {
+    pub fn merged(&self) -> &MergedRun {
         &self.merged
     }
 

@@ -1,5 +1,7 @@
 //! Scratch blocks: all chunk tokens recomputed for a while, beside the stored ones.
 
+use std::sync::Arc;
+
 use kvcore::{BlockPool, MutableBlocks, Segment, SequenceInput, SlotMapping};
 
 use super::assembled::{AssembledPrompt, ChunkSpan};
@@ -13,8 +15,8 @@ use crate::recompute::TokenSelection;
 /// # Drop behaviour
 /// The blocks are free again, and nothing in them can be found.
 #[derive(Debug)]
-pub struct Scratch {
-    segments: Vec<Segment>,
+pub struct ScratchBlocks {
+    segments: Arc<[Segment]>,
     inputs: Vec<SequenceInput>,
     stored: Vec<SlotMapping>,
     /// The place of each input: its chunk, and the number of the chunk's tokens before it.
@@ -28,7 +30,7 @@ impl AssembledPrompt {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
-    pub fn scratch(&self, prompt: &ChunkedPrompt, pool: &BlockPool) -> Result<Scratch> {
+    pub fn scratch(&self, prompt: &ChunkedPrompt, pool: &BlockPool) -> Result<ScratchBlocks> {
         let every =
             |span: &ChunkSpan| if span.is_full { Vec::new() } else { (0..span.tokens as u32).collect() };
         let all = TokenSelection::new(self.chunks().iter().map(every));
@@ -37,7 +39,7 @@ impl AssembledPrompt {
         let parts = parts.filter(|((chunk, _), _)| !self.chunks()[*chunk].is_full);
         let stored =
             parts.clone().map(|(_, s)| SlotMapping::in_blocks(&s.blocks, self.block_size(), 0..s.len));
-        Ok(Scratch {
+        Ok(ScratchBlocks {
             stored: stored.collect::<Result<_, _>>()?,
             places: parts.map(|(place, _)| *place).collect(),
             inputs: anew.inputs,
@@ -47,9 +49,9 @@ impl AssembledPrompt {
     }
 }
 
-impl Scratch {
+impl ScratchBlocks {
     /// Returns the segments of the system prompt and the chunks over the scratch blocks.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 

@@ -7,14 +7,14 @@ use parking_lot::{Condvar, Mutex};
 
 /// A flight: work on a piece that is under way. The piece is being computed, put to sleep or woken.
 #[derive(Debug, Default)]
-pub(super) struct Flight {
+pub(crate) struct Flight {
     landed: Mutex<bool>,
     changed: Condvar,
 }
 
 impl Flight {
     /// Ends the flight, whether or not the work succeeded. Every waiter asks the cache again.
-    pub(super) fn land(&self) {
+    pub(crate) fn land(&self) {
         *self.landed.lock() = true;
         self.changed.notify_all();
     }
@@ -27,7 +27,7 @@ impl Flight {
 /// first request to ask takes it over. Never wait while you hold a reservation that is not computed yet,
 /// because two requests could wait for each other.
 #[derive(Debug, Clone)]
-pub struct ChunkWaiter(pub(super) Arc<Flight>);
+pub struct ChunkWaiter(pub(crate) Arc<Flight>);
 
 impl ChunkWaiter {
     /// Blocks until the work has ended.

@@ -29,7 +29,7 @@ pub struct ChunkHashIndex<T> {
 }
 
 impl<T> ChunkHashIndex<T> {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { slots: Vec::new(), free: Vec::new(), by_hash: HashMap::new(), by_tokens: HashMap::new() }
     }
 
@@ -59,35 +59,35 @@ impl<T> ChunkHashIndex<T> {
     }
 
     /// Returns the number of slots, occupied or free.
-    pub(super) fn slots(&self) -> u32 {
+    pub(crate) fn slots(&self) -> u32 {
         self.slots.len() as u32
     }
 
     /// Returns an iterator over the values with their slots.
-    pub(super) fn with_slots(&self) -> impl Iterator<Item = (u32, &T)> {
+    pub(crate) fn with_slots(&self) -> impl Iterator<Item = (u32, &T)> {
         let numbered = (0..).zip(&self.slots);
         numbered.filter_map(|(slot, value)| Some((slot, value.as_ref()?)))
     }
 
-    pub(super) fn at(&self, slot: u32) -> Option<&T> {
+    pub(crate) fn at(&self, slot: u32) -> Option<&T> {
         self.slots.get(slot as usize)?.as_ref()
     }
 
-    pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
+    pub(crate) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
         self.slots.get_mut(slot as usize)?.as_mut()
     }
 
-    pub(super) fn slot_of(&self, key: &BlockKey) -> Option<u32> {
+    pub(crate) fn slot_of(&self, key: &BlockKey) -> Option<u32> {
         self.by_hash.get(key).copied()
     }
 
     /// Returns the slot of the latest piece with the same tokens under any system prompt.
-    pub(super) fn slot_under_any_system(&self, key: &BlockKey) -> Option<u32> {
+    pub(crate) fn slot_under_any_system(&self, key: &BlockKey) -> Option<u32> {
         self.by_tokens.get(key).copied()
     }
 
     /// Returns an index with the same hashes and other values.
-    pub(super) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
+    pub(crate) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
         ChunkHashIndex {
             slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),
             free: self.free.clone(),
@@ -99,7 +99,7 @@ impl<T> ChunkHashIndex<T> {
 
 impl<T: Indexed> ChunkHashIndex<T> {
     /// Inserts a value and returns its slot. The caller guarantees that the hash is not in the index yet.
-    pub(super) fn insert(&mut self, value: T) -> u32 {
+    pub(crate) fn insert(&mut self, value: T) -> u32 {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             self.slots.len() as u32 - 1
@@ -113,7 +113,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
     }
 
     /// Removes the value in a slot and returns it.
-    pub(super) fn remove(&mut self, slot: u32) -> Option<T> {
+    pub(crate) fn remove(&mut self, slot: u32) -> Option<T> {
         let value = self.slots.get_mut(slot as usize)?.take()?;
         self.by_hash.remove(&value.hash().key);
         if let Some(key) = value.any_system()
@@ -126,7 +126,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
     }
 
     /// Recounts everything. `Err` says which part is inconsistent.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         for (slot, value) in self.with_slots() {
             if self.slot_of(&value.hash().key) != Some(slot) {
                 return Err(format!("piece {slot} is not in the index"));
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Clone, PartialEq)]
-    struct Piece(u8, Option<u8>);
+    struct Numbered(u8, Option<u8>);
 
     fn key(n: u8) -> BlockKey {
         BlockKey::from_bytes([n; 32])
@@ -154,7 +154,7 @@ mod tests {
         ChunkHash { key: key(n), token_count: 1, num_blocks: 1 }
     }
 
-    impl Indexed for Piece {
+    impl Indexed for Numbered {
         fn hash(&self) -> ChunkHash {
             hash(self.0)
         }
@@ -167,14 +167,14 @@ mod tests {
     #[test]
     fn pieces_are_found_by_hash_and_the_latest_under_any_system() {
         let mut index = ChunkHashIndex::new();
-        let first = index.insert(Piece(1, Some(9)));
-        let second = index.insert(Piece(2, Some(9)));
-        assert_eq!((index.get(&hash(1)), index.get(&hash(3))), (Some(&Piece(1, Some(9))), None));
+        let first = index.insert(Numbered(1, Some(9)));
+        let second = index.insert(Numbered(2, Some(9)));
+        assert_eq!((index.get(&hash(1)), index.get(&hash(3))), (Some(&Numbered(1, Some(9))), None));
         assert_eq!(index.slot_under_any_system(&key(9)), Some(second));
-        assert_eq!(index.remove(first), Some(Piece(1, Some(9))));
+        assert_eq!(index.remove(first), Some(Numbered(1, Some(9))));
         assert_eq!(index.slot_under_any_system(&key(9)), Some(second), "the latest is still there");
         assert_eq!(index.remove(first), None);
-        assert_eq!(index.insert(Piece(3, None)), first, "slots are used again");
+        assert_eq!(index.insert(Numbered(3, None)), first, "slots are used again");
         index.remove(second);
         assert_eq!(index.slot_under_any_system(&key(9)), None);
         let numbers = index.map(|piece| piece.0);

@@ -147,13 +147,13 @@ impl ChunkCacheMetrics {
     /// ```
     pub fn prometheus(caches: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
-        for (name, kind, help, value) in COLUMNS {
+        for (name, kind, help, value) in NUMBERS {
             let family = text.family(name, kind, help);
             for (cache, metrics) in caches {
                 family.sample(&[("cache", cache)], value(metrics));
             }
         }
-        for (name, help, of) in HISTOGRAMS {
+        for (name, help, of) in TIMES {
             let family = text.family(name, MetricKind::Histogram, help);
             for (cache, metrics) in caches {
                 family.histogram(&[("cache", cache)], of(metrics));
@@ -197,9 +197,9 @@ impl Serialize for ChunkCacheMetrics {
 }
 
 /// One number of the metrics, with its name, kind and meaning.
-type Column = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
+type MetricNumber = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
 
-const COLUMNS: [Column; 19] = [
+const NUMBERS: [MetricNumber; 19] = [
     ("kvchunk_hits", MetricKind::Counter, "Pieces found", |m| m.hit_count as f64),
     ("kvchunk_misses", MetricKind::Counter, "Pieces not found", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits", MetricKind::Counter, "Hits without a bound on their error", |m| {
@@ -232,9 +232,9 @@ const COLUMNS: [Column; 19] = [
 ];
 
 /// One latency histogram of the metrics, with its name and meaning.
-type Histogram = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
+type MetricTimes = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
 
-const HISTOGRAMS: [Histogram; 4] = [
+const TIMES: [MetricTimes; 4] = [
     ("kvchunk_lookup_seconds", "How long lookups took", |m| &m.lookups),
     ("kvchunk_wake_seconds", "How long waking a piece took", |m| &m.wakes),
     ("kvchunk_reindex_seconds", "How long placing a piece took", |m| &m.reindexes),
@@ -298,7 +298,7 @@ mod tests {
         let (a, b) = (ChunkCacheMetrics::default(), ChunkCacheMetrics { evictions: 9, ..Default::default() });
         let text = ChunkCacheMetrics::prometheus(&[("a", &a), ("b", &b)]);
         assert!(text.contains("kvchunk_evictions_total{cache=\"b\"} 9.0\n"));
-        assert_eq!(text.matches("# TYPE ").count(), COLUMNS.len() + HISTOGRAMS.len());
-        assert_eq!(text.matches("{cache=\"a\"} ").count(), COLUMNS.len() + 2 * HISTOGRAMS.len());
+        assert_eq!(text.matches("# TYPE ").count(), NUMBERS.len() + TIMES.len());
+        assert_eq!(text.matches("{cache=\"a\"} ").count(), NUMBERS.len() + 2 * TIMES.len());
     }
 }

@@ -1,7 +1,7 @@
 //! The chunk cache: stored pieces of chunks, found by their hash.
 //!
 //! A *piece* is a chunk, or a part of an oversized chunk. A request [acquires](ChunkCacheManager::acquire)
-//! the pieces of its chunks. It holds a cached piece by a [`ChunkKvCache`]. It computes a missing piece into
+//! the pieces of its chunks. It holds a cached piece by a [`PieceHold`]. It computes a missing piece into
 //! a [`ChunkReservation`], unless another request is computing that piece already.
 //!
 //! ```text
@@ -14,7 +14,8 @@
 //! ```
 //!
 //! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]). In that case every request gets
-//! `NoRoom`.
+//! `NoRoom`. This module has lookup, acquisition, eviction, tenants and metrics; falling asleep and waking are
+//! in `crate::sleep`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -27,32 +28,30 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::ChunkCacheConfig;
 use crate::error::{Error, Result};
-use crate::hash::{ChunkHash, ChunkPiece};
+use crate::hash::ChunkHash;
 use crate::pool::ChunkBlockPool;
+use crate::sleep::{SleepStore, Sleeping};
 
 mod acquire;
 mod flight;
 mod goals;
-mod handle;
+mod hold;
 mod index;
 mod metrics;
-mod pool_sleep;
-mod remote;
-mod sleep;
+mod search;
 mod state;
 mod tenant;
-mod wake;
 
 pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
-pub use handle::{ChunkKvCache, ChunkReservation};
+pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
-pub use pool_sleep::PoolSleep;
-pub use sleep::{ColdRule, NotWoken, SleepStore, Sleeping};
 pub use tenant::{Tenant, TenantId};
 
-use state::{Place, State};
+pub(crate) use flight::Flight;
+pub(crate) use state::{AwakePiece, CacheState, PieceMemory, StoredPiece};
+
 use tenant::Account;
 
 /// A cache of chunk pieces. Clones share one cache.
@@ -77,7 +76,7 @@ use tenant::Account;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct ChunkCacheManager(Arc<Shared>);
+pub struct ChunkCacheManager(pub(crate) Arc<SharedCache>);
 
 /// A weak reference to a cache, for stores and clocks that a cache owns and that use the cache.
 ///
@@ -91,7 +90,7 @@ pub struct ChunkCacheManager(Arc<Shared>);
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct WeakChunkCache(Weak<Shared>);
+pub struct WeakChunkCache(Weak<SharedCache>);
 
 impl WeakChunkCache {
     /// Returns the cache, if it still exists.
@@ -101,49 +100,49 @@ impl WeakChunkCache {
 }
 
 #[derive(Debug)]
-struct Shared {
-    config: ChunkCacheConfig,
-    pool: ChunkBlockPool,
-    clock: Arc<dyn Clock>,
-    sleep: Option<Arc<dyn SleepStore>>,
-    state: Mutex<State>,
-    lookups: LatencyHistogram,
-    wakes: LatencyHistogram,
-    reindexes: LatencyHistogram,
-    computes: LatencyHistogram,
+pub(crate) struct SharedCache {
+    pub(crate) config: ChunkCacheConfig,
+    pub(crate) pool: ChunkBlockPool,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) sleep: Option<Arc<dyn SleepStore>>,
+    pub(crate) state: Mutex<CacheState>,
+    pub(crate) lookups: LatencyHistogram,
+    pub(crate) wakes: LatencyHistogram,
+    pub(crate) reindexes: LatencyHistogram,
+    pub(crate) computes: LatencyHistogram,
 }
 
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
 /// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
 /// because dropping them runs code of the store, which may use the cache.
-struct Locked<'a> {
+pub(crate) struct LockedState<'a> {
     /// Released first, since fields are dropped in this order.
-    state: MutexGuard<'a, State>,
+    pub(crate) state: MutexGuard<'a, CacheState>,
     discarded: Vec<Box<dyn Sleeping>>,
 }
 
-impl Shared {
-    fn lock(&self) -> Locked<'_> {
-        Locked { state: self.state.lock(), discarded: Vec::new() }
+impl SharedCache {
+    pub(crate) fn lock(&self) -> LockedState<'_> {
+        LockedState { state: self.state.lock(), discarded: Vec::new() }
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedState<'_> {
     fn drop(&mut self) {
         self.discarded = std::mem::take(&mut self.state.discarded);
     }
 }
 
-impl std::ops::Deref for Locked<'_> {
-    type Target = State;
+impl std::ops::Deref for LockedState<'_> {
+    type Target = CacheState;
 
-    fn deref(&self) -> &State {
+    fn deref(&self) -> &CacheState {
         &self.state
     }
 }
 
-impl std::ops::DerefMut for Locked<'_> {
-    fn deref_mut(&mut self) -> &mut State {
+impl std::ops::DerefMut for LockedState<'_> {
+    fn deref_mut(&mut self) -> &mut CacheState {
         &mut self.state
     }
 }
@@ -157,7 +156,7 @@ pub struct ChunkInfo {
     pub tenant: String,
     /// The position that the first key was rotated to when the piece was stored.
     pub cached_position_start: i64,
-    /// The number of holds on the piece. Clones of one [`ChunkKvCache`] count once.
+    /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
     /// The number of uses since the piece was stored.
     pub access_count: u64,
@@ -195,8 +194,8 @@ impl ChunkCacheManager {
         let everybody = Tenant { salt: Vec::new(), ..Tenant::new(Tenant::DEFAULT_TAG) };
         let blocks = pool.blocks().range().len();
         let first = Account::new(everybody, blocks, config.max_chunks, config.cache_policy);
-        Ok(Self(Arc::new(Shared {
-            state: Mutex::new(State::new(first)),
+        Ok(Self(Arc::new(SharedCache {
+            state: Mutex::new(CacheState::new(first)),
             config,
             pool,
             clock,
@@ -279,7 +278,7 @@ impl ChunkCacheManager {
         let mut state = self.0.lock();
         for slot in 0..state.index.slots() {
             let Some(entry) = state.index.at_mut(slot).filter(|entry| of(entry.tenant)) else { continue };
-            if matches!(entry.place, Place::Moving(_)) {
+            if matches!(entry.memory, PieceMemory::Moving(_)) {
                 entry.doomed = true;
             } else {
                 state.remove(slot);
@@ -304,7 +303,7 @@ impl ChunkCacheManager {
             access_count: entry.access_count,
             age_ms: now.saturating_sub(entry.created),
             idle_ms: now.saturating_sub(entry.last_accessed),
-            asleep: !matches!(entry.place, Place::Awake(_)),
+            asleep: !matches!(entry.memory, PieceMemory::Awake(_)),
             exact: entry.exact,
         })
     }
@@ -362,32 +361,7 @@ impl ChunkCacheManager {
 }
 
 /// Counts the pieces that do not lie in blocks, of the tenants that `of` accepts.
-fn asleep(state: &State, of: impl Fn(TenantId) -> bool) -> usize {
-    let sleeps = |entry: &&state::Entry| of(entry.tenant) && !matches!(entry.place, Place::Awake(_));
+fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
+    let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()
-}
-
-/// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas only;
-/// keys keep the pieces of tenants apart.
-fn known(state: &State, tenant: TenantId) -> TenantId {
-    if (tenant.0 as usize) < state.accounts.len() { tenant } else { TenantId::default() }
-}
-
-/// A piece to look up, with the tenant it is for and the position to store it at.
-#[derive(Debug, Clone, Copy)]
-struct Wanted<'a, 't> {
-    piece: &'a ChunkPiece<'t>,
-    tenant: TenantId,
-    stored_start: i64,
-    tally: Tally,
-}
-
-/// The moment at which a piece that was found counts as a hit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Tally {
-    /// Counted as soon as the piece is held.
-    Now,
-    /// Counted by [`ChunkCacheManager::count_hit`] or [`ChunkCacheManager::give_up`], once the outcome is
-    /// known. Counts never fall.
-    Later,
 }

@@ -7,70 +7,61 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
 
 use super::flight::Flight;
 use super::index::{ChunkHashIndex, Indexed};
-use super::pool_sleep::PoolPlace;
-use super::sleep::Sleeping;
 use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, Evidence};
 use crate::pool::ChunkBlockPool;
+use crate::sleep::{PoolMemory, SavedPiece, Sleeping};
 
 /// The place of a stored piece.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
-    Awake(Awake),
+    Awake(AwakePiece),
     /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
     /// them.
     Moving(Arc<Flight>),
     /// The piece is in a lower memory.
-    Asleep(Dormant),
+    Asleep(SavedPiece),
 }
 
 #[derive(Debug)]
-pub(super) struct Awake {
-    pub(super) pinned: PinnedBlocks,
-    pub(super) ids: Arc<[BlockId]>,
+pub(crate) struct AwakePiece {
+    pub(crate) pinned: PinnedBlocks,
+    pub(crate) ids: Arc<[BlockId]>,
     /// The piece's number in its tenant's order.
-    pub(super) number: u32,
-}
-
-/// A piece's contents in a lower memory, with the properties that the store gave.
-#[derive(Debug)]
-pub(super) struct Dormant {
-    pub(super) saved: Box<dyn Sleeping>,
-    pub(super) bytes: usize,
-    pub(super) exact: bool,
+    pub(crate) number: u32,
 }
 
 /// A stored piece.
 #[derive(Debug)]
-pub(super) struct Entry {
-    pub(super) hash: ChunkHash,
-    pub(super) any_system: Option<BlockKey>,
-    pub(super) evidence: Evidence,
-    pub(super) tenant: TenantId,
+pub(crate) struct StoredPiece {
+    pub(crate) hash: ChunkHash,
+    pub(crate) any_system: Option<BlockKey>,
+    pub(crate) evidence: Evidence,
+    pub(crate) tenant: TenantId,
     /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
-    pub(super) generation: u64,
-    pub(super) stored_start: i64,
-    pub(super) place: Place,
-    pub(super) exact: bool,
-    pub(super) holders: u32,
+    pub(crate) generation: u64,
+    pub(crate) stored_start: i64,
+    pub(crate) memory: PieceMemory,
+    pub(crate) exact: bool,
+    pub(crate) holders: u32,
     /// Set if the piece was cleared while it moved. Such a piece is forgotten when the move ends.
-    pub(super) doomed: bool,
+    pub(crate) doomed: bool,
     /// The time of storing, in milliseconds of the cache's clock.
-    pub(super) created: u64,
+    pub(crate) created: u64,
     /// The time when the piece was last stored or woken.
-    pub(super) awake_since: u64,
-    pub(super) last_accessed: u64,
-    pub(super) access_count: u64,
+    pub(crate) awake_since: u64,
+    pub(crate) last_accessed: u64,
+    pub(crate) access_count: u64,
 }
 
-impl Entry {
-    pub(super) fn is_evictable(&self) -> bool {
-        self.holders == 0 && matches!(self.place, Place::Awake(_))
+impl StoredPiece {
+    pub(crate) fn is_evictable(&self) -> bool {
+        self.holders == 0 && matches!(self.memory, PieceMemory::Awake(_))
     }
 }
 
-impl Indexed for Entry {
+impl Indexed for StoredPiece {
     fn hash(&self) -> ChunkHash {
         self.hash
     }
@@ -82,55 +73,62 @@ impl Indexed for Entry {
 
 /// A piece that a request is computing.
 #[derive(Debug)]
-pub(super) struct UnderWay {
-    pub(super) evidence: Evidence,
-    pub(super) flight: Arc<Flight>,
-    pub(super) tenant: TenantId,
-    pub(super) blocks: usize,
+pub(crate) struct UnderWay {
+    pub(crate) evidence: Evidence,
+    pub(crate) flight: Arc<Flight>,
+    pub(crate) tenant: TenantId,
+    pub(crate) blocks: usize,
 }
 
 /// A held piece that can no longer be found: it was cleared, or the cache had no place for it. Its blocks are
 /// charged to its tenant until the last holder ends.
 #[derive(Debug)]
-pub(super) struct Orphan {
+pub(crate) struct Orphan {
     tenant: TenantId,
     blocks: usize,
     holders: u32,
 }
 
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) index: ChunkHashIndex<Entry>,
-    pub(super) under_way: HashMap<BlockKey, UnderWay>,
+pub(crate) struct CacheState {
+    pub(crate) index: ChunkHashIndex<StoredPiece>,
+    pub(crate) under_way: HashMap<BlockKey, UnderWay>,
     /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
-    pub(super) accounts: Vec<Account>,
+    pub(crate) accounts: Vec<Account>,
     /// The memory of the pool's blocks: present, moving or asleep.
-    pub(super) pool: PoolPlace,
+    pub(crate) pool: PoolMemory,
     generations: u64,
     /// Contents to drop once the lock is free, because dropping them runs code of the store.
-    pub(super) discarded: Vec<Box<dyn Sleeping>>,
+    pub(crate) discarded: Vec<Box<dyn Sleeping>>,
 }
 
-impl State {
-    pub(super) fn new(first: Account) -> Self {
+impl CacheState {
+    pub(crate) fn new(first: Account) -> Self {
         Self {
             index: ChunkHashIndex::new(),
             under_way: HashMap::new(),
             orphans: HashMap::new(),
             accounts: vec![first],
-            pool: PoolPlace::Awake,
+            pool: PoolMemory::Awake,
             generations: 0,
             discarded: Vec::new(),
         }
     }
 
-    pub(super) fn account(&mut self, tenant: TenantId) -> &mut Account {
+    /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas and
+    /// counts only; keys keep the pieces of tenants apart.
+    pub(crate) fn known(&self, tenant: TenantId) -> TenantId {
+        if (tenant.0 as usize) < self.accounts.len() { tenant } else { TenantId::default() }
+    }
+
+    /// Returns the account of a [known](Self::known) tenant.
+    pub(crate) fn account(&mut self, tenant: TenantId) -> &mut Account {
         &mut self.accounts[tenant.0 as usize]
     }
 
     /// Returns the slot of the stored piece, if the entry under its hash is that piece.
-    pub(super) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
+    pub(crate) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
         let slot = self.index.slot_of(&piece.hash().key)?;
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
@@ -138,24 +136,24 @@ impl State {
     /// Finds an awake piece of the same tokens under another system prompt, stored at or before
     /// `stored_start`. Such a piece moves forward only, so no query is rotated to a position that its request
     /// does not reach.
-    pub(super) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
+    pub(crate) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
-        let same = |entry: &&Entry| {
+        let same = |entry: &&StoredPiece| {
             entry.evidence.proves_under_any_system(piece)
                 && entry.stored_start <= stored_start
-                && matches!(entry.place, Place::Awake(_))
+                && matches!(entry.memory, PieceMemory::Awake(_))
         };
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
     /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
     /// eviction order.
-    pub(super) fn hold(&mut self, slot: u32, now: u64) -> Option<(&Entry, &Awake)> {
+    pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &AwakePiece)> {
         if !self.pool.is_awake() {
             return None;
         }
         let entry = self.index.at_mut(slot)?;
-        let Place::Awake(awake) = &entry.place else { return None };
+        let PieceMemory::Awake(awake) = &entry.memory else { return None };
         let account = &mut self.accounts[entry.tenant.0 as usize];
         account.order.hit(awake.number, &entry.hash.key);
         if entry.holders == 0 {
@@ -169,14 +167,14 @@ impl State {
     }
 
     /// Removes a holder.
-    pub(super) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
+    pub(crate) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
         let entry = slot.and_then(|slot| self.index.at_mut(slot));
         let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
             return self.let_go_orphan(generation);
         };
         entry.holders -= 1;
         if entry.holders == 0
-            && let Place::Awake(awake) = &entry.place
+            && let PieceMemory::Awake(awake) = &entry.memory
         {
             let account = &mut self.accounts[entry.tenant.0 as usize];
             account.order.insert(awake.number, &entry.hash.key, now);
@@ -195,13 +193,13 @@ impl State {
     }
 
     /// Returns the number of blocks of orphans.
-    pub(super) fn orphaned_blocks(&self) -> usize {
+    pub(crate) fn orphaned_blocks(&self) -> usize {
         self.orphans.values().map(|orphan| orphan.blocks).sum()
     }
 
     /// Records an orphan with one holder, whose blocks are charged to its tenant already. Returns its
     /// generation.
-    pub(super) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
+    pub(crate) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
         self.generations += 1;
         self.orphans.insert(self.generations, Orphan { tenant, blocks, holders: 1 });
         self.generations
@@ -209,13 +207,13 @@ impl State {
 
     /// Inserts a piece that is awake and held into the index. Its blocks are charged to its tenant already,
     /// and it has a number in the eviction order. Returns the slot and the generation.
-    pub(super) fn insert(&mut self, mut entry: Entry) -> (u32, u64) {
+    pub(crate) fn insert(&mut self, mut entry: StoredPiece) -> (u32, u64) {
         self.generations += 1;
         let (generation, tenant) = (self.generations, entry.tenant);
         entry.generation = generation;
-        let number = match &entry.place {
-            Place::Awake(awake) => Some(awake.number),
-            Place::Moving(_) | Place::Asleep(_) => None,
+        let number = match &entry.memory {
+            PieceMemory::Awake(awake) => Some(awake.number),
+            PieceMemory::Moving(_) | PieceMemory::Asleep(_) => None,
         };
         let slot = self.index.insert(entry);
         if let Some(number) = number {
@@ -224,51 +222,10 @@ impl State {
         (slot, generation)
     }
 
-    /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
-    /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
-    pub(super) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<Awake> {
-        let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
-        match std::mem::replace(&mut entry.place, Place::Moving(Arc::clone(flight))) {
-            Place::Awake(awake) => {
-                let account = &mut self.accounts[entry.tenant.0 as usize];
-                account.order.depart(awake.number);
-                account.idle -= entry.hash.num_blocks;
-                Some(awake)
-            }
-            other => {
-                entry.place = other;
-                None
-            }
-        }
-    }
-
-    /// Ends the move of a departed piece that stays awake after all. Its rank in the eviction order is
-    /// unchanged.
-    pub(super) fn stay(&mut self, slot: u32, awake: Awake) {
-        let Some(entry) = self.index.at_mut(slot) else { return };
-        let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.stay(awake.number);
-        account.idle += entry.hash.num_blocks;
-        entry.place = Place::Awake(awake);
-    }
-
-    /// Ends the move of a departed piece that sleeps now. Its blocks are free.
-    pub(super) fn arrive(&mut self, slot: u32, awake: Awake, dormant: Dormant) {
-        let Some(entry) = self.index.at_mut(slot) else { return };
-        let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.arrive(awake.number);
-        account.used -= entry.hash.num_blocks;
-        account.sleeping_bytes += dormant.bytes;
-        account.counted.slept += 1;
-        entry.exact &= dormant.exact;
-        entry.place = Place::Asleep(dormant);
-        drop(awake); // frees the blocks
-    }
-
     /// Removes an evictable piece from the eviction order.
     fn unorder(&mut self, slot: u32) {
         let Some(entry) = self.index.at(slot).filter(|entry| entry.is_evictable()) else { return };
-        if let Place::Awake(awake) = &entry.place {
+        if let PieceMemory::Awake(awake) = &entry.memory {
             let account = &mut self.accounts[entry.tenant.0 as usize];
             account.order.remove(awake.number);
             account.idle -= entry.hash.num_blocks;
@@ -282,8 +239,8 @@ impl State {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
         let account = &mut self.accounts[tenant.0 as usize];
-        match entry.place {
-            Place::Awake(awake) => {
+        match entry.memory {
+            PieceMemory::Awake(awake) => {
                 account.order.retire(awake.number);
                 if holders == 0 {
                     account.used -= blocks;
@@ -291,30 +248,30 @@ impl State {
                     self.orphans.insert(entry.generation, Orphan { tenant, blocks, holders });
                 }
             }
-            Place::Moving(_) => {}
-            Place::Asleep(dormant) => {
-                account.sleeping_bytes -= dormant.bytes;
-                self.discarded.push(dormant.saved);
+            PieceMemory::Moving(_) => {}
+            PieceMemory::Asleep(saved) => {
+                account.sleeping_bytes -= saved.bytes;
+                self.discarded.push(saved.contents);
             }
         }
         true
     }
 
     /// Forgets a piece. Returns true if it was there. A held piece lives on until its holders end.
-    pub(super) fn remove(&mut self, slot: u32) -> bool {
+    pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
     }
 
     /// Forgets a piece that was cleared while it moved.
-    pub(super) fn bury(&mut self, slot: u32) {
+    pub(crate) fn bury(&mut self, slot: u32) {
         if self.index.at(slot).is_some_and(|entry| entry.doomed) {
             self.remove(slot);
         }
     }
 
     /// Evicts the next piece of a tenant. Returns false if all its pieces are held.
-    pub(super) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
         account.counted.evictions += 1;
@@ -324,12 +281,12 @@ impl State {
     }
 
     /// Evicts an awake piece: of this tenant, or else of the tenant that uses most of its quota.
-    pub(super) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
 
     /// Evicts the next piece of the tenant that uses most of its quota.
-    pub(super) fn evict_fullest(&mut self, now: u64) -> bool {
+    pub(crate) fn evict_fullest(&mut self, now: u64) -> bool {
         self.fullest().is_some_and(|tenant| self.evict(tenant, now))
     }
 
@@ -341,7 +298,7 @@ impl State {
     /// Forgets one piece, so that a tenant can store another. Sleeping pieces go before awake ones, since
     /// they are colder. All of the tenant's own pieces go before those of others. Returns false if there is
     /// none.
-    pub(super) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
+    pub(crate) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
             || self.evict_sleeper(|_| true)
@@ -349,8 +306,8 @@ impl State {
     }
 
     /// Forgets the sleeping piece with the oldest last use, of the tenants that `of` accepts.
-    pub(super) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
-        let sleeps = |entry: &Entry| matches!(entry.place, Place::Asleep(_)) && of(entry.tenant);
+    pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
+        let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
         let longest = sleepers.map(|(slot, entry)| (entry.last_accessed, slot, entry.tenant)).min();
         let Some((_, slot, tenant)) = longest else { return false };
@@ -360,7 +317,7 @@ impl State {
 
     /// Allocates `n` blocks for a tenant, and evicts pieces that nobody holds as needed. Returns `None` if
     /// even that does not make room. In that case nothing was evicted.
-    pub(super) fn room(
+    pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
         tenant: TenantId,
@@ -390,22 +347,22 @@ impl State {
     }
 
     /// Recounts everything. `Err` says which number is inconsistent.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![Sum::default(); self.accounts.len()];
         for (slot, entry) in self.index.with_slots() {
             let sum = &mut sums[entry.tenant.0 as usize];
-            match &entry.place {
-                Place::Awake(awake) => {
+            match &entry.memory {
+                PieceMemory::Awake(awake) => {
                     sum.used += awake.pinned.len();
                     if awake.pinned.len() != entry.hash.num_blocks {
                         return Err(format!("piece {slot} has {} blocks", awake.pinned.len()));
                     }
                 }
-                Place::Moving(_) => sum.used += entry.hash.num_blocks,
-                Place::Asleep(dormant) => sum.sleeping_bytes += dormant.bytes,
+                PieceMemory::Moving(_) => sum.used += entry.hash.num_blocks,
+                PieceMemory::Asleep(saved) => sum.sleeping_bytes += saved.bytes,
             }
-            if entry.holders > 0 && !matches!(entry.place, Place::Awake(_)) {
+            if entry.holders > 0 && !matches!(entry.memory, PieceMemory::Awake(_)) {
                 return Err(format!("piece {slot} is held and not awake"));
             }
             if entry.is_evictable() {

@@ -7,7 +7,7 @@ use super::metrics::ChunkCacheMetrics;
 
 /// A tenant of a chunk cache, by its number. The default tenant always exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
-pub struct TenantId(pub(super) u32);
+pub struct TenantId(pub(crate) u32);
 
 /// A user of a chunk cache: a tag for people, a salt that separates the tenant's keys, and a quota.
 ///
@@ -45,25 +45,25 @@ impl Tenant {
 
 /// A tenant's account in a cache.
 #[derive(Debug)]
-pub(super) struct Account {
-    pub(super) tenant: Tenant,
+pub(crate) struct Account {
+    pub(crate) tenant: Tenant,
     /// The largest number of blocks that the tenant may use.
-    pub(super) quota: usize,
+    pub(crate) quota: usize,
     /// The blocks of the tenant's pieces and reservations, including pieces that are held but can no longer
     /// be found.
-    pub(super) used: usize,
+    pub(crate) used: usize,
     /// The part of `used` that could be evicted now.
-    pub(super) idle: usize,
+    pub(crate) idle: usize,
     /// The eviction order of pieces that are awake and not held.
-    pub(super) order: Order,
+    pub(crate) order: Order,
     /// The bytes that the tenant's sleeping pieces take.
-    pub(super) sleeping_bytes: usize,
+    pub(crate) sleeping_bytes: usize,
     /// The tenant's counts. Gauges are filled in when somebody asks.
-    pub(super) counted: ChunkCacheMetrics,
+    pub(crate) counted: ChunkCacheMetrics,
 }
 
 impl Account {
-    pub(super) fn new(tenant: Tenant, pool_blocks: usize, max_chunks: usize, policy: PolicyKind) -> Self {
+    pub(crate) fn new(tenant: Tenant, pool_blocks: usize, max_chunks: usize, policy: PolicyKind) -> Self {
         let quota = tenant.max_blocks.map_or(pool_blocks, |most| most.min(pool_blocks));
         let order = Order::new(policy, pool_blocks.min(max_chunks));
         let counted = ChunkCacheMetrics::default();
@@ -71,7 +71,7 @@ impl Account {
     }
 
     /// Returns the share of the quota in use.
-    pub(super) fn pressure(&self) -> f64 {
+    pub(crate) fn pressure(&self) -> f64 {
         self.used as f64 / self.quota.max(1) as f64
     }
 }
@@ -81,7 +81,7 @@ impl Account {
 /// A piece that departs into sleep keeps its rank in the order, in case it has to stay.
 /// [`evict`](Self::evict) passes it over.
 #[derive(Debug)]
-pub(super) struct Order {
+pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,
     /// The piece behind each number.
     pieces: Vec<u32>,
@@ -109,58 +109,58 @@ impl Order {
     }
 
     /// Takes a free number for a piece. Returns `None` if all numbers are in use.
-    pub(super) fn admit(&mut self) -> Option<u32> {
+    pub(crate) fn admit(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
     /// Records the piece that a number belongs to.
-    pub(super) fn assign(&mut self, number: u32, piece: u32) {
+    pub(crate) fn assign(&mut self, number: u32, piece: u32) {
         self.pieces[number as usize] = piece;
     }
 
     /// Gives a number back.
-    pub(super) fn retire(&mut self, number: u32) {
+    pub(crate) fn retire(&mut self, number: u32) {
         self.free.push(number);
     }
 
     /// Makes a piece evictable.
-    pub(super) fn insert(&mut self, number: u32, key: &BlockKey, now: u64) {
+    pub(crate) fn insert(&mut self, number: u32, key: &BlockKey, now: u64) {
         self.policy.insert(number, &PolicyEntry { key: Some(key), now, ..PolicyEntry::default() });
     }
 
     /// Makes a piece unevictable, because it is held again or goes.
-    pub(super) fn remove(&mut self, number: u32) {
+    pub(crate) fn remove(&mut self, number: u32) {
         if !take(&mut self.passed_over, number) {
             self.policy.remove(number);
         }
     }
 
     /// Makes a piece unevictable for a while, because it moves into sleep. It keeps its rank.
-    pub(super) fn depart(&mut self, number: u32) {
+    pub(crate) fn depart(&mut self, number: u32) {
         self.departed.push(number);
     }
 
     /// Makes a departed piece evictable again, at its rank.
-    pub(super) fn stay(&mut self, number: u32) {
+    pub(crate) fn stay(&mut self, number: u32) {
         take(&mut self.departed, number);
     }
 
     /// Removes a departed piece, because it sleeps now, and gives its number back.
-    pub(super) fn arrive(&mut self, number: u32) {
+    pub(crate) fn arrive(&mut self, number: u32) {
         take(&mut self.departed, number);
         self.remove(number);
         self.retire(number);
     }
 
     /// Tells the policy that a lookup found the piece.
-    pub(super) fn hit(&mut self, number: u32, key: &BlockKey) {
+    pub(crate) fn hit(&mut self, number: u32, key: &BlockKey) {
         if self.wants_hits {
             self.policy.hit(number, key);
         }
     }
 
     /// Removes the next piece to evict and returns it.
-    pub(super) fn evict(&mut self, now: u64) -> Option<u32> {
+    pub(crate) fn evict(&mut self, now: u64) -> Option<u32> {
         let back = self.passed_over.iter().position(|number| !self.departed.contains(number));
         if let Some(at) = back {
             return Some(self.pieces[self.passed_over.remove(at) as usize]);
@@ -175,7 +175,7 @@ impl Order {
     }
 
     /// Returns the number of evictable pieces.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.policy.len() + self.passed_over.len() - self.departed.len()
     }
 }

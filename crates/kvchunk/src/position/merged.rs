@@ -12,18 +12,19 @@ use crate::error::Result;
 /// [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```
-/// use kvchunk::MergedKvCache;
+/// use kvchunk::MergedRun;
 /// use kvcore::{BlockId, Segment};
 /// let system = Segment::new([BlockId(0)].into(), 3, 0, 0);
 /// let chunk = Segment::new([BlockId(9), BlockId(5)].into(), 6, 3, 0).at_offset(3);
-/// let merged = MergedKvCache::new(&[system, chunk], 4)?;
+/// let merged = MergedRun::new(&[system, chunk], 4)?;
 /// assert_eq!(merged.slot_mapping.slots()[..], [0, 1, 2, 36, 37, 38, 39, 20, 21]);
 /// assert_eq!(merged.positions, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
 /// assert_eq!((merged.block_ids.len(), merged.total_tokens), (3, 9));
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MergedKvCache {
+#[doc(alias = "MergedKVCache")]
+pub struct MergedRun {
     /// The slot of every token.
     pub slot_mapping: SlotMapping,
     /// The position at which every token is used.
@@ -34,7 +35,7 @@ pub struct MergedKvCache {
     pub total_tokens: usize,
 }
 
-impl MergedKvCache {
+impl MergedRun {
     /// Merges `parts` in the given order. A block holds `block_size` tokens.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ mod merged;
 mod plan;
 mod reindex;
 
-pub use merged::MergedKvCache;
+pub use merged::MergedRun;
 pub use plan::{ChunkPlace, PositionPlan};
 pub(crate) use reindex::Stored;
-pub use reindex::{PositionReindexer, ReindexedChunkKv};
+pub use reindex::{PlacedPiece, PositionReindexer};

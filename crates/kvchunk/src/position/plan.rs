@@ -63,11 +63,18 @@ impl PositionPlan {
             PositionStrategy::Overlapped => (system + longest) as i64,
             PositionStrategy::Sequential | PositionStrategy::Absolute => logical as i64,
         };
-        let largest = question_position + prompt.question().len() as i64 - 1;
+        let plan = Self { chunks, question_logical: logical, question_position };
+        plan.check(prompt, max_positions)?;
+        Ok(plan)
+    }
+
+    /// Checks that the last position of the question of `prompt` is below `max_positions`.
+    pub(crate) fn check(&self, prompt: &ChunkedPrompt, max_positions: usize) -> Result<()> {
+        let largest = self.question_position + prompt.question().len() as i64 - 1;
         if usize::try_from(largest).is_ok_and(|largest| largest >= max_positions) {
             return Err(Error::TooLong { largest, limit: max_positions });
         }
-        Ok(Self { chunks, question_logical: logical, question_position })
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{BlockId, LayerRopes, Rope, Segment, SlotMapping};
 
-use crate::cache::ChunkKvCache;
+use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 
 /// A reindexer: it places stored pieces, and checks what the rotary embeddings of the model's layers allow.
@@ -56,13 +56,13 @@ impl PositionReindexer {
     }
 
     /// Places a piece with its first token at position `new_position_start` and at index 0 of the merged KV.
-    /// To place it further on, call [`ReindexedChunkKv::at_offset_in_merged_kv`].
+    /// To place it further on, call [`PlacedPiece::at_offset_in_merged_kv`].
     ///
     /// # Errors
     /// Returns [`Error::TooLong`] if the model does not have one of the positions.
-    pub fn reindex(&self, chunk: ChunkKvCache, new_position_start: i64) -> Result<ReindexedChunkKv> {
+    pub fn reindex(&self, chunk: PieceHold, new_position_start: i64) -> Result<PlacedPiece> {
         self.check(new_position_start, chunk.num_tokens())?;
-        Ok(ReindexedChunkKv { original: chunk, new_position_start, offset_in_merged_kv: 0 })
+        Ok(PlacedPiece { original: chunk, new_position_start, offset_in_merged_kv: 0 })
     }
 
     /// Checks that the model has the positions of `len` tokens from `start`.
@@ -167,13 +167,14 @@ impl Stored<'_> {
 
 /// A stored piece at the place where a prompt uses it: metadata over the original blocks.
 #[derive(Debug, Clone)]
-pub struct ReindexedChunkKv {
-    original: ChunkKvCache,
+#[doc(alias = "ReindexedChunkKV")]
+pub struct PlacedPiece {
+    original: PieceHold,
     new_position_start: i64,
     offset_in_merged_kv: usize,
 }
 
-impl ReindexedChunkKv {
+impl PlacedPiece {
     /// Returns this piece at the logical index `offset`, that is, after `offset` tokens of the merged KV.
     #[must_use]
     pub fn at_offset_in_merged_kv(mut self, offset: usize) -> Self {
@@ -182,7 +183,7 @@ impl ReindexedChunkKv {
     }
 
     /// Returns the stored piece, which is unchanged.
-    pub fn original_cache(&self) -> &ChunkKvCache {
+    pub fn original_cache(&self) -> &PieceHold {
         &self.original
     }
 
@@ -237,7 +238,7 @@ mod tests {
         PositionReindexer::new(Arc::new(Rope::new(RopeConfig::new(8, 10_000.0), max_positions).unwrap()))
     }
 
-    fn chunk(tokens: &[u32]) -> ChunkKvCache {
+    fn chunk(tokens: &[u32]) -> PieceHold {
         let pool = ChunkBlockPool::new(3..9, 4).unwrap();
         let cache = ChunkCacheManager::new(ChunkCacheConfig::default(), pool).unwrap();
         let context = ChunkContext::new(KeyScope::new("m", b"").root(), ComputeMode::Alone, &[]);

@@ -12,30 +12,30 @@ use crate::cache::ChunkReservation;
 use crate::error::{Error, Result};
 
 /// A buffer of staged blocks. Static scales belong to the whole arena and lie in the device's.
-struct Buffer<'a> {
+struct ParcelBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
     is_static: bool,
 }
 
-impl Buffer<'_> {
+impl ParcelBuffer<'_> {
     fn view(&self) -> Result<TensorView> {
         Ok(TensorView::new(Arc::clone(self.storage), DType::U8, &[self.bytes])?)
     }
 }
 
 /// Returns K, its scales, V and its scales.
-fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Buffer<'a>> {
+fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<ParcelBuffer<'a>> {
     let layout = staged.layout();
     let k = (staged.k_plane(), device.k_plane(), layout.k_bytes());
     let v = (staged.v_plane(), device.v_plane(), layout.v_bytes());
     let mut all = Vec::with_capacity(4);
     for (plane, of_device, bytes) in [k, v] {
-        all.push(Buffer { storage: plane.storage, bytes, is_static: false });
+        all.push(ParcelBuffer { storage: plane.storage, bytes, is_static: false });
         if let (Some((storage, scales)), Some((whole, _))) = (plane.scales, of_device.scales) {
             let is_static = scales.is_static();
             let storage = if is_static { whole } else { storage };
-            all.push(Buffer { storage, bytes: scales.bytes, is_static });
+            all.push(ParcelBuffer { storage, bytes: scales.bytes, is_static });
         }
     }
     all
@@ -60,7 +60,7 @@ impl ReplicaDevice {
         // The staged copy is this call's own.
         let pairs = WritePairs::unchecked(pairs);
         self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?;
-        let read = |buffer: &Buffer<'_>| {
+        let read = |buffer: &ParcelBuffer<'_>| {
             let mut bytes = vec![0; buffer.bytes];
             self.stream.read(&buffer.view()?, &mut bytes)?;
             Ok(bytes)

@@ -17,13 +17,13 @@ use crate::hash::ChunkHash;
 /// pulled from it.
 #[derive(Debug)]
 pub struct LocalReplica {
-    members: Arc<Mutex<Vec<Option<Member>>>>,
+    caches: Arc<Mutex<Vec<Option<ServedCache>>>>,
     id: ReplicaId,
 }
 
 /// The cache and the memory that a replica gives from.
 #[derive(Debug, Clone)]
-struct Member {
+struct ServedCache {
     cache: WeakChunkCache,
     device: ReplicaDevice,
 }
@@ -31,8 +31,8 @@ struct Member {
 impl LocalReplica {
     /// Creates a group of `replicas` replicas. None of them gives anything until it [serves](Self::serve).
     pub fn group(replicas: u32) -> Vec<Self> {
-        let members = Arc::new(Mutex::new(vec![None; replicas as usize]));
-        (0..replicas).map(|id| Self { members: Arc::clone(&members), id: ReplicaId(id) }).collect()
+        let caches = Arc::new(Mutex::new(vec![None; replicas as usize]));
+        (0..replicas).map(|id| Self { caches: Arc::clone(&caches), id: ReplicaId(id) }).collect()
     }
 
     /// Returns this replica's number.
@@ -42,36 +42,36 @@ impl LocalReplica {
 
     /// Lets the other replicas pull from `cache`, whose chunks lie in `device`, as long as the cache lives.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
-        let member = Member { cache: cache.downgrade(), device: device.clone() };
-        self.members.lock()[self.id.0 as usize] = Some(member);
+        let served = ServedCache { cache: cache.downgrade(), device: device.clone() };
+        self.caches.lock()[self.id.0 as usize] = Some(served);
     }
 }
 
 impl ReplicaTransport for LocalReplica {
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>> {
-        let members = self.members.lock().clone();
+        let caches = self.caches.lock().clone();
         // Replicas after this one come first, so that not all ask the same one.
-        let count = members.len() as u32;
+        let count = caches.len() as u32;
         let others = (1..count).map(|step| (self.id.0 + step) % count);
         let has = |id: &u32| {
-            let member = members[*id as usize].as_ref();
-            member.and_then(|member| member.cache.upgrade()).is_some_and(|cache| cache.can_give(hash))
+            let served = caches[*id as usize].as_ref();
+            served.and_then(|served| served.cache.upgrade()).is_some_and(|cache| cache.can_give(hash))
         };
         Ok(others.filter(has).map(ReplicaId).collect())
     }
 
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        let member = self.members.lock().get(from.0 as usize).cloned().flatten();
+        let served = self.caches.lock().get(from.0 as usize).cloned().flatten();
         let left = || Error::ReplicaFailed { replica: from, reason: "it has left".to_owned() };
-        let member = member.ok_or_else(left)?;
-        let cache = member.cache.upgrade().ok_or_else(left)?;
-        member.device.pack(&cache, hash)
+        let served = served.ok_or_else(left)?;
+        let cache = served.cache.upgrade().ok_or_else(left)?;
+        served.device.pack(&cache, hash)
     }
 }
 
 impl Drop for LocalReplica {
     fn drop(&mut self) {
-        let gone = self.members.lock()[self.id.0 as usize].take();
-        drop(gone); // not under the lock: the member may hold the last reference to a stream
+        let gone = self.caches.lock()[self.id.0 as usize].take();
+        drop(gone); // not under the lock: the served cache may hold the last reference to a stream
     }
 }

@@ -19,15 +19,18 @@ use std::sync::Arc;
 
 use kvcore::{Backend, KeyForm, KvArena, Stream};
 
-use crate::cache::{Acquired, ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
+use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
 mod bytes;
+mod give;
 mod local;
+mod lookup;
 mod parcel;
 
 pub use local::LocalReplica;
+pub(crate) use lookup::ReplicaLookup;
 pub use parcel::ChunkParcel;
 
 /// A replica, by its number in the group.
@@ -231,7 +234,7 @@ impl ChunkCacheManager {
         stored_start: i64,
         link: &ReplicaLink,
         from: ReplicaId,
-    ) -> Result<ChunkKvCache> {
+    ) -> Result<PieceHold> {
         if !piece.resists_collisions() {
             return Err(Error::WeakHash);
         }

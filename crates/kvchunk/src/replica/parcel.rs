@@ -6,7 +6,7 @@ use kvcore::{BlockKey, KeyForm, KvShape};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplicaDevice;
-use crate::cache::ChunkKvCache;
+use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
@@ -39,7 +39,7 @@ impl ChunkParcel {
     /// Makes a parcel of a chunk whose bytes have been read.
     pub(super) fn seal(
         device: &ReplicaDevice,
-        chunk: &ChunkKvCache,
+        chunk: &PieceHold,
         tokens: Arc<[u32]>,
         buffers: Vec<Vec<u8>>,
     ) -> Self {

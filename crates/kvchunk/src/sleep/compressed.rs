@@ -9,7 +9,7 @@ use kvcore::{
 
 use super::ledger::{Charge, Ledger};
 use super::planes::Planes;
-use crate::cache::Sleeping;
+use super::store::Sleeping;
 use crate::error::Result;
 
 /// A place for compressed pieces.
@@ -32,13 +32,13 @@ pub(super) struct CompressedPiece {
     store: Arc<CompressedStore>,
     blocks: usize,
     /// One group for every [`STAGED_BLOCKS`] blocks.
-    groups: Vec<Group>,
+    groups: Vec<StagedGroup>,
     charge: Charge,
 }
 
 /// A few blocks: K and V, with their scales.
 #[derive(Debug)]
-struct Group {
+struct StagedGroup {
     buffers: Vec<Planes>,
 }
 
@@ -72,7 +72,7 @@ impl CompressedStore {
             let pairs: Arc<[_]> = group.iter().copied().zip((0..).map(BlockId)).collect();
             let pairs = WritePairs::unchecked(pairs);
             self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: dst.clone(), pairs })?;
-            let compress = |buffer: Buffer<'_>| {
+            let compress = |buffer: StagedBuffer<'_>| {
                 let mut bytes = vec![0; buffer.bytes];
                 self.stream.read(&buffer.view()?, &mut bytes)?;
                 Planes::compress(&bytes, buffer.element)
@@ -80,7 +80,7 @@ impl CompressedStore {
             let buffers = buffers(&dst).into_iter().map(compress).collect::<Result<Vec<_>>>()?;
             bytes += buffers.iter().map(Planes::bytes).sum::<usize>();
             self.ledger.has_room(bytes)?;
-            groups.push(Group { buffers });
+            groups.push(StagedGroup { buffers });
             staging = Some(dst);
         }
         let device_bytes = blocks.len() * self.device.layout().block_bytes();
@@ -116,28 +116,32 @@ impl Sleeping for CompressedPiece {
 }
 
 /// A storage of an arena, with the part of it that belongs to blocks.
-struct Buffer<'a> {
+struct StagedBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
     /// The bytes of an element.
     element: usize,
 }
 
-impl Buffer<'_> {
+impl StagedBuffer<'_> {
     fn view(&self) -> Result<TensorView> {
         Ok(TensorView::new(Arc::clone(self.storage), DType::U8, &[self.bytes])?)
     }
 }
 
-fn buffers(arena: &KvArena) -> Vec<Buffer<'_>> {
+fn buffers(arena: &KvArena) -> Vec<StagedBuffer<'_>> {
     let layout = arena.layout();
     let element = |dtype: DType| dtype.bits().div_ceil(8);
     let planes = [(arena.k_plane(), layout.k_bytes()), (arena.v_plane(), layout.v_bytes())];
     let mut all = Vec::with_capacity(4);
     for (plane, bytes) in planes {
-        all.push(Buffer { storage: plane.storage, bytes, element: element(plane.format.storage_dtype()) });
+        all.push(StagedBuffer {
+            storage: plane.storage,
+            bytes,
+            element: element(plane.format.storage_dtype()),
+        });
         if let Some((storage, scales)) = plane.scales.filter(|(_, scales)| !scales.is_static()) {
-            all.push(Buffer { storage, bytes: scales.bytes, element: element(scales.dtype) });
+            all.push(StagedBuffer { storage, bytes: scales.bytes, element: element(scales.dtype) });
         }
     }
     all

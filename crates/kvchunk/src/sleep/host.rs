@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::ledger::{Charge, Ledger};
 use super::scales;
-use crate::cache::Sleeping;
+use super::store::Sleeping;
 use crate::error::{Error, Result};
 
 /// A host arena with its own blocks.

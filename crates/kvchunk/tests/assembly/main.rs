@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
     AssembledPrompt, Assembler, Assembly, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt,
-    PositionReindexer, RankAgreement, ReuseCell, TenantId,
+    PositionPlan, PositionReindexer, RankAgreement, ReuseCell, TenantId,
 };
 use kvcore::{
     BlockKey, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
@@ -118,10 +118,23 @@ fn placements_of_a_request_are_those_of_the_reindexer_and_are_timed() {
     assert_eq!(w.cache.metrics().reindexes.count(), 0, "what is computed is not moved");
     let cell = ReuseCell { strategy: kvchunk::PositionStrategy::Sequential, ..ReuseCell::default() };
     let held = Assembler { cell, ..w.assembler() }.assemble(&prompt(&[3, 2])).unwrap().commit().unwrap();
-    let placed = held.handles().iter().zip([5, 12]).map(|(chunk, position)| {
+    let placed = held.holds().iter().zip([5, 12]).map(|(chunk, position)| {
         let placed = w.reindexer.reindex(chunk.clone(), position).unwrap();
         placed.at_offset_in_merged_kv(position as usize).segment()
     });
     assert_eq!(held.segments()[1..], placed.collect::<Vec<_>>());
     assert_eq!((hits(&held), w.cache.metrics().reindexes.count()), (vec![true, true], 2));
+}
+
+#[test]
+fn a_plan_is_made_once_and_still_checked_against_the_models_positions() {
+    let w = World::new(16, 8, ChunkCacheConfig::default());
+    let plan = |limit| PositionPlan::new(&prompt(&[2]), ReuseCell::default(), limit).unwrap();
+    let assembly = w.assembler().assemble_at(&prompt(&[2]), plan(1024)).unwrap();
+    assert_eq!(*assembly.plan(), plan(1024));
+    drop(assembly);
+    let far = PositionPlan { question_position: 1024, ..plan(1024) };
+    let refused = w.assembler().assemble_at(&prompt(&[2]), far).unwrap_err();
+    assert_eq!(refused, kvchunk::Error::TooLong { largest: 1024, limit: 1024 });
+    w.check();
 }

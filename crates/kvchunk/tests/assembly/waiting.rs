@@ -24,7 +24,7 @@ fn a_request_whose_piece_never_comes_computes_it_for_itself() {
     assert!(since.elapsed() >= Duration::from_millis(30), "it did wait");
     assert_eq!(tokens_of(&assembly), [7, 7]);
     let held = assembly.commit().unwrap();
-    assert_eq!((hits(&held), held.handles().len()), (vec![false; 3], 1), "only chunk 4 is kept");
+    assert_eq!((hits(&held), held.holds().len()), (vec![false; 3], 1), "only chunk 4 is kept");
     assert_eq!(held.segments()[1].blocks[0].index() / 16, 0, "the others lie in blocks of the main pool");
     assert_eq!(w.cache.metrics().uncached, 2);
     w.check();
@@ -87,9 +87,28 @@ fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
     assert!(since.elapsed() < w.cache.config().max_wait(), "it did not wait for the limit");
     assert_eq!(tokens_of(&waiting), [7, 7], "both are computed by the request that waited");
     let held = waiting.commit().unwrap();
-    assert_eq!((hits(&held), held.handles().len()), (vec![false; 2], 2), "and kept");
+    assert_eq!((hits(&held), held.holds().len()), (vec![false; 2], 2), "and kept");
     assert_eq!(w.cache.metrics().uncached, 0);
     drop(held);
     w.check();
     assert_eq!(hits(&w.run(&prompt(&[2, 3]))), [true; 2]);
+}
+
+#[test]
+fn a_piece_behind_one_that_another_request_computes_counts_as_one_hit() {
+    let config = ChunkCacheConfig { max_chunk_tokens: 4, ..ChunkCacheConfig::default() };
+    let w = World::new(16, 16, config);
+    let of = |tokens: &[u32]| ChunkedPrompt::new(vec![1; 5], vec![tokens.to_vec()], vec![9]).unwrap();
+    let (long, short) = (of(&[2, 2, 2, 2, 3, 3, 3, 3]), of(&[2, 2, 2, 2]));
+    drop(w.run(&long));
+    assert!(w.cache.evict_lru(), "the first piece goes, the second stays");
+    let first = w.assembler().assemble(&short).unwrap();
+    let mut second = w.assembler().assemble(&long).unwrap();
+    assert_eq!((second.is_ready(), w.cache.metrics().hit_count), (false, 0), "nothing is used yet");
+    drop(first.commit().unwrap());
+    second.advance(&w.assembler(), &long).unwrap();
+    assert!(second.is_ready() && second.inputs().is_empty());
+    assert_eq!((w.cache.metrics().hit_count, w.cache.metrics().tokens_reused), (2, 8));
+    drop(second);
+    w.check();
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use kvchunk::{
     Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash, ChunkHasher,
-    ChunkKvCache, ChunkReservation, ComputeMode, HashAlgorithm, SleepStore, Sleeping, TenantId,
+    ChunkReservation, ComputeMode, HashAlgorithm, PieceHold, SleepStore, Sleeping, TenantId,
 };
 use kvcore::{BlockId, BlockKey, KeyScope, ManualClock, MutableBlocks};
 
@@ -55,7 +55,7 @@ impl World {
         self.cache.acquire(self.tenant, &piece, 0)
     }
 
-    fn lookup(&self, tokens: &[u32]) -> Option<ChunkKvCache> {
+    fn lookup(&self, tokens: &[u32]) -> Option<PieceHold> {
         self.cache.lookup(self.tenant, &self.hasher.pieces(tokens, usize::MAX).next().unwrap())
     }
 
@@ -66,11 +66,11 @@ impl World {
         }
     }
 
-    fn store(&self, tokens: &[u32]) -> ChunkKvCache {
+    fn store(&self, tokens: &[u32]) -> PieceHold {
         self.reserve(tokens).store()
     }
 
-    fn hit(&self, tokens: &[u32]) -> ChunkKvCache {
+    fn hit(&self, tokens: &[u32]) -> PieceHold {
         match self.acquire(tokens) {
             Acquired::Hit(chunk) => chunk,
             other => panic!("{other:?}"),

@@ -217,7 +217,7 @@ impl Stress {
     }
 
     /// Makes one call. Pieces that were found are added to `held`.
-    fn call(&self, random: u64, held: &mut Vec<(Which, ChunkKvCache)>) {
+    fn call(&self, random: u64, held: &mut Vec<(Which, PieceHold)>) {
         let (cache, which) = (&self.world.cache, Which::draw(random));
         let (tokens, tenant) = (which.tokens(), self.tenants[which.tenant]);
         let piece = self.hashers[which.tenant][which.chunk as usize % 2].pieces(&tokens, 64).next().unwrap();

@@ -132,10 +132,23 @@ fn where_nobody_can_be_asked_the_request_computes() {
 }
 
 #[test]
+fn failures_of_a_tenant_of_another_cache_count_to_the_default_tenant() {
+    let mut all = group(2);
+    let stranger = all[1].cache.add_tenant(kvchunk::Tenant::new("elsewhere")).unwrap();
+    all[0].link.transport = Arc::new(Blind);
+    let piece = all[0].hasher.pieces(&[7; 10], usize::MAX).next().unwrap();
+    let lookup = all[0].cache.get_chunk_with_remote_lookup(stranger, &piece, 0, &all[0].link);
+    assert!(matches!(lookup.acquired, Acquired::Compute(_)));
+    assert_eq!(all[0].cache.tenant_metrics(TenantId::default()).fetch_failures, 1);
+    drop(lookup);
+    all.iter().for_each(Replica::assert_nothing_held);
+}
+
+#[test]
 fn without_room_nothing_is_pulled() {
     let all = group(2);
     drop(all[1].compute(&[7; 10]));
-    let held: Vec<ChunkKvCache> = (0..4).map(|chunk| all[0].compute(&[50 + chunk; 8])).collect();
+    let held: Vec<PieceHold> = (0..4).map(|chunk| all[0].compute(&[50 + chunk; 8])).collect();
     assert!(matches!(all[0].lookup(&[7; 10]).acquired, Acquired::NoRoom));
     assert_eq!(all[0].pull(&[7; 10], 1).unwrap_err(), Error::NoRoomForChunk { blocks: 3 });
     drop(held);

@@ -10,8 +10,8 @@ use std::time::Duration;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     Acquired, ArenaSleep, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash,
-    ChunkHasher, ChunkKvCache, ChunkParcel, ChunkReservation, ColdRule, ComputeMode, Error, HashAlgorithm,
-    LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport, SleepForm, TenantId,
+    ChunkHasher, ChunkParcel, ChunkReservation, ColdRule, ComputeMode, Error, HashAlgorithm, LocalReplica,
+    PieceHold, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport, SleepForm, TenantId,
 };
 use kvcore::{
     Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, Scatter,
@@ -74,13 +74,13 @@ impl Replica {
         self.cache.get_chunk_with_remote_lookup(TenantId::default(), &piece, 0, &self.link)
     }
 
-    fn pull(&self, tokens: &[u32], from: u32) -> kvchunk::Result<ChunkKvCache> {
+    fn pull(&self, tokens: &[u32], from: u32) -> kvchunk::Result<PieceHold> {
         let piece = self.hasher.pieces(tokens, usize::MAX).next().unwrap();
         self.cache.pull_chunk(TenantId::default(), &piece, 0, &self.link, ReplicaId(from))
     }
 
     /// Computes a chunk that no replica has.
-    fn compute(&self, tokens: &[u32]) -> ChunkKvCache {
+    fn compute(&self, tokens: &[u32]) -> PieceHold {
         let RemoteLookup { acquired: Acquired::Compute(reservation), failed, .. } = self.lookup(tokens)
         else {
             panic!("it is there already")
@@ -116,7 +116,7 @@ impl Replica {
     }
 
     /// Returns the codes and scales of a chunk's blocks, bit for bit.
-    fn bytes(&self, chunk: &ChunkKvCache) -> Vec<u8> {
+    fn bytes(&self, chunk: &PieceHold) -> Vec<u8> {
         let (device, blocks) = (&self.link.device, chunk.block_ids());
         let shape = KvShape { num_blocks: blocks.len(), ..device.arena.layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape).unwrap());
@@ -142,7 +142,7 @@ impl Replica {
     }
 }
 
-fn hit(lookup: RemoteLookup) -> (ChunkKvCache, Option<u32>) {
+fn hit(lookup: RemoteLookup) -> (PieceHold, Option<u32>) {
     match lookup.acquired {
         Acquired::Hit(chunk) => (chunk, lookup.fetched_from.map(|from| from.0)),
         other => panic!("{other:?}, {:?}", lookup.failed),

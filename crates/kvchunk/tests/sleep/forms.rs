@@ -94,7 +94,7 @@ fn eight_bit_floats_have_the_scales_of_each_piece(
     // the largest.
     let magnitudes = [1e-7, 1e6];
     let chunks = [tokens(3), tokens(4)];
-    let values = |chunk: &ChunkKvCache| -> Vec<f32> {
+    let values = |chunk: &PieceHold| -> Vec<f32> {
         let bytes = w.bytes(chunk.block_ids());
         match stored {
             "f32" => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
@@ -189,7 +189,7 @@ fn waking_without_room_leaves_the_piece_asleep_and_whole() {
     let chunk = tokens(4);
     let before = w.bytes(w.store(&chunk).block_ids());
     w.sleep_all().unwrap();
-    let held: Vec<ChunkKvCache> = (0..20).map(|i| w.store(&[i + 5000; 16])).collect();
+    let held: Vec<PieceHold> = (0..20).map(|i| w.store(&[i + 5000; 16])).collect();
     assert_eq!(w.cache.wake_up_chunks(&[w.hash(&chunk)]), [(w.hash(&chunk), NotWoken::NoRoom)]);
     drop(held);
     assert_eq!(w.cache.wake_up_chunks(&[w.hash(&chunk)]), []);

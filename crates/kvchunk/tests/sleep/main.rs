@@ -14,7 +14,7 @@ use std::time::Duration;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     Acquired, ArenaSleep, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash,
-    ChunkHasher, ChunkKvCache, ChunkReservation, ColdRule, ComputeMode, HashAlgorithm, SleepForm, TenantId,
+    ChunkHasher, ChunkReservation, ColdRule, ComputeMode, HashAlgorithm, PieceHold, SleepForm, TenantId,
 };
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KeyScope, KvArena,
@@ -106,11 +106,11 @@ impl World {
         self.cache.acquire(self.tenant, &self.hasher.pieces(tokens, usize::MAX).next().unwrap(), 0)
     }
 
-    fn lookup(&self, tokens: &[u32]) -> Option<ChunkKvCache> {
+    fn lookup(&self, tokens: &[u32]) -> Option<PieceHold> {
         self.cache.lookup(self.tenant, &self.hasher.pieces(tokens, usize::MAX).next().unwrap())
     }
 
-    fn hit(&self, tokens: &[u32]) -> ChunkKvCache {
+    fn hit(&self, tokens: &[u32]) -> PieceHold {
         match self.acquire(tokens) {
             Acquired::Hit(chunk) => chunk,
             other => panic!("{other:?}"),
@@ -152,7 +152,7 @@ impl World {
         }
     }
 
-    fn store(&self, tokens: &[u32]) -> ChunkKvCache {
+    fn store(&self, tokens: &[u32]) -> PieceHold {
         let reservation = self.reserve(tokens);
         self.compute(&reservation);
         reservation.store()
@@ -182,7 +182,7 @@ impl World {
     }
 
     /// Returns the output of one query over a chunk in the last layer.
-    fn answer(&self, chunk: &ChunkKvCache) -> Vec<u8> {
+    fn answer(&self, chunk: &PieceHold) -> Vec<u8> {
         let (q, out) = (self.tensor(&[1, HEADS, DIM]), self.tensor(&[1, HEADS, DIM]));
         let query: Vec<u8> = (0..HEADS * DIM).flat_map(|i| (i as f32 * 0.1).cos().to_le_bytes()).collect();
         self.stream.write(&q, &query).unwrap();

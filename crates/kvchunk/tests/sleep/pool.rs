@@ -1,7 +1,8 @@
 //! The whole pool asleep, and awake again at the same addresses.
 
 use super::*;
-use kvchunk::{Error, NotWoken};
+use kvchunk::{Assembler, ChunkedPrompt, Error, LocalRank, NotWoken, PositionReindexer, ReuseCell};
+use kvcore::{BlockPool, PagedKvCache, Rope, RopeConfig};
 use rstest::rstest;
 
 #[rstest]
@@ -175,4 +176,35 @@ fn a_piece_on_its_way_keeps_the_pool_awake() {
     w.check();
     w.cache.sleep_pool(&w.reserved, w.stream.as_ref()).unwrap();
     meddler.cache.lock().take(); // the cache holds the meddler
+}
+
+#[test]
+fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
+    let w = World::plain("f32", Execution::Immediate);
+    let main = PagedKvCache::new(w.arena().clone(), BlockPool::new(0..POOL.start).unwrap()).unwrap();
+    let rope = Rope::new(RopeConfig::new(DIM, 10_000.0), 64).unwrap();
+    let reindexer = PositionReindexer::new(Arc::new(rope));
+    let rank = LocalRank::group(1, Duration::from_secs(20)).remove(0);
+    let assembler = Assembler {
+        chunks: Some(&w.cache),
+        tenant: w.tenant,
+        main: &main,
+        root: KeyScope::new("m", b"w").root(),
+        prefixes: true,
+        cell: ReuseCell::default(),
+        reindexer: &reindexer,
+        ranks: Some(&rank),
+        replicas: None,
+    };
+    let prompt = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 8]], vec![3]).unwrap();
+    let hits = || assembler.assemble(&prompt).unwrap().commit().unwrap().reports()[0].hit;
+    assert_eq!((hits(), hits()), (false, true));
+    assert_eq!(w.sleep_all().unwrap(), 1);
+    w.cache.sleep_pool(&w.reserved, w.stream.as_ref()).unwrap();
+    assert!(!hits());
+    assert_eq!(w.cache.metrics().woken, 0);
+    w.cache.wake_pool(w.stream.as_ref()).unwrap();
+    assert!(hits(), "the piece slept on");
+    assert_eq!(w.cache.metrics().woken, 1);
+    w.check();
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, Scratch, TokenSelection,
+    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, ScratchBlocks, TokenSelection,
 };
 use kvcore::{
     DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, WriteSlots, allocate_tensor,
@@ -30,7 +30,7 @@ pub(super) struct Blend<'a> {
     asked: &'a Asked<'a>,
     prompt: &'a ChunkedPrompt,
     assembled: &'a mut AssembledPrompt,
-    scratch: Scratch,
+    scratch: ScratchBlocks,
     question: SequenceInput,
 }
 
@@ -64,7 +64,7 @@ impl<'a> Blend<'a> {
         Ok((recomputed, pass.end(observer)?))
     }
 
-    fn context(&self, segments: &[kvcore::Segment]) -> Context {
+    fn context(&self, segments: &Arc<[kvcore::Segment]>) -> Context {
         let scaling = &self.asked.request.scaling;
         Context { segments: scaling.apply(segments), groups: scaling.groups() }
     }

@@ -42,7 +42,8 @@ impl Engine {
         }
         let reindexer = PositionReindexer::for_layers(&ropes);
         let assembler = self.assembler(request, &ropes, &reindexer)?;
-        let assembly = self.profiler.span("look-up and plan", || assembler.assemble(prompt))?;
+        let assembly = self.profiler.span("look-up and plan", || assembler.assemble_at(prompt, plan))?;
+        let plan = assembly.plan();
         let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
         let own = self.caches.sequences_mut().create(start)?;
         let asked = Asked { request, started, ropes };
@@ -94,7 +95,7 @@ impl Engine {
             None => request.recompute.select(&assembly.chunks(), None),
             Some(_) => TokenSelection::default(),
         };
-        let context = |segments: &[Segment]| Context {
+        let context = |segments: &Arc<[Segment]>| Context {
             segments: request.scaling.apply(segments),
             groups: request.scaling.groups(),
         };

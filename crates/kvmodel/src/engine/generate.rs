@@ -24,7 +24,7 @@ pub(super) struct Asked<'a> {
 /// The context of a question and its answer: the segments that their tokens see besides their own sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Context {
-    pub(super) segments: Vec<Segment>,
+    pub(super) segments: Arc<[Segment]>,
     pub(super) groups: Arc<[MergeGroup]>,
 }
 
@@ -37,7 +37,7 @@ impl Context {
 
 impl Default for Context {
     fn default() -> Self {
-        Self { segments: Vec::new(), groups: [MergeGroup::default()].into() }
+        Self { segments: Arc::default(), groups: [MergeGroup::default()].into() }
     }
 }
 

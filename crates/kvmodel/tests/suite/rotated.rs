@@ -22,7 +22,7 @@ fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, 
     let assembly = lab.assembler(root, cell, &reindexer).assemble(prompt).unwrap();
     assert!(assembly.inputs().is_empty() && assembly.reports().iter().all(|report| report.hit));
     let mut held = assembly.commit().unwrap();
-    let shared: Vec<_> = held.handles().iter().flat_map(|chunk| chunk.block_ids().to_vec()).collect();
+    let shared: Vec<_> = held.holds().iter().flat_map(|chunk| chunk.block_ids().to_vec()).collect();
     let before = lab.bytes(&shared);
     let copy = held.rotated_copy(setup.keys, lab.main.pool()).unwrap();
     copy.enqueue(lab.backend.as_ref(), lab.stream.as_ref(), lab.main.arena(), &ropes).unwrap();

@@ -51,7 +51,7 @@ for_every_model! {
             }
             let run = run(&mut lab, target);
             assert!(!run.reports[at].hit, "it was harvested");
-            let piece = &run.held.handles()[at];
+            let piece = &run.held.holds()[at];
             (piece.chunk_hash(), lab.bytes(piece.block_ids()))
         };
         let alone = vec![chunk.clone()];
@@ -120,7 +120,7 @@ fn rule_3_immutability_placements_write_nothing() {
     let golden = Golden::load("llama");
     let mut lab = Lab::new("llama", Setup::default());
     let first = lab.run(&golden.prompt, ReuseCell::ALL[1], true);
-    let blocks: Vec<_> = first.held.handles().iter().flat_map(|h| h.block_ids().iter().copied()).collect();
+    let blocks: Vec<_> = first.held.holds().iter().flat_map(|h| h.block_ids().iter().copied()).collect();
     let before = lab.bytes(&blocks);
     for i in 0..1000u32 {
         let mut chunks = golden.prompt.chunks().to_vec();
@@ -146,7 +146,7 @@ fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
     let a = lab.run(&golden.prompt, cell, true);
     let b = lab.run(&other, cell, true);
     // chunk 1 of `a` is chunk 0 of `b`
-    assert_eq!(a.held.handles()[1].block_ids(), b.held.handles()[0].block_ids());
+    assert_eq!(a.held.holds()[1].block_ids(), b.held.holds()[0].block_ids());
     assert_ne!(a.reports[1].offset, b.reports[0].offset);
     assert!(distance(&a.logits, &alone.0) < 1e-5 && distance(&b.logits, &alone.1) < 1e-5);
     let again = lab.run(&golden.prompt, cell, true);
@@ -183,7 +183,7 @@ fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "d
             (held, question.with_logits(Logits::All))
         })
         .collect();
-    let blocks = requests[0].0.handles()[1].block_ids();
+    let blocks = requests[0].0.holds()[1].block_ids();
     let offsets = requests.iter().map(|(held, _)| {
         let segment = held.segments().iter().find(|segment| segment.blocks == *blocks);
         segment.expect("all requests read it").position_offset
@@ -224,7 +224,7 @@ fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
         let cold = lab.run(&prompt, cell, true);
         let hit = lab.run(&prompt, cell, true);
         for run in [&cold, &hit] {
-            assert_eq!(run.held.handles()[0].block_ids(), run.held.handles()[2].block_ids());
+            assert_eq!(run.held.holds()[0].block_ids(), run.held.holds()[2].block_ids());
             assert!(distance(&run.logits, &separate.logits) < 1e-5, "{cell:?}");
         }
         assert_eq!(lab.chunks.metrics().insertions, 2);
@@ -310,7 +310,7 @@ fn rule_7_oversized_chunks_are_split_for_storage_only(
             let expected = golden.logits(golden_name(cell));
             let cold = lab.run(&golden.prompt, cell, true);
             let hit = lab.run(&golden.prompt, cell, true);
-            assert!(hit.reports.iter().all(|r| r.hit) && hit.held.handles().len() > 3);
+            assert!(hit.reports.iter().all(|r| r.hit) && hit.held.holds().len() > 3);
             for run in [&cold, &hit] {
                 let gap = distance(&run.logits, &expected);
                 assert!(gap < 1e-4, "{cell:?}, pieces of {max_chunk_tokens}: {gap}");

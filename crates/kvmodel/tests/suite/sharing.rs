@@ -149,7 +149,7 @@ fn rule_8_a_collision_is_recomputed_through_the_assembler(
         assert!(gap < 1e-4, "{gap}");
         let others = stored
             .iter()
-            .map(kvchunk::ChunkKvCache::block_ids)
+            .map(kvchunk::PieceHold::block_ids)
             .chain(reserved.iter().map(kvchunk::ChunkReservation::block_ids));
         let read: Vec<_> = run.held.segments().iter().flat_map(|segment| segment.blocks.to_vec()).collect();
         assert!(others.flat_map(|ids| ids.iter()).all(|block| !read.contains(block)), "its blocks are read");

@@ -108,7 +108,7 @@ fn the_same_token_is_the_same_key_wherever_it_stands() {
         let golden = Golden::load("llama");
         let mut lab = Lab::new("llama", Setup { keys, ..Setup::default() });
         let run = lab.run(&golden.prompt, ReuseCell::ALL[1], true);
-        let as_chunk = lab.bytes(&run.held.handles()[1].block_ids()[..1]);
+        let as_chunk = lab.bytes(&run.held.holds()[1].block_ids()[..1]);
         // This is the same prompt as an ordinary one. Its tokens 12 to 15 are the second chunk.
         let tokens = golden.prompt.flatten();
         assert_eq!(tokens[12..16], golden.prompt.chunks()[1]);

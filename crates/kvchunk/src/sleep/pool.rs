@@ -2,21 +2,20 @@
 
 use kvcore::{BlockId, ReservedArena, SleepingBlocks, Stream};
 
-use super::state::{Place, State};
-use super::{ChunkCacheManager, Tenant};
+use crate::cache::{CacheState, ChunkCacheManager, PieceMemory, Tenant};
 use crate::error::{Error, Result};
 
 /// The memory of the pool's blocks.
 #[derive(Debug)]
-pub(super) enum PoolPlace {
+pub(crate) enum PoolMemory {
     Awake,
     /// The pool is falling asleep or waking, without the lock.
     Moving,
     Asleep(SleepingBlocks),
 }
 
-impl PoolPlace {
-    pub(super) fn is_awake(&self) -> bool {
+impl PoolMemory {
+    pub(crate) fn is_awake(&self) -> bool {
         matches!(self, Self::Awake)
     }
 }
@@ -37,7 +36,7 @@ impl ChunkCacheManager {
     /// Puts the whole pool to sleep: copies the stored pieces to host memory, and releases the memory of the
     /// pool's blocks. The pool's block ids must belong to `arena`.
     ///
-    /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](super::Acquired::NoRoom)
+    /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](crate::Acquired::NoRoom)
     /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block ids stay valid. Pieces
     /// in a [`SleepStore`](crate::SleepStore) sleep on.
     ///
@@ -58,11 +57,11 @@ impl ChunkCacheManager {
         match slept {
             Ok(asleep) => {
                 let (released_bytes, saved_bytes) = (asleep.released_bytes(), asleep.saved_bytes());
-                state.pool = PoolPlace::Asleep(asleep);
+                state.pool = PoolMemory::Asleep(asleep);
                 Ok(PoolSleep { released_bytes, saved_bytes })
             }
             Err(error) => {
-                state.pool = PoolPlace::Awake;
+                state.pool = PoolMemory::Awake;
                 Err(error.into())
             }
         }
@@ -76,11 +75,11 @@ impl ChunkCacheManager {
     /// errors of [`SleepingBlocks::wake`]; in that case the pool sleeps on.
     pub fn wake_pool(&self, stream: &dyn Stream) -> Result<bool> {
         let mut state = self.0.lock();
-        let asleep = match std::mem::replace(&mut state.pool, PoolPlace::Moving) {
-            PoolPlace::Asleep(asleep) => asleep,
-            PoolPlace::Moving => return Err(Error::PoolMoving),
-            PoolPlace::Awake => {
-                state.pool = PoolPlace::Awake;
+        let asleep = match std::mem::replace(&mut state.pool, PoolMemory::Moving) {
+            PoolMemory::Asleep(asleep) => asleep,
+            PoolMemory::Moving => return Err(Error::PoolMoving),
+            PoolMemory::Awake => {
+                state.pool = PoolMemory::Awake;
                 return Ok(false);
             }
         };
@@ -89,11 +88,11 @@ impl ChunkCacheManager {
         let mut state = self.0.lock();
         match woken {
             Ok(()) => {
-                state.pool = PoolPlace::Awake;
+                state.pool = PoolMemory::Awake;
                 Ok(true)
             }
             Err(rejected) => {
-                state.pool = PoolPlace::Asleep(rejected.blocks);
+                state.pool = PoolMemory::Asleep(rejected.blocks);
                 Err(rejected.error.into())
             }
         }
@@ -108,9 +107,9 @@ impl ChunkCacheManager {
     fn fall(&self) -> Result<Vec<BlockId>> {
         let mut state = self.0.lock();
         match state.pool {
-            PoolPlace::Awake => {}
-            PoolPlace::Moving => return Err(Error::PoolMoving),
-            PoolPlace::Asleep(_) => return Err(Error::PoolAsleep),
+            PoolMemory::Awake => {}
+            PoolMemory::Moving => return Err(Error::PoolMoving),
+            PoolMemory::Asleep(_) => return Err(Error::PoolAsleep),
         }
         let counts = self.0.pool.blocks().counts();
         let (held, flights, charged) = in_use(&state);
@@ -118,9 +117,9 @@ impl ChunkCacheManager {
         if held + flights + others > 0 {
             return Err(Error::PoolInUse { held, flights, others });
         }
-        state.pool = PoolPlace::Moving;
-        let ids = state.index.iter().filter_map(|entry| match &entry.place {
-            Place::Awake(awake) => Some(awake.ids.iter().copied()),
+        state.pool = PoolMemory::Moving;
+        let ids = state.index.iter().filter_map(|entry| match &entry.memory {
+            PieceMemory::Awake(awake) => Some(awake.ids.iter().copied()),
             _ => None,
         });
         Ok(ids.flatten().collect())
@@ -129,10 +128,10 @@ impl ChunkCacheManager {
 
 /// Returns the number of held pieces, the number of pieces under way, and the number of blocks of all pieces
 /// that can be found now or will be.
-fn in_use(state: &State) -> (usize, usize, usize) {
+fn in_use(state: &CacheState) -> (usize, usize, usize) {
     let entries = || state.index.iter();
     let held = entries().filter(|entry| entry.holders > 0).count();
-    let moving = entries().filter(|entry| matches!(entry.place, Place::Moving(_))).count();
+    let moving = entries().filter(|entry| matches!(entry.memory, PieceMemory::Moving(_))).count();
     let charged: usize = state.accounts.iter().map(|account| account.used).sum();
     (held, state.under_way.len() + moving, charged - state.orphaned_blocks())
 }

@@ -1,47 +1,12 @@
-//! Ranks that compute a prompt together, and agree on the cached pieces.
+//! Ranks that are threads of one process.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::RankAgreement;
 use crate::error::{Error, Result};
-
-// Decision: docs/decisions/chunks.md#ranks-agree-before-anything-is-reserved
-/// An agreement with the other ranks of a model that is split over several ranks. Each rank has a chunk cache
-/// for its own part of every key and value.
-///
-/// The caches of the ranks may differ: one may have evicted, lost or quantised a piece that another still
-/// holds. Yet all ranks compute the same tokens in the same pass, so a piece is a hit on all ranks or on
-/// none.
-///
-/// An [`Assembler`](super::Assembler) asks for an agreement on the system prompt, on the pieces of the
-/// prompt, and on the room that every rank has found for them. All ranks MUST assemble the same prompts in
-/// the same order, with the same settings.
-pub trait RankAgreement: fmt::Debug {
-    /// Waits for all ranks, and clears every flag that is not set on all of them.
-    ///
-    /// # Errors
-    /// Returns [`Error::RankLost`], [`Error::RanksDiffer`], or another error of the implementation. In that
-    /// case no rank can rely on the flags, and the request must end on all ranks.
-    fn agree(&self, flags: &mut [bool]) -> Result<()>;
-}
-
-/// Returns the shortest of the ranks' lengths, each of which is at most `most`.
-pub(super) fn shortest(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<usize> {
-    let mut reached: Vec<bool> = (0..most).map(|at| at < length).collect();
-    ranks.agree(&mut reached)?;
-    Ok(reached.iter().filter(|&&reached| reached).count())
-}
-
-/// Returns the result of an operation of all ranks, if all ranks have succeeded. No rank goes on alone.
-pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) -> Result<T> {
-    let Some(ranks) = ranks else { return result };
-    let mut all = [result.is_ok()];
-    ranks.agree(&mut all)?;
-    if all[0] { result } else { result.and(Err(Error::RankFailed)) }
-}
 
 /// A rank that is a thread of this process.
 ///
@@ -61,10 +26,10 @@ pub(super) fn together<T>(ranks: Option<&dyn RankAgreement>, result: Result<T>) 
 /// # Drop behaviour
 /// A dropped rank has left. From then on the other ranks get [`Error::RankLost`].
 #[derive(Debug)]
-pub struct LocalRank(Arc<Group>);
+pub struct LocalRank(Arc<RankGroup>);
 
 #[derive(Debug)]
-struct Group {
+struct RankGroup {
     ranks: usize,
     limit: Duration,
     round: Mutex<Round>,
@@ -88,12 +53,12 @@ impl LocalRank {
     /// `limit`.
     pub fn group(ranks: usize, limit: Duration) -> Vec<Self> {
         let (round, changed) = (Mutex::default(), Condvar::new());
-        let group = Arc::new(Group { ranks, limit, round, changed });
+        let group = Arc::new(RankGroup { ranks, limit, round, changed });
         (0..ranks).map(|_| Self(Arc::clone(&group))).collect()
     }
 }
 
-impl Group {
+impl RankGroup {
     /// Fails the round, for all ranks and for good.
     fn fail(&self, round: &mut Round, error: Error) -> Error {
         self.changed.notify_all();
@@ -149,6 +114,7 @@ impl Drop for LocalRank {
 
 #[cfg(test)]
 mod tests {
+    use super::super::shortest;
     use super::*;
 
     #[test]

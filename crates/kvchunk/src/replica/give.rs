@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use super::state::{Entry, Place};
-use super::{ChunkCacheManager, ChunkKvCache, ChunkReservation, TenantId};
+use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, StoredPiece, TenantId};
 use crate::hash::ChunkHash;
 
 /// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits are no
 /// function of its hash, and a weak hash proves nothing elsewhere.
-fn may_leave(entry: &Entry) -> bool {
+fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
 
@@ -18,36 +17,35 @@ impl ChunkCacheManager {
         let state = self.0.lock();
         let entry = state.index.slot_of(&hash.key).and_then(|slot| state.index.at(slot));
         state.pool.is_awake()
-            && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.place, Place::Awake(_)))
+            && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
     /// Holds the piece under a hash for another replica, and returns it with its tokens. This counts as a use
     /// of the piece, but not as a lookup of a tenant.
-    pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(ChunkKvCache, Arc<[u32]>)> {
+    pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let slot = state.index.slot_of(&hash.key)?;
         let entry = state.index.at(slot).filter(|entry| may_leave(entry))?;
         let tokens = Arc::clone(entry.evidence.tokens());
-        let (entry, awake) = state.hold(slot, now)?;
-        let held = self.0.held(entry, awake, slot, true);
+        let hold = self.0.hold(&mut state, slot, now, true)?;
         drop(state);
-        Some((ChunkKvCache::new(held), tokens))
+        Some((hold, tokens))
     }
-}
 
-impl ChunkCacheManager {
     /// Counts replicas that were asked and did not give a piece.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
-            self.0.lock().account(tenant).counted.fetch_failures += failures as u64;
+            let mut state = self.0.lock();
+            let tenant = state.known(tenant);
+            state.account(tenant).counted.fetch_failures += failures as u64;
         }
     }
 }
 
 impl ChunkReservation {
     /// Stores the piece as [`store`](Self::store) does, but counts it as fetched from another replica.
-    pub(crate) fn store_fetched(mut self) -> ChunkKvCache {
+    pub(crate) fn store_fetched(mut self) -> PieceHold {
         self.fetched = true;
         self.store()
     }

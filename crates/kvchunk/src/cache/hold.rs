@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping, WritePairs, WriteSlots};
 
-use super::Shared;
+use super::SharedCache;
 use super::flight::Flight;
+use super::state::{AwakePiece, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
 use crate::error::Result;
 use crate::hash::{ChunkHash, Evidence};
@@ -20,11 +21,12 @@ use crate::position::Stored;
 /// # Drop behaviour
 /// When the last hold is dropped, the piece stays cached until room is needed.
 #[derive(Debug, Clone)]
-pub struct ChunkKvCache(Arc<Held>);
+#[doc(alias = "ChunkKVCache")]
+pub struct PieceHold(Arc<Held>);
 
 #[derive(Debug)]
 pub(super) struct Held {
-    pub(super) cache: Arc<Shared>,
+    pub(super) cache: Arc<SharedCache>,
     /// The slot of the piece in the index; `None` for a piece that is not kept.
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
@@ -45,7 +47,7 @@ impl Drop for Held {
     }
 }
 
-impl ChunkKvCache {
+impl PieceHold {
     pub(super) fn new(held: Held) -> Self {
         Self(Arc::new(held))
     }
@@ -100,7 +102,7 @@ impl ChunkKvCache {
 #[derive(Debug)]
 #[must_use = "dropping it gives the blocks back"]
 pub struct ChunkReservation {
-    pub(super) cache: Arc<Shared>,
+    pub(super) cache: Arc<SharedCache>,
     pub(super) hash: ChunkHash,
     pub(super) any_system: Option<BlockKey>,
     pub(super) evidence: Evidence,
@@ -112,7 +114,7 @@ pub struct ChunkReservation {
     pub(super) flight: Arc<Flight>,
     pub(super) since: Instant,
     /// True if the piece came from another replica instead of being computed.
-    pub(super) fetched: bool,
+    pub(crate) fetched: bool,
 }
 
 impl ChunkReservation {
@@ -157,7 +159,7 @@ impl ChunkReservation {
 
     /// Stores the piece and returns a hold on it. The caller guarantees that the blocks have been filled. If
     /// the cache is full of pieces in use, the piece is not kept, and is freed with its last holder.
-    pub fn store(mut self) -> ChunkKvCache {
+    pub fn store(mut self) -> PieceHold {
         let cache = Arc::clone(&self.cache);
         cache.store(&mut self)
     }
@@ -167,5 +169,76 @@ impl Drop for ChunkReservation {
     fn drop(&mut self) {
         let cache = Arc::clone(&self.cache);
         cache.abandon(self);
+    }
+}
+
+impl SharedCache {
+    /// Stores a piece that has been computed or fetched.
+    fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
+        let (hash, tenant) = (reservation.hash, reservation.tenant);
+        let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));
+        let blocks = blocks.map(kvcore::MutableBlocks::share);
+        let now = self.clock.millis();
+        if self.config.stats && !reservation.fetched {
+            self.computes.record(reservation.since.elapsed());
+        }
+        let mut state = self.lock();
+        let counted = &mut state.account(tenant).counted;
+        if reservation.fetched {
+            counted.fetched += 1;
+        } else {
+            counted.tokens_computed += hash.token_count as u64;
+        }
+        let place = state.index.len() < self.config.max_chunks || state.make_place(tenant, now);
+        let number = if place { state.account(tenant).order.admit() } else { None };
+        let (slot, generation) = match (number, &blocks) {
+            (Some(number), Some(blocks)) => {
+                state.account(tenant).counted.insertions += 1;
+                let (slot, generation) = state.insert(StoredPiece {
+                    hash,
+                    any_system: reservation.any_system,
+                    evidence: reservation.evidence.clone(),
+                    tenant,
+                    generation: 0,
+                    stored_start: reservation.stored_start,
+                    memory: PieceMemory::Awake(AwakePiece {
+                        pinned: blocks.pin(),
+                        ids: Arc::clone(&ids),
+                        number,
+                    }),
+                    exact: true,
+                    holders: 1,
+                    doomed: false,
+                    created: now,
+                    awake_since: now,
+                    last_accessed: now,
+                    access_count: 0,
+                });
+                (Some(slot), generation)
+            }
+            _ => (None, state.insert_orphan(tenant, hash.num_blocks)),
+        };
+        state.under_way.remove(&hash.key);
+        drop(state);
+        reservation.flight.land();
+        let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
+        PieceHold::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
+    }
+
+    /// Ends a reservation that was not computed. A reservation that was stored has ended already.
+    fn abandon(&self, reservation: &mut ChunkReservation) {
+        let Some(blocks) = reservation.blocks.take() else { return };
+        let mut state = self.lock();
+        state.under_way.remove(&reservation.hash.key);
+        state.account(reservation.tenant).used -= reservation.hash.num_blocks;
+        drop(blocks);
+        drop(state);
+        reservation.flight.land();
+    }
+
+    /// Removes a holder.
+    fn release(&self, slot: Option<u32>, generation: u64) {
+        let now = self.clock.millis();
+        self.lock().let_go(slot, generation, now);
     }
 }

@@ -1,0 +1,77 @@
+//! The lookup of a prompt's parts, and the lookup in the caches of this process.
+
+use kvcore::{BlockKey, PagedKvCache, PrefixFill};
+
+use crate::cache::{Acquired, ChunkCacheManager, PieceHold, TenantId};
+use crate::error::Result;
+use crate::hash::ChunkPiece;
+
+/// A piece that a lookup has found and holds.
+#[derive(Debug)]
+pub(crate) struct FoundPiece {
+    pub(crate) hold: PieceHold,
+    /// True if the bytes are exactly those of the hash, in every cache that takes part in the prompt.
+    pub(crate) exact: bool,
+}
+
+/// A way to find the parts of a prompt: here ([`LocalLookup`]), here and at other replicas
+/// ([`ReplicaLookup`](crate::replica::ReplicaLookup)), or on all ranks of a model
+/// ([`RankLookup`](crate::ranks::RankLookup)).
+///
+/// - A prompt calls the methods in the order below, [`acquire`](Self::acquire) for each piece that was not
+///   held.
+/// - All pieces that are found are held before any is acquired, so a prompt never evicts its own pieces.
+/// - A hold is no hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
+pub(crate) trait PromptLookup {
+    /// Finds or allocates the blocks of the system prompt, under the chain of keys that an ordinary prompt
+    /// with this beginning has.
+    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill>;
+
+    /// Holds the pieces that are found. The answer has the shape of `pieces`, the pieces of each chunk.
+    fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>>;
+
+    /// Acquires a piece that was not held, and counts the outcome.
+    fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired;
+
+    /// Returns the result of the whole lookup.
+    fn conclude(&self, result: Result<()>) -> Result<()> {
+        result
+    }
+}
+
+/// The lookup in the caches of this process.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LocalLookup<'a> {
+    /// The chunk cache, or `None` to find no chunk.
+    pub(crate) chunks: Option<&'a ChunkCacheManager>,
+    pub(crate) tenant: TenantId,
+    pub(crate) main: &'a PagedKvCache,
+    /// The root of the system prompt's keys, or `None` to find no system prompt and to keep none.
+    pub(crate) system_root: Option<BlockKey>,
+}
+
+impl LocalLookup<'_> {
+    /// Holds the pieces that are stored and awake.
+    pub(crate) fn held(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Vec<Vec<Option<FoundPiece>>> {
+        let found = |piece: &ChunkPiece<'_>| {
+            let hold = self.chunks?.hold(piece)?;
+            Some(FoundPiece { exact: hold.is_exact(), hold })
+        };
+        pieces.iter().map(|pieces| pieces.iter().map(found).collect()).collect()
+    }
+}
+
+impl PromptLookup for LocalLookup<'_> {
+    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
+        Ok(self.main.fill_prefix(self.system_root, tokens)?)
+    }
+
+    fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {
+        Ok(self.held(pieces))
+    }
+
+    fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        let acquire = |cache: &ChunkCacheManager| cache.acquire(self.tenant, piece, stored_start);
+        self.chunks.map_or(Acquired::NoRoom, acquire)
+    }
+}

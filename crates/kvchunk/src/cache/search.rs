@@ -1,0 +1,162 @@
+//! The search for a piece under the lock: hold it, wake it, wait for it, or reserve room for it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::SharedCache;
+use super::acquire::Acquired;
+use super::flight::{ChunkWaiter, Flight};
+use super::hold::{ChunkReservation, Held, PieceHold};
+use super::state::{CacheState, PieceMemory, UnderWay};
+use super::tenant::TenantId;
+use crate::hash::{ChunkPiece, Evidence};
+use crate::sleep::Waking;
+
+/// A request for a piece: the tenant that it is for, the position to store it at, and the time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PieceRequest<'a, 't> {
+    pub(super) piece: &'a ChunkPiece<'t>,
+    pub(super) tenant: TenantId,
+    pub(super) stored_start: i64,
+    pub(super) now: u64,
+}
+
+/// The outcome of a search under the lock.
+pub(super) enum Searched {
+    Done(Acquired),
+    /// The piece sleeps, and has room to wake in.
+    Asleep(Waking),
+}
+
+impl SharedCache {
+    /// Finds a piece, or reserves room for it, and counts the outcome.
+    pub(super) fn find_or_reserve(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        request: &PieceRequest<'_, '_>,
+    ) -> Searched {
+        let PieceRequest { piece, tenant, stored_start, now } = *request;
+        if let Some(slot) = state.find(piece) {
+            match state.index.at(slot).map(|entry| &entry.memory) {
+                Some(PieceMemory::Asleep(_)) => {
+                    if let Some(waking) = state.begin_waking(&self.pool, slot, now) {
+                        return Searched::Asleep(waking);
+                    }
+                    state.count_uncached(tenant);
+                    return Searched::Done(Acquired::NoRoom);
+                }
+                Some(PieceMemory::Moving(flight)) => {
+                    return Searched::Done(Acquired::Busy(ChunkWaiter(Arc::clone(flight))));
+                }
+                Some(PieceMemory::Awake(_)) | None => {}
+            }
+            if let Some(hold) = self.hit(state, request, slot, true) {
+                return Searched::Done(Acquired::Hit(hold));
+            }
+        } else if self.config.cross_system_reuse
+            && let Some(slot) = state.find_any_system(piece, stored_start)
+            && let Some(hold) = self.hit(state, request, slot, false)
+        {
+            return Searched::Done(Acquired::Hit(hold));
+        }
+        let known = state.under_way.get(&piece.hash().key).filter(|known| known.evidence.proves(piece));
+        if let Some(flight) = known.map(|known| Arc::clone(&known.flight)) {
+            state.account(tenant).counted.shared_flights += 1;
+            return Searched::Done(Acquired::Busy(ChunkWaiter(flight)));
+        }
+        let reserved = self.reserve(state, request);
+        Searched::Done(reserved.map_or(Acquired::NoRoom, Acquired::Compute))
+    }
+
+    /// Holds the piece in `slot` if it is awake, and counts a hit.
+    pub(super) fn hit(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        request: &PieceRequest<'_, '_>,
+        slot: u32,
+        same_system: bool,
+    ) -> Option<PieceHold> {
+        let hold = self.hold(state, slot, request.now, same_system)?;
+        state.count_hit(request.tenant, &hold);
+        Some(hold)
+    }
+
+    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false for a
+    /// piece that was computed under another system prompt than the one that asks.
+    pub(crate) fn hold(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        slot: u32,
+        now: u64,
+        same_system: bool,
+    ) -> Option<PieceHold> {
+        let (entry, awake) = state.hold(slot, now)?;
+        Some(PieceHold::new(Held {
+            cache: Arc::clone(self),
+            slot: Some(slot),
+            generation: entry.generation,
+            ids: Arc::clone(&awake.ids),
+            blocks: Some(awake.pinned.share()),
+            hash: entry.hash,
+            stored_start: entry.stored_start,
+            exact: entry.exact && same_system,
+        }))
+    }
+
+    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: contents that
+    /// only share the hash are computed beside the others and not kept.
+    pub(super) fn reserve(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        request: &PieceRequest<'_, '_>,
+    ) -> Option<ChunkReservation> {
+        let PieceRequest { piece, tenant, stored_start, now } = *request;
+        let hash = piece.hash();
+        let taken = state.under_way.contains_key(&hash.key) || state.index.slot_of(&hash.key).is_some();
+        let blocks = if taken || !state.pool.is_awake() {
+            None
+        } else {
+            state.room(&self.pool, tenant, hash.num_blocks, now)
+        };
+        let Some(blocks) = blocks else {
+            state.count_uncached(tenant);
+            return None;
+        };
+        state.account(tenant).counted.miss();
+        let (flight, evidence): (Arc<Flight>, Evidence) = (Arc::default(), piece.evidence());
+        let known = UnderWay {
+            evidence: evidence.clone(),
+            flight: Arc::clone(&flight),
+            tenant,
+            blocks: hash.num_blocks,
+        };
+        state.under_way.insert(hash.key, known);
+        Some(ChunkReservation {
+            cache: Arc::clone(self),
+            hash,
+            any_system: self.config.cross_system_reuse.then(|| piece.any_system()).flatten(),
+            evidence,
+            tenant,
+            stored_start,
+            ids: blocks.ids().into(),
+            blocks: Some(blocks),
+            flight,
+            since: Instant::now(),
+            fetched: false,
+        })
+    }
+}
+
+impl CacheState {
+    /// Counts a hold as a hit of a tenant.
+    pub(super) fn count_hit(&mut self, tenant: TenantId, hold: &PieceHold) {
+        self.account(tenant).counted.hit(hold.num_tokens(), hold.is_exact());
+    }
+
+    /// Counts a miss of a piece that is computed for one request and not kept.
+    pub(super) fn count_uncached(&mut self, tenant: TenantId) {
+        let counted = &mut self.account(tenant).counted;
+        counted.miss();
+        counted.uncached += 1;
+    }
+}

@@ -1,0 +1,68 @@
+//! The lookup on all ranks: the local lookup, with an agreement after each step.
+
+use kvcore::PrefixFill;
+
+use super::{RankAgreement, shortest, together};
+use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
+use crate::cache::Acquired;
+use crate::error::Result;
+use crate::hash::ChunkPiece;
+
+/// The lookup of one rank, which finds only parts that all ranks find.
+///
+/// A piece that this rank holds and another lacks is let go, and computed beside the stored one.
+#[derive(Debug)]
+pub(crate) struct RankLookup<'a> {
+    pub(crate) local: LocalLookup<'a>,
+    pub(crate) ranks: &'a dyn RankAgreement,
+}
+
+impl PromptLookup for RankLookup<'_> {
+    /// Takes as much of the system prompt from the cache as all ranks have. The rest is computed and kept.
+    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
+        let filled = self.local.fill_system(tokens);
+        let cached = filled.as_ref().map_or(0, PrefixFill::cached);
+        let shared = shortest(self.ranks, cached, tokens.len())?;
+        let filled = filled.and_then(|mut filled| {
+            filled.take_at_most(shared)?;
+            Ok(filled)
+        });
+        together(self.ranks, filled)
+    }
+
+    /// Holds the pieces that all ranks hold. A piece that sleeps here is woken first. A piece counts as exact
+    /// if it is exact on all ranks.
+    fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {
+        let mut all = self.local.held(pieces);
+        let Some(cache) = self.local.chunks else { return Ok(all) };
+        for (piece, found) in pieces.iter().flatten().zip(all.iter_mut().flatten()) {
+            if found.is_none() {
+                let woken = cache.wake_and_hold(piece);
+                *found = woken.map(|hold| FoundPiece { exact: hold.is_exact(), hold });
+            }
+        }
+        // The first half of the flags says that the piece is held here, the second that it is exact.
+        let here = all.iter().flatten().map(Option::is_some);
+        let exact = all.iter().flatten().map(|found| found.as_ref().is_none_or(|found| found.exact));
+        let mut flags: Vec<bool> = here.chain(exact).collect();
+        self.ranks.agree(&mut flags)?;
+        let (here, exact) = flags.split_at(flags.len() / 2);
+        for ((found, here), &exact) in all.iter_mut().flatten().zip(here).zip(exact) {
+            *found = found.take().filter(|_| *here).map(|found| FoundPiece { exact, ..found });
+        }
+        Ok(all)
+    }
+
+    /// Reserves room for a piece that all ranks compute in the same pass. A rank therefore neither waits for
+    /// another request nor takes a piece that has been stored since; such a piece is computed for this
+    /// request alone.
+    fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        let reserved =
+            self.local.chunks.and_then(|cache| cache.reserve(self.local.tenant, piece, stored_start));
+        reserved.map_or(Acquired::NoRoom, Acquired::Compute)
+    }
+
+    fn conclude(&self, result: Result<()>) -> Result<()> {
+        together(self.ranks, result)
+    }
+}

@@ -1,0 +1,33 @@
+//! The lookup here and at other replicas: the local lookup, which pulls the pieces that are missing.
+
+use kvcore::PrefixFill;
+
+use super::ReplicaLink;
+use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
+use crate::cache::{Acquired, ChunkCacheManager};
+use crate::error::Result;
+use crate::hash::ChunkPiece;
+
+/// The lookup of a replica that asks others for the pieces that it lacks.
+#[derive(Debug)]
+pub(crate) struct ReplicaLookup<'a> {
+    pub(crate) local: LocalLookup<'a>,
+    pub(crate) link: &'a ReplicaLink,
+}
+
+impl PromptLookup for ReplicaLookup<'_> {
+    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
+        self.local.fill_system(tokens)
+    }
+
+    fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {
+        self.local.hold(pieces)
+    }
+
+    fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
+        let pull = |cache: &ChunkCacheManager| {
+            cache.get_chunk_with_remote_lookup(self.local.tenant, piece, stored_start, self.link).acquired
+        };
+        self.local.chunks.map_or(Acquired::NoRoom, pull)
+    }
+}

@@ -1,0 +1,51 @@
+//! The rule that says which pieces are cold, and may be put to sleep.
+
+use std::time::Duration;
+
+/// The rule by which pieces are cold. A held piece is never cold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ColdRule {
+    /// The number of uses below which a piece is cold.
+    pub min_accesses: u64,
+    /// The time without a use after which a piece is cold.
+    pub idle: Duration,
+    /// The time after storing or waking during which a piece is never cold, because it has not had the time
+    /// to be used.
+    pub spare_younger_than: Duration,
+}
+
+impl Default for ColdRule {
+    /// Calls pieces cold that had fewer than 5 uses, or no use for an hour. Spares pieces that were stored or
+    /// woken within the last minute.
+    fn default() -> Self {
+        Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
+    }
+}
+
+impl ColdRule {
+    /// The rule that calls every piece cold that nobody holds.
+    pub const EVERYTHING: Self =
+        Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
+
+    /// Returns true if a piece is cold. The piece was stored or woken `awake` ago.
+    pub(super) fn is_cold(&self, awake: Duration, idle: Duration, accesses: u64) -> bool {
+        awake >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cold_is_seldom_or_long_ago_but_never_new() {
+        let rule = ColdRule::default();
+        let (minute, hour) = (Duration::from_secs(60), Duration::from_secs(3600));
+        assert!(!rule.is_cold(minute / 2, minute / 2, 0), "just made");
+        assert!(rule.is_cold(minute, Duration::ZERO, 4), "seldom used");
+        assert!(!rule.is_cold(minute, Duration::ZERO, 5));
+        assert!(!rule.is_cold(2 * hour, 59 * minute, 100));
+        assert!(rule.is_cold(2 * hour, hour, 100), "not used for an hour");
+        assert!(ColdRule::EVERYTHING.is_cold(Duration::ZERO, Duration::ZERO, 1 << 40));
+    }
+}

@@ -1,0 +1,150 @@
+//! Falling asleep: cold pieces move from blocks into a store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::cold::ColdRule;
+use super::store::{SleepStore, Sleeping};
+use crate::cache::{
+    AwakePiece, CacheState, ChunkCacheManager, Flight, PieceMemory, SharedCache, StoredPiece, TenantId,
+};
+use crate::error::{Error, Result};
+
+/// A piece's contents in a lower memory, with the properties that the store gave.
+#[derive(Debug)]
+pub(crate) struct SavedPiece {
+    pub(crate) contents: Box<dyn Sleeping>,
+    pub(crate) bytes: usize,
+    pub(crate) exact: bool,
+}
+
+impl ChunkCacheManager {
+    /// Puts the pieces that `rule` calls cold to sleep, and returns their number. Their blocks become free. A
+    /// later hit wakes them.
+    ///
+    /// If the store fails after some pieces fell asleep, the other pieces stay awake and keep their order of
+    /// eviction. In that case the call succeeds.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSleep`] if the cache has no place to sleep. Returns the store's error, such as
+    /// [`Error::SleepFull`], if no piece could be put to sleep.
+    pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
+        self.sleep_cold_where(rule, |_| true)
+    }
+
+    /// Puts the cold pieces of one tenant to sleep. Otherwise equal to
+    /// [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    ///
+    /// # Errors
+    /// Returns the errors of [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    pub fn sleep_cold_chunks_of(&self, tenant: TenantId, rule: ColdRule) -> Result<usize> {
+        self.sleep_cold_where(rule, |of| of == tenant)
+    }
+
+    fn sleep_cold_where(&self, rule: ColdRule, of: impl Fn(TenantId) -> bool) -> Result<usize> {
+        let store = self.0.sleep.as_ref().ok_or(Error::NoSleep)?;
+        let now = self.0.clock.millis();
+        let slots = self.0.lock().index.slots();
+        let mut slept = 0;
+        for slot in 0..slots {
+            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, awake, idle| {
+                of(entry.tenant) && rule.is_cold(awake, idle, entry.access_count)
+            }) {
+                Ok(true) => slept += 1,
+                Ok(false) => {}
+                Err(error) if slept == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(slept)
+    }
+}
+
+/// Runs code of a store, and takes a panic for a failure, so that nobody waits for ever.
+pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    caught.unwrap_or_else(|_| Err(Error::Damaged("the store panicked".to_owned())))
+}
+
+impl SharedCache {
+    fn sleep_slot(
+        &self,
+        slot: u32,
+        now: u64,
+        store: &dyn SleepStore,
+        is_cold: impl Fn(&StoredPiece, Duration, Duration) -> bool,
+    ) -> Result<bool> {
+        let flight = Arc::new(Flight::default());
+        let mut state = self.lock();
+        let cold = state.index.at(slot).is_some_and(|entry| {
+            let since = |then: u64| Duration::from_millis(now.saturating_sub(then));
+            is_cold(entry, since(entry.awake_since), since(entry.last_accessed))
+        });
+        let cold = cold && state.pool.is_awake();
+        let Some(awake) = cold.then(|| state.depart(slot, &flight)).flatten() else { return Ok(false) };
+        drop(state);
+        let saved = guarded(|| {
+            let contents = store.save(&awake.ids)?;
+            let (bytes, exact) = (contents.bytes(), contents.is_exact());
+            Ok(SavedPiece { contents, bytes, exact })
+        });
+        let mut state = self.lock();
+        let result = match saved {
+            Ok(saved) => {
+                state.arrive(slot, awake, saved);
+                Ok(true)
+            }
+            Err(error) => {
+                state.stay(slot, awake);
+                Err(error)
+            }
+        };
+        state.bury(slot);
+        drop(state);
+        flight.land();
+        result
+    }
+}
+
+impl CacheState {
+    /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
+    /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
+    pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
+        let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
+        match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {
+            PieceMemory::Awake(awake) => {
+                let account = &mut self.accounts[entry.tenant.0 as usize];
+                account.order.depart(awake.number);
+                account.idle -= entry.hash.num_blocks;
+                Some(awake)
+            }
+            other => {
+                entry.memory = other;
+                None
+            }
+        }
+    }
+
+    /// Ends the move of a departed piece that stays awake after all. Its rank in the eviction order is
+    /// unchanged.
+    pub(crate) fn stay(&mut self, slot: u32, awake: AwakePiece) {
+        let Some(entry) = self.index.at_mut(slot) else { return };
+        let account = &mut self.accounts[entry.tenant.0 as usize];
+        account.order.stay(awake.number);
+        account.idle += entry.hash.num_blocks;
+        entry.memory = PieceMemory::Awake(awake);
+    }
+
+    /// Ends the move of a departed piece that sleeps now. Its blocks are free.
+    pub(crate) fn arrive(&mut self, slot: u32, awake: AwakePiece, saved: SavedPiece) {
+        let Some(entry) = self.index.at_mut(slot) else { return };
+        let account = &mut self.accounts[entry.tenant.0 as usize];
+        account.order.arrive(awake.number);
+        account.used -= entry.hash.num_blocks;
+        account.sleeping_bytes += saved.bytes;
+        account.counted.slept += 1;
+        entry.exact &= saved.exact;
+        entry.memory = PieceMemory::Asleep(saved);
+        drop(awake); // frees the blocks
+    }
+}
