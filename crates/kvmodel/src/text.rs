@@ -120,13 +120,23 @@ impl TextCodec {
         match SplitPrompt::new(text, separator)? {
             SplitPrompt::Plain(text) => Ok(PromptTokens::Plain(self.encode(text, special)?)),
             SplitPrompt::Chunked { system, chunks, question } => {
-                let chunks =
-                    chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
-                let prompt =
-                    ChunkedPrompt::new(self.encode(system, special)?, chunks, self.encode(question, false)?)?;
-                Ok(PromptTokens::Chunked(prompt))
+                self.prompt_of(system, chunks, question, special)
             }
         }
+    }
+
+    /// Encodes the parts of a chunked prompt, each on its own. Special tokens stand only before the system
+    /// prompt.
+    pub fn prompt_of<'a>(
+        &self,
+        system: &str,
+        documents: impl IntoIterator<Item = &'a str>,
+        question: &str,
+        special: bool,
+    ) -> Result<PromptTokens> {
+        let chunks = documents.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
+        let (system, question) = (self.encode(system, special)?, self.encode(question, false)?);
+        Ok(PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question)?))
     }
 
     /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
@@ -144,10 +154,7 @@ impl TextCodec {
             .split_once(MESSAGE)
             .filter(|(_, after)| !after.contains(MESSAGE))
             .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
-        let chunks = chunks.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
-        let system = self.encode(&format!("{before}{system}"), false)?;
-        let question = self.encode(&format!("{question}{after}"), false)?;
-        Ok(PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question)?))
+        self.prompt_of(&format!("{before}{system}"), chunks, &format!("{question}{after}"), false)
     }
 
     /// Renders the model's chat template with `user` as the single message of a conversation.

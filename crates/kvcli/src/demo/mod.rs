@@ -45,14 +45,14 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
     // A request that keeps nothing warms up threads and memory.
-    let first = codec.prompt(&prompt_text(&trials[0], engine.separator()), engine.separator(), true)?;
+    let first = trials[0].prompt(&codec)?;
     engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
     if !args.json {
         introduce(out, &engine)?;
     }
     let mut outcomes = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
-        let prompt = codec.prompt(&prompt_text(trial, engine.separator()), engine.separator(), true)?;
+        let prompt = trial.prompt(&codec)?;
         let (outcome, with_cache) = ask(&mut engine, &codec, trial, &prompt)?;
         if i == 0 && !args.json {
             segments(out, trial, &prompt, &with_cache)?;
@@ -94,10 +94,11 @@ fn trials() -> Result<Vec<Trial>> {
     Ok(trials)
 }
 
-fn prompt_text(trial: &Trial, separator: &str) -> String {
-    let documents = trial.order.iter().map(|&i| embedded::DOCUMENTS[i].1);
-    let parts: Vec<&str> = [embedded::SYSTEM].into_iter().chain(documents).chain([trial.question]).collect();
-    parts.join(separator)
+impl Trial {
+    fn prompt(&self, codec: &TextCodec) -> Result<PromptTokens> {
+        let documents = self.order.iter().map(|&i| embedded::DOCUMENTS[i].1);
+        Ok(codec.prompt_of(embedded::SYSTEM, documents, self.question, true)?)
+    }
 }
 
 /// Answers with the cache, then without any reuse under the same mask, and compares the answers.

@@ -47,7 +47,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
-    let questions = questions(args, &chunks.separator)?;
+    let questions = questions(args)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,
@@ -110,13 +110,13 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
 }
 
 /// Returns the questions for each seed.
-fn questions(args: &EvalArgs, separator: &str) -> Result<Vec<Vec<Question>>> {
+fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| args.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &std::path::Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let all = Question::read_all(&read(&path)?, separator)
+        let all = Question::read_all(&read(&path)?)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
         // Each part takes every n-th question of the dataset, so that the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();

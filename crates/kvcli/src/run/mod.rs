@@ -30,7 +30,6 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             cross_system_reuse: args.cross_system_reuse,
             compute_mode: args.chunks.into(),
             position_strategy: args.positions.into(),
-            separator: args.separator.clone(),
             ..ChunkCacheConfig::default()
         },
         chunk_sleep: args.sleep.config(),
@@ -68,9 +67,9 @@ fn prompt_text(args: &RunArgs) -> Result<String> {
 
 fn request(args: &RunArgs, engine: &Engine, codec: &TextCodec, text: &str) -> Result<Request> {
     let prompt = if args.chat {
-        codec.chat_prompt(text, engine.separator())?
+        codec.chat_prompt(text, &args.separator)?
     } else {
-        codec.prompt(text, engine.separator(), true)?
+        codec.prompt(text, &args.separator, true)?
     };
     Ok(Request {
         reuse: !args.no_chunk_cache,

@@ -223,7 +223,7 @@ impl Identity {
             elsewhere.rotate_left(1);
         }
         let mut ask = |arm: Arm, order: &[usize], reuse: bool| -> Result<Generation> {
-            let request = arm.request(question, order, codec, engine.separator())?;
+            let request = arm.request(question, order, codec)?;
             let reuse = reuse && request.reuse;
             Ok(engine
                 .generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())?)

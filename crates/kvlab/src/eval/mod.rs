@@ -66,15 +66,8 @@ impl Arm {
     }
 
     /// Creates a request for the answer to a chunked prompt.
-    fn request(
-        &self,
-        question: &Question,
-        order: &[usize],
-        codec: &TextCodec,
-        separator: &str,
-    ) -> Result<Request> {
-        let prompt = codec.prompt(&question.prompt(order, separator), separator, true)?;
-        let mut request = Request::new(prompt);
+    fn request(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<Request> {
+        let mut request = Request::new(question.prompt(order, codec)?);
         request.full_attention = self.cell.is_none();
         // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
         request.reuse = self.cell.is_some();
@@ -169,10 +162,10 @@ fn ask(
             elsewhere.rotate_left(rng.random_range(1..order.len()));
         }
         let warm = Arm { recompute: Recompute::None, ..*arm };
-        let warm = warm.request(question, &elsewhere, codec, engine.separator())?;
+        let warm = warm.request(question, &elsewhere, codec)?;
         engine.generate(&Request { max_new_tokens, ..warm }, &mut ())?;
     }
-    let request = Request { max_new_tokens, ..arm.request(question, &order, codec, engine.separator())? };
+    let request = Request { max_new_tokens, ..arm.request(question, &order, codec)? };
     let generation = engine.generate(&request, &mut ())?;
     let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
     let found: usize = generation.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum();

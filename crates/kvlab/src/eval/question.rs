@@ -1,5 +1,6 @@
 //! Questions about documents, and files of questions.
 
+use kvmodel::{PromptTokens, TextCodec};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -36,9 +37,8 @@ impl QuestionKind {
 /// ```
 /// use kvlab::{Question, QuestionKind};
 /// let line = r#"{"system": "be brief", "documents": ["a is b", "c is d"], "question": "c?", "answer": "d"}"#;
-/// let [question] = &Question::read_all(line, "##")?[..] else { panic!() };
+/// let [question] = &Question::read_all(line)?[..] else { panic!() };
 /// assert_eq!(question.kind, QuestionKind::Local);
-/// assert_eq!(question.prompt(&[1, 0], "##"), "be brief##c is d##a is b##c?");
 /// assert!(question.accepts(" D.") && !question.accepts("dd"));
 /// # Ok::<(), kvlab::Error>(())
 /// ```
@@ -63,13 +63,12 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, with one JSON object per line. The questions will be asked with `separator`
-    /// between their parts.
+    /// Reads a file of questions, with one JSON object per line.
     ///
     /// # Errors
     /// Returns [`Error::Dataset`], with the number of the line, if a line is no such object, has no document,
-    /// or has a part that is empty or contains the separator. Returns it with line 0 if there is no question.
-    pub fn read_all(text: &str, separator: &str) -> Result<Vec<Self>> {
+    /// or has an empty part. Returns it with line 0 if there is no question.
+    pub fn read_all(text: &str) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
             .map(|(i, line)| {
@@ -80,8 +79,8 @@ impl Question {
                     return Err(bad("no documents".to_owned()));
                 }
                 for part in parts.into_iter().chain(&question.documents) {
-                    if part.trim().is_empty() || part.contains(separator) {
-                        return Err(bad(format!("{part:?} is empty or contains the separator")));
+                    if part.trim().is_empty() {
+                        return Err(bad("a part is empty".to_owned()));
                     }
                 }
                 Ok(question)
@@ -95,12 +94,13 @@ impl Question {
         }
     }
 
-    /// Returns the prompt with its documents in the given order and `separator` between its parts.
-    pub fn prompt(&self, order: &[usize], separator: &str) -> String {
+    /// Returns the prompt with its documents in the given order.
+    ///
+    /// # Errors
+    /// Returns the errors of the tokenizer.
+    pub fn prompt(&self, order: &[usize], codec: &TextCodec) -> Result<PromptTokens> {
         let documents = order.iter().filter_map(|&i| self.documents.get(i).map(String::as_str));
-        let parts: Vec<&str> =
-            [self.system.as_str()].into_iter().chain(documents).chain([self.question.as_str()]).collect();
-        parts.join(separator)
+        Ok(codec.prompt_of(&self.system, documents, &self.question, true)?)
     }
 
     /// Returns true if an answer begins with the right one, in whole words.
@@ -118,25 +118,16 @@ mod tests {
     #[test]
     fn lines_that_are_no_questions_are_named_by_their_number() {
         let good = r#"{"system":"s","documents":["d"],"question":"q","answer":"a","kind":"cross-start"}"#;
-        assert_eq!(Question::read_all(good, "##").unwrap()[0].kind, QuestionKind::CrossStart);
+        assert_eq!(Question::read_all(good).unwrap()[0].kind, QuestionKind::CrossStart);
         for (bad, reason) in [
             ("{", "EOF"),
             (r#"{"system":"s","documents":[],"question":"q","answer":"a"}"#, "no documents"),
-            (r#"{"system":"s","documents":["a##b"],"question":"q","answer":"a"}"#, "separator"),
             (r#"{"system":" ","documents":["d"],"question":"q","answer":"a"}"#, "empty"),
             (r#"{"system":"s","documents":["d"],"question":"q","answer":"a","more":1}"#, "more"),
         ] {
-            let error = Question::read_all(&format!("{good}\n\n{bad}"), "##").unwrap_err().to_string();
+            let error = Question::read_all(&format!("{good}\n\n{bad}")).unwrap_err().to_string();
             assert!(error.contains("line 3") && error.contains(reason), "{error}");
         }
-        assert!(Question::read_all("\n", "##").is_err());
-    }
-
-    #[test]
-    fn questions_are_asked_with_the_separator_that_they_were_read_for() {
-        let line = r#"{"system":"s","documents":["a##b","c"],"question":"q","answer":"a"}"#;
-        let question = &Question::read_all(line, "@@").unwrap()[0];
-        assert_eq!(question.prompt(&[1, 0], "@@"), "s@@c@@a##b@@q");
-        assert!(Question::read_all(line, "c").is_err());
+        assert!(Question::read_all("\n").is_err());
     }
 }

@@ -97,7 +97,6 @@ pub struct Engine {
     /// The parts of every key except the rotary embeddings of a request.
     scope: KeyScope,
     tenant_salt: Vec<u8>,
-    separator: String,
     profiler: Profiler,
     /// The link to other engines of the model.
     replicas: Option<ReplicaLink>,
@@ -125,10 +124,8 @@ impl Engine {
         let caches = Caches::new(&model, &backend, &stream, config)?;
         let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt);
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
-        let (keys, separator) = (config.keys, config.chunks.separator.clone());
-        let tenant_salt = config.tenant_salt.clone();
-        let replicas = None;
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
+        let (keys, tenant_salt, replicas) = (config.keys, config.tenant_salt.clone(), None);
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, profiler, replicas })
     }
 
     /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
@@ -149,9 +146,8 @@ impl Engine {
         let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt);
         let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
         let (backend, stream) = (Arc::clone(&self.backend), Arc::clone(&self.stream));
-        let (keys, tenant_salt, separator) = (self.keys, self.tenant_salt.clone(), self.separator.clone());
-        let replicas = None;
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, separator, profiler, replicas })
+        let (keys, tenant_salt, replicas) = (self.keys, self.tenant_salt.clone(), None);
+        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, profiler, replicas })
     }
 
     /// Returns the model.
@@ -163,12 +159,6 @@ impl Engine {
     pub fn request(&self, prompt: PromptTokens) -> Request {
         let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
         Request { cell, ..Request::new(prompt) }
-    }
-
-    /// Returns the separator between the parts of a prompt, from [`EngineConfig::chunks`]. Pass it to
-    /// [`TextCodec::prompt`](crate::TextCodec::prompt).
-    pub fn separator(&self) -> &str {
-        &self.separator
     }
 
     /// Returns the backend. Its counters show the bytes that moved.

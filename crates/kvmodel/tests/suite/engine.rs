@@ -56,10 +56,8 @@ fn chunks_in_another_order_are_hits_and_change_no_token(
 #[test]
 fn without_a_chunk_cache_the_system_prompt_is_cached_all_the_same() {
     let prompt = Golden::load("llama").prompt;
-    let chunks =
-        ChunkCacheConfig { enabled: false, separator: "@@".to_owned(), ..ChunkCacheConfig::default() };
+    let chunks = ChunkCacheConfig { enabled: false, ..ChunkCacheConfig::default() };
     let mut engine = engine("llama", &EngineConfig { chunks, block_size: 4, ..EngineConfig::default() });
-    assert_eq!(engine.separator(), "@@");
     let first = run(&mut engine, &ask(&prompt, ReuseCell::default()));
     let second = run(&mut engine, &ask(&prompt, ReuseCell::default()));
     assert_eq!((first.cached_tokens, second.cached_tokens), (0, prompt.system().len()));
