@@ -14,6 +14,7 @@ use crate::text::PromptTokens;
 
 mod blend;
 mod caches;
+mod calibrate;
 mod chunked;
 mod generate;
 mod request;
@@ -21,13 +22,15 @@ mod sleep;
 
 pub use caches::CacheReport;
 use caches::Caches;
+use calibrate::{StaticScales, calibrate};
 pub use request::{FinishReason, Generation, Request};
 pub use sleep::{PoolTag, Slept};
 
 /// The settings of an engine: the memory of its caches, and their layout.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
-    /// The format in which keys and values are stored.
+    /// The format in which keys and values are stored. The scales of an fp8 format are set when the engine is
+    /// made, by a pass over 256 sample tokens.
     pub kv_format: KvFormat,
     /// The form in which keys are stored, rotated or not.
     pub keys: KeyForm,
@@ -94,6 +97,8 @@ pub struct Engine {
     stream: Arc<dyn Stream>,
     caches: Caches,
     keys: KeyForm,
+    /// The scales of an fp8 cache.
+    scales: Option<StaticScales>,
     /// The parts of every key except the rotary embeddings of a request.
     scope: KeyScope,
     tenant_salt: Vec<u8>,
@@ -122,15 +127,25 @@ impl Engine {
     ) -> Result<Self> {
         let stream = backend.stream()?;
         let caches = Caches::new(&model, &backend, &stream, config)?;
-        let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt);
+        let device = ComputeDevice {
+            backend: backend.as_ref(),
+            stream: stream.as_ref(),
+            arena: caches.sequences().arena(),
+            keys: config.keys,
+            profiler: &Profiler::disabled(),
+        };
+        let scales = calibrate(&model, &device)?;
+        let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt, scales.as_ref());
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let (keys, tenant_salt, replicas) = (config.keys, config.tenant_salt.clone(), None);
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, profiler, replicas })
+        Ok(Self { model, backend, stream, caches, keys, scales, scope, tenant_salt, profiler, replicas })
     }
 
     /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
     /// of chunks, and each may evict what the other no longer holds. Neither engine finds what the other has
     /// cached, since every key covers the model, its rotary embeddings and its tokenizer.
+    ///
+    /// An fp8 cache keeps the scales of this engine's model.
     ///
     /// The work of both engines goes to one stream, so one engine may meet a late error of the other. Both
     /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
@@ -143,11 +158,12 @@ impl Engine {
     /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if the pools of this engine can sleep.
     pub fn beside(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
         let caches = self.caches.shared(&model)?;
-        let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt);
+        let scales = self.scales.clone();
+        let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt, scales.as_ref());
         let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
         let (backend, stream) = (Arc::clone(&self.backend), Arc::clone(&self.stream));
         let (keys, tenant_salt, replicas) = (self.keys, self.tenant_salt.clone(), None);
-        Ok(Self { model, backend, stream, caches, keys, scope, tenant_salt, profiler, replicas })
+        Ok(Self { model, backend, stream, caches, keys, scales, scope, tenant_salt, profiler, replicas })
     }
 
     /// Returns the model.
@@ -252,10 +268,21 @@ impl Engine {
 }
 
 /// Returns the parts of every key of an engine except the rotary embeddings of a request.
-fn scope_of(model: &Model, tokenizer: &[u8], caches: &Caches, keys: KeyForm, tenant_salt: &[u8]) -> KeyScope {
-    KeyScope::new("kvmodel", model.revision())
+fn scope_of(
+    model: &Model,
+    tokenizer: &[u8],
+    caches: &Caches,
+    keys: KeyForm,
+    tenant_salt: &[u8],
+    scales: Option<&StaticScales>,
+) -> KeyScope {
+    let scope = KeyScope::new("kvmodel", model.revision())
         .tokenizer(tokenizer)
         .layout(caches.sequences().arena().layout().shape())
         .keys(keys)
-        .tenant_salt(tenant_salt)
+        .tenant_salt(tenant_salt);
+    match scales {
+        Some(StaticScales { k, v }) => scope.static_scales(k, v),
+        None => scope,
+    }
 }

@@ -4,7 +4,10 @@ use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, ReuseCell};
 use kvcore::CacheKind;
-use kvmodel::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
+use kvmodel::{
+    Engine, EngineConfig, Error, FinishReason, Model, ModelConfig, PromptTokens, Request, Sampling,
+    WeightFormat, Weights,
+};
 use rstest::rstest;
 
 fn engine(name: &str, config: &EngineConfig) -> Engine {
@@ -51,6 +54,47 @@ fn chunks_in_another_order_are_hits_and_change_no_token(
     assert_eq!(warm.tokens, cold.tokens);
     assert_eq!(none.tokens, cold.tokens);
     assert_eq!((cold.tokens.len(), cold.finish), (12, FinishReason::Length));
+}
+
+/// Values of a thousand times the size, which the output projection scales back, change no answer. E4M3 ends
+/// at 448.
+#[rstest]
+fn an_fp8_cache_is_calibrated(#[values("fp8-e4m3", "fp8-e4m3:head")] format: &str) {
+    let copy = tempfile::tempdir().expect("a folder");
+    let source = crate::common::folder("llama");
+    std::fs::copy(source.join("config.json"), copy.path().join("config.json")).expect("a copy");
+    let file = "model.safetensors";
+    let mut tensors =
+        candle_core::safetensors::load(source.join(file), &candle_core::Device::Cpu).expect("weights");
+    for (name, tensor) in &mut tensors {
+        let factor = match name {
+            name if name.contains("v_proj") => 1000.0,
+            name if name.contains("o_proj.weight") => 0.001,
+            _ => continue,
+        };
+        *tensor = (&*tensor * factor).expect("a product");
+    }
+    candle_core::safetensors::save(&tensors, copy.path().join(file)).expect("a file");
+    let prompt = Golden::load("llama").prompt;
+    let logits = |folder: &std::path::Path, format: &str| {
+        let config = std::fs::read_to_string(folder.join("config.json")).expect("a config");
+        let weights = Weights::from_directory(folder, &mut |_, _| ()).expect("weights");
+        let model =
+            Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32);
+        let kv_format = format.parse().expect("a format");
+        let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };
+        let mut engine =
+            Engine::new(model.expect("a model"), CpuBackend::new(), b"none", &config).expect("an engine");
+        let request = Request { max_new_tokens: 1, keep_logits: true, ..ask(&prompt, ReuseCell::default()) };
+        run(&mut engine, &request).logits.remove(0)
+    };
+    let exact = logits(&source, "f32");
+    let (plain, large) = (logits(&source, format), logits(copy.path(), format));
+    let (plain, large) = (crate::common::distance(&plain, &exact), crate::common::distance(&large, &exact));
+    assert!(
+        plain > 1e-4 && large < 2.0 * plain,
+        "{large} with large values, {plain} with those of the model"
+    );
 }
 
 #[test]
