@@ -12,11 +12,11 @@ use crate::run::Result;
 struct Family {
     file: &'static str,
     title: &'static str,
-    /// Whether a row is one of them; a row belongs to the first family that says so.
+    /// Returns true for a row of the family. A row belongs to the first family that says so.
     has: fn(&Row) -> bool,
 }
 
-const FAMILIES: [Family; 10] = [
+const FAMILIES: [Family; 11] = [
     Family {
         file: "wgpu-moves",
         title: "wgpu: what moves rows as they are",
@@ -42,9 +42,14 @@ const FAMILIES: [Family; 10] = [
         has: |r| r.what.starts_with("rope") || r.what.starts_with("rotate_keys"),
     },
     Family {
-        file: "quantized",
-        title: "Quantised formats",
-        has: |r| r.what.contains("quantize") || r.limit.starts_with("the same in"),
+        file: "quantize",
+        title: "quantize and dequantize against memcpy of the source",
+        has: |r| r.what.contains("quantize"),
+    },
+    Family {
+        file: "quantized-attend",
+        title: "attend, decode, over quantised caches",
+        has: |r| r.limit.starts_with("the same in"),
     },
     Family { file: "attend", title: "attend", has: |r| r.what.starts_with("attend") },
     Family { file: "ttft", title: "Time to first token", has: |r| r.what.starts_with("TTFT") },
@@ -74,8 +79,8 @@ const CHART: u32 = 640;
 /// Height of a line of the legend.
 const LINE: i32 = 20;
 
-/// What stands at `2^x`; nothing between powers of two.
-fn mark(x: f64, bytes: bool) -> String {
+/// Returns the label at `2^x` of an axis of sizes. Only powers of two have one.
+fn size_label(x: f64, bytes: bool) -> String {
     let whole = x.round();
     match whole {
         _ if (x - whole).abs() > 1e-6 => String::new(),
@@ -85,12 +90,39 @@ fn mark(x: f64, bytes: bool) -> String {
     }
 }
 
+/// Returns the label at `2^y` of an axis of ratios.
+fn ratio_label(y: f64) -> String {
+    let ratio = y.exp2();
+    match ratio {
+        r if r >= 10.0 => format!("{r:.0}"),
+        r if r >= 1.0 => format!("{r:.1}"),
+        r if r >= 0.1 => format!("{r:.2}"),
+        r => format!("{r:.1e}"),
+    }
+}
+
+/// Returns the range of ratios to show, as powers of two: 1 and all ratios, with a margin.
+fn shown_ratios(ratios: impl Iterator<Item = f64>) -> (f64, f64) {
+    let logs = ratios.filter(|ratio| *ratio > 0.0).map(f64::log2);
+    let (low, high) = logs.fold((0.0f64, 0.0f64), |(low, high), at| (low.min(at), high.max(at)));
+    let margin = 0.05 * (high - low).max(0.5);
+    (low - margin, high + margin)
+}
+
+/// Returns the colour of line `i` of `n`. No two lines of a chart have the same one.
+fn colour(i: usize, n: usize) -> RGBColor {
+    // Neighbours in the legend differ in lightness too.
+    let lightness = if i.is_multiple_of(2) { 0.36 } else { 0.56 };
+    let (r, g, b) = HSLColor(i as f64 / n.max(1) as f64, 0.75, lightness).rgb();
+    RGBColor(r, g, b)
+}
+
 fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), Box<dyn Error>> {
     let rows = || sweeps.iter().flat_map(|sweep| &sweep.rows);
     // Sizes double from one mark of the axis to the next.
     let low = rows().map(|row| row.size.log2()).fold(f64::INFINITY, f64::min).floor();
     let high = rows().map(|row| row.size.log2()).fold(0.0, f64::max).ceil();
-    let top = rows().map(|row| row.ratio).fold(1.0, f64::max) * 1.08;
+    let (bottom, top) = shown_ratios(rows().map(|row| row.ratio));
     let height = 480.max(60 + LINE as u32 * sweeps.len() as u32);
     let root = SVGBackend::new(path, (CHART + 480, height)).into_drawing_area();
     root.fill(&WHITE)?;
@@ -100,21 +132,26 @@ fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), 
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(60)
-        .build_cartesian_2d(low..high, 0.0..top)?;
+        .build_cartesian_2d(low..high, bottom..top)?;
     let bytes = rows().all(|row| row.unit == "bytes");
-    let unit = sweeps.first().map_or("", |sweep| sweep.rows[0].unit.as_str());
+    let unit = match sweeps.first().map_or("", |sweep| sweep.rows[0].unit.as_str()) {
+        "bytes" => "size of one call, in bytes".to_owned(),
+        "tokens" => "length of the prompt, in tokens".to_owned(),
+        other => format!("size, in {other}"),
+    };
     chart
         .configure_mesh()
         .x_desc(unit)
         .x_labels((high - low) as usize + 1)
-        .y_desc("times as fast as the limit or peer")
-        .x_label_formatter(&|x| mark(*x, bytes))
+        .y_desc("times as fast as the limit or peer: 1 is as fast")
+        .x_label_formatter(&|x| size_label(*x, bytes))
+        .y_label_formatter(&|y| ratio_label(*y))
         .light_line_style(WHITE)
         .draw()?;
-    chart.draw_series(LineSeries::new([(low, 1.0), (high, 1.0)], BLACK.mix(0.4)))?;
+    chart.draw_series(LineSeries::new([(low, 0.0), (high, 0.0)], BLACK.mix(0.6)))?;
     for (i, sweep) in sweeps.iter().enumerate() {
-        let colour = Palette99::pick(i).to_rgba();
-        let points = || sweep.rows.iter().map(|row| (row.size.log2(), row.ratio));
+        let colour = colour(i, sweeps.len());
+        let points = || sweep.rows.iter().map(|row| (row.size.log2(), row.ratio.log2()));
         chart.draw_series(LineSeries::new(points(), colour.stroke_width(2)))?;
         chart.draw_series(points().map(|point| Circle::new(point, 3, colour.filled())))?;
         let y = 48 + LINE * i as i32;
@@ -132,9 +169,25 @@ mod tests {
     use crate::bench::rows::{sweeps, tests::row};
 
     #[test]
-    fn marks_are_powers_of_two() {
-        assert_eq!([mark(21.0, true), mark(19.0, true), mark(10.0, false)], ["2 Mi", "512 Ki", "1024"]);
-        assert_eq!(mark(20.5, true), "");
+    fn labels_are_sizes_and_ratios() {
+        let sizes = [size_label(21.0, true), size_label(19.0, true), size_label(10.0, false)];
+        assert_eq!(sizes, ["2 Mi", "512 Ki", "1024"]);
+        assert_eq!(size_label(20.5, true), "");
+        assert_eq!([ratio_label(4.0), ratio_label(0.0), ratio_label(-1.0)], ["16", "1.0", "0.50"]);
+    }
+
+    #[test]
+    fn the_chart_ends_where_the_ratios_and_1_do() {
+        let (low, high) = shown_ratios([4.0, 8.0].into_iter());
+        assert!((-0.3..0.0).contains(&low) && (3.0..3.3).contains(&high), "{low} {high}");
+    }
+
+    #[test]
+    fn no_two_lines_have_one_colour() {
+        let mut colours: Vec<_> = (0..32).map(|i| colour(i, 32)).map(|c| (c.0, c.1, c.2)).collect();
+        colours.sort_unstable();
+        colours.dedup();
+        assert_eq!(colours.len(), 32);
     }
 
     #[test]
