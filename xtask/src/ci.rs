@@ -47,7 +47,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
     Step { command: TEST, budget: 600, needs: GPU },
-    Step { command: "cargo run --release -p kvcli -- demo", budget: 30, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- demo", budget: 20, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
         budget: 5,
@@ -68,6 +68,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: GPU,
     },
     Step { command: "cargo run --release -p kvbackend-cpu --example paged_decode", budget: 10, needs: &[] },
+    Step { command: "cargo run --release -p kvchunk --example chunk_reuse", budget: 10, needs: &[] },
     Step { command: "cargo run --release -p kvbackend-cpu --example own_backend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 30, needs: &[] },
     Step { command: "cargo xtask conform --backend wgpu", budget: 240, needs: GPU },

@@ -94,7 +94,7 @@ impl Reader {
     /// Takes a line. A test that prints `SKIPPED …` is skipped however often it does, and did not pass, although its
     /// harness says so.
     fn add(&mut self, line: &str) {
-        if line == "successes:" || (line.starts_with("---- ") && self.section != Section::Other) {
+        if line == "successes:" || (is_heading(line) && self.section != Section::Other) {
             self.section = Section::Passed;
         } else if line == "failures:" {
             self.section = Section::Other;
@@ -126,6 +126,11 @@ impl Reader {
             self.sums.failed += 1;
         }
     }
+}
+
+/// Returns true for the line that the harness writes before the output of a test.
+fn is_heading(line: &str) -> bool {
+    line.starts_with("---- ") && line.ends_with(" stdout ----")
 }
 
 /// Settings of the release profile under which this workspace's crates have assertions, and their dependencies are
@@ -224,6 +229,7 @@ mod tests {
             "",
             "---- a stdout ----",
             "SKIPPED: no Vulkan adapter",
+            "---- a line of the test's own",
             "SKIPPED: no Vulkan adapter",
             "---- b stdout ----",
             "a line",

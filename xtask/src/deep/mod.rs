@@ -8,7 +8,7 @@ use std::process::Command;
 use clap::Args;
 
 use crate::run::{Result, root};
-use crate::tools::{Tool, first_line};
+use crate::tools::{self, Tool, first_line};
 use crate::{arm, instructions, step};
 
 mod table;
@@ -27,6 +27,9 @@ pub(crate) struct DeepArgs {
     /// Print the table and run nothing.
     #[arg(long)]
     list: bool,
+    /// Print the commands that bring the tools that slices lack here, and run nothing.
+    #[arg(long, conflicts_with_all = ["all", "list", "slice"])]
+    missing: bool,
 }
 
 /// A part of the deep checks. To add one, add a line to [`SLICES`].
@@ -76,6 +79,12 @@ pub(crate) const SLICES: &[Slice] = &[
         ],
     },
     Slice {
+        name: "packages",
+        covers: "the crates that are ready to publish, built as a registry would",
+        command: "cargo publish --dry-run --allow-dirty -p kvcore -p kvbackend-cpu",
+        needs: &[],
+    },
+    Slice {
         name: "arm",
         covers: "fast kernels on 64-bit ARM, under an emulator",
         command: "cargo xtask arm",
@@ -115,6 +124,12 @@ pub(crate) const SLICES: &[Slice] = &[
 
 /// Runs the slices that the options ask for.
 pub(crate) fn deep(args: &DeepArgs) -> Result {
+    if args.missing {
+        for command in tools::commands(SLICES.iter().flat_map(|slice| slice.needs).copied()) {
+            println!("{command}");
+        }
+        return Ok(());
+    }
     let mut table = Table::read()?;
     if args.list {
         print!("{}", table.text());

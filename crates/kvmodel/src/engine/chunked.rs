@@ -86,9 +86,12 @@ impl Engine {
         let request = asked.request;
         let mut flops = 0;
         // The request first computes its own pieces, and waits for pieces of other requests after that.
-        while !assembly.is_ready() {
-            flops += self.model.forward(&self.device(), &asked.ropes, assembly.inputs(), observer)?.flops;
-            assembly.advance(&self.assembler(request, &asked.ropes, reindexer)?, prompt)?;
+        if !assembly.is_ready() {
+            let (device, assembler) = (self.device(), self.assembler(request, &asked.ropes, reindexer)?);
+            while !assembly.is_ready() {
+                flops += self.model.forward(&device, &asked.ropes, assembly.inputs(), observer)?.flops;
+                assembly.advance(&assembler, prompt)?;
+            }
         }
         let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
         let selection = match request.recompute.check() {
