@@ -21,12 +21,14 @@ const BATCH: usize = 128;
 /// Prompts with keys, in units of those that fit in the pool.
 const PROMPTS_PER_POOL: usize = 3;
 
-/// What both pools do. Each call works on `BATCH` blocks, unless it is told how many.
+/// The work that both pools do. Each call works on `BATCH` blocks, unless it is told how many.
 trait Pool: Sync {
-    /// A pool of `blocks` blocks.
+    /// Creates a pool of `blocks` blocks.
     fn new(blocks: usize) -> Self;
     /// Takes blocks and gives them back.
     fn alloc_free(&self, blocks: usize);
+    /// Takes blocks one by one, as a sequence grows, and gives all of them back.
+    fn grow(&self);
     /// Fills the pool: prompt `i` of `blocks / BATCH` stays cached.
     fn fill(&self, prompt: usize);
     /// Holds all blocks of a cached prompt and lets them go.
@@ -38,14 +40,16 @@ trait Pool: Sync {
 #[derive(Clone, Copy)]
 enum Work {
     AllocFree,
-    /// What a decode step takes when its block is full.
+    /// A guard for each block.
     AllocFreeOne,
+    /// A guard that takes one block more whenever a decode step has filled the last.
+    Grow,
     Hit,
     Churn,
 }
 
 impl Work {
-    const ALL: [Self; 4] = [Self::AllocFree, Self::AllocFreeOne, Self::Hit, Self::Churn];
+    const ALL: [Self; 5] = [Self::AllocFree, Self::AllocFreeOne, Self::Grow, Self::Hit, Self::Churn];
 
     /// Blocks of a call.
     fn batch(self) -> usize {
@@ -56,6 +60,7 @@ impl Work {
         match self {
             Self::AllocFree => 1 << 24,
             Self::AllocFreeOne => 1 << 21,
+            Self::Grow => 1 << 22,
             Self::Hit => 1 << 22,
             Self::Churn => 1 << 20,
         }
@@ -65,6 +70,7 @@ impl Work {
         match self {
             Self::AllocFree => "alloc + free of 128",
             Self::AllocFreeOne => "alloc + free of one",
+            Self::Grow => "growth by one, 128 times",
             Self::Hit => "prefix hit of 128 + release",
             Self::Churn => "churn of 128 in a full pool",
         }
@@ -85,6 +91,7 @@ fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize, shorter: usize) -
             let n = (round * threads + thread) * calls + call;
             match work {
                 Work::AllocFree | Work::AllocFreeOne => pool.alloc_free(work.batch()),
+                Work::Grow => pool.grow(),
                 // In an order that is not that of filling.
                 Work::Hit => pool.hit(n * 7919 % prompts),
                 // A cycle of three times the pool: what comes again has been evicted.

@@ -35,6 +35,12 @@ impl Pool for Ours {
         assert!(blocks.is_ok());
     }
 
+    fn grow(&self) {
+        let sequence = self.pool.allocate(1);
+        let grown = sequence.and_then(|mut own| (1..BATCH).try_for_each(|_| own.allocate(1)));
+        assert!(grown.is_ok());
+    }
+
     fn fill(&self, prompt: usize) {
         self.store(prompt);
     }

@@ -53,6 +53,14 @@ impl Pool for Theirs {
         assert!(self.manager.allocate_blocks(blocks).is_some());
     }
 
+    fn grow(&self) {
+        let mut own = Vec::with_capacity(BATCH);
+        for _ in 0..BATCH {
+            own.extend(self.manager.allocate_blocks(1).into_iter().flatten());
+        }
+        assert_eq!(own.len(), BATCH);
+    }
+
     fn fill(&self, prompt: usize) {
         self.store(prompt);
     }
