@@ -70,7 +70,8 @@ pub struct WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Creates a backend on the fastest adapter.
+    /// Creates a backend on the first usable adapter: a discrete GPU, otherwise an integrated one, otherwise
+    /// software.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable; the error says what to do.

@@ -16,7 +16,7 @@
 //! which block holds which token in [`paging`]. All names are exported here too.
 //!
 //! This crate knows no device API, no async runtime and no model. A backend implements
-//! [`Backend`] and [`Stream`]; an engine keeps sequences in a [`PagedKvCache`] (or a
+//! [`Backend`], [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a
 //! [`StaticKvCache`]) and hands operations to a stream.
 //!
 //! ```
