@@ -53,7 +53,8 @@ pub(super) fn calibrate(model: &Model, device: &ComputeDevice) -> Result<Option<
         device.stream.gather(&Gather { arena, layer, slots, k: k.clone(), v: v.clone(), rotation: None })?;
         for (view, scales_of) in [(&k, &mut found.k), (&v, &mut found.v)] {
             let of_heads = largest(device, view)?;
-            let scale = |largest: f32| kind.scale_for(HEADROOM * largest);
+            // Under a power of two, elements are rounded as without a scale.
+            let scale = |largest: f32| kind.scale_for(HEADROOM * largest).log2().ceil().exp2();
             match scales {
                 ScaleScope::PerHead => scales_of.extend(of_heads.into_iter().map(scale)),
                 ScaleScope::PerTensor => scales_of.push(scale(of_heads.into_iter().fold(0.0, f32::max))),
