@@ -152,9 +152,10 @@ pub enum Error {
         /// The block to be written.
         block: BlockId,
     },
-    /// A write permit is void: a block of its owner was shared, truncated or freed after the issue.
+    /// A write permit is void: after the issue, one of its blocks was shared, or a block of its owner was
+    /// truncated or freed.
     #[error(
-        "the permit to write these {what} is void: a block of theirs was shared, truncated or freed since; \
+        "the permit to write these {what} is void: a block was shared, truncated or freed since; \
          take new {what} from the table or the guard that fills the blocks"
     )]
     PermitVoid {

@@ -129,8 +129,9 @@ impl BlockTable {
     /// ([`unshare_tail`](Self::unshare_tail) replaces it by a copy). In these cases the table is unchanged.
     pub fn grow(&mut self, tokens: usize) -> Result<WriteSlots> {
         let tokens = self.reserve(tokens)?;
+        let first = self.place_of(tokens.start);
         let slots: Arc<[i64]> = tokens.map(|token| self.slot_unchecked(token)).collect();
-        Ok(self.own.permits.slots(self.block_size, slots))
+        Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
     /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), uses the
@@ -141,9 +142,15 @@ impl BlockTable {
     /// Returns the errors of [`grow`](Self::grow). In these cases `slots` is unchanged.
     pub fn grow_into(&mut self, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
         let tokens = self.reserve(tokens)?;
+        let first = self.place_of(tokens.start);
         let places = tokens.map(|token| self.slot_unchecked(token));
-        self.own.permits.refill(slots, self.block_size, places);
+        self.own.permits.refill(slots, first, self.block_size, places);
         Ok(())
+    }
+
+    /// Returns the place of a token's block among the table's own blocks.
+    fn place_of(&self, token: usize) -> usize {
+        (token / self.block_size).saturating_sub(self.shared.len())
     }
 
     /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
@@ -199,7 +206,7 @@ impl BlockTable {
         self.own = own;
         self.keyed = self.keyed.min(tail);
         self.refresh();
-        let pairs = self.own.permits.pairs([(source.ids()[0], target)]);
+        let pairs = self.own.permits.pairs(0, [(source.ids()[0], target)]);
         Ok(Some(TailCopy { source, pairs }))
     }
 
@@ -218,10 +225,7 @@ impl BlockTable {
     /// Returns no error that a caller can cause.
     pub fn fork(&mut self) -> Result<Self> {
         let used = self.len.div_ceil(self.block_size).saturating_sub(self.shared.len());
-        let spare = self.own.split_off(used)?;
-        let mut own = std::mem::replace(&mut self.own, spare);
-        self.own.inherit_permits(&mut own);
-        self.shared.append(own.share())?;
+        self.shared.append(self.own.take_first(used)?.share())?;
         let shared = self.shared.clone();
         Ok(Self {
             block_size: self.block_size,
@@ -265,7 +269,7 @@ impl BlockTable {
             return Err(self.shared_at(len));
         }
         if len < self.len {
-            self.own.permits.void();
+            self.own.lose();
         }
         drop(self.own.split_off(keep.saturating_sub(self.shared.len()).min(self.own.len()))?);
         self.shared.truncate(keep);
@@ -276,7 +280,8 @@ impl BlockTable {
     }
 
     /// Shares the next full blocks under `keys`, in order. If the pool knows a key already, the table takes
-    /// the known block, and its own block is freed.
+    /// the known block, and its own block is freed. Slots in these blocks become void; slots that lie only in
+    /// later blocks stay valid.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if there are fewer full blocks than keys. In that case nothing is
@@ -295,10 +300,9 @@ impl BlockTable {
             return Ok(());
         }
         let unshared = (self.keyed + keys.len()).saturating_sub(self.shared.len());
-        let rest = self.own.split_off(unshared)?;
-        let mut own = std::mem::replace(&mut self.own, rest);
-        self.own.inherit_permits(&mut own);
-        self.shared.append(own.share())?;
+        if unshared > 0 {
+            self.shared.append(self.own.take_first(unshared)?.share())?;
+        }
         self.shared.register(self.keyed, parent, keys)?;
         self.keyed += keys.len();
         self.refresh();

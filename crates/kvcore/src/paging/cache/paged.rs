@@ -294,9 +294,9 @@ impl PagedKvCache {
     /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if a block
-    /// of the slots was shared, truncated or freed since the slots were taken. Also returns the errors of the
-    /// stream.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if,
+    /// since the slots were taken, one of their blocks was shared or the sequence was truncated or freed. Also
+    /// returns the errors of the stream.
     pub fn write(
         &self,
         id: SequenceId,

@@ -162,7 +162,7 @@ impl StaticKvCache {
     fn refill(&self, batch: usize, start: usize, new: usize, slots: &mut WriteSlots) {
         let first = batch * self.max_len() + start;
         let places = (first..first + new).map(|slot| slot as i64);
-        self.permits[batch].refill(slots, self.max_len(), places);
+        self.permits[batch].refill(slots, 0, self.max_len(), places);
     }
 
     /// Returns the slots of new tokens of an entry, as [`refill`](Self::refill) does.
@@ -201,7 +201,7 @@ impl StaticKvCache {
     pub fn reset(&mut self) {
         self.lengths.fill(0);
         self.sequences.clear();
-        self.permits.iter().for_each(Permits::void);
+        self.permits.iter().for_each(|entry| entry.void(1));
     }
 
     /// Sets the length of every entry in one layer, for rows that were written by a copy.
@@ -272,7 +272,7 @@ impl KvCache for StaticKvCache {
             return Err(Error::range("length to truncate to", len, held + 1));
         }
         self.set_len(batch, len);
-        self.permits[batch].void();
+        self.permits[batch].void(1);
         Ok(())
     }
 
@@ -280,7 +280,7 @@ impl KvCache for StaticKvCache {
         let batch = self.entry(id)?;
         self.sequences.remove(&id);
         self.set_len(batch, 0);
-        self.permits[batch].void();
+        self.permits[batch].void(1);
         Ok(())
     }
 
