@@ -48,6 +48,8 @@ pub struct TailCopy {
     /// The shared block, held until the copy is enqueued.
     source: SharedBlocks,
     pairs: WritePairs,
+    /// Number of shared blocks with keys before the step, to undo it.
+    keyed: usize,
 }
 
 impl TailCopy {
@@ -204,16 +206,19 @@ impl BlockTable {
         let source = self.shared.split_off(tail)?;
         own.append(std::mem::replace(&mut self.own, MutableBlocks::none(source.pool())))?;
         self.own = own;
-        self.keyed = self.keyed.min(tail);
+        let keyed = self.keyed;
+        self.keyed = keyed.min(tail);
         self.refresh();
         let pairs = self.own.permits.pairs(0, [(source.ids()[0], target)]);
-        Ok(Some(TailCopy { source, pairs }))
+        Ok(Some(TailCopy { source, pairs, keyed }))
     }
 
-    /// Undoes [`unshare_tail`](Self::unshare_tail), for a copy that could not be made.
+    /// Undoes the last step, an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. The table
+    /// has the blocks and keys that it had before; blocks that were supplied ahead stay.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
-        drop(self.own.split_off(0)?);
+        drop(self.own.take_first(1)?);
         self.shared.append(copy.source)?;
+        self.keyed = copy.keyed;
         self.refresh();
         Ok(())
     }
@@ -443,6 +448,35 @@ mod tests {
         assert!(x.check().is_ok() && y.check().is_ok());
         drop((a, b));
         assert_eq!(pool.counts().free, 6);
+    }
+
+    #[test]
+    fn a_copy_that_is_undone_leaves_spare_blocks_and_keys_as_they_were() {
+        let pool = BlockPool::new(0..8).unwrap();
+        let root = KeyScope::new("m", b"").root();
+        let keys = [root, root.child(&[1])];
+        let mut sealed = BlockTable::new(&pool, 4).unwrap();
+        sealed.grow(6).unwrap();
+        sealed.seal(None, &keys).unwrap();
+        let mut table = BlockTable::with_prefix(pool.lookup_chain(&keys), 4).unwrap();
+        table.shorten_last(6).unwrap();
+        table.supply(pool.allocate(2).unwrap()).unwrap();
+        let state = |table: &BlockTable| (Arc::clone(table.ids()), table.keyed_blocks(), pool.counts());
+        let before = state(&table);
+        let copy = table.unshare_tail().unwrap().unwrap();
+        let pairs = copy.pairs().clone();
+        assert_eq!((table.keyed_blocks(), pairs.check()), (1, Ok(())));
+        table.reshare_tail(copy).unwrap();
+        assert_eq!(state(&table), before);
+        assert_eq!(pairs.check(), Err(Error::PermitVoid { what: "blocks" }), "the target is free again");
+        assert!(matches!(table.truncate(5), Err(Error::SharedBlock { token: 5, .. })), "others find it");
+        assert!(matches!(table.grow(1), Err(Error::SharedBlock { token: 6, .. })));
+        drop(table.unshare_tail().unwrap().unwrap());
+        let spare = before.0[2];
+        assert_eq!(table.grow(3).unwrap()[2], i64::from(spare.0) * 4, "the ninth token is in a spare block");
+        drop((table, sealed));
+        assert_eq!((pool.counts().cached, pool.counts().free), (2, 6));
+        pool.check_invariants().unwrap();
     }
 
     #[test]
