@@ -128,7 +128,10 @@ impl CpuStorage {
     ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner` lives.
-    /// While the storage lives, nothing else may access these bytes except through the storage.
+    /// While the storage lives, nothing else may access these bytes except through the storage. In particular
+    /// no other storage covers one of them: each storage has a lock of its own. Operations refuse operands that
+    /// share memory, such as two arenas over windows that overlap, yet operations on different streams cannot
+    /// see each other's.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0.

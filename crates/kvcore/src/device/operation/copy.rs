@@ -58,7 +58,8 @@ impl SwapBlocks {
     ///
     /// # Errors
     /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] and [`Error::FormatMismatch`] for other
-    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only.
+    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only, such as windows of one piece of
+    /// memory.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
@@ -105,10 +106,7 @@ fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     if same && src.layout().shape() == dst.layout().shape() {
         return Ok(true);
     }
-    if src.storages().any(|a| dst.storages().any(|b| a.address() == b.address())) {
-        return Err(Error::Aliased { what: "arenas of a block copy" });
-    }
-    Ok(false)
+    if src.shares_memory(dst) { Err(Error::Aliased { what: "arenas of a block copy" }) } else { Ok(false) }
 }
 
 /// Checks that blocks of both arenas have the same extents and format. The order inside a block and the

@@ -54,7 +54,7 @@ impl Quantize {
     /// - Returns [`Error::OutOfRange`] if a block is outside its arena.
     /// - Returns [`Error::BlockTwice`] if a block is a destination twice.
     /// - Returns [`Error::PermitVoid`] if the permit is void.
-    /// - Returns [`Error::Aliased`] if the arenas share a storage.
+    /// - Returns [`Error::Aliased`] if the arenas share memory.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
@@ -107,7 +107,7 @@ impl Dequantize {
 }
 
 /// Checks that one arena is dense, the other quantised, and that both have the same extents and share no
-/// storage.
+/// memory.
 fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
     for (arena, wanted, reason) in
         [(dense, false, "the dense side is quantised"), (quantized, true, "the quantised side is dense")]
@@ -118,7 +118,7 @@ fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
         }
     }
     same_extents(dense, quantized)?;
-    if dense.storages().any(|a| quantized.storages().any(|b| a.address() == b.address())) {
+    if dense.shares_memory(quantized) {
         return Err(Error::Aliased { what: "the dense and the quantised arena" });
     }
     Ok(())

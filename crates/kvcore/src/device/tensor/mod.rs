@@ -157,11 +157,16 @@ impl TensorView {
         self.extent()
     }
 
-    /// Returns whether both views lie in one storage and their byte ranges, each from first to last
-    /// element, overlap. Interleaved views overlap in this sense without sharing an element.
+    /// Returns whether the byte ranges of both views, each from first to last element, overlap in memory, also
+    /// if the views lie in different storages over one piece of memory. Interleaved views overlap in this
+    /// sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {
-        let (a, b) = (self.extent()?, other.extent()?);
-        Ok(self.storage.address() == other.storage.address() && a.start.max(b.start) < a.end.min(b.end))
+        let range = |view: &Self| -> Result<_> {
+            let (extent, address) = (view.extent()?, view.storage.address());
+            Ok((address.saturating_add(extent.start as u64), address.saturating_add(extent.end as u64)))
+        };
+        let (a, b) = (range(self)?, range(other)?);
+        Ok(a.0.max(b.0) < a.1.min(b.1))
     }
 
     /// Returns the device or host address of the element at `index`.
