@@ -182,6 +182,12 @@ pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }
 
+/// Returns the error for a storage that a kernel uses without the lock that the use needs.
+pub(crate) fn not_locked() -> Error {
+    let reason = "a kernel uses a storage that it has not locked, or has locked only to read".to_owned();
+    Error::Device { backend: NAME, reason }
+}
+
 /// Locks of the storages that one operation touches.
 ///
 /// Each storage is locked once, in order of address, so that operations on different streams cannot deadlock.
@@ -228,7 +234,7 @@ impl<'a> Access<'a> {
         match self.0.iter().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Read(guard))) => Ok(guard.as_slice()),
             Some((_, Lock::Write(guard))) => Ok(guard.as_slice()),
-            None => Err(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME }),
+            None => Err(not_locked()),
         }
     }
 
@@ -236,7 +242,7 @@ impl<'a> Access<'a> {
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&mut [u8]> {
         match self.0.iter_mut().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Write(guard))) => Ok(guard.as_mut_slice()),
-            _ => Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME }),
+            _ => Err(not_locked()),
         }
     }
 
@@ -264,7 +270,7 @@ enum Part<'a> {
 impl<'a> Parts<'a> {
     fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<Part<'a>> {
         let at = self.0.iter().position(|(address, _)| *address == storage.address());
-        let at = at.ok_or(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME })?;
+        let at = at.ok_or_else(not_locked)?;
         Ok(self.0.swap_remove(at).1)
     }
 
@@ -280,9 +286,7 @@ impl<'a> Parts<'a> {
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
         match self.take(storage)? {
             Part::Write(bytes) => Ok(bytes),
-            Part::Read(_) => {
-                Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME })
-            }
+            Part::Read(_) => Err(not_locked()),
         }
     }
 }

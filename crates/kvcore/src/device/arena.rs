@@ -83,7 +83,7 @@ impl KvArena {
     /// Creates a dense arena over memory that the caller provides.
     ///
     /// # Errors
-    /// - Returns [`Error::Mismatch`] if a storage is smaller than the layout requires.
+    /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
     /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
     /// - Returns [`Error::Aliased`] if K and V share memory.
     /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
@@ -199,7 +199,8 @@ impl KvArena {
     /// `[num_blocks, heads, len, dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the block size.
+    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len` exceeds
+    /// the block size.
     pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
         let layers = self.layout.shape().num_layers;
         if layer >= layers {
@@ -294,11 +295,7 @@ impl KvArena {
 /// Checks that a storage is large enough and aligned.
 fn fits(what: &'static str, storage: &Arc<dyn Storage>, bytes: usize, dtype: DType) -> Result<()> {
     if storage.len() < bytes {
-        return Err(Error::Mismatch {
-            what: "bytes of the arena's storage",
-            expected: bytes,
-            got: storage.len(),
-        });
+        return Err(Error::too_large("bytes of a plane in its storage", bytes, storage.len()));
     }
     let (address, align) = (storage.address(), dtype.align());
     if address.is_multiple_of(align as u64) {

@@ -98,10 +98,10 @@ macro_rules! guard {
             /// Keeps the first `at` blocks, and returns a guard of the other blocks.
             ///
             /// # Errors
-            /// Returns [`Error::OutOfRange`] if `at` exceeds the number of blocks.
+            /// Returns [`Error::TooLarge`] if `at` exceeds the number of blocks.
             pub fn split_off(&mut self, at: usize) -> Result<Self> {
                 if at > self.ids.len() {
-                    return Err(Error::range("blocks to keep", at, self.ids.len() + 1));
+                    return Err(Error::too_large("blocks to keep", at, self.ids.len()));
                 }
                 if at < self.ids.len() {
                     self.lose();
@@ -158,10 +158,10 @@ impl MutableBlocks {
     /// to write only the other blocks stay valid.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `n` exceeds the number of blocks.
+    /// Returns [`Error::TooLarge`] if `n` exceeds the number of blocks.
     pub(super) fn take_first(&mut self, n: usize) -> Result<Self> {
         if n > self.ids.len() {
-            return Err(Error::range("blocks to share", n, self.ids.len() + 1));
+            return Err(Error::too_large("blocks to share", n, self.ids.len()));
         }
         self.permits.void_first(n);
         Ok(Self::over(self.pool.clone(), self.ids.drain(..n).collect()))
@@ -299,18 +299,18 @@ impl SharedBlocks {
     /// have a key keep it.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if there are more keys than blocks. Returns [`Error::Aliased`] if a
+    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::BlockTwice`] if a
     /// block occurs twice among them, which is possible after guards were appended to each other. In these
     /// cases nothing has changed.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
-            return Err(Error::range("end of the blocks to register", end, self.ids.len() + 1));
+            return Err(Error::too_large("end of the blocks to register", end, self.ids.len()));
         }
         let mut sorted: Ids = self.ids[start..end].into();
         sorted.sort_unstable();
-        if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(Error::Aliased { what: "blocks to register" });
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::BlockTwice { block: pair[0], role: "a block to register twice" });
         }
         self.enter_keys(start, parent, keys);
         Ok(())

@@ -169,7 +169,7 @@ impl BlockPool {
     /// Creates a pool over the blocks `range` with the given settings.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if the range is empty, and [`Error::OutOfRange`] if the watermark exceeds
+    /// Returns [`Error::Zero`] if the range is empty, and [`Error::TooLarge`] if the watermark exceeds
     /// the size of the pool.
     pub fn with_config(range: Range<u32>, config: PoolConfig) -> Result<Self> {
         let blocks = range.len();
@@ -177,7 +177,7 @@ impl BlockPool {
             return Err(Error::Zero { what: "blocks of a pool" });
         }
         if config.watermark > blocks {
-            return Err(Error::range("watermark", config.watermark, blocks + 1));
+            return Err(Error::too_large("watermark", config.watermark, blocks));
         }
         let size = blocks.div_ceil(config.shards_for(blocks)).next_power_of_two();
         let timed = config.ttl.is_some() || (config.policy)(1).wants_time();

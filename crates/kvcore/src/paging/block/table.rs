@@ -87,7 +87,7 @@ impl BlockTable {
     /// Declares that the last block, which is shared, holds tokens up to `len` only.
     pub(crate) fn shorten_last(&mut self, len: usize) -> Result<()> {
         if len > self.len || len + self.block_size <= self.len {
-            return Err(Error::range("length within the last block", len, self.len + 1));
+            return Err(Error::too_large("length within the last block", len, self.len));
         }
         self.len = len;
         Ok(())
@@ -263,11 +263,11 @@ impl BlockTable {
     /// `len` become void, also those in a block that stays.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
+    /// Returns [`Error::TooLarge`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
     /// inside a block that others can find by its key.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
-            return Err(Error::range("length to truncate to", len, self.len + 1));
+            return Err(Error::too_large("length to truncate to", len, self.len));
         }
         let keep = len.div_ceil(self.block_size);
         if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
@@ -289,12 +289,12 @@ impl BlockTable {
     /// later blocks stay valid.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if there are fewer full blocks than keys. In that case nothing is
+    /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. In that case nothing is
     /// shared.
     pub fn share_full(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = (self.keyed + keys.len()) * self.block_size;
         if end > self.len {
-            return Err(Error::range("end of the blocks to share", end, self.len + 1));
+            return Err(Error::too_large("end of the blocks to share", end, self.len));
         }
         self.seal(parent, keys)
     }
@@ -368,6 +368,8 @@ mod tests {
         assert_eq!(table.grow(3).unwrap()[..], [43, 48, 49]);
         assert_eq!(table.slot(5), Ok(49));
         assert!(matches!(table.slot(6), Err(Error::OutOfRange { .. })));
+        let longer = table.truncate(7).unwrap_err();
+        assert_eq!(longer.to_string(), "length to truncate to 7 is too large: at most 6 is possible");
         table.truncate(4).unwrap();
         assert_eq!((table.ids().len(), pool.counts().free), (1, 8));
         assert!(matches!(table.grow(usize::MAX), Err(Error::Overflow { .. })));

@@ -114,11 +114,11 @@ impl PagedKvCache {
     /// Creates a cache over the blocks of `pool`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the pool has blocks that the arena lacks.
+    /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
         let (end, limit) = (pool.range().end as usize, arena.layout().shape().num_blocks);
         if end > limit {
-            return Err(Error::range("last block of the pool", end, limit + 1));
+            return Err(Error::too_large("last block of the pool", end, limit));
         }
         Ok(Self { arena, pool, sequences: HashMap::new(), next: 0, continuations: None })
     }
@@ -275,7 +275,7 @@ impl PagedKvCache {
     /// step).
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] if `len`
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::TooLarge`] if `len`
     /// exceeds the length of the sequence, and [`Error::SharedBlock`] if `len` lies inside a block that
     /// others can find by its key. In these cases the sequence is unchanged.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
@@ -321,7 +321,7 @@ impl PagedKvCache {
     /// nothing for a sequence without a key scheme.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if there
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::TooLarge`] if there
     /// are more tokens than slots from [`grow`](Self::grow).
     pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         let block_size = self.block_size();
@@ -330,7 +330,7 @@ impl PagedKvCache {
             let held = sequence.table.keyed_blocks() * block_size + chain.pending.len();
             let room = sequence.table.len().saturating_sub(held);
             if tokens.len() > room {
-                return Err(Error::range("tokens to commit", tokens.len(), room + 1));
+                return Err(Error::too_large("tokens to commit", tokens.len(), room));
             }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;

@@ -130,7 +130,7 @@ impl StaticKvCache {
         for (batch, &start) in starts.iter().enumerate() {
             let held = self.entry_len(layer, batch)?;
             if start > held {
-                return Err(Error::range("start of the update", start, held + 1));
+                return Err(Error::too_large("start of the update", start, held));
             }
             self.check_end(start.saturating_add(new))?;
         }
@@ -152,7 +152,7 @@ impl StaticKvCache {
 
     fn check_end(&self, end: usize) -> Result<()> {
         if end > self.max_len() {
-            return Err(Error::range("length of a static cache", end, self.max_len() + 1));
+            return Err(Error::too_large("length of a static cache", end, self.max_len()));
         }
         Ok(())
     }
@@ -242,7 +242,7 @@ impl KvCache for StaticKvCache {
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let taken = |batch| self.sequences.values().any(|&(other, _)| other == batch);
         let entries = self.max_batch();
-        let full = Error::range("sequences of a static cache", self.sequences.len() + 1, entries + 1);
+        let full = Error::too_large("sequences of a static cache", self.sequences.len() + 1, entries);
         let batch = (0..entries).find(|&batch| !taken(batch)).ok_or(full)?;
         let id = SequenceId(self.next);
         self.next += 1;
@@ -269,7 +269,7 @@ impl KvCache for StaticKvCache {
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let (batch, held) = (self.entry(id)?, self.len(id)?);
         if len > held {
-            return Err(Error::range("length to truncate to", len, held + 1));
+            return Err(Error::too_large("length to truncate to", len, held));
         }
         self.set_len(batch, len);
         self.permits[batch].void(1);
