@@ -138,13 +138,6 @@ impl PagedKvCache {
         self.sequences.len()
     }
 
-    /// Returns the ids of the live sequences, the oldest first.
-    pub fn sequence_ids(&self) -> impl DoubleEndedIterator<Item = SequenceId> + use<> {
-        let mut ids: Vec<SequenceId> = self.sequences.keys().copied().collect();
-        ids.sort_unstable();
-        ids.into_iter()
-    }
-
     /// Creates a sequence that shares nothing.
     ///
     /// # Errors
