@@ -46,7 +46,34 @@ impl Exposition {
         self.0.push(Family { name, kind, help, samples: Vec::new() });
         &mut self.0[at]
     }
+
+    /// Adds a family for each of `columns`, with a sample of each of `sources`, named by its `label`.
+    pub fn numbers<M>(&mut self, columns: &[NumberColumn<M>], label: &str, sources: &[(&str, &M)]) {
+        for (name, kind, help, value) in columns {
+            let family = self.family(name, *kind, help);
+            for (source, metrics) in sources {
+                family.sample(&[(label, source)], value(metrics));
+            }
+        }
+    }
+
+    /// Adds a histogram family for each of `columns`, with the latencies of each of `sources`, named by its
+    /// `label`.
+    pub fn latencies<M>(&mut self, columns: &[LatencyColumn<M>], label: &str, sources: &[(&str, &M)]) {
+        for (name, help, latencies) in columns {
+            let family = self.family(name, MetricKind::Histogram, help);
+            for (source, metrics) in sources {
+                family.histogram(&[(label, source)], latencies(metrics));
+            }
+        }
+    }
 }
+
+/// One number of metrics `M`: its name, kind, help text and value.
+pub type NumberColumn<M> = (&'static str, MetricKind, &'static str, fn(&M) -> f64);
+
+/// Latencies of metrics `M`: their name, help text and value.
+pub type LatencyColumn<M> = (&'static str, &'static str, fn(&M) -> &Latencies);
 
 impl fmt::Display for Exposition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,6 +1,7 @@
 //! Copies of whole blocks, within one arena or between two.
 
 use super::entry::Storages;
+use super::{Dequantize, Quantize};
 use crate::base::{BlockId, Error, KvShape, Result, same};
 use crate::device::{KvArena, WritePairs};
 
@@ -64,18 +65,27 @@ impl SwapBlocks {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
-    }
 }
+
+/// Defines the methods that are equal for operations on whole blocks of two arenas, `src` and `dst`.
+macro_rules! between_arenas {
+    ($($operation:ty),*) => {$(
+        impl $operation {
+            /// Returns the number of bytes written.
+            pub fn bytes(&self) -> usize {
+                self.pairs.len() * self.dst.layout().block_bytes()
+            }
+
+            /// Names the memory that the operation touches.
+            pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+                storages.arena(&self.src);
+                storages.arena(&self.dst);
+            }
+        }
+    )*};
+}
+
+between_arenas!(SwapBlocks, Quantize, Dequantize);
 
 /// Checks that the permit is valid, that the block ids lie inside their arenas, that no destination appears
 /// twice, and that no byte is both read and written.

@@ -1,7 +1,6 @@
 //! Conversion of whole blocks between a dense arena and a quantised one.
 
 use super::copy::{check_pairs, same_extents};
-use super::entry::Storages;
 use crate::base::{Error, Result};
 use crate::device::{KvArena, WritePairs};
 
@@ -59,17 +58,6 @@ impl Quantize {
         check_sides(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
-    }
 }
 
 /// Dequantises blocks of a quantised arena into a dense arena, over all layers, K and V. The inverse of
@@ -92,17 +80,6 @@ impl Dequantize {
     pub fn check(&self) -> Result<()> {
         check_sides(&self.dst, &self.src)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
-    }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
     }
 }
 
