@@ -178,9 +178,14 @@ pub enum Error {
         /// The budget in bytes.
         limit: usize,
     },
-    /// Saved or received contents fail their check: a checksum, a digest or a panic of the store.
-    #[error("saved chunk is damaged: {0}; compute it anew, which the next request for it does by itself")]
+    /// Saved or received contents of a chunk fail their check: a checksum or a digest.
+    #[error(
+        "the contents of a chunk are damaged: {0}; compute it anew, which the next request for it does by itself"
+    )]
     Damaged(String),
+    /// A [`SleepStore`](crate::SleepStore) panicked while it saved or restored a chunk.
+    #[error("the store panicked: a chunk to save stays awake, and a chunk to wake is computed anew")]
+    StorePanicked,
     /// The chunk pool is in use and cannot be put to sleep.
     #[error(
         "the chunk pool is in use: {held} pieces are held, {flights} are being computed or moved, \

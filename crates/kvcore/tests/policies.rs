@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{
-    BlockKey, BlockPool, Entry, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyKind, PoolConfig,
-    Retention,
+    BlockKey, BlockPool, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyEntry, PolicyKind,
+    PoolConfig, Retention,
 };
 
 fn key(n: u32) -> BlockKey {
@@ -28,7 +28,7 @@ fn cached(pool: &BlockPool, of: impl IntoIterator<Item = u32>) -> Vec<u32> {
 struct Mru(Vec<u32>);
 
 impl EvictionPolicy for Mru {
-    fn insert(&mut self, block: u32, _: &Entry<'_>) {
+    fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) {
         self.0.push(block);
     }
 
@@ -61,7 +61,7 @@ fn a_policy_of_the_users_own_decides() {
 struct Broken(usize);
 
 impl EvictionPolicy for Broken {
-    fn insert(&mut self, _: u32, _: &Entry<'_>) {
+    fn insert(&mut self, _: u32, _: &PolicyEntry<'_>) {
         self.0 += 1;
     }
 
@@ -131,7 +131,8 @@ fn a_block_twice_in_a_guard_gets_no_keys() {
     let mut twice = pool.allocate(1).unwrap().share();
     twice.append(twice.clone()).unwrap();
     let refused = twice.register(0, None, &[key(1), key(2)]);
-    assert_eq!(refused, Err(kvcore::Error::Aliased { what: "blocks to register" }));
+    let block = twice.ids()[0];
+    assert_eq!(refused, Err(kvcore::Error::BlockTwice { block, role: "a block to register twice" }));
     assert!(cached(&pool, 0..3).is_empty());
     twice.register(1, None, &[key(2)]).unwrap();
     assert_eq!(cached(&pool, 0..3), [2]);

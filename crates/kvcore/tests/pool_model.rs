@@ -260,7 +260,7 @@ impl World {
                     match guard.split_off(n) {
                         Ok(rest) => self.mutable.push(rest),
                         Err(error) => {
-                            assert!(n > guard.len() && matches!(error, Error::OutOfRange { .. }));
+                            assert!(n > guard.len() && matches!(error, Error::TooLarge { .. }));
                         }
                     }
                 }

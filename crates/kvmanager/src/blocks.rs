@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{CoreError, range};
+use crate::error::{CoreError, too_large};
 use crate::rows::{read_rows, write_rows};
 use crate::{Error, Result};
 
@@ -147,7 +147,7 @@ impl BlockManager {
         let tokens = k.shape().get(1).copied().unwrap_or(0);
         let end = offset.saturating_add(tokens);
         if end > size {
-            return Err(range("end of the rows in the block", end, size + 1));
+            return Err(too_large("end of the rows in the block", end, size));
         }
         let first = block.index() * size + offset;
         let slots: Arc<[i64]> = (first as i64..(first + tokens) as i64).collect();
@@ -171,7 +171,7 @@ impl BlockManager {
         blocks.iter().try_for_each(|&block| self.check_held(block))?;
         let size = self.block_size();
         if len > blocks.len() * size {
-            return Err(range("tokens to read", len, blocks.len() * size + 1));
+            return Err(too_large("tokens to read", len, blocks.len() * size));
         }
         let slot = |token: usize| (blocks[token / size].index() * size + token % size) as i64;
         read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())

@@ -69,6 +69,11 @@ pub(crate) fn range(what: &'static str, value: usize, limit: usize) -> Error {
     Error::Core(CoreError::OutOfRange { what, value: value as i128, limit: limit as i128 })
 }
 
+/// Returns the error for a value above `most`.
+pub(crate) fn too_large(what: &'static str, value: usize, most: usize) -> Error {
+    Error::Core(CoreError::TooLarge { what, value: value as i128, most: most as i128 })
+}
+
 /// Checks that two extents agree.
 pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::Core(CoreError::Mismatch { what, expected, got })) }

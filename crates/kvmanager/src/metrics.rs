@@ -5,8 +5,7 @@ use serde::Serialize;
 
 use crate::BlockState;
 use crate::requests::share;
-use kvmetrics::{Exposition, Latencies, MetricKind};
-use kvmetrics::{Goal, Target};
+use kvmetrics::{Exposition, Goal, Latencies, LatencyColumn, MetricKind, NumberColumn, Target};
 
 /// The metrics of a pool, and of the calls of its [`StorageManager`](super::StorageManager), at one moment.
 ///
@@ -62,10 +61,7 @@ pub struct PoolMetrics {
     pub release: Latencies,
 }
 
-/// One number of the metrics: its name, kind, help text and value.
-type Column = (&'static str, MetricKind, &'static str, fn(&PoolMetrics) -> f64);
-
-const COLUMNS: [Column; 11] = [
+const COLUMNS: [NumberColumn<PoolMetrics>; 11] = [
     ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool", |m| m.total as f64),
     ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can have", |m| {
         m.available as f64
@@ -89,10 +85,7 @@ const COLUMNS: [Column; 11] = [
     ("kvcore_pool_evictions", MetricKind::Counter, "Cached blocks that were evicted", |m| m.evictions as f64),
 ];
 
-/// Latencies of the metrics: their name, help text and value.
-type Histogram = (&'static str, &'static str, fn(&PoolMetrics) -> &Latencies);
-
-const HISTOGRAMS: [Histogram; 2] = [
+const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
     ("kvcore_pool_allocation_seconds", "How long reservations took", |m| &m.allocation),
     ("kvcore_pool_release_seconds", "How long releases took", |m| &m.release),
 ];
@@ -153,12 +146,7 @@ impl PoolMetrics {
     /// label `pool`.
     pub fn prometheus(pools: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
-        for (name, kind, help, value) in COLUMNS {
-            let family = text.family(name, kind, help);
-            for (pool, metrics) in pools {
-                family.sample(&[("pool", pool)], value(metrics));
-            }
-        }
+        text.numbers(&COLUMNS, "pool", pools);
         let family = text.family("kvcore_pool_blocks", MetricKind::Gauge, "Blocks by state");
         for (pool, metrics) in pools {
             for state in BlockState::ALL {
@@ -173,12 +161,7 @@ impl PoolMetrics {
                 .sample(&[("pool", *pool), ("result", "hit")], lookups.hits as f64)
                 .sample(&[("pool", *pool), ("result", "miss")], lookups.misses as f64);
         }
-        for (name, help, of) in HISTOGRAMS {
-            let family = text.family(name, MetricKind::Histogram, help);
-            for (pool, metrics) in pools {
-                family.histogram(&[("pool", pool)], of(metrics));
-            }
-        }
+        text.latencies(&HISTOGRAMS, "pool", pools);
         text.to_string()
     }
 }

@@ -4,7 +4,7 @@ use kvcore::{Backend, LayerViews, PagedKvCache, SequenceId, SequenceStart, Strea
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::error::{CoreError, range};
+use crate::error::{CoreError, range, too_large};
 use crate::rows::{read_rows, token_major};
 use crate::single::SingleSequence;
 use crate::{Error, Result};
@@ -173,7 +173,7 @@ impl PagedSequences {
     /// ```
     ///
     /// # Errors
-    /// Returns the errors of [`append`](Self::append), [`kvcore::Error::OutOfRange`] if `start` would leave a gap,
+    /// Returns the errors of [`append`](Self::append), [`kvcore::Error::TooLarge`] if `start` would leave a gap,
     /// and the errors of [`read`](Self::read).
     pub fn update(
         &mut self,
@@ -186,7 +186,7 @@ impl PagedSequences {
     ) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if start > held {
-            return Err(range("start of the update", start, held + 1));
+            return Err(too_large("start of the update", start, held));
         }
         self.write(stream, number, layer, k, v, start)?;
         self.read(stream, number, layer)
@@ -240,7 +240,7 @@ impl PagedSequences {
     ) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if len > held {
-            return Err(range("tokens to read", len, held + 1));
+            return Err(too_large("tokens to read", len, held));
         }
         let slots = self.cache.slots(self.named(number)?.id, 0..len)?;
         read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))

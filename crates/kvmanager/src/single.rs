@@ -38,8 +38,8 @@ pub trait DenseKv {
     /// Returns the first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the
-    /// layer's tokens.
+    /// Returns [`kvcore::Error::OutOfRange`] if `layer` is past the last layer, and
+    /// [`kvcore::Error::TooLarge`] if `len` exceeds the layer's tokens.
     fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews>;
 
     /// Writes rows `[heads, tokens, dim]` of a layer at `start`. Returns all rows that the layer has

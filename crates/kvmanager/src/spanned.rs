@@ -37,6 +37,10 @@ pub struct SpannedPart {
 /// them: block `b` of a sequence holds the same tokens on every device. The device whose budget holds the
 /// fewest blocks of its layers determines the number of blocks.
 ///
+/// An engine needs it that runs the first layers of a model on one device of a process and the later layers on
+/// another, and moves the hidden states in between. An engine with one device takes a [`KvArena`], as `kvmodel`
+/// does.
+///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::{BlockOrder, DType, KvShape};

@@ -1,6 +1,6 @@
 //! Thresholds for offloading from a tier and for loading ahead: decisions without effects.
 
-use crate::error::range;
+use crate::error::too_large;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -115,7 +115,7 @@ impl TierThresholds {
     /// Decides about a tier with `used` of `total` blocks in use.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if `used` exceeds `total`.
+    /// Returns [`kvcore::Error::TooLarge`] if `used` exceeds `total`.
     pub fn on_pressure(&self, tier: Tier, used: usize, total: usize) -> Result<TierAction> {
         Ok(match used.saturating_sub(self.room(tier, used, total)?) {
             0 => TierAction::None,
@@ -128,7 +128,7 @@ impl TierThresholds {
     /// offload.
     ///
     /// # Errors
-    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::OutOfRange`] if
+    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::TooLarge`] if
     /// `used` exceeds `total`.
     pub fn on_access(&self, heat: f64, wanted: usize, used: usize, total: usize) -> Result<TierAction> {
         fraction("heat", heat)?;
@@ -143,7 +143,7 @@ impl TierThresholds {
     /// `n / total <= threshold`.
     fn room(&self, tier: Tier, used: usize, total: usize) -> Result<usize> {
         if used > total {
-            return Err(range("blocks in use", used, total.saturating_add(1)));
+            return Err(too_large("blocks in use", used, total));
         }
         let threshold = self.offload(tier);
         let near = (threshold * total as f64) as usize;
@@ -232,7 +232,7 @@ mod tests {
             }
         }
         let thresholds = TierThresholds::default();
-        let more = Err(Error::Core(CoreError::OutOfRange { what: "blocks in use", value: 3, limit: 3 }));
+        let more = Err(Error::Core(CoreError::TooLarge { what: "blocks in use", value: 3, most: 2 }));
         assert_eq!(thresholds.on_pressure(Tier::Device, 3, 2), more);
         assert_eq!(thresholds.on_access(0.9, 1, 3, 2), more);
     }

@@ -22,6 +22,6 @@ mod exposition;
 mod goals;
 mod latencies;
 
-pub use exposition::{Exposition, Family, MetricKind};
+pub use exposition::{Exposition, LatencyColumn, MetricFamily, MetricKind, NumberColumn};
 pub use goals::{Goal, Target};
 pub use latencies::{Latencies, LatencyHistogram};

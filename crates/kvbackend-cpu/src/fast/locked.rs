@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::{Error, KvPlane, Result, Storage};
+use kvcore::{KvPlane, Result, Storage};
 use smallvec::SmallVec;
 
-use crate::NAME;
-use crate::memory::Access;
+use crate::memory::{Access, not_locked};
 use crate::raw::{Origin, Target};
 
 /// Locked storages, each with its address.
@@ -43,12 +42,12 @@ impl<'a> LockedStorages<'a> {
 
     pub(super) fn origin(&self, storage: &Arc<dyn Storage>) -> Result<Origin<'a>> {
         let end = self.find(storage).map(|(_, origin, _)| *origin);
-        end.ok_or(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME })
+        end.ok_or_else(not_locked)
     }
 
     pub(super) fn target(&self, storage: &Arc<dyn Storage>) -> Result<Target<'a>> {
         let end = self.find(storage).and_then(|(_, _, target)| *target);
-        end.ok_or(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME })
+        end.ok_or_else(not_locked)
     }
 }
 

@@ -128,7 +128,10 @@ impl CpuStorage {
     ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner` lives.
-    /// While the storage lives, nothing else may access these bytes except through the storage.
+    /// While the storage lives, nothing else may access these bytes except through the storage. In particular
+    /// no other storage covers one of them: each storage has a lock of its own. Operations refuse operands that
+    /// share memory, such as two arenas over windows that overlap, yet operations on different streams cannot
+    /// see each other's.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0.
@@ -179,6 +182,12 @@ pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }
 
+/// Returns the error for a storage that a kernel uses without the lock that the use needs.
+pub(crate) fn not_locked() -> Error {
+    let reason = "a kernel uses a storage that it has not locked, or has locked only to read".to_owned();
+    Error::Device { backend: NAME, reason }
+}
+
 /// Locks of the storages that one operation touches.
 ///
 /// Each storage is locked once, in order of address, so that operations on different streams cannot deadlock.
@@ -225,7 +234,7 @@ impl<'a> Access<'a> {
         match self.0.iter().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Read(guard))) => Ok(guard.as_slice()),
             Some((_, Lock::Write(guard))) => Ok(guard.as_slice()),
-            None => Err(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME }),
+            None => Err(not_locked()),
         }
     }
 
@@ -233,7 +242,7 @@ impl<'a> Access<'a> {
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&mut [u8]> {
         match self.0.iter_mut().find(|(address, _)| *address == storage.address()) {
             Some((_, Lock::Write(guard))) => Ok(guard.as_mut_slice()),
-            _ => Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME }),
+            _ => Err(not_locked()),
         }
     }
 
@@ -241,8 +250,8 @@ impl<'a> Access<'a> {
     pub(crate) fn parts(&mut self) -> Parts<'_> {
         let parts = self.0.iter_mut().map(|(address, lock)| {
             let part = match lock {
-                Lock::Read(guard) => Part::Read(guard.as_slice()),
-                Lock::Write(guard) => Part::Write(guard.as_mut_slice()),
+                Lock::Read(guard) => LockedBytes::Read(guard.as_slice()),
+                Lock::Write(guard) => LockedBytes::Write(guard.as_mut_slice()),
             };
             (*address, part)
         });
@@ -251,35 +260,33 @@ impl<'a> Access<'a> {
 }
 
 /// Bytes of several storages at the same time. The bytes of a storage can be taken once.
-pub(crate) struct Parts<'a>(Few<(u64, Part<'a>)>);
+pub(crate) struct Parts<'a>(Few<(u64, LockedBytes<'a>)>);
 
-enum Part<'a> {
+enum LockedBytes<'a> {
     Read(&'a [u8]),
     Write(&'a mut [u8]),
 }
 
 impl<'a> Parts<'a> {
-    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<Part<'a>> {
+    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<LockedBytes<'a>> {
         let at = self.0.iter().position(|(address, _)| *address == storage.address());
-        let at = at.ok_or(Error::ForeignHandle { what: "a storage that was not locked", backend: NAME })?;
+        let at = at.ok_or_else(not_locked)?;
         Ok(self.0.swap_remove(at).1)
     }
 
     /// Takes the bytes of a locked storage, for reading.
     pub(crate) fn read(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a [u8]> {
         self.take(storage).map(|part| match part {
-            Part::Read(bytes) => bytes,
-            Part::Write(bytes) => bytes,
+            LockedBytes::Read(bytes) => bytes,
+            LockedBytes::Write(bytes) => bytes,
         })
     }
 
     /// Takes the bytes of a storage that is locked for writing.
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
         match self.take(storage)? {
-            Part::Write(bytes) => Ok(bytes),
-            Part::Read(_) => {
-                Err(Error::ForeignHandle { what: "a storage that was not locked to write", backend: NAME })
-            }
+            LockedBytes::Write(bytes) => Ok(bytes),
+            LockedBytes::Read(_) => Err(not_locked()),
         }
     }
 }

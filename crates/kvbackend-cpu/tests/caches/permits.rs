@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    Backend, BlockId, BlockPool, BlockTable, CopyBlocks, DType, Dequantize, Error, KvArena, KvCache,
-    KvFormat, KvLayout, KvShape, MemoryKind, MutableBlocks, PagedKvCache, Quantize, Result, Rope, RopeConfig,
-    RotateKeys, Rotation, Scatter, SequenceStart, StaticKvCache, SwapBlocks, WritePairs, WriteSlots,
+    Backend, BlockId, BlockKey, BlockPool, BlockTable, CopyBlocks, DType, Dequantize, Error, KvArena,
+    KvCache, KvFormat, KvLayout, KvShape, MemoryKind, MutableBlocks, PagedKvCache, Quantize, Result, Rope,
+    RopeConfig, RotateKeys, Rotation, Scatter, SequenceStart, StaticKvCache, SwapBlocks, WritePairs,
+    WriteSlots,
 };
 use rstest::rstest;
 
@@ -130,6 +131,91 @@ fn permits_end_with_a_split_a_drop_and_a_rollback(#[values(Immediate, Deferred)]
     lab.scatter(&last).unwrap();
     drop(table);
     assert_eq!(lab.scatter(&last), void, "the sequence has ended");
+}
+
+/// Returns the keys of the first `n` blocks of a prompt.
+fn keys(n: u32) -> Vec<BlockKey> {
+    (0..n).map(|block| crate::sharing::root().child(&[block])).collect()
+}
+
+#[rstest]
+fn slots_ahead_survive_a_commit_of_earlier_blocks(#[values(Immediate, Deferred)] execution: Execution) {
+    let lab = Lab::new(execution);
+    let void = Err(Error::PermitVoid { what: "slots" });
+    let mut table = BlockTable::new(&BlockPool::new(0..6).unwrap(), BLOCK).unwrap();
+    let (first, second, both) = (0..BLOCK, BLOCK..2 * BLOCK, BLOCK - 1..BLOCK + 1);
+    table.grow(2 * BLOCK).unwrap();
+    let slots = |table: &BlockTable, tokens| table.write_slots(tokens).unwrap();
+    let (of_first, of_second) = (slots(&table, first), slots(&table, second));
+    let of_both = slots(&table, both);
+    let ahead = table.grow(3).unwrap();
+    let joined = WriteSlots::concat([&of_first, &ahead].into_iter());
+    table.share_full(None, &keys(1)).unwrap();
+    assert_eq!(lab.scatter(&of_first), void, "its block is shared");
+    assert_eq!((lab.scatter(&of_both), lab.scatter(&joined)), (void.clone(), void.clone()));
+    assert_eq!((lab.scatter(&of_second), lab.scatter(&ahead)), (Ok(()), Ok(())));
+    // A permit issued after the first commit counts the blocks from the same place.
+    let again = slots(&table, BLOCK..BLOCK + 1);
+    table.share_full(None, &keys(2)[1..]).unwrap();
+    assert_eq!((lab.scatter(&of_second), lab.scatter(&again)), (void.clone(), void.clone()));
+    assert_eq!(lab.scatter(&ahead), Ok(()));
+    lab.memory.stream.synchronize().unwrap();
+}
+
+#[test]
+fn slots_ahead_end_with_a_fork_a_rollback_a_copy_on_write_and_the_end_after_a_commit() {
+    let lab = Lab::new(Immediate);
+    let void = Err(Error::PermitVoid { what: "slots" });
+    let pool = BlockPool::new(0..6).unwrap();
+    let committed = || {
+        let mut table = BlockTable::new(&pool, BLOCK).unwrap();
+        table.grow(BLOCK).unwrap();
+        let ahead = table.grow(2).unwrap();
+        table.share_full(None, &keys(1)).unwrap();
+        assert_eq!(lab.scatter(&ahead), Ok(()));
+        (table, ahead)
+    };
+    let (mut table, ahead) = committed();
+    let twin = table.fork().unwrap();
+    assert_eq!(lab.scatter(&ahead), void, "two tables read the last block");
+    drop(twin);
+    assert!(table.unshare_tail().unwrap().is_none());
+    let after = table.grow(1).unwrap();
+    assert_eq!((lab.scatter(&ahead), lab.scatter(&after)), (void.clone(), Ok(())));
+    let twin = table.fork().unwrap();
+    let copy = table.unshare_tail().unwrap().unwrap();
+    assert_eq!(lab.scatter(&after), void, "the table has another last block");
+    drop((copy, twin, table));
+
+    let (mut table, ahead) = committed();
+    table.truncate(BLOCK + 1).unwrap();
+    assert_eq!(lab.scatter(&ahead), void);
+    // A block that comes after a rollback has none of the numbers that were given before.
+    let new = table.grow(BLOCK).unwrap();
+    assert_eq!((lab.scatter(&ahead), lab.scatter(&new)), (void.clone(), Ok(())));
+    drop(table);
+    assert_eq!((lab.scatter(&ahead), lab.scatter(&new)), (void.clone(), void));
+}
+
+#[rstest]
+fn slots_of_a_draft_survive_the_commit_of_the_tokens_before(
+    #[values(Immediate, Deferred)] execution: Execution,
+) {
+    let m = Memory::new(execution);
+    let mut cache = PagedKvCache::new(m.arena(8, BLOCK), BlockPool::new(0..8).unwrap()).unwrap();
+    let prompt = [1, 2, 3, 4];
+    let (id, _, slots) = cache.admit(crate::sharing::root(), &prompt).unwrap();
+    let draft = cache.grow(id, 3).unwrap();
+    let rows = |slots: &WriteSlots| m.tensor(&[slots.len(), HEADS, DIM], 1.0);
+    let write = |cache: &PagedKvCache, slots: &WriteSlots| {
+        cache.write(id, m.stream.as_ref(), 0, rows(slots), rows(slots), slots)
+    };
+    write(&cache, &slots).unwrap();
+    cache.commit(id, &prompt).unwrap();
+    assert_eq!(write(&cache, &slots), Err(Error::PermitVoid { what: "slots" }));
+    assert_eq!(write(&cache, &draft), Ok(()));
+    cache.truncate(id, 6).unwrap();
+    assert_eq!(write(&cache, &draft), Err(Error::PermitVoid { what: "slots" }), "one token was refused");
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn wrong_updates_change_nothing(#[values(Immediate, Deferred)] execution: Execut
         assert!(cache.update(m.stream.as_ref(), layer, rows, rows, &starts).is_err(), "{layer} {starts:?}");
     }
     let hole = cache.update(m.stream.as_ref(), 1, &good, &good, &[0, 1]);
-    assert!(matches!(hole, Err(Error::OutOfRange { what: "start of the update", .. })));
+    assert!(matches!(hole, Err(Error::TooLarge { what: "start of the update", .. })));
     let after = m.values(
         &TensorView::new(Arc::clone(cache.arena().k()), DType::F32, &[2 * 2 * HEADS * 4 * DIM]).unwrap(),
     );
@@ -186,7 +186,7 @@ fn sequences_of_a_static_cache_take_entries_and_give_them_back(
     let start = SequenceStart { logical: 3, position: 7 };
     let a = cache.create(SequenceStart::default()).unwrap();
     let b = cache.create(start).unwrap();
-    assert!(matches!(cache.create(start), Err(Error::OutOfRange { value: 3, limit: 3, .. })));
+    assert!(matches!(cache.create(start), Err(Error::TooLarge { value: 3, most: 2, .. })));
     assert_eq!(cache.grow(a, 3).unwrap()[..], [0, 1, 2]);
     assert_eq!(cache.grow(b, 2).unwrap()[..], [8, 9]);
     assert!(cache.grow(b, 7).is_err(), "past the cache");

@@ -1,6 +1,6 @@
 //! The metrics of a chunk cache.
 
-use kvmetrics::{Exposition, Latencies, MetricKind};
+use kvmetrics::{Exposition, Latencies, LatencyColumn, MetricKind, NumberColumn};
 use serde::{Serialize, Serializer};
 
 /// The metrics of a cache, or of one tenant: counts since the cache was made, and gauges of this moment.
@@ -147,18 +147,8 @@ impl ChunkCacheMetrics {
     /// ```
     pub fn prometheus(caches: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
-        for (name, kind, help, value) in NUMBERS {
-            let family = text.family(name, kind, help);
-            for (cache, metrics) in caches {
-                family.sample(&[("cache", cache)], value(metrics));
-            }
-        }
-        for (name, help, of) in TIMES {
-            let family = text.family(name, MetricKind::Histogram, help);
-            for (cache, metrics) in caches {
-                family.histogram(&[("cache", cache)], of(metrics));
-            }
-        }
+        text.numbers(&NUMBERS, "cache", caches);
+        text.latencies(&TIMES, "cache", caches);
         text.to_string()
     }
 }
@@ -196,10 +186,7 @@ impl Serialize for ChunkCacheMetrics {
     }
 }
 
-/// One number of the metrics, with its name, kind and meaning.
-type MetricNumber = (&'static str, MetricKind, &'static str, fn(&ChunkCacheMetrics) -> f64);
-
-const NUMBERS: [MetricNumber; 19] = [
+const NUMBERS: [NumberColumn<ChunkCacheMetrics>; 19] = [
     ("kvchunk_hits", MetricKind::Counter, "Pieces found", |m| m.hit_count as f64),
     ("kvchunk_misses", MetricKind::Counter, "Pieces not found", |m| m.miss_count as f64),
     ("kvchunk_approximate_hits", MetricKind::Counter, "Hits without a bound on their error", |m| {
@@ -231,10 +218,7 @@ const NUMBERS: [MetricNumber; 19] = [
     ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks", |m| m.used_blocks as f64),
 ];
 
-/// One latency histogram of the metrics, with its name and meaning.
-type MetricTimes = (&'static str, &'static str, fn(&ChunkCacheMetrics) -> &Latencies);
-
-const TIMES: [MetricTimes; 4] = [
+const TIMES: [LatencyColumn<ChunkCacheMetrics>; 4] = [
     ("kvchunk_lookup_seconds", "How long lookups took", |m| &m.lookups),
     ("kvchunk_wake_seconds", "How long waking a piece took", |m| &m.wakes),
     ("kvchunk_reindex_seconds", "How long placing a piece took", |m| &m.reindexes),

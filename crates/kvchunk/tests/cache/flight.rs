@@ -46,14 +46,14 @@ fn of_eight_threads_that_miss_at_once_one_computes() {
                     w.cache.metrics();
                     // The first computation fails; another thread takes over.
                     if failed.fetch_add(1, Ordering::SeqCst) == 0 {
-                        return Err(kvchunk::Error::Damaged("on purpose".to_owned()));
+                        return Err(refusal());
                     }
                     computed.fetch_add(1, Ordering::SeqCst);
                     Ok(())
                 });
                 match got {
                     Ok(placed) => assert_eq!(placed.unwrap().new_position_start(), position),
-                    Err(error) => assert_eq!(error, kvchunk::Error::Damaged("on purpose".to_owned())),
+                    Err(error) => assert_eq!(error, refusal()),
                 }
             });
         }

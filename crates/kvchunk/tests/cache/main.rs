@@ -25,6 +25,11 @@ fn root(salt: &[u8]) -> BlockKey {
     KeyScope::new("m", b"w").tenant_salt(salt).root()
 }
 
+/// Returns the error of a computation that fails on purpose.
+fn refusal() -> kvchunk::Error {
+    kvcore::Error::Device { backend: "test", reason: "on purpose".to_owned() }.into()
+}
+
 /// A cache over `blocks` blocks of four tokens, with a clock that tests move.
 struct World {
     cache: ChunkCacheManager,

@@ -146,7 +146,7 @@ fn a_store_that_panics_has_failed_and_nobody_waits_for_it() {
     let w = World::with(4, ChunkCacheConfig::default(), Some(Arc::new(Panics)));
     drop(w.store(&[1; 8]));
     w.advance(100);
-    assert!(matches!(w.cache.sleep_cold_chunks(ColdRule::default()), Err(kvchunk::Error::Damaged(_))));
+    assert!(matches!(w.cache.sleep_cold_chunks(ColdRule::default()), Err(kvchunk::Error::StorePanicked)));
     drop(w.hit(&[1; 8]));
     w.check();
 }

@@ -241,7 +241,7 @@ impl Stress {
             8..20 => {
                 let compute = |reservation: &ChunkReservation| {
                     if cancelled {
-                        return Err(Error::Damaged("cancelled".to_owned()));
+                        return Err(refusal());
                     }
                     self.contents.compute(which, reservation);
                     Ok(())
@@ -254,7 +254,7 @@ impl Stress {
                         self.placed.fetch_add(1, SeqCst);
                     }
                     Ok(None) => held.clear(),
-                    Err(error) => assert_eq!(error, Error::Damaged("cancelled".to_owned())),
+                    Err(error) => assert_eq!(error, refusal()),
                 }
             }
             _ => match cache.acquire(tenant, &piece, 0) {

@@ -143,7 +143,10 @@ fn forms_that_do_not_fit_are_refused() {
         Error::Core(kvcore::Error::InvalidFormat { reason, .. }) if reason.contains("plain")
     ));
     let odd = SleepForm::Quantised("int8:7".parse().unwrap());
-    assert!(matches!(sleep(dense.arena(), odd, 1 << 20), Error::Core(kvcore::Error::Mismatch { .. })));
+    assert!(matches!(
+        sleep(dense.arena(), odd, 1 << 20),
+        Error::Core(kvcore::Error::NotMultiple { of: 7, .. })
+    ));
     let block = dense.arena().layout().block_bytes();
     assert!(matches!(
         sleep(dense.arena(), SleepForm::Plain, block - 1),

@@ -361,9 +361,13 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
         TensorView::with_strides(Arc::clone(storage), DType::F32, shape, strides, 0)
     };
     let apart = b.tensor(DType::F32, &[2, HEADS])?;
+    for (what, strides) in [("one log-sum-exp for all rows", [0, 1]), ("one for all heads", [1, 0])] {
+        let result = b.stream.attend(&Attend { lse: Some(lse(apart.storage(), strides)?), ..good.clone() });
+        ensure(matches!(result, Err(Error::InvalidStrides { what: "lse", .. })), || {
+            format!("{what} gave {result:?}")
+        })?;
+    }
     for (what, lse) in [
-        ("one log-sum-exp for all rows", lse(apart.storage(), [0, 1])?),
-        ("one log-sum-exp for all heads", lse(apart.storage(), [1, 0])?),
         ("a log-sum-exp in the arena", lse(good.arena.v(), [HEADS, 1])?),
         ("a log-sum-exp in the queries", lse(good.q.storage(), [HEADS, 1])?),
         ("a log-sum-exp in the output", lse(good.out.storage(), [HEADS, 1])?),

@@ -34,12 +34,12 @@ pub enum Error {
         /// The row.
         row: usize,
     },
-    /// One copy would read and write a block, or write it twice.
-    #[error("block {block} of a copy is {role}")]
+    /// One call names a block twice, in roles that exclude each other.
+    #[error("one call names block {block} as {role}")]
     BlockTwice {
         /// The block.
         block: BlockId,
-        /// `"source and destination"` or `"destination twice"`.
+        /// `"source and destination"`, `"destination twice"` or `"a block to register twice"`.
         role: &'static str,
     },
     /// Two extents differ that must be equal.
@@ -62,6 +62,14 @@ pub enum Error {
         /// The given element type.
         got: DType,
     },
+    /// No kernel computes with rows of an element type; see [`DType::COMPUTE`].
+    #[error("{what}: no kernel computes with {got}; take f32, f16 or bf16")]
+    NotComputed {
+        /// The rows.
+        what: &'static str,
+        /// Their element type.
+        got: DType,
+    },
     /// Two KV formats differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     FormatMismatch {
@@ -80,7 +88,7 @@ pub enum Error {
         /// The reason for the refusal.
         reason: String,
     },
-    /// An index, length or id is beyond its limit.
+    /// An index, position or id is not below its limit.
     #[error("{what} {value} is out of range: it must be below {limit}")]
     OutOfRange {
         /// The quantity that is out of range.
@@ -89,6 +97,26 @@ pub enum Error {
         value: i128,
         /// The first value that is not allowed.
         limit: i128,
+    },
+    /// A length, count or end is larger than the largest one that is possible.
+    #[error("{what} {value} is too large: at most {most} is possible")]
+    TooLarge {
+        /// The quantity that is too large.
+        what: &'static str,
+        /// The given value.
+        value: i128,
+        /// The largest value that is possible.
+        most: i128,
+    },
+    /// An extent is not a multiple of another extent.
+    #[error("{what} {value} is not a multiple of {of}")]
+    NotMultiple {
+        /// The extent, and the extent that must divide it.
+        what: &'static str,
+        /// The given extent.
+        value: usize,
+        /// The number that must divide the extent.
+        of: usize,
     },
     /// Strides let two elements share an address, or reach past the end of the storage.
     #[error("invalid strides for {what}: {reason}")]
@@ -152,9 +180,10 @@ pub enum Error {
         /// The block to be written.
         block: BlockId,
     },
-    /// A write permit is void: a block of its owner was shared, truncated or freed after the issue.
+    /// A write permit is void: after the issue, one of its blocks was shared, or a block of its owner was
+    /// truncated or freed.
     #[error(
-        "the permit to write these {what} is void: a block of theirs was shared, truncated or freed since; \
+        "the permit to write these {what} is void: a block was shared, truncated or freed since; \
          take new {what} from the table or the guard that fills the blocks"
     )]
     PermitVoid {
@@ -249,6 +278,14 @@ pub enum Error {
         /// The system's reason.
         reason: String,
     },
+    /// A view or an element of it begins inside a byte, where elements of four bits may.
+    #[error("{what} begins inside the byte at {address:#x}; begin at a whole byte")]
+    InsideByte {
+        /// The view or element.
+        what: &'static str,
+        /// The address of the byte.
+        address: u64,
+    },
     /// The address of a pointer or view is not a multiple of the required alignment.
     #[error("{what} at {address:#x} is not aligned to {align} bytes")]
     Misaligned {
@@ -273,11 +310,21 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns the error for a value that is not below `limit`.
     pub(crate) fn range(what: &'static str, value: impl TryInto<i128>, limit: impl TryInto<i128>) -> Self {
         Self::OutOfRange {
             what,
             value: value.try_into().unwrap_or(i128::MAX),
             limit: limit.try_into().unwrap_or(i128::MAX),
+        }
+    }
+
+    /// Returns the error for a value above `most`.
+    pub(crate) fn too_large(what: &'static str, value: impl TryInto<i128>, most: impl TryInto<i128>) -> Self {
+        Self::TooLarge {
+            what,
+            value: value.try_into().unwrap_or(i128::MAX),
+            most: most.try_into().unwrap_or(i128::MAX),
         }
     }
 }

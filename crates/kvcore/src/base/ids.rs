@@ -1,9 +1,6 @@
-//! Identifiers of places in an arena: blocks and slots.
+//! Identifiers of places in an arena: blocks.
 
 use std::fmt;
-
-/// The slot of a padding row, which `scatter` and `gather` skip.
-pub const PADDING_SLOT: i64 = -1;
 
 /// The id of a physical block in an arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]

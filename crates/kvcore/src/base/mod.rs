@@ -14,7 +14,7 @@ mod slots;
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub(crate) use error::{product, same};
-pub use ids::{BlockId, PADDING_SLOT};
+pub use ids::BlockId;
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};
 pub use memory::MemoryKind;
 pub use quant::{Fp8Kind, IntKind, KvFormat, ScaleScope};

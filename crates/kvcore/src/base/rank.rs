@@ -96,20 +96,6 @@ impl RankInfo {
         Ok(self)
     }
 
-    /// Returns the query heads of this rank.
-    ///
-    /// # Errors
-    /// Returns [`Error::Uneven`] if `heads` is 0 or does not divide evenly among the ranks, and the errors
-    /// of [`checked`](Self::checked).
-    pub fn query_heads(&self, heads: usize) -> Result<HeadShare> {
-        let Self { tp_rank, tp_size, .. } = self.checked()?;
-        if heads == 0 || !heads.is_multiple_of(tp_size) {
-            return Err(Error::Uneven { what: "query heads", count: heads, ranks: tp_size });
-        }
-        let count = heads / tp_size;
-        Ok(HeadShare { first: tp_rank * count, count, replicas: 1 })
-    }
-
     /// Returns the K or V heads of this rank. If there are fewer heads than ranks, neighbouring ranks hold
     /// replicas of one head.
     ///
@@ -199,8 +185,6 @@ mod tests {
         for heads in [0, 3, 12] {
             assert_eq!(share(0, heads), Err(Error::Uneven { what: "KV heads", count: heads, ranks: 8 }));
         }
-        let rank = RankInfo::tensor_parallel(0, 8).unwrap();
-        assert!(rank.query_heads(2).is_err(), "query heads are never replicated");
         assert!(RankInfo::pipeline(0, 4).unwrap().layers(3).is_err());
         assert!(RankInfo::tensor_parallel(4, 4).is_err() && RankInfo::tensor_parallel(0, 0).is_err());
     }

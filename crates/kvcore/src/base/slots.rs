@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::{BlockId, Error, PADDING_SLOT, Result};
+use super::{BlockId, Error, Result};
 
 /// A slot mapping: one slot per row, shared with the operations of every layer.
 ///
@@ -63,19 +63,6 @@ impl SlotMapping {
     /// Returns whether there is no row.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
-    }
-
-    /// Returns the slots followed by padding up to `rows` rows, for kernels of a fixed shape.
-    ///
-    /// ```
-    /// use kvcore::SlotMapping;
-    /// let slots: SlotMapping = vec![4, 5].into();
-    /// assert_eq!(slots.padded(4).slots()[..], [4, 5, -1, -1]);
-    /// ```
-    #[must_use]
-    pub fn padded(&self, rows: usize) -> Self {
-        let padding = rows.saturating_sub(self.len());
-        Self(self.0.iter().copied().chain(std::iter::repeat_n(PADDING_SLOT, padding)).collect())
     }
 
     /// Concatenates the rows of several sequences.

@@ -83,9 +83,9 @@ impl KvArena {
     /// Creates a dense arena over memory that the caller provides.
     ///
     /// # Errors
-    /// - Returns [`Error::Mismatch`] if a storage is smaller than the layout requires.
+    /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
     /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
-    /// - Returns [`Error::Aliased`] if K and V are the same storage.
+    /// - Returns [`Error::Aliased`] if K and V share memory.
     /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
     ///   [`with_scales`](Self::with_scales).
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
@@ -97,7 +97,7 @@ impl KvArena {
     ///
     /// # Errors
     /// Returns the errors of [`from_storage`](Self::from_storage), with [`Error::Aliased`] if any two of
-    /// the four storages are the same. Returns [`Error::InvalidFormat`] for a dense layout.
+    /// the four storages share memory. Returns [`Error::InvalidFormat`] for a dense layout.
     pub fn with_scales(
         k: Arc<dyn Storage>,
         v: Arc<dyn Storage>,
@@ -128,10 +128,10 @@ impl KvArena {
                 fits(what, storage, scales.bytes, scales.dtype)?;
             }
         }
-        let mut addresses: Vec<u64> = arena.storages().map(|storage| storage.address()).collect();
-        addresses.sort_unstable();
-        if addresses.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(Error::Aliased { what: "K, V and their scales" });
+        for (i, storage) in arena.storages().enumerate() {
+            if arena.storages().skip(i + 1).any(|other| storage.shares_memory(other.as_ref())) {
+                return Err(Error::Aliased { what: "K, V and their scales" });
+            }
         }
         Ok(arena)
     }
@@ -175,6 +175,9 @@ impl KvArena {
     /// Returns all of K and all of V as strided views `[num_layers, num_blocks, heads, block_size, dim]`.
     /// For a quantised arena these are the codes. Nothing is copied.
     ///
+    /// A view carries no permit, and operations accept it as a destination. The caller guarantees that nothing
+    /// writes through the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
+    ///
     /// # Errors
     /// Returns the errors of [`TensorView::with_strides`].
     pub fn views(&self) -> Result<(TensorView, TensorView)> {
@@ -193,10 +196,11 @@ impl KvArena {
     }
 
     /// Returns the first `len` tokens of every block of one layer, as strided views
-    /// `[num_blocks, heads, len, dim]` of K and of V.
+    /// `[num_blocks, heads, len, dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, or if `len` exceeds the block size.
+    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len` exceeds
+    /// the block size.
     pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
         let layers = self.layout.shape().num_layers;
         if layer >= layers {
@@ -266,15 +270,20 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
-    /// Checks that `view` does not lie in a storage of the arena, where it would be read while the arena is
-    /// written.
+    /// Checks that the storage of `view` shares no memory with the arena, where it would be read while the
+    /// arena is written.
     pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
-        let address = view.storage().address();
-        if self.storages().any(|storage| storage.address() == address) {
-            Err(Error::Aliased { what })
-        } else {
-            Ok(())
-        }
+        if self.holds(view.storage()) { Err(Error::Aliased { what }) } else { Ok(()) }
+    }
+
+    /// Returns whether a storage shares memory with the arena.
+    fn holds(&self, storage: &Arc<dyn Storage>) -> bool {
+        self.storages().any(|own| own.shares_memory(storage.as_ref()))
+    }
+
+    /// Returns whether two arenas share memory.
+    pub(crate) fn shares_memory(&self, other: &Self) -> bool {
+        other.storages().any(|storage| self.holds(storage))
     }
 
     pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
@@ -286,11 +295,7 @@ impl KvArena {
 /// Checks that a storage is large enough and aligned.
 fn fits(what: &'static str, storage: &Arc<dyn Storage>, bytes: usize, dtype: DType) -> Result<()> {
     if storage.len() < bytes {
-        return Err(Error::Mismatch {
-            what: "bytes of the arena's storage",
-            expected: bytes,
-            got: storage.len(),
-        });
+        return Err(Error::too_large("bytes of a plane in its storage", bytes, storage.len()));
     }
     let (address, align) = (storage.address(), dtype.align());
     if address.is_multiple_of(align as u64) {

@@ -143,11 +143,14 @@ mod tests {
         let at = |start, dtype, n| storage.view_at(start, dtype, &[n]);
         assert_eq!(at(20, DType::F32, 11).unwrap().address(&[0]).unwrap(), 4096 + 20);
         assert_eq!(at(3, DType::I4, 122).unwrap().address(&[0]).unwrap(), 4096 + 3);
-        assert!(matches!(at(20, DType::F32, 12), Err(Error::OutOfRange { value: 68, .. })));
-        assert!(matches!(at(3, DType::I4, 123), Err(Error::OutOfRange { value: 65, .. })));
+        assert!(matches!(at(20, DType::F32, 12), Err(Error::TooLarge { value: 68, most: 64, .. })));
+        assert!(matches!(at(3, DType::I4, 123), Err(Error::TooLarge { value: 65, most: 64, .. })));
         assert!(matches!(at(2, DType::F32, 1), Err(Error::Misaligned { address: 4098, align: 4, .. })));
         assert!(matches!(at(usize::MAX, DType::U8, 1), Err(Error::Overflow { .. })));
-        assert!(matches!(storage.view(DType::U8, &[1; 7]), Err(Error::OutOfRange { what: "rank", .. })));
+        assert!(matches!(
+            storage.view(DType::U8, &[1; 7]),
+            Err(Error::TooLarge { what: "rank", value: 7, most: 6 })
+        ));
         assert_eq!((storage.len(), storage.kind(), storage.address()), (64, MemoryKind::System, 4096));
         assert_eq!(Arc::<dyn Storage>::from(storage).len(), 64);
     }

@@ -2,9 +2,14 @@
 //!
 //! ```text
 //!   MutableBlocks ──issues──► Permit ──lies in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
-//!        │ shared, split, freed
-//!        └──voids every permit issued before
+//!        │ first blocks shared ──voids the permits that write one of these blocks
+//!        └ truncated, split, freed ──voids every permit issued before
 //! ```
+//!
+//! An owner numbers its blocks in order, and its *floor* is the number of its first block. A permit keeps the
+//! lowest number among the blocks that it writes, and is valid while that number is not below the floor. Blocks
+//! that leave at the front raise the floor by their number, and the other blocks keep their numbers. Every
+//! other loss raises the floor past all numbers in use, and so numbers the remaining blocks anew.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,16 +21,16 @@ use crate::base::{BlockId, Error, Result, SlotMapping, same};
 
 /// The issuer of the permits of one owner of blocks.
 ///
-/// The epoch is created with the first permit, so an owner that issues none allocates nothing.
+/// The floor is created with the first permit, so an owner that issues none allocates nothing.
 #[derive(Debug, Default)]
 pub(crate) struct Permits(OnceLock<Arc<AtomicU64>>);
 
-// Decision: docs/decisions/device.md#a-permit-is-an-epoch
-/// A permit that is valid until its issuer voids it.
+// Decision: docs/decisions/device.md#a-permit-is-a-number-above-a-floor
+/// A permit that is valid until the floor of its issuer rises past its lowest block.
 #[derive(Debug, Clone)]
 struct Permit {
-    epoch: Arc<AtomicU64>,
-    issued: u64,
+    floor: Arc<AtomicU64>,
+    lowest: u64,
 }
 
 /// A permit for slots. A slot names a block only together with the number of tokens in a block.
@@ -36,48 +41,61 @@ struct SlotPermit {
 }
 
 impl Permits {
-    fn issue(&self) -> Permit {
-        let epoch = Arc::clone(self.0.get_or_init(Arc::default));
-        Permit { issued: epoch.load(Ordering::Acquire), epoch }
+    fn issue(&self, first: usize) -> Permit {
+        let floor = Arc::clone(self.0.get_or_init(Arc::default));
+        Permit { lowest: floor.load(Ordering::Acquire) + first as u64, floor }
     }
 
-    /// Voids every permit issued so far.
-    pub(crate) fn void(&self) {
-        if let Some(epoch) = self.0.get() {
-            epoch.fetch_add(1, Ordering::Release);
+    fn raise(&self, blocks: usize) {
+        if let Some(floor) = self.0.get() {
+            floor.fetch_add(blocks as u64, Ordering::Release);
         }
     }
 
+    /// Voids every permit issued so far. The caller guarantees that the owner has at most `blocks` blocks,
+    /// those that are about to leave included.
+    pub(crate) fn void(&self, blocks: usize) {
+        // A permit for no block has the number after the last block.
+        self.raise(blocks + 1);
+    }
+
+    /// Voids the permits that write one of the owner's first `blocks` blocks. The caller guarantees that these
+    /// blocks leave the owner.
+    pub(crate) fn void_first(&self, blocks: usize) {
+        self.raise(blocks);
+    }
+
     /// Returns slots that may be written, in blocks of `block_size` tokens. The caller guarantees that the
-    /// owner fills the block of each slot.
-    pub(crate) fn slots(&self, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
-        let permit = SlotPermit { permit: self.issue(), block_size };
+    /// owner fills the block of each slot, and that none of these blocks comes before its block `first`.
+    pub(crate) fn slots(&self, first: usize, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
+        let permit = SlotPermit { permit: self.issue(first), block_size };
         WriteSlots { slots: slots.into(), permits: SmallVec::from_buf([permit]) }
     }
 
-    /// Replaces the slots of `mapping`. Uses its old memory again if the number of slots is unchanged and
-    /// no operation holds it.
+    /// Replaces the slots of `mapping`, under the conditions of [`slots`](Self::slots). Uses the old memory
+    /// again if the number of slots is unchanged and no operation holds it.
     pub(crate) fn refill(
         &self,
         mapping: &mut WriteSlots,
+        first: usize,
         block_size: usize,
         slots: impl ExactSizeIterator<Item = i64>,
     ) {
         mapping.slots.refill(slots);
         mapping.permits.clear();
-        mapping.permits.push(SlotPermit { permit: self.issue(), block_size });
+        mapping.permits.push(SlotPermit { permit: self.issue(first), block_size });
     }
 
     /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
-    /// destination.
-    pub(crate) fn pairs(&self, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
-        WritePairs { pairs: pairs.into(), permit: Some(self.issue()) }
+    /// destination, and that none of them comes before its block `first`.
+    pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
+        WritePairs { pairs: pairs.into(), permit: Some(self.issue(first)) }
     }
 }
 
 impl Permit {
     fn check(&self, what: &'static str) -> Result<()> {
-        if self.epoch.load(Ordering::Acquire) == self.issued {
+        if self.lowest >= self.floor.load(Ordering::Acquire) {
             Ok(())
         } else {
             Err(Error::PermitVoid { what })
@@ -90,20 +108,25 @@ impl Permit {
 ///
 /// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts
-/// no other type of slots. The permit becomes void as soon as one of the owner's blocks is shared,
-/// truncated or freed, so old slots never write into a block that others read. [`Scatter`](crate::Scatter)
-/// refuses an arena with blocks of another size than the owner's. A permit refers to block ids: the caller
-/// MUST use it with the arena that the pool's ids belong to.
+/// no other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots
+/// never write into a block that others read. It also becomes void as soon as any block of the owner is
+/// truncated, split off or freed. A commit of earlier blocks leaves it valid: slots for tokens ahead, of a
+/// draft or of a prefill that is under way, stay usable. [`Scatter`](crate::Scatter) refuses an arena with
+/// blocks of another size than the owner's. A permit refers to block ids: the caller MUST use it with the
+/// arena that the pool's ids belong to.
 ///
 /// ```
-/// use kvcore::{BlockPool, BlockTable, Error};
+/// use kvcore::{BlockPool, BlockTable, Error, KeyScope};
 ///
 /// let pool = BlockPool::new(0..8)?;
 /// let mut table = BlockTable::new(&pool, 4)?;
-/// let slots = table.grow(6)?;
-/// assert_eq!(slots[..], [0, 1, 2, 3, 4, 5]);
-/// let twin = table.fork()?;                                    // both blocks are shared from here on
+/// let (slots, ahead) = (table.grow(4)?, table.grow(2)?);
+/// assert_eq!((&slots[..], &ahead[..]), (&[0, 1, 2, 3][..], &[4, 5][..]));
+/// table.share_full(None, &[KeyScope::new("model", b"weights").root()])?;
 /// assert_eq!(slots.check(), Err(Error::PermitVoid { what: "slots" }));
+/// assert_eq!(ahead.check(), Ok(()));                           // the second block is the table's own
+/// let twin = table.fork()?;                                    // from here on, both blocks are shared
+/// assert_eq!(ahead.check(), Err(Error::PermitVoid { what: "slots" }));
 /// # drop(twin);
 /// # Ok::<(), kvcore::Error>(())
 /// ```

@@ -1,6 +1,6 @@
 //! The cache of one rank: some layers of a model, for the tokens of the prompt so far.
 
-use crate::error::{CoreError, range};
+use crate::error::{CoreError, range, too_large};
 use crate::ranks::{Piece, PiecePlace};
 use crate::{Error, Result};
 use kvcore::{KvArena, LayerViews, Segment, StaticKvCache, Stream, TensorView};
@@ -118,7 +118,7 @@ impl RankCache {
     /// - The batch, the heads or the dims differ from the cache's.
     /// - K and V have different numbers of tokens.
     /// - [`Scatter`](kvcore::Scatter) does not accept the element type.
-    /// - The tokens exceed the capacity ([`kvcore::Error::OutOfRange`]).
+    /// - The tokens exceed the capacity ([`kvcore::Error::TooLarge`]).
     pub fn append_sequence(
         &mut self,
         stream: &dyn Stream,
@@ -157,13 +157,13 @@ impl RankCache {
     /// NOT [`reset`](Self::reset) the cache and append to it before the receivers have read the part.
     ///
     /// # Errors
-    /// Returns an error if a layer is of another rank, and [`kvcore::Error::OutOfRange`] if a layer does not hold
+    /// Returns an error if a layer is of another rank, and [`kvcore::Error::TooLarge`] if a layer does not hold
     /// the tokens.
     pub fn piece(&self, place: PiecePlace) -> Result<Piece> {
         for layer in place.layers.clone() {
             let len = self.len(layer)?;
             if place.tokens.end > len {
-                return Err(range("last token of the piece", place.tokens.end, len + 1));
+                return Err(too_large("last token of the piece", place.tokens.end, len));
             }
         }
         let (k, v) = self.region(&place)?;

@@ -1,6 +1,6 @@
 //! The merge of pieces that ranks computed, by layer and along the sequence.
 
-use crate::error::{range, same};
+use crate::error::{same, too_large};
 use crate::ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 use crate::{Error, Result};
 use kvcore::{CopyTensor, Stream, TensorView};
@@ -64,7 +64,7 @@ impl PieceMerger {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Mismatch`] if the layers differ from the plan's or the cache holds tokens, and
-    /// [`kvcore::Error::OutOfRange`] if the prompt exceeds the capacity of the cache.
+    /// [`kvcore::Error::TooLarge`] if the prompt exceeds the capacity of the cache.
     pub fn new(cache: RankCache, plan: PrefillPlan) -> Result<Self> {
         same("first layer of the cache", plan.layers().start, cache.layers().start)?;
         same("end of the layers of the cache", plan.layers().end, cache.layers().end)?;
@@ -72,7 +72,7 @@ impl PieceMerger {
             same("tokens in the cache before a merge", 0, cache.len(layer)?)?;
         }
         if plan.num_tokens() > cache.capacity() {
-            return Err(range("tokens of the plan", plan.num_tokens(), cache.capacity() + 1));
+            return Err(too_large("tokens of the plan", plan.num_tokens(), cache.capacity()));
         }
         let received = ReceivedMatrix::new(plan.num_chunks(), plan.num_stages())?;
         Ok(Self { cache, plan, received })

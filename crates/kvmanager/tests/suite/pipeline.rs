@@ -257,6 +257,7 @@ fn wrong_appends_change_nothing() {
                 result,
                 Err(Error::Core(
                     CoreError::OutOfRange { .. }
+                        | CoreError::TooLarge { .. }
                         | CoreError::Mismatch { .. }
                         | CoreError::DTypeMismatch { .. }
                 ))
@@ -358,7 +359,7 @@ fn a_merge_begins_with_an_empty_cache_of_the_plans_layers_and_room() {
     assert_eq!(new(rank.cache(2..6, 6)), mismatch("end of the layers of the cache", 5, 6));
     assert_eq!(
         new(rank.cache(2..5, 5)),
-        Err(Error::Core(CoreError::OutOfRange { what: "tokens of the plan", value: 6, limit: 6 }))
+        Err(Error::Core(CoreError::TooLarge { what: "tokens of the plan", value: 6, most: 5 }))
     );
     let mut used = rank.cache(2..5, 9);
     rank.append(&mut used, 4, &(0..1));

@@ -66,7 +66,7 @@ impl Engine {
     /// - Returns [`Error::EmptyPrompt`], [`Error::TokenOutOfVocabulary`] or [`kvchunk::Error::TooLong`] for a
     ///   prompt that cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
-    ///   [`kvcore::Error::OutOfRange`] if a static cache is too short for it.
+    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
     /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();

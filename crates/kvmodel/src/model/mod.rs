@@ -134,7 +134,7 @@ impl Model {
     /// see [`kvcore::Regime`].
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the model has fewer positions.
+    /// Returns [`kvcore::Error::TooLarge`] if the model has fewer positions.
     pub fn ropes(&self, longest: usize) -> Result<LayerRopes> {
         Ok(self.ropes.at(longest)?)
     }

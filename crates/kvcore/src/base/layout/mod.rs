@@ -34,15 +34,15 @@ pub use shape::{BlockOrder, KvShape};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvLayout {
     shape: KvShape,
-    k: Plane,
-    v: Plane,
+    k: PlaneExtent,
+    v: PlaneExtent,
     token_bytes: usize,
     block_bytes: usize,
 }
 
 /// The layout of K or of V.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Plane {
+struct PlaneExtent {
     strides: PlaneStrides,
     bytes: usize,
     scales: Option<ScaleLayout>,
@@ -50,7 +50,7 @@ struct Plane {
     token_bytes: usize,
 }
 
-impl Plane {
+impl PlaneExtent {
     fn new(
         what: &'static str,
         shape: &KvShape,
@@ -90,10 +90,10 @@ impl KvLayout {
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if an extent or the group is 0.
-    /// - Returns [`Error::OutOfRange`] if the number of blocks does not fit a [`BlockId`](crate::BlockId).
+    /// - Returns [`Error::TooLarge`] if the number of blocks does not fit a [`BlockId`](crate::BlockId).
     /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     /// - Returns [`Error::InvalidFormat`] for a dense type that no kernel computes with.
-    /// - Returns [`Error::Mismatch`] if the group does not divide `k_dim` and `v_dim`, or is odd in int4.
+    /// - Returns [`Error::NotMultiple`] if the group does not divide `k_dim` and `v_dim`, or is odd in int4.
     /// - Returns [`Error::InvalidStrides`] if two elements would share an address, or if a row of 4-bit
     ///   elements would begin inside a byte.
     pub fn with_strides(shape: KvShape, k: PlaneStrides, v: PlaneStrides) -> Result<Self> {
@@ -111,13 +111,13 @@ impl KvLayout {
             }
         }
         if u32::try_from(shape.num_blocks).is_err() {
-            return Err(Error::range("num_blocks", shape.num_blocks, u32::MAX));
+            return Err(Error::too_large("num_blocks", shape.num_blocks, u32::MAX));
         }
-        shape.format.check_dim("k_dim as a multiple of the group", shape.k_dim)?;
-        shape.format.check_dim("v_dim as a multiple of the group", shape.v_dim)?;
+        shape.format.check_dim("k_dim", shape.k_dim)?;
+        shape.format.check_dim("v_dim", shape.v_dim)?;
         product("slots", &[shape.num_blocks, shape.block_size])?;
-        let k = Plane::new("K", &shape, k, shape.k_heads, shape.k_dim)?;
-        let v = Plane::new("V", &shape, v, shape.v_heads, shape.v_dim)?;
+        let k = PlaneExtent::new("K", &shape, k, shape.k_heads, shape.k_dim)?;
+        let v = PlaneExtent::new("V", &shape, v, shape.v_heads, shape.v_dim)?;
         let token_bytes =
             k.token_bytes.checked_add(v.token_bytes).ok_or(Error::Overflow { what: "bytes of a token" })?;
         let block_bytes = product("bytes of a block", &[shape.num_layers, shape.block_size, token_bytes])?;
@@ -301,15 +301,18 @@ mod tests {
         assert_eq!(with(KvFormat::Int8 { group: 0 }), Err(Error::Zero { what: "group" }));
         assert!(matches!(
             with(KvFormat::Int8 { group: 4 }),
-            Err(Error::Mismatch { what: "v_dim as a multiple of the group", expected: 4, got: 6 })
+            Err(Error::NotMultiple { what: "v_dim", value: 6, of: 4 })
         ));
-        assert!(matches!(with(KvFormat::Int8 { group: 3 }), Err(Error::Mismatch { got: 8, .. })));
+        assert!(matches!(
+            with(KvFormat::Int8 { group: 3 }),
+            Err(Error::NotMultiple { what: "k_dim", value: 8, of: 3 })
+        ));
         assert!(matches!(
             with(KvFormat::Int4 { group: 1 }),
-            Err(Error::Mismatch { what: "group of int4 as a multiple of", expected: 2, got: 1 })
+            Err(Error::NotMultiple { what: "group of int4", value: 1, of: 2 })
         ));
         let odd = KvShape { format: KvFormat::Int4 { group: 2 }, k_dim: 7, ..shape() };
-        assert!(matches!(KvLayout::new(odd), Err(Error::Mismatch { expected: 2, got: 7, .. })));
+        assert!(matches!(KvLayout::new(odd), Err(Error::NotMultiple { what: "k_dim", value: 7, of: 2 })));
         assert!(matches!(with(DType::U8.into()), Err(Error::InvalidFormat { .. })));
     }
 

@@ -93,7 +93,7 @@ impl KvFormat {
     ///
     /// # Errors
     /// Returns [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`]
-    /// if the group is 0, and [`Error::Mismatch`] if the group does not divide `dim` or is odd in int4.
+    /// if the group is 0, and [`Error::NotMultiple`] if the group does not divide `dim` or is odd in int4.
     pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
         match self {
             Self::Dense(dtype) if !dtype.is_compute() => {
@@ -101,10 +101,10 @@ impl KvFormat {
             }
             Self::Int8 { group: 0 } | Self::Int4 { group: 0 } => Err(Error::Zero { what: "group" }),
             Self::Int4 { group } if group % 2 == 1 => {
-                Err(Error::Mismatch { what: "group of int4 as a multiple of", expected: 2, got: group })
+                Err(Error::NotMultiple { what: "group of int4", value: group, of: 2 })
             }
             Self::Int8 { group } | Self::Int4 { group } if !dim.is_multiple_of(group) => {
-                Err(Error::Mismatch { what, expected: group, got: dim })
+                Err(Error::NotMultiple { what, value: dim, of: group })
             }
             _ => Ok(()),
         }

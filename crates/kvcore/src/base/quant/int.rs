@@ -57,11 +57,12 @@ impl IntKind {
     /// Encodes a row into one code per element and one scale per group.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `group` is 0. Returns [`Error::Mismatch`] if `group` does not divide the
-    /// length of the row or is odd in int4, or if `codes` or `scales` has the wrong length. In these cases
-    /// nothing is written.
+    /// Returns [`Error::Zero`] if `group` is 0. Returns [`Error::NotMultiple`] if `group` does not divide
+    /// the length of the row or is odd in int4, and [`Error::Mismatch`] if `codes` or `scales` has the wrong
+    /// length. In these cases nothing is written.
     ///
     /// [`Error::Zero`]: crate::Error::Zero
+    /// [`Error::NotMultiple`]: crate::Error::NotMultiple
     /// [`Error::Mismatch`]: crate::Error::Mismatch
     pub fn encode_row(self, row: &[f32], group: usize, codes: &mut [u8], scales: &mut [f16]) -> Result<()> {
         self.check_row(row.len(), group, codes.len(), scales.len())?;
@@ -123,7 +124,7 @@ impl IntKind {
             Self::Int8 => KvFormat::Int8 { group },
             Self::Int4 => KvFormat::Int4 { group },
         };
-        format.check_dim("elements of a row as a multiple of the group", elements)?;
+        format.check_dim("row of elements", elements)?;
         same("codes of a row", elements / group * self.bytes_of(group), codes)?;
         same("scales of a row", elements / group, scales)
     }

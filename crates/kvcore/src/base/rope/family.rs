@@ -83,10 +83,10 @@ impl RopeFamily {
     /// Returns the embeddings for a request whose positions are all below `longest`; see [`Regime`].
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `longest` exceeds [`max_positions`](Self::max_positions).
+    /// Returns [`Error::TooLarge`] if `longest` exceeds [`max_positions`](Self::max_positions).
     pub fn at(&self, longest: usize) -> Result<LayerRopes> {
         if longest > self.max_positions {
-            return Err(Error::range("positions of a request", longest, self.max_positions + 1));
+            return Err(Error::too_large("positions of a request", longest, self.max_positions));
         }
         let ropes = self.kinds.iter().map(|kind| kind.at(longest, self.max_positions));
         let ropes = ropes.collect::<Result<Vec<_>>>()?;
@@ -155,6 +155,6 @@ mod tests {
         assert_eq!(RopeConfig::new(8, 10_000.0).max_positions(16), 16);
         let family = RopeFamily::new(&[config], 64).unwrap();
         assert!(family.at(64).is_ok());
-        assert!(matches!(family.at(65), Err(Error::OutOfRange { value: 65, .. })));
+        assert!(matches!(family.at(65), Err(Error::TooLarge { value: 65, most: 64, .. })));
     }
 }

@@ -33,7 +33,8 @@ pub trait Storage: Send + Sync + fmt::Debug {
     }
 
     /// Returns the address of the first byte: a host pointer, a device pointer, or an index if the device
-    /// has no addresses.
+    /// has no addresses. The ranges of `len` addresses of two storages of a backend overlap only if the
+    /// storages share memory, also where addresses are indices.
     fn address(&self) -> u64;
 
     /// Returns the kind of memory that the storage lies in.
@@ -41,6 +42,15 @@ pub trait Storage: Send + Sync + fmt::Debug {
 
     /// Returns the storage as [`Any`], so that its backend can recover the concrete type.
     fn as_any(&self) -> &dyn Any;
+}
+
+impl dyn Storage + '_ {
+    /// Returns whether two storages of one backend share a byte: they are one storage, or windows of one piece
+    /// of memory.
+    pub(crate) fn shares_memory(&self, other: &dyn Storage) -> bool {
+        let end = |storage: &dyn Storage| storage.address().saturating_add(storage.len() as u64);
+        self.address().max(other.address()) < end(self).min(end(other))
+    }
 }
 
 /// A point in a stream's order.

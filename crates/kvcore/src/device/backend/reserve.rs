@@ -29,14 +29,14 @@ pub trait ReservedStorage: Storage {
     /// Maps zeroed physical memory behind those granules of `range` that have none.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] or [`Error::OutOfRange`] for an invalid range, and
+    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and
     /// [`Error::Allocation`] if the system refuses the memory. In these cases nothing is mapped.
     fn map(&self, range: Range<usize>) -> Result<()>;
 
     /// Releases the physical memory of `range`. Its contents are lost.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] or [`Error::OutOfRange`] for an invalid range, and
+    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and
     /// [`Error::Allocation`] if the system refuses. In these cases nothing is unmapped.
     fn unmap(&self, range: Range<usize>) -> Result<()>;
 
@@ -55,14 +55,14 @@ pub trait ReservedStorage: Storage {
 /// calls this first.
 ///
 /// # Errors
-/// Returns [`Error::OutOfRange`] if the range ends before it begins or past the storage, and
+/// Returns [`Error::TooLarge`] if the range ends before it begins or past the storage, and
 /// [`Error::Misaligned`] if an end is not a multiple of the granularity.
 pub fn check_granules(range: &Range<usize>, granularity: usize, len: usize) -> Result<()> {
     if range.end > len {
-        return Err(Error::range("end of a reserved range", range.end, len + 1));
+        return Err(Error::too_large("end of a reserved range", range.end, len));
     }
     if range.start > range.end {
-        return Err(Error::range("start of a reserved range", range.start, range.end + 1));
+        return Err(Error::too_large("start of a reserved range", range.start, range.end));
     }
     match [range.start, range.end].into_iter().find(|at| !at.is_multiple_of(granularity)) {
         Some(at) => {
@@ -96,7 +96,7 @@ mod tests {
         }
         let reversed = Range { start: 16, end: 8 };
         for outside in [0..24, 24..24, reversed, 0..usize::MAX] {
-            assert!(matches!(check_granules(&outside, 8, 16), Err(Error::OutOfRange { .. })), "{outside:?}");
+            assert!(matches!(check_granules(&outside, 8, 16), Err(Error::TooLarge { .. })), "{outside:?}");
         }
         for odd in [1..8, 0..7, 4..12] {
             assert!(matches!(check_granules(&odd, 8, 16), Err(Error::Misaligned { align: 8, .. })));

@@ -153,15 +153,17 @@ impl Attend {
     ///
     /// # Errors
     /// - Returns [`Error::Mismatch`] if extents do not fit together.
-    /// - Returns [`Error::DTypeMismatch`] if an element type is not accepted.
-    /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense.
-    /// - Returns [`Error::OutOfRange`] if a layer, row, block, merge group, length or position is out of
-    ///   range.
+    /// - Returns [`Error::NotMultiple`] if the heads of the cache do not divide those of the queries.
+    /// - Returns [`Error::NotComputed`] or [`Error::DTypeMismatch`] if an element type is not accepted.
+    /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two elements
+    ///   of `out` or `lse` share an address.
+    /// - Returns [`Error::OutOfRange`] if a layer, block, merge group or position is out of range, and
+    ///   [`Error::TooLarge`] if rows end past the work or a segment is longer than its blocks.
     /// - Returns [`Error::Overflow`] if positions of a segment overflow.
     /// - Returns [`Error::RowTwice`] if a row is in two entries.
     /// - Returns [`Error::NotPositive`] if the soft-cap is not above 0.
-    /// - Returns [`Error::Aliased`] if two elements of `out` or `lse` share an address, if an operand lies
-    ///   in the arena, or if `lse` overlaps the queries or the output.
+    /// - Returns [`Error::Aliased`] if an operand lies in the arena, or if `lse` overlaps the queries or the
+    ///   output.
     /// - Returns [`Error::InvalidRope`] if unrotated keys or a segment offset need a rotary embedding and
     ///   none is given.
     /// - Returns [`Error::InvalidSelection`] if a selection is not in order.
@@ -193,12 +195,12 @@ impl Attend {
                 value: f64::from(self.softcap.unwrap_or(0.0)),
             });
         }
-        for (what, kv_heads) in [
-            ("query heads as a multiple of k_heads", s.k_heads),
-            ("query heads as a multiple of v_heads", s.v_heads),
-        ] {
-            if heads == 0 || !heads.is_multiple_of(kv_heads) {
-                return Err(Error::Mismatch { what, expected: kv_heads, got: heads });
+        if heads == 0 {
+            return Err(Error::Zero { what: "query heads" });
+        }
+        for of in [s.k_heads, s.v_heads] {
+            if !heads.is_multiple_of(of) {
+                return Err(Error::NotMultiple { what: "number of query heads", value: heads, of });
             }
         }
         if let Some(lse) = &self.lse {

@@ -1,6 +1,7 @@
 //! Copies of whole blocks, within one arena or between two.
 
 use super::entry::Storages;
+use super::{Dequantize, Quantize};
 use crate::base::{BlockId, Error, KvShape, Result, same};
 use crate::device::{KvArena, WritePairs};
 
@@ -58,23 +59,33 @@ impl SwapBlocks {
     ///
     /// # Errors
     /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] and [`Error::FormatMismatch`] for other
-    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only.
+    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only, such as windows of one piece of
+    /// memory.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
-    }
 }
+
+/// Defines the methods that are equal for operations on whole blocks of two arenas, `src` and `dst`.
+macro_rules! between_arenas {
+    ($($operation:ty),*) => {$(
+        impl $operation {
+            /// Returns the number of bytes written.
+            pub fn bytes(&self) -> usize {
+                self.pairs.len() * self.dst.layout().block_bytes()
+            }
+
+            /// Names the memory that the operation touches.
+            pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
+                storages.arena(&self.src);
+                storages.arena(&self.dst);
+            }
+        }
+    )*};
+}
+
+between_arenas!(SwapBlocks, Quantize, Dequantize);
 
 /// Checks that the permit is valid, that the block ids lie inside their arenas, that no destination appears
 /// twice, and that no byte is both read and written.
@@ -105,10 +116,7 @@ fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     if same && src.layout().shape() == dst.layout().shape() {
         return Ok(true);
     }
-    if src.storages().any(|a| dst.storages().any(|b| a.address() == b.address())) {
-        return Err(Error::Aliased { what: "arenas of a block copy" });
-    }
-    Ok(false)
+    if src.shares_memory(dst) { Err(Error::Aliased { what: "arenas of a block copy" }) } else { Ok(false) }
 }
 
 /// Checks that blocks of both arenas have the same extents and format. The order inside a block and the

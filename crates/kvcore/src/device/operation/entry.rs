@@ -76,9 +76,6 @@ macro_rules! operations {
         })*
 
         impl<'a> Operation<'a> {
-            /// Names of all operations, in the order of the variants.
-            pub const NAMES: &'static [&'static str] = &[$(stringify!($method)),*];
-
             /// Returns the name of the operation in errors, capabilities and profiles.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant(_) => stringify!($method),)* }

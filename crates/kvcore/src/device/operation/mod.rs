@@ -7,7 +7,7 @@
 
 use smallvec::SmallVec;
 
-use crate::base::{DType, Error, Result, Rope, same};
+use crate::base::{Error, Result, Rope, same};
 use crate::device::tensor::MAX_RANK;
 use crate::device::{KvArena, TensorView};
 
@@ -73,13 +73,9 @@ fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }
 
-/// Checks that a view has one of the types in [`DType::COMPUTE`], the only ones that kernels compute with.
+/// Checks that a view has one of the types in [`DType::COMPUTE`](crate::DType::COMPUTE), the only ones that kernels compute with.
 fn computable(what: &'static str, view: &TensorView) -> Result<()> {
-    if view.dtype().is_compute() {
-        Ok(())
-    } else {
-        Err(Error::DTypeMismatch { what, expected: DType::F32, got: view.dtype() })
-    }
+    if view.dtype().is_compute() { Ok(()) } else { Err(Error::NotComputed { what, got: view.dtype() }) }
 }
 
 // Decision: docs/decisions/device.md#overlap-is-decided-by-first-and-last-byte
@@ -95,7 +91,8 @@ fn writable(what: &'static str, view: &TensorView) -> Result<()> {
     let mut covered = 1;
     for (stride, n) in axes {
         if stride < covered {
-            return Err(Error::Aliased { what });
+            let reason = format!("elements {stride} apart lie among {covered} elements of the other axes");
+            return Err(Error::InvalidStrides { what, reason });
         }
         covered += stride * (n - 1); // inside the storage, so that it cannot overflow
     }
@@ -120,5 +117,5 @@ fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
 /// Checks that the rotary dimension does not exceed the width of a key.
 fn check_rotary(rope: &Rope, k_dim: usize) -> Result<()> {
     let rotary = rope.config().rotary_dim;
-    if rotary > k_dim { Err(Error::range("rotary_dim", rotary, k_dim + 1)) } else { Ok(()) }
+    if rotary > k_dim { Err(Error::too_large("rotary_dim", rotary, k_dim)) } else { Ok(()) }
 }

@@ -1,7 +1,6 @@
 //! Conversion of whole blocks between a dense arena and a quantised one.
 
 use super::copy::{check_pairs, same_extents};
-use super::entry::Storages;
 use crate::base::{Error, Result};
 use crate::device::{KvArena, WritePairs};
 
@@ -54,21 +53,10 @@ impl Quantize {
     /// - Returns [`Error::OutOfRange`] if a block is outside its arena.
     /// - Returns [`Error::BlockTwice`] if a block is a destination twice.
     /// - Returns [`Error::PermitVoid`] if the permit is void.
-    /// - Returns [`Error::Aliased`] if the arenas share a storage.
+    /// - Returns [`Error::Aliased`] if the arenas share memory.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
-    }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
     }
 }
 
@@ -93,21 +81,10 @@ impl Dequantize {
         check_sides(&self.dst, &self.src)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
-
-    /// Returns the number of bytes written.
-    pub fn bytes(&self) -> usize {
-        self.pairs.len() * self.dst.layout().block_bytes()
-    }
-
-    /// Names the memory that the operation touches.
-    pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
-        storages.arena(&self.src);
-        storages.arena(&self.dst);
-    }
 }
 
 /// Checks that one arena is dense, the other quantised, and that both have the same extents and share no
-/// storage.
+/// memory.
 fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
     for (arena, wanted, reason) in
         [(dense, false, "the dense side is quantised"), (quantized, true, "the quantised side is dense")]
@@ -118,7 +95,7 @@ fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
         }
     }
     same_extents(dense, quantized)?;
-    if dense.storages().any(|a| quantized.storages().any(|b| a.address() == b.address())) {
+    if dense.shares_memory(quantized) {
         return Err(Error::Aliased { what: "the dense and the quantised arena" });
     }
     Ok(())

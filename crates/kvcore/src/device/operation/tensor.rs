@@ -27,10 +27,9 @@ impl CopyTensor {
     /// # Errors
     /// - Returns [`Error::Mismatch`] if the shapes differ.
     /// - Returns [`Error::DTypeMismatch`] if the element types differ.
-    /// - Returns [`Error::Aliased`] if the operands lie in one storage and their byte ranges, each from
-    ///   first to last element, overlap.
-    /// - Returns [`Error::Aliased`] if two elements of `dst` may share an address.
-    /// - Returns [`Error::InvalidStrides`] if a row begins or ends inside a byte.
+    /// - Returns [`Error::Aliased`] if the operands overlap ([`TensorView::overlaps`]).
+    /// - Returns [`Error::InvalidStrides`] if two elements of `dst` may share an address, or if a row begins or
+    ///   ends inside a byte.
     pub fn check(&self) -> Result<()> {
         let Self { src, dst } = self;
         same("rank of a tensor copy", dst.shape().len(), src.shape().len())?;

@@ -176,7 +176,7 @@ impl AttendWork {
         for entry in &self.batch {
             let Some(rows) = self.rows.get(entry.rows.clone()) else {
                 let end = entry.rows.end.max(entry.rows.start);
-                return Err(Error::range("end of the rows", end, self.rows.len() + 1));
+                return Err(Error::too_large("end of the rows", end, self.rows.len()));
             };
             let positions = rows.iter().map(|row| row.position);
             let span = positions.clone().min().zip(positions.max());
@@ -207,7 +207,7 @@ impl AttendWork {
     fn check_segment(&self, segment: &Segment, block_size: usize) -> Result<()> {
         let capacity = segment.blocks.len() * block_size;
         if segment.len > capacity {
-            return Err(Error::range("length of a segment", segment.len, capacity + 1));
+            return Err(Error::too_large("length of a segment", segment.len, capacity));
         }
         let last_position = segment
             .stored_start

@@ -38,9 +38,9 @@ impl TensorView {
     /// Creates a view with explicit strides and offset, both in elements.
     ///
     /// # Errors
-    /// - Returns [`Error::OutOfRange`] if the view reaches past the end of the storage.
-    /// - Returns [`Error::Misaligned`] if the storage's address does not suit `dtype`, or if the offset
-    ///   ends inside a byte.
+    /// - Returns [`Error::TooLarge`] if the view reaches past the end of the storage.
+    /// - Returns [`Error::Misaligned`] if the storage's address does not suit `dtype`, and
+    ///   [`Error::InsideByte`] if the offset ends inside a byte.
     /// - Returns [`Error::Mismatch`] if `shape` and `strides` differ in rank.
     /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     pub fn with_strides(
@@ -63,7 +63,7 @@ impl TensorView {
         let view = Self { storage, dtype, shape, strides, offset };
         let end = dtype.bytes_for(view.end()?)?;
         if end > view.storage.len() {
-            return Err(Error::range("last byte of the view", end, view.storage.len() + 1));
+            return Err(Error::too_large("last byte of the view", end, view.storage.len()));
         }
         Ok(view)
     }
@@ -157,18 +157,23 @@ impl TensorView {
         self.extent()
     }
 
-    /// Returns whether both views lie in one storage and their byte ranges, each from first to last
-    /// element, overlap. Interleaved views overlap in this sense without sharing an element.
+    /// Returns whether the byte ranges of both views, each from first to last element, overlap in memory, also
+    /// if the views lie in different storages over one piece of memory. Interleaved views overlap in this
+    /// sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {
-        let (a, b) = (self.extent()?, other.extent()?);
-        Ok(self.storage.address() == other.storage.address() && a.start.max(b.start) < a.end.min(b.end))
+        let range = |view: &Self| -> Result<_> {
+            let (extent, address) = (view.extent()?, view.storage.address());
+            Ok((address.saturating_add(extent.start as u64), address.saturating_add(extent.end as u64)))
+        };
+        let (a, b) = (range(self)?, range(other)?);
+        Ok(a.0.max(b.0) < a.1.min(b.1))
     }
 
     /// Returns the device or host address of the element at `index`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if `index` has another rank than the view, [`Error::OutOfRange`] if an
-    /// index is past the end of its axis, and [`Error::Misaligned`] if the element starts inside a byte.
+    /// index is past the end of its axis, and [`Error::InsideByte`] if the element starts inside a byte.
     pub fn address(&self, index: &[usize]) -> Result<u64> {
         crate::base::same("rank of an index", self.shape.rank(), index.len())?;
         let mut at = self.offset;
@@ -184,15 +189,15 @@ impl TensorView {
     /// Returns the part `start..end` of axis `axis`. Nothing is copied.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` is unknown, or if the range is reversed or past the end.
-    /// Returns [`Error::Misaligned`] if the part starts inside a byte.
+    /// Returns [`Error::OutOfRange`] if `axis` is unknown, [`Error::TooLarge`] if the range is reversed or past
+    /// the end, and [`Error::InsideByte`] if the part starts inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {
-            return Err(Error::range("end of the slice", end, n + 1));
+            return Err(Error::too_large("end of the slice", end, n));
         }
         if start > end {
-            return Err(Error::range("start of the slice", start, end + 1));
+            return Err(Error::too_large("start of the slice", start, end));
         }
         let mut view = self.clone();
         view.shape[axis] = end - start;
@@ -206,7 +211,7 @@ impl TensorView {
     /// Returns the sub-view at `index` of axis `axis`, without that axis.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` or `index` is unknown, and [`Error::Misaligned`] if the
+    /// Returns [`Error::OutOfRange`] if `axis` or `index` is unknown, and [`Error::InsideByte`] if the
     /// sub-view starts inside a byte.
     pub fn select(&self, axis: usize, index: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
@@ -222,7 +227,7 @@ impl TensorView {
     /// Returns a view of all elements with one more axis, of extent 1, before axis `axis`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` exceeds the rank, or if the view has [`MAX_RANK`] axes
+    /// Returns [`Error::TooLarge`] if `axis` exceeds the rank, or if the view has [`MAX_RANK`] axes
     /// already.
     pub fn unsqueeze(&self, axis: usize) -> Result<Self> {
         let (shape, strides) = (self.shape.with(axis, 1)?, self.strides.with(axis, 0)?);
@@ -256,11 +261,7 @@ impl TensorView {
 fn whole_bytes(storage: &Arc<dyn Storage>, dtype: DType, at: usize) -> Result<u64> {
     let bits = product("bits of a view", &[at, dtype.bits()])?;
     let address = storage.address() + (bits / 8) as u64;
-    if bits.is_multiple_of(8) {
-        Ok(address)
-    } else {
-        Err(Error::Misaligned { what: "the second element of the byte", address, align: 1 })
-    }
+    if bits.is_multiple_of(8) { Ok(address) } else { Err(Error::InsideByte { what: "an element", address }) }
 }
 
 #[cfg(test)]
@@ -314,12 +315,12 @@ mod tests {
     fn slices_of_empty_and_of_four_bit_views_know_their_ends() {
         let empty = view().slice(1, 1, 1).unwrap();
         assert!(empty.slice(1, 0, 0).unwrap().is_empty());
-        assert!(matches!(empty.slice(1, 0, 1), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
-        assert!(matches!(empty.slice(1, 1, 0), Err(Error::OutOfRange { value: 1, limit: 1, .. })));
+        assert!(matches!(empty.slice(1, 0, 1), Err(Error::TooLarge { value: 1, most: 0, .. })));
+        assert!(matches!(empty.slice(1, 1, 0), Err(Error::TooLarge { value: 1, most: 0, .. })));
         assert!(matches!(empty.select(1, 0), Err(Error::OutOfRange { .. })));
         let packed = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
-        assert!(matches!(packed.slice(2, 4, 2), Err(Error::OutOfRange { value: 4, limit: 3, .. })));
-        assert!(matches!(packed.slice(2, 2, 5), Err(Error::OutOfRange { value: 5, limit: 5, .. })));
+        assert!(matches!(packed.slice(2, 4, 2), Err(Error::TooLarge { value: 4, most: 2, .. })));
+        assert!(matches!(packed.slice(2, 2, 5), Err(Error::TooLarge { value: 5, most: 4, .. })));
         assert!(packed.slice(2, 3, 3).unwrap().is_empty(), "no element, no byte to begin inside");
     }
 
@@ -336,8 +337,8 @@ mod tests {
     #[test]
     fn reversed_and_outside_slices_are_errors() {
         let v = view();
-        assert!(matches!(v.slice(0, 2, 1), Err(Error::OutOfRange { .. })));
-        assert!(matches!(v.slice(0, 0, 3), Err(Error::OutOfRange { .. })));
+        assert!(matches!(v.slice(0, 2, 1), Err(Error::TooLarge { value: 2, most: 1, .. })));
+        assert!(matches!(v.slice(0, 0, 3), Err(Error::TooLarge { value: 3, most: 2, .. })));
         assert!(matches!(v.slice(3, 0, 0), Err(Error::OutOfRange { .. })));
         assert!(matches!(v.address(&[0, 3, 0]), Err(Error::OutOfRange { .. })));
         assert!(v.permute(&[0, 0, 1]).is_err());
@@ -346,22 +347,25 @@ mod tests {
     #[test]
     fn a_view_larger_than_its_storage_is_an_error() {
         let storage = Arc::new(Plain(95));
-        assert!(matches!(TensorView::new(storage, DType::F32, &[2, 3, 4]), Err(Error::OutOfRange { .. })));
+        assert!(matches!(
+            TensorView::new(storage, DType::F32, &[2, 3, 4]),
+            Err(Error::TooLarge { value: 96, most: 95, .. })
+        ));
         assert!(TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).is_ok());
         let short = TensorView::new(Arc::new(Plain(11)), DType::I4, &[2, 3, 4]);
-        assert!(matches!(short, Err(Error::OutOfRange { value: 12, .. })));
+        assert!(matches!(short, Err(Error::TooLarge { value: 12, most: 11, .. })));
     }
 
     #[test]
     fn four_bit_elements_are_addressed_on_byte_boundaries_only() {
         let v = TensorView::new(Arc::new(Plain(12)), DType::I4, &[2, 3, 4]).unwrap();
         assert_eq!(v.address(&[1, 2, 2]).unwrap(), 4096 + 11);
-        assert!(matches!(v.address(&[0, 0, 1]), Err(Error::Misaligned { address: 4096, .. })));
+        assert!(matches!(v.address(&[0, 0, 1]), Err(Error::InsideByte { address: 4096, .. })));
         assert_eq!(v.slice(2, 2, 3).unwrap().address(&[1, 0, 0]).unwrap(), 4096 + 7);
-        assert!(matches!(v.slice(2, 1, 4), Err(Error::Misaligned { .. })));
-        assert!(matches!(v.select(2, 3), Err(Error::Misaligned { .. })));
+        assert!(matches!(v.slice(2, 1, 4), Err(Error::InsideByte { .. })));
+        assert!(matches!(v.select(2, 3), Err(Error::InsideByte { .. })));
         let (shape, strides) = (Dims::new(&[2]).unwrap(), Dims::new(&[1]).unwrap());
         let odd = TensorView::with_strides(Arc::new(Plain(12)), DType::I4, shape, strides, 3);
-        assert!(matches!(odd, Err(Error::Misaligned { .. })));
+        assert!(matches!(odd, Err(Error::InsideByte { .. })));
     }
 }

@@ -18,12 +18,12 @@ impl Dims {
     /// Creates a list of `values`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if there are more than [`MAX_RANK`] values.
+    /// Returns [`Error::TooLarge`] if there are more than [`MAX_RANK`] values.
     pub fn new(values: &[usize]) -> Result<Self> {
         let mut dims = Self { values: [0; MAX_RANK], rank: values.len() };
         dims.values
             .get_mut(..values.len())
-            .ok_or(Error::range("rank", values.len(), MAX_RANK + 1))?
+            .ok_or(Error::too_large("rank", values.len(), MAX_RANK))?
             .copy_from_slice(values);
         Ok(dims)
     }
@@ -51,7 +51,7 @@ impl Dims {
 
     pub(super) fn with(mut self, axis: usize, value: usize) -> Result<Self> {
         if axis > self.rank || self.rank == MAX_RANK {
-            return Err(Error::range("axis", axis.max(self.rank), self.rank.min(MAX_RANK - 1) + 1));
+            return Err(Error::too_large("axis", axis.max(self.rank), self.rank.min(MAX_RANK - 1)));
         }
         self.values.copy_within(axis..self.rank, axis + 1);
         self.values[axis] = value;

@@ -49,7 +49,8 @@ impl<T> From<Box<Rejected<T>>> for Error {
 pub struct MutableBlocks {
     pub(super) pool: BlockPool,
     pub(super) ids: Ids,
-    /// Issuer of permits to write the blocks. The permits become void as soon as a block leaves the guard.
+    /// Issuer of permits to write the blocks. A permit becomes void as soon as one of its blocks leaves the
+    /// guard.
     pub(super) permits: Permits,
 }
 /// Filled blocks that any number of holders read. Never written while they are shared.
@@ -97,10 +98,10 @@ macro_rules! guard {
             /// Keeps the first `at` blocks, and returns a guard of the other blocks.
             ///
             /// # Errors
-            /// Returns [`Error::OutOfRange`] if `at` exceeds the number of blocks.
+            /// Returns [`Error::TooLarge`] if `at` exceeds the number of blocks.
             pub fn split_off(&mut self, at: usize) -> Result<Self> {
                 if at > self.ids.len() {
-                    return Err(Error::range("blocks to keep", at, self.ids.len() + 1));
+                    return Err(Error::too_large("blocks to keep", at, self.ids.len()));
                 }
                 if at < self.ids.len() {
                     self.lose();
@@ -148,9 +149,22 @@ impl MutableBlocks {
         Self { pool, ids, permits: Permits::default() }
     }
 
-    /// Voids the permits before blocks leave the guard.
-    fn lose(&self) {
-        self.permits.void();
+    /// Voids all permits, before blocks leave the guard.
+    pub(super) fn lose(&self) {
+        self.permits.void(self.ids.len());
+    }
+
+    /// Takes the first `n` blocks out of the guard. Permits to write one of these blocks become void; permits
+    /// to write only the other blocks stay valid.
+    ///
+    /// # Errors
+    /// Returns [`Error::TooLarge`] if `n` exceeds the number of blocks.
+    pub(super) fn take_first(&mut self, n: usize) -> Result<Self> {
+        if n > self.ids.len() {
+            return Err(Error::too_large("blocks to share", n, self.ids.len()));
+        }
+        self.permits.void_first(n);
+        Ok(Self::over(self.pool.clone(), self.ids.drain(..n).collect()))
     }
 
     /// Takes `n` more blocks, or none.
@@ -224,8 +238,8 @@ impl MutableBlocks {
             .iter()
             .filter(|&&slot| slot >= 0)
             .map(|&slot| BlockId(u32::try_from(slot / block_size as i64).unwrap_or(u32::MAX)));
-        self.check_own(blocks)?;
-        Ok(self.permits.slots(block_size, slots))
+        let first = self.first_of(blocks)?;
+        Ok(self.permits.slots(first, block_size, slots))
     }
 
     /// Returns pairs `(source, destination)` with a permit to copy into these blocks. Every destination
@@ -235,27 +249,22 @@ impl MutableBlocks {
     /// Returns [`Error::NotOwned`] if a destination is another block.
     pub fn write_pairs(&self, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Result<WritePairs> {
         let pairs = pairs.into();
-        self.check_own(pairs.iter().map(|&(_, destination)| destination))?;
-        Ok(self.permits.pairs(pairs))
+        let first = self.first_of(pairs.iter().map(|&(_, destination)| destination))?;
+        Ok(self.permits.pairs(first, pairs))
     }
 
-    /// Checks that every block is one of these. Blocks usually come in the guard's order, so the search for
-    /// a block starts at the previous block.
-    fn check_own(&self, blocks: impl Iterator<Item = BlockId>) -> Result<()> {
-        let mut at = 0;
+    /// Checks that every one of `blocks` is in the guard, and returns the lowest place among them, or the
+    /// number of blocks in the guard if `blocks` is empty. Blocks usually come in the guard's order, so the
+    /// search for a block starts at the previous block.
+    fn first_of(&self, blocks: impl Iterator<Item = BlockId>) -> Result<usize> {
+        let (mut at, mut first) = (0, self.ids.len());
         for block in blocks {
             let (before, from) = self.ids.split_at(at);
             let ahead = from.iter().chain(before).position(|&id| id == block);
             at = (at + ahead.ok_or(Error::NotOwned { block })?) % self.ids.len();
+            first = first.min(at);
         }
-        Ok(())
-    }
-
-    /// Takes over the permits of a guard whose blocks leave it, so that no memory is allocated for new
-    /// permits. The permits issued by `other` become void.
-    pub(super) fn inherit_permits(&mut self, other: &mut Self) {
-        other.permits.void();
-        self.permits = std::mem::take(&mut other.permits);
+        Ok(first)
     }
 }
 
@@ -290,18 +299,18 @@ impl SharedBlocks {
     /// have a key keep it.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if there are more keys than blocks. Returns [`Error::Aliased`] if a
+    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::BlockTwice`] if a
     /// block occurs twice among them, which is possible after guards were appended to each other. In these
     /// cases nothing has changed.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
-            return Err(Error::range("end of the blocks to register", end, self.ids.len() + 1));
+            return Err(Error::too_large("end of the blocks to register", end, self.ids.len()));
         }
         let mut sorted: Ids = self.ids[start..end].into();
         sorted.sort_unstable();
-        if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(Error::Aliased { what: "blocks to register" });
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::BlockTwice { block: pair[0], role: "a block to register twice" });
         }
         self.enter_keys(start, parent, keys);
         Ok(())

@@ -18,8 +18,9 @@
 //! *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).
 //!
 //! Only a guard of mutable blocks issues permits to write ([`MutableBlocks::write_slots`],
-//! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits. Shared
-//! blocks have no method that permits writes:
+//! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits; a
+//! [`BlockTable`] that shares its first blocks voids the permits to write these. Shared blocks have no method
+//! that permits writes:
 //!
 //! ```compile_fail,E0599
 //! let pool = kvcore::BlockPool::new(0..1)?;
@@ -43,7 +44,7 @@ mod table;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{Duplicates, FreeOrder, PoolConfig};
 pub use event::{EventQueue, EventSink, KvEvent};
-pub use evict::{Entry, EvictionPolicy, Lru, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
+pub use evict::{EvictionPolicy, Lru, PolicyEntry, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
 pub use guard::{MutableBlocks, Rejected, SharedBlocks};
 pub use pin::PinnedBlocks;
 pub use pool::{BlockPool, Lookups, PoolCounts};

@@ -48,6 +48,8 @@ pub struct TailCopy {
     /// The shared block, held until the copy is enqueued.
     source: SharedBlocks,
     pairs: WritePairs,
+    /// Number of shared blocks with keys before the step, to undo it.
+    keyed: usize,
 }
 
 impl TailCopy {
@@ -85,7 +87,7 @@ impl BlockTable {
     /// Declares that the last block, which is shared, holds tokens up to `len` only.
     pub(crate) fn shorten_last(&mut self, len: usize) -> Result<()> {
         if len > self.len || len + self.block_size <= self.len {
-            return Err(Error::range("length within the last block", len, self.len + 1));
+            return Err(Error::too_large("length within the last block", len, self.len));
         }
         self.len = len;
         Ok(())
@@ -129,8 +131,9 @@ impl BlockTable {
     /// ([`unshare_tail`](Self::unshare_tail) replaces it by a copy). In these cases the table is unchanged.
     pub fn grow(&mut self, tokens: usize) -> Result<WriteSlots> {
         let tokens = self.reserve(tokens)?;
+        let first = self.place_of(tokens.start);
         let slots: Arc<[i64]> = tokens.map(|token| self.slot_unchecked(token)).collect();
-        Ok(self.own.permits.slots(self.block_size, slots))
+        Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
     /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), uses the
@@ -141,9 +144,15 @@ impl BlockTable {
     /// Returns the errors of [`grow`](Self::grow). In these cases `slots` is unchanged.
     pub fn grow_into(&mut self, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
         let tokens = self.reserve(tokens)?;
+        let first = self.place_of(tokens.start);
         let places = tokens.map(|token| self.slot_unchecked(token));
-        self.own.permits.refill(slots, self.block_size, places);
+        self.own.permits.refill(slots, first, self.block_size, places);
         Ok(())
+    }
+
+    /// Returns the place of a token's block among the table's own blocks.
+    fn place_of(&self, token: usize) -> usize {
+        (token / self.block_size).saturating_sub(self.shared.len())
     }
 
     /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
@@ -197,16 +206,19 @@ impl BlockTable {
         let source = self.shared.split_off(tail)?;
         own.append(std::mem::replace(&mut self.own, MutableBlocks::none(source.pool())))?;
         self.own = own;
-        self.keyed = self.keyed.min(tail);
+        let keyed = self.keyed;
+        self.keyed = keyed.min(tail);
         self.refresh();
-        let pairs = self.own.permits.pairs([(source.ids()[0], target)]);
-        Ok(Some(TailCopy { source, pairs }))
+        let pairs = self.own.permits.pairs(0, [(source.ids()[0], target)]);
+        Ok(Some(TailCopy { source, pairs, keyed }))
     }
 
-    /// Undoes [`unshare_tail`](Self::unshare_tail), for a copy that could not be made.
+    /// Undoes the last step, an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. The table
+    /// has the blocks and keys that it had before; blocks that were supplied ahead stay.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
-        drop(self.own.split_off(0)?);
+        drop(self.own.take_first(1)?);
         self.shared.append(copy.source)?;
+        self.keyed = copy.keyed;
         self.refresh();
         Ok(())
     }
@@ -218,10 +230,7 @@ impl BlockTable {
     /// Returns no error that a caller can cause.
     pub fn fork(&mut self) -> Result<Self> {
         let used = self.len.div_ceil(self.block_size).saturating_sub(self.shared.len());
-        let spare = self.own.split_off(used)?;
-        let mut own = std::mem::replace(&mut self.own, spare);
-        self.own.inherit_permits(&mut own);
-        self.shared.append(own.share())?;
+        self.shared.append(self.own.take_first(used)?.share())?;
         let shared = self.shared.clone();
         Ok(Self {
             block_size: self.block_size,
@@ -254,18 +263,18 @@ impl BlockTable {
     /// `len` become void, also those in a block that stays.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
+    /// Returns [`Error::TooLarge`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
     /// inside a block that others can find by its key.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
-            return Err(Error::range("length to truncate to", len, self.len + 1));
+            return Err(Error::too_large("length to truncate to", len, self.len));
         }
         let keep = len.div_ceil(self.block_size);
         if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
             return Err(self.shared_at(len));
         }
         if len < self.len {
-            self.own.permits.void();
+            self.own.lose();
         }
         drop(self.own.split_off(keep.saturating_sub(self.shared.len()).min(self.own.len()))?);
         self.shared.truncate(keep);
@@ -276,15 +285,16 @@ impl BlockTable {
     }
 
     /// Shares the next full blocks under `keys`, in order. If the pool knows a key already, the table takes
-    /// the known block, and its own block is freed.
+    /// the known block, and its own block is freed. Slots in these blocks become void; slots that lie only in
+    /// later blocks stay valid.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if there are fewer full blocks than keys. In that case nothing is
+    /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. In that case nothing is
     /// shared.
     pub fn share_full(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = (self.keyed + keys.len()) * self.block_size;
         if end > self.len {
-            return Err(Error::range("end of the blocks to share", end, self.len + 1));
+            return Err(Error::too_large("end of the blocks to share", end, self.len));
         }
         self.seal(parent, keys)
     }
@@ -295,10 +305,9 @@ impl BlockTable {
             return Ok(());
         }
         let unshared = (self.keyed + keys.len()).saturating_sub(self.shared.len());
-        let rest = self.own.split_off(unshared)?;
-        let mut own = std::mem::replace(&mut self.own, rest);
-        self.own.inherit_permits(&mut own);
-        self.shared.append(own.share())?;
+        if unshared > 0 {
+            self.shared.append(self.own.take_first(unshared)?.share())?;
+        }
         self.shared.register(self.keyed, parent, keys)?;
         self.keyed += keys.len();
         self.refresh();
@@ -359,6 +368,8 @@ mod tests {
         assert_eq!(table.grow(3).unwrap()[..], [43, 48, 49]);
         assert_eq!(table.slot(5), Ok(49));
         assert!(matches!(table.slot(6), Err(Error::OutOfRange { .. })));
+        let longer = table.truncate(7).unwrap_err();
+        assert_eq!(longer.to_string(), "length to truncate to 7 is too large: at most 6 is possible");
         table.truncate(4).unwrap();
         assert_eq!((table.ids().len(), pool.counts().free), (1, 8));
         assert!(matches!(table.grow(usize::MAX), Err(Error::Overflow { .. })));
@@ -439,6 +450,35 @@ mod tests {
         assert!(x.check().is_ok() && y.check().is_ok());
         drop((a, b));
         assert_eq!(pool.counts().free, 6);
+    }
+
+    #[test]
+    fn a_copy_that_is_undone_leaves_spare_blocks_and_keys_as_they_were() {
+        let pool = BlockPool::new(0..8).unwrap();
+        let root = KeyScope::new("m", b"").root();
+        let keys = [root, root.child(&[1])];
+        let mut sealed = BlockTable::new(&pool, 4).unwrap();
+        sealed.grow(6).unwrap();
+        sealed.seal(None, &keys).unwrap();
+        let mut table = BlockTable::with_prefix(pool.lookup_chain(&keys), 4).unwrap();
+        table.shorten_last(6).unwrap();
+        table.supply(pool.allocate(2).unwrap()).unwrap();
+        let state = |table: &BlockTable| (Arc::clone(table.ids()), table.keyed_blocks(), pool.counts());
+        let before = state(&table);
+        let copy = table.unshare_tail().unwrap().unwrap();
+        let pairs = copy.pairs().clone();
+        assert_eq!((table.keyed_blocks(), pairs.check()), (1, Ok(())));
+        table.reshare_tail(copy).unwrap();
+        assert_eq!(state(&table), before);
+        assert_eq!(pairs.check(), Err(Error::PermitVoid { what: "blocks" }), "the target is free again");
+        assert!(matches!(table.truncate(5), Err(Error::SharedBlock { token: 5, .. })), "others find it");
+        assert!(matches!(table.grow(1), Err(Error::SharedBlock { token: 6, .. })));
+        drop(table.unshare_tail().unwrap().unwrap());
+        let spare = before.0[2];
+        assert_eq!(table.grow(3).unwrap()[2], i64::from(spare.0) * 4, "the ninth token is in a spare block");
+        drop((table, sealed));
+        assert_eq!((pool.counts().cached, pool.counts().free), (2, 6));
+        pool.check_invariants().unwrap();
     }
 
     #[test]

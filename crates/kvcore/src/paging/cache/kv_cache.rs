@@ -74,7 +74,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Creates a sequence.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfRange`] if the batch of a static cache is full.
+    /// Returns [`crate::Error::TooLarge`] if the batch of a static cache is full.
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId>;
 
     /// Creates a sequence at the start of a prompt. Returns its id and the number of its tokens that are
@@ -105,7 +105,7 @@ pub trait KvCache: Send + fmt::Debug {
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, and
-    /// [`crate::Error::OutOfRange`] if there are more tokens than slots from [`grow`](Self::grow).
+    /// [`crate::Error::TooLarge`] if there are more tokens than slots from [`grow`](Self::grow).
     fn commit(&mut self, _id: SequenceId, _tokens: &[u32]) -> Result<()> {
         Ok(())
     }
@@ -113,7 +113,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Removes the tokens past `len` (speculative rollback, a failed step).
     ///
     /// # Errors
-    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::OutOfRange`]
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::TooLarge`]
     /// if `len` exceeds the length of the sequence, and [`crate::Error::SharedBlock`] if `len` lies inside
     /// a block that others can find by its key.
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()>;

@@ -14,12 +14,12 @@ pub(super) struct Sequence {
     pub(super) table: BlockTable,
     pub(super) start: SequenceStart,
     /// Present for sequences that share their blocks.
-    pub(super) chain: Option<Chain>,
+    pub(super) chain: Option<KeyChain>,
 }
 
 /// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
-pub(super) struct Chain {
+pub(super) struct KeyChain {
     pub(super) scheme: KeyScheme,
     /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
@@ -27,7 +27,7 @@ pub(super) struct Chain {
     pub(super) pending: Vec<u32>,
 }
 
-impl Chain {
+impl KeyChain {
     /// Returns the key of the last shared block, or the root key.
     pub(super) fn last_key(&self) -> BlockKey {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
@@ -114,11 +114,11 @@ impl PagedKvCache {
     /// Creates a cache over the blocks of `pool`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the pool has blocks that the arena lacks.
+    /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
         let (end, limit) = (pool.range().end as usize, arena.layout().shape().num_blocks);
         if end > limit {
-            return Err(Error::range("last block of the pool", end, limit + 1));
+            return Err(Error::too_large("last block of the pool", end, limit));
         }
         Ok(Self { arena, pool, sequences: HashMap::new(), next: 0, continuations: None })
     }
@@ -136,13 +136,6 @@ impl PagedKvCache {
     /// Returns the number of live sequences.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
-    }
-
-    /// Returns the ids of the live sequences, the oldest first.
-    pub fn sequence_ids(&self) -> impl DoubleEndedIterator<Item = SequenceId> + use<> {
-        let mut ids: Vec<SequenceId> = self.sequences.keys().copied().collect();
-        ids.sort_unstable();
-        ids.into_iter()
     }
 
     /// Creates a sequence that shares nothing.
@@ -172,7 +165,7 @@ impl PagedKvCache {
         keys.truncate(shared.len());
         let table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
-        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
+        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
     }
 
@@ -198,7 +191,7 @@ impl PagedKvCache {
         let cached = table.len();
         table.supply(fresh)?;
         let slots = table.grow(tokens.len() - cached)?;
-        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
+        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
         let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
         Ok((id, cached, slots))
     }
@@ -275,7 +268,7 @@ impl PagedKvCache {
     /// step).
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] if `len`
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::TooLarge`] if `len`
     /// exceeds the length of the sequence, and [`Error::SharedBlock`] if `len` lies inside a block that
     /// others can find by its key. In these cases the sequence is unchanged.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
@@ -294,9 +287,9 @@ impl PagedKvCache {
     /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if a block
-    /// of the slots was shared, truncated or freed since the slots were taken. Also returns the errors of the
-    /// stream.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if,
+    /// since the slots were taken, one of their blocks was shared or the sequence was truncated or freed. Also
+    /// returns the errors of the stream.
     pub fn write(
         &self,
         id: SequenceId,
@@ -321,7 +314,7 @@ impl PagedKvCache {
     /// nothing for a sequence without a key scheme.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if there
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::TooLarge`] if there
     /// are more tokens than slots from [`grow`](Self::grow).
     pub fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         let block_size = self.block_size();
@@ -330,7 +323,7 @@ impl PagedKvCache {
             let held = sequence.table.keyed_blocks() * block_size + chain.pending.len();
             let room = sequence.table.len().saturating_sub(held);
             if tokens.len() > room {
-                return Err(Error::range("tokens to commit", tokens.len(), room + 1));
+                return Err(Error::too_large("tokens to commit", tokens.len(), room));
             }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;

@@ -117,7 +117,7 @@ impl PrefixFill {
     /// Declares that all slots have been written. From this call on, the blocks can be found by their keys.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfRange`] if there are more keys than blocks, which
+    /// Returns [`crate::Error::TooLarge`] if there are more keys than blocks, which
     /// [`PagedKvCache::fill_prefix`] rules out.
     pub fn finish(mut self) -> Result<SealedPrefix> {
         let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());

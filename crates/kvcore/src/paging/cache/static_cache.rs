@@ -130,7 +130,7 @@ impl StaticKvCache {
         for (batch, &start) in starts.iter().enumerate() {
             let held = self.entry_len(layer, batch)?;
             if start > held {
-                return Err(Error::range("start of the update", start, held + 1));
+                return Err(Error::too_large("start of the update", start, held));
             }
             self.check_end(start.saturating_add(new))?;
         }
@@ -152,7 +152,7 @@ impl StaticKvCache {
 
     fn check_end(&self, end: usize) -> Result<()> {
         if end > self.max_len() {
-            return Err(Error::range("length of a static cache", end, self.max_len() + 1));
+            return Err(Error::too_large("length of a static cache", end, self.max_len()));
         }
         Ok(())
     }
@@ -162,7 +162,7 @@ impl StaticKvCache {
     fn refill(&self, batch: usize, start: usize, new: usize, slots: &mut WriteSlots) {
         let first = batch * self.max_len() + start;
         let places = (first..first + new).map(|slot| slot as i64);
-        self.permits[batch].refill(slots, self.max_len(), places);
+        self.permits[batch].refill(slots, 0, self.max_len(), places);
     }
 
     /// Returns the slots of new tokens of an entry, as [`refill`](Self::refill) does.
@@ -201,7 +201,7 @@ impl StaticKvCache {
     pub fn reset(&mut self) {
         self.lengths.fill(0);
         self.sequences.clear();
-        self.permits.iter().for_each(Permits::void);
+        self.permits.iter().for_each(|entry| entry.void(1));
     }
 
     /// Sets the length of every entry in one layer, for rows that were written by a copy.
@@ -242,7 +242,7 @@ impl KvCache for StaticKvCache {
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let taken = |batch| self.sequences.values().any(|&(other, _)| other == batch);
         let entries = self.max_batch();
-        let full = Error::range("sequences of a static cache", self.sequences.len() + 1, entries + 1);
+        let full = Error::too_large("sequences of a static cache", self.sequences.len() + 1, entries);
         let batch = (0..entries).find(|&batch| !taken(batch)).ok_or(full)?;
         let id = SequenceId(self.next);
         self.next += 1;
@@ -269,10 +269,10 @@ impl KvCache for StaticKvCache {
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let (batch, held) = (self.entry(id)?, self.len(id)?);
         if len > held {
-            return Err(Error::range("length to truncate to", len, held + 1));
+            return Err(Error::too_large("length to truncate to", len, held));
         }
         self.set_len(batch, len);
-        self.permits[batch].void();
+        self.permits[batch].void(1);
         Ok(())
     }
 
@@ -280,7 +280,7 @@ impl KvCache for StaticKvCache {
         let batch = self.entry(id)?;
         self.sequences.remove(&id);
         self.set_len(batch, 0);
-        self.permits[batch].void();
+        self.permits[batch].void(1);
         Ok(())
     }
 
