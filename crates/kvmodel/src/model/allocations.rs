@@ -69,13 +69,11 @@ fn a_decode_step_allocates_what_candle_does(
     let mut engine = Engine::new(model, backend.unwrap(), b"none", &config).unwrap();
     let prompt = |first: u32| {
         let tokens: Vec<u32> = (first..first + 33).collect();
-        match chunked {
-            true => {
-                let chunks = vec![tokens[..9].to_vec(), tokens[9..20].to_vec()];
-                PromptTokens::Chunked(ChunkedPrompt::new(vec![first], chunks, tokens[20..].to_vec()).unwrap())
-            }
-            false => PromptTokens::Plain(tokens),
+        if !chunked {
+            return PromptTokens::Plain(tokens);
         }
+        let chunks = vec![tokens[..9].to_vec(), tokens[9..20].to_vec()];
+        PromptTokens::Chunked(ChunkedPrompt::new(vec![first], chunks, tokens[20..].to_vec()).unwrap())
     };
     let mut count = |answer: usize| {
         let request = Request { max_new_tokens: answer, reuse: chunked, ..engine.request(prompt(1)) };
