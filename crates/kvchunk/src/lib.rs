@@ -42,7 +42,7 @@
 //!   merged KV. A run is for kernels that do not read segments.
 //! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
-//!   planned; a span also tells whether the KV is full attention's already.
+//!   planned; a span also tells if the KV already equals that of full attention.
 //! - **cell** ([`ReuseCell`]): compute mode × position strategy. The cell decides how exact reuse is.
 //! - **reservation** ([`ChunkReservation`]): writable blocks for a missing piece, owned by the request that
 //!   computes it.

@@ -21,7 +21,7 @@ pub struct ChunkSpan {
     pub logical_start: usize,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// True if the chunk's KV is full attention's already. This holds for the first chunk, if it saw the
+    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it saw the
     /// system prompt and is used at the position for which it was computed.
     pub is_full: bool,
 }

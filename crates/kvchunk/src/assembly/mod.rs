@@ -58,7 +58,7 @@ pub struct Assembler<'a> {
     /// them or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
     /// The link to other replicas. A missing piece is pulled from a replica that has it, and computed only if
-    /// none gives it. Pieces are pulled one by one, while other requests that miss them wait for this one. A
+    /// no replica supplies it. Pieces are pulled one by one; other requests that miss them wait for this request. A
     /// hit here takes precedence over a replica's, even an approximate one. If [`ranks`](Self::ranks) is set,
     /// no replica is asked.
     pub replicas: Option<&'a ReplicaLink>,
@@ -252,7 +252,7 @@ impl Assembly {
     }
 
     /// Returns the inputs to compute now, in one batch: the missing part of the system prompt and every
-    /// missing piece. Pieces may see blocks that the same batch fills. This is in order, because all keys of
+    /// missing piece. Pieces may see blocks that the same batch fills. This is safe, because all keys of
     /// a layer are written before the layer's attention reads.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs

@@ -58,7 +58,7 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Holds the piece if it is stored and awake. The hold counts as nothing until
+    /// Holds the piece if it is stored and awake. The hold is not counted until
     /// [`count_hit`](Self::count_hit).
     pub(crate) fn hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let (since, now) = (Instant::now(), self.0.clock.millis());

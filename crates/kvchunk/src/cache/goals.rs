@@ -6,7 +6,7 @@ use super::ChunkCacheMetrics;
 
 impl ChunkCacheMetrics {
     /// Returns seed 004's goals, each with the measured value: more than 70 % of the lookups hit, 70 to 90 %
-    /// of the blocks used, lookups below 1 ms on average, and placing a piece below 10 ms for 99 in 100. The
+    /// of the blocks used, lookups below 1 ms on average, and a 99th percentile of placing a piece below 10 ms. The
     /// value of a goal is unknown while there is no lookup, block or time.
     ///
     /// ```

@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 /// The metrics of a cache, or of one tenant: counts since the cache was made, and gauges of this moment.
 ///
 /// A lookup ends as a hit or as a miss. A lookup that waits for another request's computation is counted when
-/// that has ended. Times are those of the whole cache. They are empty unless
+/// the computation has ended. Times are those of the whole cache. They are empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
 /// The JSON form also has the values that follow from the counts: `hit_rate`, `memory_utilization` and the

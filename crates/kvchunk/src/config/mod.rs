@@ -45,7 +45,7 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
     /// The positions that chunks take when they are used. The seed's word `virtual` is read as the default
-    /// strategy; it means how chunks are stored under every strategy but the absolute one.
+    /// strategy; the word describes how chunks are stored under every strategy but the absolute one.
     pub position_strategy: PositionStrategy,
     /// The tokens that a chunk sees while its KV is computed.
     pub compute_mode: ComputeMode,
@@ -59,7 +59,7 @@ pub struct ChunkCacheConfig {
     /// pieces that other threads move.
     pub max_wait_ms: u64,
     /// Lets a piece that is missing under this system prompt be replaced by one that was computed under
-    /// another system prompt that is no longer than this one. No bound holds for the error of such a hit. The
+    /// another system prompt that is no longer than this one. The error of such a hit has no bound. The
     /// hit counts as approximate.
     pub cross_system_reuse: bool,
 }

@@ -37,7 +37,7 @@ impl HashAlgorithm {
         self != Self::Xxh3
     }
 
-    /// Returns the hash of `tokens` after the content that `parent` is the hash of. The hash covers the
+    /// Returns the hash of `tokens`, chained to `parent`, the hash of the content before them. It covers the
     /// number of tokens, too.
     pub(crate) fn child(self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {
         let mut bytes = [0; 32];

@@ -74,9 +74,9 @@ impl PositionReindexer {
         Err(Error::TooLong { largest, limit: self.max_positions() })
     }
 
-    /// Returns true if keys of a layer that `rotated_by` rotated for `old_offset` serve at `new_offset`. For
-    /// this the layer must rotate now as `rotated_by` does, by the same frequencies, pairs and factor, and
-    /// the model must have both positions. Keys of another regime of dynamic NTK or LongRoPE never serve, at
+    /// Returns true if keys of a layer that `rotated_by` rotated for `old_offset` can be used at `new_offset`.
+    /// For this the layer must rotate now as `rotated_by` does, by the same frequencies, pairs and factor, and
+    /// the model must have both positions. Keys of another regime of dynamic NTK or LongRoPE can be used at
     /// no distance. A layer that the model does not have gives false.
     pub fn can_reuse_rope(&self, layer: usize, rotated_by: &Rope, old_offset: i64, new_offset: i64) -> bool {
         self.ropes.of(layer).is_some_and(|rope| rotates_alike(rope, rotated_by))

@@ -10,7 +10,7 @@ use crate::hash::ChunkPiece;
 
 /// The lookup of one rank, which finds only parts that all ranks find.
 ///
-/// A piece that this rank holds and another lacks is let go, and computed beside the stored one.
+/// A piece that this rank holds and another lacks is released and computed anew; the stored copy stays.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,

@@ -60,7 +60,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Runs code of a store, and takes a panic for a failure, so that nobody waits for ever.
+/// Runs code of a store, and treats a panic as a failure, so that nobody waits for ever.
 pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     caught.unwrap_or_else(|_| Err(Error::StorePanicked))

@@ -38,7 +38,7 @@ impl ChunkCacheManager {
     ///
     /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](crate::Acquired::NoRoom)
     /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block ids stay valid. Pieces
-    /// in a [`SleepStore`](crate::SleepStore) sleep on.
+    /// in a [`SleepStore`](crate::SleepStore) stay asleep.
     ///
     /// The call waits for `stream`. The caller guarantees that work on other streams that touches the pool is
     /// done, such as the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
@@ -72,7 +72,7 @@ impl ChunkCacheManager {
     ///
     /// # Errors
     /// Returns [`Error::PoolMoving`] if another thread is putting the pool to sleep or waking it. Returns the
-    /// errors of [`SleepingBlocks::wake`]; in that case the pool sleeps on.
+    /// errors of [`SleepingBlocks::wake`]; in that case the pool stays asleep.
     pub fn wake_pool(&self, stream: &dyn Stream) -> Result<bool> {
         let mut state = self.0.lock();
         let asleep = match std::mem::replace(&mut state.pool, PoolMemory::Moving) {

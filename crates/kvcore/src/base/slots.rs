@@ -44,7 +44,7 @@ impl SlotMapping {
         Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
-    /// Replaces the slots. Uses the old memory again if the number of slots is unchanged and no operation
+    /// Replaces the slots. Reuses the old memory if the number of slots is unchanged and no operation
     /// holds it.
     pub(crate) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
         match Arc::get_mut(&mut self.0) {

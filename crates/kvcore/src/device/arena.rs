@@ -53,9 +53,8 @@ impl KvArena {
         Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
     }
 
-    /// Creates an arena with storages from `memory`. The function is called for K, V, the scales of K and
-    /// the scales of V, in this order, with the number of bytes and whether the storage holds static
-    /// scales.
+    /// Creates an arena with storages from `memory`. Calls `memory` for K, V, the scales of K and the scales
+    /// of V, in this order, with the number of bytes, and true if the storage holds static scales.
     pub(crate) fn allocate_with(
         backend: &dyn Backend,
         layout: Arc<KvLayout>,

@@ -303,7 +303,7 @@ fn family(json: &Value) -> Result<Family> {
     })
 }
 
-/// Refuses models whose positions are no rotation. Their keys cannot be moved, and this crate does not have
+/// Refuses models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not have
 /// their attention.
 fn refuse_other_positions(json: &Value) -> Result<()> {
     let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();

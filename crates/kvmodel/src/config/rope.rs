@@ -59,7 +59,7 @@ const NUMBERS: [&str; 12] = [
 const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
-/// Refuses a field that is there and no number, by its name: a default in its place would be another model.
+/// Refuses, by its name, a present field that is not a number: a default would silently change the model.
 fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_number());
     match names.iter().find_map(|name| given(name).map(|value| (name, value))) {
@@ -71,7 +71,7 @@ fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
 /// Fields that name the kind of scaling, the new one first.
 const KINDS: [&str; 2] = ["rope_type", "type"];
 
-/// Refuses a kind of scaling that is no name: no scaling in its place would be another model.
+/// Refuses a kind of scaling that is not a name: ignoring it would silently change the model.
 fn check_kind(fields: &Value) -> Result<()> {
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_string());
     match KINDS.iter().find_map(|name| given(name).map(|value| (name, value))) {

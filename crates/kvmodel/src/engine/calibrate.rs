@@ -14,7 +14,7 @@ use crate::model::{ComputeDevice, Model};
 const TOKENS: usize = 256;
 
 /// The factor by which keys and values may exceed those of the sample before they saturate. A larger factor
-/// costs no precision but that of the smallest magnitudes.
+/// costs precision only at the smallest magnitudes.
 const HEADROOM: f32 = 2.0;
 
 /// The step between sample tokens in the vocabulary: a large prime, so that they are spread over it.

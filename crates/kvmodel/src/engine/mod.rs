@@ -115,9 +115,10 @@ impl Engine {
     ///   the sequence of a static cache.
     /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), such as a budget for sleep that
     ///   holds no block.
-    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if a static cache is to have a place where
-    ///   chunks sleep.
-    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if a static cache is to have sleep mode.
+    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if
+    ///   [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static cache.
+    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if sleep mode is on for a
+    ///   static cache.
     /// - Returns [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
     pub fn new(
         model: Model,

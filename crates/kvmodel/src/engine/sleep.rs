@@ -106,7 +106,7 @@ impl SleepMode {
 }
 
 impl Engine {
-    /// Puts whole pools to sleep and releases their device memory. Pools that sleep already sleep on. If a
+    /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep. If a
     /// pool cannot sleep, the call wakes the pools that it has put to sleep.
     ///
     /// While the chunk pool sleeps, requests are answered without it. While the pool of sequences sleeps,
@@ -155,7 +155,7 @@ impl Engine {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Allocation`] if there is no memory, and the errors of the stream. In that
-    /// case the pool sleeps on and can be woken later. Returns [`Error::NoSleepMode`] as
+    /// case the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] as
     /// [`sleep`](Self::sleep) does.
     pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
         let mut slept = false;

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// The rows that a pass computes.
 ///
-/// Filling rows again uses their memory again where the extents are equal: a decode step allocates nothing.
+/// Refilling reuses the memory where the extents are equal, so that a decode step allocates nothing.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,

@@ -138,8 +138,8 @@ impl IntKind {
     }
 }
 
-/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the sum has no bit left for a
-/// fraction. Calling the mathematics library for each element would take several times as long.
+/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the addition leaves no bit for
+/// a fraction. Calling the mathematics library for each element would take several times as long.
 fn nearest(x: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 · 2²³
     (x + SHIFT - SHIFT) as i32 as i8

@@ -116,8 +116,8 @@ impl RopeConfig {
     }
 
     /// Returns the number of positions that requests may use, for a model whose config allows `model`
-    /// positions. Dynamic NTK extends it to `factor` times the original context if that is more; for other
-    /// scalings it is `model`.
+    /// positions. For dynamic NTK this is the larger of `model` and `factor` times the original context,
+    /// for other scalings `model`.
     pub fn max_positions(&self, model: usize) -> usize {
         match self.scaling {
             RopeScaling::DynamicNtk { factor, original_max_position } => {

@@ -5,8 +5,8 @@ use super::{RopeConfig, RopeScaling};
 /// The input, besides a [`RopeConfig`], that determines the frequencies.
 ///
 /// A request has one regime for all of its tokens, from its first prefill to its last answer token. The
-/// longest position that the request *may* reach decides it: the prompt and `max_new_tokens` together,
-/// capped at the model's limit. No request therefore holds keys of two regimes, and a [`Rope`](crate::Rope)
+/// longest position that the request *may* reach decides it: the prompt and the tokens to generate, without
+/// the last, capped at the model's limit. No request therefore holds keys of two regimes, and a [`Rope`](crate::Rope)
 /// refuses positions past the end of its regime.
 ///
 /// A rotation cannot repair keys of another regime, because the states of deeper layers were computed under

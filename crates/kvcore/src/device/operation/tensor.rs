@@ -7,8 +7,8 @@ use crate::device::TensorView;
 
 /// Copies every element of `src` to the same index of `dst`, bit for bit, for any element type.
 ///
-/// Both views have the same shape and element type. Their strides and the kinds of memory may differ. The
-/// operation makes a view contiguous, and moves tensors between host and device ([`TensorView::h2d`],
+/// Both views have the same shape and element type. Their strides and the kinds of memory may differ. Use
+/// the operation to make a view contiguous, and to move tensors between host and device ([`TensorView::h2d`],
 /// [`TensorView::d2h`]). An axis of `src` may have stride 0 (a repeated row).
 ///
 /// Elements smaller than a byte are copied in whole bytes: their rows must be dense, and begin and end on a

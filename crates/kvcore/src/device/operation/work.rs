@@ -89,7 +89,7 @@ pub(super) struct Facts {
     block_size: usize,
     /// The largest block index plus 1.
     blocks: usize,
-    /// Offset of some segment that is used at another position than the stored one.
+    /// Offset of some segment that is used at a position other than its stored one.
     offset: Option<i64>,
     /// Smallest and largest position of the queries.
     queries: Option<(i64, i64)>,
@@ -249,7 +249,7 @@ impl Facts {
         }
     }
 
-    /// Returns the offset of some segment that is used at another position than the stored one.
+    /// Returns the offset of some segment that is used at a position other than its stored one.
     pub(super) fn offset(&self) -> Option<i64> {
         self.offset
     }

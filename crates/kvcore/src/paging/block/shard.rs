@@ -284,8 +284,8 @@ impl Shard {
         true
     }
 
-    /// Returns `None` if a lookup would not find the block, else whether the block has neither holders nor
-    /// pins.
+    /// Returns `None` if a lookup would not find the block, otherwise true if the block has neither holders
+    /// nor pins.
     pub(super) fn findable(&self, block: u32, key: &BlockKey, now: u64, rules: &Rules) -> Option<bool> {
         let meta = &self.meta[block as usize];
         let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, now, rules);

@@ -136,8 +136,8 @@ impl BlockTable {
         Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
-    /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), uses the
-    /// memory of `slots` again if the number of slots is unchanged and no operation holds it: a decode step
+    /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), reuses the
+    /// memory of `slots` if the number of slots is unchanged and no operation holds it: a decode step
     /// that adds no block allocates nothing.
     ///
     /// # Errors

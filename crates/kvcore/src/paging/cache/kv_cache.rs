@@ -93,8 +93,8 @@ pub trait KvCache: Send + fmt::Debug {
     /// unchanged.
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
 
-    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Uses the
-    /// memory of `slots` again if their number is unchanged and no operation holds them.
+    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Reuses the
+    /// memory of `slots` if their number is unchanged and no operation holds them.
     ///
     /// # Errors
     /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.

@@ -50,7 +50,7 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence,
-    /// [`crate::Error::OutOfBlocks`] if `pool` has not enough blocks, and the errors of the stream, for
+    /// [`crate::Error::OutOfBlocks`] if `pool` does not have enough blocks, and the errors of the stream, for
     /// example if the blocks of the arenas differ. In these cases the sequence is unchanged.
     pub fn swap_out(
         &mut self,

@@ -39,7 +39,8 @@ impl BlockKey {
         u64::from_le_bytes(word)
     }
 
-    /// Returns the key of `tokens` that follow this key's tokens: their BLAKE3 hash, keyed by this key.
+    /// Returns the key of `tokens` as a continuation of this key's tokens: their BLAKE3 hash, keyed by this
+    /// key.
     ///
     /// The length of the input implies the number of tokens, so a partial block never has the key of a full
     /// one.

@@ -1,4 +1,4 @@
-//! The root key: an encoding of everything but the tokens that cached bytes depend on.
+//! The root key: an encoding of everything that cached bytes depend on, except the tokens.
 
 use crate::base::{BlockOrder, KeyForm, KvShape, LayerRopes, Pairing, Rope};
 use crate::paging::BlockKey;

@@ -53,7 +53,7 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Held while granules are released or mapped: what one call releases is the difference of two counts.
+    /// Held while granules are released or mapped, so that two counts differ by one call alone.
     mapping: Mutex<()>,
 }
 

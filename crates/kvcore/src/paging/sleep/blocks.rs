@@ -23,7 +23,7 @@ pub struct SleepingBlocks {
     saved: Option<KvArena>,
     /// Released granules. Empty while nothing is released.
     released: Vec<Granules>,
-    /// Bytes that the device had less of afterwards.
+    /// Bytes of device memory that were freed.
     released_bytes: usize,
 }
 
@@ -94,7 +94,7 @@ impl SleepingBlocks {
         self.blocks.clone()
     }
 
-    /// Returns the number of bytes of device memory that went: none on a device that keeps a storage while any part of
+    /// Returns the number of bytes of device memory that were freed: 0 on a device that keeps a storage while any part of
     /// it is mapped.
     pub fn released_bytes(&self) -> usize {
         self.released_bytes

@@ -82,7 +82,7 @@ impl Default for PolicyEntry<'_> {
     }
 }
 
-/// An order over cached blocks, identified by their index in a shard of the pool.
+/// An order over cached blocks. Each block is identified by its index in a shard of the pool.
 ///
 /// The pool calls the policy while it holds a lock, so every method should return quickly. The caller
 /// guarantees that `insert` and `remove` alternate for an index (an eviction counts as a removal), and that
