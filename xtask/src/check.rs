@@ -16,11 +16,11 @@ const BENCHES: [&str; 2] = ["benches/block-pool/Cargo.toml", "benches/instructio
 const CI: &str = "cargo xtask ci";
 
 /// One check.
-type Step = fn() -> Result;
+type NamedCheck = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, Step); 10] = [
+    let steps: [(&str, NamedCheck); 10] = [
         ("formatting", formatting),
         ("lock files", lock_files),
         ("lints", || {

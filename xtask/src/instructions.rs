@@ -40,12 +40,12 @@ pub(crate) struct InstructionsArgs {
 struct Baseline {
     /// Tools that counted; another compiler or C library gives other counts.
     counted_with: String,
-    paths: BTreeMap<String, Entry>,
+    paths: BTreeMap<String, HotPath>,
 }
 
 /// One hot path.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Entry {
+struct HotPath {
     instructions: u64,
     /// Why the number is what it is: said when it last moved.
     reason: String,
@@ -168,7 +168,8 @@ fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
 fn moved(baseline: &Baseline, counts: &Counts, tools: &str, reason: &str) -> Baseline {
     let entry = |(path, now): &(String, u64)| {
         let same = baseline.paths.get(path).filter(|e| growth(e.instructions, *now).abs() <= NOISE);
-        let entry = same.cloned().unwrap_or_else(|| Entry { instructions: *now, reason: reason.to_owned() });
+        let entry =
+            same.cloned().unwrap_or_else(|| HotPath { instructions: *now, reason: reason.to_owned() });
         (path.clone(), entry)
     };
     Baseline { counted_with: tools.to_owned(), paths: counts.iter().map(entry).collect() }
@@ -180,7 +181,7 @@ mod tests {
 
     fn baseline(paths: &[(&str, u64)]) -> Baseline {
         let entry = |&(path, instructions): &(&str, u64)| {
-            (path.to_owned(), Entry { instructions, reason: "before".to_owned() })
+            (path.to_owned(), HotPath { instructions, reason: "before".to_owned() })
         };
         Baseline { counted_with: "a".to_owned(), paths: paths.iter().map(entry).collect() }
     }

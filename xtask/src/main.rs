@@ -31,11 +31,11 @@ use clap::{Parser, Subcommand};
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Cli {
     #[command(subcommand)]
-    task: Task,
+    task: XtaskCommand,
 }
 
 #[derive(Subcommand)]
-enum Task {
+enum XtaskCommand {
     /// Run all steps of CI, then print a table of their seconds and the counts of the tests.
     Ci(ci::CiArgs),
     /// The slice longest unrun of what CI has no time for; docs/deep.md has the table.
@@ -48,7 +48,7 @@ enum Task {
     /// The conformance suite on one backend, as a table; fails where the machine has no device of it.
     Conform(conform::ConformArgs),
     /// All benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels), as one table of ratios.
-    Bench(bench::BenchArgs),
+    Bench(bench::KernelBenchArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
     /// Instructions that hot paths take, against the committed baseline (needs valgrind and gungraun-runner).
@@ -67,19 +67,19 @@ enum Task {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
-        Task::Ci(args) => ci::ci(&args),
-        Task::Deep(args) => deep::deep(&args),
-        Task::Test(args) => test::test(&args),
-        Task::Check => check::check(),
-        Task::Conform(args) => conform::conform(&args),
-        Task::Bench(args) => bench::bench(&args),
-        Task::Exactness(args) => exactness::exactness(&args),
-        Task::Instructions(args) => instructions::instructions(&args),
-        Task::Loom(args) => loom::loom(&args),
-        Task::Sanitize(args) => sanitize::sanitize(&args),
-        Task::Arm => arm::arm(),
-        Task::Features => features::all(),
-        Task::Licences => licences::licences(),
+        XtaskCommand::Ci(args) => ci::ci(&args),
+        XtaskCommand::Deep(args) => deep::deep(&args),
+        XtaskCommand::Test(args) => test::test(&args),
+        XtaskCommand::Check => check::check(),
+        XtaskCommand::Conform(args) => conform::conform(&args),
+        XtaskCommand::Bench(args) => bench::bench(&args),
+        XtaskCommand::Exactness(args) => exactness::exactness(&args),
+        XtaskCommand::Instructions(args) => instructions::instructions(&args),
+        XtaskCommand::Loom(args) => loom::loom(&args),
+        XtaskCommand::Sanitize(args) => sanitize::sanitize(&args),
+        XtaskCommand::Arm => arm::arm(),
+        XtaskCommand::Features => features::all(),
+        XtaskCommand::Licences => licences::licences(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

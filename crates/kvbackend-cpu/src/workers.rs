@@ -22,7 +22,7 @@ pub(crate) struct Workers {
 
 #[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<JobState>,
     wake: Condvar,
     done: Condvar,
     /// Number of the next part that no thread has taken.
@@ -30,7 +30,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct JobState {
     job: Option<Job>,
     /// Count of jobs, so that a thread takes part in each job once.
     number: u64,

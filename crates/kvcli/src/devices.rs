@@ -10,7 +10,7 @@ use crate::report;
 
 /// A device of one backend.
 #[derive(Serialize)]
-struct Device {
+struct ListedDevice {
     /// Name of the device for `--backend`.
     backend: String,
     name: String,
@@ -61,9 +61,9 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
 }
 
 #[cfg(feature = "cpu")]
-fn cpu(found: &mut Vec<Device>, _: &mut Vec<Missing>) {
+fn cpu(found: &mut Vec<ListedDevice>, _: &mut Vec<Missing>) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    found.push(Device {
+    found.push(ListedDevice {
         backend: "cpu".to_owned(),
         name: "host memory".to_owned(),
         about: format!("{} kernels", kvbackend_cpu::CpuBackend::new().simd()),
@@ -74,19 +74,19 @@ fn cpu(found: &mut Vec<Device>, _: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "cpu"))]
-fn cpu(_: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+fn cpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("cpu"));
 }
 
 #[cfg(feature = "wgpu")]
-fn wgpu(found: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     let adapters = kvbackend_wgpu::adapters();
     if adapters.is_empty() {
         missing.push(Missing { backend: "wgpu", reason: kvbackend_wgpu::NO_ADAPTER.to_owned() });
     }
     for (i, adapter) in adapters.into_iter().enumerate() {
         let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
-        found.push(Device {
+        found.push(ListedDevice {
             backend: format!("wgpu:{i}"),
             about: format!("{}, {}, {}", adapter.interface, adapter.kind, adapter.driver),
             name: adapter.name,
@@ -102,7 +102,7 @@ fn wgpu(found: &mut Vec<Device>, missing: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "wgpu"))]
-fn wgpu(_: &mut Vec<Device>, missing: &mut Vec<Missing>) {
+fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("wgpu"));
 }
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{
-    BlockKey, BlockPool, Entry, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyKind, PoolConfig,
-    Retention,
+    BlockKey, BlockPool, EvictionPolicy, FreeOrder, KeyScope, ManualClock, PolicyEntry, PolicyKind,
+    PoolConfig, Retention,
 };
 
 fn key(n: u32) -> BlockKey {
@@ -28,7 +28,7 @@ fn cached(pool: &BlockPool, of: impl IntoIterator<Item = u32>) -> Vec<u32> {
 struct Mru(Vec<u32>);
 
 impl EvictionPolicy for Mru {
-    fn insert(&mut self, block: u32, _: &Entry<'_>) {
+    fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) {
         self.0.push(block);
     }
 
@@ -61,7 +61,7 @@ fn a_policy_of_the_users_own_decides() {
 struct Broken(usize);
 
 impl EvictionPolicy for Broken {
-    fn insert(&mut self, _: u32, _: &Entry<'_>) {
+    fn insert(&mut self, _: u32, _: &PolicyEntry<'_>) {
         self.0 += 1;
     }
 

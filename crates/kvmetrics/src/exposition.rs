@@ -36,14 +36,14 @@ pub enum MetricKind {
 /// "#);
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct Exposition(Vec<Family>);
+pub struct Exposition(Vec<MetricFamily>);
 
 impl Exposition {
     /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` is a phrase without
     /// its full stop. Label values may be any text.
-    pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut Family {
+    pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut MetricFamily {
         let at = self.0.len();
-        self.0.push(Family { name, kind, help, samples: Vec::new() });
+        self.0.push(MetricFamily { name, kind, help, samples: Vec::new() });
         &mut self.0[at]
     }
 
@@ -87,7 +87,7 @@ impl fmt::Display for Exposition {
 
 /// A family of an [`Exposition`], to which samples are added.
 #[derive(Debug, Clone)]
-pub struct Family {
+pub struct MetricFamily {
     name: &'static str,
     kind: MetricKind,
     help: &'static str,
@@ -103,7 +103,7 @@ enum Value {
     Latencies { sum: f64, count: u64, buckets: Vec<(f64, u64)> },
 }
 
-impl Family {
+impl MetricFamily {
     /// Adds one number.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) -> &mut Self {
         self.push(labels, Value::Number(value))
@@ -128,7 +128,7 @@ impl Family {
     }
 }
 
-impl Collector for Family {
+impl Collector for MetricFamily {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let kind = match self.kind {
             MetricKind::Counter => MetricType::Counter,

@@ -1,6 +1,6 @@
 //! What rows are asked to reach: how many times as fast as their limit at least.
 
-use super::rows::Row;
+use super::rows::BenchRow;
 
 /// The aim of rows that measure one thing against one limit.
 struct Aim {
@@ -65,7 +65,7 @@ const AIMS: [Aim; 15] = [
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
 ];
 
-fn find(row: &Row) -> Option<&'static Aim> {
+fn find(row: &BenchRow) -> Option<&'static Aim> {
     let about = |aim: &&Aim| {
         row.what.starts_with(aim.what)
             && row.limit.starts_with(aim.limit)
@@ -75,13 +75,13 @@ fn find(row: &Row) -> Option<&'static Aim> {
 }
 
 /// Rows that had to reach their aim and did not.
-pub(super) fn broken(rows: &[Row]) -> Vec<&str> {
-    let broken = |row: &&Row| find(row).is_some_and(|aim| aim.required && row.ratio < aim.least);
+pub(super) fn broken(rows: &[BenchRow]) -> Vec<&str> {
+    let broken = |row: &&BenchRow| find(row).is_some_and(|aim| aim.required && row.ratio < aim.least);
     rows.iter().filter(broken).map(|row| row.what.as_str()).collect()
 }
 
 /// A row's aim, and whether it is reached; a dash where there is none.
-pub(super) fn verdict(row: &Row) -> String {
+pub(super) fn verdict(row: &BenchRow) -> String {
     match find(row).map(|aim| aim.least) {
         Some(least) if row.ratio >= least => format!("{least:.2}, reached"),
         Some(least) => format!("{least:.2}, **missed**"),
@@ -94,8 +94,8 @@ mod tests {
     use super::*;
     use crate::bench::rows::tests::row;
 
-    fn row_of(what: &str, limit: &str, size: f64, ratio: f64) -> Row {
-        Row { what: what.to_owned(), limit: limit.to_owned(), ratio, ..row(size, 1.0) }
+    fn row_of(what: &str, limit: &str, size: f64, ratio: f64) -> BenchRow {
+        BenchRow { what: what.to_owned(), limit: limit.to_owned(), ratio, ..row(size, 1.0) }
     }
 
     fn verdict_of(what: &str, limit: &str, size: f64, ratio: f64) -> String {

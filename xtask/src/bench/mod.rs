@@ -12,23 +12,23 @@ mod plot;
 mod rows;
 mod table;
 
-use rows::Row;
+use rows::BenchRow;
 
 use crate::run::{Result, cargo_command, root};
 
 /// Whose benchmarks run.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Backend {
+enum BenchBackend {
     Cpu,
     Wgpu,
 }
 
 /// Options of `cargo xtask bench`.
 #[derive(Args)]
-pub(crate) struct BenchArgs {
+pub(crate) struct KernelBenchArgs {
     /// Kernels of the CPU and everything that depends on no device, or the kernels of wgpu on its first adapter.
     #[arg(long, value_enum, default_value = "cpu")]
-    backend: Backend,
+    backend: BenchBackend,
     /// Small sizes: minutes become seconds, ratios become rough.
     #[arg(long)]
     quick: bool,
@@ -40,10 +40,10 @@ pub(crate) struct BenchArgs {
     plots: Option<PathBuf>,
 }
 
-pub(crate) fn bench(args: &BenchArgs) -> Result {
+pub(crate) fn bench(args: &KernelBenchArgs) -> Result {
     let rows = match args.backend {
-        Backend::Cpu => cpu(args.quick)?,
-        Backend::Wgpu => wgpu(args.quick)?,
+        BenchBackend::Cpu => cpu(args.quick)?,
+        BenchBackend::Wgpu => wgpu(args.quick)?,
     };
     let broken = aims::broken(&rows).join(", ");
     let sweeps = rows::sweeps(rows);
@@ -64,12 +64,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result {
     if broken.is_empty() { Ok(()) } else { Err(format!("takes longer than it may: {broken}")) }
 }
 
-fn wgpu(quick: bool) -> Result<Vec<Row>> {
+fn wgpu(quick: bool) -> Result<Vec<BenchRow>> {
     let sizes: &[&str] = if quick { &["--mib", "4", "--context", "1024"] } else { &[] };
     run_bench("kernels_on_wgpu", sizes)
 }
 
-fn cpu(quick: bool) -> Result<Vec<Row>> {
+fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
     // Reuse is measured on its chunk of 4096 tokens however small the rest: it must not take too long.
     let [kernels, formats, ttft]: [&[&str]; 3] = if quick {
         [
@@ -92,7 +92,7 @@ fn cpu(quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-fn run_bench(name: &str, args: &[&str]) -> Result<Vec<Row>> {
+fn run_bench(name: &str, args: &[&str]) -> Result<Vec<BenchRow>> {
     // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
     let mut command = cargo_command(&["bench", "--quiet", "--workspace", "--all-features", "--bench", name]);
     command.arg("--").args(args);
@@ -105,7 +105,7 @@ fn run_bench(name: &str, args: &[&str]) -> Result<Vec<Row>> {
 }
 
 /// The block pool against its peer, which has a workspace of its own.
-fn block_pool(quick: bool) -> Result<Vec<Row>> {
+fn block_pool(quick: bool) -> Result<Vec<BenchRow>> {
     let manifest = root().join("benches/block-pool/Cargo.toml");
     let mut command = cargo_command(&["run", "--quiet", "--release", "--locked", "--manifest-path"]);
     command.arg(manifest).env("CARGO_TARGET_DIR", root().join("target/bench-peers")).arg("--");
@@ -115,14 +115,14 @@ fn block_pool(quick: bool) -> Result<Vec<Row>> {
     rows_of(command, "block-pool")
 }
 
-fn rows_of(mut command: Command, name: &str) -> Result<Vec<Row>> {
+fn rows_of(mut command: Command, name: &str) -> Result<Vec<BenchRow>> {
     eprintln!("bench: {name}");
     let mut child =
         command.stdout(Stdio::piped()).spawn().map_err(|e| format!("`cargo bench` cannot be run: {e}"))?;
     let mut rows = Vec::new();
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
-            if let Ok(row) = serde_json::from_str::<Row>(&line) {
+            if let Ok(row) = serde_json::from_str::<BenchRow>(&line) {
                 let (what, aim) = (&row.what, aims::verdict(&row));
                 let rate = row.rate().map(|rate| format!("{rate}, ")).unwrap_or_default();
                 eprintln!("  {what}: {rate}{:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);

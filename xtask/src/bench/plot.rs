@@ -5,19 +5,19 @@ use std::path::Path;
 
 use plotters::prelude::*;
 
-use super::rows::{Row, Sweep};
+use super::rows::{BenchRow, Sweep};
 use crate::run::Result;
 
 /// Sweeps that are seen together.
-struct Family {
+struct Figure {
     file: &'static str,
     title: &'static str,
     /// Whether a row is one of them; a row belongs to the first family that says so.
-    has: fn(&Row) -> bool,
+    has: fn(&BenchRow) -> bool,
 }
 
-const FAMILIES: [Family; 10] = [
-    Family {
+const FAMILIES: [Figure; 10] = [
+    Figure {
         file: "wgpu-moves",
         title: "wgpu: what moves rows as they are",
         has: |r| {
@@ -25,31 +25,31 @@ const FAMILIES: [Family; 10] = [
             moves.iter().any(|kernel| r.what.starts_with(kernel))
         },
     },
-    Family { file: "wgpu-kernels", title: "wgpu: other kernels", has: |r| r.what.starts_with("wgpu:") },
-    Family {
+    Figure { file: "wgpu-kernels", title: "wgpu: other kernels", has: |r| r.what.starts_with("wgpu:") },
+    Figure {
         file: "moves",
         title: "scatter, gather and copy_blocks",
         has: |r| ["scatter", "gather", "copy_blocks"].iter().any(|kernel| r.what.starts_with(kernel)),
     },
-    Family {
+    Figure {
         file: "copy-tensor",
         title: "copy_tensor into other orders of axes",
         has: |r| r.what.starts_with("copy_tensor"),
     },
-    Family {
+    Figure {
         file: "rotation",
         title: "rope and rotate_keys",
         has: |r| r.what.starts_with("rope") || r.what.starts_with("rotate_keys"),
     },
-    Family {
+    Figure {
         file: "quantized",
         title: "Quantised formats",
         has: |r| r.what.contains("quantize") || r.limit.starts_with("the same in"),
     },
-    Family { file: "attend", title: "attend", has: |r| r.what.starts_with("attend") },
-    Family { file: "ttft", title: "Time to first token", has: |r| r.what.starts_with("TTFT") },
-    Family { file: "block-pool", title: "Block pool", has: |r| r.what.starts_with("block pool") },
-    Family { file: "keys", title: "Keys and reuse of chunks", has: |_| true },
+    Figure { file: "attend", title: "attend", has: |r| r.what.starts_with("attend") },
+    Figure { file: "ttft", title: "Time to first token", has: |r| r.what.starts_with("TTFT") },
+    Figure { file: "block-pool", title: "Block pool", has: |r| r.what.starts_with("block pool") },
+    Figure { file: "keys", title: "Keys and reuse of chunks", has: |_| true },
 ];
 
 /// Writes `FAMILY.svg` into `folder` for each family with a sweep, and returns the names.
@@ -57,7 +57,7 @@ pub(super) fn write(folder: &Path, sweeps: &[Sweep]) -> Result<Vec<String>> {
     std::fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut written = Vec::new();
     for (i, family) in FAMILIES.iter().enumerate() {
-        let of = |row: &Row| FAMILIES.iter().position(|family| (family.has)(row)) == Some(i);
+        let of = |row: &BenchRow| FAMILIES.iter().position(|family| (family.has)(row)) == Some(i);
         let shown: Vec<&Sweep> = sweeps.iter().filter(|s| s.rows.len() > 1 && of(&s.rows[0])).collect();
         if shown.is_empty() {
             continue;
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn sweeps_are_drawn_by_family_and_single_rows_are_not() {
         let folder = std::env::temp_dir().join(format!("xtask-plot-{}", std::process::id()));
-        let named = |what: &str, size| Row { what: what.to_owned(), ..row(size, 1.0) };
+        let named = |what: &str, size| BenchRow { what: what.to_owned(), ..row(size, 1.0) };
         let all =
             [("scatter bf16", 1.0), ("scatter bf16", 2.0), ("gather", 1.0), ("gather", 4.0), ("rope", 1.0)];
         let written = write(&folder, &sweeps(all.map(|(what, size)| named(what, size)).to_vec()));

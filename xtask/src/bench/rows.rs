@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 /// One row, as a benchmark prints it.
 #[derive(Debug, Clone, Deserialize)]
-pub(super) struct Row {
+pub(super) struct BenchRow {
     pub(super) what: String,
     /// What rows of other sizes have in common with it, if `what` names the size; all of these are shown.
     pub(super) sweep: Option<String>,
@@ -16,7 +16,7 @@ pub(super) struct Row {
     pub(super) ratio: f64,
 }
 
-impl Row {
+impl BenchRow {
     /// Bytes of its size in a second, if it has bytes. A copy reads and writes them: they count once.
     pub(super) fn rate(&self) -> Option<String> {
         let rate = self.size / self.seconds;
@@ -31,7 +31,7 @@ impl Row {
 /// Rows that differ in size only, the smallest first.
 pub(super) struct Sweep {
     pub(super) name: String,
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<BenchRow>,
 }
 
 impl Sweep {
@@ -43,7 +43,7 @@ impl Sweep {
     }
 
     /// The rows of the table: the largest, or all that name their size.
-    pub(super) fn shown(&self) -> &[Row] {
+    pub(super) fn shown(&self) -> &[BenchRow] {
         match self.rows.last() {
             Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {
                 &self.rows[self.rows.len() - 1..]
@@ -54,7 +54,7 @@ impl Sweep {
 }
 
 /// Groups rows by what they measure, in the order in which each first occurs.
-pub(super) fn sweeps(rows: Vec<Row>) -> Vec<Sweep> {
+pub(super) fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
     let mut all: Vec<Sweep> = Vec::new();
     for row in rows {
         let name = row.sweep.clone().unwrap_or_else(|| row.what.clone());
@@ -75,10 +75,10 @@ pub(super) fn sweeps(rows: Vec<Row>) -> Vec<Sweep> {
 pub(super) mod tests {
     use super::*;
 
-    pub(in crate::bench) fn row(size: f64, seconds: f64) -> Row {
+    pub(in crate::bench) fn row(size: f64, seconds: f64) -> BenchRow {
         let (what, unit, limit) = ("a".to_owned(), "bytes".to_owned(), "memcpy".to_owned());
         let ratio = 1.0 / seconds;
-        Row { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio }
+        BenchRow { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio }
     }
 
     #[test]
@@ -93,12 +93,12 @@ pub(super) mod tests {
     fn bytes_have_a_rate_and_tokens_have_none() {
         assert_eq!(row(3e9, 2.0).rate().as_deref(), Some("1.5 GB/s"));
         assert_eq!(row(3e6, 2.0).rate().as_deref(), Some("2 MB/s"));
-        assert_eq!(Row { unit: "tokens".to_owned(), ..row(3e6, 2.0) }.rate(), None);
+        assert_eq!(BenchRow { unit: "tokens".to_owned(), ..row(3e6, 2.0) }.rate(), None);
     }
 
     #[test]
     fn rows_that_name_their_size_are_all_shown() {
-        let named = |size: f64| Row {
+        let named = |size: f64| BenchRow {
             what: format!("a of {size}"),
             sweep: Some("a".to_owned()),
             limit: format!("b of {size}"),

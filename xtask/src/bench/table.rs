@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::Backend;
+use super::BenchBackend;
 use super::aims::verdict;
 use super::rows::Sweep;
 use crate::page;
@@ -58,15 +58,15 @@ fn duration(seconds: f64) -> String {
 }
 
 /// Returns the command that writes the table of a backend; the CPU's is the one without a name.
-fn command(backend: Backend) -> &'static str {
+fn command(backend: BenchBackend) -> &'static str {
     match backend {
-        Backend::Cpu => "cargo xtask bench --write",
-        Backend::Wgpu => "cargo xtask bench --backend wgpu --write",
+        BenchBackend::Cpu => "cargo xtask bench --write",
+        BenchBackend::Wgpu => "cargo xtask bench --backend wgpu --write",
     }
 }
 
 /// Returns a page with another table of a backend.
-pub(super) fn replaced(text: &str, backend: Backend, table: &str) -> Option<String> {
+pub(super) fn replaced(text: &str, backend: BenchBackend, table: &str) -> Option<String> {
     page::replaced(text, command(backend), table)
 }
 
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn each_backend_has_its_table() {
         let page = include_str!("../../../docs/benchmarks.md");
-        for backend in [Backend::Cpu, Backend::Wgpu] {
+        for backend in [BenchBackend::Cpu, BenchBackend::Wgpu] {
             assert!(replaced(page, backend, "new").is_some_and(|page| page.contains(
                 "
 

@@ -22,7 +22,7 @@ const ROW: usize = 512;
 
 /// The rows of one side: elements of a float type, or codes and scales.
 #[derive(Clone, Copy)]
-struct Side<B> {
+struct RowSide<B> {
     format: KvFormat,
     /// Bytes of a row.
     bytes: usize,
@@ -58,7 +58,7 @@ impl PlaneLayout {
     }
 }
 
-impl<B> Side<B> {
+impl<B> RowSide<B> {
     fn new(plane: &KvPlane, codes: B, scales: Option<B>) -> Self {
         let scales =
             scales.zip(RowLayout::scales(plane)).map(|(scales, layout)| (scales, layout.row_bytes()));
@@ -71,16 +71,16 @@ impl<B> Side<B> {
     }
 }
 
-fn source<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Origin<'a>>> {
+fn source<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<RowSide<Origin<'a>>> {
     check(plane.format)?;
     let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
-    Ok(Side::new(plane, locked.origin(plane.storage)?, scales))
+    Ok(RowSide::new(plane, locked.origin(plane.storage)?, scales))
 }
 
-fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Target<'a>>> {
+fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<RowSide<Target<'a>>> {
     check(plane.format)?;
     let scales = plane.scales.map(|(storage, _)| locked.target(storage)).transpose()?;
-    Ok(Side::new(plane, locked.target(plane.storage)?, scales))
+    Ok(RowSide::new(plane, locked.target(plane.storage)?, scales))
 }
 
 /// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
@@ -89,8 +89,8 @@ fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<Side<Targe
 /// No other thread accesses the rows written meanwhile, no row is both read and written, the formats of both
 /// sides passed [`check`], and the rotary dimension of `table` is at most `dim`.
 struct ConvertRows<'a, I> {
-    from: Side<Origin<'a>>,
-    to: Side<Target<'a>>,
+    from: RowSide<Origin<'a>>,
+    to: RowSide<Target<'a>>,
     dim: usize,
     /// The table that holds the positions, and the factor that multiplies rotated rows.
     table: Option<(&'a RotationTable, f32)>,
@@ -148,7 +148,7 @@ impl Fast {
         let position = |row: usize| rotation.map_or(0, |rotation| rotation.positions[row]);
         let (layout, parts) = (PlaneLayout::new(plane), self.parts_of_scatter(&m, twice));
         with_locked(&[rows.storage()], &storages(plane), |locked| {
-            let from = Side::of_rows(rows, locked.origin(rows.storage())?);
+            let from = RowSide::of_rows(rows, locked.origin(rows.storage())?);
             let to = target(plane, locked)?;
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
@@ -180,7 +180,7 @@ impl Fast {
         let (layout, parts) = (PlaneLayout::new(plane), self.parts(op.slots.len(), m.bytes()));
         with_locked(&storages(plane), &[rows.storage()], |locked| {
             let from = source(plane, locked)?;
-            let to = Side::of_rows(rows, locked.target(rows.storage())?);
+            let to = RowSide::of_rows(rows, locked.target(rows.storage())?);
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
                 let offsets = tokens.flat_map(|(row, at)| {

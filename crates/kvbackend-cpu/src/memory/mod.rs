@@ -250,8 +250,8 @@ impl<'a> Access<'a> {
     pub(crate) fn parts(&mut self) -> Parts<'_> {
         let parts = self.0.iter_mut().map(|(address, lock)| {
             let part = match lock {
-                Lock::Read(guard) => Part::Read(guard.as_slice()),
-                Lock::Write(guard) => Part::Write(guard.as_mut_slice()),
+                Lock::Read(guard) => LockedBytes::Read(guard.as_slice()),
+                Lock::Write(guard) => LockedBytes::Write(guard.as_mut_slice()),
             };
             (*address, part)
         });
@@ -260,15 +260,15 @@ impl<'a> Access<'a> {
 }
 
 /// Bytes of several storages at the same time. The bytes of a storage can be taken once.
-pub(crate) struct Parts<'a>(Few<(u64, Part<'a>)>);
+pub(crate) struct Parts<'a>(Few<(u64, LockedBytes<'a>)>);
 
-enum Part<'a> {
+enum LockedBytes<'a> {
     Read(&'a [u8]),
     Write(&'a mut [u8]),
 }
 
 impl<'a> Parts<'a> {
-    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<Part<'a>> {
+    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<LockedBytes<'a>> {
         let at = self.0.iter().position(|(address, _)| *address == storage.address());
         let at = at.ok_or_else(not_locked)?;
         Ok(self.0.swap_remove(at).1)
@@ -277,16 +277,16 @@ impl<'a> Parts<'a> {
     /// Takes the bytes of a locked storage, for reading.
     pub(crate) fn read(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a [u8]> {
         self.take(storage).map(|part| match part {
-            Part::Read(bytes) => bytes,
-            Part::Write(bytes) => bytes,
+            LockedBytes::Read(bytes) => bytes,
+            LockedBytes::Write(bytes) => bytes,
         })
     }
 
     /// Takes the bytes of a storage that is locked for writing.
     pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
         match self.take(storage)? {
-            Part::Write(bytes) => Ok(bytes),
-            Part::Read(_) => Err(not_locked()),
+            LockedBytes::Write(bytes) => Ok(bytes),
+            LockedBytes::Read(_) => Err(not_locked()),
         }
     }
 }

@@ -11,7 +11,7 @@ use wgpu::Buffer;
 
 use super::angles::{Turns, pairs_of};
 use super::copy;
-use super::places::{Axis, Place, Rows, Side, windows};
+use super::places::{Place, PlaceBuffer, RowAxis, RowItems, windows};
 use crate::device::Device;
 use crate::memory;
 use crate::pipeline::{Binding, Constant, Shader};
@@ -65,13 +65,16 @@ impl End {
     }
 
     /// Returns the sides for rows of `dim` elements and for their scales.
-    fn sides(&self, device: &Device, dim: usize) -> [Side; 2] {
-        let rows = Side { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
+    fn sides(&self, device: &Device, dim: usize) -> [PlaceBuffer; 2] {
+        let rows =
+            PlaceBuffer { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
         let scales = match &self.scales {
-            Some((buffer, layout)) => {
-                Side { buffer: buffer.clone(), bits: layout.dtype.bits() as u64, row: layout.per_row as u64 }
-            }
-            None => Side { buffer: device.nothing[0].clone(), bits: 32, row: 1 },
+            Some((buffer, layout)) => PlaceBuffer {
+                buffer: buffer.clone(),
+                bits: layout.dtype.bits() as u64,
+                row: layout.per_row as u64,
+            },
+            None => PlaceBuffer { buffer: device.nothing[0].clone(), bits: 32, row: 1 },
         };
         [rows, scales]
     }
@@ -89,7 +92,7 @@ pub(super) struct Conversion<'a> {
     pub(super) source: End,
     pub(super) dest: End,
     pub(super) dim: usize,
-    pub(super) rows: Rows,
+    pub(super) rows: RowItems,
     pub(super) turn: Option<Turn<'a>>,
 }
 
@@ -121,7 +124,7 @@ impl Conversion<'_> {
         for part in windows(device, rows.with_axes(2), &[from, to, from_scales, to_scales])? {
             let mut axes = part.axes;
             while axes.len() < 2 {
-                axes.insert(0, Axis { n: 1, strides: Place::default() });
+                axes.insert(0, RowAxis { n: 1, strides: Place::default() });
             }
             let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>();
             let mut bindings = part.bindings;
@@ -161,13 +164,13 @@ pub(crate) fn rope(device: &Arc<Device>, op: &ApplyRope) -> Result<Vec<Dispatch>
     let at = |row: usize| (op.rows.offset() + row * strides[0]) as u64;
     let items: Vec<Place> = (0..shape[0]).map(|row| [at(row), at(row), 0, 0]).collect();
     let numbers = op.positions.iter().map(|&position| position as i32).collect();
-    let axes = smallvec![Axis { n: shape[1], strides: [strides[1] as u64, strides[1] as u64, 0, 0] }];
+    let axes = smallvec![RowAxis { n: shape[1], strides: [strides[1] as u64, strides[1] as u64, 0, 0] }];
     let conversion = Conversion {
         source: End::view(device, &op.rows)?,
         dest: End::view(device, &op.rows)?,
         // Elements past the rotary dimension stay as they are.
         dim: op.rope.config().rotary_dim,
-        rows: Rows { items, numbers, axes },
+        rows: RowItems { items, numbers, axes },
         turn: Some(Turn { rope: &op.rope, factor: op.rope.attention_factor() }),
     };
     conversion.dispatches(device)
@@ -190,8 +193,8 @@ fn blocks(
         })
         .collect();
     let axes = smallvec![
-        Axis { n: block_size, strides: strides.map(|strides| strides.token as u64) },
-        Axis { n: src.heads, strides: strides.map(|strides| strides.head as u64) },
+        RowAxis { n: block_size, strides: strides.map(|strides| strides.token as u64) },
+        RowAxis { n: src.heads, strides: strides.map(|strides| strides.head as u64) },
     ];
     let turn = rotation.map(|rotation| Turn { rope: &rotation.rope, factor: 1.0 });
     let number = rotation.map_or(0, |rotation| rotation.delta as i32);
@@ -199,7 +202,7 @@ fn blocks(
         source: End::plane(device, src)?,
         dest: End::plane(device, dst)?,
         dim: src.dim,
-        rows: Rows { numbers: vec![number; items.len()], items, axes },
+        rows: RowItems { numbers: vec![number; items.len()], items, axes },
         turn,
     };
     conversion.dispatches(device)

@@ -8,7 +8,7 @@ use kvcore::{
 use smallvec::{SmallVec, smallvec};
 use wgpu::BufferUsages;
 
-use super::places::{Axis, Place, Rows, SIDES, Side, Windowed, windows};
+use super::places::{Place, PlaceBuffer, RowAxis, RowItems, SIDES, Windowed, windows};
 use crate::device::Device;
 use crate::memory;
 use crate::pipeline::Shader;
@@ -28,7 +28,7 @@ const MOST_THREADS: u64 = 1 << 31;
 pub(super) struct Copy {
     pub(super) source: wgpu::Buffer,
     pub(super) dest: wgpu::Buffer,
-    pub(super) rows: Rows,
+    pub(super) rows: RowItems,
     /// Bytes of a row.
     pub(super) row: u64,
 }
@@ -61,7 +61,7 @@ impl Copy {
         }
         let mut work = Vec::new();
         for Self { source, dest, rows, row } in self.joined().in_pieces(device) {
-            let sides = [source, dest].map(|buffer| Side { buffer, bits: 8, row });
+            let sides = [source, dest].map(|buffer| PlaceBuffer { buffer, bits: 8, row });
             for part in windows(device, rows.with_axes(3), &sides)? {
                 work.extend(run(device, &part, row)?);
             }
@@ -82,7 +82,7 @@ impl Copy {
             place[..2].iter_mut().for_each(|at| *at += pieces * piece);
         }
         let mut whole = Self { row: piece, ..self };
-        whole.rows.axes.push(Axis { n: pieces as usize, strides: place(piece, piece) });
+        whole.rows.axes.push(RowAxis { n: pieces as usize, strides: place(piece, piece) });
         [whole, left].into_iter().filter(|copy| copy.row > 0).collect()
     }
 }
@@ -98,9 +98,9 @@ fn in_units(part: &Windowed, row: u64) -> bool {
 fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     let units = in_units(part, row);
     let (shader, unit) = if units { (Shader::CopyUnits, UNIT) } else { (Shader::CopyBytes, 1) };
-    let mut axes: SmallVec<[Axis; 3]> = part.axes.clone();
+    let mut axes: SmallVec<[RowAxis; 3]> = part.axes.clone();
     while axes.len() < 3 {
-        axes.insert(0, Axis { n: 1, strides: [0; SIDES] });
+        axes.insert(0, RowAxis { n: 1, strides: [0; SIDES] });
     }
     // Threads of a row. A row that begins inside a word touches one word more.
     let per_row = if units { row / UNIT } else { row.div_ceil(4) + 1 };
@@ -144,7 +144,7 @@ pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize)
             device.fill(&source, at, words).map_err(|reason| device.refusal(reason))?;
         }
     }
-    let rows = Rows { items: vec![place(0, at as u64)], numbers: vec![0], axes: SmallVec::new() };
+    let rows = RowItems { items: vec![place(0, at as u64)], numbers: vec![0], axes: SmallVec::new() };
     Copy { source, dest: to.clone(), rows, row: bytes.len() as u64 }.dispatches(device)
 }
 
@@ -171,9 +171,9 @@ pub(super) fn blocks(
                 pairs.iter().map(move |&(src, dst)| place(at(a, layer, src), at(b, layer, dst)))
             })
             .collect();
-        let axis = |n, a, b| Axis { n, strides: place(byte_of(dtype, a), byte_of(dtype, b)) };
+        let axis = |n, a, b| RowAxis { n, strides: place(byte_of(dtype, a), byte_of(dtype, b)) };
         let axes = smallvec![axis(block_size, a.token, b.token), axis(src.heads, a.head, b.head)];
-        let rows = Rows { numbers: vec![0; items.len()], items, axes };
+        let rows = RowItems { numbers: vec![0; items.len()], items, axes };
         let (source, dest) = (memory::of(device, from)?.buffer()?, memory::of(device, to)?.buffer()?);
         work.extend(Copy { source, dest, rows, row: byte_of(dtype, row) }.dispatches(device)?);
     }
@@ -219,11 +219,14 @@ pub(crate) fn copy_tensor(device: &Arc<Device>, op: &CopyTensor) -> Result<Vec<D
         _ => shape.len(),
     };
     let axes = (0..outer)
-        .map(|axis| Axis { n: shape[axis], strides: place(strides(&op.src, axis), strides(&op.dst, axis)) })
+        .map(|axis| RowAxis {
+            n: shape[axis],
+            strides: place(strides(&op.src, axis), strides(&op.dst, axis)),
+        })
         .collect();
     let items = vec![place(byte_of(dtype, op.src.offset()), byte_of(dtype, op.dst.offset()))];
     let row = byte_of(dtype, shape[outer..].iter().product());
     let buffer = |view: &TensorView| memory::of(device, view.storage())?.buffer();
     let (source, dest) = (buffer(&op.src)?, buffer(&op.dst)?);
-    Copy { source, dest, rows: Rows { items, numbers: vec![0], axes }, row }.dispatches(device)
+    Copy { source, dest, rows: RowItems { items, numbers: vec![0], axes }, row }.dispatches(device)
 }

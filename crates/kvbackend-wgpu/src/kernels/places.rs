@@ -24,14 +24,14 @@ const MOST_ITEMS: usize = 1 << 18;
 
 /// A loop inside each item.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Axis {
+pub(super) struct RowAxis {
     pub(super) n: usize,
     pub(super) strides: Place,
 }
 
 /// A buffer, and the unit in which places in it are counted.
 #[derive(Debug, Clone)]
-pub(super) struct Side {
+pub(super) struct PlaceBuffer {
     pub(super) buffer: wgpu::Buffer,
     /// Bits of a unit.
     pub(super) bits: u64,
@@ -41,14 +41,14 @@ pub(super) struct Side {
 
 /// Rows to move: items at any places, each a loop over the axes.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Rows {
+pub(super) struct RowItems {
     pub(super) items: Vec<Place>,
     /// For each item, a number that is not a place.
     pub(super) numbers: Vec<i32>,
-    pub(super) axes: SmallVec<[Axis; 3]>,
+    pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
-impl Rows {
+impl RowItems {
     /// Returns `count` times as many items, each with `n` steps of an axis, from step `first` on.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
@@ -85,7 +85,7 @@ impl Rows {
         let Some(side) = (0..limits.len()).find(|&i| self.span(i, lengths[i]) > limits[i]) else {
             return Ok(vec![self]);
         };
-        let reach = |axis: &Axis| (axis.n as u64 - 1) * axis.strides[side];
+        let reach = |axis: &RowAxis| (axis.n as u64 - 1) * axis.strides[side];
         let furthest = (0..self.axes.len()).max_by_key(|&i| reach(&self.axes[i]));
         let Some(furthest) = furthest.filter(|&i| reach(&self.axes[i]) > 0) else {
             let (row, limit) = (lengths[side], limits[side]);
@@ -115,14 +115,14 @@ impl Rows {
 pub(super) struct Windowed {
     pub(super) bindings: Vec<Binding>,
     pub(super) items: Vec<([u32; SIDES], i32)>,
-    pub(super) axes: SmallVec<[Axis; 3]>,
+    pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
 /// Divides rows into runs that the device can bind.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] if a single row is larger than a binding.
-pub(super) fn windows(device: &Device, rows: Rows, sides: &[Side]) -> Result<Vec<Windowed>> {
+pub(super) fn windows(device: &Device, rows: RowItems, sides: &[PlaceBuffer]) -> Result<Vec<Windowed>> {
     let align = device.binding_align();
     // A binding begins at the multiple of `align` at or below its first unit, and ends with a whole word.
     let limits: Vec<u64> = sides.iter().map(|side| (device.binding - align - 4) * 8 / side.bits).collect();
@@ -150,7 +150,7 @@ pub(super) fn windows(device: &Device, rows: Rows, sides: &[Side]) -> Result<Vec
 }
 
 /// Returns whether one run reaches all items.
-fn fits_once(rows: &Rows, limits: &[u64], spans: &[u64]) -> bool {
+fn fits_once(rows: &RowItems, limits: &[u64], spans: &[u64]) -> bool {
     limits.iter().zip(spans).enumerate().all(|(i, (limit, span))| {
         let places = rows.items.iter().map(|item| item[i]);
         let (low, high) = places.fold((u64::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
@@ -158,7 +158,7 @@ fn fits_once(rows: &Rows, limits: &[u64], spans: &[u64]) -> bool {
     })
 }
 
-fn window(align: u64, rows: &Rows, sides: &[Side], spans: &[u64], items: &[usize]) -> Windowed {
+fn window(align: u64, rows: &RowItems, sides: &[PlaceBuffer], spans: &[u64], items: &[usize]) -> Windowed {
     let mut starts = [0; SIDES];
     let mut bindings = Vec::with_capacity(sides.len());
     for (i, side) in sides.iter().enumerate() {
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     /// Returns the places of all rows of all items, sorted.
-    fn places(rows: &Rows) -> Vec<Place> {
+    fn places(rows: &RowItems) -> Vec<Place> {
         let mut all = rows.clone().with_axes(0).items;
         all.sort_unstable();
         all
@@ -189,15 +189,15 @@ mod tests {
 
     #[test]
     fn what_reaches_too_far_is_cut_where_it_does_and_stays_the_same_rows() {
-        let axis = |n, src, dst| Axis { n, strides: [src, dst, 0, 0] };
+        let axis = |n, src, dst| RowAxis { n, strides: [src, dst, 0, 0] };
         // A transposition of 30 by 40: the source steps over rows, the destination over columns.
-        let rows = Rows {
+        let rows = RowItems {
             items: vec![[7, 3, 0, 0]],
             numbers: vec![5],
             axes: SmallVec::from_iter([axis(30, 40, 1), axis(40, 1, 30)]),
         };
         for limits in [[2000, 2000], [100, 2000], [100, 90], [39, 29], [1, 1]] {
-            let spans = |rows: &Rows| [rows.span(0, 1), rows.span(1, 1)];
+            let spans = |rows: &RowItems| [rows.span(0, 1), rows.span(1, 1)];
             let fitting = fitted(&rows, limits).unwrap();
             assert!(
                 fitting.iter().all(|part| spans(part).iter().zip(limits).all(|(span, limit)| *span <= limit))
@@ -211,7 +211,7 @@ mod tests {
         assert!(matches!(fitted(&rows, [0, 2000]), Err(Error::Unsupported { .. })));
     }
 
-    fn fitted(rows: &Rows, limits: [u64; 2]) -> Result<Vec<Rows>> {
+    fn fitted(rows: &RowItems, limits: [u64; 2]) -> Result<Vec<RowItems>> {
         rows.clone().cut(&[1, 1], &limits)
     }
 }

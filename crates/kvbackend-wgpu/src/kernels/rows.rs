@@ -7,13 +7,13 @@ use smallvec::smallvec;
 
 use super::convert::{Conversion, End, Turn, scale_strides};
 use super::copy::{Copy, place};
-use super::places::{Axis, Place, Rows};
+use super::places::{Place, RowAxis, RowItems};
 use crate::device::Device;
 use crate::memory;
 use crate::stream::{Dispatch, byte_of};
 
 /// Rows of one plane and the slots that they belong to.
-struct Movement<'a> {
+struct SlotRows<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
     layer: usize,
@@ -22,7 +22,7 @@ struct Movement<'a> {
     slots: &'a [(usize, usize)],
 }
 
-impl Movement<'_> {
+impl SlotRows<'_> {
     /// Returns, for each pair, the first element of the row, of the slot, and of the slot's scales.
     fn places(&self) -> impl Iterator<Item = [usize; 3]> {
         let scales = scale_strides(&self.plane);
@@ -49,11 +49,11 @@ impl Movement<'_> {
             if forth { place(row, slot) } else { place(slot, row) }
         };
         let items: Vec<Place> = self.places().map(ends).collect();
-        let axes = smallvec![Axis { n: self.plane.heads, strides: ends(self.head()) }];
+        let axes = smallvec![RowAxis { n: self.plane.heads, strides: ends(self.head()) }];
         let rows = memory::of(device, self.rows.storage())?.buffer()?;
         let slots = memory::of(device, self.plane.storage)?.buffer()?;
         let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
-        let rows = Rows { numbers: vec![0; items.len()], items, axes };
+        let rows = RowItems { numbers: vec![0; items.len()], items, axes };
         Copy { source, dest, rows, row: byte_of(dtype, self.plane.dim) }.dispatches(device)
     }
 
@@ -69,12 +69,12 @@ impl Movement<'_> {
             if forth { [row, slot, 0, scale] } else { [slot, row, scale, 0] }
         };
         let items: Vec<Place> = self.places().map(ends).collect();
-        let axes = smallvec![Axis { n: self.plane.heads, strides: ends(self.head()) }];
+        let axes = smallvec![RowAxis { n: self.plane.heads, strides: ends(self.head()) }];
         let numbers = self.slots.iter().map(|&(row, _)| position(row) as i32).collect();
         let (rows, slots) = (End::view(device, self.rows)?, End::plane(device, &self.plane)?);
         let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
         let conversion =
-            Conversion { source, dest, dim: self.plane.dim, rows: Rows { items, numbers, axes }, turn };
+            Conversion { source, dest, dim: self.plane.dim, rows: RowItems { items, numbers, axes }, turn };
         conversion.dispatches(device)
     }
 }
@@ -103,7 +103,7 @@ pub(crate) fn scatter(device: &Arc<Device>, op: &Scatter) -> Result<Vec<Dispatch
     for (plane, rows, rotation) in
         [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
     {
-        let movement = Movement { plane, rows, layer: op.layer, block_size, slots: &slots };
+        let movement = SlotRows { plane, rows, layer: op.layer, block_size, slots: &slots };
         work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, true)?
         } else {
@@ -121,7 +121,7 @@ pub(crate) fn gather(device: &Arc<Device>, op: &Gather) -> Result<Vec<Dispatch>>
     for (plane, rows, rotation) in
         [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
     {
-        let movement = Movement { plane, rows, layer: op.layer, block_size, slots: &slots };
+        let movement = SlotRows { plane, rows, layer: op.layer, block_size, slots: &slots };
         work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, false)?
         } else {

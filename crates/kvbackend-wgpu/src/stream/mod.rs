@@ -32,17 +32,17 @@ const STAGING: u64 = 32 << 20;
 
 /// A stream of the wgpu backend.
 pub struct WgpuStream {
-    inner: Arc<Inner>,
+    inner: Arc<StreamState>,
 }
 
-struct Inner {
+struct StreamState {
     device: Arc<Device>,
     pending: Mutex<Pending>,
     /// Attention plans, which the layers of a step share.
     plans: Plans,
 }
 
-impl Drop for Inner {
+impl Drop for StreamState {
     /// Submits the enqueued work, so that it still runs.
     fn drop(&mut self) {
         self.pending.get_mut().submit(&self.device);
@@ -51,7 +51,7 @@ impl Drop for Inner {
 
 /// A point in the order of a [`WgpuStream`].
 pub struct WgpuEvent {
-    stream: Arc<Inner>,
+    stream: Arc<StreamState>,
     point: Option<Arc<Point>>,
 }
 
@@ -100,7 +100,7 @@ impl Event for WgpuEvent {
 
 impl WgpuStream {
     pub(crate) fn new(device: Arc<Device>) -> Self {
-        Self { inner: Arc::new(Inner { device, pending: Mutex::default(), plans: Plans::default() }) }
+        Self { inner: Arc::new(StreamState { device, pending: Mutex::default(), plans: Plans::default() }) }
     }
 
     pub(crate) fn device(&self) -> &Arc<Device> {

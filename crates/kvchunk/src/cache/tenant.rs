@@ -1,7 +1,6 @@
 //! Tenants: the owners of pieces, their quotas, and the order in which their pieces are evicted.
 
-use kvcore::Entry as PolicyEntry;
-use kvcore::{BlockKey, EvictionPolicy, PolicyKind};
+use kvcore::{BlockKey, EvictionPolicy, PolicyEntry, PolicyKind};
 
 use super::metrics::ChunkCacheMetrics;
 

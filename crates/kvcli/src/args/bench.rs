@@ -11,11 +11,11 @@ use super::{BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_o
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
-    pub(crate) what: Bench,
+    pub(crate) what: BenchKind,
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum Bench {
+pub(crate) enum BenchKind {
     /// Serves the prompts of a retrieval service and reports hits, times to first token and memory.
     Rag(RagArgs),
 }

@@ -6,7 +6,7 @@ mod bench;
 mod eval;
 mod sleep;
 
-pub(crate) use bench::{Bench, BenchArgs, RagArgs};
+pub(crate) use bench::{BenchArgs, BenchKind, RagArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use sleep::SleepArgs;
 

@@ -7,7 +7,7 @@ use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
 use kvmodel::{Engine, EngineConfig, Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
-use crate::args::{Bench, BenchArgs, RagArgs};
+use crate::args::{BenchArgs, BenchKind, RagArgs};
 use crate::error::Result;
 use crate::plot::writable;
 use crate::progress::bar;
@@ -17,14 +17,14 @@ mod show;
 
 /// The object that `--json` prints.
 #[derive(Serialize)]
-struct Report<'a> {
+struct BenchReport<'a> {
     workloads: &'a [RagReport],
     ttft: &'a [TtftRow],
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     match &args.what {
-        Bench::Rag(args) => rag(args),
+        BenchKind::Rag(args) => rag(args),
     }
 }
 
@@ -47,7 +47,7 @@ fn rag(args: &RagArgs) -> Result<()> {
     let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
     let out = &mut std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer(&mut *out, &Report { workloads: &reports, ttft: &ttft })
+        serde_json::to_writer(&mut *out, &BenchReport { workloads: &reports, ttft: &ttft })
             .map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {

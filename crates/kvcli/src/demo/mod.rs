@@ -14,7 +14,7 @@ use crate::report::{ms, table};
 use crate::{backend, embedded};
 
 /// A question of the demo, with the documents before it.
-struct Trial {
+struct DemoQuestion {
     /// Indices into [`embedded::DOCUMENTS`].
     order: Vec<usize>,
     question: &'static str,
@@ -23,7 +23,7 @@ struct Trial {
 
 /// One request, answered with and without the cache.
 #[derive(Serialize)]
-struct Outcome {
+struct Answered {
     question: &'static str,
     documents: Vec<&'static str>,
     answer: String,
@@ -70,9 +70,9 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
 }
 
 /// Returns the questions, each with the documents in a different order.
-fn trials() -> Result<Vec<Trial>> {
+fn trials() -> Result<Vec<DemoQuestion>> {
     let lines = embedded::QUESTIONS.lines().filter(|line| !line.trim().is_empty());
-    let trials: Result<Vec<Trial>> = lines
+    let trials: Result<Vec<DemoQuestion>> = lines
         .enumerate()
         .map(|(i, line)| {
             let (question, expected) = line
@@ -84,7 +84,7 @@ fn trials() -> Result<Vec<Trial>> {
             if i % 2 == 1 {
                 order.reverse();
             }
-            Ok(Trial { order, question: question.trim(), expected: expected.trim() })
+            Ok(DemoQuestion { order, question: question.trim(), expected: expected.trim() })
         })
         .collect();
     let trials = trials?;
@@ -94,7 +94,7 @@ fn trials() -> Result<Vec<Trial>> {
     Ok(trials)
 }
 
-fn prompt_text(trial: &Trial, separator: &str) -> String {
+fn prompt_text(trial: &DemoQuestion, separator: &str) -> String {
     let documents = trial.order.iter().map(|&i| embedded::DOCUMENTS[i].1);
     let parts: Vec<&str> = [embedded::SYSTEM].into_iter().chain(documents).chain([trial.question]).collect();
     parts.join(separator)
@@ -104,14 +104,14 @@ fn prompt_text(trial: &Trial, separator: &str) -> String {
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,
-    trial: &Trial,
+    trial: &DemoQuestion,
     prompt: &PromptTokens,
-) -> Result<(Outcome, Generation)> {
+) -> Result<(Answered, Generation)> {
     let request = Request { keep_logits: true, max_new_tokens: 8, ..Request::new(prompt.clone()) };
     let with = engine.generate(&request, &mut ())?;
     let without = engine.generate(&Request { reuse: false, ..request }, &mut ())?;
     let pairs = with.logits.iter().flatten().zip(without.logits.iter().flatten());
-    let outcome = Outcome {
+    let outcome = Answered {
         question: trial.question,
         documents: trial.order.iter().map(|&i| embedded::DOCUMENTS[i].0).collect(),
         answer: codec.decode(&with.tokens)?.trim().to_owned(),
@@ -143,7 +143,7 @@ fn introduce(out: &mut dyn Write, engine: &Engine) -> Result<()> {
 /// Writes the parts of the first prompt, with their positions.
 fn segments(
     out: &mut dyn Write,
-    trial: &Trial,
+    trial: &DemoQuestion,
     prompt: &PromptTokens,
     generation: &Generation,
 ) -> Result<()> {
@@ -173,7 +173,7 @@ fn shortened(text: &str) -> String {
 }
 
 /// Writes one row per request, and a summary.
-fn requests(out: &mut dyn Write, outcomes: &[Outcome]) -> Result<()> {
+fn requests(out: &mut dyn Write, outcomes: &[Answered]) -> Result<()> {
     writeln!(out, "Each request has the documents in another order:\n")?;
     let mut table = table(&[
         "question",
@@ -210,7 +210,7 @@ fn requests(out: &mut dyn Write, outcomes: &[Outcome]) -> Result<()> {
     Ok(())
 }
 
-impl Outcome {
+impl Answered {
     fn is_right(&self) -> bool {
         self.answer == self.expected
     }
@@ -222,7 +222,7 @@ impl Outcome {
 }
 
 /// Checks that the demo showed its claims.
-fn verdict(outcomes: &[Outcome]) -> Result<()> {
+fn verdict(outcomes: &[Answered]) -> Result<()> {
     let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));
     if good && hits {

@@ -16,7 +16,7 @@ use crate::{backend, embedded, load};
 mod show;
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct EvalReport<'a> {
     questions: usize,
     seeds: usize,
     scores: &'a [Score],
@@ -87,7 +87,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     bar.finish_and_clear();
     let (asked, draws) = (questions.iter().map(Vec::len).sum(), questions.len());
     if args.json {
-        json(out, &Report { questions: asked, seeds: draws, scores: &scores })?;
+        json(out, &EvalReport { questions: asked, seeds: draws, scores: &scores })?;
     } else {
         show::table(out, &scores, draws)?;
         let intervals = if draws < show::DRAWS {

@@ -65,7 +65,7 @@ fn rows(
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;
-                let query = Query {
+                let query = OracleQuery {
                     q: &q[at * s.k_dim..][..s.k_dim],
                     latent: q_latent.map(|latent| &latent[at * s.v_dim..][..s.v_dim]),
                     row,
@@ -83,7 +83,7 @@ fn rows(
 }
 
 /// One row and head of a call.
-struct Query<'a> {
+struct OracleQuery<'a> {
     q: &'a [f32],
     latent: Option<&'a [f32]>,
     row: usize,
@@ -103,7 +103,13 @@ fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool 
     selection.indices[range].iter().any(|&index| index as usize == wanted)
 }
 
-fn one<'a>(op: &Attend, query: &Query, entry: &AttendRows, k: &'a [f32], v: &'a [f32]) -> (Vec<f64>, f64) {
+fn one<'a>(
+    op: &Attend,
+    query: &OracleQuery,
+    entry: &AttendRows,
+    k: &'a [f32],
+    v: &'a [f32],
+) -> (Vec<f64>, f64) {
     let layout = op.arena.layout();
     let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);

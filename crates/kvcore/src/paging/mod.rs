@@ -10,8 +10,8 @@ mod sync;
 
 pub use batch::{Logits, SequenceInput};
 pub use block::{
-    BlockPool, BlockTable, Clock, Duplicates, Entry, EventQueue, EventSink, EvictionPolicy, FreeOrder,
-    KvEvent, Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, PoolCounts,
+    BlockPool, BlockTable, Clock, Duplicates, EventQueue, EventSink, EvictionPolicy, FreeOrder, KvEvent,
+    Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyEntry, PolicyKind, PoolConfig, PoolCounts,
     PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::*;

@@ -109,7 +109,7 @@ pub struct Score {
 }
 
 /// The outcome of one question.
-struct Outcome {
+struct QuestionOutcome {
     right: bool,
     recomputed: f64,
     flops: u64,
@@ -134,7 +134,7 @@ pub fn evaluate(
     let mut done = 0;
     let mut scores = Vec::new();
     for arm in arms {
-        let mut outcomes: Vec<Vec<(QuestionKind, Outcome)>> = Vec::new();
+        let mut outcomes: Vec<Vec<(QuestionKind, QuestionOutcome)>> = Vec::new();
         for (seed, asked) in questions.iter().enumerate() {
             let mut rng = StdRng::seed_from_u64(seed as u64);
             let mut of_seed = Vec::new();
@@ -159,7 +159,7 @@ fn ask(
     question: &Question,
     arm: &Arm,
     rng: &mut StdRng,
-) -> Result<Outcome> {
+) -> Result<QuestionOutcome> {
     let order: Vec<usize> = (0..question.documents.len()).collect();
     // The limit is equal for both prompts, since it takes part in the regime of dynamic frequencies.
     let max_new_tokens = codec.encode(&question.answer, false)?.len() + 2;
@@ -176,7 +176,7 @@ fn ask(
     let generation = engine.generate(&request, &mut ())?;
     let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
     let found: usize = generation.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum();
-    Ok(Outcome {
+    Ok(QuestionOutcome {
         found: found as f64 / document_tokens.max(1) as f64,
         right: question.accepts(&codec.decode(&generation.tokens)?),
         recomputed: match arm.cell {
@@ -189,14 +189,15 @@ fn ask(
 }
 
 /// Scores an arm on a kind of question. Returns `None` if there was no question of this kind.
-fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, Outcome)>]) -> Option<Score> {
-    let of_kind = |seed: &Vec<(QuestionKind, Outcome)>| -> Option<f64> {
+fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, QuestionOutcome)>]) -> Option<Score> {
+    let of_kind = |seed: &Vec<(QuestionKind, QuestionOutcome)>| -> Option<f64> {
         let rights: Vec<bool> = seed.iter().filter(|(k, _)| *k == kind).map(|(_, o)| o.right).collect();
         let right = rights.iter().filter(|right| **right).count();
         (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
     };
-    let all: Vec<&Outcome> = seeds.iter().flatten().filter(|(k, _)| *k == kind).map(|(_, o)| o).collect();
-    let mean = |of: fn(&Outcome) -> f64| all.iter().map(|o| of(o)).sum::<f64>() / all.len() as f64;
+    let all: Vec<&QuestionOutcome> =
+        seeds.iter().flatten().filter(|(k, _)| *k == kind).map(|(_, o)| o).collect();
+    let mean = |of: fn(&QuestionOutcome) -> f64| all.iter().map(|o| of(o)).sum::<f64>() / all.len() as f64;
     let mut times: Vec<f64> = all.iter().map(|o| o.ttft.as_secs_f64() * 1e3).collect();
     times.sort_by(f64::total_cmp);
     let ttft_ms = *times.get(times.len() / 2)?;

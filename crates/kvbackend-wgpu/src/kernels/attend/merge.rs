@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::{Attend, Result};
 
 use super::plan::{Chunk, Plan, first_parts};
-use super::runs::Tile;
+use super::runs::RowTile;
 use super::window::rows_window;
 use crate::device::Device;
 use crate::kernels::convert::kind;
@@ -45,7 +45,7 @@ pub(super) fn dispatch(
 }
 
 /// Returns a record for each row of some tiles, the factors of the merge groups, and the lists of parts.
-pub(super) fn records(op: &Attend, tiles: &[Tile]) -> Vec<u32> {
+pub(super) fn records(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
     let heads = op.q.shape()[1] as u32;
     let groups = RECORD * tiles.iter().map(|tile| tile.rows.len()).sum::<usize>();
     let mut parts = first_parts(tiles);

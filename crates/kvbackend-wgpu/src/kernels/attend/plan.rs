@@ -9,7 +9,7 @@ use kvcore::{Attend, Counters, Error, KeyForm, Result, TensorView};
 use parking_lot::Mutex;
 use wgpu::{Buffer, BufferUsages};
 
-use super::runs::{self, Task, Tile};
+use super::runs::{self, RowTile, RunTask};
 use super::tiling::Tiling;
 use super::window::{self, PlaneWindows, WindowKey};
 use super::{merge, records};
@@ -160,10 +160,10 @@ fn chunk(
     device: &Arc<Device>,
     op: &Attend,
     key: &PlanKey,
-    tiles: &[Tile],
+    tiles: &[RowTile],
     words: &mut Words,
 ) -> Result<Chunk> {
-    let parts = tiles.iter().flat_map(Tile::tasks).map(|task| task.rows.len() as u64).sum();
+    let parts = tiles.iter().flat_map(RowTile::tasks).map(|task| task.rows.len() as u64).sum();
     if parts > key.parts {
         let what = format!(
             "{parts} parts of one row in attention: the device binds {} at once; use fewer merge groups",
@@ -174,7 +174,7 @@ fn chunk(
     let turns =
         key.pairs.map(|pairs| TurnRows::of(device, pairs, records::positions(op, tiles))).transpose()?;
     let number = |position| turns.as_ref().map_or(0, |turns| turns.number(position));
-    let mut by_window: BTreeMap<WindowKey, Vec<(&Task, u32)>> = BTreeMap::new();
+    let mut by_window: BTreeMap<WindowKey, Vec<(&RunTask, u32)>> = BTreeMap::new();
     for (task, part) in first_parts(tiles) {
         by_window.entry(task.window).or_default().push((task, part));
     }
@@ -218,7 +218,7 @@ impl Words {
 }
 
 /// Divides tiles into chunks whose parts fit in the scratch and whose rows and lists can be bound at once.
-fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [Tile]) -> Vec<&'a [Tile]> {
+fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [RowTile]) -> Vec<&'a [RowTile]> {
     let mut chunks = Vec::new();
     // Half of what can be bound; the other half is for the part of a list that two tiles share.
     let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
@@ -242,15 +242,15 @@ fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [Tile]) -> Vec<&'a [Til
 }
 
 /// Returns the range that covers all rows of some tiles.
-fn rows_of(tiles: &[Tile]) -> Range<usize> {
+fn rows_of(tiles: &[RowTile]) -> Range<usize> {
     let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
     start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
 }
 
 /// Returns each task with the number of its first part, in the order of tiles and tasks.
-pub(super) fn first_parts(tiles: &[Tile]) -> impl Iterator<Item = (&Task, u32)> {
+pub(super) fn first_parts(tiles: &[RowTile]) -> impl Iterator<Item = (&RunTask, u32)> {
     let mut next = 0;
-    tiles.iter().flat_map(Tile::tasks).map(move |task| {
+    tiles.iter().flat_map(RowTile::tasks).map(move |task| {
         let first = next;
         next += task.rows.len() as u32;
         (task, first)

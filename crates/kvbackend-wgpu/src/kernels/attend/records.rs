@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 
 use kvcore::{Attend, KeyForm};
 
-use super::runs::{Run, Task, Tile, Tokens};
+use super::runs::{RowTile, Run, RunTask, Tokens};
 
 /// Words of a task.
 const TASK: usize = 5;
@@ -17,9 +17,9 @@ const ROW: usize = 3;
 /// Returns every position by which some query or key is rotated.
 pub(super) fn positions<'a>(
     op: &'a Attend,
-    tiles: &'a [Tile],
+    tiles: &'a [RowTile],
 ) -> impl Iterator<Item = RangeInclusive<i32>> + Clone + 'a {
-    let runs = tiles.iter().flat_map(Tile::tasks).flat_map(|task| &task.runs);
+    let runs = tiles.iter().flat_map(RowTile::tasks).flat_map(|task| &task.runs);
     runs.flat_map(move |run| {
         let seen = run.rows.iter().filter(|(range, _)| !range.is_empty());
         let queries = seen.map(|&(_, turn)| turn..=turn);
@@ -38,7 +38,7 @@ pub(super) fn positions<'a>(
 /// Returns tasks, runs and lists for tasks with the numbers of their first parts. `number` returns the number
 /// by which the kernel knows a position.
 pub(super) fn of_tasks(
-    tasks: &[(&Task, u32)],
+    tasks: &[(&RunTask, u32)],
     (rows, heads): (usize, usize),
     number: impl Fn(i32) -> i32,
 ) -> Vec<u32> {

@@ -20,14 +20,14 @@ const SHORT: usize = 256;
 const RECORD: usize = 8;
 
 /// Consecutive rows of one entry.
-pub(super) struct Tile {
+pub(super) struct RowTile {
     pub(super) rows: Range<usize>,
     /// Merge groups with at least one run: the number of each, and its tasks.
-    groups: Vec<(usize, Vec<Task>)>,
+    groups: Vec<(usize, Vec<RunTask>)>,
 }
 
-impl Tile {
-    pub(super) fn tasks(&self) -> impl Iterator<Item = &Task> + Clone {
+impl RowTile {
+    pub(super) fn tasks(&self) -> impl Iterator<Item = &RunTask> + Clone {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
     }
 
@@ -46,13 +46,13 @@ impl Tile {
     }
 
     /// Returns tasks with their merge groups, in the order of the groups.
-    pub(super) fn grouped(&self) -> impl Iterator<Item = (usize, &Task)> {
+    pub(super) fn grouped(&self) -> impl Iterator<Item = (usize, &RunTask)> {
         self.groups.iter().flat_map(|(group, tasks)| tasks.iter().map(move |task| (*group, task)))
     }
 }
 
 /// Runs that one workgroup (of each unit of heads) reads one after the other, all in the same windows.
-pub(super) struct Task {
+pub(super) struct RunTask {
     pub(super) rows: Range<usize>,
     pub(super) window: WindowKey,
     pub(super) runs: Vec<Run>,
@@ -107,7 +107,7 @@ type GroupedRun = (usize, Run);
 /// Returns the tiles of a call, in the order of its entries and rows.
 ///
 /// A tile has at most about `most` parts, each of one row.
-pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<Tile> {
+pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<RowTile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.work.batch() {
         let step = if entry.selection.is_some() { 1 } else { tiling.rows };
@@ -128,7 +128,7 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
             let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
             (!runs.is_empty()).then(|| (group, tasks(op, &rows, &runs, cuts, planes)))
         });
-        Tile { groups: groups.collect(), rows }
+        RowTile { groups: groups.collect(), rows }
     };
     seen.into_iter().map(tile).collect()
 }
@@ -188,12 +188,18 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
 }
 
 /// Cuts runs into about `cuts` tasks, with separate tasks for each window.
-fn tasks(op: &Attend, rows: &Range<usize>, runs: &[&Run], cuts: usize, planes: &PlaneWindows) -> Vec<Task> {
+fn tasks(
+    op: &Attend,
+    rows: &Range<usize>,
+    runs: &[&Run],
+    cuts: usize,
+    planes: &PlaneWindows,
+) -> Vec<RunTask> {
     let block_size = op.arena.layout().shape().block_size;
     let total: usize = runs.iter().map(|run| run.range.len()).sum();
     let most = total.div_ceil(cuts).max(SHORT);
     // The tasks of each window, and the number of tokens that its last task still takes.
-    let mut windows: BTreeMap<WindowKey, (Vec<Task>, usize)> = BTreeMap::new();
+    let mut windows: BTreeMap<WindowKey, (Vec<RunTask>, usize)> = BTreeMap::new();
     for run in runs {
         let key = |token: usize| planes.key(run.tokens.block(token, block_size));
         let mut at = run.range.start;
@@ -201,7 +207,7 @@ fn tasks(op: &Attend, rows: &Range<usize>, runs: &[&Run], cuts: usize, planes: &
             let window = key(at);
             let (tasks, room) = windows.entry(window).or_default();
             if *room == 0 {
-                tasks.push(Task { rows: rows.clone(), window, runs: Vec::new() });
+                tasks.push(RunTask { rows: rows.clone(), window, runs: Vec::new() });
                 *room = most;
             }
             let mut end = run.range.end.min(at + *room);

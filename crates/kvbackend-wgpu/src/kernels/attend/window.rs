@@ -16,7 +16,7 @@ use crate::pipeline::Binding;
 pub(super) type WindowKey = [u32; 4];
 
 /// Rows of K, of V, or of the scales of either.
-struct Plane {
+struct WindowedRole {
     buffer: Buffer,
     bits: u64,
     strides: PlaneStrides,
@@ -28,7 +28,7 @@ struct Plane {
 
 /// The division of the blocks of a layer among windows.
 pub(super) struct PlaneWindows {
-    planes: [Option<Plane>; 4],
+    planes: [Option<WindowedRole>; 4],
     align: u64,
     num_blocks: usize,
     one: bool,
@@ -56,7 +56,7 @@ impl PlaneWindows {
             }
             let more = (limit - span).checked_div(strides.block as u64).unwrap_or(u64::MAX);
             let blocks = usize::try_from(more).unwrap_or(usize::MAX).saturating_add(1);
-            Ok(Plane { buffer, bits, strides, span, blocks })
+            Ok(WindowedRole { buffer, bits, strides, span, blocks })
         };
         let codes = |p: &KvPlane| {
             let buffer = memory::of(device, p.storage)?.buffer()?;
@@ -76,7 +76,7 @@ impl PlaneWindows {
 
     /// Returns the number of blocks of a window of each plane, or `None` if every layer is bound as a whole.
     pub(super) fn blocks(&self) -> Option<[usize; 4]> {
-        let of = |plane: &Option<Plane>| plane.as_ref().map_or(0, |plane| plane.blocks);
+        let of = |plane: &Option<WindowedRole>| plane.as_ref().map_or(0, |plane| plane.blocks);
         (!self.one).then(|| std::array::from_fn(|i| of(&self.planes[i])))
     }
 

@@ -34,15 +34,15 @@ pub use shape::{BlockOrder, KvShape};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvLayout {
     shape: KvShape,
-    k: Plane,
-    v: Plane,
+    k: PlaneExtent,
+    v: PlaneExtent,
     token_bytes: usize,
     block_bytes: usize,
 }
 
 /// The layout of K or of V.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Plane {
+struct PlaneExtent {
     strides: PlaneStrides,
     bytes: usize,
     scales: Option<ScaleLayout>,
@@ -50,7 +50,7 @@ struct Plane {
     token_bytes: usize,
 }
 
-impl Plane {
+impl PlaneExtent {
     fn new(
         what: &'static str,
         shape: &KvShape,
@@ -116,8 +116,8 @@ impl KvLayout {
         shape.format.check_dim("k_dim", shape.k_dim)?;
         shape.format.check_dim("v_dim", shape.v_dim)?;
         product("slots", &[shape.num_blocks, shape.block_size])?;
-        let k = Plane::new("K", &shape, k, shape.k_heads, shape.k_dim)?;
-        let v = Plane::new("V", &shape, v, shape.v_heads, shape.v_dim)?;
+        let k = PlaneExtent::new("K", &shape, k, shape.k_heads, shape.k_dim)?;
+        let v = PlaneExtent::new("V", &shape, v, shape.v_heads, shape.v_dim)?;
         let token_bytes =
             k.token_bytes.checked_add(v.token_bytes).ok_or(Error::Overflow { what: "bytes of a token" })?;
         let block_bytes = product("bytes of a block", &[shape.num_layers, shape.block_size, token_bytes])?;

@@ -7,7 +7,7 @@ use crate::base::DType;
 
 /// The rows of one buffer role of an arena: K, V, or the scales of either.
 #[derive(Debug, Clone, Copy)]
-struct Rows {
+struct RoleRows {
     strides: PlaneStrides,
     heads: usize,
     /// Number of elements in a row.
@@ -28,19 +28,19 @@ impl KvLayout {
         let dtype = s.format.storage_dtype();
         let planes = [(&self.k, s.k_heads, s.k_dim), (&self.v, s.v_heads, s.v_dim)];
         let codes = planes.map(|(plane, heads, len)| {
-            Some(Rows { strides: plane.strides, heads, len, dtype, bytes: plane.bytes })
+            Some(RoleRows { strides: plane.strides, heads, len, dtype, bytes: plane.bytes })
         });
         let scales = planes.map(|(plane, heads, _)| {
             let scales = plane.scales.filter(|scales| !scales.is_static())?;
             let (strides, bytes) = (scales.strides, scales.bytes);
-            Some(Rows { strides, heads, len: scales.per_row, dtype: scales.dtype, bytes })
+            Some(RoleRows { strides, heads, len: scales.per_row, dtype: scales.dtype, bytes })
         });
         let buffers = codes.into_iter().chain(scales).flatten();
         buffers.map(|rows| rows.runs(s, blocks)).collect()
     }
 }
 
-impl Rows {
+impl RoleRows {
     /// Returns the byte ranges of `blocks`. Relies on strides that do not overlap (`PlaneStrides::extent`):
     /// axes with a larger stride than the block axis lie around a block, the other axes inside it.
     fn runs(&self, shape: &KvShape, blocks: &Range<u32>) -> Vec<Range<usize>> {

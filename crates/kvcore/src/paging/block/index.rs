@@ -13,7 +13,7 @@ use crate::paging::key::BlockKey;
 use crate::paging::sync::Mutex;
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct IndexEntry {
     word: u64,
     block: u32,
     /// Number of the registration. Among entries with equal keys, the smallest is the oldest.
@@ -21,12 +21,12 @@ struct Entry {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Table {
-    entries: HashTable<Entry>,
+pub(super) struct IndexTable {
+    entries: HashTable<IndexEntry>,
     stamp: u32,
 }
 
-impl Table {
+impl IndexTable {
     /// Returns the block registered under a key.
     fn find(&self, key: &BlockKey) -> Option<u32> {
         let word = key.word();
@@ -37,13 +37,13 @@ impl Table {
     /// several.
     fn find_oldest(&self, key: &BlockKey) -> Option<u32> {
         let word = key.word();
-        let newest_first = |e: &&Entry| self.stamp.wrapping_sub(e.stamp);
+        let newest_first = |e: &&IndexEntry| self.stamp.wrapping_sub(e.stamp);
         self.entries.iter_hash(word).filter(|e| e.word == word).max_by_key(newest_first).map(|e| e.block)
     }
 
     fn insert(&mut self, word: u64, block: u32) {
         self.stamp = self.stamp.wrapping_add(1);
-        let entry = Entry { word, block, stamp: self.stamp };
+        let entry = IndexEntry { word, block, stamp: self.stamp };
         self.entries.insert_unique(word, entry, |e| e.word);
     }
 }
@@ -51,7 +51,7 @@ impl Table {
 /// All tables of a pool.
 #[derive(Debug)]
 pub(super) struct Index {
-    tables: Box<[Mutex<Table>]>,
+    tables: Box<[Mutex<IndexTable>]>,
     /// True if a key may have several blocks.
     duplicates: bool,
 }
@@ -67,7 +67,7 @@ impl Index {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
         // A little above the mean, so that a table seldom grows when keys spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
-        let table = || Mutex::new(Table { entries: HashTable::with_capacity(room), stamp: 0 });
+        let table = || Mutex::new(IndexTable { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }
     }
 
@@ -80,7 +80,7 @@ impl Index {
     fn visit<'k>(
         &self,
         keys: impl ExactSizeIterator<Item = &'k BlockKey> + Clone,
-        mut each: impl FnMut(usize, &BlockKey, &mut Table),
+        mut each: impl FnMut(usize, &BlockKey, &mut IndexTable),
     ) {
         if let [table] = &*self.tables {
             let mut table = table.lock();
@@ -153,7 +153,7 @@ impl Index {
             match table.entries.entry(word, |e| e.word == word, |e| e.word) {
                 Slot::Occupied(slot) => known(i, slot.get().block),
                 Slot::Vacant(slot) => {
-                    slot.insert(Entry { word, block: block(i), stamp: 0 });
+                    slot.insert(IndexEntry { word, block: block(i), stamp: 0 });
                 }
             }
         });

@@ -44,7 +44,7 @@ mod table;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{Duplicates, FreeOrder, PoolConfig};
 pub use event::{EventQueue, EventSink, KvEvent};
-pub use evict::{Entry, EvictionPolicy, Lru, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
+pub use evict::{EvictionPolicy, Lru, PolicyEntry, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
 pub use guard::{MutableBlocks, Rejected, SharedBlocks};
 pub use pin::PinnedBlocks;
 pub use pool::{BlockPool, Lookups, PoolCounts};

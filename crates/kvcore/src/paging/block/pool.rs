@@ -38,14 +38,14 @@ use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct BlockPool(pub(super) Arc<Inner>);
+pub struct BlockPool(pub(super) Arc<SharedPool>);
 
 #[derive(Debug)]
-pub(super) struct Inner {
+pub(super) struct SharedPool {
     range: Range<u32>,
     /// Number of bits to shift a block's index by to get its shard.
     shift: u32,
-    shards: Box<[Cell]>,
+    shards: Box<[ShardCell]>,
     pub(super) index: Index,
     pub(super) rules: Rules,
     watermark: usize,
@@ -67,7 +67,7 @@ pub(super) struct Rules {
 /// A shard on cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Cell {
+struct ShardCell {
     shard: Mutex<Shard>,
     /// Number of free blocks of the shard when its lock was last released: a hint for searches.
     free: AtomicUsize,
@@ -78,12 +78,12 @@ struct Cell {
 }
 
 /// A locked shard.
-pub(super) struct Locked<'a> {
+pub(super) struct LockedShard<'a> {
     shard: MutexGuard<'a, Shard>,
     hint: &'a AtomicUsize,
 }
 
-impl std::ops::Deref for Locked<'_> {
+impl std::ops::Deref for LockedShard<'_> {
     type Target = Shard;
 
     fn deref(&self) -> &Shard {
@@ -91,13 +91,13 @@ impl std::ops::Deref for Locked<'_> {
     }
 }
 
-impl std::ops::DerefMut for Locked<'_> {
+impl std::ops::DerefMut for LockedShard<'_> {
     fn deref_mut(&mut self) -> &mut Shard {
         &mut self.shard
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedShard<'_> {
     fn drop(&mut self) {
         self.hint.store(self.shard.free_blocks(), Ordering::Relaxed);
     }
@@ -191,16 +191,16 @@ impl BlockPool {
         let cell = |start: usize| {
             let blocks = size.min(blocks - start);
             let shard = Shard::new(range.start + start as u32, blocks, (config.policy)(blocks), &rules);
-            Cell {
+            ShardCell {
                 shard: Mutex::new(shard),
                 free: AtomicUsize::new(blocks),
                 hits: AtomicU64::new(0),
                 misses: AtomicU64::new(0),
             }
         };
-        let shards: Box<[Cell]> = (0..blocks).step_by(size).map(cell).collect();
+        let shards: Box<[ShardCell]> = (0..blocks).step_by(size).map(cell).collect();
         let tables = if shards.len() == 1 { 1 } else { 4 * shards.len() };
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(SharedPool {
             shift: size.trailing_zeros(),
             index: Index::new(tables, blocks, config.duplicates == Duplicates::Keep),
             watermark: config.watermark,
@@ -295,7 +295,8 @@ impl BlockPool {
         if spare == 0 {
             let mut shard = inner.lock_near(&mut home);
             let elsewhere = || {
-                let free = |(i, cell): (usize, &Cell)| i != home && cell.free.load(Ordering::Relaxed) > 0;
+                let free =
+                    |(i, cell): (usize, &ShardCell)| i != home && cell.free.load(Ordering::Relaxed) > 0;
                 inner.shards.iter().enumerate().any(free)
             };
             if inner.rules.free_order == FreeOrder::FreeFirst && shard.free.len() >= n {
@@ -372,7 +373,7 @@ impl BlockPool {
     /// unknown key count as misses. Refused admissions and [`cached_prefix`](Self::cached_prefix) do not
     /// count.
     pub fn lookups(&self) -> Lookups {
-        let sum = |of: fn(&Cell) -> &AtomicU64| {
+        let sum = |of: fn(&ShardCell) -> &AtomicU64| {
             self.0.shards.iter().map(|cell| of(cell).load(Ordering::Relaxed)).sum()
         };
         Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
@@ -389,7 +390,7 @@ impl BlockPool {
         {
             events.record(KvEvent::Cleared);
         }
-        let clear = |shard: &mut Locked<'_>| shard.clear_cached(now, !all, &inner.rules, &inner.index);
+        let clear = |shard: &mut LockedShard<'_>| shard.clear_cached(now, !all, &inner.rules, &inner.index);
         shards.iter_mut().map(clear).sum()
     }
 
@@ -427,7 +428,7 @@ impl BlockPool {
     }
 }
 
-fn out_of_blocks(shards: &[Locked<'_>], asked: usize) -> Error {
+fn out_of_blocks(shards: &[LockedShard<'_>], asked: usize) -> Error {
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|shard| of(shard)).sum();
     Error::OutOfBlocks {
         asked,
@@ -437,7 +438,7 @@ fn out_of_blocks(shards: &[Locked<'_>], asked: usize) -> Error {
     }
 }
 
-impl Inner {
+impl SharedPool {
     pub(super) fn now(&self) -> u64 {
         self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
     }
@@ -452,9 +453,9 @@ impl Inner {
         }
     }
 
-    fn lock(&self, shard: usize) -> Locked<'_> {
+    fn lock(&self, shard: usize) -> LockedShard<'_> {
         let cell = &self.shards[shard];
-        Locked { shard: cell.shard.lock(), hint: &cell.free }
+        LockedShard { shard: cell.shard.lock(), hint: &cell.free }
     }
 
     /// Returns the shard at which a thread begins to take `n` blocks. A thread stays with a shard for a
@@ -469,19 +470,19 @@ impl Inner {
     }
 
     /// Locks the shard `home`. If another thread holds its lock, locks the next shard that is not locked.
-    fn lock_near(&self, home: &mut usize) -> Locked<'_> {
+    fn lock_near(&self, home: &mut usize) -> LockedShard<'_> {
         let count = self.shards.len();
         for i in (0..count).map(|i| (*home + i) % count) {
             let cell = &self.shards[i];
             if let Some(shard) = cell.shard.try_lock() {
                 *home = i;
-                return Locked { shard, hint: &cell.free };
+                return LockedShard { shard, hint: &cell.free };
             }
         }
         self.lock(*home)
     }
 
-    fn lock_all(&self) -> Vec<Locked<'_>> {
+    fn lock_all(&self) -> Vec<LockedShard<'_>> {
         (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
     }
 
@@ -489,7 +490,7 @@ impl Inner {
     /// after them.
     fn take_from(
         &self,
-        shards: &mut [Locked<'_>],
+        shards: &mut [LockedShard<'_>],
         home: usize,
         out: &mut Ids,
         n: usize,
@@ -539,11 +540,11 @@ impl Inner {
     }
 }
 
-/// Access to one block after another; see [`Inner::walk`].
+/// Access to one block after another; see [`SharedPool::walk`].
 pub(super) struct Walk<'a> {
-    pool: &'a Inner,
+    pool: &'a SharedPool,
     at: usize,
-    shard: Option<Locked<'a>>,
+    shard: Option<LockedShard<'a>>,
 }
 
 impl Walk<'_> {

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 use super::clock::millis;
 use super::event::KvEvent;
-use super::evict::{Entry, EvictionPolicy, Retention};
+use super::evict::{EvictionPolicy, PolicyEntry, Retention};
 use super::index::Index;
 use super::pool::Rules;
 use super::{FreeOrder, PoolCounts};
@@ -35,7 +35,7 @@ const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins:
 
 /// Times of a block, kept only by pools that need the time.
 #[derive(Debug, Clone, Copy)]
-struct Times {
+struct BlockTimes {
     released: u64,
     /// The priority in the upper byte, and below it the end of the priority in milliseconds.
     retention: u64,
@@ -44,7 +44,7 @@ struct Times {
 const PRIORITY_SHIFT: u32 = 56;
 const FOREVER: u64 = (1 << PRIORITY_SHIFT) - 1;
 
-impl Times {
+impl BlockTimes {
     const NONE: Self = Self::new(Retention::DEFAULT_PRIORITY, FOREVER);
 
     const fn new(priority: u8, until: u64) -> Self {
@@ -70,7 +70,7 @@ pub(super) struct Shard {
     first: u32,
     pub(super) stage: Box<[Stage]>,
     pub(super) meta: Box<[Meta]>,
-    times: Box<[Times]>,
+    times: Box<[BlockTimes]>,
     /// Free blocks, unless they wait in the policy's order.
     pub(super) free: Vec<u32>,
     /// Number of free blocks that wait in the policy's order.
@@ -90,7 +90,7 @@ impl Shard {
             first,
             stage: vec![Stage::Free; blocks].into(),
             meta: vec![FRESH; blocks].into(),
-            times: vec![Times::NONE; timed].into(),
+            times: vec![BlockTimes::NONE; timed].into(),
             free: Vec::new(),
             queued_free: 0,
             policy,
@@ -204,7 +204,7 @@ impl Shard {
     }
 
     fn enqueue_free(&mut self, block: u32, now: u64) {
-        self.policy.insert(block, &Entry { now, ..Entry::default() });
+        self.policy.insert(block, &PolicyEntry { now, ..PolicyEntry::default() });
         self.queued_free += 1;
     }
 
@@ -215,7 +215,7 @@ impl Shard {
         self.stage[block as usize] = Stage::Held;
         self.meta[block as usize].holders = 1;
         if let Some(times) = self.times.get_mut(block as usize) {
-            *times = Times::NONE;
+            *times = BlockTimes::NONE;
         }
     }
 
@@ -336,9 +336,9 @@ impl Shard {
         let entry = match self.times.get_mut(block as usize) {
             Some(times) => {
                 times.released = now;
-                Entry { key, priority: times.priority(), until: times.until(), now }
+                PolicyEntry { key, priority: times.priority(), until: times.until(), now }
             }
-            None => Entry { key, now, ..Entry::default() },
+            None => PolicyEntry { key, now, ..PolicyEntry::default() },
         };
         self.policy.insert(block, &entry);
     }
@@ -359,7 +359,7 @@ impl Shard {
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
             let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));
-            times.retention = Times::new(retention.priority, until).retention;
+            times.retention = BlockTimes::new(retention.priority, until).retention;
         }
     }
 

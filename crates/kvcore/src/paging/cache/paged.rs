@@ -14,12 +14,12 @@ pub(super) struct Sequence {
     pub(super) table: BlockTable,
     pub(super) start: SequenceStart,
     /// Present for sequences that share their blocks.
-    pub(super) chain: Option<Chain>,
+    pub(super) chain: Option<KeyChain>,
 }
 
 /// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
-pub(super) struct Chain {
+pub(super) struct KeyChain {
     pub(super) scheme: KeyScheme,
     /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
@@ -27,7 +27,7 @@ pub(super) struct Chain {
     pub(super) pending: Vec<u32>,
 }
 
-impl Chain {
+impl KeyChain {
     /// Returns the key of the last shared block, or the root key.
     pub(super) fn last_key(&self) -> BlockKey {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
@@ -165,7 +165,7 @@ impl PagedKvCache {
         keys.truncate(shared.len());
         let table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
-        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
+        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
         Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
     }
 
@@ -191,7 +191,7 @@ impl PagedKvCache {
         let cached = table.len();
         table.supply(fresh)?;
         let slots = table.grow(tokens.len() - cached)?;
-        let chain = Some(Chain { scheme, keys, pending: Vec::new() });
+        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
         let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
         Ok((id, cached, slots))
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::paged::{Chain, Sequence};
+use super::paged::{KeyChain, Sequence};
 use super::{PagedKvCache, Result, SequenceId, SequenceStart};
 use crate::base::BlockId;
 use crate::device::{Event, KvArena, Stream, SwapBlocks};
@@ -21,7 +21,7 @@ pub struct SwappedSequence {
     copied: Arc<dyn Event>,
     len: usize,
     start: SequenceStart,
-    chain: Option<Chain>,
+    chain: Option<KeyChain>,
 }
 
 impl SwappedSequence {

@@ -15,12 +15,12 @@ const FLAGS: u8 = 1 | 2 | 8 | 16;
 // Decision: docs/decisions/paging.md#block-keys-call-the-compression-function-of-blake3
 /// A chain of keyed hashes, each the key of the next. The state stays in words: a conversion to bytes would
 /// take longer than all other overhead.
-pub(super) struct Chain {
+pub(super) struct HashChain {
     state: [u32; 8],
     platform: Platform,
 }
 
-impl Chain {
+impl HashChain {
     pub(super) fn new(key: &[u8; 32]) -> Self {
         Self { state: words_from_le_bytes_32(key), platform: Platform::detect() }
     }

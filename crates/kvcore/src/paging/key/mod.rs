@@ -54,7 +54,7 @@ impl BlockKey {
     #[must_use]
     pub fn child(&self, tokens: &[u32]) -> Self {
         if tokens.len() == compress::TOKENS {
-            return Self(compress::Chain::new(&self.0).next(tokens));
+            return Self(compress::HashChain::new(&self.0).next(tokens));
         }
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         if cfg!(target_endian = "little") {
@@ -86,7 +86,7 @@ impl BlockKey {
         let mut keys = Vec::with_capacity(tokens.len().div_ceil(block_size));
         let mut rest = tokens;
         if block_size == compress::TOKENS {
-            let mut chain = compress::Chain::new(&self.0);
+            let mut chain = compress::HashChain::new(&self.0);
             let full = tokens.chunks_exact(block_size);
             rest = full.remainder();
             keys.extend(full.map(|block| Self(chain.next(block))));

@@ -43,10 +43,10 @@ use crate::device::{
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct ReservedArena(Arc<Memory>);
+pub struct ReservedArena(Arc<ReservedMemory>);
 
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct ReservedMemory {
     backend: Arc<dyn Backend>,
     pub(super) arena: KvArena,
     /// K, V and the per-block scales, in the order of [`KvLayout::runs`].
@@ -76,7 +76,7 @@ impl ReservedArena {
             parts.push(Arc::clone(&part));
             Ok(part as Arc<dyn Storage>)
         })?;
-        Ok(Self(Arc::new(Memory {
+        Ok(Self(Arc::new(ReservedMemory {
             backend,
             arena,
             parts,
@@ -144,7 +144,7 @@ impl ReservedArena {
     }
 }
 
-impl Memory {
+impl ReservedMemory {
     /// Marks blocks as asleep, unless some of them are.
     fn claim(&self, tag: &str, blocks: &Range<u32>) -> Result<()> {
         let mut asleep = self.asleep.lock();

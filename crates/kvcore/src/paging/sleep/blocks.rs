@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::arena::{Granules, Memory};
+use super::arena::{Granules, ReservedMemory};
 use crate::base::{BlockId, Result};
 use crate::device::{KvArena, Stream};
 use crate::paging::Rejected;
@@ -16,7 +16,7 @@ use crate::paging::Rejected;
 #[derive(Debug)]
 #[must_use = "dropping it loses what the blocks held"]
 pub struct SleepingBlocks {
-    memory: Arc<Memory>,
+    memory: Arc<ReservedMemory>,
     tag: String,
     blocks: Range<u32>,
     keep: Vec<BlockId>,
@@ -30,7 +30,7 @@ pub struct SleepingBlocks {
 impl SleepingBlocks {
     /// Saves and releases blocks that are marked as asleep.
     pub(super) fn fall(
-        memory: Arc<Memory>,
+        memory: Arc<ReservedMemory>,
         tag: &str,
         blocks: Range<u32>,
         keep: Vec<BlockId>,

@@ -5,7 +5,7 @@ const NONE: u32 = u32::MAX;
 
 /// Several lists over one range of indices, each from its oldest element to its newest.
 #[derive(Debug)]
-pub(super) struct Lists {
+pub(super) struct LinkedLists {
     /// `(older, newer)` of each block, followed by the heads of the lists. A head closes its list into a
     /// ring.
     links: Vec<(u32, u32)>,
@@ -15,7 +15,7 @@ pub(super) struct Lists {
     blocks: u32,
 }
 
-impl Lists {
+impl LinkedLists {
     pub(super) fn new(blocks: usize, lists: u8) -> Self {
         let n = blocks as u32;
         let mut links = vec![(NONE, NONE); blocks];
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn lists_keep_their_order_and_share_no_block() {
-        let mut lists = Lists::new(5, 2);
+        let mut lists = LinkedLists::new(5, 2);
         for block in [3, 0, 4] {
             lists.push(0, block);
         }

@@ -1,22 +1,22 @@
 //! Least recently released first.
 
-use super::lists::Lists;
-use super::{Entry, EvictionPolicy};
+use super::lists::LinkedLists;
+use super::{EvictionPolicy, PolicyEntry};
 
 /// A policy that evicts the least recently used block. A block counts as used until its last holder lets
 /// go.
 #[derive(Debug)]
-pub struct Lru(Lists);
+pub struct Lru(LinkedLists);
 
 impl Lru {
     /// Creates an empty order for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
-        Self(Lists::new(blocks, 1))
+        Self(LinkedLists::new(blocks, 1))
     }
 }
 
 impl EvictionPolicy for Lru {
-    fn insert(&mut self, block: u32, _: &Entry<'_>) {
+    fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) {
         self.0.push(0, block);
     }
 
@@ -41,11 +41,11 @@ mod tests {
     fn the_oldest_goes_first_and_removed_ones_never() {
         let mut lru = Lru::new(4);
         for block in [2, 0, 3, 1] {
-            lru.insert(block, &Entry::default());
+            lru.insert(block, &PolicyEntry::default());
         }
         lru.remove(0);
         lru.remove(2);
-        lru.insert(2, &Entry::default());
+        lru.insert(2, &PolicyEntry::default());
         assert_eq!(std::iter::from_fn(|| lru.evict(0)).collect::<Vec<_>>(), [3, 1, 2]);
         assert!(lru.is_empty());
     }

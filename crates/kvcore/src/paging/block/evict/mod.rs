@@ -64,7 +64,7 @@ impl Default for Retention {
 
 /// The information that a policy gets about a block that has lost its last holder.
 #[derive(Debug, Clone, Copy)]
-pub struct Entry<'a> {
+pub struct PolicyEntry<'a> {
     /// The block's key. `None` for a block without contents, which occurs only under
     /// [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue).
     pub key: Option<&'a BlockKey>,
@@ -76,7 +76,7 @@ pub struct Entry<'a> {
     pub now: u64,
 }
 
-impl Default for Entry<'_> {
+impl Default for PolicyEntry<'_> {
     fn default() -> Self {
         Self { key: None, priority: Retention::DEFAULT_PRIORITY, until: u64::MAX, now: 0 }
     }
@@ -89,14 +89,14 @@ impl Default for Entry<'_> {
 /// every index is below the number of blocks the policy was created for.
 ///
 /// ```
-/// use kvcore::{BlockPool, Entry, EvictionPolicy, KeyScope, PoolConfig};
+/// use kvcore::{BlockPool, EvictionPolicy, KeyScope, PolicyEntry, PoolConfig};
 ///
 /// /// Most recently used first.
 /// #[derive(Debug, Default)]
 /// struct Mru(Vec<u32>);
 ///
 /// impl EvictionPolicy for Mru {
-///     fn insert(&mut self, block: u32, _: &Entry<'_>) { self.0.push(block) }
+///     fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) { self.0.push(block) }
 ///     fn remove(&mut self, block: u32) { self.0.retain(|&other| other != block) }
 ///     fn evict(&mut self, _now: u64) -> Option<u32> { self.0.pop() }
 ///     fn len(&self) -> usize { self.0.len() }
@@ -112,7 +112,7 @@ impl Default for Entry<'_> {
 /// ```
 pub trait EvictionPolicy: Send + fmt::Debug {
     /// Adds a block that has lost its last holder.
-    fn insert(&mut self, block: u32, entry: &Entry<'_>);
+    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>);
 
     /// Removes a block that has a holder again, or was freed.
     fn remove(&mut self, block: u32);
@@ -203,7 +203,7 @@ mod tests {
             for round in 0..3u32 {
                 for block in 0..50 {
                     let key = key.child(&[round, block]);
-                    policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
+                    policy.insert(block, &PolicyEntry { key: Some(&key), ..PolicyEntry::default() });
                 }
                 for block in (0..50).step_by(3) {
                     policy.remove(block);

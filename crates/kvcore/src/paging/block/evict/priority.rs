@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::lists::Lists;
-use super::{Entry, EvictionPolicy, Retention};
+use super::lists::LinkedLists;
+use super::{EvictionPolicy, PolicyEntry, Retention};
 
 /// Number of priority levels, 0 to 100. Larger priorities count as 100.
 const LEVELS: u8 = 101;
@@ -16,7 +16,7 @@ const LEVELS: u8 = 101;
 /// `TensorRT-LLM` (priority-based eviction with durations).
 #[derive(Debug)]
 pub struct PriorityLru {
-    lists: Lists,
+    lists: LinkedLists,
     /// `(end, block)` of blocks whose priority ends, soonest first. An entry applies only while it agrees
     /// with `until`.
     ends: BinaryHeap<Reverse<(u64, u32)>>,
@@ -29,7 +29,7 @@ impl PriorityLru {
     /// Creates an empty order for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
         Self {
-            lists: Lists::new(blocks, LEVELS),
+            lists: LinkedLists::new(blocks, LEVELS),
             ends: BinaryHeap::new(),
             until: vec![u64::MAX; blocks],
             len: 0,
@@ -69,7 +69,7 @@ impl PriorityLru {
 }
 
 impl EvictionPolicy for PriorityLru {
-    fn insert(&mut self, block: u32, entry: &Entry<'_>) {
+    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
         let over = entry.until <= entry.now;
         let level = if over { Retention::DEFAULT_PRIORITY } else { entry.priority.min(LEVELS - 1) };
         self.expect(if over { u64::MAX } else { entry.until }, block);
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn low_priorities_go_first_and_ended_ones_count_as_the_default() {
         let mut policy = PriorityLru::new(8);
-        let at = |priority, until| Entry { priority, until, ..Entry::default() };
+        let at = |priority, until| PolicyEntry { priority, until, ..PolicyEntry::default() };
         policy.insert(0, &at(90, 1000));
         policy.insert(1, &at(35, u64::MAX));
         policy.insert(2, &at(10, u64::MAX));
@@ -121,26 +121,26 @@ mod tests {
     #[test]
     fn holding_a_block_again_and_again_notes_its_end_once() {
         let mut policy = PriorityLru::new(4);
-        let entry = Entry { priority: 90, until: 1000, ..Entry::default() };
+        let entry = PolicyEntry { priority: 90, until: 1000, ..PolicyEntry::default() };
         for round in 0..10_000u64 {
             policy.insert(0, &entry);
-            policy.insert(1, &Entry { until: 2000 + round, ..entry });
+            policy.insert(1, &PolicyEntry { until: 2000 + round, ..entry });
             policy.remove(0);
             policy.remove(1);
         }
         assert!(policy.ends.len() <= 9, "{}", policy.ends.len());
         policy.insert(0, &entry);
-        policy.insert(2, &Entry::default());
+        policy.insert(2, &PolicyEntry::default());
         assert_eq!((policy.evict(1500), policy.evict(1500)), (Some(2), Some(0)));
     }
 
     #[test]
     fn an_old_expiry_does_not_touch_a_block_inserted_anew() {
         let mut policy = PriorityLru::new(2);
-        policy.insert(0, &Entry { priority: 90, until: 10, ..Entry::default() });
+        policy.insert(0, &PolicyEntry { priority: 90, until: 10, ..PolicyEntry::default() });
         policy.remove(0);
-        policy.insert(0, &Entry { priority: 90, until: 50, ..Entry::default() });
-        policy.insert(1, &Entry::default());
+        policy.insert(0, &PolicyEntry { priority: 90, until: 50, ..PolicyEntry::default() });
+        policy.insert(1, &PolicyEntry::default());
         assert_eq!(policy.evict(20), Some(1));
     }
 }

@@ -1,7 +1,7 @@
 //! S3-FIFO: FIFO queues that move no block on a hit.
 
-use super::lists::Lists;
-use super::{Entry, EvictionPolicy, NO_KEY, word};
+use super::lists::LinkedLists;
+use super::{EvictionPolicy, NO_KEY, PolicyEntry, word};
 use crate::paging::BlockKey;
 
 const SMALL: u8 = 0;
@@ -16,15 +16,15 @@ const MOST: u8 = 3;
 /// comes.
 #[derive(Debug)]
 pub struct S3Fifo {
-    lists: Lists,
-    blocks: Vec<State>,
+    lists: LinkedLists,
+    blocks: Vec<FifoState>,
     ghosts: Ghosts,
     small: usize,
     len: usize,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct State {
+struct FifoState {
     /// Word of the key under which the block was last cached.
     key: u64,
     hits: u8,
@@ -80,7 +80,13 @@ impl S3Fifo {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
         let ghosts = Ghosts::new(most);
-        Self { lists: Lists::new(blocks, 2), blocks: vec![State::default(); blocks], ghosts, small, len: 0 }
+        Self {
+            lists: LinkedLists::new(blocks, 2),
+            blocks: vec![FifoState::default(); blocks],
+            ghosts,
+            small,
+            len: 0,
+        }
     }
 
     /// Removes and returns the next evictable block of the small queue. Blocks that were hit move to the
@@ -124,12 +130,12 @@ impl S3Fifo {
 }
 
 impl EvictionPolicy for S3Fifo {
-    fn insert(&mut self, block: u32, entry: &Entry<'_>) {
+    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
         let state = &mut self.blocks[block as usize];
         self.len += 1;
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && state.key == key;
-        *state = State { key, hits: if known { state.hits } else { 0 }, present: true };
+        *state = FifoState { key, hits: if known { state.hits } else { 0 }, present: true };
         if !known || self.lists.list_of(block).is_none() {
             self.lists.unlink(block);
             let ghost = self.ghosts.contains(key);
@@ -184,12 +190,12 @@ mod tests {
         let mut policy = S3Fifo::new(20);
         let keys: Vec<BlockKey> = (0..20).map(key).collect();
         for (block, key) in keys[..10].iter().enumerate() {
-            policy.insert(block as u32, &Entry { key: Some(key), ..Entry::default() });
+            policy.insert(block as u32, &PolicyEntry { key: Some(key), ..PolicyEntry::default() });
         }
         policy.hit(0, &keys[0]);
         assert_eq!(policy.evict(0), Some(1), "block 0 was hit and moved on");
         // key 1 returns in another block: the key is a ghost, so the block enters the main queue
-        policy.insert(15, &Entry { key: Some(&keys[1]), ..Entry::default() });
+        policy.insert(15, &PolicyEntry { key: Some(&keys[1]), ..PolicyEntry::default() });
         assert_eq!(policy.lists.list_of(15), Some(MAIN));
         let order: Vec<u32> = std::iter::from_fn(|| policy.evict(0)).collect();
         assert_eq!(order[..7], [2, 3, 4, 5, 6, 7, 0], "{order:?}");
@@ -201,14 +207,14 @@ mod tests {
         let keys: Vec<BlockKey> = (0..4).map(|i| root.child(&[i])).collect();
         let mut policy = S3Fifo::new(4);
         for (block, key) in keys.iter().enumerate() {
-            policy.insert(block as u32, &Entry { key: Some(key), ..Entry::default() });
+            policy.insert(block as u32, &PolicyEntry { key: Some(key), ..PolicyEntry::default() });
         }
         policy.remove(0);
         policy.remove(2);
         let mut gone: Vec<u32> = std::iter::from_fn(|| policy.evict(0)).collect();
         gone.sort_unstable();
         assert_eq!((gone, policy.len()), (vec![1, 3], 0));
-        policy.insert(2, &Entry { key: Some(&keys[2]), ..Entry::default() });
+        policy.insert(2, &PolicyEntry { key: Some(&keys[2]), ..PolicyEntry::default() });
         assert_eq!(policy.evict(0), Some(2));
     }
 }

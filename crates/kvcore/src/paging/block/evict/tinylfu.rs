@@ -1,8 +1,8 @@
 //! Least frequently used, with a sketch that decides which blocks may stay.
 
-use super::lists::Lists;
+use super::lists::LinkedLists;
 use super::sketch::Sketch;
-use super::{Entry, EvictionPolicy, NO_KEY, word};
+use super::{EvictionPolicy, NO_KEY, PolicyEntry, word};
 use crate::paging::BlockKey;
 
 const WINDOW: u8 = 0;
@@ -16,7 +16,7 @@ const PROTECTED: u8 = 2;
 /// A block on probation that is hit again becomes protected.
 #[derive(Debug)]
 pub struct TinyLfu {
-    lists: Lists,
+    lists: LinkedLists,
     sketch: Sketch,
     /// Word of the key under which each block was last cached. A block with another key counts as new.
     keys: Vec<u64>,
@@ -31,7 +31,7 @@ impl TinyLfu {
     pub fn new(blocks: usize) -> Self {
         let window = (blocks / 100).max(1);
         Self {
-            lists: Lists::new(blocks, 3),
+            lists: LinkedLists::new(blocks, 3),
             sketch: Sketch::new(blocks),
             keys: vec![NO_KEY; blocks],
             left: vec![WINDOW; blocks],
@@ -58,7 +58,7 @@ impl TinyLfu {
 }
 
 impl EvictionPolicy for TinyLfu {
-    fn insert(&mut self, block: u32, entry: &Entry<'_>) {
+    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
         let i = block as usize;
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && self.keys[i] == key;
@@ -125,14 +125,14 @@ mod tests {
             }
         }
         for (block, key) in popular.iter().enumerate() {
-            policy.insert(block as u32, &Entry { key: Some(key), ..Entry::default() });
+            policy.insert(block as u32, &PolicyEntry { key: Some(key), ..PolicyEntry::default() });
         }
         // 1,000 keys that occur once each, in the other fifty blocks
         let mut free: Vec<u32> = (50..100).collect();
         for i in 0..1000 {
             let block = free.pop().unwrap_or_else(|| policy.evict(0).unwrap());
             let key = root.child(&[1000 + i]);
-            policy.insert(block, &Entry { key: Some(&key), ..Entry::default() });
+            policy.insert(block, &PolicyEntry { key: Some(&key), ..PolicyEntry::default() });
         }
         let left = (0..50).filter(|&b| policy.keys[b] == word(&popular[b])).count();
         assert!(left >= 45, "{left} of 50 popular blocks left");
