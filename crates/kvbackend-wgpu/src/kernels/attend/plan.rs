@@ -143,12 +143,12 @@ fn make(
         .map(|tiles| chunk(device, op, key, tiles, &mut words))
         .collect::<Result<Vec<_>>>()?;
     let bytes: &[u8] = bytemuck::cast_slice(&words.words);
-    let records = match free.filter(|free| free.size() >= bytes.len() as u64) {
-        Some(free) => free,
-        None => {
-            let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
-            device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
-        }
+    let large_enough = free.filter(|free| free.size() >= bytes.len() as u64);
+    let records = if let Some(free) = large_enough {
+        free
+    } else {
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+        device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
     };
     device.fill(&records, 0, bytes).map_err(|reason| device.refusal(reason))?;
     Counters::add(&device.counters.plan_bytes, bytes.len());
