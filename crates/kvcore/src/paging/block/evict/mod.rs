@@ -89,14 +89,14 @@ impl Default for PolicyEntry<'_> {
 /// every index is below the number of blocks the policy was created for.
 ///
 /// ```
-/// use kvcore::{BlockPool, Entry, EvictionPolicy, KeyScope, PoolConfig};
+/// use kvcore::{BlockPool, EvictionPolicy, KeyScope, PolicyEntry, PoolConfig};
 ///
 /// /// Most recently used first.
 /// #[derive(Debug, Default)]
 /// struct Mru(Vec<u32>);
 ///
 /// impl EvictionPolicy for Mru {
-///     fn insert(&mut self, block: u32, _: &Entry<'_>) { self.0.push(block) }
+///     fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) { self.0.push(block) }
 ///     fn remove(&mut self, block: u32) { self.0.retain(|&other| other != block) }
 ///     fn evict(&mut self, _now: u64) -> Option<u32> { self.0.pop() }
 ///     fn len(&self) -> usize { self.0.len() }
