@@ -1,4 +1,4 @@
-//! A backend of one's own in a page: `cargo run --release -p kvbackend-cpu --example own_backend`.
+//! A backend of one's own in a page: `cargo run --release --example own_backend`.
 //!
 //! It adds a ledger of operations to the CPU backend. A backend for another device has the same four parts: memory, a
 //! stream, a `match` over operations in `launch`, and a list of what it lacks.

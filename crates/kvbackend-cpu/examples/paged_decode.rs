@@ -1,4 +1,4 @@
-//! Paged decoding with prefix sharing, fork and rollback: `cargo run --release -p kvbackend-cpu --example paged_decode`.
+//! Paged decoding with prefix sharing, fork and rollback: `cargo run --release --example paged_decode`.
 //!
 //! A model is replaced by random rows; everything else is what an engine does in each step.
 

@@ -1,4 +1,4 @@
-//! Two prompts with the same documents in another order: `cargo run --release -p kvchunk --example chunk_reuse`.
+//! Two prompts with the same documents in another order: `cargo run --release --example chunk_reuse`.
 //!
 //! The first prompt computes its documents. The second prompt finds both, and reads them at other positions without
 //! a copy: attention turns the query instead of the keys. A model is replaced by keys and values that are made up from
