@@ -72,7 +72,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo run --release --example own_backend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 30, needs: &[] },
     Step { command: "cargo xtask conform --backend wgpu", budget: 240, needs: GPU },
-    Step { command: "cargo xtask sanitize", budget: 150, needs: &[Tool::Sanitizer] },
+    Step { command: "cargo xtask sanitize", budget: 170, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 90, needs: &[] },
     Step { command: "cargo xtask deep", budget: 300, needs: &[] },
 ];

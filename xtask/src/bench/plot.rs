@@ -95,8 +95,9 @@ fn ratio_label(y: f64) -> String {
     let ratio = y.exp2();
     match ratio {
         r if r >= 10.0 => format!("{r:.0}"),
-        r if r >= 1.0 => format!("{r:.1}"),
+        r if r >= 2.0 => format!("{r:.1}"),
         r if r >= 0.1 => format!("{r:.2}"),
+        r if r >= 0.01 => format!("{r:.3}"),
         r => format!("{r:.1e}"),
     }
 }
@@ -173,7 +174,7 @@ mod tests {
         let sizes = [size_label(21.0, true), size_label(19.0, true), size_label(10.0, false)];
         assert_eq!(sizes, ["2 Mi", "512 Ki", "1024"]);
         assert_eq!(size_label(20.5, true), "");
-        assert_eq!([ratio_label(4.0), ratio_label(0.0), ratio_label(-1.0)], ["16", "1.0", "0.50"]);
+        assert_eq!([ratio_label(4.0), ratio_label(0.0), ratio_label(-1.0)], ["16", "1.00", "0.50"]);
     }
 
     #[test]
