@@ -219,9 +219,11 @@ impl World {
         owned.chain(self.holders().into_keys()).chain(self.pins()).collect()
     }
 
-    fn registered(&mut self, own: &[u32], got: &[u32], keys: &[BlockKey]) {
+    /// Checks the blocks that a registration returned. `held` lists what the guard at hand held before, which is
+    /// not among the guards of the model meanwhile.
+    fn registered(&mut self, held: &[u32], own: &[u32], got: &[u32], keys: &[BlockKey]) {
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
-            let known = self.find(key).filter(|&b| !self.expired(b));
+            let known = self.find(key).filter(|&b| held.contains(&b) || !self.expired(b));
             match known {
                 Some(known) if self.setup.duplicates == Duplicates::Merge => {
                     assert_eq!(got, known, "a known key gives the known block");
@@ -269,7 +271,7 @@ impl World {
                 if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
                     let shared = guard.register(None, &keys).unwrap();
-                    self.registered(&own, &ids(shared.ids()), &keys);
+                    self.registered(&[], &own, &ids(shared.ids()), &keys);
                     self.shared.push(shared);
                 }
             }
@@ -277,7 +279,7 @@ impl World {
                 if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
                     let shared = guard.register(Some(key(k)), &keys).unwrap();
-                    self.registered(&own, &ids(shared.ids()), &keys);
+                    self.registered(&[], &own, &ids(shared.ids()), &keys);
                     self.shared.push(shared);
                 }
             }
@@ -337,7 +339,7 @@ impl World {
                         return;
                     }
                     let got = ids(guard.ids());
-                    self.registered(&own[unkeyed..unkeyed + n], &got[unkeyed..unkeyed + n], &keys);
+                    self.registered(&own, &own[unkeyed..unkeyed + n], &got[unkeyed..unkeyed + n], &keys);
                     self.shared.push(guard);
                 }
             }
