@@ -133,6 +133,21 @@ fn permits_end_with_a_split_a_drop_and_a_rollback(#[values(Immediate, Deferred)]
     assert_eq!(lab.scatter(&last), void, "the sequence has ended");
 }
 
+#[test]
+fn permits_end_when_another_guard_takes_the_blocks() {
+    let lab = Lab::new(Immediate);
+    let pool = BlockPool::new(0..6).unwrap();
+    let (mut first, second) = (pool.allocate(1).unwrap(), pool.allocate(2).unwrap());
+    let slots = |i: usize| second.write_slots(BLOCK, [(second.ids()[i].index() * BLOCK) as i64]).unwrap();
+    let before = [slots(0), slots(1)];
+    first.append(second).unwrap();
+    let shared = first.share();
+    for slots in before {
+        assert_eq!(lab.scatter(&slots), Err(Error::PermitVoid { what: "slots" }));
+    }
+    drop(shared);
+}
+
 /// Returns the keys of the first `n` blocks of a prompt.
 fn keys(n: u32) -> Vec<BlockKey> {
     (0..n).map(|block| crate::sharing::root().child(&[block])).collect()

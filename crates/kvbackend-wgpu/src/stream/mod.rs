@@ -111,6 +111,13 @@ impl WgpuStream {
         &self.inner.plans
     }
 
+    /// Counts bytes that were given to the queue for work to come.
+    pub(crate) fn count_written(&self, bytes: usize) {
+        if bytes > 0 {
+            self.inner.pending.lock().count_written(&self.inner.device, bytes);
+        }
+    }
+
     /// Enqueues runs of kernels.
     fn run_kernels(&self, work: Vec<Dispatch>) -> Result<()> {
         self.inner.device.check()?;

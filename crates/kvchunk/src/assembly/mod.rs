@@ -248,7 +248,8 @@ impl Assembly {
     /// in the same batch, and [`commit`](Self::commit) follows. Otherwise another request is computing a
     /// piece of this prompt: compute the inputs, and call [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
-        self.waiting.is_empty()
+        // A lookup that failed leaves no segments.
+        self.waiting.is_empty() && !self.segments.is_empty()
     }
 
     /// Returns the inputs to compute now, in one batch: the missing part of the system prompt and every

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use kvcore::{
-    BlockId, DType, Gather, KvArena, KvFormat, KvLayout, MemoryKind, RankInfo, ScaleScope, Segment,
-    SequenceInput, TensorView, WriteSlots, allocate_tensor,
+    Backend, BlockId, DType, Gather, KeyForm, KvArena, KvFormat, KvLayout, MemoryKind, RankInfo, ScaleScope,
+    Segment, SequenceInput, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 use crate::error::Result;
 use crate::model::{ComputeDevice, Model};
+use crate::profile::Profiler;
 
 /// The number of sample tokens, if the model has as many positions.
 const TOKENS: usize = 256;
@@ -28,31 +29,35 @@ pub(super) struct StaticScales {
 }
 
 // Decision: docs/decisions/models.md#an-fp8-cache-is-calibrated-with-sample-tokens
-/// Sets the scales of an fp8 arena from one pass over sample tokens, and returns the scales. Returns `None`
-/// for an arena of another format.
-pub(super) fn calibrate(model: &Model, device: &ComputeDevice) -> Result<Option<StaticScales>> {
-    let KvFormat::Fp8 { kind, scales } = device.arena.layout().shape().format else { return Ok(None) };
+/// Returns the scales of an fp8 cache from one pass over sample tokens, and `None` for another format. The
+/// memory of the pass is free again when the call returns.
+pub(super) fn calibrate(
+    model: &Model,
+    (backend, stream): (&dyn Backend, &dyn Stream),
+    (format, keys): (KvFormat, KeyForm),
+) -> Result<Option<StaticScales>> {
+    let KvFormat::Fp8 { kind, scales } = format else { return Ok(None) };
     let tokens = TOKENS.min(model.config().max_positions);
     let shape = model.kv_extents(DType::F32).shape(&RankInfo::default(), 1, tokens)?;
     let layout = Arc::new(KvLayout::new(shape)?);
-    let arena = KvArena::allocate(device.backend, MemoryKind::Device, layout)?;
-    let dense = ComputeDevice { arena: &arena, ..*device };
+    let arena = KvArena::allocate(backend, MemoryKind::Device, layout)?;
+    let profiler = Profiler::disabled();
+    let device = ComputeDevice { backend, stream, arena: &arena, keys, profiler: &profiler };
     let slots: Arc<[i64]> = (0..tokens as i64).collect();
     let own = Segment::new([BlockId(0)].into(), tokens, 0, 0);
     let sample = (0..tokens).map(|i| (i * STEP % model.config().vocab_size) as u32).collect();
     let input = SequenceInput::new(sample, 0, 0, WriteSlots::unchecked(Arc::clone(&slots)), [own]);
-    model.forward(&dense, &model.ropes(tokens)?, &[input], &mut ())?;
+    model.forward(&device, &model.ropes(tokens)?, &[input], &mut ())?;
 
     let s = arena.layout().shape();
-    let rows =
-        |heads, dim| allocate_tensor(device.backend, MemoryKind::Device, DType::F32, &[tokens, heads, dim]);
+    let rows = |heads, dim| allocate_tensor(backend, MemoryKind::Device, DType::F32, &[tokens, heads, dim]);
     let (k, v) = (rows(s.k_heads, s.k_dim)?, rows(s.v_heads, s.v_dim)?);
     let mut found = StaticScales { k: Vec::new(), v: Vec::new() };
     for layer in 0..s.num_layers {
         let (arena, slots) = (arena.clone(), Arc::clone(&slots));
-        device.stream.gather(&Gather { arena, layer, slots, k: k.clone(), v: v.clone(), rotation: None })?;
+        stream.gather(&Gather { arena, layer, slots, k: k.clone(), v: v.clone(), rotation: None })?;
         for (view, scales_of) in [(&k, &mut found.k), (&v, &mut found.v)] {
-            let of_heads = largest(device, view)?;
+            let of_heads = largest(stream, view)?;
             // Under a power of two, elements are rounded as without a scale.
             let scale = |largest: f32| kind.scale_for(HEADROOM * largest).log2().ceil().exp2();
             match scales {
@@ -61,15 +66,14 @@ pub(super) fn calibrate(model: &Model, device: &ComputeDevice) -> Result<Option<
             }
         }
     }
-    device.arena.set_scales(device.stream, &found.k, &found.v)?;
     Ok(Some(found))
 }
 
 /// Returns the largest magnitude of each head of rows `[rows, heads, dim]`.
-fn largest(device: &ComputeDevice, view: &TensorView) -> Result<Vec<f32>> {
+fn largest(stream: &dyn Stream, view: &TensorView) -> Result<Vec<f32>> {
     let (heads, dim) = (view.shape()[1], view.shape()[2]);
     let mut host = vec![0.0f32; view.len()];
-    device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
+    stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
     let mut largest = vec![0.0f32; heads];
     for row in host.chunks_exact(heads * dim) {
         for (largest, head) in largest.iter_mut().zip(row.chunks_exact(dim)) {

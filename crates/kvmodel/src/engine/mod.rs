@@ -127,15 +127,13 @@ impl Engine {
         config: &EngineConfig,
     ) -> Result<Self> {
         let stream = backend.stream()?;
+        // Before the caches take their memory.
+        let device = (backend.as_ref(), stream.as_ref());
+        let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
         let caches = Caches::new(&model, &backend, &stream, config)?;
-        let device = ComputeDevice {
-            backend: backend.as_ref(),
-            stream: stream.as_ref(),
-            arena: caches.sequences().arena(),
-            keys: config.keys,
-            profiler: &Profiler::disabled(),
-        };
-        let scales = calibrate(&model, &device)?;
+        if let Some(StaticScales { k, v }) = &scales {
+            caches.sequences().arena().set_scales(stream.as_ref(), k, v)?;
+        }
         let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt, scales.as_ref());
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
         let (keys, tenant_salt, replicas) = (config.keys, config.tenant_salt.clone(), None);
@@ -146,7 +144,8 @@ impl Engine {
     /// of chunks, and each may evict what the other no longer holds. Neither engine finds what the other has
     /// cached, since every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// An fp8 cache keeps the scales of this engine's model.
+    /// An fp8 cache keeps the scales of this engine's model, so that a replica of the other model that was made
+    /// by [`new`](Self::new) does not find its chunks.
     ///
     /// The work of both engines goes to one stream, so one engine may meet a late error of the other. Both
     /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
@@ -200,7 +199,8 @@ impl Engine {
 
     /// Joins a group of engines of the same model. From now on this engine pulls missing chunks from the
     /// others, and computes only chunks that none of them gives. Each engine serves its
-    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device).
+    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device). Engines with fp8 caches must
+    /// have calibrated to the same scales, which needs the same backend and instruction set.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -39,7 +39,7 @@ pub(super) fn dispatch(
     let mut args = vec![*count as u32, heads];
     args.extend(out_at.iter().chain(&lse_at));
     args.push((RECORD * count) as u32);
-    let bindings = vec![scratch, out, lse, plan.records(place)];
+    let bindings = vec![scratch, out, lse, chunk.records(place)];
     let groups = *count as u64 * u64::from(heads);
     Ok(Dispatch { pipeline, args, bindings, groups, plan: Some(Arc::clone(plan)) })
 }

@@ -46,7 +46,8 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let device = stream.device();
     let tiling = Tiling::of(device, op, latent.is_some())?;
     let planes = PlaneWindows::of(device, op)?;
-    let plan = stream.plans().of(device, op, latent, (&tiling, &planes))?;
+    let (plan, uploaded) = stream.plans().of(device, op, latent, (&tiling, &planes))?;
+    stream.count_written(uploaded);
     let mut work = Vec::new();
     // The first chunk overwrites queries that lie where results go, so that later chunks need a copy.
     let mut apart = |view: &TensorView| {
@@ -109,7 +110,7 @@ impl Call<'_> {
             debug_assert_eq!(args.len(), PARAMETERS);
             let mut bindings = windows.map(|(binding, _)| binding).to_vec();
             bindings.extend([queries.clone(), latents.clone(), angles.clone(), scratch.clone()]);
-            bindings.push(plan.records(&tasks.records));
+            bindings.push(chunk.records(&tasks.records));
             let groups = (tasks.count * tiling.units) as u64;
             let plan = Some(Arc::clone(plan));
             Dispatch { pipeline: Arc::clone(&pipeline), args, bindings, groups, plan }

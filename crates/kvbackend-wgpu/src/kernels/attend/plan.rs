@@ -21,6 +21,9 @@ use crate::pipeline::Binding;
 /// Most bytes of scratch for parts.
 const SCRATCH: u64 = 64 << 20;
 
+/// Most bytes of a buffer that is used again for another plan.
+const LARGE: u64 = 1 << 20;
+
 /// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their
 /// window.
 const KEPT: usize = 4;
@@ -56,27 +59,27 @@ pub(super) struct Chunk {
     pub(super) tasks: Vec<WindowTasks>,
     /// Number of rows that are merged, and their records.
     pub(super) merged: (usize, Range<u64>),
+    records: Buffer,
+}
+
+impl Chunk {
+    /// Binds records of the chunk.
+    pub(super) fn records(&self, place: &Range<u64>) -> Binding {
+        Binding { buffer: self.records.clone(), offset: place.start, size: place.end - place.start }
+    }
 }
 
 /// Tasks of `attend.wgsl` that read the same windows.
 pub(super) struct WindowTasks {
     pub(super) window: WindowKey,
     pub(super) count: usize,
-    /// The place of the records in the buffer of the plan.
+    /// The place of the records in the buffer of the chunk.
     pub(super) records: Range<u64>,
 }
 
 /// The division of a call into runs of kernels, and their records on the device.
 pub(crate) struct Plan {
     pub(super) chunks: Vec<Chunk>,
-    records: Buffer,
-}
-
-impl Plan {
-    /// Binds records of the plan.
-    pub(super) fn records(&self, place: &Range<u64>) -> Binding {
-        Binding { buffer: self.records.clone(), offset: place.start, size: place.end - place.start }
-    }
 }
 
 /// The plans of a stream's last calls.
@@ -91,14 +94,15 @@ struct Kept {
 }
 
 impl Plans {
-    /// Returns the plan of a call, and makes it on first use.
+    /// Returns the plan of a call, and makes it on first use. Returns also the number of bytes that were
+    /// uploaded for it now.
     pub(super) fn of(
         &self,
         device: &Arc<Device>,
         op: &Attend,
         latent: Option<&TensorView>,
         (tiling, planes): (&Tiling, &PlaneWindows),
-    ) -> Result<Arc<Plan>> {
+    ) -> Result<(Arc<Plan>, usize)> {
         let shape = op.arena.layout().shape();
         let heads = op.q.shape()[1] as u64;
         let part_bytes = 4 * (shape.v_dim as u64 + 2);
@@ -116,53 +120,47 @@ impl Plans {
         };
         let mut kept = self.0.lock();
         if let Some((_, plan)) = kept.plans.iter().flatten().find(|(known, _)| *known == key) {
-            return Ok(Arc::clone(plan));
+            return Ok((Arc::clone(plan), 0));
         }
         let place = kept.next;
         kept.next = (place + 1) % KEPT;
         // A plan that nothing else holds has no work left to submit, so that its buffer can be written again.
-        let free = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
-        let plan = Arc::new(make(device, op, &key, planes, free.map(|plan| plan.records))?);
+        let old = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
+        let free = old.and_then(|mut plan| plan.chunks.pop()).map(|chunk| chunk.records);
+        let (plan, bytes) = make(device, op, &key, planes, free.filter(|free| free.size() <= LARGE))?;
+        let plan = Arc::new(plan);
         kept.plans[place] = Some((key, Arc::clone(&plan)));
-        Ok(plan)
+        Ok((plan, bytes))
     }
 }
 
-/// Makes a plan, with its records in `free` if they fit.
+/// Makes a plan, with records in `free` if they fit. Returns also the number of bytes of all records.
 fn make(
     device: &Arc<Device>,
     op: &Attend,
     key: &PlanKey,
     planes: &PlaneWindows,
-    free: Option<Buffer>,
-) -> Result<Plan> {
+    mut free: Option<Buffer>,
+) -> Result<(Plan, usize)> {
     let tiles = runs::tiles(op, &key.tiling, planes, key.parts as usize);
-    let mut words = Words { align: (device.binding_align() / 4) as usize, words: Vec::new() };
-    let chunks = chunks(device, key, &tiles)
-        .into_iter()
-        .map(|tiles| chunk(device, op, key, tiles, &mut words))
-        .collect::<Result<Vec<_>>>()?;
-    let bytes: &[u8] = bytemuck::cast_slice(&words.words);
-    let large_enough = free.filter(|free| free.size() >= bytes.len() as u64);
-    let records = if let Some(free) = large_enough {
-        free
-    } else {
-        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
-        device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
-    };
-    device.fill(&records, 0, bytes).map_err(|reason| device.refusal(reason))?;
-    Counters::add(&device.counters.plan_bytes, bytes.len());
-    Ok(Plan { chunks, records })
+    let (mut plan, mut bytes) = (Plan { chunks: Vec::new() }, 0);
+    for tiles in chunks(device, key, &tiles) {
+        let (chunk, uploaded) = chunk(device, op, key, tiles, free.take())?;
+        plan.chunks.push(chunk);
+        bytes += uploaded;
+    }
+    Counters::add(&device.counters.plan_bytes, bytes);
+    Ok((plan, bytes))
 }
 
-/// Makes the records of a chunk of tiles.
+/// Makes the records of a chunk of tiles, in `free` if they fit. Returns also their number of bytes.
 fn chunk(
     device: &Arc<Device>,
     op: &Attend,
     key: &PlanKey,
     tiles: &[RowTile],
-    words: &mut Words,
-) -> Result<Chunk> {
+    free: Option<Buffer>,
+) -> Result<(Chunk, usize)> {
     let parts = tiles.iter().flat_map(RowTile::tasks).map(|task| task.rows.len() as u64).sum();
     if parts > key.parts {
         let what = format!(
@@ -178,6 +176,7 @@ fn chunk(
     for (task, part) in first_parts(tiles) {
         by_window.entry(task.window).or_default().push((task, part));
     }
+    let mut words = Words { align: (device.binding_align() / 4) as usize, words: Vec::new() };
     let mut tasks = Vec::new();
     let heads = op.q.shape()[1];
     for (window, of_window) in by_window {
@@ -186,7 +185,15 @@ fn chunk(
     }
     let count = tiles.iter().map(|tile| tile.rows.len()).sum();
     let merged = (count, words.add(device, &merge::records(op, tiles))?);
-    Ok(Chunk { rows: rows_of(tiles), parts, turns, tasks, merged })
+    let bytes: &[u8] = bytemuck::cast_slice(&words.words);
+    let records = if let Some(free) = free.filter(|free| free.size() >= bytes.len() as u64) {
+        free
+    } else {
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+        device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
+    };
+    device.fill(&records, 0, bytes).map_err(|reason| device.refusal(reason))?;
+    Ok((Chunk { rows: rows_of(tiles), parts, turns, tasks, merged, records }, bytes.len()))
 }
 
 /// Records that are gathered for one buffer.

@@ -109,7 +109,7 @@ macro_rules! guard {
                 Ok(Self::over(self.pool.clone(), self.ids.drain(at..).collect()))
             }
 
-            /// Appends the blocks of `other`.
+            /// Appends the blocks of `other`, whose permits become void.
             ///
             /// # Errors
             /// Returns [`Error::ForeignBlock`] for blocks of another pool, which are returned in the error.
@@ -121,6 +121,7 @@ macro_rules! guard {
                         Err(Rejected { error, blocks: other })
                     }
                     _ => {
+                        other.lose();
                         self.ids.append(&mut other.ids);
                         Ok(())
                     }

@@ -259,8 +259,9 @@ impl BlockTable {
             + (token % self.block_size) as i64
     }
 
-    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. Slots of tokens past
-    /// `len` become void, also those in a block that stays.
+    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in blocks
+    /// of the table's own become void, also those of tokens that stay;
+    /// [`write_slots`](Self::write_slots) issues them anew.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
