@@ -58,7 +58,7 @@ impl Assembler<'_> {
                 }
             }
         }
-        if assembly.is_ready() {
+        if assembly.waiting.is_empty() {
             assembly.segments = self.segments(assembly)?;
         }
         Ok(())
