@@ -46,7 +46,7 @@ pub(crate) const STEPS: &[Step] = &[
         budget: 180,
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
-    Step { command: TEST, budget: 600, needs: GPU },
+    Step { command: TEST, budget: 580, needs: GPU },
     Step { command: "cargo run --release -p kvcli -- demo", budget: 20, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",

@@ -7,10 +7,13 @@ use crate::run::{Result, cargo_command, root, run};
 /// Options of `cargo xtask loom`.
 #[derive(Args)]
 pub(crate) struct LoomArgs {
-    /// All interleavings instead of those with up to three preemptions: minutes instead of seconds.
+    /// Interleavings with any number of preemptions instead of up to three, for half a minute a model.
     #[arg(long)]
     exhaustive: bool,
 }
+
+/// Seconds of each model with `--exhaustive`. Some models would take hours to their end.
+const SECONDS: &str = "30";
 
 pub(crate) fn loom(args: &LoomArgs) -> Result {
     let mut command = cargo_command(&["test", "--release", "-p", "kvcore", "--test", "loom"]);
@@ -19,7 +22,9 @@ pub(crate) fn loom(args: &LoomArgs) -> Result {
     command.args(["--config", "profile.release.package.'*'.opt-level=0"]);
     command.args(["--config", "profile.release.package.loom.opt-level=3"]);
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));
-    if !args.exhaustive {
+    if args.exhaustive {
+        command.env("LOOM_MAX_DURATION", SECONDS);
+    } else {
         command.env("LOOM_MAX_PREEMPTIONS", "3");
     }
     run(&mut command, "cargo test (loom)")

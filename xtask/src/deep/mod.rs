@@ -92,7 +92,7 @@ pub(crate) const SLICES: &[Slice] = &[
     },
     Slice {
         name: "loom",
-        covers: "concurrent paths of the block pool under all interleavings of two threads",
+        covers: "concurrent paths of the block pool under interleavings with any number of preemptions",
         command: "cargo xtask loom --exhaustive",
         needs: &[],
     },
