@@ -12,35 +12,9 @@ use crate::run::{Result, cargo_command};
 /// Options of `cargo xtask test`.
 #[derive(Args)]
 pub(crate) struct TestArgs {
-    /// Build this workspace's crates with debug assertions and overflow checks.
+    /// Build this workspace's crates with debug assertions and overflow checks; examples in documentation are left out.
     #[arg(long)]
     assertions: bool,
-    /// Every model in every cell of the rules of reuse, where some otherwise run in one.
-    #[arg(long)]
-    every: bool,
-}
-
-/// Models that differ from another one in angles, in windows by layer, or in how queries are projected. In the tests that
-/// run every model in every cell, they run in the first.
-const ALIKE: [&str; 9] = [
-    "llama3",
-    "llama_yarn",
-    "llama_linear",
-    "llama_ntk",
-    "llama_dynamic",
-    "llama_longrope",
-    "llama_partial",
-    "qwen2_layers",
-    "deepseek_v3_plain",
-];
-
-/// The cells beyond the first, as test names have them.
-const CELLS: [&str; 5] = ["cell_2_1", "cell_3_2", "cell_4_3", "cell_5_4", "cell_6_5"];
-
-/// Returns options of the harness that leave out the tests that run by `--every` alone.
-fn left_out() -> Vec<String> {
-    let test = |model| CELLS.iter().map(move |cell| format!("--skip=___{model}__::{cell}"));
-    ALIKE.iter().flat_map(test).collect()
 }
 
 /// Counts of tests.
@@ -146,28 +120,29 @@ const ASSERTIONS: [&str; 8] = [
     "profile.release.package.'*'.overflow-checks=false",
 ];
 
-/// Runs all tests and prints `N passed, N failed, N skipped` last.
+/// All that has tests but documentation. `--all-targets` would run the benchmarks too.
+const PROGRAMS: &[&str] = &["--lib", "--bins", "--tests", "--examples"];
+
+/// Runs the tests and prints `N passed, N failed, N skipped` last.
 pub(crate) fn test(args: &TestArgs) -> Result {
     let mut reader = Reader::default();
-    // Not `--all-targets`: that would run the benchmarks too.
-    let targets: [&[&str]; 2] = [&["--lib", "--bins", "--tests", "--examples"], &["--doc"]];
+    let passes: &[&[&str]] = if args.assertions { &[PROGRAMS] } else { &[PROGRAMS, &["--doc"]] };
     let everything = ["test", "--release", "--workspace", "--all-features", "--no-fail-fast"];
     let assertions: &[&str] = if args.assertions { &ASSERTIONS } else { &[] };
-    let left_out = if args.every { Vec::new() } else { left_out() };
     let mut ok = true;
-    for targets in targets {
-        ok &= pass(&[&everything[..], assertions, targets].concat(), &left_out, &mut reader)?;
+    for targets in passes {
+        ok &= pass(&[&everything[..], assertions, targets].concat(), &mut reader)?;
     }
     let sums = reader.sums;
     println!("\n{sums}");
     if ok && sums.failed == 0 && sums.passed > 0 { Ok(()) } else { Err("tests failed".to_owned()) }
 }
 
-fn pass(args: &[&str], left_out: &[String], reader: &mut Reader) -> Result<bool> {
+fn pass(args: &[&str], reader: &mut Reader) -> Result<bool> {
     let name = format!("cargo {}", args.join(" "));
     // A skipped test prints why; without this the harness would swallow it.
     let mut command = cargo_command(args);
-    command.args(["--", "--show-output"]).args(left_out).stdout(Stdio::piped());
+    command.args(["--", "--show-output"]).stdout(Stdio::piped());
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
     let mut output = String::new();
     let failed_before = reader.sums.failed;
@@ -256,17 +231,6 @@ mod tests {
             "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
         ];
         assert_eq!(sums(&lines), "1 passed, 1 failed, 0 skipped");
-    }
-
-    #[test]
-    fn what_is_left_out_names_tests_that_there_are() {
-        let suite = include_str!("../../crates/kvmodel/tests/suite/common.rs");
-        for model in ALIKE {
-            assert!(suite.contains(&format!("\"{}\"", model.replace('_', "-"))), "{model}");
-        }
-        let rules = include_str!("../../crates/kvmodel/tests/suite/rules.rs");
-        assert!(rules.contains("#[values(0, 1, 2, 3, 4, 5)] cell: usize"));
-        assert_eq!((left_out().len(), left_out()[0].as_str()), (45, "--skip=___llama3__::cell_2_1"));
     }
 
     #[test]

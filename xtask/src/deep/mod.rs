@@ -47,14 +47,8 @@ pub(crate) struct Slice {
 pub(crate) const SLICES: &[Slice] = &[
     Slice {
         name: "assertions",
-        covers: "the tests of each run, with debug assertions and overflow checks",
+        covers: "the tests of each run but examples in documentation, with debug assertions and overflow checks",
         command: "cargo xtask test --assertions",
-        needs: &[],
-    },
-    Slice {
-        name: "matrix",
-        covers: "all tests, with every model in every cell of the rules of reuse",
-        command: "cargo xtask test --every",
         needs: &[],
     },
     Slice {

@@ -158,11 +158,11 @@ pub struct ChunkInfo {
     pub cached_position_start: i64,
     /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
-    /// The number of uses since the piece was stored.
+    /// The number of times that the piece was held since it was stored, also by prompts that let go of it unused.
     pub access_count: u64,
     /// The milliseconds since the piece was stored.
     pub age_ms: u64,
-    /// The milliseconds since the last use.
+    /// The milliseconds since the piece was last held.
     pub idle_ms: u64,
     /// True if the piece sleeps, or is moving into sleep or out of it.
     pub asleep: bool,

@@ -59,10 +59,8 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     };
     let latent = latent.map(&mut apart).transpose()?;
     let op = &Attend { q: apart(&op.q)?, ..op.clone() };
-    let heads = op.q.shape()[1] as u64;
-    let part_bytes = 4 * (op.arena.layout().shape().v_dim as u64 + 2);
     for chunk in &plan.chunks {
-        let scratch = stream.scratch(chunk.parts.max(1) * heads * part_bytes)?;
+        let scratch = stream.scratch(chunk.parts.max(1) * plan.part_bytes)?;
         let call = Call { device, op, latent: latent.as_ref(), tiling: &tiling, planes: &planes };
         work.extend(call.dispatches(&plan, chunk, &scratch)?);
         work.push(merge::dispatch(device, op, &plan, chunk, scratch)?);

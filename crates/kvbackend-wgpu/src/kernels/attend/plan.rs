@@ -38,12 +38,15 @@ struct PlanKey {
     /// Pairs that are rotated, if any are.
     pairs: Option<usize>,
     tiling: Tiling,
+    heads: usize,
     block_size: usize,
     /// Blocks of a window of each plane, if a layer is more than one window.
     window_blocks: Option<[usize; 4]>,
     /// Most rows that can be bound at once.
     rows: usize,
-    /// Most parts of one row and all heads that fit in the scratch.
+    /// Bytes of scratch that a part of one row and all heads takes.
+    part_bytes: u64,
+    /// Most such parts that fit in the scratch.
     parts: u64,
 }
 
@@ -80,6 +83,8 @@ pub(super) struct WindowTasks {
 /// The division of a call into runs of kernels, and their records on the device.
 pub(crate) struct Plan {
     pub(super) chunks: Vec<Chunk>,
+    /// Bytes of scratch that a part of one row and all heads takes.
+    pub(super) part_bytes: u64,
 }
 
 /// The plans of a stream's last calls.
@@ -104,8 +109,9 @@ impl Plans {
         (tiling, planes): (&Tiling, &PlaneWindows),
     ) -> Result<(Arc<Plan>, usize)> {
         let shape = op.arena.layout().shape();
-        let heads = op.q.shape()[1] as u64;
-        let part_bytes = 4 * (shape.v_dim as u64 + 2);
+        let heads = op.q.shape()[1];
+        // A sum of values, the largest score and the sum of the weights.
+        let part_bytes = heads as u64 * 4 * (shape.v_dim as u64 + 2);
         let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
         let key = PlanKey {
             work: op.work.id(),
@@ -113,10 +119,12 @@ impl Plans {
             keys: op.keys,
             pairs: op.rope.as_ref().map(|rope| pairs_of(rope)),
             tiling: *tiling,
+            heads,
             block_size: shape.block_size,
             window_blocks: planes.blocks(),
             rows: views.map(|view| window::most_rows(device, view)).min().unwrap_or(usize::MAX),
-            parts: SCRATCH.min(device.limits.max_storage_buffer_binding_size) / (part_bytes * heads),
+            part_bytes,
+            parts: SCRATCH.min(device.limits.max_storage_buffer_binding_size) / part_bytes,
         };
         let mut kept = self.0.lock();
         if let Some((_, plan)) = kept.plans.iter().flatten().find(|(known, _)| *known == key) {
@@ -143,7 +151,7 @@ fn make(
     mut free: Option<Buffer>,
 ) -> Result<(Plan, usize)> {
     let tiles = runs::tiles(op, &key.tiling, planes, key.parts as usize);
-    let (mut plan, mut bytes) = (Plan { chunks: Vec::new() }, 0);
+    let (mut plan, mut bytes) = (Plan { chunks: Vec::new(), part_bytes: key.part_bytes }, 0);
     for tiles in chunks(device, key, &tiles) {
         let (chunk, uploaded) = chunk(device, op, key, tiles, free.take())?;
         plan.chunks.push(chunk);
@@ -178,9 +186,8 @@ fn chunk(
     }
     let mut words = Words { align: (device.binding_align() / 4) as usize, words: Vec::new() };
     let mut tasks = Vec::new();
-    let heads = op.q.shape()[1];
     for (window, of_window) in by_window {
-        let records = records::of_tasks(&of_window, (key.tiling.rows, heads), number);
+        let records = records::of_tasks(&of_window, (key.tiling.rows, key.heads), number);
         tasks.push(WindowTasks { window, count: of_window.len(), records: words.add(device, &records)? });
     }
     let count = tiles.iter().map(|tile| tile.rows.len()).sum();
