@@ -42,7 +42,8 @@ impl Against {
     fn report(&mut self, what: &str, bytes: usize, mut work: impl FnMut()) {
         let [seconds, limit] = in_turns([&mut work, &mut || self.limit.run()]);
         let limit = limit * bytes as f64 / self.bytes as f64;
-        row(&format!("{what}, {} threads", self.threads), bytes, seconds, "memcpy", limit);
+        let threads = if self.threads == 1 { "1 thread" } else { &format!("{} threads", self.threads) };
+        row(&format!("{what}, {threads}"), bytes, seconds, "memcpy", limit);
     }
 }
 

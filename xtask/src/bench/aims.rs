@@ -117,7 +117,7 @@ mod tests {
             row_of("reuse of a stored chunk, sha256", "BLAKE3 chain of its tokens", 4096.0, 0.4),
             row_of("reuse of a stored chunk, sha256", "BLAKE3 chain of its tokens", 1024.0, 0.3),
             row_of("reuse of a stored chunk, blake3", "BLAKE3 chain of its tokens", 4096.0, 0.3),
-            row_of("scatter bf16, 1 threads", "memcpy", 1.0, 0.1),
+            row_of("scatter bf16, 1 thread", "memcpy", 1.0, 0.1),
         ];
         assert_eq!(broken(&rows), ["reuse of a stored chunk, blake3"]);
         assert!(broken(&rows[..2]).is_empty());
