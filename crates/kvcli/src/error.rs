@@ -14,6 +14,9 @@ pub(crate) enum Error {
     /// The prompt file cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
     Prompt { from: String, source: std::io::Error },
+    /// An option does nothing without another one.
+    #[error("{option} says something of {needs} only")]
+    Useless { option: &'static str, needs: &'static str },
     /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "cpu", feature = "wgpu")))]
@@ -50,12 +53,15 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns advice for a cache that is too small, if an option of the command can help.
+    /// Returns advice for a cache that is too small or has no chunks, if an option of the command can help.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{NotEnoughMemory, OutOfBlocks};
         use kvmodel::Error::{Chunk, Core};
         let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
         match error {
+            kvmodel::Error::NoChunks(_) => {
+                Some("take --cache paged, or --full-attention without --chunk-sleep")
+            }
             // Only a sleeping document has a memory budget of its own.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")

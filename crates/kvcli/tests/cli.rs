@@ -252,6 +252,9 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--block-size", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--kv-memory", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--full-attention", "--recompute", "full"], "cannot be used with"),
+        (&["run", "--prompt", "a", "--full-attention", "--chunks", "alone"], "cannot be used with"),
+        (&["run", "--prompt", "a", "--no-chunk-cache", "--chunk-sleep", "plain"], "cannot be used with"),
+        (&["run", "--prompt", "a", "--keys", "turned"], "rotated and unrotated"),
         (&["eval", "--gate", "--plot", "a.svg"], "cannot be used with"),
         (&["eval", "--gate", "--strategy", "full"], "cannot be used with"),
         (&["eval", "--gate", "--context-scale", "0.9"], "cannot be used with"),
@@ -278,8 +281,26 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
         fails(&["run", "--json", "--prompt", text], 1, expected);
     }
     fails(&["run", "--prompt-file", "/no/such/file"], 1, "/no/such/file");
+    fails(&["run", "--prompt", "a", "--max-len", "5"], 1, "--max-len says something of --cache static only");
+    fails(&["run", "--prompt", "a", "--memory-share", "1.5"], 1, "memory_share");
     let chunks = prompt(&[SYSTEM, &"alba is red . ".repeat(200), "alba ?"]);
     fails(&["run", "--prompt", &chunks, "--kv-memory", "1"], 1, "out of blocks");
+}
+
+#[test]
+fn what_a_prompt_did_not_get_is_said() {
+    let said = |args: &[&str]| String::from_utf8(kvc(&[&["run"], args].concat()).stderr).unwrap();
+    let documents: Vec<String> =
+        (0..40).map(|n| format!("alba is red . {}", "bora is blue . ".repeat(n))).collect();
+    let parts: Vec<&str> =
+        [SYSTEM].into_iter().chain(documents.iter().map(String::as_str)).chain(["alba ?"]).collect();
+    let (ask, no_room) = (prompt(&parts), "no room beside the others");
+    let ask = ["--prompt", &ask, "--kv-memory", "16", "--memory-share"];
+    assert!(said(&[&ask[..], &["0.05"]].concat()).contains(no_room));
+    assert!(!said(&[&ask[..], &["0.5"]].concat()).contains(no_room));
+    let ordinary = "taken as an ordinary prompt";
+    assert!(said(&["--prompt", "alba is red . ## alba ?"]).contains(ordinary));
+    assert!(!said(&["--prompt", &prompt(&[SYSTEM, A, "alba ?"])]).contains(ordinary));
 }
 
 #[test]

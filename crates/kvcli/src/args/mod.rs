@@ -144,11 +144,11 @@ pub(crate) struct RunArgs {
     pub(crate) cross_system_reuse: bool,
 
     /// Compute everything again under the same mask: same answer, slower.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "chunk_sleep")]
     pub(crate) no_chunk_cache: bool,
 
     /// Let documents see each other: treat the parts as one ordinary prompt.
-    #[arg(long, conflicts_with = "recompute")]
+    #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep"])]
     pub(crate) full_attention: bool,
 
     /// Most tokens of the answer.
@@ -163,8 +163,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:64` has one
-    /// scale per 64 elements of a head instead of 32.
+    /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:16` has one
+    /// scale per 16 elements of a head instead of 32.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
@@ -186,14 +186,18 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 
-    /// Longest sequence of a static cache; `max` or 0 is the model's limit.
-    #[arg(long, value_name = "TOKENS", default_value = "max", value_parser = max_len)]
-    pub(crate) max_len: MaxLen,
+    /// Longest sequence of a static cache; `max` or 0 is the model's limit, which it is without the option.
+    #[arg(long, value_name = "TOKENS", value_parser = max_len)]
+    pub(crate) max_len: Option<MaxLen>,
 
     /// Memory for keys and values, in MiB. By default: eight prompts of the model's greatest length, at most
     /// 2048.
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
+
+    /// Share of that memory in which documents are kept; prompts take the rest.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
+    pub(crate) memory_share: f64,
 
     /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]

@@ -148,7 +148,10 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
         out,
         "{}",
         match gate.is_fit() {
-            Some(true) => "Reuse is fit for this model in this cell.",
+            Some(true) => {
+                "Reuse is fit for this model in this cell, for questions about one document. Questions that need \
+                 several were not asked: `kvc eval` asks them."
+            }
             Some(false) => {
                 "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
             }

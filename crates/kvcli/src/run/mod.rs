@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
 use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
-use crate::args::RunArgs;
+use crate::args::{Cache, RunArgs};
 use crate::error::{Error, Result};
 use crate::memory::MemoryJson;
 use crate::progress::Live;
@@ -14,6 +14,9 @@ use crate::report::{SleepJson, answer_json, ms};
 use crate::{backend, load};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
+    if args.max_len.is_some() && matches!(args.cache, Cache::Paged) {
+        return Err(Error::Useless { option: "--max-len", needs: "--cache static" });
+    }
     let text = prompt_text(args)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let backend = backend::open(&args.backend)?;
@@ -22,7 +25,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         keys: args.keys,
         block_size: args.block_size,
         cache: args.cache.into(),
-        max_len: args.max_len,
+        max_len: args.max_len.unwrap_or_default(),
         kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
         profile: args.profile,
         chunks: ChunkCacheConfig {
@@ -30,6 +33,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             cross_system_reuse: args.cross_system_reuse,
             compute_mode: args.chunks.into(),
             position_strategy: args.positions.into(),
+            memory_share: args.memory_share,
             ..ChunkCacheConfig::default()
         },
         chunk_sleep: args.sleep.config(),
@@ -45,6 +49,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     }
     let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
+    if !args.json && text.matches(args.separator.as_str()).count() == 1 {
+        eprintln!("One {:?} only: taken as an ordinary prompt, which has no documents.", args.separator);
+    }
     let request = request(args, &engine, &codec, &text)?;
     let mut live = Live::new(&codec, !args.json);
     let generation = engine.generate(&request, &mut live)?;
@@ -109,6 +116,12 @@ fn show(
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
         eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
+    }
+    let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
+    if no_room > 0 {
+        eprintln!(
+            "{no_room} times a document found no room beside the others, and was not kept: raise --kv-memory or --memory-share"
+        );
     }
     if generation.recomputed_tokens > 0 {
         eprintln!("{} document tokens computed anew ({})", generation.recomputed_tokens, args.recompute);

@@ -41,11 +41,14 @@ impl fmt::Display for KeyForm {
 impl FromStr for KeyForm {
     type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self> {
-        match s {
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
             "rotated" => Ok(Self::Rotated),
             "unrotated" => Ok(Self::Unrotated),
-            _ => Err(Error::InvalidRope(format!("keys are stored rotated or unrotated, not {s:?}"))),
+            other => Err(Error::Unsupported {
+                backend: "kvcore",
+                what: format!("key form {other:?} (rotated and unrotated are)"),
+            }),
         }
     }
 }
