@@ -20,7 +20,7 @@ type NamedCheck = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, NamedCheck); 10] = [
+    let steps: [(&str, NamedCheck); 11] = [
         ("formatting", formatting),
         ("lock files", lock_files),
         ("lints", || {
@@ -40,7 +40,8 @@ pub(crate) fn check() -> Result {
         ("feature combinations", features::few),
         ("file sizes", file_sizes),
         ("the rooms of kvcore", || rooms::check(&tracked(&[".rs"])?)),
-        ("the README's commands", readme),
+        ("the documents' commands", commands_run),
+        ("the crates' READMEs", crate_readmes),
         ("the features' tests", features_have_tests),
         ("the documents' links", || links::check(&tracked(&[""])?)),
     ];
@@ -140,13 +141,17 @@ fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// Every command in a `sh` block of the README is a step of CI or a slice of the deep checks, as the README writes it;
-/// the script that CI starts with has no step of its own.
-fn readme() -> Result {
-    let readme = fs::read_to_string(root().join("README.md")).map_err(|e| format!("README.md: {e}"))?;
+/// Checks that every command in a `sh` block of a document is a step of CI or a slice of the deep checks, as the document
+/// writes it. The script that CI starts with has no step of its own.
+fn commands_run() -> Result {
     let steps = ci::STEPS.iter().map(|step| step.command);
     let known: Vec<&str> = steps.chain(deep::SLICES.iter().map(|slice| slice.command)).chain([CI]).collect();
-    let missing: Vec<&str> = commands(&readme).filter(|command| !known.contains(command)).collect();
+    let mut missing = Vec::new();
+    for file in tracked(&[".md"])? {
+        let text = read(&file)?;
+        let unknown = commands(&text).filter(|command| !known.contains(command));
+        missing.extend(unknown.map(|command| format!("{file}: {command}")));
+    }
     if missing.is_empty() {
         Ok(())
     } else {
@@ -154,15 +159,48 @@ fn readme() -> Result {
     }
 }
 
-/// Lines of the shell blocks of a Markdown text that are no comments.
+/// Checks that the example of each crate's README stands in the documentation of the crate too, where it is compiled and
+/// run.
+fn crate_readmes() -> Result {
+    let mut stray = Vec::new();
+    for file in tracked(&["README.md"])?.into_iter().filter(|file| file.starts_with("crates/")) {
+        let readme = read(&file)?;
+        let example: Vec<&str> = block_lines(&readme, "```rust").collect();
+        if example.is_empty() {
+            continue;
+        }
+        let library = read(&file.replace("README.md", "src/lib.rs"))?;
+        let docs = library.lines().filter_map(|line| line.strip_prefix("//!"));
+        let shown: Vec<&str> = docs.map(str::trim).filter(|line| !line.starts_with("# ")).collect();
+        if !shown.windows(example.len()).any(|lines| lines == example) {
+            stray.push(file);
+        }
+    }
+    if stray.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("examples that lib.rs does not have: {}", stray.join(", ")))
+    }
+}
+
+fn read(file: &str) -> Result<String> {
+    fs::read_to_string(root().join(file)).map_err(|e| format!("{file}: {e}"))
+}
+
+/// Returns the lines of the shell blocks of a Markdown text that are no comments.
 fn commands(markdown: &str) -> impl Iterator<Item = &str> {
+    block_lines(markdown, "```sh").filter(|line| !line.is_empty() && !line.starts_with('#'))
+}
+
+/// Returns the lines of the blocks of a Markdown text that open with `fence`, without indentation.
+fn block_lines<'a>(markdown: &'a str, fence: &'static str) -> impl Iterator<Item = &'a str> {
     let mut inside = false;
     markdown.lines().map(str::trim).filter(move |line| {
         if line.starts_with("```") {
-            inside = *line == "```sh";
+            inside = *line == fence;
             return false;
         }
-        inside && !line.is_empty() && !line.starts_with('#')
+        inside
     })
 }
 

@@ -23,11 +23,15 @@ pub(crate) struct CiArgs {
 pub(crate) struct Step {
     /// The command, as the README writes it.
     pub(crate) command: &'static str,
-    /// Seconds that it may take on two slow cores from a clean clone; more is marked in the table.
+    /// Seconds that it may take on two fast cores from a clean clone. Slow cores may take half as long again; more is
+    /// marked in the table.
     budget: u32,
     /// Tools that the step needs beside Rust, git and a C compiler.
     needs: &'static [Tool],
 }
+
+/// Times as long that slow cores may take.
+const SLOW: f64 = 1.5;
 
 /// A device for wgpu: software that acts as a GPU, and the layers that watch over its use.
 const GPU: &[Tool] = &[
@@ -43,38 +47,38 @@ const TEST: &str = "cargo xtask test";
 pub(crate) const STEPS: &[Step] = &[
     Step {
         command: "cargo xtask check",
-        budget: 180,
+        budget: 130,
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
-    Step { command: TEST, budget: 580, needs: GPU },
-    Step { command: "cargo run --release -p kvcli -- demo", budget: 20, needs: &[] },
+    Step { command: TEST, budget: 450, needs: GPU },
+    Step { command: "cargo run --release -p kvcli -- demo", budget: 10, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
         budget: 5,
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- run --help", budget: 5, needs: &[] },
-    Step { command: "cargo run --release -p kvcli -- eval --gate --questions 10", budget: 30, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- eval --gate --questions 10", budget: 5, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- eval --seeds 2 --questions 4 --strategy link:2 --strategy blend:0.15@2",
-        budget: 30,
+        budget: 5,
         needs: &[],
     },
-    Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 30, needs: &[] },
-    Step { command: "cargo run --release -p kvcli --features wgpu -- devices", budget: 30, needs: GPU },
+    Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
+    Step { command: "cargo run --release -p kvcli --features wgpu -- devices", budget: 5, needs: GPU },
     Step {
         command: "cargo run --release -p kvcli --features wgpu -- demo --backend wgpu",
-        budget: 30,
+        budget: 5,
         needs: GPU,
     },
-    Step { command: "cargo run --release --example paged_decode", budget: 10, needs: &[] },
-    Step { command: "cargo run --release --example chunk_reuse", budget: 10, needs: &[] },
-    Step { command: "cargo run --release --example own_backend", budget: 10, needs: &[] },
-    Step { command: "cargo xtask conform --backend cpu", budget: 30, needs: &[] },
-    Step { command: "cargo xtask conform --backend wgpu", budget: 240, needs: GPU },
-    Step { command: "cargo xtask sanitize", budget: 170, needs: &[Tool::Sanitizer] },
-    Step { command: "cargo xtask loom", budget: 90, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 300, needs: &[] },
+    Step { command: "cargo run --release --example paged_decode", budget: 5, needs: &[] },
+    Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
+    Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
+    Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
+    Step { command: "cargo xtask conform --backend wgpu", budget: 105, needs: GPU },
+    Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },
+    Step { command: "cargo xtask loom", budget: 60, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 240, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.
@@ -108,7 +112,7 @@ fn counts(outcomes: &[Outcome]) -> Sums {
 fn table(steps: &[Step], outcomes: &[Outcome], total: Seconds) -> String {
     let mut text = format!("{:>8} {:>10} {:>7}  {:<6}  step\n", "seconds", "processor", "budget", "");
     let mut row = |seconds: Seconds, budget: u32, what: &str, name: &str| {
-        let mark = if seconds.wall > f64::from(budget) { "  over its budget" } else { "" };
+        let mark = if seconds.wall > SLOW * f64::from(budget) { "  over its budget" } else { "" };
         let (wall, cpu) = (seconds.wall, seconds.cpu_text());
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{wall:>8.0} {cpu:>10} {budget:>7}  {what:<6}  {name}{mark}");
@@ -142,12 +146,12 @@ mod tests {
     #[test]
     fn the_table_marks_what_failed_and_what_took_too_long() {
         let steps = [("a", 10), ("b", 10)].map(|(command, budget)| Step { command, budget, needs: &[] });
-        let outcomes = [outcome("a", 3.0, true, ""), outcome("b", 12.0, false, "")];
-        let text = table(&steps, &outcomes, Seconds { wall: 15.0, cpu: Some(30.0) });
+        let outcomes = [outcome("a", 3.0, true, ""), outcome("b", 16.0, false, "")];
+        let text = table(&steps, &outcomes, Seconds { wall: 19.0, cpu: Some(38.0) });
         let lines: Vec<Vec<&str>> = text.lines().skip(1).map(|l| l.split_whitespace().collect()).collect();
         assert_eq!(lines[0], ["3", "6", "10", "passed", "a"]);
-        assert_eq!(lines[1], ["12", "24", "10", "FAILED", "b", "over", "its", "budget"]);
-        assert_eq!(lines[2], ["15", "30", "20", "FAILED", "all", "steps"]);
+        assert_eq!(lines[1], ["16", "32", "10", "FAILED", "b", "over", "its", "budget"]);
+        assert_eq!(lines[2], ["19", "38", "20", "FAILED", "all", "steps"]);
     }
 
     #[test]
@@ -167,7 +171,8 @@ mod tests {
     }
 
     #[test]
-    fn all_steps_together_fit_into_thirty_minutes() {
-        assert!(STEPS.iter().map(|step| step.budget).sum::<u32>() <= 30 * 60);
+    fn all_steps_together_fit_into_twenty_minutes_of_fast_cores_and_thirty_of_slow_ones() {
+        let seconds = STEPS.iter().map(|step| step.budget).sum::<u32>();
+        assert!(seconds <= 20 * 60 && SLOW * f64::from(seconds) <= 30.0 * 60.0);
     }
 }

@@ -40,7 +40,9 @@ pub enum Error {
         value: f32,
     },
     /// An assembly was committed before all its pieces were there.
-    #[error("{pieces} pieces of the prompt are being computed by other requests; advance until it is ready")]
+    #[error(
+        "the prompt is not ready, other requests compute {pieces} pieces of it: advance it, or drop it after an error"
+    )]
     NotReady {
         /// The number of pieces that other requests are still computing.
         pieces: usize,

@@ -20,6 +20,7 @@
 //!
 //! ```
 //! use kvchunk::{ChunkedPrompt, PositionPlan, ReuseCell};
+//!
 //! let prompt = ChunkedPrompt::new(vec![1, 2, 3], vec![vec![4; 5], vec![5; 8]], vec![6])?;
 //! let plan = PositionPlan::new(&prompt, ReuseCell::default(), 1024)?;
 //! assert_eq!(plan.question_position, 3 + 8); // after the longest chunk

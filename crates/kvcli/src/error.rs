@@ -14,9 +14,6 @@ pub(crate) enum Error {
     /// The prompt file cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
     Prompt { from: String, source: std::io::Error },
-    /// An option does nothing without another one.
-    #[error("{option} says something of {needs} only")]
-    Useless { option: &'static str, needs: &'static str },
     /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "cpu", feature = "wgpu")))]

@@ -20,13 +20,11 @@ mod threads;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
     threads::settle();
-    let result = match Cli::parse().command {
+    let result = match Cli::of_the_program().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),

@@ -255,6 +255,13 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--full-attention", "--chunks", "alone"], "cannot be used with"),
         (&["run", "--prompt", "a", "--no-chunk-cache", "--chunk-sleep", "plain"], "cannot be used with"),
         (&["run", "--prompt", "a", "--keys", "turned"], "rotated and unrotated"),
+        (&["run", "--prompt", "a", "--max-len", "5"], "--max-len applies only to --cache static"),
+        (
+            &["run", "--prompt", "a", "--cache", "static", "--memory-share", "0.5"],
+            "applies only to --cache paged",
+        ),
+        (&["run", "--prompt", "a", "--memory-share", "1.5"], "above 0 and below 1"),
+        (&["bench", "rag", "--memory-share", "0"], "above 0 and below 1"),
         (&["eval", "--gate", "--plot", "a.svg"], "cannot be used with"),
         (&["eval", "--gate", "--strategy", "full"], "cannot be used with"),
         (&["eval", "--gate", "--context-scale", "0.9"], "cannot be used with"),
@@ -281,8 +288,6 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
         fails(&["run", "--json", "--prompt", text], 1, expected);
     }
     fails(&["run", "--prompt-file", "/no/such/file"], 1, "/no/such/file");
-    fails(&["run", "--prompt", "a", "--max-len", "5"], 1, "--max-len says something of --cache static only");
-    fails(&["run", "--prompt", "a", "--memory-share", "1.5"], 1, "memory_share");
     let chunks = prompt(&[SYSTEM, &"alba is red . ".repeat(200), "alba ?"]);
     fails(&["run", "--prompt", &chunks, "--kv-memory", "1"], 1, "out of blocks");
 }

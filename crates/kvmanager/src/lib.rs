@@ -5,6 +5,7 @@
 //!   block lists of its own                      BlockManager             kvcore::BlockPool and its guards
 //!   sequences by number, dense tensors          PagedSequences, DenseKv  kvcore::PagedKvCache
 //!   blocks by request, tiers, dashboards        StorageManager           kvcore::BlockPool
+//!   the kind of cache in a configuration file   CacheChoice              one of kvcore's caches
 //!   a model split among pipeline stages         RankCache, PieceMerger   one arena
 //!   a model split among devices of one process  SpannedArena             kvcore::KvArena
 //! ```
@@ -16,19 +17,19 @@
 //!
 //! ```
 //! use kvcore::BlockPool;
-//! use kvmanager::{RequestId, StorageManager, TierAction, TierThresholds};
+//! use kvmanager::{RequestId, StorageManager};
 //!
 //! let manager = StorageManager::new(BlockPool::new(0..100)?);
 //! manager.reserve(RequestId(1), 90)?;
 //! assert_eq!(manager.available_count(), 10);
 //! manager.release(RequestId(1))?;
-//! # let _ = (TierThresholds::default(), None::<TierAction>);
 //! # Ok::<(), kvmanager::Error>(())
 //! ```
 
 #![forbid(unsafe_code)]
 
 mod blocks;
+mod choice;
 mod error;
 mod metrics;
 mod ranks;
@@ -41,6 +42,7 @@ mod state;
 mod tier;
 
 pub use blocks::{BlockManager, BlockManagerConfig};
+pub use choice::CacheChoice;
 pub use error::{Error, Result};
 pub use metrics::PoolMetrics;
 pub use ranks::{Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};

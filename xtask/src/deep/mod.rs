@@ -103,6 +103,12 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: &[],
     },
     Slice {
+        name: "quality",
+        covers: "the accuracy and the cost of each strategy on the built-in model, as docs/quality.md has them",
+        command: "cargo run --release -p kvcli -- eval --questions 40 --plot docs/quality.svg",
+        needs: &[],
+    },
+    Slice {
         name: "benches-cpu",
         covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
         command: "cargo xtask bench --quick",

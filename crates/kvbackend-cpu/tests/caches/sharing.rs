@@ -176,47 +176,6 @@ fn a_swap_without_room_changes_nothing(#[values(Immediate, Deferred)] execution:
 }
 
 #[rstest]
-fn the_common_part_of_a_block_is_copied_not_computed(#[values(Immediate, Deferred)] execution: Execution) {
-    let m = Memory::new(execution);
-    let mut cache = cache(&m, 10).with_partial_reuse();
-    let stream = m.stream.as_ref();
-    let first = [1, 2, 3, 4, 5, 6, 7, 8, 9];
-    let (a, _) = cache.create_with_prefix(root(), &first).unwrap();
-    write(&m, &mut cache, a, 9, 20.0);
-    cache.commit(a, &first).unwrap();
-    let row = HEADS * DIM;
-    let known = contents(&m, &cache, a);
-    // four tokens by key, two by copy, then another token
-    let second = [1, 2, 3, 4, 5, 6, 70, 80];
-    let (b, cached) = cache.create_with_prefix(root(), &second).unwrap();
-    assert_eq!(cached, 4);
-    assert_eq!(cache.reuse_partial(b, &second[4..], stream), Ok(2));
-    assert_eq!(cache.reuse_partial(b, &second[6..], stream), Ok(0), "only once");
-    for (copy, known) in contents(&m, &cache, b).chunks(6 * row).zip(known.chunks(9 * row)) {
-        assert_eq!(copy[..], known[..6 * row]);
-    }
-    write(&m, &mut cache, b, 2, 500.0);
-    cache.commit(b, &second[6..]).unwrap();
-    assert_eq!(contents(&m, &cache, a), known, "the source is untouched");
-    // the copied block is found under its own tokens, and continued under them
-    let (c, cached) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 70, 80, 0]).unwrap();
-    assert_eq!(cached, 8);
-    // one token is always left to compute
-    let (d, _) = cache.create_with_prefix(root(), &[1, 2, 3]).unwrap();
-    assert_eq!(cache.reuse_partial(d, &[1, 2, 3], stream), Ok(2));
-    let (e, _) = cache.create_with_prefix(root(), &[9, 9, 9]).unwrap();
-    assert_eq!(cache.reuse_partial(e, &[9, 9, 9], stream), Ok(0), "nothing in common");
-    for id in [a, b, c, d, e] {
-        cache.free(id).unwrap();
-    }
-    // an evicted block is not copied
-    drop(cache.pool().allocate(10).unwrap());
-    let (f, _) = cache.create_with_prefix(root(), &[1, 2, 3]).unwrap();
-    assert_eq!(cache.reuse_partial(f, &[1, 2, 3], stream), Ok(0));
-    cache.pool().check_invariants().unwrap();
-}
-
-#[rstest]
 fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {

@@ -37,8 +37,8 @@ pub struct ChunkCacheConfig {
     /// The largest number of tokens of a piece. A longer chunk is stored in several pieces. Later pieces see
     /// earlier ones, so the limit never changes an answer.
     pub max_chunk_tokens: usize,
-    /// The separator between the parts of a prompt, for the program that cuts the prompt's text. Caches and
-    /// engines see tokens only.
+    /// The separator between the parts of a prompt, for the program that cuts the prompt's text
+    /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines see tokens only and never read the field.
     #[serde(alias = "chunk_separator")]
     pub separator: String,
     /// The hash algorithm for chunks.

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvcore::KvFormat;
 
-use super::{BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format};
+use super::{
+    BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format, share,
+};
 
 /// Options of `kvc bench`.
 #[derive(Debug, Args)]
@@ -84,7 +86,7 @@ pub(crate) struct RagArgs {
     pub(crate) chunks: Chunks,
 
     /// Share of the KV memory reserved for documents.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5, value_parser = share)]
     pub(crate) memory_share: f64,
 
     /// Memory for keys and values, in MiB.

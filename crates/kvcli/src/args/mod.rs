@@ -10,7 +10,8 @@ pub(crate) use bench::{BenchArgs, BenchKind, RagArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use sleep::SleepArgs;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 
@@ -30,6 +31,29 @@ Start with:  kvc demo")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Cli {
+    /// Parses the command line. Wrong usage ends the program with the exit code 2.
+    pub(crate) fn of_the_program() -> Self {
+        let cli = Self::parse();
+        if let Command::Run(args) = &cli.command
+            && let Some(what) = args.without_effect()
+        {
+            Self::command().error(ErrorKind::ArgumentConflict, what).exit();
+        }
+        cli
+    }
+}
+
+impl RunArgs {
+    /// Returns what to say of an option that has no effect on the chosen cache.
+    fn without_effect(&self) -> Option<&'static str> {
+        match self.cache {
+            Cache::Paged => self.max_len.map(|_| "--max-len applies only to --cache static"),
+            Cache::Static => self.memory_share.map(|_| "--memory-share applies only to --cache paged"),
+        }
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -195,9 +219,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Share of that memory in which documents are kept; prompts take the rest.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
-    pub(crate) memory_share: f64,
+    /// Share of that memory in which documents are kept, half of it by default; prompts take the rest.
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(crate) memory_share: Option<f64>,
 
     /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
@@ -319,6 +343,14 @@ fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
+/// Parses a share, without the ends.
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
+        _ => Err("a number above 0 and below 1 is needed".to_owned()),
+    }
+}
+
 /// Parses points of a hundred.
 fn points(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
@@ -363,7 +395,6 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 }

@@ -6,17 +6,17 @@ use std::sync::Arc;
 use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
 use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
-use crate::args::{Cache, RunArgs};
+use crate::args::RunArgs;
 use crate::error::{Error, Result};
 use crate::memory::MemoryJson;
 use crate::progress::Live;
 use crate::report::{SleepJson, answer_json, ms};
 use crate::{backend, load};
 
+/// Share of the KV memory in which documents are kept, without an option.
+const DEFAULT_SHARE: f64 = 0.5;
+
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    if args.max_len.is_some() && matches!(args.cache, Cache::Paged) {
-        return Err(Error::Useless { option: "--max-len", needs: "--cache static" });
-    }
     let text = prompt_text(args)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
     let backend = backend::open(&args.backend)?;
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             cross_system_reuse: args.cross_system_reuse,
             compute_mode: args.chunks.into(),
             position_strategy: args.positions.into(),
-            memory_share: args.memory_share,
+            memory_share: args.memory_share.unwrap_or(DEFAULT_SHARE),
             ..ChunkCacheConfig::default()
         },
         chunk_sleep: args.sleep.config(),

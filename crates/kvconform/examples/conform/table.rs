@@ -36,7 +36,9 @@ impl<'a> Table<'a> {
     pub(crate) fn add(&mut self, column: usize, report: Report) {
         match report {
             Report::Unopened(error) => {
-                let is_lasting = matches!(error, Error::Unsupported { .. });
+                // Instructions that the processor lacks.
+                let is_cpu = self.columns[column].backend.name == "cpu";
+                let is_lasting = is_cpu && matches!(error, Error::Unsupported { .. });
                 self.unopened[column] = Some(Unopened { reason: error.to_string(), is_lasting });
             }
             Report::Case(case, outcome) => self.outcomes[column][case] = Some(outcome),

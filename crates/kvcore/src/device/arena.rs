@@ -135,12 +135,12 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Returns the K storage.
+    /// Returns the K storage. For a view made of it the caller guarantees the same as for [`views`](Self::views).
     pub fn k(&self) -> &Arc<dyn Storage> {
         &self.k
     }
 
-    /// Returns the V storage.
+    /// Returns the V storage. For a view made of it the caller guarantees the same as for [`views`](Self::views).
     pub fn v(&self) -> &Arc<dyn Storage> {
         &self.v
     }

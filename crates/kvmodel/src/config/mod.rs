@@ -185,6 +185,7 @@ impl ModelConfig {
         if raw.num_attention_heads.checked_mul(2 * MAX_WIDTH).is_none() {
             return bad(format!("num_attention_heads {} overflow", raw.num_attention_heads));
         }
+        rope::check_shapes(&json)?;
         // DeepSeek stores interleaved pairs, unless the config says otherwise.
         let interleaved = json.get("rope_interleave").and_then(Value::as_bool).unwrap_or(true);
         let (rotated, pairing) = match latent {

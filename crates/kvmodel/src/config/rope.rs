@@ -92,6 +92,24 @@ pub(super) fn softmax_factor(json: &Value) -> f64 {
     }
 }
 
+/// Refuses rotary parameters that are no object, and switches that are neither true nor false, by their names.
+pub(super) fn check_shapes(json: &Value) -> Result<()> {
+    let given = |of: &Value, name: &str| of.get(name).filter(|value| !value.is_null()).cloned();
+    for name in ["rope_parameters", "rope_scaling"] {
+        let Some(value) = given(json, name) else { continue };
+        if !value.is_object() {
+            return bad(format!("{name} is {value}, not an object"));
+        }
+        if let Some(truncate) = given(&value, "truncate").filter(|value| !value.is_boolean()) {
+            return bad(format!("truncate is {truncate}, neither true nor false"));
+        }
+    }
+    match given(json, "rope_interleave").filter(|value| !value.is_boolean()) {
+        Some(value) => bad(format!("rope_interleave is {value}, neither true nor false")),
+        None => Ok(()),
+    }
+}
+
 /// Returns the rotary parameters, under their new name or their old one. `null` counts as absent.
 fn of_all_layers(json: &Value) -> Option<&Value> {
     let given = |name: &str| json.get(name).filter(|value| !value.is_null());
@@ -241,6 +259,18 @@ mod tests {
         assert!(config(r#","rope_theta":null"#).is_ok(), "null is absence");
         let refused = config(r#","rope_scaling":{"rope_type":5,"factor":4}"#).unwrap_err().to_string();
         assert!(refused.contains("rope_type is 5, not a name"), "{refused}");
+        for (what, more) in [
+            ("rope_scaling is \"linear\", not an object", r#","rope_scaling":"linear""#),
+            ("rope_parameters is [1], not an object", r#","rope_parameters":[1]"#),
+            (
+                "truncate is 1, neither true nor false",
+                r#","rope_scaling":{"type":"yarn","factor":4,"truncate":1}"#,
+            ),
+            ("rope_interleave is \"no\", neither true nor false", r#","rope_interleave":"no""#),
+        ] {
+            let refused = config(more).unwrap_err().to_string();
+            assert!(refused.contains(what), "{refused}");
+        }
     }
 
     #[test]

@@ -25,7 +25,8 @@ pub struct TensorView {
 }
 
 impl TensorView {
-    /// Creates a dense row-major view of `shape` at the start of `storage`.
+    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of the storage of an arena can be
+    /// written without a permit: see the guarantee at [`KvArena::views`](crate::KvArena::views).
     ///
     /// # Errors
     /// Returns the errors of [`Dims::new`] and of [`with_strides`](Self::with_strides).
@@ -35,7 +36,7 @@ impl TensorView {
         Self::with_strides(storage, dtype, shape, strides, 0)
     }
 
-    /// Creates a view with explicit strides and offset, both in elements.
+    /// Creates a view with explicit strides and offset, both in elements. The guarantee at [`new`](Self::new) applies.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the view reaches past the end of the storage.

@@ -1,16 +1,20 @@
 //! Blocks: ids, the pool that owns their states, and the guards that change their states.
 //!
 //! ```text
-//!            allocate             register(keys) / share
-//!   Free ───────────────► Mutable ───────────────────────► Shared (n holders)
-//!    ▲                       │                                │          ▲
-//!    │◄──────── drop ────────┘              last holder drops │          │ lookup
-//!    │                                                        ▼          │
-//!    │◄────────── evicted, or nothing claims the block ──── Cached ──────┘
+//!          allocate             register(keys) / share                last holder drops, claimed
+//!   Free ────────────► Mutable ─────────────────────► Shared         ─────────────────────────────► Cached
+//!                                                   (n holders)      ◄─────────────────────────────
+//!                                                                               lookup
+//!   and back:
+//!   Mutable ─► Free      the guard drops
+//!   Shared  ─► Free      the last holder drops, and nothing claims the block
+//!   Shared  ─► Mutable   SharedBlocks::reclaim_last
+//!   Cached  ─► Mutable   evicted for an allocation
+//!   Cached  ─► Free      expired, or the last claim ends
 //! ```
 //!
-//! One step leads back, from Shared to Mutable: the only holder of a block without a key and a pin may fill
-//! the block further ([`SharedBlocks::reclaim_last`]), because no other holder can read it any more.
+//! Only the sole holder of a block without a key and a pin may fill the block further
+//! ([`SharedBlocks::reclaim_last`]): no other holder can read the block any more.
 //!
 //! The states Mutable and Shared have a guard type each, which holds any number of blocks. A step consumes the guard of the
 //! previous state, so an illegal step does not compile. Dropping a guard returns the blocks. There is no

@@ -324,16 +324,6 @@ impl BlockTable {
         self.own.write_slots(self.block_size, slots)
     }
 
-    /// Returns a permit to copy `source` into the block that holds a token.
-    ///
-    /// # Errors
-    /// Returns [`Error::OutOfRange`] if the token is past the blocks of the table, and [`Error::NotOwned`]
-    /// if the token lies in a shared block.
-    pub(crate) fn write_pair(&self, source: BlockId, token: usize) -> Result<WritePairs> {
-        let block = *self.ids.get(token / self.block_size).ok_or(Error::range("token", token, self.len))?;
-        self.own.write_pairs([(source, block)])
-    }
-
     fn shared_at(&self, token: usize) -> Error {
         let block = self.ids.get(token / self.block_size).copied().unwrap_or(BlockId(0));
         Error::SharedBlock { block, token }

@@ -1,15 +1,12 @@
 //! The kind and the size of a cache, as settings that can be cloned, stored and read back.
 
-use std::str::FromStr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{CacheKind, KvCache, MaxLen, PagedKvCache, StaticKvCache};
-use crate::base::{BlockOrder, Error, KvFormat, KvLayout, KvShape, MemoryKind, RankInfo, Result};
-use crate::device::{Backend, KvArena};
-use crate::paging::{BlockPool, PolicyKind, PoolConfig};
+use super::MaxLen;
+use crate::base::{BlockOrder, KvFormat, KvLayout, KvShape, RankInfo, Result};
+use crate::paging::{PolicyKind, PoolConfig};
 
 /// The extents of a model that a cache depends on. They cover the whole model, before it is split among
 /// ranks.
@@ -139,83 +136,13 @@ impl PagedCacheConfig {
     }
 }
 
-/// The settings of a cache of either kind, as a configuration file gives them.
-///
-/// ```
-/// use kvcore::{CacheChoice, CacheKind, PolicyKind};
-/// let text = r#"{"cache": "paged", "block_size": 32, "policy": "tiny-lfu", "watermark": 4}"#;
-/// let choice: CacheChoice = serde_json::from_str(text)?;
-/// let CacheChoice::Paged(paged) = &choice else { unreachable!("it says paged") };
-/// assert_eq!((paged.block_size, paged.policy), (32, PolicyKind::TinyLfu));
-/// let fixed: CacheChoice = serde_json::from_str(r#"{"cache": "static", "max_len": "max"}"#)?;
-/// assert_eq!((choice.kind(), fixed.kind()), (CacheKind::Paged, CacheKind::Static));
-/// # Ok::<(), serde_json::Error>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "cache", rename_all = "lowercase")]
-#[doc(alias = "CacheConfig")]
-pub enum CacheChoice {
-    /// A static cache.
-    Static(StaticCacheConfig),
-    /// A paged cache.
-    Paged(PagedCacheConfig),
-}
-
-impl CacheChoice {
-    /// Returns the kind of cache that the settings describe.
-    pub fn kind(&self) -> CacheKind {
-        match self {
-            Self::Static(_) => CacheKind::Static,
-            Self::Paged(_) => CacheKind::Paged,
-        }
-    }
-
-    /// Allocates this rank's cache of a model.
-    ///
-    /// # Errors
-    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, [`Error::Uneven`] if the
-    /// model does not divide evenly among the ranks, [`Error::Zero`] if an extent is 0, and the errors of
-    /// the backend.
-    pub fn build(
-        &self,
-        backend: &dyn Backend,
-        memory: MemoryKind,
-        extents: &KvExtents,
-        rank: &RankInfo,
-    ) -> Result<Box<dyn KvCache>> {
-        let arena = |layout| KvArena::allocate(backend, memory, Arc::new(layout));
-        match self {
-            Self::Static(config) => Ok(Box::new(StaticKvCache::new(arena(config.layout(extents, rank)?)?)?)),
-            Self::Paged(config) => {
-                let layout = config.layout(extents, rank)?;
-                let pool = BlockPool::with_config(0..layout.shape().num_blocks as u32, config.pool())?;
-                Ok(Box::new(PagedKvCache::new(arena(layout)?, pool)?))
-            }
-        }
-    }
-}
-
-impl FromStr for CacheChoice {
-    type Err = Error;
-
-    /// Parses `static` or `paged` into default settings.
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "static" => Ok(Self::Static(StaticCacheConfig::default())),
-            "paged" => Ok(Self::Paged(PagedCacheConfig::default())),
-            other => Err(Error::Unsupported {
-                backend: "kvcore",
-                what: format!("cache {other:?} (static and paged are)"),
-            }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::DType;
-    use crate::paging::{KeyScope, ManualClock, Retention};
+    use std::sync::Arc;
+
+    use crate::base::{DType, Error};
+    use crate::paging::{BlockPool, KeyScope, ManualClock, Retention};
 
     #[test]
     fn a_length_is_the_smaller_of_config_and_model() {
@@ -235,39 +162,6 @@ mod tests {
         let (fixed, paged) = (StaticCacheConfig::default(), PagedCacheConfig::default());
         assert_eq!((fixed.max_batch, fixed.max_len, paged.block_size), (1, MaxLen::Model, 16));
         assert_eq!((fixed.order, paged.order), (BlockOrder::HeadMajor, BlockOrder::HeadMajor));
-    }
-
-    #[test]
-    fn configs_are_cloned_and_read_back() {
-        let choices = [
-            CacheChoice::Static(StaticCacheConfig {
-                max_batch: 8,
-                max_len: 2048.into(),
-                order: BlockOrder::TokenMajor,
-            }),
-            CacheChoice::Static(StaticCacheConfig::default()),
-            CacheChoice::Static(StaticCacheConfig { max_batch: 2, max_len: 0.into(), ..Default::default() }),
-            CacheChoice::Paged(PagedCacheConfig {
-                max_memory: 10 << 30,
-                block_size: 24,
-                order: BlockOrder::TokenMajor,
-                policy: PolicyKind::TinyLfu,
-                watermark: 7,
-                ttl_seconds: Some(3600),
-            }),
-        ];
-        for choice in choices {
-            let json = serde_json::to_string(&choice).unwrap();
-            assert_eq!(serde_json::from_str::<CacheChoice>(&json).unwrap(), choice, "{json}");
-            assert_eq!(choice.clone().kind(), choice.kind());
-        }
-        let from = |json: &str| serde_json::from_str::<CacheChoice>(json).unwrap();
-        assert_eq!(from(r#"{"cache":"static","max_len":"max"}"#), "static".parse().unwrap());
-        assert_eq!(from(r#"{"cache":"static","max_len":0}"#), "static".parse().unwrap());
-        assert_eq!(from(r#"{"cache":"paged"}"#), "paged".parse().unwrap());
-        let policy = PagedCacheConfig { policy: PolicyKind::S3Fifo, ..PagedCacheConfig::default() };
-        assert_eq!(from(r#"{"cache":"paged","policy":"s3-fifo"}"#), CacheChoice::Paged(policy));
-        assert!("hybrid".parse::<CacheChoice>().is_err());
     }
 
     #[test]

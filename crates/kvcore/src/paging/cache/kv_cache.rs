@@ -26,7 +26,8 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// K and V of one layer as views of the cache's own memory. Nothing is copied.
+/// K and V of one layer as views of the cache's own memory, for reading: who writes through one gives the guarantee at
+/// [`KvArena::views`](crate::KvArena::views). Nothing is copied.
 ///
 /// For a static cache: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`, where `len` is that
 /// of the longest entry. For a paged cache: the whole layer,
@@ -41,16 +42,23 @@ pub type LayerViews = (TensorView, TensorView);
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{CacheChoice, DType, KvExtents, MemoryKind, RankInfo, SequenceStart};
+/// use kvcore::{
+///     BlockPool, DType, KvArena, KvCache, KvExtents, MemoryKind, PagedCacheConfig, PagedKvCache, RankInfo,
+///     SequenceStart, StaticCacheConfig, StaticKvCache,
+/// };
 ///
 /// let extents = KvExtents {
 ///     num_layers: 2, k_heads: 4, v_heads: 4, k_dim: 16, v_dim: 16, max_positions: 128,
 ///     format: DType::F16.into(),
 /// };
-/// for choice in ["static", "paged"] {
-///     let config: CacheChoice = choice.parse()?;
-///     let mut cache =
-///         config.build(CpuBackend::new().as_ref(), MemoryKind::Device, &extents, &RankInfo::default())?;
+/// let (backend, rank) = (CpuBackend::new(), RankInfo::default());
+/// let arena = |layout| KvArena::allocate(backend.as_ref(), MemoryKind::Device, std::sync::Arc::new(layout));
+/// let fixed = StaticKvCache::new(arena(StaticCacheConfig::default().layout(&extents, &rank)?)?)?;
+/// let layout = PagedCacheConfig { max_memory: 1 << 20, ..Default::default() }.layout(&extents, &rank)?;
+/// let pool = BlockPool::new(0..layout.shape().num_blocks as u32)?;
+/// let paged = PagedKvCache::new(arena(layout)?, pool)?;
+/// let caches: [Box<dyn KvCache>; 2] = [Box::new(fixed), Box::new(paged)];
+/// for mut cache in caches {
 ///     let sequence = cache.create(SequenceStart::default())?;
 ///     assert_eq!(cache.grow(sequence, 20)?.len(), 20);
 ///     assert_eq!(cache.segment(sequence)?.len, 20);

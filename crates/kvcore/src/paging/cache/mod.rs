@@ -8,13 +8,12 @@ mod kv_cache;
 mod max_len;
 mod paged;
 mod paged_layers;
-mod partial;
 mod prefix;
 mod sequence;
 mod static_cache;
 mod swap;
 
-pub use config::{CacheChoice, KvExtents, PagedCacheConfig, StaticCacheConfig};
+pub use config::{KvExtents, PagedCacheConfig, StaticCacheConfig};
 pub use groups::{GroupBlocks, GroupKind, GroupedPrefix, PrefixGroups};
 pub use kv_cache::{CacheKind, KvCache, LayerViews};
 pub use max_len::MaxLen;

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::partial::Continuations;
 use super::{Error, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, SlotMapping};
 use crate::device::{CopyBlocks, KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
@@ -66,7 +65,7 @@ impl KeyChain {
 ///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
 /// };
 /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
-/// let mut cache = PagedKvCache::new(arena, BlockPool::new(0..32)?)?.with_partial_reuse();
+/// let mut cache = PagedKvCache::new(arena, BlockPool::new(0..32)?)?;
 /// let root = KeyScope::new("model", b"weights").tenant_salt(b"alice").root();
 ///
 /// // A prompt of ten tokens; two full blocks of it can be found from now on.
@@ -74,13 +73,12 @@ impl KeyChain {
 /// assert_eq!((cached, slots.len()), (0, 10));
 /// cache.commit(first, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])?;
 ///
-/// // Another one with the same beginning: a block by its key, two tokens by a copy.
+/// // Another one with the same beginning: a block is found by its key.
 /// let prompt = [1, 2, 3, 4, 5, 6, 77, 78];
 /// let (second, cached) = cache.create_with_prefix(root, &prompt)?;
-/// let copied = cache.reuse_partial(second, &prompt[cached..], stream.as_ref())?;
-/// assert_eq!((cached, copied), (4, 2));
-/// let slots = cache.grow(second, 2)?;
-/// cache.commit(second, &prompt[6..])?;
+/// assert_eq!(cached, 4);
+/// let slots = cache.grow(second, 4)?;
+/// cache.commit(second, &prompt[cached..])?;
 ///
 /// // Two answers to it (parallel sampling), one of them rolled back by a token (speculative decoding).
 /// cache.grow(second, 1)?;
@@ -106,8 +104,6 @@ pub struct PagedKvCache {
     pool: BlockPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
     next: u64,
-    /// Present for caches that copy the common part of blocks.
-    pub(super) continuations: Option<Continuations>,
 }
 
 impl PagedKvCache {
@@ -120,7 +116,7 @@ impl PagedKvCache {
         if end > limit {
             return Err(Error::too_large("last block of the pool", end, limit));
         }
-        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0, continuations: None })
+        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0 })
     }
 
     /// Returns the arena of the keys and values.
@@ -331,12 +327,6 @@ impl PagedKvCache {
             let start = chain.keys.len() * block_size;
             let keys = chain.scheme.extend(&parent, start, &chain.pending[..full], block_size);
             sequence.table.share_full(Some(parent), &keys)?;
-            if let Some(known) = &mut self.continuations {
-                let parents = std::iter::once(&parent).chain(&keys);
-                for ((parent, key), tokens) in parents.zip(&keys).zip(chain.pending.chunks(block_size)) {
-                    known.add(*parent, *key, tokens, &self.pool);
-                }
-            }
             chain.keys.extend(keys);
             chain.pending.drain(..full);
         }

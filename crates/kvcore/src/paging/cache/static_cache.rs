@@ -173,7 +173,7 @@ impl StaticKvCache {
     }
 
     /// Returns views of one layer up to the end of the longest entry:
-    /// `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    /// `([batch, k_heads, len, k_dim], [.., v_dim])`. They are for reading, as [`LayerViews`] says.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the layer is past the last.

@@ -65,7 +65,8 @@ impl PagedKvCache {
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
-        let copied = stream.record()?;
+        // The copy may be under way: its blocks are not free before it has ended.
+        let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
         let swapped = SwappedSequence {
             arena: arena.clone(),
             blocks,
