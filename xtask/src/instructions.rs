@@ -21,7 +21,7 @@ pub(crate) const GUNGRAUN: &str = "0.20.0";
 /// Growth that is let pass.
 const TOLERANCE: f64 = 0.05;
 
-/// What random seeds change: no reason to move a number.
+/// The share by which random seeds change a number, which is no reason to move the number.
 const NOISE: f64 = 0.001;
 
 /// Options of `cargo xtask instructions`.
@@ -86,7 +86,7 @@ pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
     Err(message)
 }
 
-/// The tools that count, or which is missing.
+/// Returns the versions of the tools that count. The error names the one that is missing.
 fn tools() -> Result<String> {
     let first_line = |program: &str, help: &str| -> Result<String> {
         let output = Command::new(program).arg("--version").stderr(Stdio::null()).output();
@@ -129,7 +129,7 @@ fn count_of(line: &str) -> Result<(String, u64)> {
     Ok((format!("{}.{}", word("function_name"), word("id")), count))
 }
 
-/// How much more than `before`.
+/// Returns the growth over `before`, as a share.
 fn growth(before: u64, now: u64) -> f64 {
     now as f64 / before.max(1) as f64 - 1.0
 }

@@ -56,7 +56,7 @@ fn without_code(line: &str) -> String {
     if parts.len().is_multiple_of(2) { line.to_owned() } else { parts.into_iter().step_by(2).collect() }
 }
 
-/// Whether a link of a file leads to something tracked.
+/// Returns true if a link of a file leads to something tracked.
 fn leads_somewhere(file: &str, link: &str, tracked: &BTreeSet<&str>) -> bool {
     let mut path: Vec<&str> = file.split('/').collect();
     path.pop();

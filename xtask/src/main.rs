@@ -38,30 +38,31 @@ struct Cli {
 enum XtaskCommand {
     /// Run all steps of CI, then print a table of their seconds and the counts of the tests.
     Ci(ci::CiArgs),
-    /// The slice longest unrun of what CI has no time for; docs/deep.md has the table.
+    /// Run the slice of the deep checks that has gone longest without a run; docs/deep.md has the table.
     Deep(deep::DeepArgs),
-    /// All tests, and one line that counts them.
+    /// Run all tests and count them in the last line.
     Test(test::TestArgs),
-    /// Formatting, lints, docs, features, file sizes, the README's commands, the tests that docs/features.md names, the
-    /// links of the documents.
+    /// Check formatting, lints, docs, features, file sizes, the commands and links of the documents, and the tests that
+    /// docs/features.md names.
     Check,
-    /// The conformance suite on one backend, as a table; fails where the machine has no device of it.
+    /// Run the conformance suite on one backend and print a table; fails on a machine without a device for it.
     Conform(conform::ConformArgs),
-    /// All benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels), as one table of ratios.
+    /// Run all benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
-    /// Instructions that hot paths take, against the committed baseline (needs valgrind and gungraun-runner).
+    /// Count the instructions that hot paths take and compare them with the committed baseline (needs valgrind and
+    /// gungraun-runner).
     Instructions(instructions::InstructionsArgs),
-    /// The block pool's concurrent paths under the interleavings of two threads.
+    /// Run the block pool's concurrent paths under the interleavings of two threads.
     Loom(loom::LoomArgs),
-    /// Tests of crates with unsafe code, under AddressSanitizer (needs a nightly toolchain) or valgrind.
+    /// Run the tests of crates with unsafe code under AddressSanitizer (needs a nightly toolchain) or valgrind.
     Sanitize(sanitize::SanitizeArgs),
-    /// Tests of the fast kernels on 64-bit ARM, under an emulator (needs the target, a cross compiler and qemu).
+    /// Run the tests of the fast kernels on 64-bit ARM, under an emulator (needs the target, a cross compiler and qemu).
     Arm,
-    /// Lints of each crate alone, in every combination of its features.
+    /// Lint each crate alone, in every combination of its features.
     Features,
-    /// Licences, bans and sources of all dependencies (needs cargo-deny).
+    /// Check licences, bans and sources of all dependencies (needs cargo-deny).
     Licences,
 }
 

@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Result of a task: nothing, or a message to the user.
+/// The result of a task: nothing, or a message to the user.
 pub(crate) type Result<T = ()> = std::result::Result<T, String>;
 
-/// The root of the workspace.
+/// Returns the root of the workspace.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
-/// `cargo` in the root of the workspace, as this program was run.
+/// Returns the `cargo` that runs this program, in the root of the workspace.
 pub(crate) fn cargo_command(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).current_dir(root());

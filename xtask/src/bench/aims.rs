@@ -1,17 +1,17 @@
-//! What rows are asked to reach: how many times as fast as their limit at least.
+//! The aims of rows: the least speed that is asked of a row, in multiples of its limit's.
 
 use super::rows::BenchRow;
 
 /// The aim of rows that measure one thing against one limit.
 struct Aim {
-    /// How `what` begins; the rest names an element type, threads, or sizes.
+    /// The beginning of `what`; the rest names an element type, threads, or sizes.
     what: &'static str,
-    /// How the limit begins.
+    /// The beginning of the limit's name.
     limit: &'static str,
-    /// The one size that it is about, if it is.
+    /// The size that the aim is set for, if it is set for one.
     size: Option<f64>,
     least: f64,
-    /// Whether a run that misses it fails: it has room to spare on any machine, however noisy.
+    /// True if a run that misses the aim fails. Such an aim has room to spare on any machine, however noisy.
     required: bool,
 }
 
@@ -80,7 +80,7 @@ pub(super) fn broken(rows: &[BenchRow]) -> Vec<&str> {
     rows.iter().filter(broken).map(|row| row.what.as_str()).collect()
 }
 
-/// A row's aim, and whether it is reached; a dash where there is none.
+/// Returns a row's aim and the verdict on it, or a dash for a row without an aim.
 pub(super) fn verdict(row: &BenchRow) -> String {
     match find(row).map(|aim| aim.least) {
         Some(least) if row.ratio >= least => format!("{least:.2}, reached"),

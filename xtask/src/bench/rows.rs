@@ -1,4 +1,4 @@
-//! What benchmarks print, and how rows of several sizes become a sweep.
+//! Rows as benchmarks print them, and sweeps: rows that differ in size only.
 
 use serde::Deserialize;
 
@@ -6,7 +6,8 @@ use serde::Deserialize;
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct BenchRow {
     pub(super) what: String,
-    /// What rows of other sizes have in common with it, if `what` names the size; all of these are shown.
+    /// The name that the row shares with rows of other sizes, if `what` names the size. All rows of such a sweep are
+    /// shown.
     pub(super) sweep: Option<String>,
     pub(super) size: f64,
     pub(super) unit: String,
@@ -17,7 +18,8 @@ pub(super) struct BenchRow {
 }
 
 impl BenchRow {
-    /// Bytes of its size in a second, if it has bytes. A copy reads and writes them: they count once.
+    /// Returns the row's bytes a second, for a row whose size is in bytes. A copy reads and writes its bytes; they count
+    /// once.
     pub(super) fn rate(&self) -> Option<String> {
         let rate = self.size / self.seconds;
         (self.unit == "bytes").then(|| match rate {
@@ -35,14 +37,14 @@ pub(super) struct Sweep {
 }
 
 impl Sweep {
-    /// Time grows with size to this power, from the smallest size to the largest.
+    /// Returns the power of the size by which time grows, from the smallest size to the largest.
     pub(super) fn exponent(&self) -> Option<f64> {
         let (first, last) = (self.rows.first()?, self.rows.last()?);
         let grown = last.size / first.size;
         (grown > 1.0).then(|| (last.seconds / first.seconds).ln() / grown.ln())
     }
 
-    /// The rows of the table: the largest, or all that name their size.
+    /// Returns the rows of the table: the largest, or all that name their size.
     pub(super) fn shown(&self) -> &[BenchRow] {
         match self.rows.last() {
             Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {

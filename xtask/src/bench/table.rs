@@ -7,7 +7,7 @@ use super::aims::verdict;
 use super::rows::Sweep;
 use crate::page;
 
-/// The table, in Markdown.
+/// Returns the table in Markdown.
 pub(super) fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
         "| what | size | time | bytes/s | limit or peer | its time | ratio | aim | exponent |\n\
@@ -42,7 +42,7 @@ fn size(size: f64, unit: &str) -> String {
     }
 }
 
-/// Two digits at least, however small.
+/// Formats a ratio with at least two digits, however small the ratio.
 fn ratio(ratio: f64) -> String {
     let zeros = (-ratio.log10()).ceil().clamp(1.0, 9.0) as usize;
     format!("{ratio:.*}", zeros + 1)

@@ -1,5 +1,5 @@
 //! Conversion of codes to f32 and back, one row at a time, with the same bits as the reference
-//! (`kvcore::quant`).
+//! (`kvcore::base::quant`).
 //!
 //! Loops have no branches, so that the compiler vectorises them for the instruction set that they are
 //! compiled for.

@@ -7,7 +7,7 @@ const THREADS: u32 = 256u;
 const HEADER: u32 = 12u;
 
 struct Place {
-    // Whether the row exists.
+    // True if the row exists.
     inside: bool,
     src: u32,
     dst: u32,
