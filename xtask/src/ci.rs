@@ -5,11 +5,11 @@ use std::fmt::Write as _;
 use clap::Args;
 
 use crate::clock::{Seconds, timed};
-use crate::deep;
 use crate::run::Result;
 use crate::step::{self, Outcome, word};
 use crate::test::Sums;
 use crate::tools::{self, Tool};
+use crate::{cuda_double, cuda_ptx, deep};
 
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
@@ -40,6 +40,9 @@ const GPU: &[Tool] = &[
     Tool::Package("vulkan-validationlayers"),
 ];
 
+/// What tests and steps need: the device for wgpu, and the compiler of the CUDA driver's double.
+const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0]];
+
 /// The step whose last line counts the tests.
 const TEST: &str = "cargo xtask test";
 
@@ -47,10 +50,10 @@ const TEST: &str = "cargo xtask test";
 pub(crate) const STEPS: &[Step] = &[
     Step {
         command: "cargo xtask check",
-        budget: 130,
+        budget: 125,
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
-    Step { command: TEST, budget: 450, needs: GPU },
+    Step { command: TEST, budget: 450, needs: DEVICES },
     Step { command: "cargo run --release -p kvcli -- demo", budget: 10, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
@@ -65,20 +68,28 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
-    Step { command: "cargo run --release -p kvcli --features wgpu -- devices", budget: 5, needs: GPU },
+    Step { command: "cargo run --release -p kvcli --features cuda,wgpu -- devices", budget: 5, needs: GPU },
     Step {
-        command: "cargo run --release -p kvcli --features wgpu -- demo --backend wgpu",
+        command: "cargo run --release -p kvcli --features cuda,wgpu -- demo --backend wgpu",
         budget: 5,
         needs: GPU,
+    },
+    Step { command: "cargo xtask cuda-double", budget: 5, needs: cuda_double::NEEDS },
+    Step {
+        command: "LD_LIBRARY_PATH=target/cuda-double cargo run --release -p kvcli --features cuda,wgpu -- demo --backend cuda",
+        budget: 5,
+        needs: cuda_double::NEEDS,
     },
     Step { command: "cargo run --release --example paged_decode", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
-    Step { command: "cargo xtask conform --backend wgpu", budget: 105, needs: GPU },
+    Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },
+    Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
+    Step { command: "cargo xtask conform --backend wgpu", budget: 90, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },
-    Step { command: "cargo xtask loom", budget: 60, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 240, needs: &[] },
+    Step { command: "cargo xtask loom", budget: 55, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 210, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.

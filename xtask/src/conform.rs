@@ -4,6 +4,7 @@ use std::process::Command;
 
 use clap::Args;
 
+use crate::cuda_double;
 use crate::run::{Result, cargo, root, run};
 
 /// Options of `cargo xtask conform`.
@@ -25,5 +26,8 @@ pub(crate) fn conform(args: &ConformArgs) -> Result {
     command.args(["--backend", &args.backend]).args(args.every.then_some("--every")).current_dir(root());
     // The Vulkan loader's layers watch over wgpu: a release build of it asks for them only if told so.
     command.envs([("WGPU_VALIDATION", "1"), ("WGPU_DEBUG", "1")]);
+    if args.backend == "cuda" {
+        cuda_double::provide(&mut command)?;
+    }
     run(&mut command, "conform")
 }

@@ -7,6 +7,8 @@ mod check;
 mod ci;
 mod clock;
 mod conform;
+mod cuda_double;
+mod cuda_ptx;
 mod deep;
 mod exactness;
 mod features;
@@ -47,6 +49,11 @@ enum XtaskCommand {
     Check,
     /// Run the conformance suite on one backend and print a table; fails on a machine without a device for it.
     Conform(conform::ConformArgs),
+    /// Compile the kernels of the CUDA backend to the PTX that is committed, and print their registers and spills (needs
+    /// the compiler's wheels).
+    CudaPtx(cuda_ptx::CudaPtxArgs),
+    /// Build the test double of the CUDA driver, with which the CUDA backend runs on a machine without a GPU.
+    CudaDouble,
     /// Run all benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
@@ -73,6 +80,8 @@ fn main() -> ExitCode {
         XtaskCommand::Test(args) => test::test(&args),
         XtaskCommand::Check => check::check(),
         XtaskCommand::Conform(args) => conform::conform(&args),
+        XtaskCommand::CudaPtx(args) => cuda_ptx::cuda_ptx(&args),
+        XtaskCommand::CudaDouble => cuda_double::cuda_double(),
         XtaskCommand::Bench(args) => bench::bench(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),
         XtaskCommand::Instructions(args) => instructions::instructions(&args),

@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use clap::Args;
 
+use crate::cuda_double;
 use crate::run::{Result, cargo_command};
 
 /// Options of `cargo xtask test`.
@@ -143,6 +144,7 @@ fn pass(args: &[&str], reader: &mut Reader) -> Result<bool> {
     // A skipped test prints why; without this the harness would swallow it.
     let mut command = cargo_command(args);
     command.args(["--", "--show-output"]).stdout(Stdio::piped());
+    cuda_double::provide(&mut command)?;
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
     let mut output = String::new();
     let failed_before = reader.sums.failed;

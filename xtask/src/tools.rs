@@ -2,6 +2,7 @@
 
 use std::process::{Command, Stdio};
 
+use crate::cuda_ptx;
 use crate::run::{Result, cargo_command};
 
 /// One tool.
@@ -21,6 +22,8 @@ pub(crate) enum Tool {
     Component(&'static str),
     /// A nightly toolchain, or else valgrind.
     Sanitizer,
+    /// The compiler of CUDA, from Python wheels.
+    CudaCompiler,
 }
 
 impl Tool {
@@ -37,6 +40,7 @@ impl Tool {
             Self::Target(name) => lists("target", name),
             Self::Component(name) => lists("component", name),
             Self::Sanitizer => nightly() || runs("valgrind", &["--version"]),
+            Self::CudaCompiler => cuda_ptx::is_here(),
         }
     }
 
@@ -62,6 +66,7 @@ impl Tool {
                 "rustup toolchain install nightly --profile minimal || apt-get install -y -q valgrind"
                     .to_owned()
             }
+            Self::CudaCompiler => cuda_ptx::bring(),
         }
     }
 }

@@ -32,6 +32,7 @@ struct Missing {
 pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     cpu(&mut found, &mut missing);
+    cuda(&mut found, &mut missing);
     wgpu(&mut found, &mut missing);
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -78,6 +79,35 @@ fn cpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("cpu"));
 }
 
+#[cfg(feature = "cuda")]
+fn cuda(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+    let devices = match kvbackend_cuda::devices() {
+        Ok(devices) if !devices.is_empty() => devices,
+        Ok(_) => {
+            return missing
+                .push(Missing { backend: "cuda", reason: "the driver found no device".to_owned() });
+        }
+        Err(reason) => return missing.push(Missing { backend: "cuda", reason: reason.to_string() }),
+    };
+    for device in devices {
+        let (major, minor) = device.compute_capability;
+        let driver = format!("{}.{}", device.driver / 1000, device.driver % 1000 / 10);
+        found.push(ListedDevice {
+            backend: format!("cuda:{}", device.ordinal),
+            name: device.name,
+            about: format!("compute capability {major}.{minor}, driver for CUDA {driver}"),
+            limits: vec![("memory", format!("{} MiB", device.total_memory >> 20))],
+            features: vec![("f16, bf16, quantised caches", true), ("virtual memory", device.virtual_memory)],
+            unfit: device.unfit,
+        });
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+    missing.push(not_built("cuda"));
+}
+
 #[cfg(feature = "wgpu")]
 fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     let adapters = kvbackend_wgpu::adapters();
@@ -106,7 +136,7 @@ fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("wgpu"));
 }
 
-#[cfg(not(all(feature = "cpu", feature = "wgpu")))]
+#[cfg(not(all(feature = "cpu", feature = "cuda", feature = "wgpu")))]
 fn not_built(backend: &'static str) -> Missing {
     Missing { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
 }

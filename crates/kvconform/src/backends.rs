@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 #[cfg(feature = "cpu")]
 use kvbackend_cpu::{CpuBackend, CpuOptions, Execution, KernelSet, SimdLevel};
+#[cfg(feature = "cuda")]
+use kvbackend_cuda::{CudaBackend, CudaOptions};
 #[cfg(feature = "wgpu")]
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{Backend, DType, Result};
@@ -31,13 +33,18 @@ fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
     cpu(CpuOptions { simd: Some(simd), threads: Some(3), ..CpuOptions::default() })
 }
 
+#[cfg(feature = "cuda")]
+fn cuda(device: usize) -> Result<Arc<dyn Backend>> {
+    Ok(CudaBackend::with_options(&CudaOptions { device })?)
+}
+
 #[cfg(feature = "wgpu")]
 fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
     Ok(WgpuBackend::with_options(options)?)
 }
 
 /// Every element type.
-#[cfg(feature = "cpu")]
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
@@ -67,6 +74,10 @@ pub const BACKENDS: &[NamedBackend] = &[
         dtypes: ALL,
         make: || cpu(CpuOptions { execution: Execution::Deferred, ..CpuOptions::default() }),
     },
+    #[cfg(feature = "cuda")]
+    NamedBackend { name: "cuda", variant: "device 0", dtypes: ALL, make: || cuda(0) },
+    #[cfg(feature = "cuda")]
+    NamedBackend { name: "cuda", variant: "device 1", dtypes: ALL, make: || cuda(1) },
     #[cfg(feature = "wgpu")]
     NamedBackend {
         name: "wgpu",

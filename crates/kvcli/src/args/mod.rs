@@ -81,7 +81,7 @@ pub(crate) struct DevicesArgs {
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
@@ -223,7 +223,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Backend for keys, values and attention: cpu, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
@@ -314,6 +314,9 @@ pub(crate) enum BackendName {
     /// The wgpu backend, with a part of an adapter's name, or its number.
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only says what it lacks"))]
     Wgpu(Option<String>),
+    /// The CUDA backend, with the number of a device.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only says what it lacks"))]
+    Cuda(usize),
 }
 
 fn backend(text: &str) -> Result<BackendName, String> {
@@ -321,10 +324,16 @@ fn backend(text: &str) -> Result<BackendName, String> {
         None if text == "cpu" => Ok(BackendName::Cpu),
         None if text == "wgpu" => Ok(BackendName::Wgpu(None)),
         Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
-        _ => {
-            Err("take cpu, wgpu (any GPU, NVIDIA's too) or wgpu:ADAPTER; kvc devices lists adapters"
-                .to_owned())
-        }
+        None if text == "cuda" => Ok(BackendName::Cuda(0)),
+        Some(("cuda", number)) => number
+            .parse()
+            .map(BackendName::Cuda)
+            .map_err(|_| format!("{number:?} is no number of a CUDA device; kvc devices lists them")),
+        _ => Err(
+            "take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, wgpu (any GPU, NVIDIA's too) or wgpu:ADAPTER; kvc \
+                  devices lists them"
+                .to_owned(),
+        ),
     }
 }
 

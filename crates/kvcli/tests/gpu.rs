@@ -1,16 +1,18 @@
-//! The program with keys, values and attention on a GPU or a software adapter.
-#![cfg(feature = "wgpu")]
+//! The program with keys, values and attention on a GPU: an adapter of wgpu, which may be software, or a CUDA device, for
+//! which the double of the driver stands in.
+#![cfg(all(feature = "cuda", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::process::{Command, Stdio};
 
+use rstest::rstest;
 use serde_json::Value;
 
-/// Returns the JSON that a command prints; none, with a message, if the machine has no adapter.
+/// Returns the JSON that a command prints; none, with a message, if the machine has no such device.
 fn json(args: &[&str]) -> Option<Value> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
-    if stderr.contains("no device for the wgpu backend") {
+    if stderr.contains("no device for the") {
         kvconform::skip(stderr.trim());
         return None;
     }
@@ -18,9 +20,9 @@ fn json(args: &[&str]) -> Option<Value> {
     Some(serde_json::from_slice(&output.stdout).expect("one JSON value"))
 }
 
-#[test]
-fn the_demo_answers_as_on_the_cpu() {
-    let Some(there) = json(&["demo", "--json", "--backend", "wgpu"]) else { return };
+#[rstest]
+fn the_demo_answers_as_on_the_cpu(#[values("cuda", "wgpu")] backend: &str) {
+    let Some(there) = json(&["demo", "--json", "--backend", backend]) else { return };
     let here = json(&["demo", "--json", "--backend", "cpu"]).unwrap();
     let without_times = |answers: &Value| -> Vec<Value> {
         let strip = |answer: &Value| {
@@ -35,35 +37,36 @@ fn the_demo_answers_as_on_the_cpu() {
     assert!(here.as_array().unwrap().len() > 3);
 }
 
-#[test]
-fn the_demo_names_the_adapter() {
+#[rstest]
+fn the_demo_names_the_device(#[values("cuda", "wgpu")] backend: &str) {
     let Some(devices) = json(&["devices", "--json"]) else { return };
-    let of_wgpu = |device: &&Value| device["backend"] == "wgpu:0";
-    let Some(first) = devices["devices"].as_array().unwrap().iter().find(of_wgpu) else {
-        return kvconform::skip(kvbackend_wgpu::NO_ADAPTER);
+    let first = format!("{backend}:0");
+    let Some(device) = devices["devices"].as_array().unwrap().iter().find(|d| d["backend"] == first.as_str())
+    else {
+        return kvconform::skip(format!("there is no {first}"));
     };
-    let demo = ["demo", "--backend", "wgpu:0"];
+    let demo = ["demo", "--backend", &first];
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(demo).stdin(Stdio::null()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(text.contains(&format!("on wgpu ({})", first["name"].as_str().unwrap())), "{text}");
+    assert!(text.contains(&format!("on {backend} ({}", device["name"].as_str().unwrap())), "{text}");
 }
 
-#[test]
-fn every_format_of_the_cache_gives_the_tokens_of_the_cpu() {
+#[rstest]
+fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("cuda", "wgpu")] gpu: &str) {
     for format in ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"] {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
             let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];
             json(&run).map(|answer| answer["tokens"].clone())
         };
-        let Some(there) = tokens("wgpu") else { return };
+        let Some(there) = tokens(gpu) else { return };
         assert_eq!(Some(there), tokens("cpu"), "{format}");
     }
 }
 
 /// Keys and values of chunks go to the host and come back.
-#[test]
-fn chunks_sleep_and_wake_as_on_the_cpu() {
+#[rstest]
+fn chunks_sleep_and_wake_as_on_the_cpu(#[values("cuda", "wgpu")] gpu: &str) {
     let (system, a, b) = ("you answer questions", "alba is red .", "cedo is blue . bora is same .");
     let ask = format!("{system} ## {a} ## {b} ## bora ?");
     let warm = format!("{system} ## {b} ## {a} ## alba ?");
@@ -72,7 +75,7 @@ fn chunks_sleep_and_wake_as_on_the_cpu() {
             let run = ["run", "--json", "--backend", backend, "--prompt", &ask, "--warm", &warm];
             json(&[&run[..], &["--chunk-sleep", form, "--chunk-sleep-memory", "1"]].concat())
         };
-        let Some(there) = answer("wgpu") else { return };
+        let Some(there) = answer(gpu) else { return };
         let here = answer("cpu").unwrap();
         assert_eq!((&there["sleep"]["slept"], &there["sleep"]["woken"]), (&Value::from(2), &Value::from(2)));
         assert_eq!((&there["tokens"], &there["sleep"]), (&here["tokens"], &here["sleep"]), "{form}");
@@ -90,7 +93,13 @@ fn devices_are_listed_with_what_they_can_do() {
             assert!(adapter["limits"].to_string().contains("largest buffer"), "{adapter}");
         }
         None => {
-            assert!(missing[0]["reason"].as_str().unwrap().contains("mesa-vulkan-drivers"), "{missing:?}");
+            assert!(
+                missing.iter().find(|m| m["backend"] == "wgpu").unwrap()["reason"]
+                    .as_str()
+                    .unwrap()
+                    .contains("mesa-vulkan-drivers"),
+                "{missing:?}"
+            );
         }
     }
 }
@@ -102,6 +111,36 @@ fn an_unknown_adapter_is_named() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("no device for the wgpu backend"), "{stderr}");
     assert!(stderr.contains("no such card") || stderr.contains("mesa-vulkan-drivers"), "{stderr}");
+}
+
+#[test]
+fn a_wrong_device_is_named() {
+    for (backend, message) in
+        [("cuda:99", "no device for the cuda backend"), ("cuda:x", "no number of a CUDA device")]
+    {
+        let args = ["demo", "--backend", backend];
+        let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(message), "{stderr}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn without_a_driver_it_says_so() {
+    let without = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
+        command.env_remove("LD_LIBRARY_PATH").env("KV_DOUBLE_DEVICES", "0").args(args).output().unwrap()
+    };
+    let output = without(&["demo", "--backend", "cuda"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() {
+        return println!("this machine has a driver");
+    }
+    assert!(stderr.contains("no device for the cuda backend"), "{stderr}");
+    let output = without(&["devices"]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && stdout.contains("cuda: "), "{stdout}");
 }
 
 #[test]

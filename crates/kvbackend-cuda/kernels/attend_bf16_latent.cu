@@ -1,0 +1,6 @@
+// Attention to latents on tensor cores for pools of bf16, and to values of 257 to 512 columns: entries by the most queries of a
+// block.
+#include "attend_mma.cuh"
+
+KV_KERNEL(attend_bf16_latent_q16, AttendArgs, THREADS) { attend_mma<BF16, false, true, 1, 1, 8>(args); }
+KV_KERNEL(attend_bf16_latent_q32, AttendArgs, THREADS) { attend_mma<BF16, false, true, 2, 1, 8>(args); }

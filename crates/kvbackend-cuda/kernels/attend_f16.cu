@@ -1,0 +1,6 @@
+// Attention on tensor cores for pools of f16: entries by the most queries of a block and the most columns of values.
+#include "attend_mma.cuh"
+
+KV_KERNEL(attend_f16_q16_v256, AttendArgs, THREADS) { attend_mma<F16, false, false, 1, 2, 4>(args); }
+KV_KERNEL(attend_f16_q32_v256, AttendArgs, THREADS) { attend_mma<F16, false, false, 2, 2, 4>(args); }
+KV_KERNEL(attend_f16_q64_v128, AttendArgs, THREADS) { attend_mma<F16, false, false, 4, 2, 2>(args); }

@@ -1,0 +1,362 @@
+// Attention in f32 arithmetic, for every format and every shape.
+//
+// A block takes up to 16 queries over tiles of up to 32 tokens, which lie in shared memory as f32. A thread computes the
+// logits of four queries and one token, over all elements of a key or, when there are few queries, over a share of them;
+// a warp computes the weights of a query; a thread adds up the weighted values of some columns for all queries. Values of
+// more columns than registers hold take several blocks, each with the same weights.
+#include "attend.cuh"
+
+constexpr int TOKENS = 32, QUERIES = 16;
+// Floats from a token's weights to the next's.
+constexpr int WEIGHT_ROW = QUERIES + 4;
+
+// Fours of floats of a row in shared memory, an odd number, so that rows lie in different banks.
+__device__ __forceinline__ int fours_of(int dim) { return (dim + 3) / 4 | 1; }
+
+struct PlainShared {
+    // Queries as fours side by side, indexed by element and four.
+    float4 *queries, *latents;
+    float *keys, *values;
+    // Shares of logits, indexed by warp, query of the warp's four, and token.
+    float* logits;
+    float* weights;
+    float* shrink;
+    // Rows of two tiles: addresses of keys, values and both scales, and numbers of tokens.
+    uint64_t* places;
+    uint32_t* numbers;
+    int2* seen;
+    // Numbers of the last tile that some query sees in part, and of the last with values that are not finite.
+    int* flags;
+
+    __device__ __forceinline__ explicit PlainShared(const AttendArgs& args) {
+        unsigned char* next = kv_shared();
+        const auto take = [&next](int bytes) {
+            unsigned char* taken = next;
+            next += (bytes + 15) / 16 * 16;
+            return taken;
+        };
+        const int k_fours = fours_of(args.k_dim), v_fours = fours_of(args.v_dim);
+        queries = reinterpret_cast<float4*>(take(16 * 4 * k_fours * args.quads));
+        latents = reinterpret_cast<float4*>(take(args.latent.at != 0 ? 16 * 4 * v_fours * args.quads : 0));
+        keys = reinterpret_cast<float*>(take(16 * args.tile * k_fours));
+        values = reinterpret_cast<float*>(take(16 * args.tile * v_fours));
+        logits = reinterpret_cast<float*>(take(4 * WARPS * 4 * TOKENS));
+        weights = reinterpret_cast<float*>(take(4 * TOKENS * WEIGHT_ROW));
+        shrink = reinterpret_cast<float*>(take(4 * QUERIES));
+        places = reinterpret_cast<uint64_t*>(take(8 * 2 * 4 * TOKENS));
+        numbers = reinterpret_cast<uint32_t*>(take(4 * 2 * TOKENS));
+        seen = reinterpret_cast<int2*>(take(8 * QUERIES));
+        flags = reinterpret_cast<int*>(take(16));
+    }
+};
+
+__device__ __forceinline__ void find_rows(const AttendArgs& args, const AttendUnit& unit, const Walk& tile,
+                                          uint64_t* places, uint32_t* numbers) {
+    const uint32_t i = threadIdx.x;
+    if (i >= static_cast<uint32_t>(args.tile) || tile.start + i >= tile.end) return;
+    const Place place = place_of(args, tile, tile.start + i);
+    places[i] = reinterpret_cast<uint64_t>(row_of(args.k, place, unit.k_head));
+    places[TOKENS + i] = reinterpret_cast<uint64_t>(row_of(args.v, place, unit.v_head));
+    places[2 * TOKENS + i] = reinterpret_cast<uint64_t>(scales_of(args.k, place, unit.k_head));
+    places[3 * TOKENS + i] = reinterpret_cast<uint64_t>(scales_of(args.v, place, unit.v_head));
+    numbers[i] = place.number;
+}
+
+// Loads rows to shared memory. Returns whether an element that this thread loaded is not finite.
+template <int KIND>
+__device__ __forceinline__ bool load_rows(float* to, const uint64_t* places, const uint64_t* scales, int tokens, int dim,
+                                          int group, bool eights) {
+    bool found = false;
+    const int row = 4 * fours_of(dim), width = eights ? 8 : 1, units = dim / width;
+    constexpr bool SCALED = KIND == E4M3 || KIND == E5M2 || KIND == I8 || KIND == I4;
+    for (int i = threadIdx.x; i < tokens * units; i += THREADS) {
+        const int token = i / units, first = i % units * width;
+        const unsigned char* from = records<unsigned char>(places[token]);
+        const unsigned char* scale = records<unsigned char>(scales[token]);
+        float* at = to + token * row + first;
+        if (eights) {
+            float x[8];
+            load8<KIND>(from + first / 8 * bits_of(KIND), x);
+            if constexpr (SCALED) {
+                const bool one = group % 8 == 0;
+                const float all = scale_at(KIND, scale, first / group);
+#pragma unroll
+                for (int j = 0; j < 8; j++) x[j] *= one ? all : scale_at(KIND, scale, (first + j) / group);
+            }
+            reinterpret_cast<float4*>(at)[0] = make_float4(x[0], x[1], x[2], x[3]);
+            reinterpret_cast<float4*>(at)[1] = make_float4(x[4], x[5], x[6], x[7]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) found |= spoiled(x[j]);
+        } else {
+            float x = load1<KIND>(from, first);
+            if constexpr (SCALED) x *= scale_at(KIND, scale, first / group);
+            *at = x;
+            found |= spoiled(x);
+        }
+    }
+    return found;
+}
+
+__device__ __forceinline__ bool load_rows(int kind, float* to, const uint64_t* places, const uint64_t* scales, int tokens,
+                                          int dim, int group, bool eights) {
+    switch (kind) {
+        case F32: return load_rows<F32>(to, places, scales, tokens, dim, group, eights);
+        case F16: return load_rows<F16>(to, places, scales, tokens, dim, group, eights);
+        case BF16: return load_rows<BF16>(to, places, scales, tokens, dim, group, eights);
+        case E4M3: return load_rows<E4M3>(to, places, scales, tokens, dim, group, eights);
+        case E5M2: return load_rows<E5M2>(to, places, scales, tokens, dim, group, eights);
+        case I8: return load_rows<I8>(to, places, scales, tokens, dim, group, eights);
+        default: return load_rows<I4>(to, places, scales, tokens, dim, group, eights);
+    }
+}
+
+// Rotates the keys of a tile to the positions at which they are used.
+__device__ __forceinline__ void turn_keys(const AttendArgs& args, float* keys, const uint32_t* numbers, int tokens,
+                                          int64_t position) {
+    const int row = 4 * fours_of(args.k_dim);
+    for (int i = threadIdx.x; i < tokens * args.pairs; i += THREADS) {
+        const int token = i / args.pairs, number = i % args.pairs;
+        const int2 pair = pair_of(args, number);
+        float *x = keys + token * row + pair.x, *y = keys + token * row + pair.y;
+        const float2 both = turned(args, make_float2(*x, *y), position + numbers[token], number);
+        *x = both.x, *y = both.y;
+    }
+}
+
+// Loads queries, or their latent parts, as they are. Padding is zero.
+__device__ __forceinline__ void load_fours(const AttendArgs& args, const AttendUnit& unit, const AttendRows& rows,
+                                           int kind, int dim, float4* to) {
+    float* flat = reinterpret_cast<float*>(to);
+    const int padded = 4 * fours_of(dim), all = 4 * args.quads;
+    for (int i = threadIdx.x; i < padded * all; i += THREADS) {
+        const int query = i / padded, element = i % padded;
+        const bool inside = query < unit.queries && element < dim;
+        flat[element * all + query] = inside ? dense_at(kind, query_of(args, rows, unit, query), element) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void turn_queries(const AttendArgs& args, const AttendUnit& unit, int64_t offset,
+                                             float4* queries) {
+    float* flat = reinterpret_cast<float*>(queries);
+    const int all = 4 * args.quads;
+    for (int i = threadIdx.x; i < unit.queries * args.pairs; i += THREADS) {
+        const int query = i / args.pairs, number = i % args.pairs;
+        const int2 pair = pair_of(args, number);
+        float *x = flat + pair.x * all + query, *y = flat + pair.y * all + query;
+        const float2 both =
+            turned(args, make_float2(*x, *y), turn_of(args, unit, offset, query), number);
+        *x = both.x, *y = both.y;
+    }
+}
+
+// Adds the products of four queries and a token's row, over every `shares`-th four of elements.
+__device__ __forceinline__ void multiply(float (&sums)[4], const float4* queries, int quads, int quad, const float* row,
+                                         int fours, int share, int shares) {
+    const float4* tile = reinterpret_cast<const float4*>(row);
+    for (int i = share; i < fours; i += shares) {
+        const float4 x = tile[i];
+        const float of[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float4 q = queries[(4 * i + j) * quads + quad];
+            sums[0] += q.x * of[j], sums[1] += q.y * of[j], sums[2] += q.z * of[j], sums[3] += q.w * of[j];
+        }
+    }
+}
+
+__device__ __forceinline__ float over_warp(float x, bool largest) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, x, lanes);
+        x = largest ? fmaxf(x, other) : x + other;
+    }
+    return x;
+}
+
+// The kernel for blocks of at most 128 * COLUMNS columns of values.
+template <int COLUMNS>
+__device__ __forceinline__ void attend_plain(const AttendArgs& args) {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const PlainShared shared(args);
+    const AttendUnit unit = unit_of(args, blockIdx.x / args.columns);
+    const int first_column = static_cast<int>(blockIdx.x % args.columns) * 128 * COLUMNS + thread;
+    const TaskRecord& task = unit.task;
+    const int quads = args.quads, shares = WARPS / quads;
+    const int k_row = 4 * fours_of(args.k_dim), v_row = 4 * fours_of(args.v_dim);
+    const bool latent = args.latent.at != 0;
+
+    float out[COLUMNS][QUERIES] = {};
+    // Of the queries that this warp computes the weights of: the largest logit, and this lane's sum of weights.
+    float high[4], sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j++) high[j] = minus_infinity();
+
+    // What no load writes is zero: the rest of each row.
+    for (int i = thread; i < args.tile * (k_row - args.k_dim); i += THREADS) {
+        const int width = k_row - args.k_dim;
+        shared.keys[i / width * k_row + args.k_dim + i % width] = 0.0f;
+    }
+    for (int i = thread; i < args.tile * (v_row - args.v_dim); i += THREADS) {
+        const int width = v_row - args.v_dim;
+        shared.values[i / width * v_row + args.v_dim + i % width] = 0.0f;
+    }
+    if (thread < 4) shared.flags[thread] = -1;
+    Walk now, next;
+    now.begin(args, task);
+    next = now;
+    // The run whose limits, and the offset whose queries, are loaded.
+    uint32_t loaded_run = ~0u;
+    int64_t loaded_offset = 0;
+    int64_t first_position = 0;
+    float factor = 0.0f;
+    if (now.more) find_rows(args, unit, now, shared.places, shared.numbers);
+    __syncthreads();
+
+    for (int number = 0; now.more; number++) {
+        const int buffer = number & 1;
+        const uint64_t* places = shared.places + buffer * 4 * TOKENS;
+        const int tokens = static_cast<int>(min(now.end - now.start, static_cast<uint32_t>(args.tile)));
+        bool turn = false;
+        if (now.number != loaded_run) {
+            const RunRecord run = records<RunRecord>(args.runs)[task.run + now.number];
+            const int64_t offset = args.unrotated || args.pairs == 0 ? 0 : run.offset;
+            factor = args.scale * run.logit_scale;
+            if (args.unrotated) first_position = records<SegmentRecord>(args.segments)[run.segment].position;
+            if (loaded_run == ~0u || offset != loaded_offset) {
+                load_fours(args, unit, args.q, args.q_kind, args.k_dim, shared.queries);
+                turn = args.pairs > 0;
+            }
+            if (latent && loaded_run == ~0u) {
+                load_fours(args, unit, args.latent, args.latent_kind, args.v_dim, shared.latents);
+            }
+            if (thread < QUERIES) shared.seen[thread] = seen_by(args, unit, run, thread);
+            loaded_run = now.number, loaded_offset = offset;
+        }
+        // Keys, then values, in one loop, which holds the code of all formats once.
+#pragma unroll 1
+        for (int side = 0; side < 2; side++) {
+            const bool found = load_rows(args.kind, side == 0 ? shared.keys : shared.values, places + side * TOKENS,
+                                         places + (2 + side) * TOKENS, tokens, side == 0 ? args.k_dim : args.v_dim,
+                                         side == 0 ? args.k_group : args.v_group, (args.eights >> side & 1) != 0);
+            if (found && side == 1) shared.flags[1] = number;
+        }
+        next.advance(args, task, args.tile);
+        if (next.more) {
+            find_rows(args, unit, next, shared.places + (buffer ^ 1) * 4 * TOKENS, shared.numbers + (buffer ^ 1) * TOKENS);
+        }
+        __syncthreads();
+        if (turn || args.unrotated) {
+            if (turn) turn_queries(args, unit, loaded_offset, shared.queries);
+            if (args.unrotated) {
+                turn_keys(args, shared.keys, shared.numbers + buffer * TOKENS, tokens, first_position);
+            }
+            __syncthreads();
+        }
+
+        if (lane < tokens) {
+            const int quad = warp % quads, share = warp / quads;
+            float sums[4] = {};
+            multiply(sums, shared.queries, quads, quad, shared.keys + lane * k_row, k_row / 4, share, shares);
+            if (latent) {
+                multiply(sums, shared.latents, quads, quad, shared.values + lane * v_row, v_row / 4, share, shares);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) shared.logits[(warp * 4 + j) * TOKENS + lane] = sums[j];
+        }
+        __syncthreads();
+
+        const uint32_t token = now.start + lane;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j >= quads) break;
+            const int query = warp + 4 * j;
+            const int2 seen = shared.seen[query];
+            const bool sees = lane < tokens && token >= static_cast<uint32_t>(seen.x) &&
+                              token < static_cast<uint32_t>(seen.y);
+            float logit = 0.0f;
+            for (int share = 0; lane < tokens && share < shares; share++) {
+                logit += shared.logits[((share * quads + query / 4) * 4 + query % 4) * TOKENS + lane];
+            }
+            logit *= factor;
+            if (args.softcap > 0.0f) logit = capped(logit, args.softcap);
+            const float largest = fmaxf(high[j], over_warp(sees ? logit : minus_infinity(), true));
+            const float against = reference(largest);
+            const float weight = sees ? exp2f((logit - against) * LOG2_E) : 0.0f;
+            const float shrink = exp2f((high[j] - against) * LOG2_E);
+            high[j] = largest;
+            sum[j] = sum[j] * shrink + weight;
+            shared.weights[lane * WEIGHT_ROW + query] = weight;
+            if (lane == 0) shared.shrink[query] = shrink;
+            if (lane < tokens && !sees && query < unit.queries) shared.flags[0] = number;
+        }
+        __syncthreads();
+
+        const float4* shrinks = reinterpret_cast<const float4*>(shared.shrink);
+#pragma unroll
+        for (int quad = 0; quad < 4; quad++) {
+            if (quad >= quads) break;
+            const float4 less = shrinks[quad];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                out[c][4 * quad] *= less.x, out[c][4 * quad + 1] *= less.y;
+                out[c][4 * quad + 2] *= less.z, out[c][4 * quad + 3] *= less.w;
+            }
+        }
+        // Weights of 0 must not meet values that are not finite.
+        const bool guarded = shared.flags[0] == number && shared.flags[1] == number;
+#pragma unroll 2
+        for (int t = 0; t < tokens; t++) {
+            float value[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                value[c] = first_column + 128 * c < args.v_dim ? shared.values[t * v_row + first_column + 128 * c] : 0.0f;
+            }
+            const float4* weights = reinterpret_cast<const float4*>(shared.weights + t * WEIGHT_ROW);
+#pragma unroll
+            for (int quad = 0; quad < 4; quad++) {
+                if (quad >= quads) break;
+                const float4 four = weights[quad];
+                const float weight[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if (guarded && weight[j] == 0.0f) continue;
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++) out[c][4 * quad + j] += weight[j] * value[c];
+                }
+            }
+        }
+        __syncthreads();
+        now = next;
+    }
+
+    // Sums go to all threads by way of the shrinking factors' place.
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (j >= quads) break;
+        const int query = warp + 4 * j;
+        const float total = over_warp(sum[j], false);
+        if (lane == 0) shared.shrink[query] = total;
+        if (lane == 0 && query < unit.queries && blockIdx.x % args.columns == 0) {
+            finish_sum(args, unit, query, high[j], total);
+        }
+    }
+    __syncthreads();
+    const bool direct = task.part == DIRECT;
+#pragma unroll
+    for (int query = 0; query < QUERIES; query++) {
+        if (query >= unit.queries) break;
+        const float total = shared.shrink[query];
+        const float factor = direct && total != 0.0f ? 1.0f / total : 1.0f;
+        unsigned char* to = direct ? query_of(args, args.out, unit, query)
+                                   : reinterpret_cast<unsigned char*>(args.values) +
+                                         part_of(args, unit, query) * args.v_dim * 4;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const int column = first_column + 128 * c;
+            if (column < args.v_dim) write_one(direct ? args.out_kind : F32, to, column, out[c][query] * factor);
+        }
+    }
+}
+
+KV_KERNEL(attend_plain_v128, AttendArgs, THREADS) { attend_plain<1>(args); }
+KV_KERNEL(attend_plain_v256, AttendArgs, THREADS) { attend_plain<2>(args); }

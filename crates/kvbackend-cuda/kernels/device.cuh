@@ -1,0 +1,118 @@
+// What all kernels see of the device: kernel definitions, shared memory, asynchronous copies, matrix
+// instructions, and conversions of elements.
+//
+// The same sources are compiled by nvcc for the device and, with KV_DOUBLE, by the host's compiler for the test
+// double of the driver library. There, `kernel.hpp` defines these names with the same meaning.
+//
+// A kernel takes one struct by value and uses dynamic shared memory only, so that the double can hand it poisoned
+// memory with guards around it.
+#pragma once
+
+#ifdef KV_DOUBLE
+#include "kernel.hpp"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+// Defines the kernel `name` with the argument `args` of type `Args`, for blocks of at most `threads` threads.
+#define KV_KERNEL(name, Args, threads) \
+    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Args args)
+
+extern __shared__ __align__(128) unsigned char kv_shared_memory[];
+
+// Returns the shared memory of the block, of the size that the launch asks for.
+__device__ __forceinline__ unsigned char* kv_shared() { return kv_shared_memory; }
+
+__device__ __forceinline__ uint32_t kv_shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes to shared memory without waiting. Both places are multiples of 16 bytes.
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(kv_shared_address(shared)), "l"(global));
+}
+
+// Copies 16 bytes as cp_async16 does, or writes zeros and reads nothing if `valid` is false.
+__device__ __forceinline__ void cp_async16_zfill(void* shared, const void* global, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(kv_shared_address(shared)), "l"(global),
+                 "r"(bytes));
+}
+
+// Closes the group of the copies begun since the last commit.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+
+// Waits until at most the `N` newest groups of this thread are under way.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N));
+}
+
+// Loads matrices of 8 rows of 16 bytes. Lane l of the warp gives the row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(kv_shared_address(row)));
+}
+
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(kv_shared_address(row)));
+}
+
+// Loads matrices as ldmatrix_x4 does, each transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(kv_shared_address(row)));
+}
+
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(kv_shared_address(row)));
+}
+
+// Adds the product of a 16x16 and a 16x8 matrix of bf16 to a 16x8 matrix of f32, in the fragments of
+// mma.m16n8k16.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ float f16_to_f32(uint16_t x) { return __half2float(__ushort_as_half(x)); }
+__device__ __forceinline__ uint16_t f32_to_f16(float x) { return __half_as_ushort(__float2half_rn(x)); }
+__device__ __forceinline__ float bf16_to_f32(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+__device__ __forceinline__ uint16_t f32_to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+
+// Two elements of a word; the first is the low half.
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack_f16x2(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+__device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+#endif

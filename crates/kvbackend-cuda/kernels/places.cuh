@@ -1,0 +1,64 @@
+// The places of rows in pools and tensors, from lists of slots and of pairs of blocks.
+//
+// All strides are in bytes: rows of every format begin at whole bytes.
+#pragma once
+
+#include "device.cuh"
+
+// What an item of a list is; the numbers are those of `Items` in src/kernels/places.rs.
+enum : uint32_t {
+    // Row i of the source goes to slot list[i]. A negative slot is skipped.
+    ROWS_TO_SLOTS = 0,
+    // Slot list[i] goes to row i of the destination. A negative slot is skipped.
+    SLOTS_TO_ROWS = 1,
+    // Block list[i].x of the source goes to block list[i].y of the destination.
+    PAIRS = 2,
+    // Row i of both sides; there is no list.
+    ROWS = 3,
+};
+
+// A list of items.
+struct Items {
+    const void* list;
+    uint32_t mode;
+    uint32_t count;
+    uint32_t block_size;
+    uint32_t pad;
+};
+
+// One side of a copy: its first byte, and the distances from a row or block to the next, and from a token of a block to
+// the next.
+struct Side {
+    unsigned char* address;
+    int64_t layer;
+    int64_t outer;
+    int64_t token;
+};
+
+static_assert(sizeof(Items) == 24 && sizeof(Side) == 32, "as in src/kernels/places.rs");
+
+// The first bytes of an item on both sides.
+struct Place {
+    const unsigned char* src;
+    unsigned char* dst;
+    bool used;
+};
+
+// Returns the place of item `i` in layer `layer`.
+__device__ __forceinline__ Place place_of(const Items& items, const Side& src, const Side& dst, uint32_t i,
+                                          uint32_t layer) {
+    const unsigned char* from = src.address + src.layer * layer;
+    unsigned char* to = dst.address + dst.layer * layer;
+    if (items.mode == ROWS) return {from + src.outer * i, to + dst.outer * i, true};
+    if (items.mode == PAIRS) {
+        const uint2 pair = static_cast<const uint2*>(items.list)[i];
+        return {from + src.outer * pair.x, to + dst.outer * pair.y, true};
+    }
+    const int64_t listed = static_cast<const long long*>(items.list)[i];
+    if (listed < 0) return {from, to, false};
+    // The host refuses pools with slots that do not fit.
+    const uint32_t slot = static_cast<uint32_t>(listed), block = slot / items.block_size;
+    const uint32_t token = slot - block * items.block_size;
+    if (items.mode == ROWS_TO_SLOTS) return {from + src.outer * i, to + dst.outer * block + dst.token * token, true};
+    return {from + src.outer * block + src.token * token, to + dst.outer * i, true};
+}

@@ -1,0 +1,73 @@
+// Weights of a model as the device holds them: dense rows, or codes of ggml's blocks with their scales beside them.
+#pragma once
+
+#include "element.cuh"
+
+// Stored types beyond those of elements; the numbers are those of `StoredKind` in src/dense/weight.rs.
+enum : int {
+    // Signed bytes; an f16 scale for each 32 of a row.
+    Q8_0 = 16,
+    // Four bits, the first of two elements in the low half; for each 32 of a row a scale and a minimum in one byte
+    // each, and for each 256 the factors of both in f16.
+    Q4_K = 17,
+};
+
+// A matrix [rows, width], or several of them one after another.
+struct Weight {
+    const unsigned char* codes;
+    const unsigned char* scales;
+    const unsigned char* factors;
+    uint32_t width;
+    uint32_t kind;
+};
+
+static_assert(sizeof(Weight) == 32, "as in src/dense/weight.rs");
+
+// Scale and minimum of the group of 32 elements that element `i` of a row is in.
+__device__ __forceinline__ float2 q4_k_step(const Weight& weight, int64_t row, uint32_t i) {
+    const unsigned char* pair = weight.scales + (row * (weight.width / 32) + i / 32) * 2;
+    const uint16_t* factors = reinterpret_cast<const uint16_t*>(weight.factors) + (row * (weight.width / 256) + i / 256) * 2;
+    return make_float2(f16_to_f32(factors[0]) * pair[0], f16_to_f32(factors[1]) * pair[1]);
+}
+
+__device__ __forceinline__ float q8_0_step(const Weight& weight, int64_t row, uint32_t i) {
+    return f16_to_f32(reinterpret_cast<const uint16_t*>(weight.scales)[row * (weight.width / 32) + i / 32]);
+}
+
+// Returns element `i` of a row.
+__device__ __forceinline__ float weight1(const Weight& weight, int64_t row, uint32_t i) {
+    const int64_t at = row * weight.width + i;
+    switch (weight.kind) {
+        case F32: return load1<F32>(weight.codes, at);
+        case F16: return load1<F16>(weight.codes, at);
+        case BF16: return load1<BF16>(weight.codes, at);
+        case Q8_0: return load1<I8>(weight.codes, at) * q8_0_step(weight, row, i);
+        default: {
+            const float2 step = q4_k_step(weight, row, i);
+            return static_cast<float>(weight.codes[at >> 1] >> (at & 1) * 4 & 0xf) * step.x - step.y;
+        }
+    }
+}
+
+// Reads eight elements of a row from `i` on, a multiple of eight, in rows whose width is one.
+template <int KIND>
+__device__ __forceinline__ void weight8(const Weight& weight, int64_t row, uint32_t i, float (&x)[8]) {
+    const int64_t at = row * weight.width + i;
+    if constexpr (KIND == F32) {
+        load8<F32>(weight.codes + 4 * at, x);
+    } else if constexpr (KIND == F16) {
+        load8<F16>(weight.codes + 2 * at, x);
+    } else if constexpr (KIND == BF16) {
+        load8<BF16>(weight.codes + 2 * at, x);
+    } else if constexpr (KIND == Q8_0) {
+        load8<I8>(weight.codes + at, x);
+        const float step = q8_0_step(weight, row, i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] *= step;
+    } else {
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(weight.codes + (at >> 1));
+        const float2 step = q4_k_step(weight, row, i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = static_cast<float>(word >> 4 * j & 0xf) * step.x - step.y;
+    }
+}

@@ -1,0 +1,177 @@
+//! cuBLAS, loaded at run time.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use cudarc::cublas::sys::{
+    self, cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cublasStatus_t,
+    cudaDataType,
+};
+use cudarc::driver::sys::CUstream;
+use kvcore::{Error, Result};
+
+use super::no_library;
+use crate::NAME;
+use crate::device::Device;
+
+/// A handle of cuBLAS on one stream.
+pub(super) struct Blas {
+    handle: cublasHandle_t,
+    device: Arc<Device>,
+}
+
+// SAFETY: a handle may be used from any thread, one at a time, which the lock around it ensures.
+unsafe impl Send for Blas {}
+
+/// A matrix of a product: its place and its element type.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Operand {
+    address: u64,
+    half: bool,
+}
+
+impl Operand {
+    pub(super) fn f32(address: u64) -> Self {
+        Self { address, half: false }
+    }
+
+    pub(super) fn bf16(address: u64) -> Self {
+        Self { address, half: true }
+    }
+
+    fn dtype(self) -> cudaDataType {
+        if self.half { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F }
+    }
+}
+
+/// `out = x · matrixᵀ + beta · out`, for `x [rows, width]` and `matrix [outputs, width]`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Gemm {
+    pub(super) matrix: Operand,
+    pub(super) x: Operand,
+    pub(super) out: u64,
+    pub(super) rows: usize,
+    pub(super) width: usize,
+    pub(super) outputs: usize,
+    /// Elements from a row of `x` to the next.
+    pub(super) stride: usize,
+    pub(super) beta: f32,
+}
+
+fn extent(n: usize) -> Result<c_int> {
+    c_int::try_from(n).map_err(|_| Error::Overflow { what: "extents of a matrix product" })
+}
+
+impl Blas {
+    pub(super) fn new(device: &Arc<Device>, stream: CUstream) -> Result<Self> {
+        // SAFETY: loading a library runs its initialisers; cuBLAS's have no other effect.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(no_library(
+                "the library of matrix products (libcublas.so.13 or .12, cublas64) was not found; install CUDA's \
+                 cuBLAS, or name its folder in LD_LIBRARY_PATH"
+                    .to_owned(),
+            ));
+        }
+        let _bound = device.bind()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: `handle` is a valid place for the answer.
+        check(unsafe { sys::cublasCreate_v2(&raw mut handle) })?;
+        let blas = Self { handle, device: Arc::clone(device) };
+        // SAFETY: the handle was just created, and the stream is alive.
+        check(unsafe { sys::cublasSetStream_v2(handle, stream.cast()) })?;
+        Ok(blas)
+    }
+
+    /// Enqueues a product. The device's context is current.
+    pub(super) fn gemm(&self, gemm: &Gemm, apart: usize) -> Result<()> {
+        let Gemm { matrix, x, out, rows, width, outputs, stride, beta } = *gemm;
+        let (m, n, k) = (extent(outputs)?, extent(rows)?, extent(width)?);
+        let (ldx, ldc, alpha) = (extent(stride)?, extent(apart)?, 1.0f32);
+        // cuBLAS counts columns first: there, the matrix is transposed and the results are too.
+        // SAFETY: the caller's places hold matrices of these extents; both factors are on the host.
+        let status = unsafe {
+            sys::cublasGemmEx(
+                self.handle,
+                cublasOperation_t::CUBLAS_OP_T,
+                cublasOperation_t::CUBLAS_OP_N,
+                m,
+                n,
+                k,
+                (&raw const alpha).cast(),
+                matrix.address as *const _,
+                matrix.dtype(),
+                k,
+                x.address as *const _,
+                x.dtype(),
+                ldx,
+                (&raw const beta).cast(),
+                out as *mut _,
+                cudaDataType::CUDA_R_32F,
+                ldc,
+                cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        };
+        check(status)
+    }
+
+    /// Enqueues a product for each head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]` transposed. The
+    /// device's context is current.
+    pub(super) fn by_head(
+        &self,
+        (rows, heads, a, b): (usize, usize, usize, usize),
+        (row, head): (usize, usize),
+        (x, matrices, out): (u64, u64, u64),
+        transposed: bool,
+    ) -> Result<()> {
+        let (m, n, k, batch) = (extent(b)?, extent(rows)?, extent(a)?, extent(heads)?);
+        let (operation, lda) = if transposed {
+            (cublasOperation_t::CUBLAS_OP_T, k)
+        } else {
+            (cublasOperation_t::CUBLAS_OP_N, m)
+        };
+        let (one, zero) = (1.0f32, 0.0f32);
+        // SAFETY: the caller's places hold matrices of these extents; both factors are on the host.
+        let status = unsafe {
+            sys::cublasSgemmStridedBatched(
+                self.handle,
+                operation,
+                cublasOperation_t::CUBLAS_OP_N,
+                m,
+                n,
+                k,
+                &raw const one,
+                matrices as *const f32,
+                lda,
+                (a * b) as i64,
+                x as *const f32,
+                extent(row)?,
+                head as i64,
+                &raw const zero,
+                out as *mut f32,
+                extent(heads * b)?,
+                b as i64,
+                batch,
+            )
+        };
+        check(status)
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: the handle is alive, and the steps have waited for its stream.
+            let _ = unsafe { sys::cublasDestroy_v2(self.handle) };
+        }
+    }
+}
+
+fn check(status: cublasStatus_t) -> Result<()> {
+    match status {
+        cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        refused => {
+            Err(Error::Device { backend: NAME, reason: format!("cuBLAS refused a call: {refused:?}") })
+        }
+    }
+}

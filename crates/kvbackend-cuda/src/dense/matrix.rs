@@ -1,0 +1,298 @@
+//! Products with matrices: few rows by kernels that read the matrix once, many rows by cuBLAS.
+
+use bytemuck::{Pod, Zeroable};
+use kvcore::{Error, Result, TensorView};
+
+use super::blas::{Gemm, Operand};
+use super::steps::{THREADS, kernel, rows_grid};
+use super::weight::WeightArgs;
+use super::{DenseSteps, DeviceWeight, StoredKind, address, matrix_shape, narrow};
+use crate::module::{Kernel, Module};
+use crate::stream::Launch;
+
+/// Most rows of a product that a kernel of this crate computes.
+const FEW: usize = 8;
+
+/// Rows up to which the three terms of split activations are one product with a tall matrix, so that the weights are read
+/// once.
+const STACKED: usize = 64;
+
+/// Most elements of weights that are widened at once.
+const WIDENED: usize = 16 << 20;
+
+/// Terms of split activations.
+const TERMS: usize = 3;
+
+/// Outputs of a block of `skinny.cu`.
+const WARPS: usize = 8;
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct SkinnyArgs {
+    weight: WeightArgs,
+    x: u64,
+    bias: u64,
+    out: u64,
+    stride: i64,
+    rows: u32,
+    outputs: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct SplitArgs {
+    x: u64,
+    out: u64,
+    stride: i64,
+    rows: u32,
+    width: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct FinishArgs {
+    x: u64,
+    bias: u64,
+    out: u64,
+    rows: u32,
+    width: u32,
+    terms: u32,
+    pad: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct WidenArgs {
+    weight: WeightArgs,
+    out: u64,
+    first: u32,
+    rows: u32,
+}
+
+/// Returns the kernel for few rows.
+fn skinny(kind: StoredKind, rows: usize) -> Kernel {
+    let names = match kind {
+        StoredKind::F32 => ["skinny_f32_1", "skinny_f32_4", "skinny_f32_8"],
+        StoredKind::F16 => ["skinny_f16_1", "skinny_f16_4", "skinny_f16_8"],
+        StoredKind::BF16 => ["skinny_bf16_1", "skinny_bf16_4", "skinny_bf16_8"],
+        StoredKind::Q8_0 => ["skinny_q8_0_1", "skinny_q8_0_4", "skinny_q8_0_8"],
+        StoredKind::Q4K => ["skinny_q4_k_1", "skinny_q4_k_4", "skinny_q4_k_8"],
+    };
+    let name = match rows {
+        0..=1 => names[0],
+        2..=4 => names[1],
+        _ => names[2],
+    };
+    Kernel { module: Module::Skinny, name, shared: 0 }
+}
+
+impl DenseSteps {
+    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device and of cuBLAS.
+    pub fn project(
+        &self,
+        x: &TensorView,
+        matrix: &DeviceWeight,
+        bias: Option<&DeviceWeight>,
+    ) -> Result<TensorView> {
+        let (rows, width) = matrix_shape(x)?;
+        if width != matrix.width {
+            return Err(Error::Mismatch {
+                what: "width of a projection",
+                expected: matrix.width,
+                got: width,
+            });
+        }
+        let out = self.rows(&[rows, matrix.rows])?;
+        let bias_at = bias.map_or(Ok(0), |bias| Self::vector(bias, matrix.rows))?;
+        if rows == 0 {
+            return Ok(out);
+        }
+        if rows <= FEW {
+            self.few(x, matrix, (bias, bias_at), &out)?;
+        } else if matrix.kind == StoredKind::BF16 {
+            self.split(x, matrix, (bias, bias_at), &out)?;
+        } else {
+            self.widened(x, matrix, &out)?;
+            self.finish(&out, 1, (bias, bias_at), &out)?;
+        }
+        Ok(out)
+    }
+
+    fn few(
+        &self,
+        x: &TensorView,
+        matrix: &DeviceWeight,
+        (bias, bias_at): (Option<&DeviceWeight>, u64),
+        out: &TensorView,
+    ) -> Result<()> {
+        let (rows, outputs) = matrix_shape(out)?;
+        let args = SkinnyArgs {
+            weight: matrix.args()?,
+            x: address(x)?,
+            bias: bias_at,
+            out: address(out)?,
+            stride: x.strides()[0] as i64,
+            rows: rows as u32,
+            outputs: narrow(outputs)?,
+        };
+        let mut uses = vec![x.storage(), &matrix.storage, out.storage()];
+        uses.extend(bias.map(|bias| &bias.storage));
+        self.enqueue(&uses, |to| {
+            let grid = rows_grid(outputs.div_ceil(WARPS));
+            to.launch(Launch::new(skinny(matrix.kind, rows), grid, THREADS, 0, &args));
+            Ok(())
+        })
+    }
+
+    /// Multiplies with weights in bf16: activations are split into terms of bf16.
+    fn split(
+        &self,
+        x: &TensorView,
+        matrix: &DeviceWeight,
+        bias: (Option<&DeviceWeight>, u64),
+        out: &TensorView,
+    ) -> Result<()> {
+        let ((rows, width), outputs) = (matrix_shape(x)?, matrix.rows);
+        // Two bytes an element, in memory that is counted in f32.
+        let terms = self.rows(&[(TERMS * rows * width).div_ceil(2)])?;
+        let args = SplitArgs {
+            x: address(x)?,
+            out: address(&terms)?,
+            stride: x.strides()[0] as i64,
+            rows: narrow(rows)?,
+            width: narrow(width)?,
+        };
+        self.enqueue(&[x.storage(), terms.storage()], |to| {
+            to.launch(Launch::new(kernel("dense_split"), rows_grid(rows), THREADS, 0, &args));
+            Ok(())
+        })?;
+        let gemm = |rows: usize, term: usize, to: u64, beta: f32| Gemm {
+            matrix: Operand::bf16(matrix.address()),
+            x: Operand::bf16(args.out + (term * args.rows as usize * width * 2) as u64),
+            out: to,
+            rows,
+            width,
+            outputs,
+            stride: width,
+            beta,
+        };
+        if rows <= STACKED {
+            let products = self.rows(&[TERMS * rows, outputs])?;
+            self.gemm(gemm(TERMS * rows, 0, address(&products)?, 0.0))?;
+            return self.finish(&products, TERMS, bias, out);
+        }
+        // The smallest term first, so that little is lost.
+        for (term, beta) in [(2, 0.0), (1, 1.0), (0, 1.0)] {
+            self.gemm(gemm(rows, term, address(out)?, beta))?;
+        }
+        self.finish(out, 1, bias, out)
+    }
+
+    /// Multiplies in f32, with as many rows of the weight as are widened at once.
+    fn widened(&self, x: &TensorView, matrix: &DeviceWeight, out: &TensorView) -> Result<()> {
+        let (rows, width) = matrix_shape(x)?;
+        let at_once = (WIDENED / width.max(1)).clamp(1, matrix.rows.max(1));
+        let plain = matrix.kind == StoredKind::F32;
+        let room = if plain { None } else { Some(self.rows(&[at_once, width])?) };
+        let mut first = 0;
+        while first < matrix.rows {
+            let count = if plain { matrix.rows } else { at_once.min(matrix.rows - first) };
+            let weights = match &room {
+                None => matrix.address(),
+                Some(room) => {
+                    let args = WidenArgs {
+                        weight: matrix.args()?,
+                        out: address(room)?,
+                        first: narrow(first)?,
+                        rows: narrow(count)?,
+                    };
+                    self.enqueue(&[&matrix.storage, room.storage()], |to| {
+                        to.launch(Launch::new(kernel("dense_widen"), rows_grid(count), THREADS, 0, &args));
+                        Ok(())
+                    })?;
+                    args.out
+                }
+            };
+            self.gemm_into(
+                Gemm {
+                    matrix: Operand::f32(weights),
+                    x: Operand::f32(address(x)?),
+                    out: address(out)? + (4 * first) as u64,
+                    rows,
+                    width,
+                    outputs: count,
+                    stride: x.strides()[0],
+                    beta: 0.0,
+                },
+                matrix.rows,
+            )?;
+            first += count;
+        }
+        Ok(())
+    }
+
+    /// Adds up the terms of products, and the bias.
+    fn finish(
+        &self,
+        products: &TensorView,
+        terms: usize,
+        (bias, bias_at): (Option<&DeviceWeight>, u64),
+        out: &TensorView,
+    ) -> Result<()> {
+        if terms == 1 && bias.is_none() {
+            return Ok(());
+        }
+        let (rows, width) = matrix_shape(out)?;
+        let args = FinishArgs {
+            x: address(products)?,
+            bias: bias_at,
+            out: address(out)?,
+            rows: narrow(rows)?,
+            width: narrow(width)?,
+            terms: terms as u32,
+            pad: 0,
+        };
+        let mut uses = vec![products.storage(), out.storage()];
+        uses.extend(bias.map(|bias| &bias.storage));
+        self.enqueue(&uses, |to| {
+            to.launch(Launch::new(kernel("dense_finish"), rows_grid(rows), THREADS, 0, &args));
+            Ok(())
+        })
+    }
+
+    fn gemm(&self, gemm: Gemm) -> Result<()> {
+        self.gemm_into(gemm, gemm.outputs)
+    }
+
+    /// Enqueues a product whose rows of results are `apart` elements apart.
+    fn gemm_into(&self, gemm: Gemm, apart: usize) -> Result<()> {
+        let _bound = self.device.bind()?;
+        self.blas.lock().gemm(&gemm, apart)
+    }
+
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix of f32: `[heads, a, b]`, or `[heads, b, a]` if it is
+    /// transposed. Returns `[rows, heads, b]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device and of cuBLAS.
+    pub fn by_head(&self, x: &TensorView, matrices: &DeviceWeight, transposed: bool) -> Result<TensorView> {
+        let &[rows, heads, a] = x.shape() else { return Err(super::rank(3, x)) };
+        let per_head = matrices.rows.checked_div(heads).unwrap_or(0);
+        let (wanted, b) = if transposed { (matrices.width, per_head) } else { (per_head, matrices.width) };
+        if wanted != a || per_head * heads != matrices.rows || matrices.kind != StoredKind::F32 {
+            return Err(Error::Mismatch { what: "matrices of heads", expected: a, got: wanted });
+        }
+        let out = self.rows(&[rows, heads, b])?;
+        if out.is_empty() {
+            return Ok(out);
+        }
+        let _bound = self.device.bind()?;
+        let strides = (x.strides()[0], x.strides()[1]);
+        let at = (address(x)?, matrices.address(), address(&out)?);
+        self.blas.lock().by_head((rows, heads, a, b), strides, at, transposed)?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,214 @@
+//! The dense steps of a model on the device: everything between token ids and logits, except attention.
+//!
+//! Steps take and return views in f32. They run on a stream of their own, one after another; [`DenseSteps::order`] puts
+//! them in order with another stream. Weights stay in the format in which they are stored. Products of few rows read the
+//! matrix once, by kernels of this crate; products of many rows are cuBLAS's, which is loaded at run time.
+//!
+//! Accuracy: products are those of f32. For weights in bf16 the activations are split into three terms of bf16, whose
+//! products the matrix units compute exactly and add up in f32; other weights are widened to f32.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvcore::{CopyTensor, DType, Dims, Error, Result, Storage, Stream, TensorView};
+use parking_lot::Mutex;
+
+use crate::device::Device;
+use crate::stream::{CudaStream, Held, Lowering};
+use crate::{CudaBackend, NAME, memory};
+
+mod activations;
+mod blas;
+mod matrix;
+mod steps;
+mod weight;
+
+use activations::ActivationMemory;
+use blas::Blas;
+
+pub use weight::{DeviceWeight, StoredKind};
+
+/// The dense steps of a device.
+pub struct DenseSteps {
+    device: Arc<Device>,
+    stream: CudaStream,
+    blas: Mutex<Blas>,
+    memory: Arc<ActivationMemory>,
+}
+
+impl fmt::Debug for DenseSteps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DenseSteps on {:?}", self.device)
+    }
+}
+
+impl Drop for DenseSteps {
+    /// Waits for the enqueued work, because the memory of its activations goes.
+    fn drop(&mut self) {
+        let _ = self.stream.synchronize();
+    }
+}
+
+impl DenseSteps {
+    /// Creates the steps of a backend's device, with a stream of their own.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoDevice`] if cuBLAS is not found, and the errors of the device.
+    pub fn new(backend: &CudaBackend) -> Result<Self> {
+        let device = Arc::clone(&backend.device);
+        let stream = CudaStream::new(&device, &backend.tables)?;
+        let blas = Mutex::new(Blas::new(&device, stream.raw())?);
+        Ok(Self { device, stream, blas, memory: Arc::default() })
+    }
+
+    /// Returns the stream of the steps.
+    pub fn stream(&self) -> &CudaStream {
+        &self.stream
+    }
+
+    /// Makes `after` wait for everything enqueued on `before` so far. One of them is the stream of the steps.
+    ///
+    /// # Errors
+    /// Returns [`Error::ForeignHandle`] if a stream is of another backend.
+    pub fn order(before: &dyn Stream, after: &dyn Stream) -> Result<()> {
+        after.wait_for(&before.record()?)
+    }
+
+    /// Allocates rows for results, with any contents.
+    ///
+    /// # Errors
+    /// Returns [`Error::Allocation`] if the device is out of memory.
+    pub fn rows(&self, shape: &[usize]) -> Result<TensorView> {
+        let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        let bytes = elements.and_then(|n| n.checked_mul(size_of::<f32>()));
+        let bytes = bytes.ok_or(Error::Overflow { what: "elements of activations" })?;
+        TensorView::new(self.take(bytes)?, DType::F32, shape)
+    }
+
+    /// Takes memory for results, and frees what waits for use if the device is out of memory.
+    fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
+        match self.memory.take(&self.device, bytes) {
+            Err(Error::Allocation { .. }) => {
+                self.stream.synchronize()?;
+                self.memory.clear();
+                self.memory.take(&self.device, bytes)
+            }
+            taken => taken,
+        }
+    }
+
+    /// Enqueues launches. `uses` is held until the work is done, unless it is memory of activations, which only later
+    /// work of the same stream uses again.
+    fn enqueue(
+        &self,
+        uses: &[&Arc<dyn Storage>],
+        prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>,
+    ) -> Result<()> {
+        for storage in uses {
+            memory::of(&self.device, storage)?;
+        }
+        self.stream.enqueue(|to| {
+            prepare(to)?;
+            for storage in uses.iter().filter(|storage| !self.memory.owns(storage)) {
+                to.hold(Held::Storage(Arc::clone(storage)));
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns the rows as a dense view; a copy if they are not.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn dense(&self, x: &TensorView) -> Result<TensorView> {
+        if x.is_contiguous() {
+            return Ok(x.clone());
+        }
+        let copy = self.rows(x.shape())?;
+        let stream: &dyn Stream = &self.stream;
+        stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
+        Ok(copy)
+    }
+
+    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Nothing moves.
+    ///
+    /// # Errors
+    /// Returns [`Error::NotMultiple`] if heads do not divide the rows.
+    pub fn split_heads(&self, x: &TensorView, dim: usize) -> Result<TensorView> {
+        let (rows, width) = matrix_shape(x)?;
+        if dim == 0 || !width.is_multiple_of(dim) {
+            return Err(Error::NotMultiple { what: "width of a row", value: width, of: dim });
+        }
+        let strides = [x.strides()[0], dim, 1];
+        reshaped(x, &[rows, width / dim, dim], &strides)
+    }
+
+    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies only rows whose heads lie apart.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn join_heads(&self, x: &TensorView) -> Result<TensorView> {
+        let &[rows, heads, dim] = x.shape() else { return Err(rank(3, x)) };
+        if heads > 1 && x.strides()[1] != dim {
+            return self.join_heads(&self.dense(x)?);
+        }
+        reshaped(x, &[rows, heads * dim], &[x.strides()[0], 1])
+    }
+
+    /// Waits, and replaces the contents of `values` by all elements in row-major order.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn read(&self, x: &TensorView, values: &mut Vec<f32>) -> Result<()> {
+        let x = self.dense(x)?;
+        values.clear();
+        values.resize(x.len(), 0.0);
+        self.stream.read(&x, bytemuck::cast_slice_mut(values))
+    }
+}
+
+/// Returns the extents of a view `[rows, width]`.
+fn matrix_shape(x: &TensorView) -> Result<(usize, usize)> {
+    match *x.shape() {
+        [rows, width] => Ok((rows, width)),
+        _ => Err(rank(2, x)),
+    }
+}
+
+fn rank(expected: usize, x: &TensorView) -> Error {
+    Error::Mismatch { what: "rank of activations", expected, got: x.shape().len() }
+}
+
+/// Returns a view of the same elements with other extents.
+fn reshaped(x: &TensorView, shape: &[usize], strides: &[usize]) -> Result<TensorView> {
+    TensorView::with_strides(
+        Arc::clone(x.storage()),
+        x.dtype(),
+        Dims::new(shape)?,
+        Dims::new(strides)?,
+        x.offset(),
+    )
+}
+
+/// Returns the address of the first element of a view in f32 whose last axis is dense.
+fn address(x: &TensorView) -> Result<u64> {
+    if x.dtype() != DType::F32 {
+        return Err(Error::DTypeMismatch { what: "activations", expected: DType::F32, got: x.dtype() });
+    }
+    match (x.shape().last(), x.strides().last()) {
+        (Some(&n), Some(&stride)) if n > 1 && stride != 1 => Err(Error::InvalidStrides {
+            what: "activations",
+            reason: format!("the last axis has stride {stride}"),
+        }),
+        _ => Ok(x.storage().address() + (x.offset() * size_of::<f32>()) as u64),
+    }
+}
+
+/// Returns a count as a kernel takes it.
+fn narrow(n: usize) -> Result<u32> {
+    u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of a dense step" })
+}
+
+fn no_library(reason: String) -> Error {
+    Error::NoDevice { backend: NAME, reason }
+}

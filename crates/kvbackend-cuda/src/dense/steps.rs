@@ -1,0 +1,242 @@
+//! Steps without matrices: rows of tables, norms, gates and sums.
+
+use bytemuck::{Pod, Zeroable};
+use kvcore::{Error, Result, Storage, TensorView};
+use std::sync::Arc;
+
+use super::weight::WeightArgs;
+use super::{DenseSteps, DeviceWeight, address, matrix_shape, narrow};
+use crate::module::{Kernel, Module};
+use crate::stream::Launch;
+
+/// Threads of a block, as in `dense.cu`.
+pub(super) const THREADS: u32 = 256;
+
+/// Most blocks of a grid; kernels take further rows in turns.
+const MOST_BLOCKS: usize = 1 << 16;
+
+pub(super) const fn kernel(name: &'static str) -> Kernel {
+    Kernel { module: Module::Dense, name, shared: 0 }
+}
+
+/// Returns the grid for one block a row.
+pub(super) fn rows_grid(rows: usize) -> [u32; 3] {
+    [rows.min(MOST_BLOCKS) as u32, 1, 1]
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct TakeArgs {
+    table: WeightArgs,
+    rows: u64,
+    out: u64,
+    count: u32,
+    pad: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct NormArgs {
+    x: u64,
+    weight: u64,
+    out: u64,
+    outer: i64,
+    inner: i64,
+    rows: u32,
+    inners: u32,
+    width: u32,
+    eps: f32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PairArgs {
+    x: u64,
+    y: u64,
+    out: u64,
+    count: u64,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct AddRowsArgs {
+    sum: u64,
+    rows: u64,
+    factors: u64,
+    y: u64,
+    count: u32,
+    width: u32,
+}
+
+impl DenseSteps {
+    /// Returns the embeddings of tokens, `[tokens, width]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
+    pub fn embed(&self, table: &DeviceWeight, tokens: &[u32]) -> Result<TensorView> {
+        if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
+            return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
+        }
+        let out = self.rows(&[tokens.len(), table.width])?;
+        let mut args = TakeArgs {
+            table: table.args()?,
+            rows: 0,
+            out: address(&out)?,
+            count: narrow(tokens.len())?,
+            pad: 0,
+        };
+        self.enqueue(&[&table.storage, out.storage()], |to| {
+            args.rows = to.upload(tokens)?;
+            to.launch(Launch::new(kernel("dense_take"), rows_grid(tokens.len()), THREADS, 0, &args));
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// Copies row numbers to the device.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
+        let storage = self.take(size_of_val(rows).max(1))?;
+        let view = TensorView::new(Arc::clone(&storage), kvcore::DType::U8, &[size_of_val(rows)])?;
+        kvcore::Stream::write(&self.stream, &view, bytemuck::cast_slice(rows))?;
+        Ok(storage)
+    }
+
+    /// Returns the rows of `x` that `rows` numbers, of which there are `count`. The caller guarantees that `x` has them.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
+        let x = self.dense(x)?;
+        let width: usize = x.shape()[1..].iter().product();
+        let mut shape = x.shape().to_vec();
+        shape[0] = count;
+        let out = self.rows(&shape)?;
+        let table = WeightArgs::of_rows(address(&x)?, width)?;
+        let args =
+            TakeArgs { table, rows: rows.address(), out: address(&out)?, count: narrow(count)?, pad: 0 };
+        self.enqueue(&[x.storage(), rows, out.storage()], |to| {
+            to.launch(Launch::new(kernel("dense_take"), rows_grid(count), THREADS, 0, &args));
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or `[rows, heads, dim]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
+    pub fn rms_norm(&self, x: &TensorView, weight: &DeviceWeight, eps: f32) -> Result<TensorView> {
+        let (rows, inners, width, inner) = match *x.shape() {
+            [rows, width] => (rows, 1, width, 0),
+            [rows, heads, dim] => (rows, heads, dim, x.strides()[1]),
+            _ => return Err(super::rank(2, x)),
+        };
+        let out = self.rows(x.shape())?;
+        let args = NormArgs {
+            x: address(x)?,
+            weight: Self::vector(weight, width)?,
+            out: address(&out)?,
+            outer: x.strides()[0] as i64,
+            inner: inner as i64,
+            rows: narrow(rows * inners)?,
+            inners: narrow(inners)?,
+            width: narrow(width)?,
+            eps,
+        };
+        self.enqueue(&[x.storage(), &weight.storage, out.storage()], |to| {
+            let kernel = Kernel { shared: 4 * THREADS / 32, ..kernel("dense_rms_norm") };
+            to.launch(Launch::new(kernel, rows_grid(rows * inners), THREADS, kernel.shared, &args));
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `silu(gate) ⊙ up`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the extents differ, and the errors of the device.
+    pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
+        self.pair("dense_gated", gate, up)
+    }
+
+    /// Returns `x + y`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`gated`](Self::gated).
+    pub fn add(&self, x: &TensorView, y: &TensorView) -> Result<TensorView> {
+        self.pair("dense_add", x, y)
+    }
+
+    fn pair(&self, name: &'static str, x: &TensorView, y: &TensorView) -> Result<TensorView> {
+        let (x, y) = (self.dense(x)?, self.dense(y)?);
+        if x.shape() != y.shape() {
+            return Err(Error::Mismatch {
+                what: "elements of a sum or product",
+                expected: x.len(),
+                got: y.len(),
+            });
+        }
+        let out = self.rows(x.shape())?;
+        let args = PairArgs { x: address(&x)?, y: address(&y)?, out: address(&out)?, count: x.len() as u64 };
+        self.enqueue(&[x.storage(), y.storage(), out.storage()], |to| {
+            let grid = rows_grid(x.len().div_ceil(THREADS as usize));
+            to.launch(Launch::new(kernel(name), grid, THREADS, 0, &args));
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// Returns as many zeros as `x` has elements.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
+        let zeros = self.rows(x.shape())?;
+        self.stream.zero(&zeros)?;
+        Ok(zeros)
+    }
+
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum` has the rows
+    /// and that none is named twice.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the device.
+    pub fn add_rows(
+        &self,
+        sum: &TensorView,
+        rows: &Arc<dyn Storage>,
+        factors: &[f32],
+        y: &TensorView,
+    ) -> Result<TensorView> {
+        let (height, width) = matrix_shape(sum)?;
+        let y = self.dense(y)?;
+        let (count, y_width) = matrix_shape(&y)?;
+        for (what, expected, got) in
+            [("factors of rows", count, factors.len()), ("width of rows to add", width, y_width)]
+        {
+            if expected != got {
+                return Err(Error::Mismatch { what, expected, got });
+            }
+        }
+        let out = self.rows(&[height, width])?;
+        let stream: &dyn kvcore::Stream = &self.stream;
+        stream.copy_tensor(&kvcore::CopyTensor { src: sum.clone(), dst: out.clone() })?;
+        let mut args = AddRowsArgs {
+            sum: address(&out)?,
+            rows: rows.address(),
+            factors: 0,
+            y: address(&y)?,
+            count: narrow(count)?,
+            width: narrow(width)?,
+        };
+        self.enqueue(&[rows, y.storage(), out.storage()], |to| {
+            args.factors = to.upload(factors)?;
+            to.launch(Launch::new(kernel("dense_add_rows"), rows_grid(count), THREADS, 0, &args));
+            Ok(())
+        })?;
+        Ok(out)
+    }
+}

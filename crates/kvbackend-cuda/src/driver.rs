@@ -1,0 +1,149 @@
+//! The driver library: whether it is here, its errors, and the binding of a context to a thread.
+
+use std::sync::OnceLock;
+
+use cudarc::driver::result;
+use cudarc::driver::result::DriverError;
+use cudarc::driver::sys::{self, CUcontext, CUresult};
+use kvcore::{Error, MemoryKind, Result};
+
+use crate::NAME;
+
+/// The oldest driver that has every entry point that the backend calls: that of CUDA 12.0.
+const OLDEST: i32 = 12_000;
+
+/// Loads the driver once, and returns the version of CUDA that it serves, for example 13000.
+///
+/// # Errors
+/// Returns [`Error::NoDevice`] if the library is missing, refuses to start, or is too old.
+pub(crate) fn version() -> Result<i32> {
+    static VERSION: OnceLock<Result<i32, String>> = OnceLock::new();
+    let found = VERSION.get_or_init(|| {
+        // SAFETY: loading a library runs its initialisers; the driver's have no other effect.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(
+                "the driver library (libcuda.so.1 or nvcuda.dll) was not found; install NVIDIA's driver, \
+                        or name its folder in LD_LIBRARY_PATH"
+                    .to_owned(),
+            );
+        }
+        result::init().map_err(|error| format!("the driver does not start: {}", text(error)))?;
+        let mut version = 0;
+        // SAFETY: `version` is a valid place for the answer.
+        let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+        status.result().map_err(|error| format!("the driver does not tell its version: {}", text(error)))?;
+        if version < OLDEST {
+            return Err(format!(
+                "the driver serves CUDA {}.{}; update it to one for CUDA {}.{} or later",
+                version / 1000,
+                version % 1000 / 10,
+                OLDEST / 1000,
+                OLDEST % 1000 / 10
+            ));
+        }
+        Ok(version)
+    });
+    found.clone().map_err(no_device)
+}
+
+/// Returns the error for a device that cannot be used.
+pub(crate) fn no_device(reason: String) -> Error {
+    Error::NoDevice { backend: NAME, reason }
+}
+
+/// Returns the driver's name and text of an error.
+pub(crate) fn text(error: DriverError) -> String {
+    let part = |part: std::result::Result<&std::ffi::CStr, _>| {
+        part.map_or_else(
+            |_: DriverError| format!("{:?}", error.0),
+            |text| text.to_string_lossy().into_owned(),
+        )
+    };
+    format!("{} ({})", part(error.error_string()), part(error.error_name()))
+}
+
+/// Returns whether an error ends a context, after which every call on the device fails.
+pub(crate) fn is_loss(status: CUresult) -> bool {
+    use CUresult::{
+        CUDA_ERROR_ASSERT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_DEINITIALIZED,
+        CUDA_ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_ILLEGAL_ADDRESS,
+        CUDA_ERROR_ILLEGAL_INSTRUCTION, CUDA_ERROR_INVALID_ADDRESS_SPACE, CUDA_ERROR_INVALID_PC,
+        CUDA_ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_MISALIGNED_ADDRESS,
+        CUDA_ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_UNKNOWN,
+    };
+    matches!(
+        status,
+        CUDA_ERROR_ASSERT
+            | CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUDA_ERROR_DEINITIALIZED
+            | CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUDA_ERROR_INVALID_PC
+            | CUDA_ERROR_LAUNCH_FAILED
+            | CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | CUDA_ERROR_UNKNOWN
+    )
+}
+
+/// Returns the error of a refused call.
+pub(crate) fn refused(error: DriverError) -> Error {
+    let reason = text(error);
+    if is_loss(error.0) {
+        Error::DeviceLost { backend: NAME, reason }
+    } else {
+        Error::Device { backend: NAME, reason }
+    }
+}
+
+/// Returns the error of a refused allocation of `bytes` bytes, with the memory that is free.
+pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
+    if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return refused(error);
+    }
+    let reason = match result::mem_get_info() {
+        Ok((free, total)) if kind == MemoryKind::Device && free >= bytes => format!(
+            "{free} of the device's {total} bytes are free, but not in one piece or not to this process; use fewer \
+             blocks, or end other programs on the device"
+        ),
+        Ok((free, total)) if kind == MemoryKind::Device => format!(
+            "{free} of the device's {total} bytes are free; use fewer blocks, or end other programs on the device"
+        ),
+        _ => text(error),
+    };
+    Error::Allocation { bytes, kind, reason }
+}
+
+/// A context that is current on this thread until the value is dropped.
+///
+/// A host engine may work with another device on the same thread. Its context is current again afterwards.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    before: Option<CUcontext>,
+}
+
+impl Bound {
+    /// Makes `context` current.
+    pub(crate) fn new(context: CUcontext) -> Result<Self> {
+        let before = result::ctx::get_current().map_err(refused)?;
+        if before == Some(context) {
+            return Ok(Self { before: None });
+        }
+        // SAFETY: the caller retains `context` for longer than this call.
+        unsafe { result::ctx::set_current(context) }.map_err(refused)?;
+        Ok(Self { before: Some(before.unwrap_or(std::ptr::null_mut())) })
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: `before` was current on this thread, or is null, which leaves no context current.
+            let _ = unsafe { result::ctx::set_current(before) };
+        }
+    }
+}

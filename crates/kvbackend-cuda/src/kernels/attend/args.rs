@@ -1,0 +1,188 @@
+//! The argument of the attention kernels, as `attend.cuh` declares it.
+
+use bytemuck::{Pod, Zeroable};
+use kvcore::{Attend, DType, KeyForm, KvFormat, KvPlane, Pairing, Result, TensorView};
+
+use super::plan::Chunk;
+use super::records::NO_WINDOW;
+use super::tiling::Tiling;
+use crate::kernels::kind;
+use crate::kernels::places::Region;
+use crate::stream::Lowering;
+
+/// K or V of one layer, in bytes.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+struct AttendPlane {
+    at: u64,
+    block: i64,
+    token: i64,
+    head: i64,
+    scales: u64,
+    scale_block: i64,
+    scale_token: i64,
+    scale_head: i64,
+}
+
+impl AttendPlane {
+    fn new(plane: &KvPlane, layer: usize) -> Self {
+        let rows = Region::plane(plane, layer);
+        let scales = Region::scales(plane, layer);
+        let scale = scales.map(|scales| scales.side).unwrap_or_default();
+        Self {
+            at: rows.side.address,
+            block: rows.side.outer,
+            token: rows.side.token,
+            head: rows.head,
+            scales: scale.address,
+            scale_block: scale.outer,
+            scale_token: scale.token,
+            scale_head: scales.map_or(0, |scales| scales.head),
+        }
+    }
+}
+
+/// A tensor of rows and heads, in bytes.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct AttendRows {
+    at: u64,
+    row: i64,
+    head: i64,
+}
+
+impl AttendRows {
+    pub(super) fn new(view: &TensorView) -> Self {
+        let rows = Region::rows(view);
+        Self { at: rows.side.address, row: rows.side.outer, head: rows.head }
+    }
+
+    /// Returns the rows of a view, or address 0 if there is none.
+    pub(super) fn optional(view: Option<&TensorView>) -> Self {
+        view.map(Self::new).unwrap_or_default()
+    }
+}
+
+/// The argument of a kernel of attention.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct AttendArgs {
+    k: AttendPlane,
+    v: AttendPlane,
+    q: AttendRows,
+    latent: AttendRows,
+    out: AttendRows,
+    lse: AttendRows,
+    rows: u64,
+    segments: u64,
+    tables: u64,
+    runs: u64,
+    tasks: u64,
+    sums: u64,
+    values: u64,
+    angles: u64,
+    window: i64,
+    scale: f32,
+    softcap: f32,
+    factor: f32,
+    pairs: u32,
+    interleaved: u32,
+    unrotated: u32,
+    kind: u32,
+    q_kind: u32,
+    latent_kind: u32,
+    out_kind: u32,
+    k_dim: u32,
+    v_dim: u32,
+    k_group: u32,
+    v_group: u32,
+    block_size: u32,
+    heads: u32,
+    k_heads: u32,
+    v_heads: u32,
+    unit_heads: u32,
+    units: u32,
+    q_terms: u32,
+    latent_terms: u32,
+    tile: u32,
+    quads: u32,
+    columns: u32,
+    eights: u32,
+}
+
+/// The part of a call that all its chunks share.
+pub(super) struct Call<'a> {
+    pub(super) op: &'a Attend,
+    pub(super) latent: Option<&'a TensorView>,
+    pub(super) tiling: &'a Tiling,
+}
+
+impl Call<'_> {
+    /// Returns the argument of a chunk whose plan lies at `plan` and whose parts lie at `sums` and `values`.
+    pub(super) fn args(
+        &self,
+        to: &mut Lowering<'_>,
+        chunk: &Chunk,
+        plan: u64,
+        (sums, values): (u64, u64),
+    ) -> Result<AttendArgs> {
+        let Self { op, latent, tiling } = self;
+        let s = op.arena.layout().shape();
+        let angles = op.rope.as_ref().map(|rope| to.angles(rope)).transpose()?;
+        let window = op.window.map(|window| i64::try_from(window).unwrap_or(i64::MAX).min(NO_WINDOW));
+        let interleaved = op.rope.as_ref().is_some_and(|rope| rope.pairing() == Pairing::Interleaved);
+        let (k_group, v_group) = groups(op);
+        Ok(AttendArgs {
+            k: AttendPlane::new(&op.arena.k_plane(), op.layer),
+            v: AttendPlane::new(&op.arena.v_plane(), op.layer),
+            q: AttendRows::new(&op.q),
+            latent: AttendRows::optional(*latent),
+            out: AttendRows::new(&op.out),
+            lse: AttendRows::optional(op.lse.as_ref()),
+            rows: plan + chunk.shared.rows,
+            segments: plan + chunk.shared.segments,
+            tables: plan + chunk.shared.tables,
+            runs: plan + chunk.runs,
+            tasks: plan + chunk.tasks,
+            sums,
+            values,
+            angles: angles.unwrap_or(0),
+            window: window.unwrap_or(NO_WINDOW),
+            scale: op.scale,
+            softcap: op.softcap.unwrap_or(0.0),
+            factor: op.rope.as_ref().map_or(1.0, |rope| rope.attention_factor()),
+            pairs: op.rope.as_ref().map_or(0, |rope| rope.config().rotary_dim / 2) as u32,
+            interleaved: u32::from(interleaved),
+            unrotated: u32::from(op.keys == KeyForm::Unrotated),
+            kind: kind(s.format.storage_dtype()),
+            q_kind: kind(op.q.dtype()),
+            latent_kind: kind(latent.map_or(DType::F32, TensorView::dtype)),
+            out_kind: kind(op.out.dtype()),
+            k_dim: s.k_dim as u32,
+            v_dim: s.v_dim as u32,
+            k_group: k_group as u32,
+            v_group: v_group as u32,
+            block_size: s.block_size as u32,
+            heads: op.q.shape()[1] as u32,
+            k_heads: s.k_heads as u32,
+            v_heads: s.v_heads as u32,
+            unit_heads: tiling.heads as u32,
+            units: tiling.units as u32,
+            q_terms: tiling.terms.0 as u32,
+            latent_terms: tiling.terms.1 as u32,
+            tile: tiling.tokens as u32,
+            quads: tiling.quads as u32,
+            columns: tiling.columns as u32,
+            eights: tiling.eights,
+        })
+    }
+}
+
+/// Returns the number of elements of a key and of a value that share a scale.
+pub(super) fn groups(op: &Attend) -> (usize, usize) {
+    let s = op.arena.layout().shape();
+    match s.format {
+        KvFormat::Int8 { group } | KvFormat::Int4 { group } => (group, group),
+        _ => (s.k_dim, s.v_dim),
+    }
+}

@@ -1,0 +1,66 @@
+//! `attend` and `attend_mla`: tiles of queries over runs of the tokens that they see, and a merge if a tile has several
+//! parts.
+//!
+//! The rows of an entry are cut into tiles, the runs of a tile's merge group into tasks, so that few rows over many
+//! tokens still fill the device. A block of threads works on one task for the query heads that share a head of K and V.
+//! A tile with one task is written at once; the parts of others lie in scratch memory of limited size, so that a call
+//! with more parts than fit runs in chunks of tiles.
+//!
+//! All of this division is a [`Plan`](plan::Plan), which lies on the device and which the layers of a step share. A layer
+//! adds the places of its keys, values, queries and results.
+//!
+//! | kernels | pools |
+//! |---|---|
+//! | `attend_bf16.cu`, `attend_f16.cu` | bf16, f16: tensor cores |
+//! | `attend_codes.cu` | int8, int4, fp8 with groups of whole sixteens: tensor cores |
+//! | `attend_*_latent.cu` | the same for latents and for values of more than 256 columns |
+//! | `attend_plain.cu` | all others, and keys that are stored unrotated |
+//! | `attend_merge.cu` | parts |
+
+use std::sync::Arc;
+
+use kvcore::{Attend, AttendMla, Result, TensorView};
+
+use crate::stream::{Held, Launch, Lowering};
+
+mod args;
+mod merge;
+mod plan;
+mod records;
+mod runs;
+mod tiling;
+
+use args::Call;
+pub(crate) use plan::Plans;
+use tiling::{THREADS, Tiling};
+
+pub(crate) fn attend(to: &mut Lowering<'_>, op: &Attend) -> Result<()> {
+    run(to, op, None)
+}
+
+pub(crate) fn attend_mla(to: &mut Lowering<'_>, op: &AttendMla) -> Result<()> {
+    run(to, &op.attend, Some(&op.q_latent))
+}
+
+fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
+    let tiling = Tiling::of(&to.device().facts, op, latent)?;
+    let plan = plan::of(to, op, latent, &tiling)?;
+    to.hold(Held::Upload(Arc::clone(&plan.upload)));
+    let address = plan.upload.address();
+    let call = Call { op, latent, tiling: &tiling };
+    for chunk in &plan.chunks {
+        let scratch = if chunk.parts == 0 { (0, 0) } else { parts(to, op, chunk.parts)? };
+        let args = call.args(to, chunk, address, scratch)?;
+        let blocks = chunk.task_count * tiling.units * tiling.columns;
+        to.launch(Launch::new(tiling.kernel, [blocks as u32, 1, 1], THREADS as u32, tiling.shared, &args));
+        to.launch(merge::launch(op, chunk, address, scratch));
+    }
+    Ok(())
+}
+
+/// Returns the places of the sums and of the values of some parts, each of one row and all heads.
+fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
+    let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
+    let scratch = to.scratch(sums + parts * plan::part_bytes(op))?;
+    Ok((scratch, scratch + sums as u64))
+}

@@ -1,0 +1,120 @@
+//! The records of a plan, as `attend.cuh` declares them.
+
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+use kvcore::{QueryRow, Segment};
+
+/// Larger than every window that excludes a token, and small enough that kernels may add positions to it.
+pub(super) const NO_WINDOW: i64 = 1 << 61;
+
+/// The first part of a task that writes the output itself.
+pub(super) const DIRECT: u32 = u32::MAX;
+
+/// Keeps sums of a few positions from overflowing. No table of angles and no prompt reaches this far.
+fn clamped(position: i64) -> i64 {
+    position.clamp(-(1 << 60), 1 << 60)
+}
+
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct RowRecord {
+    logical: i64,
+    position: i64,
+}
+
+impl RowRecord {
+    pub(super) fn new(row: QueryRow) -> Self {
+        let logical = i64::try_from(row.logical).unwrap_or(i64::MAX);
+        Self { logical: clamped(logical), position: clamped(row.position) }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct SegmentRecord {
+    logical_start: i64,
+    position: i64,
+    len: u32,
+    pad: u32,
+}
+
+impl SegmentRecord {
+    pub(super) fn new(segment: &Segment) -> Self {
+        let logical = i64::try_from(segment.logical_start).unwrap_or(i64::MAX);
+        Self {
+            logical_start: clamped(logical),
+            position: clamped(segment.position(0)),
+            len: segment.len as u32,
+            pad: 0,
+        }
+    }
+}
+
+/// Tokens of a segment, or of a list of selected tokens, that a task reads.
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct RunRecord {
+    segment: u32,
+    pub(super) first: u32,
+    pub(super) end: u32,
+    table: u32,
+    offset: i64,
+    logit_scale: f32,
+    listed: u32,
+}
+
+impl RunRecord {
+    /// Describes tokens of segment number `number`, whose blocks lie at `table` in the tables.
+    pub(super) fn of_segment(segment: &Segment, number: u32, tokens: Range<usize>, table: u32) -> Self {
+        Self {
+            segment: number,
+            first: tokens.start as u32,
+            end: tokens.end as u32,
+            table,
+            offset: clamped(segment.position_offset),
+            logit_scale: segment.logit_scale,
+            listed: 0,
+        }
+    }
+
+    /// Describes `count` selected tokens of a segment, whose list lies at `list` in the tables.
+    pub(super) fn of_list(segment: &Segment, number: u32, count: usize, list: u32) -> Self {
+        Self { listed: 1, ..Self::of_segment(segment, number, 0..count, list) }
+    }
+
+    /// Returns the tokens `first..end` of the run.
+    pub(super) fn part(&self, first: u32, end: u32) -> Self {
+        Self { first, end, ..*self }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct TaskRecord {
+    pub(super) row: u32,
+    pub(super) rows: u32,
+    pub(super) run: u32,
+    pub(super) runs: u32,
+    /// First part, or [`DIRECT`].
+    pub(super) part: u32,
+    pub(super) lse_scale: f32,
+}
+
+/// A row of the output that is merged, and its parts in the lists.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct MergedRow {
+    pub(super) row: u32,
+    pub(super) list: u32,
+    pub(super) parts: u32,
+    pub(super) pad: u32,
+}
+
+/// A part of a row, and its merge group.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct ListedPart {
+    pub(super) part: u32,
+    pub(super) group: u32,
+}

@@ -1,0 +1,310 @@
+//! The choice of a kernel for a call, and the shape of the work of its blocks.
+
+use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
+
+use super::args::groups;
+use crate::NAME;
+use crate::device::DeviceFacts;
+use crate::kernels::places::Region;
+use crate::module::{Kernel, Module};
+
+/// Threads of a block of every kernel.
+pub(super) const THREADS: usize = 128;
+const WARPS: usize = THREADS / 32;
+
+/// Bytes that an access of the tensor-core kernels takes.
+const UNIT: i64 = 16;
+
+/// A kernel and the work of its blocks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tiling {
+    pub(super) kernel: Kernel,
+    /// Bytes of shared memory of a block.
+    pub(super) shared: u32,
+    /// Query heads of a block; all of them read the same heads of K and V.
+    pub(super) heads: usize,
+    /// Number of blocks that cover all heads of a row.
+    pub(super) units: usize,
+    /// Most rows of a block.
+    pub(super) rows: usize,
+    /// Tokens of a tile.
+    pub(super) tokens: usize,
+    /// Blocks that a multiprocessor works on at the same time.
+    pub(super) resident: usize,
+    /// Terms that queries, and latent queries, are split into; 0 without tensor cores.
+    pub(super) terms: (usize, usize),
+    /// Plain kernel: fours of queries, and blocks that share the columns of a task.
+    pub(super) quads: usize,
+    pub(super) columns: usize,
+    /// Plain kernel: whether eight elements of keys (1) and values (2) are read at once.
+    pub(super) eights: u32,
+}
+
+/// The tensor-core kernels for some pools.
+struct Family {
+    /// The type of the matrices.
+    dtype: DType,
+    /// Whether pools hold codes that are widened to that type.
+    codes: bool,
+    entries: &'static [Entry],
+}
+
+/// A tensor-core kernel.
+struct Entry {
+    module: Module,
+    name: &'static str,
+    /// Most queries of a block.
+    queries: usize,
+    /// Whether the kernel takes latents, and wide values.
+    latent: bool,
+    /// Most columns of values.
+    columns: usize,
+    /// Tokens of a tile.
+    tokens: usize,
+}
+
+const fn heads(module: Module, name: &'static str, queries: usize, columns: usize) -> Entry {
+    Entry { module, name, queries, latent: false, columns, tokens: 64 }
+}
+
+const fn latents(module: Module, name: &'static str, queries: usize) -> Entry {
+    Entry { module, name, queries, latent: true, columns: 512, tokens: 32 }
+}
+
+const BF16: Family = Family {
+    dtype: DType::BF16,
+    codes: false,
+    entries: &[
+        heads(Module::AttendBf16, "attend_bf16_q64_v128", 64, 128),
+        heads(Module::AttendBf16, "attend_bf16_q32_v256", 32, 256),
+        heads(Module::AttendBf16, "attend_bf16_q16_v256", 16, 256),
+        latents(Module::AttendBf16Latent, "attend_bf16_latent_q32", 32),
+        latents(Module::AttendBf16Latent, "attend_bf16_latent_q16", 16),
+    ],
+};
+
+const F16: Family = Family {
+    dtype: DType::F16,
+    codes: false,
+    entries: &[
+        heads(Module::AttendF16, "attend_f16_q64_v128", 64, 128),
+        heads(Module::AttendF16, "attend_f16_q32_v256", 32, 256),
+        heads(Module::AttendF16, "attend_f16_q16_v256", 16, 256),
+        latents(Module::AttendF16Latent, "attend_f16_latent_q32", 32),
+        latents(Module::AttendF16Latent, "attend_f16_latent_q16", 16),
+    ],
+};
+
+const CODES: Family = Family {
+    dtype: DType::BF16,
+    codes: true,
+    entries: &[
+        heads(Module::AttendCodes, "attend_codes_q64_v128", 64, 128),
+        heads(Module::AttendCodes, "attend_codes_q16_v256", 16, 256),
+        latents(Module::AttendCodesLatent, "attend_codes_latent_q16", 16),
+    ],
+};
+
+/// Entries of the plain kernel and the columns of values that a block holds.
+const PLAIN: [(&str, usize); 2] = [("attend_plain_v128", 128), ("attend_plain_v256", 256)];
+
+/// Queries and tokens of a block of the plain kernel.
+const PLAIN_QUERIES: usize = 16;
+const PLAIN_TOKENS: usize = 32;
+
+impl Tiling {
+    /// Chooses the kernel for a call.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the heads are too wide for the shared memory of the device.
+    pub(super) fn of(facts: &DeviceFacts, op: &Attend, latent: Option<&TensorView>) -> Result<Self> {
+        let known = family(op).and_then(|family| family.tiling(facts, op, latent));
+        match known {
+            Some(tiling) => Ok(tiling),
+            None => plain(facts, op, latent.is_some()),
+        }
+    }
+}
+
+/// Returns the tensor-core kernels that serve a call, if any do.
+fn family(op: &Attend) -> Option<Family> {
+    let s = op.arena.layout().shape();
+    let family = match s.format {
+        KvFormat::Dense(DType::BF16) => BF16,
+        KvFormat::Dense(DType::F16) => F16,
+        KvFormat::Dense(_) => return None,
+        KvFormat::Int8 { group } | KvFormat::Int4 { group } if !group.is_multiple_of(16) => return None,
+        _ => CODES,
+    };
+    let bits = s.format.storage_dtype().bits();
+    let whole = |dim: usize| dim.is_multiple_of(8) && (dim * bits).is_multiple_of(8 * UNIT as usize);
+    // A key that is rotated as it is read has more bits than the matrices' type.
+    let fits = op.keys == KeyForm::Rotated && whole(s.k_dim) && whole(s.v_dim) && aligned(op, UNIT);
+    fits.then_some(family)
+}
+
+/// Returns whether all rows of keys and values begin at multiples of `unit` bytes.
+fn aligned(op: &Attend, unit: i64) -> bool {
+    [op.arena.k_plane(), op.arena.v_plane()].iter().all(|plane| row_places(op, plane) % unit == 0)
+}
+
+/// Returns a number that a power of two divides if it divides the places of all rows of a plane.
+fn row_places(op: &Attend, plane: &kvcore::KvPlane) -> i64 {
+    let rows = Region::plane(plane, op.layer);
+    rows.side.address.cast_signed() | rows.side.outer | rows.side.token | rows.head
+}
+
+/// Returns the number of query heads that read the same heads of K and V.
+fn sharing(op: &Attend) -> usize {
+    let s = op.arena.layout().shape();
+    let (mut x, mut y) = (s.k_heads, s.v_heads);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    op.q.shape()[1] / (s.k_heads / x * s.v_heads)
+}
+
+/// Returns the query heads and the rows of a block of at most `most` queries.
+fn heads_and_rows(op: &Attend, most: usize) -> (usize, usize) {
+    let shared = sharing(op);
+    let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
+    (heads, (most / heads).min(longest(op)).max(1))
+}
+
+/// Returns the number of rows of the entry that has most.
+fn longest(op: &Attend) -> usize {
+    op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1)
+}
+
+impl Family {
+    fn tiling(&self, facts: &DeviceFacts, op: &Attend, latent: Option<&TensorView>) -> Option<Tiling> {
+        let s = op.arena.layout().shape();
+        let queries = sharing(op) * longest(op);
+        let rotated = op.rope.is_some();
+        let terms = |entry: &Entry| {
+            // Three terms of bf16 are exact.
+            let many = if entry.queries == 16 && self.dtype == DType::BF16 { 3 } else { 2 };
+            let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
+            (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
+        };
+        // Fewer queries than half of what a block takes are better off in a smaller one.
+        let entry = self.entries.iter().find(|entry| {
+            entry.columns >= s.v_dim
+                && (entry.latent || latent.is_none())
+                && (entry.queries == 16 || 2 * queries > entry.queries)
+                && self.shared(op, entry, terms(entry)) <= facts.shared_memory as usize
+        })?;
+        let (heads, rows) = heads_and_rows(op, entry.queries);
+        let terms = terms(entry);
+        let shared = self.shared(op, entry, terms);
+        Some(Tiling {
+            kernel: Kernel { module: entry.module, name: entry.name, shared: facts.shared_memory },
+            shared: shared as u32,
+            heads,
+            units: op.q.shape()[1] / heads,
+            rows,
+            tokens: entry.tokens,
+            resident: resident(facts, shared),
+            terms,
+            quads: 0,
+            columns: 1,
+            eights: 0,
+        })
+    }
+
+    /// Returns the bytes of shared memory of a block, as `MmaShared` divides them.
+    fn shared(&self, op: &Attend, entry: &Entry, terms: (usize, usize)) -> usize {
+        let s = op.arena.layout().shape();
+        let row = |dim: usize| 2 * (dim.next_multiple_of(16) + 8);
+        let (k_row, v_row, m, n) = (row(s.k_dim), row(s.v_dim), entry.queries, entry.tokens);
+        let weights = if self.codes { 4 * m * (n + 4) } else { 4 * m * (n + 8) };
+        let (stages, sides) = match (self.codes, entry.latent) {
+            (true, _) => (1, 4),
+            (false, true) => (2, 2),
+            (false, false) => (1, 2),
+        };
+        let mut parts =
+            vec![terms.0 * m * k_row, terms.1 * m * v_row, stages * n * k_row, stages * n * v_row, weights];
+        parts.extend([2 * sides * n * 8, WARPS * m * 4, m * 4, m * 8, 16]);
+        if self.codes {
+            let bits = s.format.storage_dtype().bits();
+            let (k_group, v_group) = groups(op);
+            parts.extend([n * s.k_dim * bits / 8, n * s.v_dim * bits / 8]);
+            parts.extend([2 * n * (s.k_dim / k_group) * 4, 2 * n * (s.v_dim / v_group) * 4]);
+        }
+        whole_units(&parts)
+    }
+}
+
+/// Returns the number of blocks with `shared` bytes of shared memory that a multiprocessor works on at the same time, of
+/// at most 4, which their registers allow. Each block takes one kilobyte more than it asks for.
+fn resident(facts: &DeviceFacts, shared: usize) -> usize {
+    ((facts.shared_memory as usize + 1024) / (shared + 1024)).clamp(1, 4)
+}
+
+fn whole_units(parts: &[usize]) -> usize {
+    parts.iter().map(|bytes| bytes.next_multiple_of(16)).sum()
+}
+
+/// Returns the bytes of shared memory of a block of the plain kernel, as `PlainShared` divides them.
+fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize {
+    let s = op.arena.layout().shape();
+    let fours = |dim: usize| dim.div_ceil(4) | 1;
+    let (k, v) = (16 * fours(s.k_dim), 16 * fours(s.v_dim));
+    whole_units(&[
+        4 * k * quads,
+        if latent { 4 * v * quads } else { 0 },
+        k * tokens,
+        v * tokens,
+        4 * WARPS * 4 * PLAIN_TOKENS,
+        4 * PLAIN_TOKENS * (PLAIN_QUERIES + 4),
+        4 * PLAIN_QUERIES,
+        8 * 2 * 4 * PLAIN_TOKENS,
+        4 * 2 * PLAIN_TOKENS,
+        8 * PLAIN_QUERIES,
+        16,
+    ])
+}
+
+fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Tiling> {
+    let s = op.arena.layout().shape();
+    let bits = s.format.storage_dtype().bits();
+    let eights = |plane: &kvcore::KvPlane| {
+        let unit = bits.min(16) as i64;
+        plane.dim.is_multiple_of(8) && row_places(op, plane) % unit == 0
+    };
+    let (name, most_columns) =
+        PLAIN.into_iter().find(|(_, columns)| *columns >= s.v_dim).unwrap_or(PLAIN[PLAIN.len() - 1]);
+    let limit = facts.shared_memory as usize;
+    for most in [PLAIN_QUERIES, 8, 4] {
+        let (heads, rows) = heads_and_rows(op, most);
+        let quads = (heads * rows).div_ceil(4).next_power_of_two();
+        let fits = |&tokens: &usize| plain_shared(op, latent, quads, tokens) <= limit;
+        // A tile of fewer tokens costs more than a second read of the keys.
+        let least = if most == 4 { 1 } else { 8 };
+        let Some(tokens) = [PLAIN_TOKENS, 16, 8, 4, 2, 1].into_iter().filter(|&n| n >= least).find(fits)
+        else {
+            continue;
+        };
+        let shared = plain_shared(op, latent, quads, tokens);
+        return Ok(Tiling {
+            kernel: Kernel { module: Module::AttendPlain, name, shared: facts.shared_memory },
+            shared: shared as u32,
+            heads,
+            units: op.q.shape()[1] / heads,
+            rows,
+            tokens,
+            resident: resident(facts, shared),
+            terms: (0, 0),
+            quads,
+            columns: s.v_dim.div_ceil(most_columns),
+            eights: u32::from(eights(&op.arena.k_plane())) | u32::from(eights(&op.arena.v_plane())) << 1,
+        });
+    }
+    let what = format!(
+        "attention over heads of {} and {} elements: the device has {limit} bytes of shared memory, the cpu backend has \
+         no such limit",
+        s.k_dim, s.v_dim
+    );
+    Err(Error::Unsupported { backend: NAME, what })
+}

@@ -1,0 +1,49 @@
+//! Operations of the contract, lowered to launches of kernels.
+//!
+//! | operation | kernels |
+//! |---|---|
+//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy.cu` |
+//! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert.cu` |
+//! | attend, attend_mla, with selections and in every format | `attend.cu` |
+
+use kvcore::{DType, Operation, Result};
+
+use crate::stream::Lowering;
+
+mod attend;
+mod convert;
+mod copy;
+mod places;
+mod rows;
+
+pub(crate) use attend::Plans;
+
+/// Lowers a checked operation to launches.
+pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<()> {
+    match operation {
+        Operation::Scatter(op) => rows::scatter(to, op),
+        Operation::Gather(op) => rows::gather(to, op),
+        Operation::CopyBlocks(op) => copy::copy_blocks(to, op),
+        Operation::SwapBlocks(op) => copy::swap_blocks(to, op),
+        Operation::CopyTensor(op) => copy::copy_tensor(to, op),
+        Operation::ApplyRope(op) => convert::rope(to, op),
+        Operation::RotateKeys(op) => convert::rotate_keys(to, op),
+        Operation::Attend(op) => attend::attend(to, op),
+        Operation::AttendMla(op) => attend::attend_mla(to, op),
+        Operation::Quantize(op) => convert::quantize(to, op),
+        Operation::Dequantize(op) => convert::dequantize(to, op),
+    }
+}
+
+/// Returns the number by which `element.cuh` knows an element type.
+fn kind(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        DType::F8E4M3 => 3,
+        DType::F8E5M2 => 4,
+        DType::I8 => 5,
+        DType::I4 => 6,
+        _ => 0,
+    }
+}

@@ -1,0 +1,152 @@
+//! The CUDA backend: NVIDIA GPUs from compute capability 8.0 (Ampere) on.
+//!
+//! Nothing of CUDA is needed to build: the driver library is loaded at run time, and the kernels are compiled to PTX
+//! that is part of this crate. Without a driver or a device, [`CudaBackend::new`] returns
+//! [`kvcore::Error::NoDevice`], which says what was tried.
+//!
+//! ```
+//! use kvbackend_cuda::CudaBackend;
+//! use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
+//!
+//! # if let Err(reason) = CudaBackend::new() {
+//! #     return Ok(kvconform::skip(reason));
+//! # }
+//! let backend = CudaBackend::new()?;
+//! let stream = backend.stream()?;
+//! let tensor = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2])?;
+//! stream.write(&tensor, &[0, 0, 128, 63, 0, 0, 0, 64])?; // 1.0, 2.0
+//! let mut bytes = [0; 8];
+//! stream.read(&tensor, &mut bytes)?;
+//! assert_eq!(bytes, [0, 0, 128, 63, 0, 0, 0, 64]);
+//! # Ok::<(), kvcore::Error>(())
+//! ```
+
+pub mod dense;
+mod device;
+mod driver;
+mod kernels;
+mod memory;
+mod module;
+mod options;
+mod report;
+mod stream;
+mod tables;
+
+use std::any::Any;
+use std::sync::Arc;
+
+use kvcore::{
+    Backend, Capabilities, CounterSnapshot, DType, KvFormat, MemoryKind, ReservedStorage, Result, Storage,
+    Stream,
+};
+
+use device::Device;
+use tables::Tables;
+
+pub use cudarc;
+pub use memory::{CudaReserved, CudaStorage};
+pub use options::CudaOptions;
+pub use report::{DeviceReport, devices};
+pub use stream::{CudaEvent, CudaStream};
+
+/// Name of the backend in errors and on command lines.
+pub(crate) const NAME: &str = "cuda";
+
+/// A backend on one NVIDIA GPU.
+#[derive(Debug)]
+pub struct CudaBackend {
+    device: Arc<Device>,
+    tables: Arc<Tables>,
+}
+
+impl CudaBackend {
+    /// Creates a backend on the first device.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device; the error says what to do.
+    pub fn new() -> Result<Arc<Self>> {
+        Self::with_options(&CudaOptions::default())
+    }
+
+    /// Creates a backend with the given options.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability 8.0, or
+    /// cannot be opened.
+    pub fn with_options(options: &CudaOptions) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self { device: Device::open(options.device)?, tables: Arc::default() }))
+    }
+
+    /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the engine.
+    /// `owner` is dropped with the storage.
+    ///
+    /// # Safety
+    /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller orders
+    /// its own use of the memory with the streams, and lends each byte to one storage only.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another device,
+    /// [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`] if `bytes` is 0.
+    pub unsafe fn lent(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<CudaStorage> {
+        // SAFETY: the caller guarantees the same.
+        unsafe { CudaStorage::lent(&self.device, address, bytes, owner) }
+    }
+
+    /// Creates a stream over a stream that the caller created in the device's primary context. Operations are enqueued
+    /// there, in order with the caller's own work. `owner` is dropped with the stream.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the driver that lives as long as `owner`.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::ForeignHandle`] if the stream is of another context.
+    pub unsafe fn lent_stream(
+        &self,
+        stream: cudarc::driver::sys::CUstream,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<CudaStream> {
+        // SAFETY: the caller guarantees the same.
+        unsafe { CudaStream::lent(&self.device, &self.tables, stream, owner) }
+    }
+}
+
+impl Backend for CudaBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn description(&self) -> String {
+        format!("{NAME} ({}, device {})", self.device.facts.name, self.device.ordinal)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let reserve = if self.device.facts.virtual_memory { None } else { Some("reserve") };
+        Capabilities {
+            dtypes: DType::COMPUTE.to_vec(),
+            formats: KvFormat::QUANTIZED.to_vec(),
+            memory: vec![MemoryKind::Device, MemoryKind::Pinned],
+            missing: reserve.into_iter().collect(),
+        }
+    }
+
+    fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
+        Ok(Arc::new(CudaStorage::allocate(&self.device, kind, bytes)?))
+    }
+
+    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
+        Ok(Arc::new(CudaReserved::reserve(&self.device, kind, bytes)?))
+    }
+
+    fn stream(&self) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
+    }
+
+    fn counters(&self) -> CounterSnapshot {
+        self.device.counters.snapshot()
+    }
+}

@@ -1,0 +1,82 @@
+//! Memory that an engine lends: a device pointer with the owner that keeps it alive.
+
+use std::any::Any;
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
+use kvcore::{Error, MemoryKind, Result};
+
+use super::{CudaStorage, Owner};
+use crate::NAME;
+use crate::device::Device;
+
+impl CudaStorage {
+    /// Wraps lent memory after asking the driver whether it is what the caller says.
+    ///
+    /// # Safety
+    /// See [`CudaBackend::lent`](crate::CudaBackend::lent).
+    pub(crate) unsafe fn lent(
+        device: &Arc<Device>,
+        address: CUdeviceptr,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of lent memory" });
+        }
+        let _bound = device.bind()?;
+        let ordinal: i32 = ask(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+            .ok_or_else(|| not_memory(address))?;
+        let kind: u32 = ask(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+            .ok_or_else(|| not_memory(address))?;
+        let on_device = kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
+        if on_device && ordinal != device.ordinal {
+            let reason = format!(
+                "lent memory at {address:#x} is on device {ordinal}, this backend is on device {}; open a backend on \
+                 device {ordinal}",
+                device.ordinal
+            );
+            return Err(Error::Device { backend: NAME, reason });
+        }
+        let range = CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR;
+        let size = CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
+        if let (Some(start), Some(size)) = (ask::<CUdeviceptr>(address, range), ask::<usize>(address, size)) {
+            let most = size.saturating_sub(address.saturating_sub(start) as usize);
+            if bytes > most {
+                let (what, value, most) = ("bytes of lent memory", bytes as i128, most as i128);
+                return Err(Error::TooLarge { what, value, most });
+            }
+        }
+        let (kind, host) = if on_device {
+            (MemoryKind::Device, std::ptr::null_mut())
+        } else {
+            let host = ask(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_HOST_POINTER);
+            (MemoryKind::Pinned, host.ok_or_else(|| not_memory(address))?)
+        };
+        Ok(Self {
+            device: Arc::clone(device),
+            address,
+            len: bytes,
+            kind,
+            host,
+            owner: Owner::Lent(owner),
+            lender: None,
+        })
+    }
+}
+
+fn not_memory(address: CUdeviceptr) -> Error {
+    let reason = format!("lent memory at {address:#x} is no memory that the driver knows");
+    Error::Device { backend: NAME, reason }
+}
+
+/// Asks the driver for an attribute of a pointer, whose type is that of the attribute.
+fn ask<T: Copy>(address: CUdeviceptr, attribute: CUpointer_attribute) -> Option<T> {
+    let mut answer = MaybeUninit::<T>::uninit();
+    // SAFETY: the callers ask for attributes of type `T`; the driver writes one on success.
+    unsafe {
+        sys::cuPointerGetAttribute(answer.as_mut_ptr().cast(), attribute, address).result().ok()?;
+        Some(answer.assume_init())
+    }
+}

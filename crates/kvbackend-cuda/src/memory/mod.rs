@@ -1,0 +1,211 @@
+//! Storages: device memory from a pool, pinned host memory, memory that the caller lends, and reserved addresses.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUdeviceptr, CUmemoryPool};
+use kvcore::{Error, MemoryKind, Result, Storage};
+
+use crate::NAME;
+use crate::device::{self, Device};
+
+mod lent;
+mod reserved;
+
+pub use reserved::CudaReserved;
+
+/// Bytes that the pool keeps for later allocations instead of returning them to the device.
+const KEPT: u64 = 64 << 20;
+
+/// Bytes of a device's memory, or of host memory that the device reads and writes.
+///
+/// The address is a device pointer. Operations that are enqueued hold the storage, so that the memory is freed when no
+/// work uses it any more.
+pub struct CudaStorage {
+    device: Arc<Device>,
+    address: CUdeviceptr,
+    len: usize,
+    kind: MemoryKind,
+    /// Address of pinned memory on the host; null for memory of the device.
+    host: *mut c_void,
+    owner: Owner,
+    /// The identity of the memory that this storage goes back to when its user is done, if it goes to any.
+    lender: Option<usize>,
+}
+
+/// The way in which the memory of a storage goes.
+enum Owner {
+    Pool,
+    Allocation,
+    Pinned,
+    Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Reservation),
+    Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
+}
+
+// SAFETY: the driver's memory may be used and freed from any thread, and lent owners are `Send`.
+unsafe impl Send for CudaStorage {}
+// SAFETY: as for `Send`; a storage gives no reference to its bytes.
+unsafe impl Sync for CudaStorage {}
+
+impl fmt::Debug for CudaStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "CudaStorage({} bytes of {} memory at {:#x} on {:?})",
+            self.len, self.kind, self.address, self.device
+        )
+    }
+}
+
+/// Creates the pool of a device's memory. The device's context is current.
+pub(crate) fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
+    // SAFETY: all zeros is a valid value of a plain C struct, and of the unions in it.
+    let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+    properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = ordinal;
+    let mut kept = KEPT;
+    // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the driver asks.
+    unsafe {
+        let pool = result::mem_pool::create(&raw const properties)?;
+        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        let set = sys::cuMemPoolSetAttribute(pool, threshold, (&raw mut kept).cast()).result();
+        if let Err(error) = set {
+            let _ = result::mem_pool::destroy(pool);
+            return Err(error);
+        }
+        Ok(pool)
+    }
+}
+
+impl CudaStorage {
+    /// Allocates zeroed memory.
+    pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::Zero { what: "bytes of an allocation" });
+        }
+        let _bound = device.bind()?;
+        let refused = |error| device.no_memory(error, kind, bytes);
+        let none = std::ptr::null_mut();
+        let (address, host, owner) = match (kind, device.pool) {
+            (MemoryKind::Device, Some(pool)) => {
+                // SAFETY: pool and stream belong to the device.
+                let address = unsafe { result::mem_pool::alloc_async(pool, bytes, device.setup) };
+                (address.map_err(refused)?, none, Owner::Pool)
+            }
+            (MemoryKind::Device, None) => {
+                // SAFETY: the context is current.
+                (unsafe { result::malloc_sync(bytes) }.map_err(refused)?, none, Owner::Allocation)
+            }
+            (MemoryKind::Pinned, _) => {
+                let (host, address) = pinned(bytes, PORTABLE).map_err(refused)?;
+                (address, host, Owner::Pinned)
+            }
+            (other, _) => {
+                let what = format!("{other} memory, which kernels cannot reach: take pinned memory");
+                return Err(Error::Unsupported { backend: NAME, what });
+            }
+        };
+        let storage =
+            Self { device: Arc::clone(device), address, len: bytes, kind, host, owner, lender: None };
+        match storage.owner {
+            // SAFETY: the memory was just allocated for `bytes` bytes.
+            Owner::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
+            // SAFETY: as above; nothing else knows the address.
+            _ => unsafe { device::zero(device, address, bytes) }?,
+        }
+        Ok(storage)
+    }
+
+    /// Writes bytes from the start on and waits for it. For memory that no enqueued work uses.
+    pub(crate) fn fill(&self, bytes: &[u8]) -> Result<()> {
+        let _bound = self.device.bind()?;
+        let bytes = &bytes[..bytes.len().min(self.len)];
+        // SAFETY: the range lies in the storage, and `bytes` outlives the wait.
+        unsafe { result::memcpy_htod_async(self.address, bytes, self.device.setup) }
+            .map_err(|error| self.device.refused(error))?;
+        device::settle(&self.device)
+    }
+
+    /// Returns the address of pinned memory on the host.
+    pub(crate) fn host(&self) -> Option<*mut u8> {
+        (!self.host.is_null()).then(|| self.host.cast())
+    }
+
+    /// Marks the storage as on loan from a memory.
+    pub(crate) fn lent_by(mut self, lender: usize) -> Self {
+        self.lender = Some(lender);
+        self
+    }
+
+    /// Returns the memory that the storage is on loan from.
+    pub(crate) fn lender(&self) -> Option<usize> {
+        self.lender
+    }
+
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+/// Pinned memory that every context uses, not only the one that allocated it.
+pub(crate) const PORTABLE: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+
+/// Pinned memory that the host writes and never reads.
+pub(crate) const WRITTEN_ONLY: u32 = PORTABLE | sys::CU_MEMHOSTALLOC_WRITECOMBINED;
+
+/// Allocates pinned memory. Returns its address on the host and on the device.
+pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdeviceptr), DriverError> {
+    // SAFETY: a context is current.
+    let host = unsafe { result::malloc_host(bytes, flags) }?;
+    let mut address = 0;
+    // SAFETY: `host` is memory that the driver has just mapped for the device.
+    let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
+    status.result().map(|()| (host, address)).inspect_err(|_| {
+        // SAFETY: `host` came from `malloc_host`, and nothing else knows it.
+        let _ = unsafe { result::free_host(host) };
+    })
+}
+
+impl Drop for CudaStorage {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else { return }; // a lost context has no memory left
+        // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it, because work
+        // holds its storages until it is done.
+        let _ = match self.owner {
+            Owner::Pool => unsafe { result::free_async(self.address, self.device.setup) },
+            Owner::Allocation => unsafe { result::free_sync(self.address) },
+            Owner::Pinned => unsafe { result::free_host(self.host) },
+            Owner::Reserved(_) | Owner::Lent(_) => Ok(()),
+        };
+    }
+}
+
+impl Storage for CudaStorage {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Returns the storage behind a handle, if the storage belongs to this device.
+pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a CudaStorage> {
+    let known = storage.as_any().downcast_ref::<CudaStorage>();
+    known
+        .filter(|known| Arc::ptr_eq(&known.device, device))
+        .ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
+}

@@ -1,0 +1,141 @@
+//! Kernels by name, and the modules of PTX that hold them. A module is loaded when one of its kernels is first used.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUfunction, CUmodule};
+use kvcore::{Error, Result};
+use parking_lot::Mutex;
+
+use crate::NAME;
+use crate::device::Device;
+
+/// A file of `kernels/`, compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Module {
+    /// Copies of rows, bit for bit.
+    Copy,
+    /// Rows that change on the way: other formats, rotations, scales.
+    Convert,
+    /// Steps of a model without matrices.
+    Dense,
+    /// Products of few rows with a matrix.
+    Skinny,
+    /// Attention over pools of bf16.
+    AttendBf16,
+    /// Attention over latents of bf16.
+    AttendBf16Latent,
+    /// Attention over pools of f16.
+    AttendF16,
+    /// Attention over latents of f16.
+    AttendF16Latent,
+    /// Attention over pools of int8, int4 and fp8 codes.
+    AttendCodes,
+    /// Attention over latents of int8, int4 and fp8 codes.
+    AttendCodesLatent,
+    /// Attention over every pool, without tensor cores.
+    AttendPlain,
+    /// The merge of attention's parts.
+    AttendMerge,
+}
+
+impl Module {
+    /// Returns the PTX that `cargo xtask cuda-ptx` has made of the sources.
+    const fn ptx(self) -> &'static str {
+        match self {
+            Self::Copy => include_str!("../ptx/copy.ptx"),
+            Self::Convert => include_str!("../ptx/convert.ptx"),
+            Self::Dense => include_str!("../ptx/dense.ptx"),
+            Self::Skinny => include_str!("../ptx/skinny.ptx"),
+            Self::AttendBf16 => include_str!("../ptx/attend_bf16.ptx"),
+            Self::AttendBf16Latent => include_str!("../ptx/attend_bf16_latent.ptx"),
+            Self::AttendF16 => include_str!("../ptx/attend_f16.ptx"),
+            Self::AttendF16Latent => include_str!("../ptx/attend_f16_latent.ptx"),
+            Self::AttendCodes => include_str!("../ptx/attend_codes.ptx"),
+            Self::AttendCodesLatent => include_str!("../ptx/attend_codes_latent.ptx"),
+            Self::AttendPlain => include_str!("../ptx/attend_plain.ptx"),
+            Self::AttendMerge => include_str!("../ptx/attend_merge.ptx"),
+        }
+    }
+}
+
+/// A kernel of a module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Kernel {
+    pub(crate) module: Module,
+    /// Name of the entry in the PTX.
+    pub(crate) name: &'static str,
+    /// Most bytes of shared memory that a launch asks for.
+    pub(crate) shared: u32,
+}
+
+/// The modules and kernels of a device that are loaded.
+#[derive(Default)]
+pub(crate) struct Modules(Mutex<Loaded>);
+
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<Module, CUmodule>,
+    kernels: HashMap<Kernel, CUfunction>,
+}
+
+/// Shared memory that a block may have without asking.
+const PLAIN_SHARED: u32 = 48 << 10;
+
+impl Modules {
+    /// Returns a kernel, and loads it on first use. The device's context is current.
+    pub(crate) fn get(&self, device: &Device, kernel: Kernel) -> Result<CUfunction> {
+        let mut loaded = self.0.lock();
+        if let Some(&function) = loaded.kernels.get(&kernel) {
+            return Ok(function);
+        }
+        if kernel.shared > device.facts.shared_memory {
+            let what = format!(
+                "kernel {}, whose blocks take {} bytes of shared memory: the device has {}",
+                kernel.name, kernel.shared, device.facts.shared_memory
+            );
+            return Err(Error::Unsupported { backend: NAME, what });
+        }
+        let module = if let Some(&module) = loaded.modules.get(&kernel.module) {
+            module
+        } else {
+            let text = CString::new(kernel.module.ptx()).map_err(|_| no_text(kernel))?;
+            // SAFETY: `text` is PTX that ends with a zero byte.
+            let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
+            let module = module.map_err(|error| device.refused(error))?;
+            loaded.modules.insert(kernel.module, module);
+            module
+        };
+        let name = CString::new(kernel.name).map_err(|_| no_text(kernel))?;
+        // SAFETY: `module` is loaded and stays so until the device is dropped.
+        let function =
+            unsafe { result::module::get_function(module, name) }.map_err(|error| device.refused(error))?;
+        if kernel.shared > PLAIN_SHARED {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: `function` was just loaded.
+            unsafe { sys::cuFuncSetAttribute(function, attribute, kernel.shared as i32) }
+                .result()
+                .map_err(|error| device.refused(error))?;
+        }
+        loaded.kernels.insert(kernel, function);
+        Ok(function)
+    }
+
+    /// Unloads all modules. The device's context is current, and nothing runs any more.
+    pub(crate) fn unload(&self) {
+        let mut loaded = self.0.lock();
+        loaded.kernels.clear();
+        for (_, module) in loaded.modules.drain() {
+            // SAFETY: `module` was loaded in this context, and its functions are forgotten.
+            let _ = unsafe { result::module::unload(module) };
+        }
+    }
+}
+
+fn no_text(kernel: Kernel) -> Error {
+    Error::Device {
+        backend: NAME,
+        reason: format!("kernel {} is not a text without zero bytes", kernel.name),
+    }
+}

@@ -1,0 +1,49 @@
+//! The devices of a machine, for display.
+
+use cudarc::driver::result;
+use kvcore::Result;
+
+use crate::{device, driver};
+
+/// A device that the driver reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// Number of the device, for [`CudaOptions::device`](crate::CudaOptions::device).
+    pub ordinal: usize,
+    /// Name of the card.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub compute_capability: (i32, i32),
+    /// Bytes of the device's memory.
+    pub total_memory: usize,
+    /// Whether memory can be reserved and mapped, so that pools sleep.
+    pub virtual_memory: bool,
+    /// The reason why the backend cannot use the device, if there is one.
+    pub unfit: Option<String>,
+    /// Version of CUDA that the driver serves, for example 13000 for 13.0.
+    pub driver: i32,
+}
+
+/// Returns the devices of this machine.
+///
+/// # Errors
+/// Returns [`kvcore::Error::NoDevice`] if there is no driver, or if it does not start.
+pub fn devices() -> Result<Vec<DeviceReport>> {
+    let version = driver::version()?;
+    let refused = |error| driver::no_device(driver::text(error));
+    (0..device::count()?)
+        .map(|ordinal| {
+            let handle = result::device::get(ordinal as i32).map_err(refused)?;
+            let facts = device::facts(handle).map_err(refused)?;
+            Ok(DeviceReport {
+                ordinal,
+                unfit: device::unfit(&facts),
+                name: facts.name,
+                virtual_memory: facts.virtual_memory,
+                compute_capability: facts.compute_capability,
+                total_memory: facts.total_memory,
+                driver: version,
+            })
+        })
+        .collect()
+}

@@ -1,0 +1,40 @@
+//! RoPE tables on the device.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use kvcore::{MemoryKind, Result, Rope, RopeTable, Storage};
+use parking_lot::Mutex;
+
+use crate::device::Device;
+use crate::memory::CudaStorage;
+
+/// A table of cosines and sines on the device: a pair `(cos, sin)` for each position and pair of elements, without the
+/// attention factor.
+pub(crate) type Angles = Arc<dyn Storage>;
+
+/// The tables of a backend, by the address of the host's table that each is a copy of.
+#[derive(Debug, Default)]
+pub(crate) struct Tables(Mutex<HashMap<usize, (Weak<RopeTable>, Angles)>>);
+
+impl Tables {
+    /// Returns the table of a RoPE on the device. The table grows with the host's.
+    pub(crate) fn angles(&self, device: &Arc<Device>, rope: &Rope) -> Result<Angles> {
+        let table = rope.table([])?;
+        let key = Arc::as_ptr(&table) as usize;
+        let mut tables = self.0.lock();
+        if let Some((known, angles)) = tables.get(&key)
+            && known.upgrade().is_some_and(|known| Arc::ptr_eq(&known, &table))
+        {
+            return Ok(Arc::clone(angles));
+        }
+        tables.retain(|_, (known, _)| known.strong_count() > 0);
+        let pairs: Vec<f32> = table.cos().iter().zip(table.sin()).flat_map(|(&c, &s)| [c, s]).collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&pairs);
+        let storage = CudaStorage::allocate(device, MemoryKind::Device, bytes.len().max(1))?;
+        storage.fill(bytes)?;
+        let angles: Angles = Arc::new(storage);
+        tables.insert(key, (Arc::downgrade(&table), Arc::clone(&angles)));
+        Ok(angles)
+    }
+}

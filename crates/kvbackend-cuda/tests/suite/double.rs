@@ -1,0 +1,123 @@
+//! The controls of the test double, where it stands in for the driver.
+
+use std::ffi::{CString, c_char, c_int};
+use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use libloading::Library;
+
+/// Devices of the double.
+pub(crate) const EAGER: usize = 0;
+pub(crate) const LAZY: usize = 1;
+pub(crate) const SMALL: usize = 2;
+
+/// The library that the backend has loaded, if it is the double.
+pub(crate) struct Double(Library);
+
+/// Returns the double; none where a driver is. Then the test is one that needs no control, or it is skipped.
+pub(crate) fn double() -> Option<&'static Double> {
+    static DOUBLE: OnceLock<Option<Double>> = OnceLock::new();
+    let find = || {
+        // SAFETY: the backend loads the same library; its initialisers have run or have no other effect.
+        let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
+        // SAFETY: the symbol is looked for and not called.
+        let known = unsafe { library.get::<fn()>(b"kv_double_trace\0") }.is_ok();
+        known.then_some(Double(library))
+    };
+    DOUBLE.get_or_init(find).as_ref()
+}
+
+/// Held by tests that change what the double does, beside whom no other test runs.
+static CHANGES: RwLock<()> = RwLock::new(());
+
+/// Returns the permission to run beside other tests.
+pub(crate) fn beside_others() -> RwLockReadGuard<'static, ()> {
+    CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Returns the permission to change what the double does, until it is dropped. Says why a test is skipped where a driver
+/// is.
+pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
+    let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
+    let Some(double) = double() else {
+        kvconform::skip("the test needs the double of the driver");
+        return None;
+    };
+    Some((double, alone))
+}
+
+/// Permission to change the double; the changes end with it.
+pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        if let Some(double) = double() {
+            double.reset();
+        }
+    }
+}
+
+impl Double {
+    fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
+        let name = CString::new(name).unwrap();
+        // SAFETY: the callers name functions of the double with their types.
+        unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
+    }
+
+    /// Makes call number `after` of an entry fail with a code of the driver, once.
+    pub(crate) fn fail(&self, entry: &str, after: c_int, code: c_int) {
+        let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
+        let entry = CString::new(entry).unwrap();
+        // SAFETY: the name lives as long as the call.
+        unsafe { call(entry.as_ptr(), after, code) }
+    }
+
+    fn reset(&self) {
+        let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
+        // SAFETY: null means everything.
+        unsafe { call(std::ptr::null(), 0, 0) }
+    }
+
+    /// Makes an entry do nothing.
+    pub(crate) fn ignore(&self, entry: &str, on: bool) {
+        let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int)>("kv_double_ignore");
+        let entry = CString::new(entry).unwrap();
+        // SAFETY: the name lives as long as the call.
+        unsafe { call(entry.as_ptr(), c_int::from(on)) }
+    }
+
+    /// Sets the memory of a device.
+    pub(crate) fn limit(&self, device: usize, bytes: usize) {
+        // SAFETY: plain numbers.
+        unsafe { self.entry::<unsafe extern "C" fn(c_int, usize)>("kv_double_limit")(device as c_int, bytes) }
+    }
+
+    pub(crate) fn live_bytes(&self, device: usize) -> usize {
+        // SAFETY: plain numbers.
+        unsafe { self.entry::<unsafe extern "C" fn(c_int) -> usize>("kv_double_live_bytes")(device as c_int) }
+    }
+
+    pub(crate) fn live_objects(&self, device: usize) -> i32 {
+        // SAFETY: plain numbers.
+        unsafe {
+            self.entry::<unsafe extern "C" fn(c_int) -> c_int>("kv_double_live_objects")(device as c_int)
+        }
+    }
+
+    /// Returns what was queued since the last call on a device: the words of each line after the stream.
+    pub(crate) fn trace(&self, device: usize) -> Vec<Vec<String>> {
+        let call = self.entry::<unsafe extern "C" fn(*mut c_char, usize) -> usize>("kv_double_trace");
+        let mut buffer = vec![0u8; 1 << 16];
+        loop {
+            // SAFETY: the buffer has the given size.
+            let needed = unsafe { call(buffer.as_mut_ptr().cast(), buffer.len()) };
+            if needed <= buffer.len() {
+                break;
+            }
+            buffer.resize(needed, 0);
+        }
+        let text = std::ffi::CStr::from_bytes_until_nul(&buffer).unwrap().to_string_lossy().into_owned();
+        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        let of_device = |line: &Vec<String>| line[0] == device.to_string();
+        text.lines().map(words).filter(of_device).map(|line| line[2..].to_vec()).collect()
+    }
+}

@@ -1,0 +1,191 @@
+//! Memory: what is allocated goes, what is lent stays its owner's, what is reserved sleeps part by part.
+
+use std::sync::Arc;
+
+use kvbackend_cuda::{CudaBackend, CudaOptions};
+use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, Storage, TensorView, allocate_tensor};
+
+use crate::common::{download, noise, opened, upload};
+use crate::double::{EAGER, LAZY, alone, beside_others};
+
+#[test]
+fn everything_that_a_backend_took_goes_with_it() {
+    let Some((double, _alone)) = alone() else { return };
+    for device in [EAGER, LAZY] {
+        let before = (double.live_bytes(device), double.live_objects(device));
+        let backend = opened(device).unwrap();
+        let stream = backend.stream().unwrap();
+        let src = upload(backend.as_ref(), DType::U8, &[1 << 20], &noise(1, 1 << 20));
+        let dst = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 20]).unwrap();
+        let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[4096]).unwrap();
+        let pool = backend.reserve(MemoryKind::Device, 5 << 20).unwrap();
+        pool.unmap(0..pool.granularity()).unwrap();
+        stream.copy_tensor(&CopyTensor { src, dst }).unwrap();
+        let event = stream.record().unwrap();
+        drop((pinned, pool, backend));
+        event.wait().unwrap();
+        drop((stream, event));
+        assert_eq!((double.live_bytes(device), double.live_objects(device)), before, "device {device}");
+    }
+}
+
+#[test]
+fn enqueued_work_keeps_its_memory() {
+    let _beside = beside_others();
+    for device in [EAGER, LAZY] {
+        let Some(backend) = opened(device) else { return };
+        let stream = backend.stream().unwrap();
+        let bytes = noise(3, 1 << 16);
+        let last = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 16]).unwrap();
+        let mut from = upload(backend.as_ref(), DType::U8, &[1 << 16], &bytes);
+        for _ in 0..200 {
+            // Each intermediate tensor is dropped as soon as its copies are enqueued.
+            let to = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 16]).unwrap();
+            stream.copy_tensor(&CopyTensor { src: from, dst: to.clone() }).unwrap();
+            from = to;
+        }
+        stream.copy_tensor(&CopyTensor { src: from, dst: last.clone() }).unwrap();
+        assert_eq!(download(stream.as_ref(), &last), bytes, "device {device}");
+    }
+}
+
+#[test]
+fn a_caller_may_reuse_what_it_wrote_from() {
+    let _beside = beside_others();
+    for device in [EAGER, LAZY] {
+        let Some(backend) = opened(device) else { return };
+        let stream = backend.stream().unwrap();
+        let n = 3 << 20;
+        let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
+        let mut bytes = noise(4, n);
+        let expected = bytes.clone();
+        stream.write(&view, &bytes).unwrap();
+        bytes.fill(7);
+        let small = view.slice(0, 5, 17).unwrap();
+        stream.write(&small, &[9; 12]).unwrap();
+        let mut there = download(stream.as_ref(), &view);
+        assert_eq!(&there[5..17], &[9; 12]);
+        there[5..17].copy_from_slice(&expected[5..17]);
+        assert!(there == expected, "device {device}");
+    }
+}
+
+#[test]
+fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
+    let _beside = beside_others();
+    let Some(backend) = opened(EAGER) else { return };
+    // Another backend on the same device plays the engine that owns the memory.
+    let engine = opened(EAGER).unwrap();
+    let tensor = upload(engine.as_ref(), DType::U8, &[4096], &noise(5, 4096));
+    let owner = Arc::clone(tensor.storage());
+    let address = owner.address();
+    // SAFETY: the owner keeps the memory alive, and nothing else uses it.
+    let lent = unsafe { backend.lent(address, 4096, Arc::new(Arc::clone(&owner))) }.unwrap();
+    assert_eq!((lent.address(), lent.len(), lent.kind()), (address, 4096, MemoryKind::Device));
+    let view = TensorView::new(Arc::new(lent), DType::U8, &[4096]).unwrap();
+    let stream = backend.stream().unwrap();
+    let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[4096]).unwrap();
+    stream.copy_tensor(&CopyTensor { src: view.clone(), dst: copy.clone() }).unwrap();
+    assert_eq!(download(stream.as_ref(), &copy), noise(5, 4096));
+    assert!(Arc::strong_count(&owner) > 2);
+    drop((view, stream, copy));
+    assert_eq!(Arc::strong_count(&owner), 2, "the view and this handle");
+}
+
+#[test]
+fn lent_memory_that_is_not_what_it_is_said_to_be_is_refused() {
+    let _beside = beside_others();
+    let Some(backend) = opened(EAGER) else { return };
+    let lend = |address, bytes| {
+        let owner = Arc::new(());
+        // SAFETY: whatever is not memory of this size on this device is refused and never used.
+        let lent = unsafe { backend.lent(address, bytes, owner.clone()) };
+        (lent.map(drop), Arc::strong_count(&owner))
+    };
+    let own = backend.allocate(MemoryKind::Device, 4096).unwrap();
+    assert!(matches!(lend(own.address(), 0), (Err(Error::Zero { .. }), 1)));
+    assert!(matches!(lend(own.address(), 1 << 30), (Err(Error::TooLarge { .. }), 1)));
+    let nowhere = lend(64, 4096);
+    assert!(
+        matches!(&nowhere, (Err(Error::Device { reason, .. }), 1) if reason.contains("no memory")),
+        "{nowhere:?}"
+    );
+    let Ok(other) = CudaBackend::with_options(&CudaOptions { device: LAZY }) else { return };
+    let there = other.allocate(MemoryKind::Device, 4096).unwrap();
+    let foreign = lend(there.address(), 4096);
+    assert!(
+        matches!(&foreign, (Err(Error::Device { reason, .. }), 1) if reason.contains("is on device 1")),
+        "{foreign:?}"
+    );
+}
+
+#[test]
+fn a_lent_stream_keeps_its_order_and_its_owner() {
+    let _beside = beside_others();
+    let Some(backend) = opened(LAZY) else { return };
+    let raw = {
+        // SAFETY: the driver creates a stream in the current context, which `allocate` has made current before.
+        let mut raw = std::ptr::null_mut();
+        let status = unsafe {
+            let mut context = std::ptr::null_mut();
+            let mut device = 0;
+            kvbackend_cuda::cudarc::driver::sys::cuDeviceGet(&raw mut device, LAZY as i32).result().unwrap();
+            kvbackend_cuda::cudarc::driver::sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
+                .result()
+                .unwrap();
+            kvbackend_cuda::cudarc::driver::sys::cuCtxSetCurrent(context).result().unwrap();
+            kvbackend_cuda::cudarc::driver::sys::cuStreamCreate(&raw mut raw, 1)
+        };
+        status.result().unwrap();
+        raw
+    };
+    let owner = Arc::new(());
+    // SAFETY: the stream lives until the end of the test.
+    let stream = unsafe { backend.lent_stream(raw, owner.clone()) }.unwrap();
+    let stream: &dyn kvcore::Stream = &stream;
+    let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+    stream.write(&view, &noise(6, 64)).unwrap();
+    assert_eq!(download(stream, &view), noise(6, 64));
+    assert_eq!(Arc::strong_count(&owner), 2);
+    if let Some(other) = opened(EAGER) {
+        // SAFETY: as above.
+        let refused = unsafe { other.lent_stream(raw, owner.clone()) };
+        assert!(matches!(refused, Err(Error::ForeignHandle { .. })), "{refused:?}");
+    }
+}
+
+#[test]
+fn a_pool_sleeps_granule_by_granule() {
+    let Some((double, _alone)) = alone() else { return };
+    let backend = opened(EAGER).unwrap();
+    let before = double.live_bytes(EAGER);
+    let pool = backend.reserve(MemoryKind::Device, 7 << 20).unwrap();
+    let granule = pool.granularity();
+    assert_eq!((double.live_bytes(EAGER) - before, pool.resident_bytes()), (pool.len(), pool.len()));
+    pool.unmap(granule..3 * granule).unwrap();
+    assert_eq!(double.live_bytes(EAGER) - before, pool.len() - 2 * granule);
+    double.limit(EAGER, double.live_bytes(EAGER) + granule);
+    let refused = pool.map(0..pool.len());
+    assert!(matches!(refused, Err(Error::Allocation { .. })), "{refused:?}");
+    assert_eq!(double.live_bytes(EAGER) - before, pool.len() - 2 * granule, "all or nothing");
+    double.limit(EAGER, 2 << 30);
+    pool.map(0..pool.len()).unwrap();
+    let view = TensorView::new(pool.clone(), DType::U8, &[pool.len()]).unwrap();
+    assert!(download(backend.stream().unwrap().as_ref(), &view).iter().all(|&byte| byte == 0));
+    drop((pool, view));
+    assert_eq!(double.live_bytes(EAGER), before);
+}
+
+#[test]
+fn kinds_of_memory_that_kernels_cannot_reach_are_refused_by_name() {
+    let _beside = beside_others();
+    let Some(backend) = opened(EAGER) else { return };
+    let refused = backend.allocate(MemoryKind::System, 64);
+    assert!(
+        matches!(&refused, Err(Error::Unsupported { what, .. }) if what.contains("pinned")),
+        "{refused:?}"
+    );
+    assert!(matches!(backend.reserve(MemoryKind::Pinned, 64), Err(Error::Unsupported { .. })));
+    assert!(matches!(backend.reserve(MemoryKind::Device, 0), Err(Error::Zero { .. })));
+    assert!(matches!(backend.reserve(MemoryKind::Device, usize::MAX), Err(Error::Overflow { .. })));
+}
