@@ -19,9 +19,17 @@ pub enum Error {
     /// The config.json is malformed, contradictory or of an unsupported model.
     #[error("config.json: {0}")]
     Config(String),
-    /// The weights are truncated, missing, or not of the shape that the config requires.
+    /// A file of weights is truncated, or its header or the index of its shards is wrong.
     #[error("weights: {0}")]
     Weights(String),
+    /// A weight is missing, or is not what the config or the dense steps ask for.
+    #[error("weights: {name} {problem}")]
+    Weight {
+        /// The name of the tensor.
+        name: String,
+        /// The reason.
+        problem: WeightProblem,
+    },
     /// The tokenizer.json cannot be loaded, or cannot encode or decode a text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
@@ -61,15 +69,64 @@ pub enum Error {
     /// The observer stopped the request.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// An error of candle.
-    #[error("tensor operation: {0}")]
-    Candle(#[from] candle_core::Error),
+    /// The library under the dense steps cannot compute a step: memory or a device failed, or extents do not fit.
+    #[error("dense steps ({implementation}): {source}")]
+    Dense {
+        /// The name of the implementation.
+        implementation: &'static str,
+        /// The error of the library.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// An error of `kvchunk`.
     #[error(transparent)]
     Chunk(#[from] kvchunk::Error),
     /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
+}
+
+/// The reason why a weight cannot be taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightProblem {
+    /// No file has a tensor of this name.
+    #[error("is missing")]
+    Missing,
+    /// The element type is none that models are stored in.
+    #[error("has element type {0} (f32, f16, bf16 are read)")]
+    Type(String),
+    /// The tensor has another shape than the config asks for.
+    #[error("has shape {got:?}, the config asks for {expected:?}")]
+    Shape {
+        /// The shape that the config asks for.
+        expected: Vec<usize>,
+        /// The shape of the tensor.
+        got: Vec<usize>,
+    },
+    /// The tensor has another number of axes than its use asks for.
+    #[error("has {got} axes, its use asks for {expected}")]
+    Rank {
+        /// The number of axes that the use asks for.
+        expected: usize,
+        /// The number of axes of the tensor.
+        got: usize,
+    },
+    /// The rows are no whole number of blocks.
+    #[error("has rows of {width} elements, which are no whole blocks of {block}")]
+    Blocks {
+        /// The number of elements of a row.
+        width: usize,
+        /// The number of elements of a block.
+        block: usize,
+    },
+    /// The bytes are truncated, or there are too many.
+    #[error("has {got} bytes, its type and shape ask for {expected}")]
+    Length {
+        /// The number of bytes that type and shape ask for; the largest number if they exceed the address space.
+        expected: usize,
+        /// The number of bytes.
+        got: usize,
+    },
 }
 
 /// A result with the error type of this crate.

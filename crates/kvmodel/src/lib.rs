@@ -1,8 +1,8 @@
 //! Decoder-only transformers whose attention reads the caches of `kvcore`.
 //!
-//! candle does the dense mathematics on the CPU, in f32 or eight-bit blocks. Keys, values and attention live
-//! on a [`kvcore::Backend`]. Programs should set `RAYON_NUM_THREADS`, as `kvc` does; without it, candle
-//! counts the machine's cores at every product. A model loads from a Hugging Face directory: `config.json`,
+//! Keys, values and attention live on a [`kvcore::Backend`]. The dense steps around them (embedding, norms,
+//! projections, feed-forward layers, head) are computed by a [`dense::Dense`]: on the host by default, in f32 or
+//! eight-bit blocks. Programs should set `RAYON_NUM_THREADS`, as `kvc` does; see [`dense::HostDense`]. A model loads from a Hugging Face directory: `config.json`,
 //! safetensors (one file or shards), and `tokenizer.json` with its chat template.
 //!
 //! ```no_run
@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod config;
+pub mod dense;
 pub mod engine;
 mod error;
 mod layers;
@@ -31,17 +32,14 @@ mod sample;
 mod text;
 mod weights;
 
-// candle multiplies with this crate. Naming it here turns its AVX-512 kernels on.
-use gemm as _;
-
 pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
+pub use dense::WeightFormat;
 pub use engine::{
     CacheReport, ChunkSleep, Engine, EngineConfig, FinishReason, Generation, PoolTag, Request, Slept,
 };
-pub use error::{Error, Result};
-pub use layers::WeightFormat;
+pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;
-pub use model::{ComputeDevice, Forward, FreshKv, Model, Narrowed, Observer, Pass, PassMemory};
+pub use model::{ComputeDevice, Forward, FreshKv, LogitRows, Model, Narrowed, Observer, Pass, PassMemory};
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use sample::{Sampler, Sampling};
 pub use text::{PromptTokens, TextCodec};

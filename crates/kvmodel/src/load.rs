@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::config::ModelConfig;
+use crate::dense::WeightFormat;
 use crate::error::{Error, Result};
-use crate::layers::WeightFormat;
 use crate::model::Model;
 use crate::text::TextCodec;
 use crate::weights::Weights;

@@ -1,29 +1,31 @@
-//! Weights from safetensors: one file or an index with shards, as f32 on the host.
+//! Weights from safetensors: one file or an index with shards, as they are stored.
 
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
 
-use crate::error::{Error, Result};
+use crate::dense::{StoredType, StoredWeight};
+use crate::error::{Error, Result, WeightProblem};
 
 /// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
 /// shape.
+///
+/// Tensors stay in the format in which they are stored until the model takes them, one after the other. So a model
+/// takes no more memory while it loads than its weights in both formats, and the stored ones shrink meanwhile.
 #[derive(Debug)]
 pub struct Weights {
     source: Source,
     digest: blake3::Hash,
-    /// The bytes of the tensors taken so far, in the format in which they are held.
-    held: usize,
 }
 
 #[derive(Debug)]
 enum Source {
-    Files(BTreeMap<String, Tensor>),
+    Stored(BTreeMap<String, StoredWeight>),
     /// Returns a tensor for every name, drawn from this generator.
     Random(Box<StdRng>),
 }
@@ -34,7 +36,7 @@ impl Weights {
     ///
     /// # Errors
     /// Returns [`Error::Io`] if a file cannot be read. Returns [`Error::Weights`] if a file is truncated or
-    /// its header is wrong.
+    /// its header is wrong, and [`Error::Weight`] for a tensor of an element type that no model is stored in.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let single = dir.join("model.safetensors");
         let files = if single.exists() {
@@ -51,31 +53,57 @@ impl Weights {
         for path in files {
             progress(done, total);
             let io = |source| Error::Io { path: path.clone(), source };
-            let mut file = std::fs::File::open(&path).map_err(io)?;
-            let mut bytes = Vec::with_capacity(size(&path) as usize);
-            // Reads in parts, so that progress shows within a file, too.
-            while Read::take(&mut file, 16 << 20).read_to_end(&mut bytes).map_err(io)? > 0 {
-                progress(done + bytes.len() as u64, total);
-            }
-            done += bytes.len() as u64;
-            hasher.update(&bytes);
-            let named = |e: Error| Error::Weights(format!("{}: {e}", path.display()));
-            tensors.extend(parse(&bytes).map_err(named)?);
+            let file = std::fs::File::open(&path).map_err(io)?;
+            let mut reader = FileReader { file, left: size(&path), hasher: &mut hasher };
+            let mut report = |left: u64| progress(done + size(&path) - left, total);
+            let of_file = reader.tensors(&mut report).map_err(|failure| match failure {
+                ReadFailure::Io(source) => io(source),
+                ReadFailure::Header(text) => Error::Weights(format!("{}: {text}", path.display())),
+                ReadFailure::Weight(error) => error,
+            })?;
+            tensors.extend(of_file);
+            done += size(&path);
         }
         progress(done, total);
-        Ok(Self { source: Source::Files(tensors), digest: hasher.finalize(), held: 0 })
+        Ok(Self { source: Source::Stored(tensors), digest: hasher.finalize() })
     }
 
     /// Reads the bytes of one safetensors file.
+    ///
+    /// # Errors
+    /// Returns [`Error::Weights`] and [`Error::Weight`] as [`from_directory`](Self::from_directory) does.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        Ok(Self { source: Source::Files(parse(bytes)?), digest: blake3::hash(bytes), held: 0 })
+        let mut hasher = blake3::Hasher::new();
+        let mut reader = FileReader { file: bytes, left: bytes.len() as u64, hasher: &mut hasher };
+        let tensors = reader.tensors(&mut |_| ()).map_err(|failure| match failure {
+            ReadFailure::Io(error) => Error::Weights(not_safetensors(error)),
+            ReadFailure::Header(text) => Error::Weights(text),
+            ReadFailure::Weight(error) => error,
+        })?;
+        Ok(Self { source: Source::Stored(tensors), digest: hasher.finalize() })
+    }
+
+    /// Takes tensors that a caller has read itself, such as blocks of `Q8_0` or `Q4_K`, which safetensors does not
+    /// have. Of several tensors of one name, the last counts.
+    pub fn from_stored(tensors: impl IntoIterator<Item = StoredWeight>) -> Self {
+        let tensors: BTreeMap<_, _> =
+            tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();
+        let mut hasher = blake3::Hasher::new();
+        for tensor in tensors.values() {
+            // Lengths stand before what they delimit, so that different tensors never hash alike.
+            let head = format!("{:?} {} {:?}", tensor.name(), tensor.dtype(), tensor.shape());
+            hasher.update(&(head.len() as u64).to_le_bytes());
+            hasher.update(head.as_bytes());
+            hasher.update(tensor.bytes());
+        }
+        Self { source: Source::Stored(tensors), digest: hasher.finalize() }
     }
 
     /// Creates random weights of every shape, for benchmarks. Vectors (norms and biases) are near 1.
     /// Projections keep the size of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
-        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest, held: 0 }
+        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
     }
 
     /// Returns the hash of all files, which is part of the model's identity in keys.
@@ -83,51 +111,28 @@ impl Weights {
         self.digest.as_bytes()
     }
 
-    /// Returns the bytes of all tensors taken so far, in the format in which the model holds them.
-    pub(crate) fn held(&self) -> usize {
-        self.held
-    }
-
-    /// Adds the bytes of a copy in another format, which is held, too.
-    pub(crate) fn hold(&mut self, bytes: usize) {
-        self.held += bytes;
-    }
-
-    /// Replaces the bytes of a taken tensor by those of the format in which it is held.
-    pub(crate) fn held_as(&mut self, taken: &Tensor, bytes: usize) {
-        self.held = self.held + bytes - self::bytes(taken);
-    }
-
     /// Takes the tensor `name`, which must have `shape`.
-    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        let tensor = match &mut self.source {
-            Source::Files(tensors) => tensors.remove(name),
-            Source::Random(rng) => Some(random(rng, shape)?),
+    ///
+    /// # Errors
+    /// Returns [`Error::Weight`], with the name, if the tensor is missing or has another shape.
+    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
+        let stored = match &mut self.source {
+            Source::Stored(tensors) => tensors.remove(name),
+            Source::Random(rng) => Some(random(rng, name, shape)?),
         };
-        let tensor = tensor.ok_or_else(|| Error::Weights(format!("{name} is missing")))?;
-        if tensor.dims() == shape {
-            self.held += bytes(&tensor);
-            Ok(tensor)
-        } else {
-            Err(Error::Weights(format!(
-                "{name} has shape {:?}, the config asks for {shape:?}",
-                tensor.dims()
-            )))
-        }
+        let missing = || Error::Weight { name: name.to_owned(), problem: WeightProblem::Missing };
+        let stored = stored.ok_or_else(missing)?;
+        stored.check_shape(shape)?;
+        Ok(stored)
     }
 }
 
-/// Returns the bytes of a tensor.
-pub(crate) fn bytes(tensor: &Tensor) -> usize {
-    tensor.elem_count() * tensor.dtype().size_in_bytes()
-}
-
-fn random(rng: &mut StdRng, shape: &[usize]) -> Result<Tensor> {
+fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Result<StoredWeight> {
     let width = shape.last().copied().unwrap_or(1);
     // The numbers are uniform, with variance 1 / width. Vectors are norms or biases.
     let (centre, spread) = if shape.len() == 1 { (1.0, 0.1) } else { (0.0, (3.0 / width as f32).sqrt()) };
     let values = (0..shape.iter().product()).map(|_| centre + spread * (2.0 * rng.random::<f32>() - 1.0));
-    Ok(Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)?)
+    StoredWeight::of_f32(name, shape, &values.collect::<Vec<_>>())
 }
 
 /// Returns the distinct names of the shards of an index.
@@ -148,35 +153,105 @@ fn shards(text: &str) -> Result<Vec<String>> {
     if names.is_empty() { Err(bad("no shards")) } else { Ok(names) }
 }
 
-fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Tensor>> {
-    let file = SafeTensors::deserialize(bytes)
-        .map_err(|e| Error::Weights(format!("not a valid safetensors file: {e}")))?;
-    file.iter()
-        .map(|(name, view)| {
-            let dtype = match view.dtype() {
-                Dtype::F32 => DType::F32,
-                Dtype::F16 => DType::F16,
-                Dtype::BF16 => DType::BF16,
+/// A safetensors file that is read tensor by tensor, so that it never lies in memory as a whole.
+struct FileReader<'a, R> {
+    file: R,
+    /// The bytes that are not read yet.
+    left: u64,
+    hasher: &'a mut blake3::Hasher,
+}
+
+/// The reason why a file cannot be read.
+enum ReadFailure {
+    Io(std::io::Error),
+    /// The header does not describe the file.
+    Header(String),
+    Weight(Error),
+}
+
+/// The largest number of bytes that are read between two reports of progress.
+const PART: usize = 16 << 20;
+
+fn not_safetensors(reason: impl std::fmt::Display) -> String {
+    format!("not a valid safetensors file: {reason}")
+}
+
+impl<R: Read> FileReader<'_, R> {
+    /// Reads the next `len` bytes. Calls `progress` with the bytes that are left.
+    fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(u64)) -> Result<Vec<u8>, ReadFailure> {
+        if len > self.left {
+            let reason = format!("{len} bytes are expected where {} are left", self.left);
+            return Err(ReadFailure::Header(not_safetensors(reason)));
+        }
+        let mut bytes = vec![0; len as usize];
+        for part in bytes.chunks_mut(PART) {
+            self.file.read_exact(part).map_err(ReadFailure::Io)?;
+            self.hasher.update(part);
+            self.left -= part.len() as u64;
+            progress(self.left);
+        }
+        Ok(bytes)
+    }
+
+    /// Reads all tensors of the file.
+    fn tensors(
+        &mut self,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<BTreeMap<String, StoredWeight>, ReadFailure> {
+        let header = |reason: &dyn std::fmt::Display| ReadFailure::Header(not_safetensors(reason));
+        let length = self.bytes(8, progress)?;
+        let length = length.try_into().map(u64::from_le_bytes).map_err(|_| header(&"no header"))?;
+        let text = self.bytes(length, progress)?;
+        // Checks that tensors have the bytes of their shapes, and lie one after the other.
+        let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| header(&error))?;
+        if metadata.data_len() as u64 != self.left {
+            return Err(header(&format!(
+                "{} bytes of tensors, {} in the file",
+                metadata.data_len(),
+                self.left
+            )));
+        }
+        let mut tensors = BTreeMap::new();
+        for name in metadata.offset_keys() {
+            let Some(info) = metadata.info(&name) else { continue };
+            let dtype = match info.dtype {
+                Dtype::F32 => StoredType::F32,
+                Dtype::F16 => StoredType::F16,
+                Dtype::BF16 => StoredType::BF16,
                 other => {
-                    return Err(Error::Weights(format!(
-                        "{name} has element type {other:?} (f32, f16, bf16 are read)"
-                    )));
+                    let problem = WeightProblem::Type(format!("{other:?}"));
+                    return Err(ReadFailure::Weight(Error::Weight { name, problem }));
                 }
             };
-            let raw = Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?;
-            Ok((name.to_owned(), raw.to_dtype(DType::F32)?))
-        })
-        .collect()
+            let (start, end) = info.data_offsets;
+            let bytes = self.bytes((end - start) as u64, progress)?;
+            let stored = StoredWeight::new(&*name, dtype, &info.shape, bytes).map_err(ReadFailure::Weight)?;
+            tensors.insert(name, stored);
+        }
+        Ok(tensors)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn file() -> Vec<u8> {
+    fn file_of(dtype: Dtype) -> Vec<u8> {
         let values: Vec<u8> = [1.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-        let view = safetensors::tensor::TensorView::new(Dtype::F32, vec![2], &values).unwrap();
+        let shape = vec![8 * values.len() / dtype.bitsize()];
+        let view = safetensors::tensor::TensorView::new(dtype, shape, &values).unwrap();
         safetensors::serialize([("a", view)], None).unwrap()
+    }
+
+    fn file() -> Vec<u8> {
+        file_of(Dtype::F32)
+    }
+
+    fn problem_of(result: Result<StoredWeight>) -> (String, WeightProblem) {
+        match result {
+            Err(Error::Weight { name, problem }) => (name, problem),
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
@@ -198,8 +273,38 @@ mod tests {
     #[test]
     fn names_and_shapes_are_checked() {
         let mut weights = Weights::from_bytes(&file()).unwrap();
-        assert!(weights.take("b", &[2]).unwrap_err().to_string().contains("b is missing"));
-        assert!(weights.take("a", &[3]).unwrap_err().to_string().contains("[3]"));
+        assert_eq!(problem_of(weights.take("b", &[2])), ("b".to_owned(), WeightProblem::Missing));
+        let problem = WeightProblem::Shape { expected: vec![3], got: vec![2] };
+        assert_eq!(problem_of(weights.take("a", &[3])), ("a".to_owned(), problem));
+    }
+
+    #[test]
+    fn an_unknown_element_type_names_the_tensor() {
+        let (name, problem) = problem_of(Weights::from_bytes(&file_of(Dtype::I32)).map(|_| unreachable!()));
+        assert_eq!((name, problem), ("a".to_owned(), WeightProblem::Type("I32".to_owned())));
+    }
+
+    #[test]
+    fn tensors_stay_as_they_are_stored() {
+        for (dtype, stored) in
+            [(Dtype::F32, StoredType::F32), (Dtype::F16, StoredType::F16), (Dtype::BF16, StoredType::BF16)]
+        {
+            let file = file_of(dtype);
+            let mut weights = Weights::from_bytes(&file).unwrap();
+            assert_eq!(weights.digest(), blake3::hash(&file).as_bytes());
+            let taken = weights.take("a", &[8 / stored.block_bytes()]).unwrap();
+            assert_eq!((taken.dtype(), taken.bytes()), (stored, &file[file.len() - 8..]));
+        }
+    }
+
+    #[test]
+    fn other_tensors_have_another_digest() {
+        let of = |name: &str, shape: &[usize]| {
+            let tensor = StoredWeight::of_f32(name, shape, &[1.0, 2.0]).unwrap();
+            *Weights::from_stored([tensor]).digest()
+        };
+        assert_eq!(of("a", &[2]), of("a", &[2]));
+        assert!(of("a", &[2]) != of("b", &[2]) && of("a", &[2]) != of("a", &[2, 1]));
     }
 
     #[test]

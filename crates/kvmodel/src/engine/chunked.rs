@@ -108,8 +108,8 @@ impl Engine {
             let mut batch = assembly.inputs().to_vec();
             batch.push(self.next_input(own, prompt.question(), &context)?);
             let pass = self.model.forward(&self.device(), &asked.ropes, &batch, observer)?;
-            let (logits, next) = (last_row(&pass)?, end_of(&batch[batch.len() - 1]));
             flops += pass.flops;
+            let (logits, next) = (last_row(pass)?, end_of(&batch[batch.len() - 1]));
             let assembled = assembly.commit()?;
             let context = Context { segments: request.scaling.apply(assembled.segments()), ..context };
             let prefilled =
@@ -132,7 +132,7 @@ impl Engine {
         };
         flops += pass.flops;
         let (context, next) = (context(assembled.segments()), end_of(&question));
-        let logits = last_row(&pass)?;
+        let logits = last_row(pass)?;
         Ok((assembled, Prefilled { context, logits, next, cached_tokens, recomputed_tokens, flops, chunks }))
     }
 

@@ -8,8 +8,7 @@ use kvcore::{BlockKey, LayerRopes, Logits, MergeGroup, Segment, SequenceId, Sequ
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
-use crate::layers::with_values;
-use crate::model::{Forward, Observer, PassMemory};
+use crate::model::{Forward, LogitRows, Observer, PassMemory};
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
@@ -145,7 +144,8 @@ impl Engine {
         let next = end_of(&input);
         let pass = self.model.forward(&self.device(), &asked.ropes, &[input], observer)?;
         self.caches.sequences_mut().commit(own, &tokens[cached..])?;
-        let (logits, flops) = (last_row(&pass)?, pass.flops);
+        let flops = pass.flops;
+        let logits = last_row(pass)?;
         let prefilled = Prefilled { logits, next, cached_tokens: cached, flops, ..Prefilled::default() };
         self.decode(asked, tokens.len(), own, prefilled, observer)
     }
@@ -241,7 +241,7 @@ impl Engine {
             next = end_of(&input);
             let device = self.device();
             let pass = self.model.begin(&device, ropes, std::slice::from_ref(&input), &mut memory)?;
-            read_last_row(&pass.end(&mut ())?, &mut logits)?;
+            logits = last_row(pass.end_into(logits, &mut ())?)?;
             self.caches.sequences_mut().commit(own, &[token])?;
             step = Some(input);
         }
@@ -257,19 +257,6 @@ pub(super) fn end_of(input: &SequenceInput) -> SequenceStart {
 }
 
 /// Returns the logits of the last row of a pass.
-pub(super) fn last_row(pass: &Forward) -> Result<Vec<f32>> {
-    let mut row = Vec::new();
-    read_last_row(pass, &mut row)?;
-    Ok(row)
-}
-
-/// Replaces the contents of `row` by the logits of the last row of a pass.
-fn read_last_row(pass: &Forward, row: &mut Vec<f32>) -> Result<()> {
-    let logits = pass.logits.as_ref().ok_or(Error::EmptyPrompt)?;
-    let width = logits.dim(1)?;
-    with_values(logits, |values| {
-        row.clear();
-        row.extend_from_slice(&values[values.len() - width..]);
-        Ok(())
-    })
+pub(super) fn last_row(pass: Forward) -> Result<Vec<f32>> {
+    pass.logits.map(LogitRows::into_last).ok_or(Error::EmptyPrompt)
 }

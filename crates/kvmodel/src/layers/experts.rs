@@ -1,12 +1,10 @@
 //! Routed and shared experts of DeepSeek-V3.
 
-use candle_core::{Device, Tensor};
-
 use super::feed_forward::Gated;
-use super::{Linear, WeightFormat};
+use super::{Linear, Loader};
 use crate::config::ExpertsConfig;
+use crate::dense::{Activation, Dense};
 use crate::error::Result;
-use crate::weights::Weights;
 
 #[derive(Debug)]
 pub(super) struct Experts {
@@ -19,48 +17,41 @@ pub(super) struct Experts {
 }
 
 impl Experts {
-    pub(super) fn load(
-        w: &mut Weights,
-        config: ExpertsConfig,
-        hidden: usize,
-        at: &str,
-        format: WeightFormat,
-    ) -> Result<Self> {
+    pub(super) fn load(loader: &mut Loader, config: ExpertsConfig, hidden: usize, at: &str) -> Result<Self> {
         let inner = config.intermediate_size;
-        let gate = Linear::load(w, &format!("{at}.gate"), config.routed, hidden, false, WeightFormat::F32)?;
-        let bias = w.take(&format!("{at}.gate.e_score_correction_bias"), &[config.routed])?.to_vec1()?;
+        let gate = loader.exact_linear(&format!("{at}.gate"), config.routed, hidden)?;
+        let bias = loader.numbers(&format!("{at}.gate.e_score_correction_bias"), config.routed)?;
         let routed = (0..config.routed)
-            .map(|i| Gated::load(w, &format!("{at}.experts.{i}"), hidden, inner, false, format))
+            .map(|i| Gated::load(loader, &format!("{at}.experts.{i}"), hidden, inner, false))
             .collect::<Result<_>>()?;
         let shared = match config.shared {
             0 => None,
-            n => Some(Gated::load(w, &format!("{at}.shared_experts"), hidden, n * inner, false, format)?),
+            n => Some(Gated::load(loader, &format!("{at}.shared_experts"), hidden, n * inner, false)?),
         };
         Ok(Self { router: Router { config, bias }, gate, routed, shared })
     }
 
-    /// Runs every expert once, over the rows that chose it.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let logits: Vec<Vec<f32>> = self.gate.forward(x)?.to_vec2()?;
+    /// Runs every expert once, over the rows that chose it. The choice is made on the host.
+    pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
+        let mut logits = Vec::new();
+        dense.read(&self.gate.forward(dense, x)?, &mut logits)?;
         let mut rows = vec![Vec::new(); self.routed.len()];
         let mut weights = vec![Vec::new(); self.routed.len()];
-        for (row, logits) in logits.iter().enumerate() {
+        for (row, logits) in logits.chunks_exact(self.routed.len()).enumerate() {
             for (expert, weight) in self.router.route(logits) {
                 rows[expert].push(row as u32);
                 weights[expert].push(weight);
             }
         }
         let mut sum = match &self.shared {
-            Some(shared) => shared.forward(x)?,
-            None => x.zeros_like()?,
+            Some(shared) => shared.forward(dense, x)?,
+            None => dense.zeros_like(x)?,
         };
         for ((expert, rows), weights) in self.routed.iter().zip(rows).zip(weights) {
-            let count = rows.len();
-            if count > 0 {
-                let rows = Tensor::from_vec(rows, count, &Device::Cpu)?;
-                let weights = Tensor::from_vec(weights, (count, 1), &Device::Cpu)?;
-                let y = expert.forward(&x.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
-                sum = sum.index_add(&rows, &y, 0)?;
+            if !rows.is_empty() {
+                let rows = dense.index(rows)?;
+                let y = expert.forward(dense, &dense.select(x, &rows)?)?;
+                sum = dense.add_rows(&sum, &rows, weights, &y)?;
             }
         }
         Ok(sum)

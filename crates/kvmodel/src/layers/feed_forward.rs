@@ -1,12 +1,10 @@
 //! The gated feed-forward layer (Shazeer, 2020), dense or with experts.
 
-use candle_core::Tensor;
-
 use super::experts::Experts;
-use super::{Linear, WeightFormat};
+use super::{Linear, Loader};
 use crate::config::ModelConfig;
+use crate::dense::{Activation, Dense};
 use crate::error::Result;
-use crate::weights::Weights;
 
 #[derive(Debug)]
 pub(super) enum FeedForward {
@@ -16,23 +14,17 @@ pub(super) enum FeedForward {
 
 impl FeedForward {
     /// Loads the feed-forward layer of decoder layer `index`.
-    pub(super) fn load(
-        w: &mut Weights,
-        c: &ModelConfig,
-        index: usize,
-        at: &str,
-        format: WeightFormat,
-    ) -> Result<Self> {
+    pub(super) fn load(loader: &mut Loader, c: &ModelConfig, index: usize, at: &str) -> Result<Self> {
         if let Some(experts) = c.experts.filter(|experts| index >= experts.dense_layers) {
-            return Ok(Self::Experts(Experts::load(w, experts, c.hidden_size, at, format)?));
+            return Ok(Self::Experts(Experts::load(loader, experts, c.hidden_size, at)?));
         }
-        Ok(Self::Dense(Gated::load(w, at, c.hidden_size, c.intermediate_size, c.mlp_bias, format)?))
+        Ok(Self::Dense(Gated::load(loader, at, c.hidden_size, c.intermediate_size, c.mlp_bias)?))
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
         match self {
-            Self::Dense(gated) => gated.forward(x),
-            Self::Experts(experts) => experts.forward(x),
+            Self::Dense(gated) => gated.forward(dense, x),
+            Self::Experts(experts) => experts.forward(dense, x),
         }
     }
 }
@@ -47,15 +39,13 @@ pub(super) struct Gated {
 
 impl Gated {
     pub(super) fn load(
-        w: &mut Weights,
+        loader: &mut Loader,
         at: &str,
         hidden: usize,
         inner: usize,
         bias: bool,
-        format: WeightFormat,
     ) -> Result<Self> {
-        let mut linear =
-            |name: &str, out, input| Linear::load(w, &format!("{at}.{name}"), out, input, bias, format);
+        let mut linear = |name: &str, out, input| loader.linear(&format!("{at}.{name}"), out, input, bias);
         Ok(Self {
             gate: linear("gate_proj", inner, hidden)?,
             up: linear("up_proj", inner, hidden)?,
@@ -63,7 +53,8 @@ impl Gated {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.forward(&(self.gate.forward(x)?.silu()? * self.up.forward(x)?)?)
+    pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
+        let (gate, up) = (self.gate.forward(dense, x)?, self.up.forward(dense, x)?);
+        self.down.forward(dense, &dense.gated(&gate, &up)?)
     }
 }

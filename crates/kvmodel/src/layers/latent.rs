@@ -5,12 +5,12 @@
 //! c`. Queries are projected to the latent's space before attention, and outputs are projected back after it.
 //! No head's key or value is ever formed.
 
-use candle_core::Tensor;
+use std::sync::Arc;
 
-use super::{Linear, Projected, RmsNorm, WeightFormat};
+use super::{Linear, Loader, Projected, RmsNorm};
 use crate::config::{LatentConfig, ModelConfig};
+use crate::dense::{Activation, Dense, Weight, WeightUse};
 use crate::error::Result;
-use crate::weights::Weights;
 
 // Decision: docs/decisions/models.md#norms-inside-latent-attention-have-an-epsilon-of-1e-6
 /// The epsilon of norms inside the projections, whatever `rms_norm_eps` is.
@@ -23,9 +23,9 @@ pub(super) struct LatentAttention {
     down: Linear,
     norm: RmsNorm,
     /// `Uᴷ`, `[heads, qk_nope_head_dim, kv_lora_rank]`. Both `Uᴷ` and `Uⱽ` stay f32 in every weight format.
-    key: Tensor,
-    /// The transpose of `Uⱽ`, `[heads, kv_lora_rank, v_head_dim]`.
-    value: Tensor,
+    key: Arc<dyn Weight>,
+    /// `Uⱽ`, `[heads, v_head_dim, kv_lora_rank]`, by whose transpose outputs are multiplied.
+    value: Arc<dyn Weight>,
     output: Linear,
     widths: LatentConfig,
 }
@@ -38,71 +38,64 @@ enum Query {
 }
 
 impl Query {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
         match self {
-            Self::Full(q) => q.forward(x),
-            Self::Compressed { down, norm, up } => up.forward(&norm.forward(&down.forward(x)?)?),
+            Self::Full(q) => q.forward(dense, x),
+            Self::Compressed { down, norm, up } => {
+                up.forward(dense, &norm.forward(dense, &down.forward(dense, x)?)?)
+            }
         }
     }
 }
 
 impl LatentAttention {
-    pub(super) fn load(
-        w: &mut Weights,
-        c: &ModelConfig,
-        widths: LatentConfig,
-        at: &str,
-        format: WeightFormat,
-    ) -> Result<Self> {
-        let LatentConfig { q_lora_rank, kv_lora_rank: rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim } =
-            widths;
+    pub(super) fn load(loader: &mut Loader, c: &ModelConfig, widths: LatentConfig, at: &str) -> Result<Self> {
+        let LatentConfig { q_lora_rank, kv_lora_rank: rank, qk_nope_head_dim: nope, .. } = widths;
         let (hidden, q_width) = (c.hidden_size, c.heads * widths.qk_head_dim());
-        let mut linear =
-            |name: &str, out, input, bias| Linear::load(w, &format!("{at}.{name}"), out, input, bias, format);
-        let down = linear("kv_a_proj_with_mqa", rank + qk_rope_head_dim, hidden, c.qkv_bias)?;
-        let output = linear("o_proj", hidden, c.heads * v_head_dim, c.output_bias)?;
+        let name = |part: &str| format!("{at}.{part}");
+        let down_width = rank + widths.qk_rope_head_dim;
+        let down = loader.linear(&name("kv_a_proj_with_mqa"), down_width, hidden, c.qkv_bias)?;
+        let output = loader.linear(&name("o_proj"), hidden, c.heads * widths.v_head_dim, c.output_bias)?;
         let query = match q_lora_rank {
-            None => Query::Full(linear("q_proj", q_width, hidden, false)?),
+            None => Query::Full(loader.linear(&name("q_proj"), q_width, hidden, false)?),
             Some(q_rank) => Query::Compressed {
-                down: linear("q_a_proj", q_rank, hidden, c.qkv_bias)?,
-                up: linear("q_b_proj", q_width, q_rank, false)?,
-                norm: RmsNorm::load(w, &format!("{at}.q_a_layernorm"), q_rank, EPS)?,
+                down: loader.linear(&name("q_a_proj"), q_rank, hidden, c.qkv_bias)?,
+                up: loader.linear(&name("q_b_proj"), q_width, q_rank, false)?,
+                norm: loader.norm(&name("q_a_layernorm"), q_rank, EPS)?,
             },
         };
-        let norm = RmsNorm::load(w, &format!("{at}.kv_a_layernorm"), rank, EPS)?;
-        let height = qk_nope_head_dim + v_head_dim;
-        let up = w.take(&format!("{at}.kv_b_proj.weight"), &[c.heads * height, rank])?;
-        let up = up.reshape((c.heads, height, rank))?;
-        let key = up.narrow(1, 0, qk_nope_head_dim)?.contiguous()?;
-        let value = up.narrow(1, qk_nope_head_dim, v_head_dim)?.transpose(1, 2)?.contiguous()?;
+        let norm = loader.norm(&name("kv_a_layernorm"), rank, EPS)?;
+        let height = nope + widths.v_head_dim;
+        let up = loader.take(&name("kv_b_proj"), &[c.heads * height, rank])?;
+        let key = loader.by_head(&up, c.heads, 0..nope, WeightUse::ByHead)?;
+        let value = loader.by_head(&up, c.heads, nope..height, WeightUse::ByHeadTransposed)?;
         Ok(Self { query, down, norm, key, value, output, widths })
     }
 
     /// Projects the rows `x` to rotated parts and latents, and the rows `asking` to queries.
-    pub(super) fn project(&self, x: &Tensor, asking: &Tensor) -> Result<Projected> {
+    pub(super) fn project(
+        &self,
+        dense: &dyn Dense,
+        x: &Activation,
+        asking: &Activation,
+    ) -> Result<Projected> {
         let LatentConfig { kv_lora_rank: rank, qk_nope_head_dim: nope, qk_rope_head_dim: rope, .. } =
             self.widths;
-        let q = self.query.forward(asking)?;
-        let (rows, width) = q.dims2()?;
-        let q = q.reshape((rows, width / (nope + rope), nope + rope))?;
-        let down = self.down.forward(x)?;
-        let latent = self.norm.forward(&down.narrow(1, 0, rank)?.contiguous()?)?;
+        let q = dense.split_heads(&self.query.forward(dense, asking)?, nope + rope)?;
+        let down = self.down.forward(dense, x)?;
+        let latent = self.norm.forward(dense, &dense.columns(&down, 0..rank)?)?;
+        let q_nope = dense.columns(&q, 0..nope)?;
         Ok(Projected {
-            q_latent: Some(by_head(&q.narrow(2, 0, nope)?, &self.key)?),
-            q: q.narrow(2, nope, rope)?,
-            k: down.narrow(1, rank, rope)?.unsqueeze(1)?,
-            v: latent.unsqueeze(1)?,
+            q_latent: Some(dense.by_head(&q_nope, self.key.as_ref())?),
+            q: dense.columns(&q, nope..nope + rope)?,
+            k: dense.split_heads(&dense.columns(&down, rank..rank + rope)?, rope)?,
+            v: dense.split_heads(&latent, rank)?,
         })
     }
 
     /// Projects attention over latents `[rows, heads, kv_lora_rank]` to the residual stream.
-    pub(super) fn output(&self, attention: &Tensor) -> Result<Tensor> {
-        self.output.forward(&by_head(attention, &self.value)?.flatten_from(1)?)
+    pub(super) fn output(&self, dense: &dyn Dense, attention: &Activation) -> Result<Activation> {
+        let values = dense.by_head(attention, self.value.as_ref())?;
+        self.output.forward(dense, &dense.join_heads(&values)?)
     }
-}
-
-/// Multiplies `[rows, heads, a]` by each head's `[a, b]`. Returns `[rows, heads, b]`.
-fn by_head(x: &Tensor, matrices: &Tensor) -> Result<Tensor> {
-    let y = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
-    Ok(y.transpose(0, 1)?.contiguous()?)
 }

@@ -1,30 +1,34 @@
-//! The forward pass: dense layers on the host, KV and attention on the backend.
+//! The forward pass: dense steps by an implementation of [`Dense`], KV and attention on the backend.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
-use candle_core::Tensor;
 use kvcore::{Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, RopeConfig, RopeFamily, Stream};
 
 use crate::config::ModelConfig;
+use crate::dense::{Dense, HostDense, Weight, WeightFormat};
 use crate::error::{Error, Result};
-use crate::layers::{Layer, Linear, RmsNorm, WeightFormat};
+use crate::layers::{Layer, Linear, Loader, RmsNorm};
 use crate::profile::Profiler;
 use crate::weights::Weights;
 
 #[cfg(test)]
 mod allocations;
+mod attention;
 mod flops;
+mod logits;
 mod pass;
 mod rows;
-mod staging;
 
+pub use logits::LogitRows;
 pub use pass::{Forward, FreshKv, Narrowed, Pass, PassMemory};
 
 /// A decoder-only transformer.
 #[derive(Debug)]
 pub struct Model {
     config: ModelConfig,
-    embedding: Tensor,
+    dense: Arc<dyn Dense>,
+    embedding: Arc<dyn Weight>,
     layers: Vec<Layer>,
     norm: RmsNorm,
     head: Linear,
@@ -90,33 +94,42 @@ pub struct ComputeDevice<'a> {
 }
 
 impl Model {
-    /// Builds the model from its config and weights.
+    /// Builds the model from its config and weights, with its dense steps on the host.
     ///
     /// # Errors
-    /// Returns [`Error::Weights`] if a tensor is missing or has another shape.
-    pub fn new(config: ModelConfig, mut weights: Weights, format: WeightFormat) -> Result<Self> {
-        let w = &mut weights;
-        let embedding = w.take("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
-        let layers =
-            (0..config.num_layers()).map(|i| Layer::load(w, &config, i, format)).collect::<Result<_>>()?;
-        let norm = RmsNorm::load(w, "model.norm", config.hidden_size, config.rms_norm_eps)?;
+    /// Returns [`Error::Weight`] if a tensor is missing or has another shape.
+    pub fn new(config: ModelConfig, weights: Weights, format: WeightFormat) -> Result<Self> {
+        Self::with_dense(config, weights, format, Arc::new(HostDense))
+    }
+
+    /// Builds the model from its config and weights, with dense steps by `dense`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Weight`] if a tensor is missing, has another shape, or is stored in a type that `dense` does
+    /// not know. Returns the errors of [`Dense::load`].
+    pub fn with_dense(
+        config: ModelConfig,
+        mut weights: Weights,
+        format: WeightFormat,
+        dense: Arc<dyn Dense>,
+    ) -> Result<Self> {
+        let revision = revision(&config, weights.digest(), format, dense.name())?;
+        let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);
+        let mut loader = Loader::new(&mut weights, dense.as_ref(), format);
+        let embedding = loader.table("model.embed_tokens", vocabulary, hidden)?;
+        let layers = (0..config.num_layers())
+            .map(|index| Layer::load(&mut loader, &config, index))
+            .collect::<Result<_>>()?;
+        let norm = loader.norm("model.norm", hidden, config.rms_norm_eps)?;
         let head = if config.tied_head {
-            embedding.clone()
+            loader.tied_head(&embedding)?
         } else {
-            w.take("lm_head.weight", &[config.vocab_size, config.hidden_size])?
+            loader.linear("lm_head", vocabulary, hidden, false)?
         };
+        let weight_bytes = loader.held();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
-        let revision = revision(&config, w.digest(), format)?;
-        let linear = Linear::new(&head, None, format)?;
-        // In f32, a tied head is the embedding itself.
-        match (config.tied_head, format) {
-            (true, WeightFormat::F32) => {}
-            (true, WeightFormat::Q8) => w.hold(linear.bytes()),
-            (false, _) => w.held_as(&head, linear.bytes()),
-        }
-        let weight_bytes = w.held();
-        Ok(Self { embedding, layers, norm, head: linear, ropes, revision, weight_bytes, config })
+        Ok(Self { dense, embedding, layers, norm, head, ropes, revision, weight_bytes, config })
     }
 
     /// Returns the bytes of the weights, in the formats in which they are held.
@@ -139,8 +152,8 @@ impl Model {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Returns the hash of weights, configuration and weight format: of everything that keys and values of
-    /// given tokens depend on.
+    /// Returns the hash of weights, configuration, weight format and the name of the dense steps: of everything that
+    /// keys and values of given tokens depend on.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }
@@ -166,10 +179,10 @@ impl Model {
     }
 }
 
-// Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-weights-config-and-weight-format
+// Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-everything-that-computes-it
 /// Returns the hash that tells this model's keys and values from those of any other model.
-fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat) -> Result<[u8; 32]> {
-    let text = serde_json::to_vec(&(config, format)).map_err(|e| Error::Config(e.to_string()))?;
+fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat, dense: &str) -> Result<[u8; 32]> {
+    let text = serde_json::to_vec(&(config, format, dense)).map_err(|e| Error::Config(e.to_string()))?;
     let mut hasher = blake3::Hasher::new_derive_key("kvmodel revision v1");
     hasher.update(weights);
     hasher.update(&text);

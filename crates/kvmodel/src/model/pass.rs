@@ -1,20 +1,19 @@
 //! One pass over a batch, layer by layer. A layer has four steps: project, store, attend, finish.
 
-use candle_core::{Device, Tensor};
 use kvcore::{LayerRopes, SequenceInput};
 
+use super::attention::{self, LayerAttention};
 use super::rows::{Rows, Wanted};
-use super::staging::{LayerAttention, Staging};
-use super::{ComputeDevice, Model, Observer};
+use super::{ComputeDevice, LogitRows, Model, Observer};
+use crate::dense::{Activation, Border};
 use crate::error::{Error, Result};
 use crate::layers::Projected;
 
 /// The result of a pass.
 #[derive(Debug)]
 pub struct Forward {
-    /// The requested logits `[rows, vocab_size]` of all sequences, in the order of the batch. `None` if no
-    /// sequence requested any.
-    pub logits: Option<Tensor>,
+    /// The requested logits of all sequences, in the order of the batch. `None` if no sequence requested any.
+    pub logits: Option<LogitRows>,
     /// The counted floating-point operations: two for each multiplication of a matrix or of attention, none
     /// for norms, rotations and other small work.
     pub flops: u64,
@@ -42,12 +41,12 @@ pub struct Narrowed {
     pub batch: Vec<SequenceInput>,
 }
 
-/// The memory of a pass: its rows and its buffers on the device. Passes of one model on one device can use
+/// The memory of a pass: its rows and its border between dense steps and device. Passes of one model on one device can use
 /// it one after the other; a decode step that does so allocates nothing for them.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     rows: Rows,
-    staging: Option<Staging>,
+    border: Option<Box<dyn Border>>,
 }
 
 /// A pass over a batch of sequences. Their keys and values are written to the arena.
@@ -64,9 +63,9 @@ pub struct Pass<'a> {
     device: &'a ComputeDevice<'a>,
     ropes: &'a LayerRopes,
     rows: &'a mut Rows,
-    staging: &'a mut Staging,
+    border: &'a mut dyn Border,
     /// The residual stream of the rows, `[rows, hidden_size]`.
-    x: Tensor,
+    x: Activation,
     /// The next layer.
     layer: usize,
     /// The projections of the next layer, if [`fresh`](Self::fresh) has made them.
@@ -116,22 +115,22 @@ impl Model {
             let what = "rotary embeddings, one a layer";
             return Err(kvcore::Error::Mismatch { what, expected: layers, got: embeddings }.into());
         }
-        let PassMemory { rows, staging } = memory;
+        let PassMemory { rows, border } = memory;
         rows.fill(batch, self.config.vocab_size)?;
         let count = rows.tokens.len();
         if count == 0 {
             return Err(Error::EmptyPrompt);
         }
-        if staging.as_ref().is_some_and(|kept| kept.rows() < count) {
-            *staging = None;
+        if border.as_ref().is_some_and(|kept| kept.rows() < count) {
+            *border = None;
         }
-        let staging = match staging {
+        let border = match border {
             Some(kept) => kept,
-            none => none.insert(Staging::new(self, device, count)?),
+            none => none.insert(attention::border(self, device, count)?),
         };
-        let tokens = Tensor::from_slice(&rows.tokens, count, &Device::Cpu)?;
-        let x = self.embedding.index_select(&tokens, 0)?;
-        Ok(Pass { model: self, device, ropes, rows, staging, x, layer: 0, projected: None, flops: 0 })
+        let x = self.dense.embed(self.embedding.as_ref(), &rows.tokens)?;
+        let border = border.as_mut();
+        Ok(Pass { model: self, device, ropes, rows, border, x, layer: 0, projected: None, flops: 0 })
     }
 }
 
@@ -159,7 +158,8 @@ impl<'a> Pass<'a> {
     /// Returns the errors of the backend.
     pub fn fresh(&mut self) -> Result<FreshKv> {
         let projected = self.project(None)?;
-        let fresh = self.staging.fresh(self.device, &self.attention(), self.rows, &projected)?;
+        let layer = self.attention();
+        let fresh = attention::fresh(self.border, self.device, &layer, self.rows, &projected)?;
         self.projected = Some(projected);
         Ok(fresh)
     }
@@ -182,9 +182,11 @@ impl<'a> Pass<'a> {
             return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
         }
         self.rows.fill(&narrowed.batch, self.model.config.vocab_size)?;
-        let index = Tensor::from_vec(narrowed.rows, expected, &Device::Cpu)?;
-        self.x = self.x.index_select(&index, 0)?;
-        self.projected = self.projected.take().map(|projected| projected.select(&index)).transpose()?;
+        let dense = self.model.dense.as_ref();
+        let index = dense.index(narrowed.rows)?;
+        self.x = dense.select(&self.x, &index)?;
+        self.projected =
+            self.projected.take().map(|projected| projected.select(dense, &index)).transpose()?;
         Ok(())
     }
 
@@ -192,33 +194,47 @@ impl<'a> Pass<'a> {
     ///
     /// # Errors
     /// Returns [`Error::Cancelled`] if the observer stops the pass, and the errors of the backend.
-    pub fn end(mut self, observer: &mut dyn Observer) -> Result<Forward> {
-        let model = self.model;
+    pub fn end(self, observer: &mut dyn Observer) -> Result<Forward> {
+        self.end_into(Vec::new(), observer)
+    }
+
+    /// Runs the remaining layers and the head as [`end`](Self::end) does, and reads the logits into the memory of
+    /// `logits`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`end`](Self::end).
+    pub fn end_into(mut self, mut logits: Vec<f32>, observer: &mut dyn Observer) -> Result<Forward> {
+        let (model, dense) = (self.model, self.model.dense.as_ref());
         while self.layer < model.layers.len() {
             self.step(observer)?;
         }
         self.rows.release();
-        if self.x.dim(0)? == 0 {
+        let rows = self.x.rows();
+        if rows == 0 {
             return Ok(Forward { logits: None, flops: self.flops });
         }
-        let logits =
-            self.device.profiler.span("head", || model.head.forward(&model.norm.forward(&self.x)?))?;
-        Ok(Forward { flops: self.flops + model.head_flops(logits.dim(0)?), logits: Some(logits) })
+        self.device.profiler.span("head", || {
+            let last = model.norm.forward(dense, &self.x)?;
+            dense.read(&model.head.forward(dense, &last)?, &mut logits)
+        })?;
+        let logits = LogitRows::new(logits, model.config.vocab_size);
+        Ok(Forward { flops: self.flops + model.head_flops(rows), logits: Some(logits) })
     }
 
     /// Runs the next layer.
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        let layers = self.model.layers.len();
+        let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
         // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
-        let wanted = if self.layer + 1 == layers { self.rows.wanted()? } else { None };
+        let wanted = if self.layer + 1 == layers { self.rows.wanted(dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
             (None, wanted) => self.project(wanted.as_ref())?,
             (Some(projected), None) => projected,
-            (Some(projected), Some(wanted)) => projected.asking(&wanted.index)?,
+            (Some(projected), Some(wanted)) => projected.asking(dense, &wanted.index)?,
         };
-        self.staging.store(self.device, &self.attention(), self.rows, &projected)?;
+        let layer = self.attention();
+        attention::store(self.border, self.device, &layer, self.rows, &projected)?;
         if let Some(wanted) = &wanted {
-            self.x = self.x.index_select(&wanted.index, 0)?;
+            self.x = dense.select(&self.x, &wanted.index)?;
         }
         self.attend_and_finish(&projected, wanted.as_ref())?;
         self.layer += 1;
@@ -230,9 +246,9 @@ impl<'a> Pass<'a> {
         let rows = self.rows.tokens.len();
         let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());
         self.flops += self.model.projection_flops(rows, asking);
-        let layer = &self.model.layers[self.layer];
+        let (layer, dense) = (&self.model.layers[self.layer], self.model.dense.as_ref());
         let index = wanted.map(|wanted| &wanted.index);
-        self.device.profiler.span("projections", || layer.project(&self.x, index))
+        self.device.profiler.span("projections", || layer.project(dense, &self.x, index))
     }
 
     fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
@@ -242,11 +258,12 @@ impl<'a> Pass<'a> {
             return Ok(self.device.stream.synchronize()?);
         }
         let layer = self.attention();
-        let attention = self.staging.attend(self.device, &layer, projected, work)?;
+        let attention = attention::attend(self.border, self.device, &layer, projected, work)?;
         self.flops += self.model.attention_flops(Rows::visible(work));
         self.flops += self.model.finish_flops(self.layer, rows);
-        let layer = &self.model.layers[self.layer];
-        self.x = self.device.profiler.span("feed forward", || layer.finish(&self.x, &attention))?;
+        let (layer, dense) = (&self.model.layers[self.layer], self.model.dense.as_ref());
+        let finish = || layer.finish(dense, &self.x, &attention);
+        self.x = self.device.profiler.span("feed forward", finish)?;
         Ok(())
     }
 

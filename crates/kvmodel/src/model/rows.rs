@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
 use kvcore::{AttendRows, AttendWork, Logits, MergeGroup, QueryRow, Segment, SequenceInput, WriteSlots};
 
+use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
 
 /// The rows that a pass computes.
@@ -28,7 +28,7 @@ pub(super) struct Rows {
 /// The rows that go through the end of the last layer, if these are not all rows.
 #[derive(Debug)]
 pub(super) struct Wanted {
-    pub(super) index: Tensor,
+    pub(super) index: RowIndex,
     pub(super) work: Arc<AttendWork>,
 }
 
@@ -130,7 +130,7 @@ impl Rows {
     }
 
     /// Returns the rows whose logits are wanted, or `None` if these are all rows.
-    pub(super) fn wanted(&self) -> Result<Option<Wanted>> {
+    pub(super) fn wanted(&self, dense: &dyn Dense) -> Result<Option<Wanted>> {
         if self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len() {
             return Ok(None);
         }
@@ -143,8 +143,7 @@ impl Rows {
         }
         let rows: Vec<_> = index.iter().map(|&row| self.work.rows()[row as usize]).collect();
         let work = Arc::new(AttendWork::with_groups(rows, batch, Arc::clone(self.work.groups())));
-        let len = index.len();
-        Ok(Some(Wanted { work, index: Tensor::from_vec(index, len, &Device::Cpu)? }))
+        Ok(Some(Wanted { work, index: dense.index(index)? }))
     }
 }
 

@@ -212,8 +212,8 @@ impl Lab {
         };
         let pass = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
         let Some(logits) = &pass.logits else { return Vec::new() };
-        let vocabulary = logits.dim(1).expect("rows");
-        let mut left: Vec<f32> = logits.flatten_all().expect("values").to_vec1().expect("values");
+        let vocabulary = logits.vocabulary();
+        let mut left = logits.values().to_vec();
         let rows = |sequence: &SequenceInput| match sequence.logits {
             Logits::None => 0,
             Logits::Last => 1,

@@ -1,0 +1,109 @@
+//! Handles of activations and of row indices, which only an implementation looks into.
+
+use std::sync::Arc;
+
+use kvcore::{Storage, TensorView};
+
+use super::host::{HostIndex, HostRows};
+
+/// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Cloning shares the numbers.
+///
+/// The model passes the handle from step to step and never sees a number. The numbers are the host's, or lie in the
+/// memory of a device as a view.
+// Decision: docs/decisions/models.md#handles-of-activations-are-one-of-two-kinds
+#[derive(Debug, Clone)]
+pub struct Activation(Place);
+
+#[derive(Debug, Clone)]
+enum Place {
+    Host(HostRows),
+    Device(TensorView),
+}
+
+impl Activation {
+    pub(super) fn on_host(rows: HostRows) -> Self {
+        Self(Place::Host(rows))
+    }
+
+    pub(super) fn host(&self) -> Option<&HostRows> {
+        match &self.0 {
+            Place::Host(rows) => Some(rows),
+            Place::Device(_) => None,
+        }
+    }
+
+    /// Wraps rows in the memory of a device, for implementations outside this crate.
+    pub fn on_device(rows: TensorView) -> Self {
+        Self(Place::Device(rows))
+    }
+
+    /// Returns the view that [`on_device`](Self::on_device) wrapped, or `None` for rows of the host.
+    pub fn view(&self) -> Option<&TensorView> {
+        match &self.0 {
+            Place::Host(_) => None,
+            Place::Device(view) => Some(view),
+        }
+    }
+
+    /// Returns the extents, `[rows, width]` or `[rows, heads, dim]`.
+    pub fn shape(&self) -> &[usize] {
+        match &self.0 {
+            Place::Host(rows) => rows.shape(),
+            Place::Device(view) => view.shape(),
+        }
+    }
+
+    /// Returns the number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape().first().copied().unwrap_or(0)
+    }
+}
+
+/// A list of row numbers where the implementation wants them. One list serves several steps.
+#[derive(Debug, Clone)]
+pub struct RowIndex(IndexPlace);
+
+#[derive(Debug, Clone)]
+enum IndexPlace {
+    Host(HostIndex),
+    Device { storage: Arc<dyn Storage>, len: usize },
+}
+
+impl RowIndex {
+    pub(super) fn on_host(rows: HostIndex) -> Self {
+        Self(IndexPlace::Host(rows))
+    }
+
+    pub(super) fn host(&self) -> Option<&HostIndex> {
+        match &self.0 {
+            IndexPlace::Host(rows) => Some(rows),
+            IndexPlace::Device { .. } => None,
+        }
+    }
+
+    /// Wraps `len` row numbers in the memory of a device, for implementations outside this crate.
+    pub fn on_device(storage: Arc<dyn Storage>, len: usize) -> Self {
+        Self(IndexPlace::Device { storage, len })
+    }
+
+    /// Returns the memory that [`on_device`](Self::on_device) wrapped, or `None` for a list of the host.
+    pub fn storage(&self) -> Option<&Arc<dyn Storage>> {
+        match &self.0 {
+            IndexPlace::Host(_) => None,
+            IndexPlace::Device { storage, .. } => Some(storage),
+        }
+    }
+
+    /// Returns the number of rows.
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            IndexPlace::Host(rows) => rows.len(),
+            IndexPlace::Device { len, .. } => *len,
+        }
+    }
+
+    /// Returns true if the list names no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}

@@ -1,0 +1,229 @@
+//! The dense steps on the host, computed by candle in f32 or in blocks of quantised numbers.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{D, Device, Module, Storage, Tensor};
+// candle multiplies with this crate. Naming it here turns its AVX-512 kernels on.
+use gemm as _;
+use kvcore::Backend;
+
+use super::{
+    Activation, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightFormat, WeightUse,
+};
+use crate::error::{Error, Result};
+
+mod border;
+#[cfg(test)]
+mod tests;
+mod weight;
+
+use border::HostBorder;
+use weight::{Held, HostWeight};
+
+/// The dense steps on the host.
+///
+/// Weights of f32, f16 and bf16 are held in f32, or in eight-bit blocks if [`WeightFormat::Q8`] asks for them. Weights
+/// that are stored in blocks are multiplied as they are; activations are rounded to eight bits for these products.
+///
+/// Programs should set `RAYON_NUM_THREADS`, as `kvc` does. Without it, the library that multiplies counts the machine's
+/// cores at every product.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HostDense;
+
+const NAME: &str = "host";
+
+/// The rows of an [`Activation`] on the host.
+#[derive(Debug, Clone)]
+pub(super) struct HostRows(Tensor);
+
+impl HostRows {
+    pub(super) fn shape(&self) -> &[usize] {
+        self.0.dims()
+    }
+}
+
+/// The numbers of a [`RowIndex`] on the host.
+#[derive(Debug, Clone)]
+pub(super) struct HostIndex(Tensor);
+
+impl HostIndex {
+    pub(super) fn len(&self) -> usize {
+        self.0.elem_count()
+    }
+}
+
+/// Returns rows as an activation.
+fn activation(rows: candle_core::Result<Tensor>) -> Result<Activation> {
+    Ok(Activation::on_host(HostRows(rows.map_err(failed)?)))
+}
+
+/// Wraps an error of candle.
+fn failed(error: candle_core::Error) -> Error {
+    Error::Dense { implementation: NAME, source: Box::new(error) }
+}
+
+fn foreign(what: &'static str) -> Error {
+    kvcore::Error::ForeignHandle { what, backend: NAME }.into()
+}
+
+fn rows_of(x: &Activation) -> Result<&Tensor> {
+    x.host().map(|rows| &rows.0).ok_or_else(|| foreign("an activation"))
+}
+
+fn index_of(rows: &RowIndex) -> Result<&Tensor> {
+    rows.host().map(|rows| &rows.0).ok_or_else(|| foreign("a list of rows"))
+}
+
+fn held(weight: &dyn Weight) -> Result<&Held> {
+    let own = weight.as_any().downcast_ref::<HostWeight>().ok_or_else(|| foreign("a weight"))?;
+    Ok(own.held())
+}
+
+/// Returns the numbers of a weight whose use is not a product with blocks.
+fn plain(weight: &dyn Weight) -> Result<&Tensor> {
+    match held(weight)? {
+        Held::Plain(weight) => Ok(weight),
+        Held::Blocks(_) => Err(failed(candle_core::Error::msg("a weight in blocks only projects or embeds"))),
+    }
+}
+
+/// Calls `read` with the elements of a tensor, which are copied only if they do not lie in order.
+fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
+    let x = x.contiguous().map_err(failed)?;
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(values) = &*storage else {
+        return Err(failed(candle_core::Error::msg("a tensor of the dense steps is not on the host")));
+    };
+    read(&values.as_slice::<f32>().map_err(failed)?[layout.start_offset()..][..x.elem_count()])
+}
+
+impl Dense for HostDense {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>> {
+        Ok(Arc::new(HostWeight::load(stored, purpose)?))
+    }
+
+    fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>> {
+        Ok(Arc::new(HostWeight::tied_head(held(table)?, format).map_err(failed)?))
+    }
+
+    fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>> {
+        Ok(Box::new(HostBorder::new(backend, extents)?))
+    }
+
+    fn index(&self, rows: Vec<u32>) -> Result<RowIndex> {
+        let len = rows.len();
+        let rows = Tensor::from_vec(rows, len, &Device::Cpu).map_err(failed)?;
+        Ok(RowIndex::on_host(HostIndex(rows)))
+    }
+
+    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
+        let table = held(table)?;
+        let embed = || {
+            let tokens = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
+            match table {
+                Held::Plain(table) => table.index_select(&tokens, 0),
+                Held::Blocks(table) => table.embedding(&tokens),
+            }
+        };
+        activation(embed())
+    }
+
+    fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
+        let (x, weight) = (rows_of(x)?, plain(weight)?);
+        let norm = || {
+            let x = x.contiguous()?;
+            let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+            x.broadcast_div(&(mean_square + eps)?.sqrt()?)?.broadcast_mul(weight)
+        };
+        activation(norm())
+    }
+
+    fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation> {
+        let (x, matrix) = (rows_of(x)?, held(matrix)?);
+        let bias = bias.map(plain).transpose()?;
+        let project = || {
+            let y = match matrix {
+                Held::Plain(matrix) => x.matmul(matrix)?,
+                Held::Blocks(matrix) => matrix.forward(x)?,
+            };
+            match bias {
+                Some(bias) => y.broadcast_add(bias),
+                None => Ok(y),
+            }
+        };
+        activation(project())
+    }
+
+    fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation> {
+        let (x, matrices) = (rows_of(x)?, plain(matrices)?);
+        let multiply = || {
+            let y = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
+            y.transpose(0, 1)?.contiguous()
+        };
+        activation(multiply())
+    }
+
+    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
+        let (gate, up) = (rows_of(gate)?, rows_of(up)?);
+        activation(gate.silu().and_then(|gate| gate * up))
+    }
+
+    fn add(&self, x: &Activation, y: &Activation) -> Result<Activation> {
+        activation(rows_of(x)? + rows_of(y)?)
+    }
+
+    fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation> {
+        let x = rows_of(x)?;
+        let split = || {
+            let (rows, width) = x.dims2()?;
+            x.reshape((rows, width / dim, dim))
+        };
+        activation(split())
+    }
+
+    fn join_heads(&self, x: &Activation) -> Result<Activation> {
+        activation(rows_of(x)?.flatten_from(1))
+    }
+
+    fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation> {
+        activation(rows_of(x)?.narrow(D::Minus1, columns.start, columns.len()))
+    }
+
+    fn select(&self, x: &Activation, rows: &RowIndex) -> Result<Activation> {
+        let (x, rows) = (rows_of(x)?, index_of(rows)?);
+        activation(x.contiguous().and_then(|x| x.index_select(rows, 0)))
+    }
+
+    fn zeros_like(&self, x: &Activation) -> Result<Activation> {
+        activation(rows_of(x)?.zeros_like())
+    }
+
+    fn add_rows(
+        &self,
+        sum: &Activation,
+        rows: &RowIndex,
+        factors: Vec<f32>,
+        y: &Activation,
+    ) -> Result<Activation> {
+        let (sum, rows, y) = (rows_of(sum)?, index_of(rows)?, rows_of(y)?);
+        let add = || {
+            let count = factors.len();
+            let factors = Tensor::from_vec(factors, (count, 1), &Device::Cpu)?;
+            sum.index_add(rows, &y.broadcast_mul(&factors)?, 0)
+        };
+        activation(add())
+    }
+
+    fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()> {
+        with_values(rows_of(x)?, |elements| {
+            values.clear();
+            values.extend_from_slice(elements);
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,130 @@
+//! Weights as candle holds them: numbers in f32, or blocks of quantised numbers.
+
+use std::borrow::Cow;
+
+use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
+use candle_core::{Device, Tensor};
+
+use super::failed;
+use crate::dense::{StoredType, StoredWeight, Weight, WeightFormat, WeightUse};
+use crate::error::{Error, Result, WeightProblem};
+
+/// A weight on the host.
+#[derive(Debug)]
+pub(super) struct HostWeight {
+    held: Held,
+    bytes: usize,
+}
+
+/// The numbers of a weight.
+#[derive(Debug)]
+pub(super) enum Held {
+    /// f32. The matrix of a projection is `[input, out]`, which multiplies rows as it is.
+    Plain(Tensor),
+    /// Blocks, `[out, input]` or `[vocabulary, width]`.
+    Blocks(QMatMul),
+}
+
+impl Weight for HostWeight {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl HostWeight {
+    pub(super) fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Converts a stored weight to the form for its use.
+    pub(super) fn load(stored: &StoredWeight, purpose: WeightUse) -> Result<Self> {
+        let (expected, got) = (rank_of(purpose), stored.shape().len());
+        if expected != got {
+            let (name, problem) = (stored.name().to_owned(), WeightProblem::Rank { expected, got });
+            return Err(Error::Weight { name, problem });
+        }
+        let load = || match (purpose, blocks_of(stored.dtype())) {
+            (WeightUse::Table | WeightUse::Projection(_), Some(dtype)) => {
+                Self::blocks(in_blocks(stored, dtype)?)
+            }
+            (WeightUse::Projection(WeightFormat::Q8), None) => Self::quantised(&in_f32(stored)?),
+            (WeightUse::Projection(WeightFormat::F32) | WeightUse::ExactProjection, _) => {
+                Ok(Self::plain(in_f32(stored)?.t()?))
+            }
+            (WeightUse::Vector | WeightUse::Table | WeightUse::ByHead, _) => Ok(Self::plain(in_f32(stored)?)),
+            (WeightUse::ByHeadTransposed, _) => {
+                Ok(Self::plain(in_f32(stored)?.transpose(1, 2)?.contiguous()?))
+            }
+        };
+        load().map_err(failed)
+    }
+
+    /// Returns the matrix of a head that is the table of embeddings.
+    pub(super) fn tied_head(table: &Held, format: WeightFormat) -> candle_core::Result<Self> {
+        match (table, format) {
+            (Held::Plain(table), WeightFormat::Q8) if suits_q8(table)? => Self::quantised(table),
+            (Held::Plain(table), _) => Ok(Self { held: Held::Plain(table.t()?), bytes: 0 }),
+            (Held::Blocks(table), _) => Ok(Self { held: Held::Blocks(table.clone()), bytes: 0 }),
+        }
+    }
+
+    fn plain(weight: Tensor) -> Self {
+        let bytes = weight.elem_count() * weight.dtype().size_in_bytes();
+        Self { held: Held::Plain(weight), bytes }
+    }
+
+    fn blocks(weight: QTensor) -> candle_core::Result<Self> {
+        let bytes = weight.storage_size_in_bytes();
+        Ok(Self { held: Held::Blocks(QMatMul::from_qtensor(weight)?), bytes })
+    }
+
+    /// Rounds a matrix `[out, input]` to eight-bit blocks, if its rows consist of whole blocks.
+    fn quantised(matrix: &Tensor) -> candle_core::Result<Self> {
+        if suits_q8(matrix)? {
+            Self::blocks(QTensor::quantize(matrix, GgmlDType::Q8_0)?)
+        } else {
+            Ok(Self::plain(matrix.t()?))
+        }
+    }
+}
+
+fn suits_q8(matrix: &Tensor) -> candle_core::Result<bool> {
+    Ok(matrix.dim(1)?.is_multiple_of(GgmlDType::Q8_0.block_size()))
+}
+
+fn rank_of(purpose: WeightUse) -> usize {
+    match purpose {
+        WeightUse::Vector => 1,
+        WeightUse::Table | WeightUse::Projection(_) | WeightUse::ExactProjection => 2,
+        WeightUse::ByHead | WeightUse::ByHeadTransposed => 3,
+    }
+}
+
+fn blocks_of(dtype: StoredType) -> Option<GgmlDType> {
+    match dtype {
+        StoredType::Q8_0 => Some(GgmlDType::Q8_0),
+        StoredType::Q4K => Some(GgmlDType::Q4K),
+        StoredType::F32 | StoredType::F16 | StoredType::BF16 => None,
+    }
+}
+
+/// Returns the numbers of a weight in f32.
+fn in_f32(stored: &StoredWeight) -> candle_core::Result<Tensor> {
+    Tensor::from_vec(stored.to_f32(), stored.shape(), &Device::Cpu)
+}
+
+/// Returns the blocks of a weight as they are stored.
+fn in_blocks(stored: &StoredWeight, dtype: GgmlDType) -> candle_core::Result<QTensor> {
+    // candle reads the bytes as blocks, whose scales of two bytes must be aligned.
+    let copy: Vec<u16>;
+    let bytes = if bytemuck::try_cast_slice::<u8, u16>(stored.bytes()).is_ok() {
+        stored.bytes()
+    } else {
+        copy = bytemuck::pod_collect_to_vec(stored.bytes());
+        bytemuck::cast_slice(&copy)
+    };
+    QTensor::new(QStorage::from_data(Cow::Borrowed(bytes), &Device::Cpu, dtype)?, stored.shape())
+}

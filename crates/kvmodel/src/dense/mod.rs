@@ -1,0 +1,217 @@
+//! The dense steps of a model: all that is computed between token ids and logits, except attention.
+//!
+//! A model holds its steps as `Arc<dyn Dense>`. [`HostDense`] computes them on the host. An implementation on a device
+//! keeps weights and activations in the memory of the device, so that only token ids go up and only logits come down
+//! (with routed experts, also the scores of experts come down).
+//!
+//! ```text
+//! ids ─► embed ─┬► rms_norm ─► project ─► Border::lend ─► TensorView ─► Scatter, Attend   (kvcore, on a Stream)
+//!               │                                                              │
+//!               └► add ◄─ project ◄──── Border::take ◄──── Border::output ◄────┘
+//!                   │
+//!                   └► … ─► rms_norm ─► project ─► read ─► logits
+//! ```
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::{Backend, Stream, TensorView};
+
+use crate::error::Result;
+
+mod activation;
+mod blocks;
+mod host;
+mod stored;
+
+pub use activation::{Activation, RowIndex};
+pub use host::HostDense;
+pub use stored::{StoredType, StoredWeight};
+
+/// The format in which a model holds the weights of its projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub enum WeightFormat {
+    /// f32. Weights that are stored in blocks (`Q8_0`, `Q4_K`) stay in these blocks.
+    #[default]
+    F32,
+    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
+    /// Projections whose input width is no multiple of 32 stay f32. Weights that are stored in blocks stay as they are.
+    Q8,
+}
+
+/// The use of a weight, which decides how an implementation holds it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightUse {
+    /// The factors of a norm or the terms of a bias, `[width]`, in full precision.
+    Vector,
+    /// The embeddings, `[vocabulary, width]`, of which [`Dense::embed`] takes rows.
+    Table,
+    /// The matrix of a projection, `[out, input]`, in a format of the caller's choice.
+    Projection(WeightFormat),
+    /// The matrix of a projection, `[out, input]`, in full precision whatever its stored type is.
+    ExactProjection,
+    /// A matrix for each head, `[heads, a, b]`, in full precision. `x · matrix` is computed.
+    ByHead,
+    /// A matrix for each head, `[heads, b, a]`, in full precision. `x · matrixᵀ` is computed.
+    ByHeadTransposed,
+}
+
+/// A weight as an implementation holds it.
+pub trait Weight: fmt::Debug + Send + Sync {
+    /// Returns the bytes that are held for this weight alone. A weight that shares the memory of another has none.
+    fn bytes(&self) -> usize;
+
+    /// Returns the weight as [`Any`](std::any::Any), so that its implementation finds its own type.
+    fn as_any(&self) -> &dyn std::any::Any;
+}
+
+/// An implementation of the dense steps.
+///
+/// - **Results**: steps compute in f32, or so that their results are those of f32 to rounding. No step changes its
+///   inputs.
+/// - **Order**: a step may return before its work is done. Later steps see its results, and [`read`](Self::read)
+///   waits for them. A [`Border`] orders the steps and the operations of a stream.
+/// - **Empty batches**: the number of rows may be 0 in every step, and the result has as many.
+/// - **Handles**: a weight or an activation of another implementation is refused with
+///   [`kvcore::Error::ForeignHandle`].
+/// - **Threads**: several threads may call one implementation, each with a border and activations of its own.
+/// - **Shapes**: the caller guarantees that extents fit, as [`Model`](crate::Model) does. An implementation may
+///   return an error otherwise, and reads no memory that is not its own.
+///
+/// Errors of the library underneath are [`Error::Dense`](crate::Error::Dense).
+// Decision: docs/decisions/models.md#dense-steps-are-a-trait-of-small-steps
+pub trait Dense: fmt::Debug + Send + Sync {
+    /// Returns the name of the implementation. It is part of the key of a model, since another implementation rounds
+    /// in another way.
+    fn name(&self) -> &'static str;
+
+    /// Takes a weight in its stored format: converts, copies or uploads it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Weight`](crate::Error::Weight), with the name, for a stored type that the implementation does
+    /// not know or a shape that does not suit the use.
+    fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>>;
+
+    /// Returns the matrix of an output head that is the table of embeddings. The memory of the table is shared if
+    /// the format allows.
+    fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>>;
+
+    /// Creates the border to the KV side for passes of up to `extents.rows` rows on a backend.
+    fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>>;
+
+    /// Creates a list of row numbers.
+    fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
+
+    /// Returns the embeddings of tokens, `[tokens, width]`. The caller guarantees that each token is below the height
+    /// of the table.
+    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation>;
+
+    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis, of rows or of heads.
+    fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation>;
+
+    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation>;
+
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix. Returns `[rows, heads, b]`.
+    fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation>;
+
+    /// Returns `silu(gate) ⊙ up`.
+    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation>;
+
+    /// Returns `x + y`.
+    fn add(&self, x: &Activation, y: &Activation) -> Result<Activation>;
+
+    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Nothing needs to move.
+    fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation>;
+
+    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Nothing needs to move.
+    fn join_heads(&self, x: &Activation) -> Result<Activation>;
+
+    /// Returns some elements of the last axis. The result may share the memory of `x`.
+    fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation>;
+
+    /// Returns some rows, in the order of the list. The caller guarantees that `x` has them.
+    fn select(&self, x: &Activation, rows: &RowIndex) -> Result<Activation>;
+
+    /// Returns as many zeros as `x` has elements.
+    fn zeros_like(&self, x: &Activation) -> Result<Activation>;
+
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that no row is named
+    /// twice.
+    fn add_rows(
+        &self,
+        sum: &Activation,
+        rows: &RowIndex,
+        factors: Vec<f32>,
+        y: &Activation,
+    ) -> Result<Activation>;
+
+    /// Waits, and replaces the contents of `values` by all elements in row-major order.
+    fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()>;
+}
+
+/// The extents of everything that crosses a border.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BorderExtents {
+    /// The largest number of rows of a pass.
+    pub rows: usize,
+    /// The number of query heads.
+    pub heads: usize,
+    /// The number of heads of a row in K.
+    pub k_heads: usize,
+    /// The number of heads of a row in V.
+    pub v_heads: usize,
+    /// The number of elements of a head in K, and of a query.
+    pub k_dim: usize,
+    /// The number of elements of a head in V, and of attention's output.
+    pub v_dim: usize,
+    /// True if queries also have a part of `v_dim` elements that meets latents.
+    pub latent: bool,
+}
+
+/// An input of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AttentionInput {
+    /// The queries, `[rows, heads, k_dim]`.
+    Query,
+    /// The queries of latent attention in the latent's space, `[rows, heads, v_dim]`.
+    LatentQuery,
+    /// The keys, `[rows, k_heads, k_dim]`.
+    Key,
+    /// The values, `[rows, v_heads, v_dim]`.
+    Value,
+}
+
+/// The border between dense steps and the operations of a stream, for one pass at a time.
+///
+/// On the host a border is a set of buffers in the memory of the backend, into which rows are copied. Where activations
+/// lie in that memory already, a view *is* the activation and nothing is copied; the border only orders the two sides.
+///
+/// - A view of an input is valid until the same input is lent again or the border is dropped.
+/// - The order of calls is the order of work: operations that are launched on `stream` after [`lend`](Self::lend) see
+///   the rows, and [`take`](Self::take) sees the results of operations that were launched before it.
+/// - All calls for one pass name the same stream.
+pub trait Border: fmt::Debug + Send + Sync {
+    /// Returns the largest number of rows of a pass.
+    fn rows(&self) -> usize;
+
+    /// Returns rows as a view in f32 that operations of `stream` read. The caller guarantees that nobody writes it.
+    fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView>;
+
+    /// Returns a copy of rows as a view in f32 that operations of `stream` may also write. The activation stays as it
+    /// is.
+    fn lend_copy(
+        &mut self,
+        stream: &dyn Stream,
+        input: AttentionInput,
+        rows: &Activation,
+    ) -> Result<TensorView>;
+
+    /// Returns the view `[rows, heads, v_dim]` in f32 that attention writes.
+    fn output(&mut self, rows: usize) -> Result<TensorView>;
+
+    /// Returns the output of attention, which operations of `stream` have written to the view of
+    /// [`output`](Self::output), as an activation.
+    fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation>;
+}

@@ -1,0 +1,96 @@
+//! Loading: weights go from their files to the dense steps, one after the other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Linear, RmsNorm};
+use crate::dense::{Dense, StoredWeight, Weight, WeightFormat, WeightUse};
+use crate::error::Result;
+use crate::weights::Weights;
+
+/// The weights of a model while it is built.
+pub(crate) struct Loader<'a> {
+    weights: &'a mut Weights,
+    dense: &'a dyn Dense,
+    format: WeightFormat,
+    /// The bytes of all weights loaded so far, as they are held.
+    held: usize,
+}
+
+impl<'a> Loader<'a> {
+    pub(crate) fn new(weights: &'a mut Weights, dense: &'a dyn Dense, format: WeightFormat) -> Self {
+        Self { weights, dense, format, held: 0 }
+    }
+
+    /// Returns the bytes of all weights loaded so far, in the formats in which they are held.
+    pub(crate) fn held(&self) -> usize {
+        self.held
+    }
+
+    fn counted(&mut self, weight: Arc<dyn Weight>) -> Arc<dyn Weight> {
+        self.held += weight.bytes();
+        weight
+    }
+
+    fn load(&mut self, name: &str, shape: &[usize], purpose: WeightUse) -> Result<Arc<dyn Weight>> {
+        let stored = self.weights.take(name, shape)?;
+        let weight = self.dense.load(&stored, purpose)?;
+        Ok(self.counted(weight))
+    }
+
+    /// Loads the embeddings `[vocabulary, width]`.
+    pub(crate) fn table(&mut self, name: &str, vocabulary: usize, width: usize) -> Result<Arc<dyn Weight>> {
+        self.load(&format!("{name}.weight"), &[vocabulary, width], WeightUse::Table)
+    }
+
+    /// Returns the head whose matrix is the embeddings.
+    pub(crate) fn tied_head(&mut self, table: &Arc<dyn Weight>) -> Result<Linear> {
+        let matrix = self.dense.tied_head(table.as_ref(), self.format)?;
+        Ok(Linear::new(self.counted(matrix), None))
+    }
+
+    /// Loads a norm over `width` elements.
+    pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f64) -> Result<RmsNorm> {
+        Ok(RmsNorm::new(self.load(&format!("{name}.weight"), &[width], WeightUse::Vector)?, eps))
+    }
+
+    /// Loads a projection of `input` elements to `out`, in the format of the model.
+    pub(crate) fn linear(&mut self, name: &str, out: usize, input: usize, bias: bool) -> Result<Linear> {
+        let purpose = WeightUse::Projection(self.format);
+        let matrix = self.load(&format!("{name}.weight"), &[out, input], purpose)?;
+        let bias =
+            if bias { Some(self.load(&format!("{name}.bias"), &[out], WeightUse::Vector)?) } else { None };
+        Ok(Linear::new(matrix, bias))
+    }
+
+    /// Loads a projection whose weights are not rounded in any format.
+    pub(crate) fn exact_linear(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
+        let matrix = self.load(&format!("{name}.weight"), &[out, input], WeightUse::ExactProjection)?;
+        Ok(Linear::new(matrix, None))
+    }
+
+    /// Loads a vector whose numbers are read on the host.
+    pub(crate) fn numbers(&mut self, name: &str, width: usize) -> Result<Vec<f32>> {
+        let stored = self.weights.take(name, &[width])?;
+        let numbers = stored.to_f32();
+        self.held += size_of_val(&numbers[..]);
+        Ok(numbers)
+    }
+
+    /// Takes a matrix `[heads · height, width]`, of which [`by_head`](Self::by_head) loads the parts.
+    pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
+        self.weights.take(&format!("{name}.weight"), shape)
+    }
+
+    /// Loads some rows of each head as a matrix for each head.
+    pub(crate) fn by_head(
+        &mut self,
+        stored: &StoredWeight,
+        heads: usize,
+        rows: Range<usize>,
+        purpose: WeightUse,
+    ) -> Result<Arc<dyn Weight>> {
+        let weight = self.dense.load(&stored.rows_of_heads(heads, rows)?, purpose)?;
+        Ok(self.counted(weight))
+    }
+}

@@ -1,0 +1,113 @@
+//! The KV side of a layer: its rows are stored, its queries attend, and its fresh keys and values can be read.
+
+use std::sync::Arc;
+
+use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, KeyForm, Rope, RowRotation, Scatter, TensorView};
+
+use super::rows::Rows;
+use super::{ComputeDevice, FreshKv, Model};
+use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
+use crate::error::Result;
+use crate::layers::Projected;
+
+/// A layer as its attention sees it.
+pub(super) struct LayerAttention<'a> {
+    pub(super) index: usize,
+    pub(super) rope: &'a Arc<Rope>,
+    pub(super) window: Option<usize>,
+    pub(super) scale: f32,
+}
+
+/// Creates the border of passes of up to `rows` rows of a model.
+pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Result<Box<dyn Border>> {
+    let config = &model.config;
+    let kv = model.kv_extents(device.arena.layout().shape().format);
+    let extents = BorderExtents {
+        rows,
+        heads: config.heads,
+        k_heads: kv.k_heads,
+        v_heads: kv.v_heads,
+        k_dim: kv.k_dim,
+        v_dim: kv.v_dim,
+        latent: config.latent.is_some(),
+    };
+    model.dense.border(device.backend, &extents)
+}
+
+/// Scatters keys and values to their slots. The keys are scattered in the form in which they are stored.
+pub(super) fn store(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    rows: &Rows,
+    projected: &Projected,
+) -> Result<()> {
+    let (k, v) = device.profiler.span("copy to device", || -> Result<_> {
+        let k = border.lend(device.stream, AttentionInput::Key, &projected.k)?;
+        Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
+    })?;
+    let rotation = (device.keys == KeyForm::Rotated)
+        .then(|| RowRotation { rope: Arc::clone(layer.rope), positions: Arc::clone(&rows.positions) });
+    let (arena, slots) = (device.arena.clone(), rows.slots.clone());
+    let scatter = Scatter { arena, layer: layer.index, k, v, slots, rotation };
+    Ok(device.profiler.span("scatter", || device.stream.scatter(&scatter))?)
+}
+
+/// Returns the keys and values that [`store`] would write, in f32 on the host.
+pub(super) fn fresh(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    rows: &Rows,
+    projected: &Projected,
+) -> Result<FreshKv> {
+    let (k, v) = device.profiler.span("copy to device", || -> Result<_> {
+        let k = border.lend_copy(device.stream, AttentionInput::Key, &projected.k)?;
+        Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
+    })?;
+    if device.keys == KeyForm::Rotated {
+        let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+        device.stream.rope(&ApplyRope { rows: k.clone(), positions, rope })?;
+    }
+    let down = |view: &TensorView| -> Result<Vec<f32>> {
+        let mut host = vec![0.0f32; view.len()];
+        device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
+        Ok(host)
+    };
+    Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k: down(&k)?, v: down(&v)? })
+}
+
+/// Returns the attention of the rows of `work`, `[rows, heads, v_dim]`.
+pub(super) fn attend(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    projected: &Projected,
+    work: &Arc<AttendWork>,
+) -> Result<Activation> {
+    let (q, q_latent) = device.profiler.span("copy to device", || -> Result<_> {
+        let q = border.lend(device.stream, AttentionInput::Query, &projected.q)?;
+        let latent = projected.q_latent.as_ref();
+        let latent = latent.map(|rows| border.lend(device.stream, AttentionInput::LatentQuery, rows));
+        Ok((q, latent.transpose()?))
+    })?;
+    let out = border.output(work.rows().len())?;
+    let attend = Attend {
+        arena: device.arena.clone(),
+        layer: layer.index,
+        q,
+        rope: Some(Arc::clone(layer.rope)),
+        keys: device.keys,
+        work: Arc::clone(work),
+        scale: layer.scale,
+        window: layer.window,
+        softcap: None,
+        out: out.clone(),
+        lse: None,
+    };
+    device.profiler.span("attend", || match q_latent {
+        Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),
+        None => device.stream.attend(&attend),
+    })?;
+    device.profiler.span("copy to host", || border.take(device.stream, &out))
+}

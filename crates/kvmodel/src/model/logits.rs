@@ -1,0 +1,54 @@
+//! Logits on the host, as a pass returns them.
+
+/// Rows of logits, one number for each token of the vocabulary.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogitRows {
+    values: Vec<f32>,
+    vocabulary: usize,
+}
+
+impl LogitRows {
+    /// The caller guarantees that `values` are whole rows, and that the vocabulary is not empty.
+    pub(super) fn new(values: Vec<f32>, vocabulary: usize) -> Self {
+        Self { values, vocabulary }
+    }
+
+    /// Returns the number of rows.
+    pub fn rows(&self) -> usize {
+        self.values.len() / self.vocabulary
+    }
+
+    /// Returns the number of tokens of the vocabulary: the width of a row.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// Returns the logits of a row, or `None` if there is no such row.
+    pub fn row(&self, row: usize) -> Option<&[f32]> {
+        self.values.chunks_exact(self.vocabulary).nth(row)
+    }
+
+    /// Returns all logits, row after row.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// Returns the logits of the last row, in the memory of all rows.
+    pub fn into_last(mut self) -> Vec<f32> {
+        self.values.drain(..self.values.len().saturating_sub(self.vocabulary));
+        self.values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_lie_one_after_the_other() {
+        let logits = LogitRows::new(vec![1.0, 2.0, 3.0, 4.0], 2);
+        assert_eq!((logits.rows(), logits.vocabulary()), (2, 2));
+        assert_eq!((logits.row(1), logits.row(2)), (Some(&[3.0, 4.0][..]), None));
+        assert_eq!(logits.into_last(), [3.0, 4.0]);
+    }
+}
