@@ -21,4 +21,6 @@ mod scaling;
 mod sharing;
 mod sleep_mode;
 mod sleeping;
+mod stored;
 mod unrotated;
+mod views;
