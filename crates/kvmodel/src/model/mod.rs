@@ -129,7 +129,7 @@ impl Model {
         let weight_bytes = loader.held();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
-        Ok(Self { dense, embedding, layers, norm, head, ropes, revision, weight_bytes, config })
+        Ok(Self { config, dense, embedding, layers, norm, head, ropes, revision, weight_bytes })
     }
 
     /// Returns the bytes of the weights, in the formats in which they are held.

@@ -143,9 +143,8 @@ impl Dense for Views {
         let (values, m) = (self.values(x)?, numbers(matrices));
         let (heads, a) = (x.shape()[1], x.shape()[2]);
         let b = m.values.len() / heads / a;
-        let place = |head: usize, i: usize, j: usize| match m.transposed {
-            false => (head * a + i) * b + j,
-            true => (head * b + j) * a + i,
+        let place = |head: usize, i: usize, j: usize| {
+            if m.transposed { (head * b + j) * a + i } else { (head * a + i) * b + j }
         };
         let mut y = Vec::new();
         for (at, head) in values.chunks(a).enumerate() {
