@@ -19,10 +19,10 @@ pub enum Error {
     /// The config.json is malformed, contradictory or of an unsupported model.
     #[error("config.json: {0}")]
     Config(String),
-    /// The header of a file of weights is truncated or wrong, or the index of the files is.
+    /// A file of weights is truncated, or its header or the index of its shards is wrong.
     #[error("weights: {0}")]
     Weights(String),
-    /// A weight is missing or truncated, or is not what the config or the dense steps ask for.
+    /// A weight is missing, or is not what the config or the dense steps ask for.
     #[error("weights: {name} {problem}")]
     Weight {
         /// The name of the tensor.
