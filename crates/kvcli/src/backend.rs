@@ -1,11 +1,26 @@
-//! Backends by name.
+//! Backends by name, with the dense steps that go with each.
 
 use std::sync::Arc;
 
 use kvcore::Backend;
+use kvmodel::dense::Dense;
 
 use crate::args::BackendName;
 use crate::error::Result;
+
+/// A backend, and the dense steps of a model beside it.
+pub(crate) struct Opened {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) dense: Arc<dyn Dense>,
+}
+
+impl Opened {
+    /// Returns a backend with dense steps on the host.
+    #[cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
+    fn with_host(backend: Arc<dyn Backend>) -> Self {
+        Self { backend, dense: Arc::new(kvmodel::dense::HostDense) }
+    }
+}
 
 /// Opens the backend of the given name.
 ///
@@ -15,17 +30,14 @@ use crate::error::Result;
     all(feature = "cpu", not(any(feature = "cuda", feature = "wgpu"))),
     allow(clippy::unnecessary_wraps, reason = "other builds lack a backend")
 )]
-pub(crate) fn open(name: &BackendName) -> Result<Arc<dyn Backend>> {
+pub(crate) fn open(name: &BackendName) -> Result<Opened> {
     match name {
         #[cfg(feature = "cpu")]
-        BackendName::Cpu => Ok(kvbackend_cpu::CpuBackend::new()),
+        BackendName::Cpu => Ok(Opened::with_host(kvbackend_cpu::CpuBackend::new())),
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
         #[cfg(feature = "cuda")]
-        BackendName::Cuda(device) => {
-            let options = kvbackend_cuda::CudaOptions { device: *device };
-            Ok(kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?)
-        }
+        BackendName::Cuda(device) => cuda(*device),
         #[cfg(not(feature = "cuda"))]
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
         #[cfg(feature = "wgpu")]
@@ -34,9 +46,26 @@ pub(crate) fn open(name: &BackendName) -> Result<Arc<dyn Backend>> {
                 adapter: adapter.clone(),
                 ..kvbackend_wgpu::WgpuOptions::default()
             };
-            Ok(kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvmodel::Error::from)?)
+            let backend =
+                kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+            Ok(Opened::with_host(backend))
         }
         #[cfg(not(feature = "wgpu"))]
         BackendName::Wgpu(_) => Err(crate::error::Error::NoBackend("wgpu")),
+    }
+}
+
+/// Opens a CUDA device. Without the library of matrix products, the dense steps stay on the host, and a note says so.
+#[cfg(feature = "cuda")]
+fn cuda(device: usize) -> Result<Opened> {
+    let options = kvbackend_cuda::CudaOptions { device };
+    let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+    match kvmodel::dense::CudaDense::new(&backend) {
+        Ok(dense) => Ok(Opened { dense: Arc::new(dense), backend }),
+        Err(kvmodel::Error::Core(reason @ kvcore::Error::NoDevice { .. })) => {
+            eprintln!("note: the model's dense steps run on the CPU: {reason}");
+            Ok(Opened::with_host(backend))
+        }
+        Err(other) => Err(other.into()),
     }
 }

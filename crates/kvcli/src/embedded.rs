@@ -1,5 +1,8 @@
 //! The model and the documents that are built into the program.
 
+use std::sync::Arc;
+
+use kvmodel::dense::Dense;
 use kvmodel::{ModelDirectory, WeightFormat};
 
 use crate::error::Result;
@@ -29,6 +32,6 @@ pub(crate) const SYSTEM: &str = include_str!("../../../examples/system.txt");
 pub(crate) const QUESTIONS: &str = include_str!("../../../examples/questions.txt");
 
 /// Loads the built-in model.
-pub(crate) fn load(format: WeightFormat) -> Result<ModelDirectory> {
-    Ok(ModelDirectory::from_bytes(CONFIG, WEIGHTS, TOKENIZER, Some(TOKENIZER_CONFIG), format)?)
+pub(crate) fn load(format: WeightFormat, dense: Arc<dyn Dense>) -> Result<ModelDirectory> {
+    Ok(ModelDirectory::from_bytes(CONFIG, WEIGHTS, TOKENIZER, Some(TOKENIZER_CONFIG), format, dense)?)
 }

@@ -1,7 +1,9 @@
 //! Loading a model with a progress bar.
 
 use std::path::Path;
+use std::sync::Arc;
 
+use kvmodel::dense::Dense;
 use kvmodel::{ModelDirectory, WeightFormat};
 
 use crate::args::WeightsFormat;
@@ -18,14 +20,18 @@ pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
 }
 
 /// Loads the model of a directory, or the built-in one.
-pub(crate) fn model(dir: Option<&Path>, weights: WeightsFormat) -> Result<ModelDirectory> {
+pub(crate) fn model(
+    dir: Option<&Path>,
+    weights: WeightsFormat,
+    dense: Arc<dyn Dense>,
+) -> Result<ModelDirectory> {
     let format = format(weights);
-    let Some(dir) = dir else { return embedded::load(format) };
+    let Some(dir) = dir else { return embedded::load(format, dense) };
     if !dir.is_dir() {
         return Err(Error::NotADirectory(dir.to_owned()));
     }
     let bar = bar("weights", "{bytes}/{total_bytes}", true);
-    let loaded = ModelDirectory::load(dir, format, &mut |done, total| {
+    let loaded = ModelDirectory::load_with(dir, format, dense, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });

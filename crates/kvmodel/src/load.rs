@@ -1,9 +1,10 @@
 //! Loading a Hugging Face directory as a model with its text codec.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::config::ModelConfig;
-use crate::dense::WeightFormat;
+use crate::dense::{Dense, HostDense, WeightFormat};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::text::TextCodec;
@@ -25,6 +26,19 @@ impl ModelDirectory {
     /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`],
     /// [`Error::Weights`] or [`Error::Tokenizer`], with the reason, if a file is invalid.
     pub fn load(dir: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        Self::load_with(dir, format, Arc::new(HostDense), progress)
+    }
+
+    /// Loads `dir` as [`load`](Self::load) does, for other dense steps than the host's.
+    ///
+    /// # Errors
+    /// Returns the errors of [`load`](Self::load) and of [`Dense::load`].
+    pub fn load_with(
+        dir: &Path,
+        format: WeightFormat,
+        dense: Arc<dyn Dense>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self> {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
         let mut config = ModelConfig::from_json(&text)?;
@@ -33,7 +47,7 @@ impl ModelDirectory {
         }
         let codec = TextCodec::from_directory(dir)?;
         let weights = Weights::from_directory(dir, progress)?;
-        Ok(Self { model: Model::new(config, weights, format)?, codec })
+        Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec })
     }
 
     /// Loads a model from the bytes of its files, for models that are part of a program. Unlike
@@ -44,9 +58,10 @@ impl ModelDirectory {
         tokenizer: &[u8],
         tokenizer_config: Option<&[u8]>,
         format: WeightFormat,
+        dense: Arc<dyn Dense>,
     ) -> Result<Self> {
         let config = ModelConfig::from_json(config)?;
         let codec = TextCodec::from_bytes(tokenizer, tokenizer_config)?;
-        Ok(Self { model: Model::new(config, Weights::from_bytes(weights)?, format)?, codec })
+        Ok(Self { model: Model::with_dense(config, Weights::from_bytes(weights)?, format, dense)?, codec })
     }
 }

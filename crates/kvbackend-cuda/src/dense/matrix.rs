@@ -1,5 +1,7 @@
 //! Products with matrices: few rows by kernels that read the matrix once, many rows by cuBLAS.
 
+use std::sync::atomic::Ordering;
+
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Error, Result, TensorView};
 
@@ -269,6 +271,7 @@ impl DenseSteps {
 
     /// Enqueues a product whose rows of results are `apart` elements apart.
     fn gemm_into(&self, gemm: Gemm, apart: usize) -> Result<()> {
+        self.enqueued.fetch_add(1, Ordering::Relaxed);
         let _bound = self.device.bind()?;
         self.blas.lock().gemm(&gemm, apart)
     }
@@ -289,6 +292,7 @@ impl DenseSteps {
         if out.is_empty() {
             return Ok(out);
         }
+        self.enqueued.fetch_add(1, Ordering::Relaxed);
         let _bound = self.device.bind()?;
         let strides = (x.strides()[0], x.strides()[1]);
         let at = (address(x)?, matrices.address(), address(&out)?);

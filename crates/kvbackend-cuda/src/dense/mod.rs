@@ -9,6 +9,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvcore::{CopyTensor, DType, Dims, Error, Result, Storage, Stream, TensorView};
 use parking_lot::Mutex;
@@ -34,6 +35,8 @@ pub struct DenseSteps {
     stream: CudaStream,
     blas: Mutex<Blas>,
     memory: Arc<ActivationMemory>,
+    /// Number of times that work was enqueued.
+    enqueued: AtomicU64,
 }
 
 impl fmt::Debug for DenseSteps {
@@ -58,7 +61,12 @@ impl DenseSteps {
         let device = Arc::clone(&backend.device);
         let stream = CudaStream::new(&device, &backend.tables)?;
         let blas = Mutex::new(Blas::new(&device, stream.raw())?);
-        Ok(Self { device, stream, blas, memory: Arc::default() })
+        Ok(Self { device, stream, blas, memory: Arc::default(), enqueued: AtomicU64::new(0) })
+    }
+
+    /// Returns a number that grows with each piece of work that is enqueued.
+    pub fn enqueued(&self) -> u64 {
+        self.enqueued.load(Ordering::Relaxed)
     }
 
     /// Returns the stream of the steps.
@@ -107,6 +115,7 @@ impl DenseSteps {
         for storage in uses {
             memory::of(&self.device, storage)?;
         }
+        self.enqueued.fetch_add(1, Ordering::Relaxed);
         self.stream.enqueue(|to| {
             prepare(to)?;
             for storage in uses.iter().filter(|storage| !self.memory.owns(storage)) {
@@ -121,10 +130,16 @@ impl DenseSteps {
     /// # Errors
     /// Returns the errors of the device.
     pub fn dense(&self, x: &TensorView) -> Result<TensorView> {
-        if x.is_contiguous() {
-            return Ok(x.clone());
-        }
+        if x.is_contiguous() { Ok(x.clone()) } else { self.copy(x) }
+    }
+
+    /// Returns a dense copy of rows.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
+        self.enqueued.fetch_add(1, Ordering::Relaxed);
         let stream: &dyn Stream = &self.stream;
         stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
         Ok(copy)

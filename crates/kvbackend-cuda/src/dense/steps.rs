@@ -100,6 +100,7 @@ impl DenseSteps {
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), kvcore::DType::U8, &[size_of_val(rows)])?;
+        self.enqueued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         kvcore::Stream::write(&self.stream, &view, bytemuck::cast_slice(rows))?;
         Ok(storage)
     }
@@ -195,6 +196,7 @@ impl DenseSteps {
     /// Returns the errors of the device.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
+        self.enqueued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.stream.zero(&zeros)?;
         Ok(zeros)
     }
@@ -211,7 +213,7 @@ impl DenseSteps {
         factors: &[f32],
         y: &TensorView,
     ) -> Result<TensorView> {
-        let (height, width) = matrix_shape(sum)?;
+        let (_, width) = matrix_shape(sum)?;
         let y = self.dense(y)?;
         let (count, y_width) = matrix_shape(&y)?;
         for (what, expected, got) in
@@ -221,9 +223,7 @@ impl DenseSteps {
                 return Err(Error::Mismatch { what, expected, got });
             }
         }
-        let out = self.rows(&[height, width])?;
-        let stream: &dyn kvcore::Stream = &self.stream;
-        stream.copy_tensor(&kvcore::CopyTensor { src: sum.clone(), dst: out.clone() })?;
+        let out = self.copy(sum)?;
         let mut args = AddRowsArgs {
             sum: address(&out)?,
             rows: rows.address(),

@@ -91,6 +91,9 @@ impl Uploads {
         bytes: &[u8],
     ) -> Result<Arc<Upload>> {
         let upload = self.stage(device, bytes)?;
+        if bytes.is_empty() {
+            return Ok(upload);
+        }
         // SAFETY: the pinned memory has these bytes and lives as long as the upload.
         unsafe {
             let host = std::slice::from_raw_parts(upload.host.cast::<u8>(), bytes.len());

@@ -8,6 +8,7 @@ use kvmodel::{Engine, EngineConfig, Model, ModelConfig, ModelDirectory, Weights}
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, RagArgs};
+use crate::backend::Opened;
 use crate::error::Result;
 use crate::plot::writable;
 use crate::progress::bar;
@@ -86,11 +87,12 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
 }
 
 fn engine(args: &RagArgs) -> Result<Engine> {
+    let Opened { backend, dense } = backend::open(&args.backend)?;
     let (model, tokenizer) = if let Some((layers, width)) = args.size {
         let config = ModelConfig::benchmark(layers, width)?;
-        (Model::new(config, Weights::random(1), load::format(args.weights))?, [0; 32])
+        (Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?, [0; 32])
     } else {
-        let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
+        let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
         (model, *codec.digest())
     };
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
@@ -101,5 +103,5 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    Ok(Engine::new(model, backend::open(&args.backend)?, &tokenizer, &config)?)
+    Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }

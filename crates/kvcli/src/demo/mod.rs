@@ -9,6 +9,7 @@ use kvmodel::{
 use serde::Serialize;
 
 use crate::args::DemoArgs;
+use crate::backend::Opened;
 use crate::error::{Error, Result};
 use crate::report::{ms, table};
 use crate::{backend, embedded};
@@ -40,8 +41,8 @@ struct Answered {
 
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
-    let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32)?;
-    let backend = backend::open(&args.backend)?;
+    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32, dense)?;
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
     // A request that keeps nothing warms up threads and memory.

@@ -8,6 +8,7 @@ use kvmodel::{Engine, EngineConfig, ModelDirectory};
 use serde::Serialize;
 
 use crate::args::EvalArgs;
+use crate::backend::Opened;
 use crate::error::{Error, Result};
 use crate::plot::writable;
 use crate::progress::bar;
@@ -45,7 +46,8 @@ impl<'a> GateReport<'a> {
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
-    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
+    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let questions = questions(args)?;
     let config = EngineConfig {
@@ -55,7 +57,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         chunks,
         ..EngineConfig::default()
     };
-    let mut engine = Engine::new(model, backend::open(&args.backend)?, codec.digest(), &config)?;
+    let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = |done: usize, total: usize| {
         bar.set_length(total as u64);

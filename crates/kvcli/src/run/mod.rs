@@ -7,6 +7,7 @@ use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage}
 use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, Request, Sampling, TextCodec};
 
 use crate::args::RunArgs;
+use crate::backend::Opened;
 use crate::error::{Error, Result};
 use crate::memory::MemoryJson;
 use crate::progress::Live;
@@ -18,8 +19,8 @@ const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let text = prompt_text(args)?;
-    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights)?;
-    let backend = backend::open(&args.backend)?;
+    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,

@@ -22,10 +22,14 @@ use crate::error::Result;
 
 mod activation;
 mod blocks;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod host;
 mod stored;
 
 pub use activation::{Activation, RowIndex};
+#[cfg(feature = "cuda")]
+pub use cuda::CudaDense;
 pub use host::HostDense;
 pub use stored::{StoredType, StoredWeight};
 

@@ -7,6 +7,7 @@ mod asking;
 mod blending;
 mod cancel;
 mod common;
+mod cuda;
 mod engine;
 mod exactness;
 mod failure;

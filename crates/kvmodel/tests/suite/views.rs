@@ -249,7 +249,13 @@ fn on_views(name: &str, backend: &Arc<CpuBackend>) -> Model {
     Model::with_dense(config, weights, WeightFormat::F32, steps).unwrap()
 }
 
-fn answer(model: Model, backend: Arc<CpuBackend>, keys: KeyForm, request: &Request) -> [Generation; 2] {
+/// Returns two answers to a request of a new engine.
+pub(crate) fn answer(
+    model: Model,
+    backend: Arc<dyn Backend>,
+    keys: KeyForm,
+    request: &Request,
+) -> [Generation; 2] {
     let config = EngineConfig { block_size: 4, keys, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, b"none", &config).unwrap();
     [(); 2].map(|()| engine.generate(request, &mut ()).unwrap())
@@ -281,7 +287,7 @@ fn steps_in_the_memory_of_the_backend_answer_as_those_on_the_host(
     let host = load_model(name);
     assert_ne!(model.revision(), host.revision(), "what another implementation computes is another key's");
     assert_eq!(model.weight_bytes() - 4 * tied(&host), host.weight_bytes());
-    let got = answer(model, Arc::clone(&backend), keys, &request);
+    let got = answer(model, backend.clone(), keys, &request);
     let expected = answer(host, CpuBackend::new(), keys, &request);
     for (got, expected) in got.iter().zip(&expected) {
         assert_eq!((&got.tokens, got.prefill_flops), (&expected.tokens, expected.prefill_flops));
