@@ -40,8 +40,8 @@ const GPU: &[Tool] = &[
     Tool::Package("vulkan-validationlayers"),
 ];
 
-/// What tests and steps need: the device for wgpu, and the compiler of the CUDA driver's double.
-const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0]];
+/// What tests need: a device for wgpu, the compiler of the CUDA driver's double, and that of CUDA.
+const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0], cuda_ptx::NEEDS[0]];
 
 /// The step whose last line counts the tests.
 const TEST: &str = "cargo xtask test";

@@ -37,11 +37,13 @@ pub(crate) fn cuda_double() -> Result {
 }
 
 /// Adds the library to where a command looks for libraries, after building it if need be. A machine with the driver
-/// itself uses that.
+/// itself uses that. The compiler's library at run time comes with its wheels.
 pub(crate) fn provide(command: &mut Command) -> Result {
+    let mut folders = vec![crate::cuda_ptx::libraries()];
     if !driver_is_here() {
-        command.env("LD_LIBRARY_PATH", library_path(&build()?));
+        folders.push(build()?);
     }
+    command.env("LD_LIBRARY_PATH", library_path(folders));
     Ok(())
 }
 
@@ -50,10 +52,11 @@ pub(crate) fn driver_is_here() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() || Path::new("/dev/nvidiactl").exists()
 }
 
-fn library_path(folder: &Path) -> std::ffi::OsString {
+/// Returns the folders before those that the environment names.
+fn library_path(folders: Vec<PathBuf>) -> std::ffi::OsString {
     let before = std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty());
-    let paths = std::iter::once(folder.to_owned()).chain(before.iter().flat_map(std::env::split_paths));
-    std::env::join_paths(paths).unwrap_or_else(|_| folder.into())
+    let paths = folders.into_iter().chain(before.iter().flat_map(std::env::split_paths));
+    std::env::join_paths(paths).unwrap_or_default()
 }
 
 /// Builds the library and returns its folder.

@@ -51,6 +51,11 @@ pub(crate) fn bring() -> String {
     )
 }
 
+/// Returns the folder of the compiler's libraries.
+pub(crate) fn libraries() -> PathBuf {
+    root().join(TOOLS).join("nvidia/cu13/lib")
+}
+
 fn program(name: &str) -> PathBuf {
     root().join(TOOLS).join("nvidia/cu13/bin").join(name)
 }

@@ -203,3 +203,10 @@ KV_API CUresult cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer)
     *can = ordinal != peer;
     return CUDA_SUCCESS;
 }
+
+// There are no tables of internal entries. NVRTC asks for one as soon as it finds a driver.
+KV_API CUresult cuGetExportTable(const void** table, const CUuuid*) {
+    KV_ENTER(cuGetExportTable);
+    if (table != nullptr) *table = nullptr;
+    return CUDA_ERROR_NOT_FOUND;
+}

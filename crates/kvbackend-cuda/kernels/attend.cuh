@@ -60,8 +60,8 @@ struct AttendArgs {
     int32_t unit_heads, units;
     // Terms that queries and latent queries are split into, for tensor cores.
     int32_t q_terms, latent_terms;
-    // Plain kernel: tokens of a tile, fours of queries (1, 2 or 4), blocks that share the columns of a task, and whether
-    // eight elements of keys (1) and of values (2) may be read at once.
+    // Plain kernel: tokens of a tile, fours of queries (1, 2 or 4), blocks that share the columns of a task, and
+    // whether eight elements of keys (1) and of values (2) may be read at once.
     int32_t tile, quads, columns;
     int32_t eights;
 };
@@ -261,8 +261,8 @@ __device__ __forceinline__ void write_two(int kind, unsigned char* row, int i, f
     }
 }
 
-// A logit under a soft-cap. The hyperbolic tangent by its definition: it is off by 2^-24 of its largest value, 1, which is
-// as good as the logit itself, a number of the size of the cap.
+// A logit under a soft-cap. The hyperbolic tangent by its definition: it is off by 2^-24 of its largest value, 1,
+// which is as good as the logit itself, a number of the size of the cap.
 __device__ __forceinline__ float capped(float logit, float cap) {
     const float shrink = exp2f(fabsf(logit / cap) * (-2.0f * LOG2_E));
     return copysignf(cap * ((1.0f - shrink) / (1.0f + shrink)), logit);

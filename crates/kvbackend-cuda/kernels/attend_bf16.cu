@@ -1,4 +1,5 @@
-// Attention on tensor cores for pools of bf16: entries by the most queries of a block and the most columns of values.
+// Attention on tensor cores over pools of bf16. Entries have the most queries of a block, and the most columns
+// of values, in their names.
 #include "attend_mma.cuh"
 
 KV_KERNEL(attend_bf16_q16_v256, AttendArgs, THREADS) { attend_mma<BF16, false, false, 1, 2, 4>(args); }

@@ -1,5 +1,5 @@
-// Attention to latents on tensor cores for pools of f16, and to values of 257 to 512 columns: entries by the most queries of a
-// block.
+// Attention on tensor cores over latents of f16, and over values of 257 to 512 columns. Entries have the most queries
+// of a block in their names.
 #include "attend_mma.cuh"
 
 KV_KERNEL(attend_f16_latent_q16, AttendArgs, THREADS) { attend_mma<F16, false, true, 1, 1, 8>(args); }

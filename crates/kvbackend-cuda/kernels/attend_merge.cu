@@ -1,104 +1,143 @@
 // The second half of attention: closes the softmax of each row and head over its parts, first within each merge
-// group, then over the groups by their scaled log-sum-exps. A warp works on one row and head.
+// group, then over the groups by their scaled log-sum-exps. A block works on one row and head; its warps share the
+// parts.
 #include "attend.cuh"
 
 struct MergeArgs {
     AttendRows out, lse;
     uint64_t sums, values;
-    // Records of the rows, lists of parts sorted by group, and the factors of the groups.
-    uint64_t rows, lists, groups;
+    // Records of the rows, of the groups of a row, lists of parts, and the factors of the groups.
+    uint64_t rows, ranges, lists, groups;
     int32_t count, heads, v_dim, out_kind;
 };
-static_assert(sizeof(MergeArgs) == 104, "as merge.rs has it");
+static_assert(sizeof(MergeArgs) == 112, "as merge.rs has it");
 
-// A row of the output, and its parts in the lists.
+// A row of the output, the first of its parts in the lists, and its groups.
 struct MergedRow {
-    uint32_t row, list, parts, pad;
+    uint32_t row, list, range, ranges;
 };
 
-// A part of a row, and its merge group.
-struct ListedPart {
-    uint32_t part, group;
+// The parts of one group, counted from the first of the row.
+struct GroupRange {
+    uint32_t begin, end, group, pad;
 };
 
-// Largest logit and sum of the parts of one group.
-struct GroupSum {
+// Columns that a block adds up at a time: four for each lane.
+constexpr int COLUMNS = 128;
+
+struct MergeShared {
+    float weights[THREADS];
+    uint32_t parts[THREADS];
+    float sums[WARPS][COLUMNS];
+};
+
+// Largest logit and sum.
+struct OpenSum {
     float high, sum;
-    uint32_t end;
 };
 
-__device__ __forceinline__ float weight(float2 part, float high) { return exp2f((part.x - high) * LOG2_E); }
-
-__device__ __forceinline__ float2 sum_of(const MergeArgs& args, const ListedPart& part, int head) {
-    return records<float2>(args.sums)[static_cast<int64_t>(part.part) * args.heads + head];
+__device__ __forceinline__ float scaled(const OpenSum& part, float high) {
+    return part.sum == 0.0f ? 0.0f : part.sum * exp2f((part.high - high) * LOG2_E);
 }
 
-// Sums up the parts of the group that begins at `begin`. A NaN counts as a part that is not empty.
-__device__ __forceinline__ GroupSum group_sum(const MergeArgs& args, const ListedPart* list, uint32_t begin,
-                                              uint32_t parts, int head) {
-    GroupSum group{minus_infinity(), 0.0f, begin};
-    while (group.end < parts && list[group.end].group == list[begin].group) {
-        const float2 part = sum_of(args, list[group.end++], head);
-        if (part.y == 0.0f) continue;
-        const float high = reference(fmaxf(group.high, part.x));
-        group.sum = group.sum * weight(make_float2(group.high, 0.0f), high) + part.y * weight(part, high);
-        group.high = fmaxf(group.high, part.x);
+// Adds up two sums. A NaN is not empty.
+__device__ __forceinline__ OpenSum joined(const OpenSum& a, const OpenSum& b) {
+    const float high = fmaxf(a.high, b.high), against = reference(high);
+    return {high, scaled(a, against) + scaled(b, against)};
+}
+
+struct MergeRow {
+    const uint32_t* list;
+    const float2* sums;
+    int heads, head;
+
+    __device__ __forceinline__ int64_t place(uint32_t i) const { return static_cast<int64_t>(list[i]) * heads + head; }
+
+    __device__ __forceinline__ OpenSum part(uint32_t i) const {
+        const float2 sum = sums[place(i)];
+        return {sum.x, sum.y};
     }
-    return group;
+
+    // Sums up the parts of a group. Each warp does so for itself.
+    __device__ __forceinline__ OpenSum group(const GroupRange& range) const {
+        OpenSum all{minus_infinity(), 0.0f};
+        for (uint32_t i = range.begin + threadIdx.x % 32; i < range.end; i += 32) all = joined(all, part(i));
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+            const float high = __shfl_xor_sync(0xffffffffu, all.high, lanes);
+            const float sum = __shfl_xor_sync(0xffffffffu, all.sum, lanes);
+            all = joined(all, OpenSum{high, sum});
+        }
+        return all;
+    }
+};
+
+__device__ __forceinline__ float lse_of(const OpenSum& sum) {
+    return sum.sum == 0.0f ? minus_infinity() : sum.high + logf(sum.sum);
 }
 
 KV_KERNEL(attend_merge, MergeArgs, THREADS) {
-    const int lane = threadIdx.x % 32;
-    const int64_t number = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
-    if (number >= static_cast<int64_t>(args.count) * args.heads) return;
-    const MergedRow row = records<MergedRow>(args.rows)[number / args.heads];
-    const int head = static_cast<int>(number % args.heads);
-    const ListedPart* list = records<ListedPart>(args.lists) + row.list;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    MergeShared& shared = *reinterpret_cast<MergeShared*>(kv_shared());
+    const MergedRow row = records<MergedRow>(args.rows)[blockIdx.x / args.heads];
+    const int head = static_cast<int>(blockIdx.x % args.heads);
+    const MergeRow parts{records<uint32_t>(args.lists) + row.list, records<float2>(args.sums), args.heads, head};
+    const GroupRange* ranges = records<GroupRange>(args.ranges) + row.range;
     const float* factors = records<float>(args.groups);
 
-    // The softmax over the groups.
-    float high = minus_infinity(), sum = 0.0f;
-    for (uint32_t next = 0; next < row.parts;) {
-        const uint32_t begin = next;
-        const GroupSum group = group_sum(args, list, begin, row.parts, head);
-        next = group.end;
-        const float lse = (group.high + logf(group.sum)) * factors[list[begin].group];
-        if (group.sum == 0.0f || lse == minus_infinity()) continue;
-        const float most = reference(fmaxf(high, lse));
-        sum = sum * exp2f((high - most) * LOG2_E) + exp2f((lse - most) * LOG2_E);
-        high = fmaxf(high, lse);
+    // The softmax over the groups, each of which counts as one logit.
+    OpenSum all{minus_infinity(), 0.0f}, group{minus_infinity(), 0.0f};
+    for (uint32_t i = 0; i < row.ranges; i++) {
+        group = parts.group(ranges[i]);
+        const float lse = lse_of(group) * factors[ranges[i].group];
+        // The difference is 0, or NaN for what is not finite.
+        if (group.sum != 0.0f && lse != minus_infinity()) all = joined(all, OpenSum{lse, 1.0f + (lse - lse)});
     }
-    if (args.lse.at != 0 && lane == 0) {
-        float* lse = reinterpret_cast<float*>(args.lse.at + row.row * args.lse.row + head * args.lse.head);
-        *lse = sum == 0.0f ? minus_infinity() : high + logf(sum);
+    if (args.lse.at != 0 && thread == 0) {
+        *reinterpret_cast<float*>(args.lse.at + row.row * args.lse.row + head * args.lse.head) = lse_of(all);
     }
 
     unsigned char* out = reinterpret_cast<unsigned char*>(args.out.at + row.row * args.out.row + head * args.out.head);
-    // Columns lie a warp apart, four at a time.
-    for (int first = lane; first < args.v_dim; first += 128) {
-        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (uint32_t next = 0; next < row.parts;) {
-            const uint32_t begin = next;
-            const GroupSum group = group_sum(args, list, begin, row.parts, head);
-            next = group.end;
-            const float lse = (group.high + logf(group.sum)) * factors[list[begin].group];
+    for (int first = 0; first < args.v_dim; first += COLUMNS) {
+        float x[COLUMNS / 32] = {};
+        // This lane's first column of part 0, the number of columns from there on, and the distance from part to part.
+        const float* values = records<float>(args.values) + static_cast<int64_t>(head) * args.v_dim + first + lane;
+        const int left = args.v_dim - first - lane;
+        const int64_t stride = static_cast<int64_t>(args.heads) * args.v_dim;
+        for (uint32_t i = 0; i < row.ranges; i++) {
+            const GroupRange range = ranges[i];
+            if (row.ranges > 1) group = parts.group(range);
+            const float lse = lse_of(group) * factors[range.group];
             if (group.sum == 0.0f || lse == minus_infinity()) continue;
-            const float share = exp2f((lse - reference(high)) * LOG2_E) / (group.sum * sum);
-            for (uint32_t i = begin; i < next; i++) {
-                const float2 part = sum_of(args, list[i], head);
-                if (part.y == 0.0f) continue;
-                const float factor = weight(part, reference(group.high)) * share;
-                const float* values =
-                    records<float>(args.values) + (static_cast<int64_t>(list[i].part) * args.heads + head) * args.v_dim;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    if (first + 32 * j < args.v_dim) x[j] += factor * values[first + 32 * j];
+            const float share = exp2f((lse - reference(all.high)) * LOG2_E) / (group.sum * all.sum);
+            for (uint32_t begin = range.begin; begin < range.end; begin += THREADS) {
+                const int count = static_cast<int>(min(range.end - begin, static_cast<uint32_t>(THREADS)));
+                if (thread < count) {
+                    const OpenSum part = parts.part(begin + thread);
+                    const float weight = exp2f((part.high - reference(group.high)) * LOG2_E) * share;
+                    shared.weights[thread] = part.sum == 0.0f ? 0.0f : weight;
+                    shared.parts[thread] = parts.list[begin + thread];
                 }
+                __syncthreads();
+#pragma unroll 4
+                for (int j = warp; j < count; j += WARPS) {
+                    const float weight = shared.weights[j];
+                    const float* at = values + shared.parts[j] * stride;
+#pragma unroll
+                    for (int c = 0; c < COLUMNS / 32; c++) {
+                        if (32 * c < left) x[c] += weight * at[32 * c];
+                    }
+                }
+                __syncthreads();
             }
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (first + 32 * j < args.v_dim) write(args.out_kind, out, first + 32 * j, x[j]);
-        }
+        for (int c = 0; c < COLUMNS / 32; c++) shared.sums[warp][lane + 32 * c] = x[c];
+        __syncthreads();
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += shared.sums[w][thread];
+        if (first + thread < args.v_dim) write_one(args.out_kind, out, first + thread, total);
+        __syncthreads();
     }
 }

@@ -6,9 +6,9 @@
 // and values once for all queries, and latents of 512 columns fit in registers.
 //
 // Dense tiles come by asynchronous copies: keys of the next tile while weights are computed and applied, values while
-// logits are computed. Latents are part of the logits too, so that the whole next tile comes while a tile is used. So do
-// codes, which are widened at the begin of their turn; their scales multiply partial products (keys) and weights (values)
-// of a group, so that nothing is rounded. Places and scales are read before the products that hide the wait.
+// logits are computed. Latents are part of the logits too, so that the whole next tile comes while a tile is used. So
+// do codes, which are widened at the begin of their turn; their scales multiply partial products (keys) and weights
+// (values) of a group, so that nothing is rounded. Places and scales are read before the products that hide the wait.
 //
 // Weights are split like queries (attend_query.cuh), into two terms; those in f16 are scaled by 2^15, so that terms of
 // small weights keep their bits.
@@ -16,8 +16,8 @@
 
 #include "attend_tile.cuh"
 
-// Adds the weighted values of a tile of which some query does not see some token, and in which some value is not finite.
-// Weights of 0 must not meet such values, which matrix instructions would multiply.
+// Adds the weighted values of a tile of which some query does not see some token, and in which some value is not
+// finite. Weights of 0 must not meet such values, which matrix instructions would multiply.
 template <int TYPE, bool CODES, int MT, int NP, int TN, int ROW, int PLANE>
 __device__ __forceinline__ void add_guarded(float (&out)[MT][NP][2][4], const unsigned char* weights,
                                             const unsigned char* values, int value_row, const float* scales, int groups,
@@ -44,7 +44,8 @@ __device__ __forceinline__ void add_guarded(float (&out)[MT][NP][2][4], const un
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int column = 16 * (first_pair + p) + 8 * n + 2 * (lane % 4);
-                float2 value = widened2<TYPE>(*reinterpret_cast<const uint32_t*>(values + token * value_row + 2 * column));
+                const unsigned char* at = values + token * value_row + 2 * column;
+                float2 value = widened2<TYPE>(*reinterpret_cast<const uint32_t*>(at));
                 if constexpr (CODES) {
                     const float scale = scales[token * groups + 16 * (first_pair + p) / group];
                     value.x *= scale, value.y *= scale;
@@ -70,7 +71,8 @@ __device__ __forceinline__ void find_spoiled(const unsigned char* values, int va
                                              int groups, int tile, int* flag) {
     bool found = false;
     for (int i = threadIdx.x; i < TN * dim; i += THREADS) {
-        found |= spoiled(widened<TYPE>(*reinterpret_cast<const uint16_t*>(values + i / dim * value_row + 2 * (i % dim))));
+        const unsigned char* at = values + i / dim * value_row + 2 * (i % dim);
+        found |= spoiled(widened<TYPE>(*reinterpret_cast<const uint16_t*>(at)));
     }
     if constexpr (CODES) {
         for (int i = threadIdx.x; i < TN * groups; i += THREADS) found |= spoiled(scales[i]);
@@ -78,7 +80,8 @@ __device__ __forceinline__ void find_spoiled(const unsigned char* values, int va
     if (found) *flag = tile;
 }
 
-// The kernel for matrices of type TYPE, 16 * MT queries, tiles of 32 * NT tokens, and values of at most 64 * NP columns.
+// The kernel for matrices of type TYPE, 16 * MT queries, tiles of 32 * NT tokens, and values of at most 64 * NP
+// columns.
 template <int TYPE, bool CODES, bool LATENT, int MT, int NT, int NP>
 __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     constexpr int M = 16 * MT, TN = 32 * NT;
@@ -116,7 +119,9 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     float factor = 0.0f;
 
     const auto places_of = [&](int buffer) { return shared.places + buffer * SIDES * TN; };
-    const auto keys_of = [&](int buffer) { return shared.keys + (Shared::STAGES == 2 ? buffer * TN * shared.key_row : 0); };
+    const auto keys_of = [&](int buffer) {
+        return shared.keys + (Shared::STAGES == 2 ? buffer * TN * shared.key_row : 0);
+    };
     const auto values_of = [&](int buffer) {
         return shared.values + (Shared::STAGES == 2 ? buffer * TN * shared.value_row : 0);
     };
@@ -209,16 +214,18 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         float logits[MT][NT][4] = {};
         if constexpr (CODES) {
             multiply_codes<MT, NT>(logits, shared.queries, keys, shared.key_row, shared.k_pad / 16,
-                                   shared.key_scales + buffer * TN * shared.k_groups, shared.k_groups, args.k_group, tiles);
+                                   shared.key_scales + buffer * TN * shared.k_groups, shared.k_groups, args.k_group,
+                                   tiles);
         } else {
             multiply<TYPE, MT, NT>(logits, shared.queries, keys, shared.key_row, 0, shared.k_pad / 16, tiles);
         }
         if constexpr (LATENT) {
             if (shared.latents.terms == 0) {
+                // Wide values without latents.
             } else if constexpr (CODES) {
                 multiply_codes<MT, NT>(logits, shared.latents, values, shared.value_row, shared.v_pad / 16,
-                                       shared.value_scales + buffer * TN * shared.v_groups, shared.v_groups, args.v_group,
-                                       tiles);
+                                       shared.value_scales + buffer * TN * shared.v_groups, shared.v_groups,
+                                       args.v_group, tiles);
             } else {
                 multiply<TYPE, MT, NT>(logits, shared.latents, values, shared.value_row, 0, shared.v_pad / 16, tiles);
             }
@@ -243,8 +250,8 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const uint32_t token = first_token + 8 * n + e;
-                        const bool sees = token >= static_cast<uint32_t>(seen.x) && token < static_cast<uint32_t>(seen.y) &&
-                                          token < now.end;
+                        const bool sees = token >= static_cast<uint32_t>(seen.x) &&
+                                          token < static_cast<uint32_t>(seen.y) && token < now.end;
                         in_part |= !sees && token < now.end && query < unit.queries;
                         float logit = logits[m][n][2 * r + e] * scale;
                         if (args.softcap > 0.0f) logit = capped(logit, args.softcap);

@@ -1,9 +1,9 @@
 // Attention in f32 arithmetic, for every format and every shape.
 //
-// A block takes up to 16 queries over tiles of up to 32 tokens, which lie in shared memory as f32. A thread computes the
-// logits of four queries and one token, over all elements of a key or, when there are few queries, over a share of them;
-// a warp computes the weights of a query; a thread adds up the weighted values of some columns for all queries. Values of
-// more columns than registers hold take several blocks, each with the same weights.
+// A block takes up to 16 queries over tiles of up to 32 tokens, which lie in shared memory as f32. A thread computes
+// the logits of four queries and one token, over all elements of a key or, when there are few queries, over a share
+// of them; a warp computes the weights of a query; a thread adds up the weighted values of some columns for all
+// queries. Values of more columns than registers hold take several blocks, each with the same weights.
 #include "attend.cuh"
 
 constexpr int TOKENS = 32, QUERIES = 16;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void find_rows(const AttendArgs& args, const AttendUn
 
 // Loads rows to shared memory. Returns whether an element that this thread loaded is not finite.
 template <int KIND>
-__device__ __forceinline__ bool load_rows(float* to, const uint64_t* places, const uint64_t* scales, int tokens, int dim,
-                                          int group, bool eights) {
+__device__ __forceinline__ bool load_rows(float* to, const uint64_t* places, const uint64_t* scales, int tokens,
+                                          int dim, int group, bool eights) {
     bool found = false;
     const int row = 4 * fours_of(dim), width = eights ? 8 : 1, units = dim / width;
     constexpr bool SCALED = KIND == E4M3 || KIND == E5M2 || KIND == I8 || KIND == I4;
@@ -97,8 +97,8 @@ __device__ __forceinline__ bool load_rows(float* to, const uint64_t* places, con
     return found;
 }
 
-__device__ __forceinline__ bool load_rows(int kind, float* to, const uint64_t* places, const uint64_t* scales, int tokens,
-                                          int dim, int group, bool eights) {
+__device__ __forceinline__ bool load_rows(int kind, float* to, const uint64_t* places, const uint64_t* scales,
+                                          int tokens, int dim, int group, bool eights) {
     switch (kind) {
         case F32: return load_rows<F32>(to, places, scales, tokens, dim, group, eights);
         case F16: return load_rows<F16>(to, places, scales, tokens, dim, group, eights);
@@ -201,9 +201,8 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
         shared.values[i / width * v_row + args.v_dim + i % width] = 0.0f;
     }
     if (thread < 4) shared.flags[thread] = -1;
-    Walk now, next;
+    Walk now;
     now.begin(args, task);
-    next = now;
     // The run whose limits, and the offset whose queries, are loaded.
     uint32_t loaded_run = ~0u;
     int64_t loaded_offset = 0;
@@ -240,9 +239,12 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
                                          side == 0 ? args.k_group : args.v_group, (args.eights >> side & 1) != 0);
             if (found && side == 1) shared.flags[1] = number;
         }
+        // The rows of the next tile.
+        Walk next = now;
         next.advance(args, task, args.tile);
         if (next.more) {
-            find_rows(args, unit, next, shared.places + (buffer ^ 1) * 4 * TOKENS, shared.numbers + (buffer ^ 1) * TOKENS);
+            const int other = buffer ^ 1;
+            find_rows(args, unit, next, shared.places + other * 4 * TOKENS, shared.numbers + other * TOKENS);
         }
         __syncthreads();
         if (turn || args.unrotated) {
@@ -304,12 +306,13 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
         }
         // Weights of 0 must not meet values that are not finite.
         const bool guarded = shared.flags[0] == number && shared.flags[1] == number;
-#pragma unroll 2
+#pragma unroll 4
         for (int t = 0; t < tokens; t++) {
             float value[COLUMNS];
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
-                value[c] = first_column + 128 * c < args.v_dim ? shared.values[t * v_row + first_column + 128 * c] : 0.0f;
+                const int column = first_column + 128 * c;
+                value[c] = column < args.v_dim ? shared.values[t * v_row + column] : 0.0f;
             }
             const float4* weights = reinterpret_cast<const float4*>(shared.weights + t * WEIGHT_ROW);
 #pragma unroll
@@ -326,7 +329,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
             }
         }
         __syncthreads();
-        now = next;
+        now.advance(args, task, args.tile);
     }
 
     // Sums go to all threads by way of the shrinking factors' place.

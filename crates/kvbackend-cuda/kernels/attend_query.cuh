@@ -5,8 +5,8 @@
 // the weights, is split into a sum of terms, each the rounding of what the terms before it left: two terms of bf16
 // keep it to 2^-18 of its size, three exactly; two of f16 to 2^-23. f16 also has a narrow range: a query is scaled by a
 // power of two so that its largest element lies from 2^11 to 2^12, and what a term rounds away lies below 2^-25 beside
-// that. Queries that have the type of the matrices already are one term. Blocks of 16 queries take three terms of bf16, for
-// they wait for memory; blocks of more take two.
+// that. Queries that have the type of the matrices already are one term. Blocks of up to 32 queries take three terms of
+// bf16, for they wait for memory; blocks of more take two.
 #pragma once
 
 #include "attend.cuh"
@@ -60,8 +60,8 @@ __device__ __forceinline__ float largest(int kind, const unsigned char* row, int
     return most;
 }
 
-// The exponent, as the bits of an f32 have it, of the scale that brings a magnitude to 2^11 or more and below 2^12; that
-// of 1 for zeros and infinities. The inverse scale has 254 minus it.
+// The exponent, as the bits of an f32 have it, of the scale that brings a magnitude to 2^11 or more and below 2^12;
+// that of 1 for zeros and infinities. The inverse scale has 254 minus it.
 __device__ __forceinline__ uint32_t scale_exponent(float most) {
     const uint32_t exponent = __float_as_uint(most) >> 23;
     if (most == 0.0f || exponent == 255) return 127;
@@ -104,7 +104,8 @@ __device__ __forceinline__ void load_queries(const AttendArgs& args, const Atten
         if (!fresh) continue;
         for (int i = lane; i < v_pad; i += 32) {
             const bool inside = latent != nullptr && i < args.v_dim;
-            if (latents.terms > 0) put<TYPE>(latents, query, i, inside ? dense_at(args.latent_kind, latent, i) * scale : 0.0f);
+            const float x = inside ? dense_at(args.latent_kind, latent, i) * scale : 0.0f;
+            if (latents.terms > 0) put<TYPE>(latents, query, i, x);
         }
     }
 }

@@ -19,8 +19,9 @@ __device__ __forceinline__ int padded_dim(int dim) { return (dim + 15) / 16 * 16
 // Scales of a tile that a thread holds in registers on their way to shared memory.
 constexpr int HELD_SCALES = 4;
 
-// The parts of a block's shared memory, in the order of `Family::shared` in src/kernels/attend/tiling.rs. Rows of 16-bit
-// matrices are 16 bytes longer than their elements, so that the eight rows of a fragment lie in different banks.
+// The parts of a block's shared memory, in the order of `Family::shared` in src/kernels/attend/tiling.rs. Rows of
+// 16-bit matrices are 16 bytes longer than their elements, so that the eight rows of a fragment lie in different
+// banks.
 template <bool CODES, bool LATENT, int M, int TN>
 struct MmaShared {
     // Tiles of keys and of values: two if the next tile is on its way while this one is used.
@@ -181,8 +182,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* tile, int row, int 
     }
 }
 
-// Adds the products of TERMS terms of the queries and steps `begin..end` of the rows of a tile, 16 elements each. A warp
-// multiplies its quarter of the tile's tokens.
+// Adds the products of TERMS terms of the queries and steps `begin..end` of the rows of a tile, 16 elements each. A
+// warp multiplies its quarter of the tile's tokens.
 template <int TYPE, int TERMS, int MT, int NT>
 __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const SplitRows& queries,
                                                const unsigned char* tile, int tile_row, int begin, int end, int tiles) {
@@ -228,11 +229,11 @@ __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const
 }
 
 template <int TYPE, int MT, int NT>
-__device__ __forceinline__ void multiply(float (&logits)[MT][NT][4], const SplitRows& queries, const unsigned char* tile,
-                                         int tile_row, int begin, int end, int tiles) {
+__device__ __forceinline__ void multiply(float (&logits)[MT][NT][4], const SplitRows& queries,
+                                         const unsigned char* tile, int tile_row, int begin, int end, int tiles) {
     if (queries.terms == 1) {
         multiply_terms<TYPE, 1, MT, NT>(logits, queries, tile, tile_row, begin, end, tiles);
-    } else if (MT == 1 && TYPE == BF16 && queries.terms == 3) {
+    } else if (MT <= 2 && TYPE == BF16 && queries.terms == 3) {
         multiply_terms<TYPE, 3, MT, NT>(logits, queries, tile, tile_row, begin, end, tiles);
     } else {
         multiply_terms<TYPE, 2, MT, NT>(logits, queries, tile, tile_row, begin, end, tiles);

@@ -12,9 +12,18 @@
 #include "kernel.hpp"
 #else
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#ifdef __CUDACC_RTC__
+// The compiler at run time has no headers of the system.
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdint.h>
+#endif
 
 // Defines the kernel `name` with the argument `args` of type `Args`, for blocks of at most `threads` threads.
 #define KV_KERNEL(name, Args, threads) \
@@ -94,22 +103,38 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-__device__ __forceinline__ float f16_to_f32(uint16_t x) { return __half2float(__ushort_as_half(x)); }
-__device__ __forceinline__ uint16_t f32_to_f16(float x) { return __half_as_ushort(__float2half_rn(x)); }
+// Conversions of elements, which round to nearest even. Instructions in place of CUDA's headers, so that nothing but a
+// compiler is needed.
+__device__ __forceinline__ float f16_to_f32(uint16_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+__device__ __forceinline__ uint16_t f32_to_f16(float x) {
+    uint16_t y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ float bf16_to_f32(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
-__device__ __forceinline__ uint16_t f32_to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ __forceinline__ uint16_t f32_to_bf16(float x) {
+    uint16_t y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
 
 // Two elements of a word; the first is the low half.
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 __device__ __forceinline__ float2 unpack_f16x2(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    return make_float2(f16_to_f32(static_cast<uint16_t>(pair)), f16_to_f32(static_cast<uint16_t>(pair >> 16)));
 }
 __device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));

@@ -10,6 +10,7 @@ use kvcore::{Counters, Error, MemoryKind, Result};
 use crate::NAME;
 use crate::driver::{self, Bound};
 use crate::module::Modules;
+use crate::options::{CudaOptions, KernelCode};
 
 /// Compute capability of the oldest devices that the kernels serve.
 const OLDEST: i32 = 8;
@@ -96,7 +97,8 @@ impl Device {
     /// # Errors
     /// Returns [`Error::NoDevice`] if there is no such device, if it is too old for the kernels, or if the driver
     /// refuses to open it.
-    pub(crate) fn open(ordinal: usize) -> Result<Arc<Self>> {
+    pub(crate) fn open(options: &CudaOptions) -> Result<Arc<Self>> {
+        let ordinal = options.device;
         driver::version()?;
         let refused = |error| driver::no_device(format!("device {ordinal}: {}", driver::text(error)));
         let count = result::device::get_count().map_err(refused)?;
@@ -115,7 +117,7 @@ impl Device {
         }
         // SAFETY: `handle` is a device that the driver returned; the context is released by `Drop`.
         let context = unsafe { result::primary_ctx::retain(handle) }.map_err(refused)?;
-        let made = Self::in_context(ordinal, handle, context, facts);
+        let made = Self::in_context(ordinal, handle, context, facts, options.kernels.clone());
         if made.is_err() {
             // SAFETY: the context was retained above, and nothing of it is left.
             let _ = unsafe { result::primary_ctx::release(handle) };
@@ -128,6 +130,7 @@ impl Device {
         handle: CUdevice,
         context: CUcontext,
         facts: DeviceFacts,
+        kernels: KernelCode,
     ) -> Result<Arc<Self>> {
         let _bound = Bound::new(context)?;
         let refused = |error| driver::no_device(format!("device {ordinal}: {}", driver::text(error)));
@@ -147,7 +150,7 @@ impl Device {
             context,
             facts,
             counters: Counters::default(),
-            modules: Modules::default(),
+            modules: Modules::new(kernels),
             setup,
             pool,
             lost: OnceLock::new(),

@@ -21,6 +21,7 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+mod compile;
 pub mod dense;
 mod device;
 mod driver;
@@ -45,7 +46,7 @@ use tables::Tables;
 
 pub use cudarc;
 pub use memory::{CudaReserved, CudaStorage};
-pub use options::CudaOptions;
+pub use options::{CudaOptions, KernelCode};
 pub use report::{DeviceReport, devices};
 pub use stream::{CudaEvent, CudaStream};
 
@@ -74,7 +75,7 @@ impl CudaBackend {
     /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability 8.0, or
     /// cannot be opened.
     pub fn with_options(options: &CudaOptions) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self { device: Device::open(options.device)?, tables: Arc::default() }))
+        Ok(Arc::new(Self { device: Device::open(options)?, tables: Arc::default() }))
     }
 
     /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the engine.

@@ -1,5 +1,6 @@
 //! Kernels by name, and the modules of PTX that hold them. A module is loaded when one of its kernels is first used.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::CString;
 
@@ -9,7 +10,9 @@ use kvcore::{Error, Result};
 use parking_lot::Mutex;
 
 use crate::NAME;
+use crate::compile;
 use crate::device::Device;
+use crate::options::KernelCode;
 
 /// A file of `kernels/`, compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,6 +61,24 @@ impl Module {
             Self::AttendMerge => include_str!("../ptx/attend_merge.ptx"),
         }
     }
+
+    /// Returns the source.
+    const fn source(self) -> &'static str {
+        match self {
+            Self::Copy => include_str!("../kernels/copy.cu"),
+            Self::Convert => include_str!("../kernels/convert.cu"),
+            Self::Dense => include_str!("../kernels/dense.cu"),
+            Self::Skinny => include_str!("../kernels/skinny.cu"),
+            Self::AttendBf16 => include_str!("../kernels/attend_bf16.cu"),
+            Self::AttendBf16Latent => include_str!("../kernels/attend_bf16_latent.cu"),
+            Self::AttendF16 => include_str!("../kernels/attend_f16.cu"),
+            Self::AttendF16Latent => include_str!("../kernels/attend_f16_latent.cu"),
+            Self::AttendCodes => include_str!("../kernels/attend_codes.cu"),
+            Self::AttendCodesLatent => include_str!("../kernels/attend_codes_latent.cu"),
+            Self::AttendPlain => include_str!("../kernels/attend_plain.cu"),
+            Self::AttendMerge => include_str!("../kernels/attend_merge.cu"),
+        }
+    }
 }
 
 /// A kernel of a module.
@@ -71,8 +92,10 @@ pub(crate) struct Kernel {
 }
 
 /// The modules and kernels of a device that are loaded.
-#[derive(Default)]
-pub(crate) struct Modules(Mutex<Loaded>);
+pub(crate) struct Modules {
+    code: KernelCode,
+    loaded: Mutex<Loaded>,
+}
 
 #[derive(Default)]
 struct Loaded {
@@ -84,9 +107,23 @@ struct Loaded {
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {
+    pub(crate) fn new(code: KernelCode) -> Self {
+        Self { code, loaded: Mutex::default() }
+    }
+
+    /// Returns the PTX of a module.
+    fn ptx(&self, device: &Device, module: Module) -> Result<Cow<'static, str>> {
+        match &self.code {
+            KernelCode::Committed => Ok(module.ptx().into()),
+            KernelCode::Compiled { keep_in } => {
+                compile::ptx(module.source(), &device.facts, keep_in.as_deref()).map(Cow::Owned)
+            }
+        }
+    }
+
     /// Returns a kernel, and loads it on first use. The device's context is current.
     pub(crate) fn get(&self, device: &Device, kernel: Kernel) -> Result<CUfunction> {
-        let mut loaded = self.0.lock();
+        let mut loaded = self.loaded.lock();
         if let Some(&function) = loaded.kernels.get(&kernel) {
             return Ok(function);
         }
@@ -100,7 +137,8 @@ impl Modules {
         let module = if let Some(&module) = loaded.modules.get(&kernel.module) {
             module
         } else {
-            let text = CString::new(kernel.module.ptx()).map_err(|_| no_text(kernel))?;
+            let text = self.ptx(device, kernel.module)?;
+            let text = CString::new(&*text).map_err(|_| no_text(kernel))?;
             // SAFETY: `text` is PTX that ends with a zero byte.
             let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
             let module = module.map_err(|error| device.refused(error))?;
@@ -124,7 +162,7 @@ impl Modules {
 
     /// Unloads all modules. The device's context is current, and nothing runs any more.
     pub(crate) fn unload(&self) {
-        let mut loaded = self.0.lock();
+        let mut loaded = self.loaded.lock();
         loaded.kernels.clear();
         for (_, module) in loaded.modules.drain() {
             // SAFETY: `module` was loaded in this context, and its functions are forgotten.

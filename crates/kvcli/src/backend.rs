@@ -58,7 +58,7 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
 /// Opens a CUDA device. Without the library of matrix products, the dense steps stay on the host, and a note says so.
 #[cfg(feature = "cuda")]
 fn cuda(device: usize) -> Result<Opened> {
-    let options = kvbackend_cuda::CudaOptions { device };
+    let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
     match kvmodel::dense::CudaDense::new(&backend) {
         Ok(dense) => Ok(Opened { dense: Arc::new(dense), backend }),

@@ -35,7 +35,7 @@ fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
 
 #[cfg(feature = "cuda")]
 fn cuda(device: usize) -> Result<Arc<dyn Backend>> {
-    Ok(CudaBackend::with_options(&CudaOptions { device })?)
+    Ok(CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?)
 }
 
 #[cfg(feature = "wgpu")]

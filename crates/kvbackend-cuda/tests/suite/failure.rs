@@ -23,7 +23,7 @@ fn is_lost<T>(result: &Result<T>) -> bool {
 fn a_device_that_is_not_there_is_named_beside_those_that_are() {
     let _beside = beside_others();
     let Some(_) = opened(EAGER) else { return };
-    let options = kvbackend_cuda::CudaOptions { device: 99 };
+    let options = kvbackend_cuda::CudaOptions { device: 99, ..kvbackend_cuda::CudaOptions::default() };
     let Err(Error::NoDevice { reason, .. }) = kvbackend_cuda::CudaBackend::with_options(&options) else {
         panic!("device 99 was opened")
     };
@@ -166,7 +166,10 @@ fn every_call_that_the_driver_refuses_is_an_error_and_nothing_is_held() {
 
 /// Opens a device and uses each part of the backend once.
 fn everything(device: usize) -> Result<()> {
-    let backend = kvbackend_cuda::CudaBackend::with_options(&kvbackend_cuda::CudaOptions { device })?;
+    let backend = kvbackend_cuda::CudaBackend::with_options(&kvbackend_cuda::CudaOptions {
+        device,
+        ..kvbackend_cuda::CudaOptions::default()
+    })?;
     let (stream, second) = (backend.stream()?, backend.stream()?);
     let shape = KvShape {
         num_layers: 2,

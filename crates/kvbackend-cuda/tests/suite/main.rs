@@ -2,7 +2,9 @@
 //! and the launches that operations take. The contract itself is checked by the conformance suite.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod attention;
 mod common;
+mod compiled;
 mod dense;
 mod double;
 mod failure;

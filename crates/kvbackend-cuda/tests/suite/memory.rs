@@ -110,7 +110,9 @@ fn lent_memory_that_is_not_what_it_is_said_to_be_is_refused() {
         matches!(&nowhere, (Err(Error::Device { reason, .. }), 1) if reason.contains("no memory")),
         "{nowhere:?}"
     );
-    let Ok(other) = CudaBackend::with_options(&CudaOptions { device: LAZY }) else { return };
+    let Ok(other) = CudaBackend::with_options(&CudaOptions { device: LAZY, ..CudaOptions::default() }) else {
+        return;
+    };
     let there = other.allocate(MemoryKind::Device, 4096).unwrap();
     let foreign = lend(there.address(), 4096);
     assert!(

@@ -17,8 +17,9 @@ use crate::views::answer;
 /// Opens a device with the dense steps on it, or says why there is none.
 fn opened(device: usize) -> Option<(Arc<CudaBackend>, CudaDense)> {
     let said = |reason: &dyn std::fmt::Display| kvconform::skip(reason);
-    let backend =
-        CudaBackend::with_options(&CudaOptions { device }).inspect_err(|reason| said(reason)).ok()?;
+    let backend = CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })
+        .inspect_err(|reason| said(reason))
+        .ok()?;
     let dense = CudaDense::new(&backend).inspect_err(|reason| said(reason)).ok()?;
     Some((backend, dense))
 }

@@ -1,19 +1,24 @@
 //! The merge of parts, and its argument as `attend_merge.cu` declares it.
 
 use bytemuck::{Pod, Zeroable};
-use kvcore::Attend;
+use kvcore::{Attend, Result};
 
 use super::args::AttendRows;
+use super::grid;
 use super::plan::Chunk;
 use super::tiling::THREADS;
 use crate::kernels::kind;
 use crate::module::{Kernel, Module};
 use crate::stream::Launch;
 
-const MERGE: Kernel = Kernel { module: Module::AttendMerge, name: "attend_merge", shared: 0 };
+const MERGE: Kernel = Kernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
 
-/// Rows and heads of a block: one for each warp.
-const PER_BLOCK: usize = THREADS / 32;
+/// Columns that a block adds up at a time.
+const COLUMNS: usize = 128;
+
+/// Bytes of shared memory, as `MergeShared` has it: weights and parts of as many parts as there are threads, and a sum
+/// of each column for each warp.
+const SHARED: u32 = (8 * THREADS + 4 * COLUMNS * THREADS / 32) as u32;
 
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -23,6 +28,7 @@ struct MergeArgs {
     sums: u64,
     values: u64,
     rows: u64,
+    ranges: u64,
     lists: u64,
     groups: u64,
     count: u32,
@@ -32,7 +38,7 @@ struct MergeArgs {
 }
 
 /// Returns the launch that closes the parts of a chunk. Its grid is empty if there are none.
-pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64, u64)) -> Launch {
+pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64, u64)) -> Result<Launch> {
     let heads = op.q.shape()[1];
     let args = MergeArgs {
         out: AttendRows::new(&op.out),
@@ -40,6 +46,7 @@ pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64
         sums,
         values,
         rows: plan + chunk.merged,
+        ranges: plan + chunk.ranges,
         lists: plan + chunk.lists,
         groups: plan + chunk.shared.groups,
         count: chunk.merged_rows as u32,
@@ -47,6 +54,5 @@ pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64
         v_dim: op.arena.layout().shape().v_dim as u32,
         out_kind: kind(op.out.dtype()),
     };
-    let blocks = (chunk.merged_rows * heads).div_ceil(PER_BLOCK);
-    Launch::new(MERGE, [blocks as u32, 1, 1], THREADS as u32, 0, &args)
+    Ok(Launch::new(MERGE, grid(chunk.merged_rows * heads)?, THREADS as u32, SHARED, &args))
 }

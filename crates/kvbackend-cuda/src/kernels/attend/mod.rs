@@ -19,7 +19,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Attend, AttendMla, Result, TensorView};
+use kvcore::{Attend, AttendMla, Error, Result, TensorView};
 
 use crate::stream::{Held, Launch, Lowering};
 
@@ -51,11 +51,18 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     for chunk in &plan.chunks {
         let scratch = if chunk.parts == 0 { (0, 0) } else { parts(to, op, chunk.parts)? };
         let args = call.args(to, chunk, address, scratch)?;
-        let blocks = chunk.task_count * tiling.units * tiling.columns;
-        to.launch(Launch::new(tiling.kernel, [blocks as u32, 1, 1], THREADS as u32, tiling.shared, &args));
-        to.launch(merge::launch(op, chunk, address, scratch));
+        let grid = grid(chunk.task_count * tiling.units * tiling.columns)?;
+        to.launch(Launch::new(tiling.kernel, grid, THREADS as u32, tiling.shared, &args));
+        to.launch(merge::launch(op, chunk, address, scratch)?);
     }
     Ok(())
+}
+
+/// Returns a grid of some blocks.
+fn grid(blocks: usize) -> Result<[u32; 3]> {
+    let blocks =
+        i32::try_from(blocks).map_err(|_| Error::Overflow { what: "blocks of threads of one launch" })?;
+    Ok([blocks.unsigned_abs(), 1, 1])
 }
 
 /// Returns the places of the sums and of the values of some parts, each of one row and all heads.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use kvcore::{Attend, Counters, Error, Result, TensorView};
 
-use super::records::{DIRECT, ListedPart, MergedRow, RowRecord, RunRecord, SegmentRecord, TaskRecord};
+use super::records::{DIRECT, GroupRange, MergedRow, RowRecord, RunRecord, SegmentRecord, TaskRecord};
 use super::runs::{RowTile, RunTask, Tiles};
 use super::tiling::Tiling;
 use crate::stream::{Lowering, Upload};
@@ -51,6 +51,7 @@ pub(super) struct Chunk {
     pub(super) task_count: usize,
     pub(super) merged: u64,
     pub(super) merged_rows: usize,
+    pub(super) ranges: u64,
     pub(super) lists: u64,
     /// Number of parts, each of one row and all heads.
     pub(super) parts: usize,
@@ -209,7 +210,8 @@ fn chunks(tiles: &[RowTile], most: usize, over_queries: bool) -> Vec<&[RowTile]>
 
 /// Makes the records of a chunk of tiles. Long tasks come first, so that none begins when the others end.
 fn chunk(op: &Attend, tiles: &[RowTile], over_queries: bool, shared: Shared, bytes: &mut Bytes) -> Chunk {
-    let (mut tasks, mut merged, mut lists, mut part) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    let (mut tasks, mut merged, mut ranges) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut lists, mut part): (Vec<u32>, u32) = (Vec::new(), 0);
     let nothing = RunTask::default();
     for tile in tiles {
         let record = |part, lse_scale| TaskRecord {
@@ -226,19 +228,25 @@ fn chunk(op: &Attend, tiles: &[RowTile], over_queries: bool, shared: Shared, byt
             tasks.push((record(DIRECT, factor), only.map_or(&nothing, |(_, task)| task)));
             continue;
         }
-        let first = lists.len();
-        let mut listed = Vec::new();
+        let (first_range, mut listed) = (ranges.len() as u32, Vec::new());
         for (group, of_group) in &tile.groups {
+            let begin = listed.len() as u32;
             for task in of_group {
                 tasks.push((record(part, 1.0), task));
-                listed.push(ListedPart { part, group: *group as u32 });
+                listed.push(part);
                 part += tile.rows.len() as u32;
             }
+            ranges.push(GroupRange { begin, end: listed.len() as u32, group: *group as u32, pad: 0 });
         }
         for (i, row) in (0..).zip(tile.rows.clone()) {
-            let list = first + i as usize * listed.len();
-            merged.push(MergedRow { row: row as u32, list: list as u32, parts: listed.len() as u32, pad: 0 });
-            lists.extend(listed.iter().map(|of| ListedPart { part: of.part + i, ..*of }));
+            let list = lists.len() as u32;
+            merged.push(MergedRow {
+                row: row as u32,
+                list,
+                range: first_range,
+                ranges: tile.groups.len() as u32,
+            });
+            lists.extend(listed.iter().map(|part| part + i));
         }
     }
     tasks.sort_by_key(|(_, task)| Reverse(task.tokens));
@@ -256,6 +264,7 @@ fn chunk(op: &Attend, tiles: &[RowTile], over_queries: bool, shared: Shared, byt
         task_count,
         merged: bytes.add(&merged),
         merged_rows: merged.len(),
+        ranges: bytes.add(&ranges),
         lists: bytes.add(&lists),
         parts: part as usize,
     }

@@ -101,20 +101,22 @@ pub(super) struct TaskRecord {
     pub(super) lse_scale: f32,
 }
 
-/// A row of the output that is merged, and its parts in the lists.
+/// A row of the output that is merged, the first of its parts in the lists, and its groups.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergedRow {
     pub(super) row: u32,
     pub(super) list: u32,
-    pub(super) parts: u32,
-    pub(super) pad: u32,
+    pub(super) range: u32,
+    pub(super) ranges: u32,
 }
 
-/// A part of a row, and its merge group.
+/// The parts of one group, counted from the first of the row.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct ListedPart {
-    pub(super) part: u32,
+pub(super) struct GroupRange {
+    pub(super) begin: u32,
+    pub(super) end: u32,
     pub(super) group: u32,
+    pub(super) pad: u32,
 }

@@ -183,7 +183,7 @@ impl Family {
         let rotated = op.rope.is_some();
         let terms = |entry: &Entry| {
             // Three terms of bf16 are exact.
-            let many = if entry.queries == 16 && self.dtype == DType::BF16 { 3 } else { 2 };
+            let many = if entry.queries <= 32 && self.dtype == DType::BF16 { 3 } else { 2 };
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
             (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
         };
