@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
+use clap::Args;
+
 use crate::cuda_ptx::sources;
-use crate::run::{Result, root};
+use crate::run::{Result, root, run};
 use crate::tools::{Tool, require};
 
 /// The folder of the library, below the root of the workspace. Programs find it by `LD_LIBRARY_PATH`.
@@ -28,12 +30,56 @@ const KERNEL_FLAGS: [&str; 4] = [
 /// The names under which the library is looked for: the driver's first, then cuBLAS's.
 const LINKS: [&str; 2] = ["libcuda.so", "libcublas.so"];
 
+/// Options of `cargo xtask cuda-double`.
+#[derive(Args)]
+pub(crate) struct CudaDoubleArgs {
+    /// Build and run the double's own tests instead: of fibres, streams, memory, faults and graphs.
+    #[arg(long)]
+    selftest: bool,
+}
+
 /// Builds what is older than its sources, and prints where the library is.
-pub(crate) fn cuda_double() -> Result {
+pub(crate) fn cuda_double(args: &CudaDoubleArgs) -> Result {
+    if args.selftest {
+        return selftest();
+    }
     let folder = build()?;
     println!("{}", folder.display());
     println!("for example: LD_LIBRARY_PATH={FOLDER} cargo run --release -p kvcli --features cuda -- devices");
     Ok(())
+}
+
+/// Builds the double with kernels of its own tests, and runs them.
+fn selftest() -> Result {
+    require("the double of the CUDA driver", NEEDS)?;
+    let double = root().join("crates/kvbackend-cuda/double");
+    let folder = root().join(FOLDER).join("selftest");
+    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let job =
+        |name: &str, source: PathBuf, flags| Job { object: folder.join(name), changed: None, flags, source };
+    let tests = double.join("selftest");
+    let jobs = [
+        job("all.o", double.join("all.cpp"), &[]),
+        job("kernels.o", tests.join("kernels.cpp"), &KERNEL_FLAGS),
+    ];
+    compile_all(&jobs.iter().collect::<Vec<_>>(), &[&double])?;
+    let library = folder.join("libcuda.so.1");
+    link(&library, jobs.iter().map(|job| &job.object), &double)?;
+    let program = folder.join("selftest");
+    let mut compile = Command::new("g++");
+    compile
+        .args(["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"])
+        .args(files(&tests, &["cpp"])?.into_iter().filter(|file| !file.ends_with("kernels.cpp")));
+    finish(compile.arg(&library).arg("-o").arg(&program))?;
+    run(Command::new(program).env("LD_LIBRARY_PATH", library_path(vec![folder])), "the double's own tests")
+}
+
+/// Links objects to a library.
+fn link<'a>(library: &Path, objects: impl Iterator<Item = &'a PathBuf>, double: &Path) -> Result {
+    let mut link = Command::new("g++");
+    link.args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1,-z,nodelete,-z,defs"]);
+    link.arg(format!("-Wl,--version-script={}", double.join("exports.map").display()));
+    finish(link.arg("-o").arg(library).args(objects))
 }
 
 /// Adds the library to where a command looks for libraries, after building it if need be. A machine with the driver
@@ -85,11 +131,7 @@ pub(crate) fn build() -> Result<PathBuf> {
     if linked.is_none() || jobs.iter().any(|job| modified(&job.object) > linked) {
         // Linked beside it and then moved, so that a program that has it loaded keeps what it has.
         let next = folder.join("libcuda.so.next");
-        let mut link = Command::new("g++");
-        link.args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1,-z,nodelete,-z,defs"]);
-        link.arg(format!("-Wl,--version-script={}", double.join("exports.map").display()));
-        link.arg("-o").arg(&next).args(jobs.iter().map(|job| &job.object));
-        finish(&mut link)?;
+        link(&next, jobs.iter().map(|job| &job.object), &double)?;
         std::fs::rename(&next, &library).map_err(|e| format!("{}: {e}", library.display()))?;
     }
     for name in LINKS {

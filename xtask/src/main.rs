@@ -53,7 +53,7 @@ enum XtaskCommand {
     /// the compiler's wheels).
     CudaPtx(cuda_ptx::CudaPtxArgs),
     /// Build the test double of the CUDA driver, with which the CUDA backend runs on a machine without a GPU.
-    CudaDouble,
+    CudaDouble(cuda_double::CudaDoubleArgs),
     /// Run all benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
         XtaskCommand::Check => check::check(),
         XtaskCommand::Conform(args) => conform::conform(&args),
         XtaskCommand::CudaPtx(args) => cuda_ptx::cuda_ptx(&args),
-        XtaskCommand::CudaDouble => cuda_double::cuda_double(),
+        XtaskCommand::CudaDouble(args) => cuda_double::cuda_double(&args),
         XtaskCommand::Bench(args) => bench::bench(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),
         XtaskCommand::Instructions(args) => instructions::instructions(&args),

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::run::{Result, root};
 use crate::tools::{self, Tool, first_line};
-use crate::{arm, instructions, step};
+use crate::{arm, cuda_double, instructions, step};
 
 mod table;
 
@@ -95,6 +95,12 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "all tests of crates with unsafe code, under AddressSanitizer",
         command: "cargo xtask sanitize --all",
         needs: &[Tool::Sanitizer],
+    },
+    Slice {
+        name: "cuda-double",
+        covers: "the own tests of the double of the CUDA driver",
+        command: "cargo xtask cuda-double --selftest",
+        needs: cuda_double::NEEDS,
     },
     Slice {
         name: "wgpu",

@@ -34,7 +34,8 @@ pub(crate) use lowering::{Launch, Lowering};
 pub(crate) use upload::Upload;
 use upload::Uploads;
 
-/// Bytes up to which a host copy goes through pinned memory of the stream. The driver stages larger ones.
+/// Bytes up to which a write goes through pinned memory of the stream, and the host waits for nothing. Larger writes wait
+/// for the stream.
 const STAGED: usize = 1 << 20;
 
 /// A stream of the CUDA backend.
@@ -237,23 +238,38 @@ impl Stream for CudaStream {
         let at = dst.storage().address() + range.start as u64;
         let mut queue = queue.lock();
         queue.in_flight.hold(Held::Storage(Arc::clone(dst.storage())));
-        let pinned = memory::of(device, dst.storage())?.host().is_some();
-        for (piece, at) in src.chunks(STAGED).zip((at..).step_by(STAGED)) {
-            // Copies from host to host do not wait for the stream, so that pinned memory is written by way of the device.
-            let (upload, from) = if pinned {
-                let upload = queue.uploads.send(device, *raw, piece)?;
-                let from = upload.address();
-                (upload, from)
+        let host = memory::of(device, dst.storage())?.host();
+        if let Some(host) = host.filter(|_| src.len() > STAGED) {
+            self.state.synchronize(&mut queue)?;
+            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks callers
+            // to order other streams before.
+            unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), host.add(range.start), src.len()) };
+        } else {
+            let from = if src.len() > STAGED {
+                src.as_ptr() as u64
             } else {
-                let upload = queue.uploads.stage(device, piece)?;
-                let from = upload.host() as u64;
-                (upload, from)
+                // Copies from host to host do not wait for the stream: pinned memory is written by way of the device.
+                let (upload, from) = if host.is_some() {
+                    let upload = queue.uploads.send(device, *raw, src)?;
+                    let from = upload.address();
+                    (upload, from)
+                } else {
+                    let upload = queue.uploads.stage(device, src)?;
+                    let from = upload.host() as u64;
+                    (upload, from)
+                };
+                queue.in_flight.hold(Held::Upload(upload));
+                from
             };
-            queue.in_flight.hold(Held::Upload(upload));
-            // SAFETY: the range lies in the storage, and the upload is held until the work is done.
-            unsafe { sys::cuMemcpyAsync(at, from, piece.len(), *raw) }
+            // SAFETY: the range lies in the storage. The upload is held until the work is done, or `src` until the wait
+            // below.
+            unsafe { sys::cuMemcpyAsync(at, from, src.len(), *raw) }
                 .result()
                 .map_err(|error| device.refused(error))?;
+            if src.len() > STAGED {
+                // The caller's bytes may be pinned, so that the copy may still read them.
+                self.state.synchronize(&mut queue)?;
+            }
         }
         Counters::add(&device.counters.host_write_bytes, src.len());
         queue.in_flight.tidy(*raw).map_err(|error| device.refused(error))
