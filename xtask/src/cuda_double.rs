@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use clap::Args;
 
 use crate::cuda_ptx::sources;
-use crate::run::{Result, root, run};
+use crate::run::{Result, root, run, skip};
 use crate::tools::{Tool, require};
 
 /// The folder of the library, below the root of the workspace. Programs find it by `LD_LIBRARY_PATH`.
@@ -83,11 +83,14 @@ fn link<'a>(library: &Path, objects: impl Iterator<Item = &'a PathBuf>, double: 
 }
 
 /// Adds the library to where a command looks for libraries, after building it if need be. A machine with the driver
-/// itself uses that. The compiler's library at run time comes with its wheels.
+/// itself uses that; one without a C++ compiler has no device. The compiler's library at run time comes with its wheels.
 pub(crate) fn provide(command: &mut Command) -> Result {
     let mut folders = vec![crate::cuda_ptx::libraries()];
     if !driver_is_here() {
-        folders.push(build()?);
+        match require("the double of the CUDA driver", NEEDS) {
+            Ok(()) => folders.push(build()?),
+            Err(missing) => skip(&missing)?,
+        }
     }
     command.env("LD_LIBRARY_PATH", library_path(folders));
     Ok(())

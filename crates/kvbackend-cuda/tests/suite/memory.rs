@@ -50,6 +50,26 @@ fn enqueued_work_keeps_its_memory() {
 }
 
 #[test]
+fn work_of_a_dropped_stream_is_done_in_memory_that_is_there() {
+    let _beside = beside_others();
+    for device in [EAGER, LAZY] {
+        let Some(backend) = opened(device) else { return };
+        let (n, bytes) = (1 << 20, noise(11, 1 << 20));
+        let dst = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
+        let stream = backend.stream().unwrap();
+        let mut from = upload(backend.as_ref(), DType::U8, &[n], &bytes);
+        for _ in 0..20 {
+            let to = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
+            stream.copy_tensor(&CopyTensor { src: from, dst: to.clone() }).unwrap();
+            from = to;
+        }
+        stream.copy_tensor(&CopyTensor { src: from, dst: dst.clone() }).unwrap();
+        drop(stream);
+        assert!(download(backend.stream().unwrap().as_ref(), &dst) == bytes, "device {device}");
+    }
+}
+
+#[test]
 fn a_caller_may_reuse_what_it_wrote_from() {
     let _beside = beside_others();
     for device in [EAGER, LAZY] {
