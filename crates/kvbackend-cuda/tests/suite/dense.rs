@@ -2,11 +2,11 @@
 
 use half::{bf16, f16};
 use kvbackend_cuda::dense::{DenseSteps, StoredKind};
-use kvcore::{DType, Stream, TensorView};
+use kvcore::{Backend, CopyTensor, DType, Stream, TensorView};
 use rstest::rstest;
 
 use crate::common::{noise, opened};
-use crate::double::{EAGER, LAZY, beside_others};
+use crate::double::{EAGER, LAZY, alone, beside_others};
 
 const KINDS: [StoredKind; 5] =
     [StoredKind::F32, StoredKind::F16, StoredKind::BF16, StoredKind::Q8_0, StoredKind::Q4K];
@@ -210,6 +210,18 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
 }
 
 #[test]
+fn lists_of_many_steps_wait_side_by_side() {
+    let _beside = beside_others();
+    let Some(steps) = steps(LAZY) else { return };
+    let table = numbers(61, 50 * 8);
+    let there = steps.weight(StoredKind::F32, 50, 8, bytemuck::cast_slice(&table)).unwrap();
+    let rows: Vec<TensorView> = (0..50).map(|token| steps.embed(&there, &[token]).unwrap()).collect();
+    for (token, row) in rows.iter().enumerate() {
+        assert_eq!(read(&steps, row), &table[8 * token..][..8], "token {token}");
+    }
+}
+
+#[test]
 fn rows_are_chosen_and_added_back() {
     let _beside = beside_others();
     let Some(steps) = steps(LAZY) else { return };
@@ -264,6 +276,39 @@ fn memory_of_results_is_used_again() {
     assert!(addresses.len() <= 3, "{} pieces of memory for one step after another", addresses.len());
     let expected: Vec<f64> = numbers(51, 64_000).iter().map(|&x| 22.0 * f64::from(x)).collect();
     close(&read(&steps, &y), &expected, 1e-5);
+}
+
+#[test]
+fn another_stream_sees_results_after_the_order_and_the_steps_see_its_own() {
+    let _beside = beside_others();
+    let Some(backend) = opened(LAZY) else { return };
+    let Ok(steps) = DenseSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)) else { return };
+    let stream = backend.stream().unwrap();
+    let x = upload(&steps, &[4, 25], &numbers(71, 100));
+    let y = steps.add(&x, &x).unwrap();
+    DenseSteps::order(steps.stream(), stream.as_ref()).unwrap();
+    let copy = steps.rows(&[4, 25]).unwrap();
+    stream.copy_tensor(&CopyTensor { src: y, dst: copy.clone() }).unwrap();
+    DenseSteps::order(stream.as_ref(), steps.stream()).unwrap();
+    let sum = steps.add(&copy, &x).unwrap();
+    let expected: Vec<f64> = numbers(71, 100).iter().map(|&x| 3.0 * f64::from(x)).collect();
+    close(&read(&steps, &sum), &expected, 1e-6);
+}
+
+#[test]
+fn memory_that_waits_for_use_goes_when_the_device_is_full_and_no_step_loses_its_own() {
+    let Some((double, _alone)) = alone() else { return };
+    let Some(steps) = steps(LAZY) else { return };
+    let (rows, values) = ([1000, 1000], numbers(81, 1_000_000));
+    let (x, y) = (upload(&steps, &rows, &values), upload(&steps, &rows, &values));
+    let sum = steps.add(&x, &y).unwrap();
+    drop((x, y)); // their memory waits for use, and the sum still reads it
+    double.limit(LAZY, double.live_bytes(LAZY) + (1 << 20));
+    let large = steps.rows(&[1500, 1000]).unwrap();
+    double.limit(LAZY, 2 << 30);
+    assert_eq!(large.len(), 1_500_000);
+    let expected: Vec<f64> = values.iter().map(|&x| 2.0 * f64::from(x)).collect();
+    close(&read(&steps, &sum), &expected, 1e-6);
 }
 
 #[test]

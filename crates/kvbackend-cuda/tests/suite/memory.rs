@@ -91,6 +91,40 @@ fn a_caller_may_reuse_what_it_wrote_from() {
 }
 
 #[test]
+fn what_a_caller_writes_from_may_be_pinned() {
+    let _beside = beside_others();
+    for (device, n) in [(EAGER, 4096), (LAZY, 4096), (EAGER, 3 << 20), (LAZY, 3 << 20)] {
+        let Some(backend) = opened(device) else { return };
+        let stream = backend.stream().unwrap();
+        let pinned = backend.allocate(MemoryKind::Pinned, n).unwrap();
+        // SAFETY: the memory has `n` bytes, which nothing but this slice uses while the storage lives. On these devices
+        // the host has it at the same address.
+        let source = unsafe { std::slice::from_raw_parts_mut(pinned.address() as *mut u8, n) };
+        source.copy_from_slice(&noise(12, n));
+        let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
+        stream.write(&view, source).unwrap();
+        source.fill(0);
+        assert!(download(stream.as_ref(), &view) == noise(12, n), "{n} bytes on device {device}");
+    }
+}
+
+#[test]
+fn a_write_to_pinned_memory_comes_after_what_was_enqueued_before() {
+    let _beside = beside_others();
+    for (device, n) in [(EAGER, 4096), (LAZY, 4096), (EAGER, 3 << 20), (LAZY, 3 << 20)] {
+        let Some(backend) = opened(device) else { return };
+        let stream = backend.stream().unwrap();
+        let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[n]).unwrap();
+        let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
+        stream.write(&pinned, &noise(13, n)).unwrap();
+        stream.copy_tensor(&CopyTensor { src: pinned.clone(), dst: copy.clone() }).unwrap();
+        stream.write(&pinned, &noise(14, n)).unwrap();
+        assert!(download(stream.as_ref(), &copy) == noise(13, n), "{n} bytes on device {device}");
+        assert!(download(stream.as_ref(), &pinned) == noise(14, n), "{n} bytes on device {device}");
+    }
+}
+
+#[test]
 fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
     let _beside = beside_others();
     let Some(backend) = opened(EAGER) else { return };

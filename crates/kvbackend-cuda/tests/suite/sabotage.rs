@@ -2,7 +2,7 @@
 //! nothing, and the conformance suite or the count of what is left must notice.
 
 use kvconform::{Bench, CASES};
-use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
+use kvcore::{Backend, CopyTensor, DType, MemoryKind, allocate_tensor};
 
 use crate::common::opened;
 use crate::double::{Double, EAGER, LAZY, alone};
@@ -47,6 +47,11 @@ fn not_given_back(double: &Double, device: usize, backend: &dyn Backend) -> Resu
         let stream = backend.stream()?;
         stream.write(&view, &vec![1; 8 << 20])?;
         stream.write(&pinned, &[1; 4096])?;
+        // So many pieces of memory that the stream cuts its work into batches.
+        for _ in 0..150 {
+            let small = allocate_tensor(backend, MemoryKind::Device, DType::U8, &[16])?;
+            stream.copy_tensor(&CopyTensor { src: view.slice(0, 0, 16)?, dst: small })?;
+        }
         stream.record()?.wait()?;
         drop((view, pinned, pool, stream));
         // An allocation waits for what the device does about those before.
