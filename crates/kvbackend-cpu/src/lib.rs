@@ -146,7 +146,7 @@ impl Backend for CpuBackend {
             dtypes: DType::COMPUTE.to_vec(),
             formats: KvFormat::QUANTIZED.to_vec(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned, MemoryKind::System],
-            missing: if cfg!(target_os = "linux") { Vec::new() } else { vec!["reserve"] },
+            missing: if cfg!(target_os = "linux") { vec!["graphs"] } else { vec!["graphs", "reserve"] },
         }
     }
 

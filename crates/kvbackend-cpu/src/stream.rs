@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvcore::{Checked, Counters, Error, Event, Result, Storage, Stream, TensorView};
+use kvcore::{Checked, Counters, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 
 use crate::kernels::{KernelTable, QueuedWork};
@@ -176,5 +176,9 @@ impl Stream for CpuStream {
         let access = Access::new(&[src.storage()], &[])?;
         dst.copy_from_slice(&access.read(src.storage())?[range]);
         Ok(())
+    }
+
+    fn capture(&self, _: &StepInputs, _: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        Err(Error::Unsupported { backend: NAME, what: "captures of graphs".to_owned() })
     }
 }

@@ -146,7 +146,7 @@ impl Backend for WgpuBackend {
             dtypes: DType::COMPUTE.to_vec(),
             formats: KvFormat::QUANTIZED.to_vec(),
             memory,
-            missing: Vec::new(),
+            missing: vec!["graphs"],
         }
     }
 

@@ -10,10 +10,10 @@ use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::{
     ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
-    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather,
+    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather, Graph,
     KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig,
-    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, Storage, Stream, SwapBlocks,
-    TensorView, WritePairs, WriteSlots, check_granules,
+    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, Storage, Stream,
+    SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
 };
 use rstest::rstest;
 
@@ -399,6 +399,9 @@ impl Stream for WrongStream {
             dst.fill(0);
         }
         Ok(())
+    }
+    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        self.inner.capture(inputs, record)
     }
 }
 

@@ -8,7 +8,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{Checked, Counters, DType, Error, Event, Result, Storage, Stream, TensorView};
+use kvcore::{
+    Checked, Counters, DType, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView,
+};
 use parking_lot::Mutex;
 use wgpu::{BufferUsages, MapMode, SubmissionIndex};
 
@@ -264,6 +266,10 @@ impl Stream for WgpuStream {
             self.read_piece(&buffer, start as u64 + i as u64 * STAGING, piece)?;
         }
         Ok(())
+    }
+
+    fn capture(&self, _: &StepInputs, _: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        Err(Error::Unsupported { backend: NAME, what: "captures of graphs".to_owned() })
     }
 }
 

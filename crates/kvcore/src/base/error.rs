@@ -268,6 +268,12 @@ pub enum Error {
         /// The operation or combination.
         what: String,
     },
+    /// A captured graph has room for fewer, for example because a sequence has grown since; capture it anew.
+    #[error("the captured graph has no room for these {what}; capture it anew")]
+    GraphOutgrown {
+        /// The inputs of the replay.
+        what: &'static str,
+    },
     /// The device or the system refused an allocation.
     #[error("cannot allocate {bytes} bytes of {kind} memory: {reason}")]
     Allocation {

@@ -5,6 +5,7 @@
 
 mod arena;
 pub mod backend;
+pub mod graph;
 pub mod operation;
 mod owned;
 mod permit;
@@ -15,6 +16,7 @@ pub use backend::{
     Backend, Capabilities, CounterSnapshot, Counters, Event, ReservedStorage, Storage, Stream,
     allocate_tensor, check_granules, whole_granules,
 };
+pub use graph::{Graph, GraphCache, GraphCounts, GraphKey, GraphRun, StepInputs};
 pub use operation::{
     ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Checked, CopyBlocks, CopyTensor, Dequantize,
     Gather, MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, RowRotation,

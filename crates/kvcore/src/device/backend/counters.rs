@@ -21,6 +21,11 @@ macro_rules! counters {
             pub fn snapshot(&self) -> CounterSnapshot {
                 CounterSnapshot { $($name: self.$name.load(Relaxed),)* }
             }
+
+            /// Adds the values of a snapshot, for work that is counted each time it is replayed.
+            pub fn add_all(&self, counts: &CounterSnapshot) {
+                $(self.$name.fetch_add(counts.$name, Relaxed);)*
+            }
         }
 
         impl CounterSnapshot {

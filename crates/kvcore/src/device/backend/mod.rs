@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::{DType, Error, KvFormat, MemoryKind, Result};
-use crate::device::{Checked, Operation, OwnedStorage, TensorView};
+use crate::device::{Checked, Graph, Operation, OwnedStorage, StepInputs, TensorView};
 
 mod counters;
 mod reserve;
@@ -128,6 +128,21 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// # Errors
     /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
+
+    /// Captures the operations that `record` enqueues on this stream as a graph, and runs none of them. A backend
+    /// without this feature lists `"graphs"` as missing.
+    ///
+    /// The capture belongs to the thread that records. Other streams of the backend take part from the moment when they
+    /// [wait for](Self::wait_for) an event of it, and MUST be waited for again before its end.
+    ///
+    /// # Errors
+    /// Returns the errors of `record`. Returns [`Error::Unsupported`], with the name of the operation, for what cannot be
+    /// captured: a wait, a copy from or to the host, an operation whose lists are not those of `inputs`. The capture
+    /// is thrown away, and the stream works on.
+    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        let _ = (inputs, record);
+        Err(Error::Unsupported { backend: "the stream's backend", what: "captures of graphs".to_owned() })
+    }
 }
 
 /// The capabilities of a backend. Combinations that are not listed are refused with a typed error.

@@ -42,8 +42,9 @@ pub const REQUIRED: [&str; 8] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
 /// Names of the features that a backend may list as missing. `selection` is an attend with a [`Selection`],
-/// and `reserve` is [`Backend::reserve`](crate::Backend::reserve).
-pub const OPTIONAL: [&str; 5] = ["attend_mla", "selection", "quantize", "dequantize", "reserve"];
+/// `reserve` is [`Backend::reserve`](crate::Backend::reserve), and `graphs` is
+/// [`Stream::capture`](crate::Stream::capture).
+pub const OPTIONAL: [&str; 6] = ["attend_mla", "selection", "quantize", "dequantize", "reserve", "graphs"];
 
 /// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
 fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> Result<()> {
