@@ -103,6 +103,8 @@ static_assert(sizeof(RowRecord) == 16 && sizeof(SegmentRecord) == 24 && sizeof(R
               "as records.rs has it");
 
 constexpr uint32_t DIRECT = 0xffffffffu;
+// Rows of a task, or row of a merge, that a captured plan has room for and that is not there.
+constexpr uint32_t ABSENT = 0xffffffffu;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 

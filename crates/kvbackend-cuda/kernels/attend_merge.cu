@@ -80,6 +80,7 @@ KV_KERNEL(attend_merge, MergeArgs, THREADS) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     MergeShared& shared = *reinterpret_cast<MergeShared*>(kv_shared());
     const MergedRow row = records<MergedRow>(args.rows)[blockIdx.x / args.heads];
+    if (row.row == ABSENT) return;
     const int head = static_cast<int>(blockIdx.x % args.heads);
     const MergeRow parts{records<uint32_t>(args.lists) + row.list, records<float2>(args.sums), args.heads, head};
     const GroupRange* ranges = records<GroupRange>(args.ranges) + row.range;

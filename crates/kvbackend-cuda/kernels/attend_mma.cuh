@@ -94,6 +94,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const Shared shared(args);
     const AttendUnit unit = unit_of(args, blockIdx.x);
+    if (unit.task.rows == ABSENT) return;
     const TaskRecord& task = unit.task;
     // Sixteens of queries that are no padding.
     const int tiles = (unit.queries + 15) / 16;

@@ -179,6 +179,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const PlainShared shared(args);
     const AttendUnit unit = unit_of(args, blockIdx.x / args.columns);
+    if (unit.task.rows == ABSENT) return;
     const int first_column = static_cast<int>(blockIdx.x % args.columns) * 128 * COLUMNS + thread;
     const TaskRecord& task = unit.task;
     const int quads = args.quads, shares = WARPS / quads;

@@ -20,7 +20,7 @@ const STEP: usize = 1 << 20;
 
 /// Memory that waits for use, by size.
 #[derive(Debug, Default)]
-pub(super) struct ActivationMemory(Mutex<BTreeMap<usize, Vec<CudaStorage>>>);
+pub(crate) struct ActivationMemory(Mutex<BTreeMap<usize, Vec<CudaStorage>>>);
 
 /// A block of memory on loan.
 struct Loan {

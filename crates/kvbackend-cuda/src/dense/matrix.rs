@@ -10,7 +10,7 @@ use super::steps::{THREADS, kernel, rows_grid};
 use super::weight::WeightArgs;
 use super::{DenseSteps, DeviceWeight, StoredKind, address, matrix_shape, narrow};
 use crate::module::{Kernel, Module};
-use crate::stream::Launch;
+use crate::stream::{Launch, capture};
 
 /// Most rows of a product that a kernel of this crate computes.
 const FEW: usize = 8;
@@ -269,8 +269,14 @@ impl DenseSteps {
         self.gemm_into(gemm, gemm.outputs)
     }
 
+    /// Refuses products of cuBLAS in a capture: their memory to work in would be shared with work beside a replay.
+    fn outside_captures(&self) -> Result<()> {
+        capture::outside(self.stream.state(), "a product by cuBLAS")
+    }
+
     /// Enqueues a product whose rows of results are `apart` elements apart.
     fn gemm_into(&self, gemm: Gemm, apart: usize) -> Result<()> {
+        self.outside_captures()?;
         self.enqueued.fetch_add(1, Ordering::Relaxed);
         let _bound = self.device.bind()?;
         self.blas.lock().gemm(&gemm, apart)
@@ -292,6 +298,7 @@ impl DenseSteps {
         if out.is_empty() {
             return Ok(out);
         }
+        self.outside_captures()?;
         self.enqueued.fetch_add(1, Ordering::Relaxed);
         let _bound = self.device.bind()?;
         let strides = (x.strides()[0], x.strides()[1]);

@@ -15,7 +15,7 @@ use kvcore::{CopyTensor, DType, Dims, Error, Result, Storage, Stream, TensorView
 use parking_lot::Mutex;
 
 use crate::device::Device;
-use crate::stream::{CudaStream, Held, Lowering};
+use crate::stream::{CudaStream, Held, Lowering, capture};
 use crate::{CudaBackend, NAME, memory};
 
 mod activations;
@@ -24,7 +24,7 @@ mod matrix;
 mod steps;
 mod weight;
 
-use activations::ActivationMemory;
+pub(crate) use activations::ActivationMemory;
 use blas::Blas;
 
 pub use weight::{DeviceWeight, StoredKind};
@@ -95,14 +95,22 @@ impl DenseSteps {
 
     /// Takes memory for results, and frees what waits for use if the device is out of memory.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
-        match self.memory.take(&self.device, bytes) {
-            Err(Error::Allocation { .. }) => {
+        let memory = self.lender()?;
+        match memory.take(&self.device, bytes) {
+            Err(Error::Allocation { .. }) if Arc::ptr_eq(&memory, &self.memory) => {
                 self.stream.synchronize()?;
                 self.memory.clear();
                 self.memory.take(&self.device, bytes)
             }
             taken => taken,
         }
+    }
+
+    /// Returns the memory that activations are taken from. A graph has its own, which no other work uses between replays.
+    fn lender(&self) -> Result<Arc<ActivationMemory>> {
+        capture::with(self.stream.state(), |recording| {
+            Ok(recording.map_or_else(|| Arc::clone(&self.memory), |it| it.activations(&self.memory)))
+        })
     }
 
     /// Enqueues launches. `uses` is held until the work is done, unless it is memory of activations, which only later
@@ -116,9 +124,10 @@ impl DenseSteps {
             memory::of(&self.device, storage)?;
         }
         self.enqueued.fetch_add(1, Ordering::Relaxed);
+        let lender = self.lender()?;
         self.stream.enqueue(|to| {
             prepare(to)?;
-            for storage in uses.iter().filter(|storage| !self.memory.owns(storage)) {
+            for storage in uses.iter().filter(|storage| !lender.owns(storage)) {
                 to.hold(Held::Storage(Arc::clone(storage)));
             }
             Ok(())

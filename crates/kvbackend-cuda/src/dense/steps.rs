@@ -86,7 +86,7 @@ impl DenseSteps {
             pad: 0,
         };
         self.enqueue(&[&table.storage, out.storage()], |to| {
-            args.rows = to.upload(tokens)?;
+            args.rows = to.tokens(tokens, table.rows)?;
             to.launch(Launch::new(kernel("dense_take"), rows_grid(tokens.len()), THREADS, 0, &args));
             Ok(())
         })?;

@@ -16,7 +16,7 @@ mod copy;
 mod places;
 mod rows;
 
-pub(crate) use attend::Plans;
+pub(crate) use attend::{GraphPlan, Plans};
 
 /// Lowers a checked operation to launches.
 pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<()> {

@@ -3,17 +3,21 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent, CUresult};
 use kvcore::{Event, Result};
 
 use super::StreamState;
+use super::capture::{self, uncapturable};
 
 /// A point in the order of a [`CudaStream`](super::CudaStream).
 pub struct CudaEvent {
     raw: CUevent,
     stream: Arc<StreamState>,
+    /// Number of the capture that the event is part of, or 0. Such an event never happens.
+    capture: u64,
 }
 
 // SAFETY: the driver's events may be used from any thread.
@@ -30,11 +34,13 @@ impl fmt::Debug for CudaEvent {
 impl CudaEvent {
     /// Records an event on a stream.
     pub(super) fn record(stream: &Arc<StreamState>) -> Result<Self> {
+        capture::with(stream, |_| Ok(()))?;
         let device = &stream.device;
         let _bound = device.bind()?;
         let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
             .map_err(|error| device.refused(error))?;
-        let event = Self { raw, stream: Arc::clone(stream) };
+        let capture = stream.capture.load(Ordering::Acquire);
+        let event = Self { raw, stream: Arc::clone(stream), capture };
         // SAFETY: both are alive and of one device.
         unsafe { result::event::record(raw, stream.raw) }.map_err(|error| device.refused(error))?;
         Ok(event)
@@ -42,6 +48,10 @@ impl CudaEvent {
 
     pub(super) fn raw(&self) -> CUevent {
         self.raw
+    }
+
+    pub(super) fn capture(&self) -> u64 {
+        self.capture
     }
 }
 
@@ -55,6 +65,9 @@ impl Drop for CudaEvent {
 
 impl Event for CudaEvent {
     fn wait(&self) -> Result<()> {
+        if self.capture != 0 {
+            return Err(uncapturable("a wait of the host for an event"));
+        }
         let device = &self.stream.device;
         let _bound = device.bind()?;
         // SAFETY: the event is alive.
@@ -62,6 +75,9 @@ impl Event for CudaEvent {
     }
 
     fn is_done(&self) -> bool {
+        if self.capture != 0 {
+            return false;
+        }
         let device = &self.stream.device;
         let Ok(_bound) = device.bind() else { return true }; // what a lost device had to do never will be done
         // SAFETY: the event is alive.

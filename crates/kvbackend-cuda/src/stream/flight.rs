@@ -7,6 +7,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUevent, CUresult, CUstream};
 use kvcore::Storage;
 
+use super::graph::CapturedWork;
 use super::upload::Upload;
 
 /// Number of handles after which an event is recorded, so that they can go when the event is done.
@@ -17,13 +18,15 @@ const BATCH: usize = 64;
 pub(crate) enum Held {
     Storage(Arc<dyn Storage>),
     Upload(Arc<Upload>),
+    Graph(Arc<CapturedWork>),
 }
 
 impl Held {
-    fn address(&self) -> usize {
+    pub(super) fn address(&self) -> usize {
         match self {
             Self::Storage(storage) => Arc::as_ptr(storage).cast::<u8>() as usize,
             Self::Upload(upload) => Arc::as_ptr(upload) as usize,
+            Self::Graph(work) => Arc::as_ptr(work) as usize,
         }
     }
 }
@@ -52,6 +55,14 @@ impl InFlight {
     /// Cuts a batch if there are many handles, and lets go of those whose work is done.
     pub(super) fn tidy(&mut self, stream: CUstream) -> Result<(), DriverError> {
         if self.current.len() >= BATCH {
+            return self.cut(stream);
+        }
+        self.let_go()
+    }
+
+    /// Cuts a batch, and lets go of the handles whose work is done.
+    pub(super) fn cut(&mut self, stream: CUstream) -> Result<(), DriverError> {
+        if !self.current.is_empty() {
             let event = match self.spare.pop() {
                 Some(event) => event,
                 None => result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?,
@@ -63,6 +74,20 @@ impl InFlight {
             }
             self.batches.push_back((event, std::mem::take(&mut self.current)));
         }
+        self.let_go()
+    }
+
+    /// Waits until fewer than `most` batches are not done.
+    pub(super) fn wait_until(&mut self, most: usize) -> Result<(), DriverError> {
+        while self.batches.len() >= most.max(1) {
+            // SAFETY: the event is alive and recorded.
+            unsafe { result::event::synchronize(self.batches[0].0) }?;
+            self.spare.extend(self.batches.pop_front().map(|(event, _)| event));
+        }
+        Ok(())
+    }
+
+    fn let_go(&mut self) -> Result<(), DriverError> {
         while let Some(&(event, _)) = self.batches.front() {
             // SAFETY: the event is alive.
             match unsafe { result::event::query(event) } {

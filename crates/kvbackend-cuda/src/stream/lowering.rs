@@ -7,7 +7,9 @@ use bytemuck::Pod;
 use kvcore::{BlockId, MemoryKind, Result, Rope, Storage, WritePairs, WriteSlots};
 use smallvec::SmallVec;
 
+use super::capture::{Recording, uncapturable};
 use super::flight::Held;
+use super::inputs::List;
 use super::lists::{ListKey, ListOwner};
 use super::{Queue, StreamState};
 use crate::device::Device;
@@ -42,12 +44,23 @@ impl Launch {
 pub(crate) struct Lowering<'a> {
     stream: &'a StreamState,
     queue: &'a mut Queue,
+    /// The capture that the operation enters, if any.
+    recording: Option<&'a mut Recording>,
     launches: SmallVec<[Launch; 2]>,
 }
 
 impl<'a> Lowering<'a> {
-    pub(super) fn new(stream: &'a StreamState, queue: &'a mut Queue) -> Self {
-        Self { stream, queue, launches: SmallVec::new() }
+    pub(super) fn new(
+        stream: &'a StreamState,
+        queue: &'a mut Queue,
+        recording: Option<&'a mut Recording>,
+    ) -> Self {
+        Self { stream, queue, recording, launches: SmallVec::new() }
+    }
+
+    /// Returns the capture that the operation enters.
+    pub(crate) fn recording(&mut self) -> Option<&mut Recording> {
+        self.recording.as_deref_mut()
     }
 
     pub(super) fn launches(self) -> SmallVec<[Launch; 2]> {
@@ -67,15 +80,44 @@ impl<'a> Lowering<'a> {
 
     /// Holds something until the operation is done.
     pub(crate) fn hold(&mut self, held: Held) {
-        self.queue.in_flight.hold(held);
+        match self.recording() {
+            Some(recording) => recording.hold(held),
+            None => self.queue.in_flight.hold(held),
+        }
     }
 
     /// Sends a list up and returns its address on the device, a multiple of 256.
     pub(crate) fn upload<T: Pod>(&mut self, list: &[T]) -> Result<u64> {
+        if let Some(recording) = self.recording.as_deref_mut() {
+            return recording.constant(&self.stream.device, bytemuck::cast_slice(list));
+        }
         let upload = self.send(bytemuck::cast_slice(list))?;
         let address = upload.address();
         self.hold(Held::Upload(upload));
         Ok(address)
+    }
+
+    /// Sends tokens up, each below `limit`, and returns their address.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and the errors of the device.
+    pub(crate) fn tokens(&mut self, tokens: &[u32], limit: usize) -> Result<u64> {
+        let Some(recording) = self.recording.as_deref_mut() else { return self.upload(tokens) };
+        if !super::recheck::one(tokens, &recording.step().tokens) {
+            return Err(uncapturable("an embedding of tokens that are not those of the step"));
+        }
+        recording.input(&self.stream.device, List::Tokens { limit }, size_of_val(tokens))
+    }
+
+    /// Returns the address of a list of `bytes` bytes that each replay of the graph writes.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] outside of a capture, and the errors of the device.
+    pub(crate) fn input(&mut self, list: List, bytes: usize) -> Result<u64> {
+        match self.recording.as_deref_mut() {
+            Some(recording) => recording.input(&self.stream.device, list, bytes),
+            None => Err(uncapturable("a list of no capture")),
+        }
     }
 
     /// Sends bytes up for a list that the caller keeps. The caller holds it for each operation that uses it.
@@ -85,6 +127,11 @@ impl<'a> Lowering<'a> {
 
     /// Sends slots or positions up as they are, once for all operations that share the list.
     pub(crate) fn numbers(&mut self, list: &Arc<[i64]>) -> Result<u64> {
+        if let Some(recording) = self.recording.as_deref_mut()
+            && super::recheck::one(list, &recording.step().positions)
+        {
+            return recording.input(&self.stream.device, List::Positions, size_of_val(&list[..]));
+        }
         let key = ListKey::Numbers(list.as_ptr() as usize, list.len());
         self.kept(key, || ListOwner::Numbers(Arc::clone(list)), |_| list.to_vec())
     }
@@ -92,6 +139,9 @@ impl<'a> Lowering<'a> {
     /// Sends slots up for an operation that writes them: of rows with the same slot, all but the last become
     /// padding, because two rows that are written to one slot at the same time would mix.
     pub(crate) fn written_slots(&mut self, list: &WriteSlots) -> Result<u64> {
+        if self.recording.is_some() {
+            return self.input(List::Slots, size_of_val(&list[..]));
+        }
         let key = ListKey::Written(list.as_ptr() as usize, list.len());
         self.kept(key, || ListOwner::Slots(list.clone()), |sorting| super::lists::last_of_each(list, sorting))
     }
@@ -111,6 +161,10 @@ impl<'a> Lowering<'a> {
         owner: impl FnOnce() -> ListOwner,
         make: impl FnOnce(&mut Vec<(i64, usize)>) -> Vec<i64>,
     ) -> Result<u64> {
+        if let Some(recording) = self.recording.as_deref_mut() {
+            let list = make(&mut self.queue.sorting);
+            return recording.constant(&self.stream.device, bytemuck::cast_slice(&list));
+        }
         let upload = if let Some(known) = self.queue.lists.get(key) {
             known
         } else {
@@ -135,6 +189,9 @@ impl<'a> Lowering<'a> {
     /// Returns memory in which a kernel leaves results for the next kernel of the same operation. All operations of
     /// the stream share it, because they run one after the other.
     pub(crate) fn scratch(&mut self, bytes: usize) -> Result<u64> {
+        if let Some(recording) = self.recording.as_deref_mut() {
+            return recording.scratch(self.stream, bytes);
+        }
         let known = self.queue.scratch.take().filter(|known| known.len() >= bytes);
         let scratch = if let Some(known) = known {
             known
@@ -151,6 +208,9 @@ impl<'a> Lowering<'a> {
 
     /// Returns the plans of attention that the layers of a step share.
     pub(crate) fn plans(&mut self) -> &mut crate::kernels::Plans {
-        &mut self.queue.plans
+        match self.recording.as_deref_mut() {
+            Some(recording) => &mut recording.plans,
+            None => &mut self.queue.plans,
+        }
     }
 }

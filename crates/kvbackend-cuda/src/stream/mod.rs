@@ -2,15 +2,17 @@
 //!
 //! An operation is lowered to launches under the stream's lock, and enqueued at once; the host never waits for it.
 //! Lists that kernels read (slots, plans of attention) go up on the same stream, each once for all layers that share
-//! it. The stream holds the memory of enqueued work until an event says that the work is done.
+//! it. The stream holds the memory of enqueued work until an event says that the work is done. While a thread captures,
+//! its work enters a graph instead (`capture`), which owns its memory and reads its lists where replays write them.
 
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent_wait_flags, CUstream};
-use kvcore::{Checked, Counters, Error, Event, Result, Storage, Stream, TensorView};
+use kvcore::{Checked, Counters, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -20,17 +22,24 @@ use crate::kernels::{self, Plans};
 use crate::memory;
 use crate::tables::Tables;
 
+pub(crate) mod capture;
 mod event;
 mod flight;
+mod graph;
+mod inputs;
 mod lists;
 mod lowering;
+mod recheck;
 mod upload;
 
+use capture::Recording;
 pub use event::CudaEvent;
 pub(crate) use flight::Held;
 use flight::InFlight;
+pub(crate) use inputs::List;
 use lists::Lists;
 pub(crate) use lowering::{Launch, Lowering};
+pub(crate) use recheck::without_work;
 pub(crate) use upload::Upload;
 use upload::Uploads;
 
@@ -50,6 +59,10 @@ pub(crate) struct StreamState {
     /// Keeps a lent stream alive. None for a stream of the backend's own.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     queue: Mutex<Queue>,
+    /// Number of the capture that the stream takes part in, or 0.
+    capture: AtomicU64,
+    /// Operations that captures have recorded here; they count when they are replayed.
+    captured: Counters,
 }
 
 // SAFETY: the driver's streams may be used from any thread; the order of calls is kept by `queue`.
@@ -128,15 +141,25 @@ impl CudaStream {
         owner: Option<Arc<dyn Any + Send + Sync>>,
     ) -> Self {
         let (device, tables, queue) = (Arc::clone(device), Arc::clone(tables), Mutex::default());
-        Self { state: Arc::new(StreamState { device, tables, raw, owner, queue }) }
+        let (capture, captured) = (AtomicU64::new(0), Counters::default());
+        Self { state: Arc::new(StreamState { device, tables, raw, owner, queue, capture, captured }) }
     }
 
     /// Enqueues what `prepare` lists. If it or a kernel's loading fails, no launch is enqueued.
     pub(crate) fn enqueue(&self, prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>) -> Result<()> {
+        capture::with(&self.state, |recording| self.enqueue_in(recording, prepare))
+    }
+
+    fn enqueue_in(
+        &self,
+        recording: Option<&mut Recording>,
+        prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>,
+    ) -> Result<()> {
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         let mut queue = queue.lock();
-        let mut lowering = Lowering::new(&self.state, &mut queue);
+        let captured = recording.is_some();
+        let mut lowering = Lowering::new(&self.state, &mut queue, recording);
         prepare(&mut lowering)?;
         let launches = lowering.launches();
         let mut functions: SmallVec<[_; 2]> = SmallVec::new();
@@ -154,6 +177,9 @@ impl CudaStream {
             }
             .map_err(|error| device.refused(error))?;
         }
+        if captured {
+            return Ok(());
+        }
         queue.in_flight.tidy(*raw).map_err(|error| device.refused(error))
     }
 
@@ -161,17 +187,22 @@ impl CudaStream {
     pub(crate) fn zero(&self, view: &TensorView) -> Result<()> {
         let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
         self.owns(view.storage())?;
-        let StreamState { device, raw, queue, .. } = &*self.state;
-        let _bound = device.bind()?;
-        let mut queue = queue.lock();
-        queue.in_flight.hold(Held::Storage(Arc::clone(view.storage())));
-        if !range.is_empty() {
+        let StreamState { device, raw, .. } = &*self.state;
+        self.enqueue(|to| {
+            to.hold(Held::Storage(Arc::clone(view.storage())));
+            if range.is_empty() {
+                return Ok(());
+            }
             let at = view.storage().address() + range.start as u64;
             // SAFETY: the range lies in the storage, which is held until the work is done.
             unsafe { result::memset_d8_async(at, 0, range.len(), *raw) }
-                .map_err(|error| device.refused(error))?;
-        }
-        queue.in_flight.tidy(*raw).map_err(|error| device.refused(error))
+                .map_err(|error| device.refused(error))
+        })
+    }
+
+    /// Returns what the calls of the stream share.
+    pub(crate) fn state(&self) -> &StreamState {
+        &self.state
     }
 
     /// Returns the driver's stream, for engines that enqueue work of their own between operations.
@@ -193,6 +224,9 @@ impl Stream for CudaStream {
     fn launch(&self, operation: Checked<'_>) -> Result<()> {
         let operation = operation.operation();
         self.enqueue(|to| {
+            if let Some(recording) = to.recording() {
+                recording.admit(operation)?;
+            }
             kernels::lower(to, operation)?;
             operation.storages().for_each(|storage| to.hold(Held::Storage(Arc::clone(storage))));
             Ok(())
@@ -204,7 +238,10 @@ impl Stream for CudaStream {
     }
 
     fn counters(&self) -> &Counters {
-        &self.state.device.counters
+        match self.state.capture.load(Ordering::Acquire) {
+            0 => &self.state.device.counters,
+            _ => &self.state.captured,
+        }
     }
 
     fn record(&self) -> Result<Arc<dyn Event>> {
@@ -214,6 +251,7 @@ impl Stream for CudaStream {
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let known = event.as_any().downcast_ref::<CudaEvent>();
         let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
+        capture::join(&self.state, known.capture())?;
         let device = &self.state.device;
         let _bound = device.bind()?;
         let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
@@ -223,6 +261,7 @@ impl Stream for CudaStream {
     }
 
     fn synchronize(&self) -> Result<()> {
+        capture::outside(&self.state, "a wait of the host")?;
         let _bound = self.state.device.bind()?;
         self.state.synchronize(&mut self.state.queue.lock())
     }
@@ -230,6 +269,7 @@ impl Stream for CudaStream {
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
         let range = dst.host_range(src.len())?;
         self.owns(dst.storage())?;
+        capture::outside(&self.state, "a write by the host")?;
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         if src.is_empty() {
@@ -278,6 +318,7 @@ impl Stream for CudaStream {
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         let range = src.host_range(dst.len())?;
         self.owns(src.storage())?;
+        capture::outside(&self.state, "a read by the host")?;
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         let at = src.storage().address() + range.start as u64;
@@ -297,5 +338,12 @@ impl Stream for CudaStream {
         }
         Counters::add(&device.counters.host_read_bytes, dst.len());
         Ok(())
+    }
+
+    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        let open = capture::Open::begin(&self.state, inputs)?;
+        record()?;
+        let (graph, recording, counts) = open.end()?;
+        Ok(Arc::new(graph::CudaGraph::new(&self.state, graph, recording, counts)?))
     }
 }

@@ -31,7 +31,7 @@ mod runs;
 mod tiling;
 
 use args::Call;
-pub(crate) use plan::Plans;
+pub(crate) use plan::{GraphPlan, Plans};
 use tiling::{THREADS, Tiling};
 
 pub(crate) fn attend(to: &mut Lowering<'_>, op: &Attend) -> Result<()> {
@@ -45,8 +45,10 @@ pub(crate) fn attend_mla(to: &mut Lowering<'_>, op: &AttendMla) -> Result<()> {
 fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
     let tiling = Tiling::of(&to.device().facts, op, latent)?;
     let plan = plan::of(to, op, latent, &tiling)?;
-    to.hold(Held::Upload(Arc::clone(&plan.upload)));
-    let address = plan.upload.address();
+    if let Some(upload) = &plan.upload {
+        to.hold(Held::Upload(Arc::clone(upload)));
+    }
+    let address = plan.address;
     let call = Call { op, latent, tiling: &tiling };
     for chunk in &plan.chunks {
         let scratch = if chunk.parts == 0 { (0, 0) } else { parts(to, op, chunk.parts)? };

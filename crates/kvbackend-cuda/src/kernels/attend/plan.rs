@@ -8,10 +8,16 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use kvcore::{Attend, Counters, Error, Result, TensorView};
 
-use super::records::{DIRECT, GroupRange, MergedRow, RowRecord, RunRecord, SegmentRecord, TaskRecord};
+use super::records::{
+    ABSENT, DIRECT, GroupRange, MergedRow, RowRecord, RunRecord, SegmentRecord, TaskRecord,
+};
 use super::runs::{RowTile, RunTask, Tiles};
 use super::tiling::Tiling;
 use crate::stream::{Lowering, Upload};
+
+mod captured;
+
+pub(crate) use captured::GraphPlan;
 
 /// Most bytes of scratch for parts, unless one tile needs more or the output lies where the queries do.
 const SCRATCH: usize = 256 << 20;
@@ -61,7 +67,10 @@ pub(super) struct Chunk {
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) chunks: Vec<Chunk>,
-    pub(super) upload: Arc<Upload>,
+    /// Address of the records.
+    pub(super) address: u64,
+    /// Memory of the records, unless a graph owns it.
+    pub(super) upload: Option<Arc<Upload>>,
 }
 
 /// The plans of a stream's last calls.
@@ -96,10 +105,14 @@ pub(super) fn of(
     if let Some((_, plan)) = to.plans().kept.iter().flatten().find(|(known, _)| *known == key) {
         return Ok(Arc::clone(plan));
     }
-    let (bytes, chunks) = records(op, tiling, &key, to.device().facts.multiprocessors as usize)?;
-    let upload = to.send(&bytes)?;
-    Counters::add(&to.device().counters.plan_bytes, bytes.len());
-    let plan = Arc::new(Plan { chunks, upload });
+    let plan = Arc::new(if to.recording().is_some() {
+        captured::plan(to, op, latent, tiling, key)?
+    } else {
+        let (bytes, chunks) = records(op, tiling, &key, to.device().facts.multiprocessors as usize, None)?;
+        let upload = to.send(&bytes.all)?;
+        Counters::add(&to.device().counters.plan_bytes, bytes.all.len());
+        Plan { chunks, address: upload.address(), upload: Some(upload) }
+    });
     let plans = to.plans();
     plans.kept[plans.next] = Some((key, Arc::clone(&plan)));
     plans.next = (plans.next + 1) % KEPT;
@@ -108,24 +121,35 @@ pub(super) fn of(
 
 /// Records that are gathered for one upload.
 #[derive(Default)]
-struct Bytes(Vec<u8>);
+struct Bytes<'a> {
+    all: Vec<u8>,
+    /// Bytes of each list of records, in the order in which they were added.
+    lists: Vec<usize>,
+    /// Room of each list, if the places are fixed. The rest is filled with records that are marked as absent.
+    room: Option<&'a [usize]>,
+}
 
-impl Bytes {
+impl Bytes<'_> {
     /// Adds records and returns their place, a multiple of 16.
     fn add<T: Pod>(&mut self, records: &[T]) -> u64 {
-        self.0.resize(self.0.len().next_multiple_of(16), 0);
-        let place = self.0.len() as u64;
-        self.0.extend_from_slice(bytemuck::cast_slice(records));
-        place
+        self.all.resize(self.all.len().next_multiple_of(16), 0);
+        let place = self.all.len();
+        self.all.extend_from_slice(bytemuck::cast_slice(records));
+        if let Some(room) = self.room.and_then(|room| room.get(self.lists.len())) {
+            self.all.resize(self.all.len().max(place + room), ABSENT);
+        }
+        self.lists.push(size_of_val(records));
+        place as u64
     }
 }
 
-fn records(
+fn records<'a>(
     op: &Attend,
     tiling: &Tiling,
     key: &PlanKey,
     multiprocessors: usize,
-) -> Result<(Vec<u8>, Vec<Chunk>)> {
+    room: Option<&'a [usize]>,
+) -> Result<(Bytes<'a>, Vec<Chunk>)> {
     let mut tables = Tables::default();
     let (mut segments, mut places) = (Vec::new(), Vec::new());
     for segment in op.work.batch().iter().flat_map(|entry| entry.segments.iter()) {
@@ -142,7 +166,7 @@ fn records(
     let too_many = |_| Error::Overflow { what: "tokens of a step's attention" };
     u32::try_from(tables.words.len().max(op.work.rows().len())).map_err(too_many)?;
 
-    let mut bytes = Bytes::default();
+    let mut bytes = Bytes { room, ..Bytes::default() };
     let rows: Vec<_> = op.work.rows().iter().map(|&row| RowRecord::new(row)).collect();
     let groups: Vec<_> = op.work.groups().iter().map(|group| group.lse_scale).collect();
     let shared = Shared {
@@ -155,7 +179,7 @@ fn records(
     let chunks = chunks(&divided.tiles, most, key.over_queries);
     let chunks =
         chunks.into_iter().map(|tiles| chunk(op, tiles, key.over_queries, shared, &mut bytes)).collect();
-    Ok((bytes.0, chunks))
+    Ok((bytes, chunks))
 }
 
 /// Lists of blocks. Each list is stored once.
@@ -209,7 +233,7 @@ fn chunks(tiles: &[RowTile], most: usize, over_queries: bool) -> Vec<&[RowTile]>
 }
 
 /// Makes the records of a chunk of tiles. Long tasks come first, so that none begins when the others end.
-fn chunk(op: &Attend, tiles: &[RowTile], over_queries: bool, shared: Shared, bytes: &mut Bytes) -> Chunk {
+fn chunk(op: &Attend, tiles: &[RowTile], over_queries: bool, shared: Shared, bytes: &mut Bytes<'_>) -> Chunk {
     let (mut tasks, mut merged, mut ranges) = (Vec::new(), Vec::new(), Vec::new());
     let (mut lists, mut part): (Vec<u32>, u32) = (Vec::new(), 0);
     let nothing = RunTask::default();

@@ -11,6 +11,9 @@ pub(super) const NO_WINDOW: i64 = 1 << 61;
 /// The first part of a task that writes the output itself.
 pub(super) const DIRECT: u32 = u32::MAX;
 
+/// Each byte of a record that stands for nothing. No task has so many rows, and no row of the output this number.
+pub(super) const ABSENT: u8 = u8::MAX;
+
 /// Keeps sums of a few positions from overflowing. No table of angles and no prompt reaches this far.
 fn clamped(position: i64) -> i64 {
     position.clamp(-(1 << 60), 1 << 60)

@@ -16,7 +16,7 @@ const WARPS: usize = THREADS / 32;
 const UNIT: i64 = 16;
 
 /// A kernel and the work of its blocks.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
     pub(super) kernel: Kernel,
     /// Bytes of shared memory of a block.

@@ -1,0 +1,92 @@
+//! Plans in a graph: each replay divides its own work anew, as a call outside of the graph would, and writes the records
+//! to places that the capture has fixed.
+//!
+//! Each list of records has room for about twice as many as the captured work has. The grids are those of the room.
+//! Records that are not there are marked, and the blocks that find them end at once.
+
+use kvcore::{Attend, AttendWork, Error, Result, TensorView};
+use std::sync::Arc;
+
+use super::{Chunk, Plan, PlanKey, records};
+use crate::device::Device;
+use crate::kernels::attend::records::{MergedRow, TaskRecord};
+use crate::kernels::attend::tiling::Tiling;
+use crate::stream::capture::uncapturable;
+use crate::stream::{List, Lowering};
+
+/// Places of some lists in the order of a plan with one chunk.
+const ROWS: usize = 0;
+const GROUPS: usize = 3;
+const TASKS: usize = 5;
+const MERGED: usize = 6;
+
+/// The division of a captured call.
+pub(crate) struct GraphPlan {
+    /// The call, without its work.
+    op: Attend,
+    latent: Option<TensorView>,
+    tiling: Tiling,
+    key: PlanKey,
+    /// Bytes of each list of records.
+    room: Vec<usize>,
+    /// Number of parts that the scratch has room for.
+    parts: usize,
+}
+
+/// Returns the room of each list, for lists of these bytes.
+fn room(lists: &[usize], rows: usize) -> Vec<usize> {
+    let of = |(list, &bytes): (usize, &usize)| match list {
+        ROWS | GROUPS => bytes,
+        MERGED => rows * size_of::<MergedRow>(),
+        _ => 2 * bytes + 256,
+    };
+    lists.iter().enumerate().map(of).map(|bytes: usize| bytes.next_multiple_of(16)).collect()
+}
+
+/// Returns the plan of a call that is being captured, without records: a replay writes them.
+pub(super) fn plan(
+    to: &mut Lowering<'_>,
+    op: &Attend,
+    latent: Option<&TensorView>,
+    tiling: &Tiling,
+    key: PlanKey,
+) -> Result<Plan> {
+    let multiprocessors = to.device().facts.multiprocessors as usize;
+    let (bytes, chunks) = records(op, tiling, &key, multiprocessors, None)?;
+    let [Chunk { parts, .. }] = chunks[..] else {
+        return Err(uncapturable("attention with more parts than fit in memory at the same time, or none"));
+    };
+    let room = room(&bytes.lists, op.work.rows().len());
+    let parts = 2 * parts + 8;
+    let (bytes, mut chunks) = records(op, tiling, &key, multiprocessors, Some(&room))?;
+    for chunk in &mut chunks {
+        chunk.task_count = room[TASKS] / size_of::<TaskRecord>();
+        chunk.merged_rows = room[MERGED] / size_of::<MergedRow>();
+        chunk.parts = parts;
+    }
+    let size = bytes.all.len();
+    let op = crate::stream::without_work(op);
+    let plan = GraphPlan { op, latent: latent.cloned(), tiling: *tiling, key, room, parts };
+    let address = to.input(List::Plan(Box::new(plan)), size)?;
+    Ok(Plan { chunks, address, upload: None })
+}
+
+impl GraphPlan {
+    /// Returns the records for some work, each list at its place.
+    ///
+    /// # Errors
+    /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work asks for another kernel.
+    pub(crate) fn records(&self, device: &Arc<Device>, work: &Arc<AttendWork>) -> Result<Vec<u8>> {
+        let outgrown = || Error::GraphOutgrown { what: "segments" };
+        let op = Attend { work: Arc::clone(work), ..self.op.clone() };
+        if Tiling::of(&device.facts, &op, self.latent.as_ref())? != self.tiling {
+            return Err(outgrown());
+        }
+        let multiprocessors = device.facts.multiprocessors as usize;
+        let (bytes, chunks) = records(&op, &self.tiling, &self.key, multiprocessors, Some(&self.room))?;
+        let fits = bytes.lists.len() == self.room.len()
+            && bytes.lists.iter().zip(&self.room).all(|(bytes, room)| bytes <= room)
+            && chunks.iter().all(|chunk| chunk.parts <= self.parts);
+        if fits { Ok(bytes.all) } else { Err(outgrown()) }
+    }
+}

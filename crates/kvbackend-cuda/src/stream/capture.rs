@@ -1,0 +1,267 @@
+//! A capture under way: what the recording thread has enqueued so far, and what the graph will own.
+//!
+//! A capture belongs to one thread. The streams that take part are marked with its number: the stream that began it, and
+//! those that wait for one of its events. Work on another stream by this thread, and work of another thread on a marked
+//! stream, is refused, because it would be lost or would enter the graph unseen.
+//!
+//! Lists of the step lie in memory that each replay writes ([`Inputs`]). Other lists are constants of the graph.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{CUgraph, CUstreamCaptureMode};
+use kvcore::{CounterSnapshot, Error, MemoryKind, Operation, Result, StepInputs, Storage};
+
+use super::StreamState;
+use super::flight::Held;
+use super::inputs::{Inputs, List};
+use super::recheck::Recheck;
+use crate::NAME;
+use crate::dense::ActivationMemory;
+use crate::device::Device;
+use crate::kernels::Plans;
+use crate::memory::CudaStorage;
+
+thread_local! {
+    static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+}
+
+/// Number of the next capture. 0 marks a stream that takes part in none.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// Returns the error for something that a graph cannot hold.
+pub(crate) fn uncapturable(what: &str) -> Error {
+    Error::Unsupported { backend: NAME, what: format!("{what} in a captured graph") }
+}
+
+/// A capture that this thread records.
+pub(crate) struct Recording {
+    number: u64,
+    /// The streams that take part, each with its count of operations when it joined.
+    streams: Vec<(Arc<StreamState>, CounterSnapshot)>,
+    step: StepInputs,
+    pub(super) inputs: Inputs,
+    pub(super) rechecks: Vec<Recheck>,
+    pub(super) held: Vec<Held>,
+    known: HashSet<usize>,
+    /// Memory between the kernels of an operation, for each stream.
+    scratch: Vec<(usize, Arc<dyn Storage>)>,
+    pub(super) plans: Plans,
+    /// Memory of activations, by the memory that serves the same steps outside of captures.
+    pub(super) activations: Vec<(usize, Arc<ActivationMemory>)>,
+    /// The first refusal, in case that the recorded function does not return it.
+    refused: Option<Error>,
+}
+
+/// Calls `body` with the capture that `stream` takes part in, if any.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] if only one of thread and stream takes part in a capture.
+pub(crate) fn with<R>(
+    stream: &StreamState,
+    body: impl FnOnce(Option<&mut Recording>) -> Result<R>,
+) -> Result<R> {
+    RECORDING.with_borrow_mut(|slot| {
+        let (of_thread, of_stream) =
+            (slot.as_ref().map_or(0, |recording| recording.number), stream.capture.load(Ordering::Acquire));
+        let result = if of_thread == of_stream {
+            body(slot.as_mut())
+        } else if of_thread == 0 {
+            Err(uncapturable("work of another thread"))
+        } else {
+            Err(uncapturable("work on a stream that has not joined the capture"))
+        };
+        if let (Err(error), Some(recording)) = (&result, slot) {
+            recording.refused.get_or_insert_with(|| error.clone());
+        }
+        result
+    })
+}
+
+/// Refuses a call while a capture is under way.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`], which names the call.
+pub(crate) fn outside(stream: &StreamState, what: &str) -> Result<()> {
+    with(stream, |recording| recording.map_or(Ok(()), |_| Err(uncapturable(what))))
+}
+
+/// Lets a stream that waits for an event of capture `number` take part. Returns false if the event is of none.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from before the
+/// capture that the stream takes part in.
+pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<()> {
+    if number == 0 {
+        return outside(stream, "a wait for an event from before the capture");
+    }
+    RECORDING.with_borrow_mut(|slot| match slot {
+        Some(recording) if recording.number == number => {
+            let before =
+                stream.capture.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire).err();
+            match before {
+                None => recording.streams.push((Arc::clone(stream), stream.captured.snapshot())),
+                Some(same) if same == number => {}
+                Some(_) => return Err(uncapturable("a stream of another capture")),
+            }
+            Ok(())
+        }
+        _ => Err(uncapturable("a wait for an event of another capture, or of one that has ended,")),
+    })
+}
+
+/// A capture on a stream. It is thrown away unless it is ended.
+pub(super) struct Open<'a>(&'a Arc<StreamState>);
+
+impl<'a> Open<'a> {
+    /// Begins a capture.
+    pub(super) fn begin(stream: &'a Arc<StreamState>, step: &StepInputs) -> Result<Self> {
+        outside(stream, "a second capture")?;
+        let _bound = stream.device.bind()?;
+        // No other call enqueues between the mark and the begin.
+        let queue = stream.queue.lock();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive. Memory that captured work uses is held by the graph.
+        unsafe { result::stream::begin_capture(stream.raw, mode) }
+            .map_err(|error| stream.device.refused(error))?;
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        stream.capture.store(number, Ordering::Release);
+        drop(queue);
+        let recording = Recording {
+            number,
+            streams: vec![(Arc::clone(stream), stream.captured.snapshot())],
+            step: step.clone(),
+            inputs: Inputs::default(),
+            rechecks: Vec::new(),
+            held: Vec::new(),
+            known: HashSet::new(),
+            scratch: Vec::new(),
+            plans: Plans::default(),
+            activations: Vec::new(),
+            refused: None,
+        };
+        RECORDING.set(Some(recording));
+        Ok(Self(stream))
+    }
+
+    /// Ends the capture. Returns the graph, which the caller destroys, with what was recorded and the operations counted.
+    pub(super) fn end(self) -> Result<(CUgraph, Recording, CounterSnapshot)> {
+        let (ended, recording) = self.close();
+        std::mem::forget(self);
+        let (Some(mut recording), graph) = (recording, ended?) else {
+            return Err(uncapturable("a capture of another thread"));
+        };
+        let refused = recording.refused.take();
+        // The capture of one stream is what nearly all have, so that their counts are added up by the backend's counters.
+        let counts = kvcore::Counters::default();
+        for (stream, before) in &recording.streams {
+            counts.add_all(&stream.captured.snapshot().since(before));
+        }
+        recording.streams.clear();
+        match refused {
+            None => Ok((graph, recording, counts.snapshot())),
+            Some(error) => {
+                // SAFETY: the graph was just made, and nothing else knows it.
+                let _ = unsafe { result::graph::destroy(graph) };
+                Err(error)
+            }
+        }
+    }
+
+    fn close(&self) -> (Result<CUgraph>, Option<Recording>) {
+        let device = &self.0.device;
+        let recording = RECORDING.take();
+        let graph = device.bind().and_then(|_bound| {
+            // SAFETY: the stream is alive; its capture was begun by this thread.
+            unsafe { result::stream::end_capture(self.0.raw) }.map_err(|error| device.refused(error))
+        });
+        for (stream, _) in recording.iter().flat_map(|recording| &recording.streams) {
+            stream.capture.store(0, Ordering::Release);
+        }
+        (graph, recording)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        if let (Ok(graph), _) = self.close()
+            && let Ok(_bound) = self.0.device.bind()
+        {
+            // SAFETY: the graph was just made, and nothing else knows it.
+            let _ = unsafe { result::graph::destroy(graph) };
+        }
+    }
+}
+
+impl Recording {
+    /// Checks that an operation can be replayed with other lists, and notes its check.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`], which names the operation.
+    pub(super) fn admit(&mut self, operation: Operation<'_>) -> Result<()> {
+        let recheck = Recheck::of(operation, &self.step)?;
+        if let Some(recheck) = recheck
+            && !self.rechecks.iter().any(|known| known.covers(&recheck))
+        {
+            self.rechecks.push(recheck);
+        }
+        Ok(())
+    }
+
+    pub(super) fn hold(&mut self, held: Held) {
+        if self.known.insert(held.address()) {
+            self.held.push(held);
+        }
+    }
+
+    pub(super) fn step(&self) -> &StepInputs {
+        &self.step
+    }
+
+    /// Returns the address at which each replay finds a list of the step.
+    pub(super) fn input(&mut self, device: &Arc<Device>, list: List, bytes: usize) -> Result<u64> {
+        let (address, storage) = self.inputs.place(device, list, bytes)?;
+        self.hold(Held::Storage(storage));
+        Ok(address)
+    }
+
+    /// Returns the address of a list that is the same in each replay.
+    pub(super) fn constant(&mut self, device: &Arc<Device>, bytes: &[u8]) -> Result<u64> {
+        let storage = CudaStorage::allocate(device, MemoryKind::Device, bytes.len().max(1))?;
+        storage.fill(bytes)?;
+        let address = storage.address();
+        self.hold(Held::Storage(Arc::new(storage)));
+        Ok(address)
+    }
+
+    /// Returns memory between the kernels of an operation. A graph has its own, for its streams run beside others.
+    pub(super) fn scratch(&mut self, stream: &StreamState, bytes: usize) -> Result<u64> {
+        let owner = stream.raw as usize;
+        let known = self.scratch.iter().find(|(of, known)| *of == owner && known.len() >= bytes);
+        if let Some((_, known)) = known {
+            return Ok(known.address());
+        }
+        let bytes = bytes.next_power_of_two().max(1 << 16);
+        let made: Arc<dyn Storage> =
+            Arc::new(CudaStorage::allocate(&stream.device, MemoryKind::Device, bytes)?);
+        self.hold(Held::Storage(Arc::clone(&made)));
+        self.scratch.retain(|(of, _)| *of != owner);
+        let address = made.address();
+        self.scratch.push((owner, made));
+        Ok(address)
+    }
+
+    /// Returns the memory of activations that stands in for `usual` in this capture.
+    pub(crate) fn activations(&mut self, usual: &Arc<ActivationMemory>) -> Arc<ActivationMemory> {
+        let key = Arc::as_ptr(usual) as usize;
+        if let Some((_, known)) = self.activations.iter().find(|(known, _)| *known == key) {
+            return Arc::clone(known);
+        }
+        let made = Arc::<ActivationMemory>::default();
+        self.activations.push((key, Arc::clone(&made)));
+        made
+    }
+}
