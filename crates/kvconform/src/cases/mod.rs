@@ -7,6 +7,7 @@ use crate::bench::{Bench, Failure, Outcome};
 mod attend;
 mod blocks;
 mod capabilities;
+mod graphs;
 mod memory;
 mod mla;
 mod order;
@@ -141,4 +142,9 @@ cases! {
     mla::rotated_parts_may_lie_unrotated needs ["attend_mla"],
     mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
     mla::wrong_latent_attends_are_refused needs ["attend_mla"],
+    graphs::a_replay_equals_the_eager_step needs ["graphs"],
+    graphs::replays_follow_each_other_without_a_wait needs ["graphs"],
+    graphs::a_cache_captures_what_comes_twice needs ["graphs"],
+    graphs::what_cannot_be_captured_is_refused_by_name needs ["graphs"],
+    graphs::wrong_inputs_are_refused_and_write_nothing needs ["graphs"],
 }
