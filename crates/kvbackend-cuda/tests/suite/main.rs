@@ -8,6 +8,7 @@ mod compiled;
 mod dense;
 mod double;
 mod failure;
+mod graphs;
 mod launches;
 mod memory;
 mod sabotage;
