@@ -65,13 +65,12 @@ impl Inputs {
         bytes: usize,
     ) -> Result<(u64, Arc<dyn Storage>)> {
         let known = self.lists.iter().find(|known| known.list.is(&list)).map(|known| (known.block, known.at));
-        let (block, at) = match known {
-            Some(place) => place,
-            None => {
-                let place = self.room(device, bytes)?;
-                self.lists.push(Listed { list, block: place.0, at: place.1, bytes });
-                place
-            }
+        let (block, at) = if let Some(place) = known {
+            place
+        } else {
+            let (block, at) = self.room(device, bytes)?;
+            self.lists.push(Listed { list, block, at, bytes });
+            (block, at)
         };
         let storage = &self.blocks[block].0;
         Ok((storage.address() + at as u64, Arc::clone(storage)))
@@ -120,13 +119,15 @@ impl Inputs {
                     put("tokens of a captured step", bytemuck::cast_slice(&step.tokens))?;
                 }
                 List::Positions => {
-                    put("positions of a captured step", bytemuck::cast_slice(&step.positions))?
+                    put("positions of a captured step", bytemuck::cast_slice(&step.positions))?;
                 }
                 List::Slots => {
                     let slots = last_of_each(&step.slots, &mut Vec::new());
                     put("slots of a captured step", bytemuck::cast_slice(&slots))?;
                 }
-                List::Plan(plan) => put("plan of a captured step", &plan.records(device, &step.work)?)?,
+                List::Plan(plan) => {
+                    put("plan of a captured step", &plan.records(device, &step.work)?)?;
+                }
             }
         }
         Ok(contents)
