@@ -400,8 +400,8 @@ impl Stream for WrongStream {
         }
         Ok(())
     }
-    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
-        self.inner.capture(inputs, record)
+    fn capture(&self, _: &StepInputs, _: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        Err(Error::Unsupported { backend: "wrong", what: "captures of graphs".to_owned() })
     }
 }
 
