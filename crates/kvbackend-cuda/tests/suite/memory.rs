@@ -175,29 +175,44 @@ fn lent_memory_that_is_not_what_it_is_said_to_be_is_refused() {
     );
 }
 
+/// A stream that an engine creates by the driver's own functions, and destroys.
+struct EngineStream(kvbackend_cuda::cudarc::driver::sys::CUstream, i32);
+
+impl EngineStream {
+    fn new(device: usize) -> Self {
+        use kvbackend_cuda::cudarc::driver::sys;
+        let (mut context, mut handle, mut raw) = (std::ptr::null_mut(), 0, std::ptr::null_mut());
+        // SAFETY: all places are valid; the context is released by `Drop`.
+        unsafe {
+            sys::cuDeviceGet(&raw mut handle, device as i32).result().unwrap();
+            sys::cuDevicePrimaryCtxRetain(&raw mut context, handle).result().unwrap();
+            sys::cuCtxSetCurrent(context).result().unwrap();
+            sys::cuStreamCreate(&raw mut raw, 1).result().unwrap();
+        }
+        Self(raw, handle)
+    }
+}
+
+impl Drop for EngineStream {
+    fn drop(&mut self) {
+        use kvbackend_cuda::cudarc::driver::sys;
+        // SAFETY: the stream is alive, and nothing of the engine uses the context any more.
+        unsafe {
+            sys::cuStreamDestroy_v2(self.0).result().unwrap();
+            sys::cuCtxSetCurrent(std::ptr::null_mut()).result().unwrap();
+            sys::cuDevicePrimaryCtxRelease_v2(self.1).result().unwrap();
+        }
+    }
+}
+
 #[test]
 fn a_lent_stream_keeps_its_order_and_its_owner() {
     let _beside = beside_others();
     let Some(backend) = opened(LAZY) else { return };
-    let raw = {
-        // SAFETY: the driver creates a stream in the current context, which `allocate` has made current before.
-        let mut raw = std::ptr::null_mut();
-        let status = unsafe {
-            let mut context = std::ptr::null_mut();
-            let mut device = 0;
-            kvbackend_cuda::cudarc::driver::sys::cuDeviceGet(&raw mut device, LAZY as i32).result().unwrap();
-            kvbackend_cuda::cudarc::driver::sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
-                .result()
-                .unwrap();
-            kvbackend_cuda::cudarc::driver::sys::cuCtxSetCurrent(context).result().unwrap();
-            kvbackend_cuda::cudarc::driver::sys::cuStreamCreate(&raw mut raw, 1)
-        };
-        status.result().unwrap();
-        raw
-    };
+    let engine = EngineStream::new(LAZY);
     let owner = Arc::new(());
     // SAFETY: the stream lives until the end of the test.
-    let stream = unsafe { backend.lent_stream(raw, owner.clone()) }.unwrap();
+    let stream = unsafe { backend.lent_stream(engine.0, owner.clone()) }.unwrap();
     let stream: &dyn kvcore::Stream = &stream;
     let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
     stream.write(&view, &noise(6, 64)).unwrap();
@@ -205,7 +220,7 @@ fn a_lent_stream_keeps_its_order_and_its_owner() {
     assert_eq!(Arc::strong_count(&owner), 2);
     if let Some(other) = opened(EAGER) {
         // SAFETY: as above.
-        let refused = unsafe { other.lent_stream(raw, owner.clone()) };
+        let refused = unsafe { other.lent_stream(engine.0, owner.clone()) };
         assert!(matches!(refused, Err(Error::ForeignHandle { .. })), "{refused:?}");
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, SwapBlocks,
-    TensorView, WritePairs,
+    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, Storage, SwapBlocks, TensorView,
+    WritePairs,
 };
 
 use super::ReplicaDevice;
@@ -50,7 +50,7 @@ impl ReplicaDevice {
     /// Allocates host memory for `num_blocks` blocks.
     fn staging(&self, num_blocks: usize) -> Result<KvArena> {
         let layout = Arc::new(KvLayout::new(self.shape_of(num_blocks))?);
-        Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
+        Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
     /// Reads the contents of blocks. Waits for the stream.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Backend, BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, MutableBlocks,
-    Storage, Stream, SwapBlocks, TensorView, WritePairs,
+    Backend, BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MutableBlocks, Storage, Stream,
+    SwapBlocks, TensorView, WritePairs,
 };
 
 use super::ledger::{Charge, Ledger};
@@ -59,7 +59,7 @@ impl CompressedStore {
         }
         let shape = KvShape { num_blocks, ..self.device.layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape)?);
-        Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::System, layout)?)
+        Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
     /// Saves blocks. A piece that does not fit is given up as soon as that is known, not after all of it is

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvcore::{
     Backend, BlockId, BlockPool, DType, Dequantize, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape,
-    MemoryKind, MutableBlocks, Quantize, Storage, Stream, SwapBlocks, TensorView,
+    MutableBlocks, Quantize, Storage, Stream, SwapBlocks, TensorView,
 };
 use xxhash_rust::xxh3::Xxh3;
 
@@ -85,7 +85,8 @@ impl HostStore {
         let layout = KvLayout::within_budget(&shape, ledger.usage().limit_bytes)?;
         // The layout has checked that block ids can name all blocks.
         let blocks = layout.shape().num_blocks as u32;
-        let host = KvArena::allocate(backend.as_ref(), MemoryKind::System, Arc::new(layout))?;
+        let host =
+            KvArena::allocate(backend.as_ref(), backend.capabilities().host_memory(), Arc::new(layout))?;
         let pool = BlockPool::new(0..blocks)?;
         Ok(Self { backend, device, host, pool, stream, ledger: Arc::clone(ledger) })
     }

@@ -22,7 +22,8 @@ pub(super) fn of_piece(
 ) -> Result<Option<KvArena>> {
     let KvFormat::Fp8 { kind, scales } = host.layout().shape().format else { return Ok(None) };
     let (Some(k), Some(v)) = (host.layout().k_scales(), host.layout().v_scales()) else { return Ok(None) };
-    let storage = |bytes| backend.allocate(MemoryKind::System, bytes);
+    let host_memory = backend.capabilities().host_memory();
+    let storage = |bytes| backend.allocate(host_memory, bytes);
     let (codes, layout) = ((host.k(), host.v()), Arc::clone(host.layout()));
     let own = KvArena::with_scales(
         Arc::clone(codes.0),

@@ -167,6 +167,12 @@ impl Capabilities {
             _ => self.formats.contains(&format.name()),
         }
     }
+
+    /// Returns the kind of host memory that operations reach: ordinary memory, or pinned memory on a device that reaches
+    /// no other.
+    pub fn host_memory(&self) -> MemoryKind {
+        if self.memory.contains(&MemoryKind::System) { MemoryKind::System } else { MemoryKind::Pinned }
+    }
 }
 
 /// A device: its memory and its streams.
