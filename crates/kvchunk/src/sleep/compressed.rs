@@ -152,7 +152,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
     use kvbackend_cpu::CpuBackend;
-    use kvcore::{BlockOrder, Capabilities, CounterSnapshot, KeyScope, KvFormat, ManualClock};
+    use kvcore::{BlockOrder, Capabilities, CounterSnapshot, KeyScope, KvFormat, ManualClock, MemoryKind};
 
     use super::*;
     use crate::{
