@@ -96,6 +96,12 @@ pub(crate) fn provide(command: &mut Command) -> Result {
     Ok(())
 }
 
+/// Adds the double to where a command looks for libraries, also on a machine with the driver itself.
+pub(crate) fn insist(command: &mut Command) -> Result {
+    command.env("LD_LIBRARY_PATH", library_path(vec![build()?, crate::cuda_ptx::libraries()]));
+    Ok(())
+}
+
 /// Returns whether the system has a CUDA driver.
 pub(crate) fn driver_is_here() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() || Path::new("/dev/nvidiactl").exists()

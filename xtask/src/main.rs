@@ -12,6 +12,7 @@ mod cuda_ptx;
 mod deep;
 mod exactness;
 mod features;
+mod gpu_check;
 mod instructions;
 mod licences;
 mod links;
@@ -54,8 +55,11 @@ enum XtaskCommand {
     CudaPtx(cuda_ptx::CudaPtxArgs),
     /// Build the test double of the CUDA driver, with which the CUDA backend runs on a machine without a GPU.
     CudaDouble(cuda_double::CudaDoubleArgs),
-    /// Run all benchmarks of the CPU (`--backend wgpu`: of a GPU's kernels) and print one table of ratios.
+    /// Run all benchmarks of the CPU (`--backend cuda`, `--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),
+    /// Check the CUDA backend on a real card and write one report: conformance, sanitizers, speed, peers, answers. Runs
+    /// elsewhere too, with the programs that `--collect` gathers.
+    GpuCheck(gpu_check::GpuCheckArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
     /// Count the instructions that hot paths take and compare them with the committed baseline (needs valgrind and
@@ -83,6 +87,7 @@ fn main() -> ExitCode {
         XtaskCommand::CudaPtx(args) => cuda_ptx::cuda_ptx(&args),
         XtaskCommand::CudaDouble(args) => cuda_double::cuda_double(&args),
         XtaskCommand::Bench(args) => bench::bench(&args),
+        XtaskCommand::GpuCheck(args) => gpu_check::gpu_check(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),
         XtaskCommand::Instructions(args) => instructions::instructions(&args),
         XtaskCommand::Loom(args) => loom::loom(&args),

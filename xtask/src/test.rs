@@ -103,6 +103,13 @@ impl Reader {
     }
 }
 
+/// Returns the counts of a test program that shows what passed tests printed.
+pub(crate) fn counted(output: &str) -> Sums {
+    let mut reader = Reader::default();
+    output.lines().for_each(|line| reader.add(line));
+    reader.sums
+}
+
 /// Returns true for the line that the harness writes before the output of a test.
 fn is_heading(line: &str) -> bool {
     line.starts_with("---- ") && line.ends_with(" stdout ----")

@@ -65,13 +65,33 @@ const AIMS: [Aim; 15] = [
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
 ];
 
+/// Aims of kernels on a card. A decode step is compared with a copy that reads and writes as many bytes together as the step
+/// reads.
+const ON_A_CARD: [Aim; 5] = [
+    Aim { what: "cuda: scatter ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
+    Aim { what: "cuda: gather ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
+    Aim { what: "cuda: copy_blocks ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
+    Aim { what: "cuda: rotate_keys ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
+    Aim {
+        what: "cuda: attend, decode,",
+        limit: "cuMemcpyDtoD of half",
+        size: None,
+        least: 0.8,
+        required: false,
+    },
+];
+
+/// Returns the aim of a row. Times of a test double have none.
 fn find(row: &BenchRow) -> Option<&'static Aim> {
+    if row.double {
+        return None;
+    }
     let about = |aim: &&Aim| {
         row.what.starts_with(aim.what)
             && row.limit.starts_with(aim.limit)
             && aim.size.is_none_or(|size| row.size == size)
     };
-    AIMS.iter().find(about)
+    AIMS.iter().chain(&ON_A_CARD).find(about)
 }
 
 /// Rows that had to reach their aim and did not.
@@ -137,6 +157,32 @@ mod tests {
         );
         assert_eq!(verdict_of("TTFT, all chunks hit; 5", "full prefill", 1.0, 9.0), "10.00, **missed**");
         assert_eq!(verdict_of("TTFT, cold, chunks stored; 5", "full prefill", 1.0, 9.0), "–");
+    }
+
+    #[test]
+    fn a_test_double_has_no_aim() {
+        let row = row_of("cuda: scatter bf16", "cuMemcpyDtoD", 1.0, 0.95);
+        assert_eq!(verdict(&row), "0.90, reached");
+        assert_eq!(verdict(&BenchRow { ratio: 0.1, ..row.clone() }), "0.90, **missed**");
+        assert_eq!(verdict(&BenchRow { double: true, ..row }), "–");
+        assert_eq!(
+            verdict_of("cuda: attend, decode, GQA 8, int8:32", "cuMemcpyDtoD of half", 1.0, 0.8),
+            "0.80, reached"
+        );
+    }
+
+    #[test]
+    fn every_aim_of_a_card_is_of_a_row_that_the_benchmark_prints() {
+        let source = concat!(
+            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/attention.rs"),
+            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/card.rs"),
+            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/pool.rs"),
+        );
+        for aim in &ON_A_CARD {
+            let what = aim.what.strip_prefix("cuda: ").unwrap_or_default();
+            assert!(source.contains(&format!("\"{what}")), "no row is {:?}", aim.what);
+            assert!(source.contains(&format!("\"{}\"", aim.limit)), "no limit is {:?}", aim.limit);
+        }
     }
 
     #[test]

@@ -13,20 +13,24 @@ mod rows;
 mod table;
 
 use rows::BenchRow;
+pub(crate) use table::duration;
 
+use crate::cuda_double;
 use crate::run::{Result, cargo_command, root};
 
 /// Whose benchmarks run.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BenchBackend {
     Cpu,
+    Cuda,
     Wgpu,
 }
 
 /// Options of `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct KernelBenchArgs {
-    /// Kernels of the CPU and everything that depends on no device, or the kernels of wgpu on its first adapter.
+    /// Kernels of the CPU and everything that depends on no device, the kernels of CUDA on the first card (or, without a
+    /// driver, through its test double, whose times say nothing), or the kernels of wgpu on its first adapter.
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BenchBackend,
     /// Small sizes: minutes become seconds, ratios become rough.
@@ -40,11 +44,22 @@ pub(crate) struct KernelBenchArgs {
     plots: Option<PathBuf>,
 }
 
+/// Small sizes for a card.
+const QUICK_ON_A_CARD: &[&str] = &["--mib", "256", "--context", "1024", "--prompt", "1024"];
+
 pub(crate) fn bench(args: &KernelBenchArgs) -> Result {
     let rows = match args.backend {
         BenchBackend::Cpu => cpu(args.quick)?,
+        BenchBackend::Cuda if args.write && !cuda_double::driver_is_here() => {
+            return Err("this machine has no CUDA driver: the table of docs/benchmarks.md is of a real card"
+                .to_owned());
+        }
+        BenchBackend::Cuda => cuda(args.quick)?,
         BenchBackend::Wgpu => wgpu(args.quick)?,
     };
+    if args.write && rows.iter().any(|row| row.double) {
+        return Err("nothing is written: the driver that was loaded is its test double".to_owned());
+    }
     let broken = aims::broken(&rows).join(", ");
     let sweeps = rows::sweeps(rows);
     let table = table::table(&sweeps);
@@ -62,6 +77,43 @@ pub(crate) fn bench(args: &KernelBenchArgs) -> Result {
         println!("plots in {}: {}", folder.display(), plot::write(&folder, &sweeps)?.join(", "));
     }
     if broken.is_empty() { Ok(()) } else { Err(format!("takes longer than it may: {broken}")) }
+}
+
+/// Returns the table of the rows that a benchmark printed, in Markdown; none if it printed none.
+pub(crate) fn printed_table(output: &str) -> Option<String> {
+    let rows = rows::parsed(output);
+    (!rows.is_empty()).then(|| table::table(&rows::sweeps(rows)))
+}
+
+/// A row that a benchmark printed, at its largest size.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Printed {
+    pub(crate) what: String,
+    /// None for a row whose size is not in bytes.
+    pub(crate) bytes: Option<f64>,
+    pub(crate) seconds: f64,
+}
+
+/// Returns the rows that a benchmark printed, each at its largest size.
+pub(crate) fn printed_rows(output: &str) -> Vec<Printed> {
+    let largest = |sweep: rows::Sweep| {
+        let BenchRow { what, size, unit, seconds, .. } = sweep.rows.into_iter().next_back()?;
+        Some(Printed { what, bytes: (unit == "bytes").then_some(size), seconds })
+    };
+    rows::sweeps(rows::parsed(output)).into_iter().filter_map(largest).collect()
+}
+
+fn cuda(quick: bool) -> Result<Vec<BenchRow>> {
+    let mut command = bench_command("kernels_on_cuda");
+    cuda_double::provide(&mut command)?;
+    if cuda_double::driver_is_here() {
+        command.args(if quick { QUICK_ON_A_CARD } else { &[] });
+    } else {
+        eprintln!(
+            "bench: no CUDA driver is here: through its test double, in small sizes, without ratios and aims"
+        );
+    }
+    rows_of(command, "kernels_on_cuda")
 }
 
 fn wgpu(quick: bool) -> Result<Vec<BenchRow>> {
@@ -93,15 +145,22 @@ fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
 }
 
 fn run_bench(name: &str, args: &[&str]) -> Result<Vec<BenchRow>> {
+    let mut command = bench_command(name);
+    command.args(args);
+    rows_of(command, name)
+}
+
+/// Returns the command that runs a benchmark of the workspace; arguments that are added go to the benchmark.
+fn bench_command(name: &str) -> Command {
     // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
     let mut command = cargo_command(&["bench", "--quiet", "--workspace", "--all-features", "--bench", name]);
-    command.arg("--").args(args);
+    command.arg("--");
     // As `kvc` does: see its `threads`.
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         let allowed = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         command.env("RAYON_NUM_THREADS", num_cpus::get_physical().clamp(1, allowed).to_string());
     }
-    rows_of(command, name)
+    command
 }
 
 /// The block pool against its peer, which has a workspace of its own.
@@ -125,7 +184,11 @@ fn rows_of(mut command: Command, name: &str) -> Result<Vec<BenchRow>> {
             if let Ok(row) = serde_json::from_str::<BenchRow>(&line) {
                 let (what, aim) = (&row.what, aims::verdict(&row));
                 let rate = row.rate().map(|rate| format!("{rate}, ")).unwrap_or_default();
-                eprintln!("  {what}: {rate}{:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);
+                if row.double {
+                    eprintln!("  {what}: runs");
+                } else {
+                    eprintln!("  {what}: {rate}{:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);
+                }
                 rows.push(row);
             }
         }

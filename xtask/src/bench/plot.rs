@@ -16,7 +16,16 @@ struct Figure {
     has: fn(&BenchRow) -> bool,
 }
 
-const FAMILIES: [Figure; 11] = [
+const FAMILIES: [Figure; 13] = [
+    Figure {
+        file: "cuda-moves",
+        title: "cuda: what moves rows as they are",
+        has: |r| {
+            let moves = ["cuda: scatter", "cuda: gather", "cuda: copy", "cuda: swap"];
+            moves.iter().any(|kernel| r.what.starts_with(kernel))
+        },
+    },
+    Figure { file: "cuda-kernels", title: "cuda: other kernels", has: |r| r.what.starts_with("cuda:") },
     Figure {
         file: "wgpu-moves",
         title: "wgpu: what moves rows as they are",

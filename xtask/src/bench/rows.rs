@@ -15,19 +15,29 @@ pub(super) struct BenchRow {
     pub(super) limit: String,
     pub(super) limit_seconds: f64,
     pub(super) ratio: f64,
+    /// True if a test double took the place of the device, so that times say nothing.
+    #[serde(default)]
+    pub(super) double: bool,
 }
 
 impl BenchRow {
-    /// Returns the row's bytes a second, for a row whose size is in bytes. A copy reads and writes its bytes; they count
-    /// once.
+    /// Returns the row's bytes a second, for a row whose size is in bytes, or its operations. A copy reads and writes its
+    /// bytes; they count once.
     pub(super) fn rate(&self) -> Option<String> {
         let rate = self.size / self.seconds;
-        (self.unit == "bytes").then(|| match rate {
-            r if r < 1e6 => format!("{:.1} KB/s", r / 1e3),
-            r if r < 1e9 => format!("{:.0} MB/s", r / 1e6),
-            r => format!("{:.1} GB/s", r / 1e9),
-        })
+        match (self.unit.as_str(), rate) {
+            ("bytes", r) if r < 1e6 => Some(format!("{:.1} KB/s", r / 1e3)),
+            ("bytes", r) if r < 1e9 => Some(format!("{:.0} MB/s", r / 1e6)),
+            ("bytes", r) => Some(format!("{:.1} GB/s", r / 1e9)),
+            ("GFLOP", r) => Some(format!("{:.1} TFLOP/s", r / 1e3)),
+            _ => None,
+        }
     }
+}
+
+/// Returns the rows among the lines that a benchmark printed.
+pub(super) fn parsed(output: &str) -> Vec<BenchRow> {
+    output.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
 /// Rows that differ in size only, the smallest first.
@@ -80,7 +90,7 @@ pub(super) mod tests {
     pub(in crate::bench) fn row(size: f64, seconds: f64) -> BenchRow {
         let (what, unit, limit) = ("a".to_owned(), "bytes".to_owned(), "memcpy".to_owned());
         let ratio = 1.0 / seconds;
-        BenchRow { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio }
+        BenchRow { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio, double: false }
     }
 
     #[test]
@@ -92,10 +102,22 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn bytes_have_a_rate_and_tokens_have_none() {
+    fn bytes_and_operations_have_a_rate_and_tokens_have_none() {
         assert_eq!(row(3e9, 2.0).rate().as_deref(), Some("1.5 GB/s"));
         assert_eq!(row(3e6, 2.0).rate().as_deref(), Some("2 MB/s"));
+        let operations = BenchRow { unit: "GFLOP".to_owned(), ..row(275.0, 5e-4) };
+        assert_eq!(operations.rate().as_deref(), Some("550.0 TFLOP/s"));
         assert_eq!(BenchRow { unit: "tokens".to_owned(), ..row(3e6, 2.0) }.rate(), None);
+    }
+
+    #[test]
+    fn rows_are_read_among_other_lines() {
+        let line = r#"{"what":"cuda: rope bf16","size":4,"unit":"bytes","seconds":2,"limit":"c","limit_seconds":1,"ratio":0.5"#;
+        let rows = parsed(&format!("on a card\n{line}}}\n{line},\"double\":true}}\n{{\"else\":1}}\n"));
+        assert_eq!(
+            rows.iter().map(|row| (row.ratio, row.double)).collect::<Vec<_>>(),
+            [(0.5, false), (0.5, true)]
+        );
     }
 
     #[test]

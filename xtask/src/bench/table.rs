@@ -25,10 +25,13 @@ pub(super) fn table(sweeps: &[Sweep]) -> String {
                 r.rate().unwrap_or_else(|| "–".to_owned()),
                 r.limit,
                 duration(r.limit_seconds),
-                ratio(r.ratio),
+                if r.double { "–".to_owned() } else { ratio(r.ratio) },
                 verdict(r),
             );
         }
+    }
+    if sweeps.iter().flat_map(|sweep| &sweep.rows).any(|row| row.double) {
+        text += "\nThrough the test double of the driver: these times say nothing of a card.\n";
     }
     text
 }
@@ -48,7 +51,8 @@ fn ratio(ratio: f64) -> String {
     format!("{ratio:.*}", zeros + 1)
 }
 
-fn duration(seconds: f64) -> String {
+/// Returns a time in the unit that suits it.
+pub(crate) fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 1e-6 => format!("{:.1} ns", s * 1e9),
         s if s < 1e-3 => format!("{:.1} µs", s * 1e6),
@@ -61,6 +65,7 @@ fn duration(seconds: f64) -> String {
 fn command(backend: BenchBackend) -> &'static str {
     match backend {
         BenchBackend::Cpu => "cargo xtask bench --write",
+        BenchBackend::Cuda => "cargo xtask bench --backend cuda --write",
         BenchBackend::Wgpu => "cargo xtask bench --backend wgpu --write",
     }
 }
@@ -73,7 +78,7 @@ pub(super) fn replaced(text: &str, backend: BenchBackend, table: &str) -> Option
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::rows::{sweeps, tests::row};
+    use crate::bench::rows::{BenchRow, sweeps, tests::row};
 
     #[test]
     fn a_row_of_the_table_ends_in_its_exponent() {
@@ -85,6 +90,12 @@ mod tests {
     }
 
     #[test]
+    fn rows_of_a_test_double_have_no_ratio() {
+        let text = table(&sweeps(vec![BenchRow { double: true, ..row(1024.0, 1.0) }]));
+        assert!(text.contains("| memcpy | 1.00 s | – | – | – |") && text.contains("test double"));
+    }
+
+    #[test]
     fn small_ratios_keep_two_digits() {
         let all = [23.224, 1.0, 0.5, 0.1, 0.0999, 0.012, 0.00034].map(ratio);
         assert_eq!(all, ["23.22", "1.00", "0.50", "0.10", "0.100", "0.012", "0.00034"]);
@@ -93,7 +104,7 @@ mod tests {
     #[test]
     fn each_backend_has_its_table() {
         let page = include_str!("../../../docs/benchmarks.md");
-        for backend in [BenchBackend::Cpu, BenchBackend::Wgpu] {
+        for backend in [BenchBackend::Cpu, BenchBackend::Cuda, BenchBackend::Wgpu] {
             assert!(replaced(page, backend, "new").is_some_and(|page| page.contains(
                 "
 

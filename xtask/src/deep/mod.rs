@@ -121,6 +121,12 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: &[],
     },
     Slice {
+        name: "benches-cuda",
+        covers: "every benchmark of CUDA in small sizes, through the double of the driver",
+        command: "cargo xtask bench --quick --backend cuda",
+        needs: cuda_double::NEEDS,
+    },
+    Slice {
         name: "benches-wgpu",
         covers: "every benchmark of wgpu in small sizes",
         command: "cargo xtask bench --quick --backend wgpu",

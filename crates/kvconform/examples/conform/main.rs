@@ -1,15 +1,16 @@
 //! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that otherwise
-//! run in some element types run in all of them.
+//! run in some element types run in all of them. With `--only PREFIX`, which may be repeated, cases whose names begin
+//! with a prefix run, and no others.
 //!
-//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks), or if Vulkan's
-//! validation layers, where they are installed, report anything meanwhile. Where nothing may be skipped, they must be
-//! installed.
+//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks, and a second
+//! card), or if Vulkan's validation layers, where they are installed, report anything meanwhile. Where nothing may be
+//! skipped, they must be installed.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 
-use kvconform::{BACKENDS, Bench, CASES, NamedBackend};
+use kvconform::{BACKENDS, Bench, CASES, Case, NamedBackend};
 use kvcore::DType;
 
 use table::Table;
@@ -26,6 +27,30 @@ struct Column {
     dtype: DType,
 }
 
+/// What the command line asks for.
+struct Options<'a> {
+    wanted: &'a str,
+    every: bool,
+    /// Beginnings of the names of cases; none for all cases.
+    only: Vec<&'a str>,
+}
+
+impl<'a> Options<'a> {
+    fn parsed(args: &'a [String]) -> Option<Self> {
+        let mut words = args.iter().map(String::as_str);
+        let (Some("--backend"), Some(wanted)) = (words.next(), words.next()) else { return None };
+        let mut options = Self { wanted, every: false, only: Vec::new() };
+        while let Some(word) = words.next() {
+            match word {
+                "--every" => options.every = true,
+                "--only" => options.only.push(words.next()?),
+                _ => return None,
+            }
+        }
+        Some(options)
+    }
+}
+
 /// The report of a column.
 enum Report {
     /// It cannot be opened, and why.
@@ -36,15 +61,18 @@ enum Report {
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    let (wanted, every) = match words[..] {
-        ["--backend", name] => (name, false),
-        ["--backend", name, "--every"] => (name, true),
-        _ => {
-            eprintln!("usage: conform --backend NAME [--every]");
-            return ExitCode::from(2);
-        }
+    let Some(Options { wanted, every, only }) = Options::parsed(&args) else {
+        eprintln!("usage: conform --backend NAME [--every] [--only PREFIX]...");
+        return ExitCode::from(2);
     };
+    let cases: Vec<&'static Case> = CASES
+        .iter()
+        .filter(|case| only.is_empty() || only.iter().any(|prefix| case.name.starts_with(prefix)))
+        .collect();
+    if cases.is_empty() {
+        eprintln!("no case begins with {}", only.join(" or "));
+        return ExitCode::from(2);
+    }
     let of = |backend: &'static NamedBackend| {
         let dtypes = if every { &DType::COMPUTE[..] } else { backend.dtypes };
         dtypes.iter().map(move |&dtype| Column { backend, dtypes, dtype })
@@ -58,7 +86,7 @@ fn main() -> ExitCode {
     }
     #[cfg(feature = "wgpu")]
     validation::listen();
-    let (passed, failed, skipped) = run_all(&columns);
+    let (passed, failed, skipped) = run_all(&columns, &cases);
     println!("{passed} passed, {failed} failed, {skipped} skipped");
     if passed == 0 {
         eprintln!("no case ran: this machine has no device of the backend {wanted:?}");
@@ -72,7 +100,7 @@ fn main() -> ExitCode {
 
 /// Runs as many columns at a time as there are processors, and prints lines in order as they are complete. Returns
 /// how many cases passed, failed and were skipped.
-fn run_all(columns: &[Column]) -> (usize, usize, usize) {
+fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);
     let (sender, reports) = channel();
@@ -82,12 +110,12 @@ fn run_all(columns: &[Column]) -> (usize, usize, usize) {
             scope.spawn(move || {
                 while let Some((number, column)) = columns.iter().enumerate().nth(next.fetch_add(1, Relaxed))
                 {
-                    run(number, column, &sender);
+                    run(number, column, cases, &sender);
                 }
             });
         }
         drop(sender);
-        let mut table = Table::new(columns);
+        let mut table = Table::new(columns, cases);
         for (column, report) in reports {
             table.add(column, report);
         }
@@ -96,7 +124,7 @@ fn run_all(columns: &[Column]) -> (usize, usize, usize) {
 }
 
 /// Runs all cases of a column. A closed receiver is no error.
-fn run(number: usize, column: &Column, sender: &Sender<(usize, Report)>) {
+fn run(number: usize, column: &Column, cases: &[&'static Case], sender: &Sender<(usize, Report)>) {
     let backend = match (column.backend.make)() {
         Ok(backend) => backend,
         Err(reason) => {
@@ -104,7 +132,7 @@ fn run(number: usize, column: &Column, sender: &Sender<(usize, Report)>) {
             return;
         }
     };
-    for (i, case) in CASES.iter().enumerate() {
+    for (i, case) in cases.iter().enumerate() {
         let bench = Bench::new(backend.clone(), column.dtype).map_err(|error| error.to_string());
         let outcome = bench.and_then(|bench| case.run(&bench).map_err(|failure| failure.to_string()));
         let _ = sender.send((number, Report::Case(i, outcome)));

@@ -1,6 +1,6 @@
 //! The table: for each variant of a backend, one line per case, with all element types of the variant.
 
-use kvconform::CASES;
+use kvconform::Case;
 use kvcore::Error;
 
 use crate::{Column, Report};
@@ -8,6 +8,7 @@ use crate::{Column, Report};
 /// The reports so far, and the part of them that is printed.
 pub(crate) struct Table<'a> {
     columns: &'a [Column],
+    cases: &'a [&'static Case],
     /// Outcomes by column and case.
     outcomes: Vec<Vec<Option<Result<(), String>>>>,
     unopened: Vec<Option<Unopened>>,
@@ -21,24 +22,28 @@ pub(crate) struct Table<'a> {
 /// Why a column cannot be opened.
 struct Unopened {
     reason: String,
-    /// The processor lacks instructions, which no installation brings.
+    /// The processor lacks instructions, or the machine a second card, which no installation brings.
     is_lasting: bool,
 }
 
 impl<'a> Table<'a> {
-    pub(crate) fn new(columns: &'a [Column]) -> Self {
-        let outcomes = columns.iter().map(|_| CASES.iter().map(|_| None).collect()).collect();
+    pub(crate) fn new(columns: &'a [Column], cases: &'a [&'static Case]) -> Self {
+        let outcomes = columns.iter().map(|_| cases.iter().map(|_| None).collect()).collect();
         let unopened = columns.iter().map(|_| None).collect();
-        Self { columns, outcomes, unopened, turn: (0, None), passed: 0, failed: 0, skipped: 0 }
+        Self { columns, cases, outcomes, unopened, turn: (0, None), passed: 0, failed: 0, skipped: 0 }
     }
 
     /// Takes a report, and prints every complete line in order.
     pub(crate) fn add(&mut self, column: usize, report: Report) {
         match report {
             Report::Unopened(error) => {
-                // Instructions that the processor lacks.
-                let is_cpu = self.columns[column].backend.name == "cpu";
-                let is_lasting = is_cpu && matches!(error, Error::Unsupported { .. });
+                let backend = self.columns[column].backend;
+                let is_lasting = match (backend.name, backend.variant) {
+                    ("cpu", _) => matches!(error, Error::Unsupported { .. }),
+                    // Without any card, the variant of the first one fails.
+                    ("cuda", "device 1") => matches!(error, Error::NoDevice { .. }),
+                    _ => false,
+                };
                 self.unopened[column] = Some(Unopened { reason: error.to_string(), is_lasting });
             }
             Report::Case(case, outcome) => self.outcomes[column][case] = Some(outcome),
@@ -66,11 +71,11 @@ impl<'a> Table<'a> {
         {
             println!("  {}: {reason}", if *is_lasting { "SKIPPED" } else { "FAILED" });
             let cases = if *is_lasting { &mut self.skipped } else { &mut self.failed };
-            *cases += columns.len() * CASES.len();
+            *cases += columns.len() * self.cases.len();
             self.turn = (columns.end, None);
             return true;
         }
-        let Some(row) = CASES.get(case) else {
+        let Some(row) = self.cases.get(case) else {
             self.turn = (columns.end, None);
             return true;
         };

@@ -1,0 +1,140 @@
+//! The machine: its card, its driver, and adapters of Vulkan that are no software, as `kvc devices` lists them.
+
+use std::process::Command;
+
+use serde::Deserialize;
+
+use super::programs::Programs;
+use crate::cuda_double;
+use crate::run::Result;
+use crate::tools::first_line;
+
+/// What was found.
+pub(super) struct Found {
+    /// Name of the first card that the backend can use.
+    pub(super) card: Option<String>,
+    /// The reason why there is none.
+    pub(super) missing: String,
+    /// Lines of the report: names and values.
+    pub(super) facts: Vec<(String, String)>,
+    /// Names of adapters of Vulkan that are no software.
+    pub(super) adapters: Vec<String>,
+}
+
+/// The output of `kvc devices --json`.
+#[derive(Deserialize)]
+struct Listed {
+    devices: Vec<Device>,
+    missing: Vec<Missing>,
+}
+
+#[derive(Deserialize)]
+struct Device {
+    backend: String,
+    name: String,
+    about: String,
+    limits: Vec<(String, String)>,
+    unfit: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Missing {
+    backend: String,
+    reason: String,
+}
+
+/// Puts CUDA's libraries where programs look for them: cuBLAS and NVRTC of an installed toolkit, or the double.
+pub(super) fn libraries(command: &mut Command, double: bool) -> Result {
+    if double {
+        return cuda_double::insist(command);
+    }
+    let before = std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty());
+    let given: Vec<_> = before.iter().flat_map(std::env::split_paths).collect();
+    let toolkit = ["/usr/local/cuda/lib64"].map(std::path::PathBuf::from);
+    let all = std::env::join_paths(given.into_iter().chain(toolkit)).unwrap_or_default();
+    command.env("LD_LIBRARY_PATH", all);
+    Ok(())
+}
+
+/// Looks for cards and adapters.
+pub(super) fn found(programs: &Programs, double: bool) -> Result<Found> {
+    let mut command = Command::new(programs.path("kvc")?);
+    command.args(["devices", "--json"]);
+    libraries(&mut command, double)?;
+    let output = command.output().map_err(|e| format!("kvc cannot be run: {e}"))?;
+    let mut found = listed(&String::from_utf8_lossy(&output.stdout))?;
+    let query =
+        ["--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv,noheader"];
+    if let (false, Some(line)) = (double, first_line("nvidia-smi", &query)) {
+        found.facts.push(("nvidia-smi".to_owned(), line));
+    }
+    if let Some(date) = first_line("date", &["-u", "+%Y-%m-%d %H:%M"]) {
+        found.facts.insert(0, ("date (UTC)".to_owned(), date));
+    }
+    Ok(found)
+}
+
+/// Reads what `kvc devices --json` prints.
+fn listed(json: &str) -> Result<Found> {
+    let listed: Listed = serde_json::from_str(json).map_err(|e| format!("kvc devices: {e}"))?;
+    let mut found =
+        Found { card: None, missing: "no card is there".to_owned(), facts: Vec::new(), adapters: Vec::new() };
+    for Device { backend, name, about, limits, unfit } in listed.devices {
+        let limits: Vec<String> = limits.into_iter().map(|(what, value)| format!("{what} {value}")).collect();
+        let unfit = unfit.map(|reason| format!("; cannot be used: {reason}"));
+        let usable = unfit.is_none();
+        if backend.starts_with("wgpu:") && about.starts_with("vulkan") && !about.contains(", cpu,") && usable
+        {
+            found.adapters.push(name.clone());
+        }
+        if backend.starts_with("cuda:") {
+            let text = format!("{name}, {about}, {}{}", limits.join(", "), unfit.unwrap_or_default());
+            found.missing.clone_from(&text);
+            found.facts.push((backend, text));
+            found.card = found.card.or(usable.then_some(name));
+        } else if backend.starts_with("wgpu:") {
+            found.facts.push((backend, format!("{name}, {about}")));
+        }
+    }
+    if let Some(Missing { reason, .. }) = listed.missing.into_iter().find(|it| it.backend == "cuda") {
+        found.missing = reason;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(backend: &str, about: &str, unfit: &str) -> String {
+        format!(
+            r#"{{"backend":"{backend}","name":"N","about":"{about}","limits":[["memory","1 MiB"]],"features":[],"unfit":{unfit}}}"#
+        )
+    }
+
+    fn found(devices: &[String], missing: &str) -> Result<Found> {
+        listed(&format!(r#"{{"devices":[{}],"missing":[{missing}]}}"#, devices.join(",")))
+    }
+
+    #[test]
+    fn cards_and_adapters_are_those_that_can_be_used_and_are_no_software() {
+        let all = [
+            device("cpu", "avx2 kernels", "null"),
+            device("cuda:0", "compute capability 9.0", "null"),
+            device("wgpu:0", "vulkan, discrete, NVIDIA 1", "null"),
+            device("wgpu:1", "vulkan, cpu, llvmpipe", "null"),
+        ];
+        let Ok(found) = found(&all, "") else { panic!("the list is read") };
+        assert_eq!((found.card.as_deref(), found.adapters.len()), (Some("N"), 1));
+        assert_eq!(found.facts[0].1, "N, compute capability 9.0, memory 1 MiB");
+    }
+
+    #[test]
+    fn a_card_that_is_too_old_and_a_missing_driver_are_reasons() {
+        let old = found(&[device("cuda:0", "compute capability 7.5", "\"too old\"")], "");
+        assert!(old.is_ok_and(|it| it.card.is_none() && it.missing.ends_with("cannot be used: too old")));
+        let none = found(&[], r#"{"backend":"cuda","reason":"no driver"}"#);
+        assert!(none.is_ok_and(|it| it.card.is_none() && it.missing == "no driver"));
+        assert!(listed("no JSON").is_err());
+    }
+}

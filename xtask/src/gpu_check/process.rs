@@ -1,0 +1,109 @@
+//! One program of a step: started with its output in files, and ended when its time is over.
+
+use std::fs::{self, File};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::run::{Result, STRICT};
+
+/// Time between two looks at a program.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What a program printed, and how it ended.
+#[derive(Debug)]
+pub(super) struct Ran {
+    /// Standard output, also of a program that was ended.
+    pub(super) output: String,
+    /// None if the program succeeded, otherwise the reason of the failure.
+    pub(super) failure: Option<String>,
+}
+
+/// Runs a program until `deadline`. Standard output goes to `FOLDER/NAME.out`, errors to `FOLDER/NAME.err`.
+pub(super) fn run(command: &mut Command, folder: &Path, name: &str, deadline: Instant) -> Result<Ran> {
+    let [out, err] = ["out", "err"].map(|end| folder.join(format!("{name}.{end}")));
+    let create = |path: &Path| File::create(path).map_err(|e| format!("{}: {e}", path.display()));
+    // A group of its own, so that what the program has started ends with it. On a card, tests that need the double are
+    // skipped, which is no failure.
+    command
+        .stdin(Stdio::null())
+        .stdout(create(&out)?)
+        .stderr(create(&err)?)
+        .process_group(0)
+        .env_remove(STRICT);
+    let mut child = command.spawn().map_err(|e| format!("{} cannot be run: {e}", program(command)))?;
+    let failure = waited(&mut child, deadline)?;
+    let text = |path: &Path| {
+        fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+    };
+    let failure = failure.map(|how| match last_line(&text(&err)) {
+        Some(line) => format!("{how}: {line}"),
+        None => how,
+    });
+    Ok(Ran { output: text(&out), failure })
+}
+
+fn program(command: &Command) -> String {
+    command.get_program().to_string_lossy().into_owned()
+}
+
+/// Waits for a program, and ends it and what it started at the deadline. Returns the reason of its failure.
+fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
+    loop {
+        match child.try_wait().map_err(|e| e.to_string())? {
+            Some(status) if status.success() => return Ok(None),
+            Some(status) => return Ok(Some(status.to_string())),
+            None if Instant::now() < deadline => sleep(LOOK),
+            None => {
+                let group = format!("kill -KILL -- -{}", child.id());
+                let ended = Command::new("sh").args(["-c", &group]).stderr(Stdio::null()).status();
+                if !ended.is_ok_and(|status| status.success()) {
+                    // It may have ended meanwhile.
+                    let _ = child.kill();
+                }
+                let _ = child.wait();
+                return Ok(Some("its time was over".to_owned()));
+            }
+        }
+    }
+}
+
+/// Returns the last line that has any text.
+pub(super) fn last_line(text: &str) -> Option<&str> {
+    text.lines().map(str::trim).rfind(|line| !line.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ran(script: &str, seconds: f64) -> (Ran, f64) {
+        let folder =
+            std::env::temp_dir().join(format!("xtask-process-{}-{}", std::process::id(), script.len()));
+        fs::create_dir_all(&folder).unwrap_or_default();
+        let start = Instant::now();
+        let deadline = start + Duration::from_secs_f64(seconds);
+        let ran = run(Command::new("sh").args(["-c", script]), &folder, "a", deadline);
+        let _ = fs::remove_dir_all(folder);
+        let ran = ran.unwrap_or_else(|error| Ran { output: String::new(), failure: Some(error) });
+        (ran, start.elapsed().as_secs_f64())
+    }
+
+    #[test]
+    fn output_is_kept_and_a_failure_is_explained_by_the_last_error() {
+        let (good, _) = ran("echo a; echo b >&2", 20.0);
+        assert_eq!((good.output.as_str(), good.failure), ("a\n", None));
+        let (bad, _) = ran("echo first >&2; echo why >&2; exit 3", 20.0);
+        assert!(bad.failure.is_some_and(|reason| reason.ends_with("3: why")));
+    }
+
+    #[test]
+    fn a_program_is_ended_with_what_it_started_and_its_output_is_kept() {
+        let (late, seconds) = ran("echo begun; sleep 60 & sleep 60; echo never", 0.3);
+        assert_eq!(late.output, "begun\n");
+        assert!(late.failure.is_some_and(|reason| reason.contains("time was over")));
+        assert!(seconds < 30.0);
+    }
+}

@@ -1,0 +1,212 @@
+//! The programs that the steps run: built in this workspace, or carried from another machine in one folder.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde::Deserialize;
+
+use super::absolute;
+use crate::run::{Result, cargo_command, root};
+use crate::tools::first_line;
+
+/// A program that is built.
+struct Built {
+    name: &'static str,
+    /// Kind of its target, as Cargo calls it.
+    kind: &'static str,
+    /// Crate of the target. Several crates have a test of one name.
+    of: &'static str,
+}
+
+const BUILT: &[Built] = &[
+    Built { name: "kvc", kind: "bin", of: "kvcli" },
+    Built { name: "conform", kind: "example", of: "kvconform" },
+    Built { name: "suite", kind: "test", of: "kvbackend-cuda" },
+    Built { name: "kernels_on_cuda", kind: "bench", of: "kvbench" },
+    Built { name: "kernels_on_wgpu", kind: "bench", of: "kvbench" },
+];
+
+/// The script of the peers, and its place in the repository.
+pub(super) const PEERS: (&str, &str) = ("gpu.py", "tools/peers/gpu.py");
+
+/// The file of a carried folder that says what the programs were built of.
+const VERSION: &str = "VERSION";
+
+/// Most bytes of a carried folder.
+const MOST: u64 = 60 << 20;
+
+/// Programs by name.
+pub(super) struct Programs {
+    paths: Vec<(String, PathBuf)>,
+    /// What they were built of.
+    pub(super) version: String,
+}
+
+impl Programs {
+    /// Returns the programs of a folder that [`collect`] has filled.
+    pub(super) fn of_folder(folder: &Path) -> Result<Self> {
+        let folder = absolute(folder);
+        let names = BUILT.iter().map(|built| built.name).chain([PEERS.0]);
+        let paths: Vec<(String, PathBuf)> = names.map(|name| (name.to_owned(), folder.join(name))).collect();
+        if let Some((name, _)) = paths.iter().find(|(_, path)| !path.is_file()) {
+            return Err(format!(
+                "{} has no {name}; `gpu-check --collect` fills such a folder",
+                folder.display()
+            ));
+        }
+        let version = fs::read_to_string(folder.join(VERSION)).unwrap_or_default().trim().to_owned();
+        Ok(Self { paths, version })
+    }
+
+    /// Builds the programs, as the tests are built: among the whole workspace and with all features.
+    pub(super) fn built() -> Result<Self> {
+        let mut args: Vec<&str> = "build --release --quiet --workspace --all-features".split(' ').collect();
+        for built in BUILT {
+            // A crate may have only one target that is a program, which needs no name.
+            args.extend(match built.kind {
+                "bin" => ["--bin", built.name],
+                "example" => ["--example", built.name],
+                "test" => ["--test", built.name],
+                _ => ["--bench", built.name],
+            });
+        }
+        args.push("--message-format=json");
+        println!("gpu-check: builds the programs");
+        let mut command = cargo_command(&args);
+        let output = command
+            .stderr(Stdio::inherit())
+            .output()
+            .map_err(|e| format!("`cargo build` cannot be run: {e}"))?;
+        if !output.status.success() {
+            return Err("the programs are not built".to_owned());
+        }
+        let mut paths = executables(&String::from_utf8_lossy(&output.stdout))?;
+        paths.push((PEERS.0.to_owned(), root().join(PEERS.1)));
+        Ok(Self { paths, version: checked_out() })
+    }
+
+    /// Returns the path of a program.
+    pub(super) fn path(&self, name: &str) -> Result<&Path> {
+        let known = self.paths.iter().find(|(known, _)| known == name);
+        known.map(|(_, path)| path.as_path()).ok_or_else(|| format!("there is no program {name:?}"))
+    }
+}
+
+/// A line of Cargo's messages.
+#[derive(Deserialize)]
+struct Message {
+    executable: Option<PathBuf>,
+    #[serde(default)]
+    package_id: String,
+    target: Option<Target>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    kind: Vec<String>,
+}
+
+/// Returns the paths of the programs that Cargo says to have built.
+fn executables(messages: &str) -> Result<Vec<(String, PathBuf)>> {
+    let messages: Vec<Message> =
+        messages.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let path = |built: &Built| {
+        let is_it = |message: &&Message| {
+            let of = message.package_id.rsplit('/').next().unwrap_or_default();
+            let named = |it: &Target| it.name == built.name && it.kind.iter().any(|kind| kind == built.kind);
+            of.split(['#', '@']).next() == Some(built.of) && message.target.as_ref().is_some_and(named)
+        };
+        let executable = messages.iter().filter(is_it).find_map(|message| message.executable.clone());
+        executable
+            .map(|path| (built.name.to_owned(), path))
+            .ok_or_else(|| format!("Cargo built no {} of {}", built.name, built.of))
+    };
+    BUILT.iter().map(path).collect()
+}
+
+/// Returns the commit that is checked out, with a sign if files are changed.
+fn checked_out() -> String {
+    let folder = root().to_string_lossy().into_owned();
+    let git = |args: &[&str]| first_line("git", &[&["-C", &folder], args].concat());
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_some();
+    git(&["rev-parse", "--short=10", "HEAD"]).map_or_else(
+        || "an unknown commit".to_owned(),
+        |commit| format!("commit {commit}{}", if changed { " with changes" } else { "" }),
+    )
+}
+
+/// Builds the programs and copies them, this one too, into a folder that runs on a machine without Rust.
+pub(super) fn collect(folder: &Path) -> Result {
+    let programs = Programs::built()?;
+    let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
+    fs::create_dir_all(folder).map_err(|e| failed(folder, e))?;
+    let this = std::env::current_exe().map_err(|e| format!("the path of this program: {e}"))?;
+    let all = programs.paths.iter().map(|(name, path)| (name.as_str(), path.as_path()));
+    let mut bytes = 0;
+    for (name, path) in all.chain([("xtask", this.as_path())]) {
+        let copy = folder.join(name);
+        // A copy that runs cannot be written over, but it can be replaced.
+        let _ = fs::remove_file(&copy);
+        fs::copy(path, &copy).map_err(|e| failed(path, e))?;
+        if name != PEERS.0 {
+            // Names of functions, which nobody reads there. Without the program they stay.
+            let _ = Command::new("strip").arg(&copy).stderr(Stdio::null()).status();
+        }
+        let size = copy.metadata().map_err(|e| failed(&copy, e))?.len();
+        println!("{:>6.1} MiB  {}", size as f64 / f64::from(1 << 20), copy.display());
+        bytes += size;
+    }
+    let version = folder.join(VERSION);
+    fs::write(&version, format!("{}\n", programs.version)).map_err(|e| failed(&version, e))?;
+    let mib = bytes as f64 / f64::from(1 << 20);
+    if bytes > MOST {
+        return Err(format!(
+            "{} holds {mib:.0} MiB, more than {} to be carried",
+            folder.display(),
+            MOST >> 20
+        ));
+    }
+    let folder = folder.display();
+    println!("{mib:.0} MiB. On the machine with the card: {folder}/xtask gpu-check --bin {folder}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(of: &str, name: &str, kind: &str, path: &str) -> String {
+        format!(
+            r#"{{"reason":"compiler-artifact","package_id":"path+file:///w/crates/{of}#0.1.0","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#
+        )
+    }
+
+    #[test]
+    fn programs_are_found_by_crate_name_and_kind() {
+        let mut lines: Vec<String> = BUILT
+            .iter()
+            .map(|it| message(it.of, it.name, it.kind, &format!("\"/t/{}-{}\"", it.of, it.name)))
+            .collect();
+        lines.insert(0, message("kvmodel", "suite", "test", "\"/t/wrong\""));
+        lines.insert(0, message("kvbackend-cuda", "suite", "test", "null"));
+        lines.push("no JSON".to_owned());
+        let paths = executables(&lines.join("\n"));
+        let suite =
+            |paths: &[(String, PathBuf)]| paths.iter().find(|it| it.0 == "suite").map(|it| it.1.clone());
+        assert_eq!(paths.as_deref().map(suite), Ok(Some(PathBuf::from("/t/kvbackend-cuda-suite"))));
+        assert!(executables(&lines[..2].join("\n")).is_err_and(|error| error.contains("kvc of kvcli")));
+    }
+
+    #[test]
+    fn an_empty_folder_is_refused_by_what_it_lacks() {
+        let error = Programs::of_folder(Path::new("/nonexistent")).err();
+        assert!(error.is_some_and(|error| error.contains("has no kvc")));
+    }
+
+    #[test]
+    fn the_script_of_the_peers_is_there() {
+        assert!(root().join(PEERS.1).is_file());
+    }
+}

@@ -1,0 +1,150 @@
+//! The report: the machine, a table of the steps, and what each step found.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use crate::run::Result;
+
+/// The file of the report.
+pub(super) const FILE: &str = "report.md";
+
+/// How a step ended.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Outcome {
+    /// It passed, with a summary.
+    Passed(String),
+    /// It failed, and why.
+    Failed(String),
+    /// It cannot run here, and why. This is no failure.
+    Skipped(String),
+}
+
+impl Outcome {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Passed(_) => "passed",
+            Self::Failed(_) => "FAILED",
+            Self::Skipped(_) => "SKIPPED",
+        }
+    }
+
+    fn text(&self) -> &str {
+        let (Self::Passed(text) | Self::Failed(text) | Self::Skipped(text)) = self;
+        text
+    }
+}
+
+/// A step that has ended.
+#[derive(Debug, Clone)]
+pub(super) struct Ended {
+    pub(super) outcome: Outcome,
+    pub(super) seconds: f64,
+    /// What it found, in Markdown.
+    pub(super) section: String,
+}
+
+/// The report so far.
+pub(super) struct Report {
+    head: String,
+    steps: Vec<(&'static str, &'static str, Ended)>,
+}
+
+impl Report {
+    pub(super) fn new(version: &str, facts: &[(String, String)]) -> Self {
+        let mut head = "# A check of the CUDA backend\n\n| | |\n|---|---|\n".to_owned();
+        let built = [("built of".to_owned(), version.to_owned())];
+        for (name, value) in built.iter().chain(facts) {
+            println!("gpu-check: {name}: {value}");
+            // Writing to a string cannot fail.
+            let _ = writeln!(head, "| {name} | {} |", cell(value));
+        }
+        Self { head, steps: Vec::new() }
+    }
+
+    /// Adds a step, and prints its line.
+    pub(super) fn add(&mut self, name: &'static str, about: &'static str, ended: Ended) {
+        let (word, text) = (ended.outcome.word(), ended.outcome.text());
+        match &ended.outcome {
+            Outcome::Skipped(_) => println!("SKIPPED: {name}: {text}"),
+            _ => println!("gpu-check: {name}: {word}, {:.0} s: {text}", ended.seconds),
+        }
+        self.steps.push((name, about, ended));
+    }
+
+    /// Returns the names of the steps that failed.
+    pub(super) fn failed(&self) -> Vec<&'static str> {
+        let failed = |(name, _, ended): &(&'static str, _, Ended)| {
+            matches!(ended.outcome, Outcome::Failed(_)).then_some(*name)
+        };
+        self.steps.iter().filter_map(failed).collect()
+    }
+
+    /// Returns the report in Markdown.
+    fn text(&self) -> String {
+        let mut text = format!("{}\n| step | outcome | seconds | |\n|---|---|---|---|\n", self.head);
+        for (name, _, Ended { outcome, seconds, .. }) in &self.steps {
+            let (word, why) = (outcome.word(), cell(outcome.text()));
+            let _ = writeln!(text, "| {name} | {word} | {seconds:.0} | {why} |");
+        }
+        for (name, about, Ended { section, .. }) in &self.steps {
+            if !section.is_empty() {
+                let _ = writeln!(text, "\n## {name}\n\n{about}.\n\n{}", section.trim_end());
+            }
+        }
+        text
+    }
+
+    /// Writes the report so far.
+    pub(super) fn write(&self, folder: &Path) -> Result {
+        let path = folder.join(FILE);
+        std::fs::write(&path, self.text()).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    /// Prints where the report is, and the sum of the steps.
+    pub(super) fn print_end(&self, path: &Path) {
+        let count = |word| self.steps.iter().filter(|(_, _, ended)| ended.outcome.word() == word).count();
+        let seconds: f64 = self.steps.iter().map(|(_, _, ended)| ended.seconds).sum();
+        let [passed, failed, skipped] = ["passed", "FAILED", "SKIPPED"].map(count);
+        println!(
+            "gpu-check: {passed} passed, {failed} failed, {skipped} skipped in {seconds:.0} s: {}",
+            path.display()
+        );
+    }
+}
+
+/// Returns text that stays in one cell of a table.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(outcome: Outcome, section: &str) -> Ended {
+        Ended { outcome, seconds: 1.6, section: section.to_owned() }
+    }
+
+    #[test]
+    fn a_report_has_the_machine_every_step_and_what_steps_found() {
+        let mut report = Report::new("commit a", &[("card".to_owned(), "X|Y".to_owned())]);
+        report.add("one", "The first", ended(Outcome::Passed("3 passed".to_owned()), "| t |\n"));
+        report.add("two", "The second", ended(Outcome::Skipped("no tool".to_owned()), ""));
+        report.add("three", "The third", ended(Outcome::Failed("line\nline".to_owned()), ""));
+        let text = report.text();
+        for line in [
+            "| built of | commit a |",
+            "| card | X\\|Y |",
+            "| one | passed | 2 | 3 passed |",
+            "| two | SKIPPED | 2 | no tool |",
+            "| three | FAILED | 2 | line line |",
+            "## one",
+            "The first.",
+            "| t |",
+        ] {
+            assert!(text.lines().any(|known| known == line), "{line:?} is not in\n{text}");
+        }
+        assert!(!text.contains("## two"));
+        assert_eq!(report.failed(), ["three"]);
+    }
+}

@@ -1,0 +1,428 @@
+//! The steps of a check, as a list, and how each is run.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+
+use super::machine::{Found, libraries};
+use super::peers;
+use super::process::{self, Ran, last_line};
+use super::programs::{PEERS, Programs};
+use super::report::{Ended, Outcome};
+use super::{SLOW, absolute};
+use crate::bench::{Printed, printed_rows, printed_table};
+use crate::run::Result;
+use crate::test::counted;
+
+/// A step. To add one, add a line to [`STEPS`].
+pub(super) struct CardStep {
+    pub(super) name: &'static str,
+    /// Subject of the step, for the report.
+    pub(super) about: &'static str,
+    /// Seconds after which its programs are ended.
+    limit: u64,
+    /// Whether the double can take the place of a card.
+    on_double: bool,
+    work: fn(&mut Site, &mut Here) -> Result<Outcome>,
+}
+
+/// The steps, in order. Together they stay below ten minutes.
+pub(super) const STEPS: &[CardStep] = &[
+    CardStep {
+        name: "conformance",
+        about: "The conformance suite in all element types, on the first two cards",
+        limit: 110,
+        on_double: true,
+        work: |site, here| site.conform(here),
+    },
+    CardStep {
+        name: "suite",
+        about: "The backend's own tests, but for those that need the double of the driver",
+        limit: 110,
+        on_double: true,
+        work: |site, here| site.suite(here),
+    },
+    CardStep {
+        name: "memcheck",
+        about: "Some cases of the conformance suite under compute-sanitizer, which looks for accesses out of bounds",
+        limit: 60,
+        on_double: false,
+        work: |site, here| site.sanitizer(here, "memcheck", MEMCHECK),
+    },
+    CardStep {
+        name: "racecheck",
+        about: "Some cases under compute-sanitizer, which looks for races in shared memory",
+        limit: 60,
+        on_double: false,
+        work: |site, here| site.sanitizer(here, "racecheck", RACECHECK),
+    },
+    CardStep {
+        name: "kernels",
+        about: "Every kernel against the driver's own copy of as many bytes, as `cargo xtask bench --backend cuda` runs them",
+        limit: 120,
+        on_double: true,
+        work: |site, here| site.kernels(here),
+    },
+    CardStep {
+        name: "wgpu",
+        about: "The kernels of wgpu through Vulkan, on an adapter that is no software",
+        limit: 45,
+        on_double: false,
+        work: |site, here| site.wgpu(here),
+    },
+    CardStep {
+        name: "peers",
+        about: "Other software, torch, Triton and FlashInfer, at the same sizes, where they are installed",
+        limit: 65,
+        on_double: false,
+        work: |site, here| site.peers(here),
+    },
+    CardStep {
+        name: "demo",
+        about: "Answers of `kvc demo` on the card against those on the processor",
+        limit: 15,
+        on_double: true,
+        work: |site, here| site.demo(here),
+    },
+    CardStep {
+        name: "tokens",
+        about: "Tokens of `kvc run` on the card against those on the processor",
+        limit: 15,
+        on_double: true,
+        work: |site, here| site.tokens(here),
+    },
+];
+
+/// Beginnings of the cases that run under memcheck: one kernel of each kind at least.
+const MEMCHECK: &[&str] = &[
+    "tensor::any",
+    "rows::gather",
+    "rows::scatter_puts",
+    "blocks::copy",
+    "blocks::rotated",
+    "attend::prefill",
+    "attend::many",
+    "quant::attend",
+    "quant::blocks",
+    "mla::the_latent",
+    "sparse::rows_see_selected_blocks",
+];
+
+/// Beginnings of the cases that run under racecheck: the kernels that have shared memory.
+const RACECHECK: &[&str] = &["attend::prefill", "attend::many", "quant::attend", "mla::the_latent"];
+
+/// Where toolkits put their programs.
+const TOOLKIT: &str = "/usr/local/cuda/bin";
+
+/// Exit code with which the sanitizer says that it found something.
+const FOUND: &str = "9";
+
+/// Prompts whose tokens are compared, each with an earlier prompt that has the same documents.
+const PROMPTS: [(&str, &str); 2] = [
+    (
+        "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?",
+        "you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?",
+    ),
+    (
+        "you answer questions ## alba is red . ## bora is blue . ## alba ?",
+        "you answer questions ## alba is red . ## alba ?",
+    ),
+];
+
+/// What the steps work with.
+pub(super) struct Site {
+    programs: Programs,
+    found: Found,
+    out: PathBuf,
+    double: bool,
+    /// Rows of our kernels.
+    ours: Vec<Printed>,
+}
+
+/// A step under way.
+struct Here {
+    name: &'static str,
+    deadline: Instant,
+    /// What it has found so far, in Markdown.
+    section: String,
+}
+
+impl Site {
+    pub(super) fn new(programs: Programs, found: Found, out: &Path, double: bool) -> Self {
+        Self { programs, found, out: absolute(out), double, ours: Vec::new() }
+    }
+
+    /// Returns the folder of the results.
+    pub(super) fn out(&self) -> &Path {
+        &self.out
+    }
+
+    /// Runs a step. Whatever goes wrong in it is its outcome.
+    pub(super) fn run(&mut self, step: &CardStep) -> Ended {
+        let start = Instant::now();
+        let limit = if self.double { SLOW * step.limit } else { step.limit };
+        let deadline = start + Duration::from_secs(limit);
+        let mut here = Here { name: step.name, deadline, section: String::new() };
+        let outcome = if self.double && !step.on_double {
+            Outcome::Skipped("it needs a card".to_owned())
+        } else {
+            (step.work)(self, &mut here).unwrap_or_else(Outcome::Failed)
+        };
+        Ended { outcome, seconds: start.elapsed().as_secs_f64(), section: here.section }
+    }
+
+    /// Runs a command until the step's time is over.
+    fn finish(&self, mut command: Command, here: &Here, part: &str) -> Result<Ran> {
+        libraries(&mut command, self.double)?;
+        let name = if part.is_empty() { here.name.to_owned() } else { format!("{}-{part}", here.name) };
+        process::run(&mut command, &self.out, &name, here.deadline)
+    }
+
+    fn program(&self, name: &str, args: &[&str]) -> Result<Command> {
+        let mut command = Command::new(self.programs.path(name)?);
+        command.args(args).current_dir(&self.out);
+        Ok(command)
+    }
+
+    fn conform(&self, here: &mut Here) -> Result<Outcome> {
+        let ran = self.finish(self.program("conform", &["--backend", "cuda"])?, here, "")?;
+        Ok(judged(here, &ran))
+    }
+
+    fn suite(&self, here: &mut Here) -> Result<Outcome> {
+        let ran = self.finish(self.program("suite", &["--show-output"])?, here, "")?;
+        let sums = counted(&ran.output);
+        let skipped = ran.output.lines().filter(|line| line.trim_start().starts_with("SKIPPED"));
+        let mut reasons: Vec<&str> = skipped.map(str::trim).collect();
+        reasons.sort_unstable();
+        reasons.dedup();
+        here.section = reasons.join("\n");
+        match &ran.failure {
+            None => Ok(Outcome::Passed(sums.to_string())),
+            Some(failure) => {
+                here.section = block(&tail(&ran.output));
+                Ok(Outcome::Failed(format!("{sums}; {failure}")))
+            }
+        }
+    }
+
+    fn sanitizer(&self, here: &mut Here, tool: &str, prefixes: &[&str]) -> Result<Outcome> {
+        let Some(sanitizer) = installed("compute-sanitizer") else {
+            let why = format!("compute-sanitizer is neither on the PATH nor in {TOOLKIT}");
+            return Ok(Outcome::Skipped(why));
+        };
+        let mut command = Command::new(sanitizer);
+        command.current_dir(&self.out).args(["--tool", tool, "--error-exitcode", FOUND]);
+        command.arg(self.programs.path("conform")?).args(["--backend", "cuda"]);
+        for prefix in prefixes {
+            command.args(["--only", prefix]);
+        }
+        let ran = self.finish(command, here, "")?;
+        Ok(judged(here, &ran))
+    }
+
+    fn kernels(&mut self, here: &mut Here) -> Result<Outcome> {
+        let ran = self.finish(self.program("kernels_on_cuda", &[])?, here, "")?;
+        self.ours = printed_rows(&ran.output);
+        Ok(tabled(here, &ran))
+    }
+
+    fn wgpu(&self, here: &mut Here) -> Result<Outcome> {
+        let [adapter, ..] = &self.found.adapters[..] else {
+            return Ok(Outcome::Skipped("Vulkan has no adapter here that is no software".to_owned()));
+        };
+        let mut command = self.program("kernels_on_wgpu", &[])?;
+        command.env("WGPU_BACKEND", "vulkan");
+        let ran = self.finish(command, here, "")?;
+        let outcome = tabled(here, &ran);
+        here.section = format!("On {adapter}.\n\n{}", here.section);
+        Ok(outcome)
+    }
+
+    fn peers(&self, here: &mut Here) -> Result<Outcome> {
+        let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
+        let mut command = Command::new(&python);
+        command.arg(self.programs.path(PEERS.0)?).current_dir(&self.out);
+        let ran = match self.finish(command, here, "") {
+            Ok(ran) => ran,
+            Err(reason) => return Ok(Outcome::Skipped(reason)),
+        };
+        let rows = peers::rows(&ran.output);
+        here.section = peers::table(&rows, &self.ours);
+        let measured = rows.iter().filter(|row| row.seconds.is_some()).count();
+        Ok(match ran.failure {
+            Some(failure) => Outcome::Failed(failure),
+            None if measured == 0 => {
+                let first = rows.iter().find_map(|row| row.skipped.clone());
+                Outcome::Skipped(first.unwrap_or_else(|| "it measured nothing".to_owned()))
+            }
+            None => Outcome::Passed(format!("{measured} of {} measured", rows.len())),
+        })
+    }
+
+    /// Runs `kvc` on the processor and on the card, and returns both outputs, or the failure of one.
+    fn twice(&self, here: &Here, part: &str, args: &[&str]) -> Result<[String; 2]> {
+        let on = |backend: &str| {
+            let command = self.program("kvc", &[args, &["--backend", backend, "--json"]].concat())?;
+            let ran = self.finish(command, here, &format!("{part}{backend}"))?;
+            match ran.failure {
+                None => Ok(ran.output),
+                Some(failure) => Err(format!("on {backend}: {failure}")),
+            }
+        };
+        Ok([on("cpu")?, on("cuda")?])
+    }
+
+    fn demo(&self, here: &mut Here) -> Result<Outcome> {
+        #[derive(Deserialize, PartialEq)]
+        struct Answer {
+            answer: String,
+            reused_tokens: usize,
+        }
+        let [cpu, cuda] = self.twice(here, "", &["demo"])?;
+        let read =
+            |json: &str| serde_json::from_str::<Vec<Answer>>(json).map_err(|e| format!("kvc demo: {e}"));
+        let (cpu, cuda) = (read(&cpu)?, read(&cuda)?);
+        let answers = cuda.iter().map(|it| it.answer.as_str()).collect::<Vec<_>>().join(", ");
+        Ok(if cpu == cuda {
+            Outcome::Passed(format!("{} equal answers: {answers}", cuda.len()))
+        } else {
+            Outcome::Failed(format!("other answers or reuse than on the processor: {answers}"))
+        })
+    }
+
+    fn tokens(&self, here: &mut Here) -> Result<Outcome> {
+        #[derive(Deserialize)]
+        struct Generated {
+            tokens: Vec<u32>,
+            cached_tokens: usize,
+        }
+        let read = |json: &str| serde_json::from_str::<Generated>(json).map_err(|e| format!("kvc run: {e}"));
+        let mut compared = 0;
+        for (i, (prompt, warm)) in PROMPTS.iter().enumerate() {
+            let args = ["run", "--prompt", prompt, "--warm", warm];
+            let [cpu, cuda] = self.twice(here, &format!("{i}-"), &args)?;
+            let (cpu, cuda) = (read(&cpu)?, read(&cuda)?);
+            if cpu.tokens != cuda.tokens || cpu.cached_tokens != cuda.cached_tokens {
+                let why =
+                    format!("{:?} on the card, {:?} on the processor: {prompt}", cuda.tokens, cpu.tokens);
+                return Ok(Outcome::Failed(why));
+            }
+            compared += cuda.tokens.len();
+        }
+        Ok(Outcome::Passed(format!("{} prompts, {compared} equal tokens", PROMPTS.len())))
+    }
+}
+
+/// Returns the outcome of a program whose last line sums it up. Of one that failed, the end of its output is shown.
+fn judged(here: &mut Here, ran: &Ran) -> Outcome {
+    let sum = last_line(&ran.output).unwrap_or("it printed nothing").to_owned();
+    match &ran.failure {
+        None => Outcome::Passed(sum),
+        Some(failure) => {
+            here.section = block(&tail(&ran.output));
+            Outcome::Failed(format!("{failure}; {sum}"))
+        }
+    }
+}
+
+/// Returns the outcome of a benchmark, and shows its table, also that of one that was ended early.
+fn tabled(here: &mut Here, ran: &Ran) -> Outcome {
+    let table = printed_table(&ran.output);
+    here.section = table.clone().unwrap_or_default();
+    match (&ran.failure, table) {
+        (Some(failure), _) => Outcome::Failed(failure.clone()),
+        (None, None) => Outcome::Failed("it printed no row".to_owned()),
+        (None, Some(table)) if table.contains("test double") => {
+            Outcome::Passed("every kernel runs; through the double, times say nothing".to_owned())
+        }
+        (None, Some(table)) => {
+            let count = |word| table.matches(word).count();
+            let (reached, missed) = (count(", reached |"), count("**missed**"));
+            Outcome::Passed(format!("{reached} aims reached, {missed} missed"))
+        }
+    }
+}
+
+/// Returns the path of a program on the PATH or of the toolkit.
+fn installed(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path).chain([PathBuf::from(TOOLKIT)]).collect::<Vec<_>>();
+    folders.into_iter().map(|folder| folder.join(program)).find(|file| file.is_file())
+}
+
+/// Returns the last lines of an output.
+fn tail(output: &str) -> String {
+    const LINES: usize = 40;
+    let lines: Vec<&str> = output.lines().collect();
+    lines[lines.len().saturating_sub(LINES)..].join("\n")
+}
+
+/// Returns text as it is.
+fn block(text: &str) -> String {
+    format!("```text\n{text}\n```\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn here() -> Here {
+        Here { name: "a", deadline: Instant::now(), section: String::new() }
+    }
+
+    fn ran(output: &str, failure: Option<&str>) -> Ran {
+        Ran { output: output.to_owned(), failure: failure.map(str::to_owned) }
+    }
+
+    #[test]
+    fn all_steps_together_stay_below_ten_minutes_and_have_names_of_their_own() {
+        assert!(STEPS.iter().map(|step| step.limit).sum::<u64>() <= 600);
+        for (i, step) in STEPS.iter().enumerate() {
+            assert!(STEPS[..i].iter().all(|other| other.name != step.name));
+            assert!(!step.about.ends_with('.') && step.about.starts_with(char::is_uppercase));
+        }
+        let through_the_double: Vec<&str> =
+            STEPS.iter().filter(|it| it.on_double).map(|it| it.name).collect();
+        assert_eq!(through_the_double, ["conformance", "suite", "kernels", "demo", "tokens"]);
+    }
+
+    #[test]
+    fn selected_cases_are_cases_of_the_suite() {
+        let cases = include_str!("../../../crates/kvconform/src/cases/mod.rs");
+        for prefix in MEMCHECK.iter().chain(RACECHECK) {
+            assert!(cases.contains(&format!("\n    {prefix}")), "no case begins with {prefix}");
+        }
+    }
+
+    #[test]
+    fn a_program_is_judged_by_its_exit_and_its_last_line() {
+        let mut step = here();
+        assert_eq!(judged(&mut step, &ran("a\n3 passed\n", None)), Outcome::Passed("3 passed".to_owned()));
+        assert!(step.section.is_empty());
+        let failed = judged(&mut step, &ran("a\n1 failed\n", Some("exit 1")));
+        assert_eq!(failed, Outcome::Failed("exit 1; 1 failed".to_owned()));
+        assert!(step.section.contains("a\n1 failed"));
+    }
+
+    #[test]
+    fn a_benchmark_that_was_ended_keeps_its_rows() {
+        let row = r#"{"what":"cuda: scatter bf16","size":4,"unit":"bytes","seconds":1,"limit":"cuMemcpyDtoD","limit_seconds":1,"ratio":1}"#;
+        let mut step = here();
+        let passed = tabled(&mut step, &ran(row, None));
+        assert_eq!(passed, Outcome::Passed("1 aims reached, 0 missed".to_owned()));
+        assert_eq!(tabled(&mut step, &ran(row, Some("late"))), Outcome::Failed("late".to_owned()));
+        assert!(step.section.contains("| cuda: scatter bf16 |"));
+        assert!(matches!(tabled(&mut step, &ran("", None)), Outcome::Failed(_)));
+    }
+
+    #[test]
+    fn only_the_end_of_a_long_output_is_shown() {
+        let lines: Vec<String> = (0..100).map(|i| i.to_string()).collect();
+        let end = tail(&lines.join("\n"));
+        assert!(end.starts_with("60\n") && end.ends_with("99"));
+        assert_eq!(installed("no-such-program-at-all"), None);
+    }
+}
