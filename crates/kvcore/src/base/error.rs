@@ -162,6 +162,34 @@ pub enum Error {
         /// Number of ranks.
         ranks: usize,
     },
+    /// Ranks of one group called different collectives. The group has failed on all ranks.
+    #[error(
+        "ranks call different collectives: {call} on rank {rank}, {other} elsewhere; end the work on all ranks"
+    )]
+    RanksDiffer {
+        /// The rank that noticed.
+        rank: usize,
+        /// The call of that rank.
+        call: String,
+        /// The call of another rank.
+        other: String,
+    },
+    /// A collective was not done in time, because a rank did not come. The group has failed on all ranks.
+    #[error("{call} on rank {rank} waited {limit:?} for other ranks; end the work on all ranks")]
+    RanksTimedOut {
+        /// The rank that waited longest.
+        rank: usize,
+        /// The call of that rank.
+        call: String,
+        /// The longest time that a rank waits.
+        limit: std::time::Duration,
+    },
+    /// A rank has left its group, so that no further collective can be done.
+    #[error("rank {0} has left the group; end the work on all ranks")]
+    RankLeft(usize),
+    /// A rank has ended the work of its group: by a call, or because it failed. Its own error says why.
+    #[error("rank {0} has ended the work of the group; end it on all ranks")]
+    RankAborted(usize),
     /// A write would change a block that others may read.
     #[error("block {block} is shared and must not be written (token {token}); copy it first")]
     SharedBlock {

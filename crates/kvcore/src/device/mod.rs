@@ -1,10 +1,12 @@
 //! The backend contract: the interface of a device for caches and engines.
 //!
 //! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order), and runs each
-//! [`operation`]. Tensor views and arenas are typed windows into its memory.
+//! [`operation`]. Tensor views and arenas are typed windows into its memory. A [`Communicator`] moves tensors between
+//! ranks.
 
 mod arena;
 pub mod backend;
+mod communicator;
 pub mod graph;
 pub mod operation;
 mod owned;
@@ -16,6 +18,7 @@ pub use backend::{
     Backend, Capabilities, CounterSnapshot, Counters, Event, ReservedStorage, Storage, Stream,
     allocate_tensor, check_granules, whole_granules,
 };
+pub use communicator::{CheckedCollective, Collective, Communicator, ReduceOp, Transfer};
 pub use graph::{Graph, GraphCache, GraphCounts, GraphKey, GraphRun, StepInputs};
 pub use operation::{
     ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Checked, CopyBlocks, CopyTensor, Dequantize,

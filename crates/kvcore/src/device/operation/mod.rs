@@ -101,7 +101,7 @@ fn writable(what: &'static str, view: &TensorView) -> Result<()> {
 }
 
 /// Checks that a written view does not overlap a view that is read or written beside it.
-fn apart(what: &'static str, written: &TensorView, other: &TensorView) -> Result<()> {
+pub(in crate::device) fn apart(what: &'static str, written: &TensorView, other: &TensorView) -> Result<()> {
     if written.overlaps(other)? { Err(Error::Aliased { what }) } else { Ok(()) }
 }
 

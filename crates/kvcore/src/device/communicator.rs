@@ -1,0 +1,252 @@
+//! Collectives: tensors that travel between the ranks of a group, in the order of streams.
+
+use std::fmt;
+
+use smallvec::SmallVec;
+
+use crate::base::{DType, Error, Result, same};
+use crate::device::operation::apart;
+use crate::device::tensor::MAX_RANK;
+use crate::device::{Stream, TensorView};
+
+/// The operator of an all-reduce.
+///
+/// Elements of f32, f16 and bf16 are combined in an order that the implementation chooses; f16 and bf16 may be
+/// rounded at each step. A sum of i8 wraps. The minimum and maximum of a NaN and a number may be either.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The smallest element.
+    Min,
+    /// The largest element.
+    Max,
+}
+
+/// A tensor on its way between this rank and another: the view, and the number of the other rank.
+pub type Transfer<'a> = (&'a TensorView, usize);
+
+/// A collective operation, by reference, as one rank calls it. Every view is contiguous.
+#[derive(Debug, Clone, Copy)]
+pub enum Collective<'a> {
+    /// Copies the view of rank `root` into the views of all ranks.
+    Broadcast {
+        /// View to read on `root`, and to write on the other ranks.
+        view: &'a TensorView,
+        /// The rank that sends.
+        root: usize,
+    },
+    /// Copies the source of each rank `r` to part `r` of the destination of all ranks.
+    AllGather {
+        /// View to read, of any shape. May be the own part of `dst`, and overlaps no other part.
+        src: &'a TensorView,
+        /// View to write: `[ranks]`, followed by the shape of `src`.
+        dst: &'a TensorView,
+    },
+    /// Combines the views of all ranks element by element. All ranks get the same bits.
+    AllReduce {
+        /// View to read and write, of f32, f16, bf16 or i8.
+        view: &'a TensorView,
+        /// The operator.
+        op: ReduceOp,
+    },
+    /// Sends to some ranks and receives from some, side by side. Views from one rank to another are matched in
+    /// the order in which both list them.
+    Exchange {
+        /// Views to read, each with the rank that receives it.
+        sends: &'a [Transfer<'a>],
+        /// Views to write, each with the rank that sends it.
+        receives: &'a [Transfer<'a>],
+    },
+}
+
+// Decision: docs/decisions/device.md#checked-is-the-proof-of-a-check
+/// A collective that has passed its check. Only [`Collective::checked`] creates one.
+#[derive(Debug, Clone, Copy)]
+pub struct CheckedCollective<'a>(Collective<'a>);
+
+impl<'a> CheckedCollective<'a> {
+    /// Returns the collective.
+    pub fn collective(self) -> Collective<'a> {
+        self.0
+    }
+}
+
+impl<'a> Collective<'a> {
+    /// Returns every view that the collective reads or writes.
+    pub fn views(self) -> SmallVec<[&'a TensorView; 4]> {
+        match self {
+            Self::Broadcast { view, .. } | Self::AllReduce { view, .. } => SmallVec::from_slice(&[view]),
+            Self::AllGather { src, dst } => SmallVec::from_slice(&[src, dst]),
+            Self::Exchange { sends, receives } => {
+                receives.iter().chain(sends).map(|(view, _)| *view).collect()
+            }
+        }
+    }
+
+    /// Checks what rank `rank` of `ranks` can see, and returns the proof that [`Communicator::launch`] requires.
+    ///
+    /// # Errors
+    /// - Returns [`Error::InvalidStrides`] for a view that is not contiguous, and [`Error::NotMultiple`] for one
+    ///   that ends inside a byte.
+    /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
+    /// - Returns [`Error::Mismatch`] and [`Error::DTypeMismatch`] if source and destination do not fit.
+    /// - Returns [`Error::Aliased`] if a written view overlaps another view.
+    /// - Returns [`Error::Unsupported`] for a reduction of another element type, and for a transfer of a rank to
+    ///   itself.
+    pub fn checked(self, rank: usize, ranks: usize) -> Result<CheckedCollective<'a>> {
+        self.views().into_iter().try_for_each(dense)?;
+        let in_group = |peer| if peer < ranks { Ok(()) } else { Err(Error::range("rank", peer, ranks)) };
+        match self {
+            Self::Broadcast { root, .. } => in_group(root)?,
+            Self::AllGather { src, dst } => fits(rank, ranks, src, dst)?,
+            Self::AllReduce { view, .. } => match view.dtype() {
+                DType::F32 | DType::F16 | DType::BF16 | DType::I8 => {}
+                other => {
+                    return Err(unsupported(format!("a reduction of {other}; take f32, f16, bf16 or i8")));
+                }
+            },
+            Self::Exchange { sends, receives } => {
+                for &(_, peer) in receives.iter().chain(sends) {
+                    in_group(peer)?;
+                    if peer == rank {
+                        return Err(unsupported(format!("a transfer of rank {rank} to itself")));
+                    }
+                }
+                for (at, (written, _)) in receives.iter().enumerate() {
+                    let mut others = receives[at + 1..].iter().chain(sends);
+                    others.try_for_each(|(view, _)| apart("views of an exchange", written, view))?;
+                }
+            }
+        }
+        Ok(CheckedCollective(self))
+    }
+}
+
+/// Checks that a view is one run of whole bytes.
+fn dense(view: &TensorView) -> Result<()> {
+    if !view.is_contiguous() {
+        let reason = "the view is not contiguous; copy it first".to_owned();
+        return Err(Error::InvalidStrides { what: "a collective", reason });
+    }
+    let (value, of) = (view.len(), (8 / view.dtype().bits()).max(1));
+    let what = "number of elements of a collective";
+    if value.is_multiple_of(of) { Ok(()) } else { Err(Error::NotMultiple { what, value, of }) }
+}
+
+/// Checks the operands of an all-gather.
+fn fits(rank: usize, ranks: usize, src: &TensorView, dst: &TensorView) -> Result<()> {
+    if src.dtype() != dst.dtype() {
+        let (expected, got) = (dst.dtype(), src.dtype());
+        return Err(Error::DTypeMismatch { what: "all-gather", expected, got });
+    }
+    same("rank of an all-gather's destination", src.shape().len() + 1, dst.shape().len())?;
+    same("parts of an all-gather's destination", ranks, dst.shape()[0])?;
+    for (&expected, &got) in src.shape().iter().zip(&dst.shape()[1..]) {
+        same("extent of a part of an all-gather", expected, got)?;
+    }
+    let start = |view: &TensorView| view.address(&[0; MAX_RANK][..view.shape().len()]);
+    if !src.overlaps(dst)? || start(src)? == start(&dst.select(0, rank)?)? {
+        return Ok(());
+    }
+    Err(Error::Aliased { what: "source and destination of an all-gather" })
+}
+
+fn unsupported(what: String) -> Error {
+    Error::Unsupported { backend: "a communicator", what }
+}
+
+// Decision: docs/decisions/device.md#collectives-go-through-a-communicator
+/// One rank of a group whose ranks exchange tensors: threads of a process, devices, machines.
+///
+/// # Behaviour
+/// - Every rank of the group has a communicator of its own, used by a thread of its own. All ranks call the same
+///   collectives, with the same sizes, element types, roots and operators, in the same order. An
+///   [exchange](Self::exchange) concerns only the ranks of its transfers.
+/// - Collectives are enqueued: they come after all that was enqueued on the stream, and before all that follows.
+///   They own handles to their memory. The collectives of a communicator are on one stream, or ordered by events.
+/// - A call may return before the collective is done, or wait for the other ranks; the caller relies on neither.
+///   Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
+/// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches. A refused
+///   collective enqueues nothing. The other ranks wait for it until their time-out, or until an
+///   [`abort`](Self::abort).
+/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others need it.
+///   Destinations are then undefined, and every later collective returns the error. Other work of the streams
+///   goes on.
+/// - The time-out, and how ranks find each other, are matters of the constructor.
+/// - Dropping a communicator leaves the group. [`wait`](Self::wait) before.
+pub trait Communicator: Send + Sync + fmt::Debug {
+    /// Returns the number of this rank, below [`ranks`](Self::ranks).
+    fn rank(&self) -> usize;
+
+    /// Returns the number of ranks of the group.
+    fn ranks(&self) -> usize;
+
+    /// Enqueues a collective that has passed its check, on memory that the stream owns. [`run`](Self::run) calls
+    /// this method.
+    ///
+    /// # Errors
+    /// Returns the errors of [`check`](Self::check) and of the device.
+    fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()>;
+
+    /// Returns the failure of the group, if it has failed. Never blocks.
+    ///
+    /// # Errors
+    /// - Returns [`Error::RanksDiffer`] if ranks called different collectives and the implementation noticed.
+    /// - Returns [`Error::RanksTimedOut`] if a collective was not done in time.
+    /// - Returns [`Error::RankLeft`] if a collective needed a rank that has left, and [`Error::RankAborted`] if a rank
+    ///   aborted or its device failed, or another error of the device where ranks do not learn the reason.
+    fn check(&self) -> Result<()>;
+
+    /// Blocks the host until everything enqueued on the stream so far is done, collectives included, no longer
+    /// than the time-out.
+    ///
+    /// # Errors
+    /// Returns the errors of the collectives among it, as [`check`](Self::check) lists them, and those of
+    /// [`Stream::synchronize`].
+    fn wait(&self, stream: &dyn Stream) -> Result<()>;
+
+    /// Ends the pending work of all ranks of the group, for good. Has no effect on a group that has failed.
+    fn abort(&self);
+
+    /// Checks and launches a collective.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Collective::checked`], [`Stream::owns`] and [`launch`](Self::launch), in this
+    /// order.
+    fn run(&self, stream: &dyn Stream, collective: Collective<'_>) -> Result<()> {
+        let checked = collective.checked(self.rank(), self.ranks())?;
+        collective.views().iter().try_for_each(|view| stream.owns(view.storage()))?;
+        self.launch(stream, checked)
+    }
+
+    /// Runs [`Collective::Broadcast`].
+    fn broadcast(&self, stream: &dyn Stream, view: &TensorView, root: usize) -> Result<()> {
+        self.run(stream, Collective::Broadcast { view, root })
+    }
+
+    /// Runs [`Collective::AllGather`].
+    fn all_gather(&self, stream: &dyn Stream, src: &TensorView, dst: &TensorView) -> Result<()> {
+        self.run(stream, Collective::AllGather { src, dst })
+    }
+
+    /// Runs [`Collective::AllReduce`].
+    fn all_reduce(&self, stream: &dyn Stream, view: &TensorView, op: ReduceOp) -> Result<()> {
+        self.run(stream, Collective::AllReduce { view, op })
+    }
+
+    /// Sends a view to a rank, which receives it.
+    fn send(&self, stream: &dyn Stream, view: &TensorView, to: usize) -> Result<()> {
+        self.exchange(stream, &[(view, to)], &[])
+    }
+
+    /// Receives a view from a rank, which sends it.
+    fn receive(&self, stream: &dyn Stream, view: &TensorView, from: usize) -> Result<()> {
+        self.exchange(stream, &[], &[(view, from)])
+    }
+
+    /// Runs [`Collective::Exchange`].
+    fn exchange(&self, stream: &dyn Stream, sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<()> {
+        self.run(stream, Collective::Exchange { sends, receives })
+    }
+}
