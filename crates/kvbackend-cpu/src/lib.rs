@@ -24,6 +24,7 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+mod communicator;
 mod element;
 #[allow(
     clippy::inline_always,
@@ -61,6 +62,7 @@ use kernels::KernelTable;
 use simd::AvailableLevel;
 use workers::Workers;
 
+pub use communicator::ThreadCommunicator;
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
 pub use memory::CpuStorage;

@@ -1,0 +1,194 @@
+//! The meeting point of a group: bytes brought by all ranks, messages between two, and the failure of all.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvcore::{Error, Result};
+use parking_lot::{Condvar, Mutex};
+
+use super::call::{Call, Tensor};
+
+/// The bytes that each rank brought to a meeting.
+pub(super) type Parts = Arc<[Vec<u8>]>;
+
+/// Bytes on their way from one rank to another.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub(super) tensor: Tensor,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// The ranks of a group. A rank is in one call at a time.
+#[derive(Debug)]
+pub(super) struct Group {
+    ranks: usize,
+    limit: Duration,
+    state: Mutex<State>,
+    /// Notified when a rank has come, posted, taken or failed.
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The first failure. It is final.
+    failed: Option<Error>,
+    /// Ranks that have left. The group fails as soon as a call needs one of them.
+    left: Vec<bool>,
+    /// The call of the ranks that have come to the current meeting.
+    call: Option<Call>,
+    /// What the ranks brought that have come to the current meeting.
+    brought: Vec<Option<Vec<u8>>>,
+    /// The number of meetings that have ended, and the result of the last one. No rank is a meeting ahead of
+    /// another, so that every rank finds the result of its own.
+    ended: u64,
+    parts: Parts,
+    /// Messages that were posted and not taken, at `from * ranks + to`.
+    mail: Vec<VecDeque<Message>>,
+}
+
+impl Group {
+    pub(super) fn new(ranks: usize, limit: Duration) -> Self {
+        let state = State {
+            failed: None,
+            left: vec![false; ranks],
+            call: None,
+            brought: vec![None; ranks],
+            ended: 0,
+            parts: Arc::default(),
+            mail: (0..ranks * ranks).map(|_| VecDeque::new()).collect(),
+        };
+        Self { ranks, limit, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Returns the failure of the group, if it has failed.
+    pub(super) fn check(&self) -> Result<()> {
+        self.state.lock().failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Fails the group, unless it has failed already.
+    pub(super) fn fail(&self, error: Error) {
+        self.state.lock().failed.get_or_insert(error);
+        self.changed.notify_all();
+    }
+
+    /// Notes that a rank has left.
+    pub(super) fn leave(&self, rank: usize) {
+        self.state.lock().left[rank] = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until all ranks have come with the same call, and returns what each of them brought.
+    pub(super) fn meet(&self, rank: usize, call: Call, own: Vec<u8>) -> Result<Parts> {
+        let mut own = Some(own);
+        let mut awaited = None;
+        self.wait(rank, call, |state| {
+            if let Some(own) = own.take() {
+                if let Some(error) = &state.failed {
+                    return Err(error.clone());
+                }
+                let expected = *state.call.get_or_insert(call);
+                if expected != call {
+                    return Err(differ(rank, call, expected));
+                }
+                awaited = Some(state.ended + 1);
+                state.brought[rank] = Some(own);
+                if state.brought.iter().all(Option::is_some) {
+                    state.parts = state.brought.iter_mut().filter_map(Option::take).collect();
+                    (state.call, state.ended) = (None, state.ended + 1);
+                }
+                self.changed.notify_all();
+            }
+            if awaited == Some(state.ended) {
+                return Ok(Some(Arc::clone(&state.parts)));
+            }
+            let absent = (0..self.ranks).find(|&of| state.left[of] && state.brought[of].is_none());
+            absent.map_or(Ok(None), |of| Err(Error::RankLeft(of)))
+        })
+    }
+
+    /// Posts messages, each with the rank that takes it, takes the expected ones, each with the rank that posts
+    /// it, and waits until all have been taken. Returns the bytes taken, in order.
+    pub(super) fn exchange(
+        &self,
+        rank: usize,
+        sends: Vec<(usize, Message)>,
+        expected: &[(usize, Tensor)],
+    ) -> Result<Vec<Vec<u8>>> {
+        let to: Vec<(usize, Tensor)> = sends.iter().map(|(to, message)| (*to, message.tensor)).collect();
+        let mut sends = Some(sends);
+        let mut taken: Vec<Option<Vec<u8>>> = vec![None; expected.len()];
+        let call = match (&to[..], expected) {
+            (&[(to, tensor)], []) => Call::Send { to, tensor },
+            ([], &[(from, tensor)]) => Call::Receive { from, tensor },
+            _ => Call::Exchange,
+        };
+        self.wait(rank, call, |state| {
+            for (to, message) in sends.take().into_iter().flatten() {
+                state.mail[rank * self.ranks + to].push_back(message);
+                self.changed.notify_all();
+            }
+            for (taken, &(from, tensor)) in
+                taken.iter_mut().zip(expected).filter(|(taken, _)| taken.is_none())
+            {
+                let mail = &mut state.mail[from * self.ranks + rank];
+                // A message that differs stays, so that its sender learns of the failure.
+                if let Some(sent) = mail.front().map(|message| message.tensor).filter(|sent| *sent != tensor)
+                {
+                    let sent = Call::Send { to: rank, tensor: sent };
+                    return Err(differ(rank, Call::Receive { from, tensor }, sent));
+                }
+                let Some(message) = mail.pop_front() else { continue };
+                self.changed.notify_all();
+                *taken = Some(message.bytes);
+            }
+            let missing = taken.iter().zip(expected).filter(|(taken, _)| taken.is_none()).map(|(_, of)| of.0);
+            let waiting = |&to: &usize| !state.mail[rank * self.ranks + to].is_empty();
+            let untaken = to.iter().map(|of| of.0).filter(waiting);
+            let peers: Vec<usize> = missing.chain(untaken).collect();
+            if peers.is_empty() {
+                return Ok(Some(taken.iter_mut().filter_map(Option::take).collect()));
+            }
+            if let Some(&gone) = peers.iter().find(|&&peer| state.left[peer]) {
+                return Err(Error::RankLeft(gone));
+            }
+            // A peer that has come to a meeting waits there for this rank.
+            match (state.call, peers.iter().any(|&peer| state.brought[peer].is_some())) {
+                (Some(other), true) => Err(differ(rank, call, other)),
+                _ => Ok(None),
+            }
+        })
+    }
+
+    /// Waits until `done` has a value. A failure, of this call or of another rank, fails the group.
+    fn wait<T>(
+        &self,
+        rank: usize,
+        call: Call,
+        mut done: impl FnMut(&mut State) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let since = Instant::now();
+        let mut state = self.state.lock();
+        loop {
+            let left = self.limit.saturating_sub(since.elapsed());
+            let error = match (done(&mut state), &state.failed) {
+                (Ok(Some(value)), _) => return Ok(value),
+                (_, Some(error)) => return Err(error.clone()),
+                (Err(error), _) => error,
+                (Ok(None), _) if left.is_zero() => {
+                    Error::RanksTimedOut { rank, call: call.to_string(), limit: self.limit }
+                }
+                (Ok(None), _) => {
+                    self.changed.wait_for(&mut state, left);
+                    continue;
+                }
+            };
+            self.changed.notify_all();
+            return Err(state.failed.insert(error).clone());
+        }
+    }
+}
+
+fn differ(rank: usize, call: Call, other: Call) -> Error {
+    Error::RanksDiffer { rank, call: call.to_string(), other: other.to_string() }
+}

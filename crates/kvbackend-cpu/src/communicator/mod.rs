@@ -1,0 +1,167 @@
+//! Collectives among ranks that are threads of this process.
+//!
+//! ```text
+//!   rank 0   stream.read ──► bytes ─┐                          ┌─► reduce, join ──► stream.write
+//!   rank 1   stream.read ──► bytes ─┼─► Group::meet: all came ─┼─► reduce, join ──► stream.write
+//!   rank 2   stream.read ──► bytes ─┘                          └─► reduce, join ──► stream.write
+//! ```
+//!
+//! Broadcasts, all-gathers and all-reduces meet; an exchange posts and takes messages ([`group`]).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvcore::{CheckedCollective, Collective, Communicator, Error, Result, Stream, TensorView, Transfer};
+use parking_lot::Mutex;
+
+mod call;
+mod group;
+mod reduce;
+
+use call::{Call, Tensor};
+use group::{Group, Message};
+use reduce::reduced;
+
+// Decision: docs/decisions/device.md#threads-exchange-through-host-memory
+/// A rank that is a thread of this process, with the streams of any backend.
+///
+/// Tensors travel through host memory: a collective reads this rank's part, which waits for all work before it on
+/// the stream, meets the other ranks, and enqueues the write of the result. The calling thread therefore waits
+/// for the other ranks in the call, and [`wait`](Communicator::wait) waits for the stream alone. All-reduces
+/// combine in f32, in the order of ranks, and round once. A send waits for its receive, as on devices.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvbackend_cpu::{CpuBackend, ThreadCommunicator};
+/// use kvcore::{Backend, Communicator, DType, MemoryKind, ReduceOp, allocate_tensor};
+///
+/// let backend = CpuBackend::new();
+/// std::thread::scope(|scope| {
+///     for rank in ThreadCommunicator::group(3, Duration::from_secs(60))? {
+///         let backend = &backend;
+///         scope.spawn(move || -> kvcore::Result<()> {
+///             let stream = backend.stream()?;
+///             let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::I8, &[2])?;
+///             stream.write(&view, &[rank.rank() as u8, 7])?;
+///             rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum)?;
+///             let mut sums = [0; 2];
+///             stream.read(&view, &mut sums)?;
+///             assert_eq!(sums, [3, 21]);
+///             Ok(())
+///         });
+///     }
+///     Ok::<(), kvcore::Error>(())
+/// })?;
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
+/// # Drop behaviour
+/// The rank leaves. A collective that needs it fails the group with [`Error::RankLeft`].
+#[derive(Debug)]
+pub struct ThreadCommunicator {
+    rank: usize,
+    ranks: usize,
+    group: Arc<Group>,
+    /// Locked during a collective: a rank takes part in one at a time.
+    turn: Mutex<()>,
+}
+
+impl ThreadCommunicator {
+    /// Creates a group of `ranks` ranks, one for each thread, in order. A collective waits for other ranks no
+    /// longer than `limit`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Zero`] if `ranks` is 0.
+    pub fn group(ranks: usize, limit: Duration) -> Result<Vec<Self>> {
+        if ranks == 0 {
+            return Err(Error::Zero { what: "number of ranks" });
+        }
+        let group = Arc::new(Group::new(ranks, limit));
+        let rank = |rank| Self { rank, ranks, group: Arc::clone(&group), turn: Mutex::default() };
+        Ok((0..ranks).map(rank).collect())
+    }
+
+    /// Brings the bytes of this rank to a meeting, and enqueues the write of the result.
+    fn take_part(&self, stream: &dyn Stream, collective: Collective<'_>) -> Result<()> {
+        match collective {
+            Collective::Broadcast { view, root } => {
+                let call = Call::Broadcast { root, tensor: Tensor::of(view) };
+                let own = if self.rank == root { read(stream, view)? } else { Vec::new() };
+                let parts = self.group.meet(self.rank, call, own)?;
+                if self.rank == root { Ok(()) } else { write(stream, view, &parts[root]) }
+            }
+            Collective::AllGather { src, dst } => {
+                let call = Call::AllGather { tensor: Tensor::of(src) };
+                let parts = self.group.meet(self.rank, call, read(stream, src)?)?;
+                write(stream, dst, &parts.concat())
+            }
+            Collective::AllReduce { view, op } => {
+                let call = Call::AllReduce { op, tensor: Tensor::of(view) };
+                let parts = self.group.meet(self.rank, call, read(stream, view)?)?;
+                write(stream, view, &reduced(view.dtype(), op, &parts)?)
+            }
+            Collective::Exchange { sends, receives } => self.swap(stream, sends, receives),
+        }
+    }
+
+    fn swap(&self, stream: &dyn Stream, sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<()> {
+        let message = |&(view, to): &Transfer<'_>| {
+            Ok((to, Message { tensor: Tensor::of(view), bytes: read(stream, view)? }))
+        };
+        let sends = sends.iter().map(message).collect::<Result<Vec<_>>>()?;
+        let expected: Vec<_> = receives.iter().map(|&(view, from)| (from, Tensor::of(view))).collect();
+        let came = self.group.exchange(self.rank, sends, &expected)?;
+        receives.iter().zip(came).try_for_each(|((view, _), bytes)| write(stream, view, &bytes))
+    }
+}
+
+impl Communicator for ThreadCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
+        let _turn = self.turn.lock();
+        self.check()?;
+        // If the stream failed, the others learn that this rank ended the work. They keep an earlier failure.
+        self.take_part(stream, collective.collective()).inspect_err(|_| self.abort())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.group.check()
+    }
+
+    /// Waits for the stream: collectives met the other ranks when they were called. No device waits for a rank,
+    /// so that no time-out is needed.
+    fn wait(&self, stream: &dyn Stream) -> Result<()> {
+        stream.synchronize()
+    }
+
+    fn abort(&self) {
+        self.group.fail(Error::RankAborted(self.rank));
+    }
+}
+
+impl Drop for ThreadCommunicator {
+    fn drop(&mut self) {
+        self.group.leave(self.rank);
+    }
+}
+
+/// Waits for the stream, and returns the bytes of a view.
+fn read(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
+    if !bytes.is_empty() {
+        stream.read(view, &mut bytes)?;
+    }
+    Ok(bytes)
+}
+
+/// Enqueues the write of a view.
+fn write(stream: &dyn Stream, view: &TensorView, bytes: &[u8]) -> Result<()> {
+    if bytes.is_empty() { Ok(()) } else { stream.write(view, bytes) }
+}
