@@ -19,6 +19,7 @@
 
 mod bench;
 pub mod cases;
+mod collectives;
 pub mod oracle;
 
 mod backends;
@@ -27,4 +28,5 @@ mod skip;
 pub use backends::{BACKENDS, NamedBackend};
 pub use bench::{Bench, Failure, Outcome};
 pub use cases::{CASES, Case};
+pub use collectives::{RankUnderTest, run_collectives};
 pub use skip::{STRICT, is_strict, skip};
