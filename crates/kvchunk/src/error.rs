@@ -113,23 +113,9 @@ pub enum Error {
         /// The position of that token.
         position: i64,
     },
-    /// A rank left, or did not take part in an agreement in time.
-    #[error("a rank has left, or did not answer within {limit:?}; end the request on all ranks")]
-    RankLost {
-        /// The longest time that the other ranks wait.
-        limit: Duration,
-    },
     /// Another rank cannot compute the prompt, for instance for lack of room.
     #[error("another rank cannot compute this prompt; its own error says why")]
     RankFailed,
-    /// The ranks assemble different prompts.
-    #[error("ranks compute different prompts: {own} flags to agree on here, {others} elsewhere")]
-    RanksDiffer {
-        /// The number of flags that this rank brought to the agreement.
-        own: usize,
-        /// The number of flags that another rank brought.
-        others: usize,
-    },
     /// A replica no longer has a chunk.
     #[error("{replica} has the chunk no more; ask another one, or compute it")]
     ReplicaLacks {

@@ -87,7 +87,7 @@ pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
 pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
-pub use ranks::{LocalRank, RankAgreement};
+pub use ranks::{CollectiveRank, RankAgreement};
 pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
 pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,

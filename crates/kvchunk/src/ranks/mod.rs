@@ -15,10 +15,10 @@ use std::fmt;
 
 use crate::error::{Error, Result};
 
-mod local;
+mod collective;
 mod lookup;
 
-pub use local::LocalRank;
+pub use collective::CollectiveRank;
 pub(crate) use lookup::RankLookup;
 
 // Decision: docs/decisions/chunks.md#ranks-agree-before-anything-is-reserved
@@ -36,7 +36,8 @@ pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
     /// # Errors
-    /// Returns [`Error::RankLost`], [`Error::RanksDiffer`], or another error of the implementation. In that
+    /// Returns an error if a rank is late, has left or asked something else, for example
+    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In that
     /// case no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }

@@ -1,29 +1,29 @@
 //! Several ranks that compute a prompt together.
 
 use super::*;
-use kvchunk::{ChunkCacheMetrics, LocalRank};
+use kvbackend_cpu::ThreadCommunicator;
+use kvchunk::{ChunkCacheMetrics, CollectiveRank};
 use std::sync::Mutex;
 use std::time::Duration;
 
 /// Three ranks, each a thread with its own caches.
-struct Ranks(Vec<(World, LocalRank)>);
+struct Ranks(Vec<(World, CollectiveRank)>);
 
 impl Ranks {
     fn new(chunks: u32) -> Self {
-        let ranks = LocalRank::group(3, Duration::from_secs(20));
-        Self(
-            ranks
-                .into_iter()
-                .map(|rank| (World::new(32, chunks, ChunkCacheConfig::default()), rank))
-                .collect(),
-        )
+        let rank = |thread| {
+            let rank = CollectiveRank::new(Arc::new(thread), CpuBackend::new()).unwrap();
+            (World::new(32, chunks, ChunkCacheConfig::default()), rank)
+        };
+        let threads = ThreadCommunicator::group(3, Duration::from_secs(60)).unwrap();
+        Self(threads.into_iter().map(rank).collect())
     }
 
     /// Assembles a prompt on all ranks. Returns for each rank the tokens of its inputs, and the assembled
     /// prompt.
     fn run(&self, prompt: &ChunkedPrompt) -> Vec<(Vec<usize>, AssembledPrompt)> {
         std::thread::scope(|scope| {
-            let run = |(w, rank): &(World, LocalRank)| {
+            let run = |(w, rank): &(World, CollectiveRank)| {
                 let ranks: &dyn RankAgreement = rank;
                 let assembly = Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(prompt).unwrap();
                 assert!(assembly.is_ready(), "ranks wait for no other request");
@@ -75,7 +75,7 @@ fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
         let id = w.main.create(kvcore::SequenceStart::default()).unwrap();
         w.main.grow(id, taken * BLOCK).unwrap();
         let errors = std::thread::scope(|scope| {
-            let assemble = |(w, rank): &(World, LocalRank)| {
+            let assemble = |(w, rank): &(World, CollectiveRank)| {
                 let ranks: &dyn RankAgreement = rank;
                 Assembler { ranks: Some(ranks), ..w.assembler() }.assemble(&long).unwrap_err()
             };

@@ -1,7 +1,8 @@
 //! The whole pool asleep, and awake again at the same addresses.
 
 use super::*;
-use kvchunk::{Assembler, ChunkedPrompt, Error, LocalRank, NotWoken, PositionReindexer, ReuseCell};
+use kvbackend_cpu::ThreadCommunicator;
+use kvchunk::{Assembler, ChunkedPrompt, CollectiveRank, Error, NotWoken, PositionReindexer, ReuseCell};
 use kvcore::{BlockPool, PagedKvCache, Rope, RopeConfig};
 use rstest::rstest;
 
@@ -184,7 +185,8 @@ fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
     let main = PagedKvCache::new(w.arena().clone(), BlockPool::new(0..POOL.start).unwrap()).unwrap();
     let rope = Rope::new(RopeConfig::new(DIM, 10_000.0), 64).unwrap();
     let reindexer = PositionReindexer::new(Arc::new(rope));
-    let rank = LocalRank::group(1, Duration::from_secs(20)).remove(0);
+    let alone = ThreadCommunicator::group(1, Duration::from_secs(20)).unwrap().remove(0);
+    let rank = CollectiveRank::new(Arc::new(alone), CpuBackend::new()).unwrap();
     let assembler = Assembler {
         chunks: Some(&w.cache),
         tenant: w.tenant,
