@@ -3,11 +3,12 @@
 use crate::error::{same, too_large};
 use crate::ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 use crate::{Error, Result};
-use kvcore::{CopyTensor, Stream, TensorView};
+use kvcore::{Backend, Communicator, CopyTensor, MemoryKind, Stream, TensorView, Transfer, allocate_tensor};
+
 /// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, with any strides.
 ///
-/// [`RankCache::piece`] takes a piece from a cache. To send a piece over a network, send its [`PiecePlace`]
-/// and the bytes of its contiguous views.
+/// [`RankCache::piece`] takes a piece from a cache, and [`PieceMerger::exchange`] sends it to the other stages. To
+/// send a piece by other means, send its [`PiecePlace`] and the bytes of its contiguous views.
 #[derive(Debug, Clone)]
 pub struct Piece {
     /// Place of the piece in the cache.
@@ -92,6 +93,68 @@ impl PieceMerger {
     ///
     /// In these cases nothing has changed.
     pub fn accept(&mut self, stream: &dyn Stream, piece: &Piece) -> Result<()> {
+        let copies = self.copies(piece)?;
+        copies.iter().try_for_each(|copy| stream.copy_tensor(copy))?;
+        let PiecePlace { stage, chunk, ref layers, .. } = piece.place;
+        self.received.record(chunk, stage)?;
+        let len = self.plan.tokens_before(self.received.chunks_in_a_row(stage)?);
+        layers.clone().try_for_each(|layer| self.cache.set_len(layer, len))
+    }
+
+    /// Sends the piece of this rank to the ranks of all other stages, receives theirs of the same chunk, and
+    /// accepts all of them. Rank `r` of the communicator is stage `r` of the plan. All ranks MUST exchange the
+    /// same chunks in the same order.
+    ///
+    /// The pieces travel as contiguous copies, in device memory that is allocated for the call. All work is
+    /// enqueued on `stream`, under the rules of [`accept`](Self::accept) and of [`Communicator`]: a rank that
+    /// goes on without the exchange must [abort](Communicator::abort), so that the others do not wait for it.
+    ///
+    /// # Errors
+    /// - Returns the errors of [`accept`](Self::accept), and [`kvcore::Error::Mismatch`] if the ranks are not the
+    ///   stages of the plan or the piece is of another stage than this rank.
+    /// - Returns [`Error::LatePiece`] or [`Error::DuplicatePiece`] if a piece of another stage has arrived before.
+    /// - Returns [`kvcore::Error::Allocation`] if there is no memory for the copies, and the errors of
+    ///   [`Communicator::run`].
+    ///
+    /// In these cases nothing has changed. If the device fails later, while pieces are copied to their places, the
+    /// pieces before the failure have arrived.
+    pub fn exchange(
+        &mut self,
+        communicator: &dyn Communicator,
+        backend: &dyn Backend,
+        stream: &dyn Stream,
+        own: &Piece,
+    ) -> Result<()> {
+        same("ranks of a pipeline", self.plan.num_stages(), communicator.ranks())?;
+        same("stage of this rank", communicator.rank(), own.place.stage)?;
+        self.copies(own)?;
+        let others = |stage: &usize| *stage != own.place.stage;
+        let stages = (0..self.plan.num_stages()).filter(others);
+        let empty = stages.map(|stage| self.room(backend, self.plan.place(stage, own.place.chunk)?));
+        let pieces = empty.collect::<Result<Vec<Piece>>>()?;
+        let (k, v) = (own.k.contiguous(backend, stream)?, own.v.contiguous(backend, stream)?);
+        let to = |piece: &Piece| [(&k, piece.place.stage), (&v, piece.place.stage)];
+        let sends: Vec<Transfer> = pieces.iter().flat_map(to).collect();
+        let mut receives: Vec<Transfer> = Vec::new();
+        for Piece { place, k, v } in &pieces {
+            receives.extend([(k, place.stage), (v, place.stage)]);
+        }
+        communicator.exchange(stream, &sends, &receives)?;
+        [own].into_iter().chain(&pieces).try_for_each(|piece| self.accept(stream, piece))
+    }
+
+    /// Returns a piece without contents, in new memory, that could be accepted.
+    fn room(&self, backend: &dyn Backend, place: PiecePlace) -> Result<Piece> {
+        let (k, v) = self.cache.region(&place)?;
+        let dense =
+            |view: &TensorView| allocate_tensor(backend, MemoryKind::Device, view.dtype(), view.shape());
+        let piece = Piece { k: dense(&k)?, v: dense(&v)?, place };
+        self.copies(&piece)?;
+        Ok(piece)
+    }
+
+    /// Checks a piece, and returns the copies that put it in its place.
+    fn copies(&self, piece: &Piece) -> Result<[CopyTensor; 2]> {
         let PiecePlace { stage, chunk, ref layers, ref tokens } = piece.place;
         let place = self.plan.place(stage, chunk)?;
         if self.received.is_chunk_complete(chunk)? {
@@ -108,10 +171,7 @@ impl PieceMerger {
         let copies =
             [CopyTensor { src: piece.k.clone(), dst: k }, CopyTensor { src: piece.v.clone(), dst: v }];
         copies.iter().try_for_each(CopyTensor::check)?;
-        copies.iter().try_for_each(|copy| stream.copy_tensor(copy))?;
-        self.received.record(chunk, stage)?;
-        let len = self.plan.tokens_before(self.received.chunks_in_a_row(stage)?);
-        place.layers.into_iter().try_for_each(|layer| self.cache.set_len(layer, len))
+        Ok(copies)
     }
 
     /// Returns the record of the pieces that have arrived.

@@ -12,6 +12,8 @@
 //!             └────────────┴────────────┴────────────┘
 //! ```
 //!
+//! [`PieceMerger::exchange`] moves the pieces of a chunk between ranks through a communicator.
+//!
 //! Merging by layer gives a rank the layers of other stages for the same tokens and never lengthens the
 //! sequence. Merging along the sequence puts consecutive chunks of the same layers after one another. A
 //! [`PrefillPlan`] is the grid of both.

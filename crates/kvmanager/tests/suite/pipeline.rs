@@ -3,15 +3,16 @@
 use kvmanager::{Error, Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
+use std::time::Duration;
 
-use kvbackend_cpu::{CpuBackend, Execution};
+use kvbackend_cpu::{CpuBackend, Execution, ThreadCommunicator};
 use kvcore::{
-    Backend, BlockOrder, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape, MemoryKind,
-    Storage, Stream, TensorView, allocate_tensor,
+    Backend, BlockOrder, Communicator, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape,
+    MemoryKind, Storage, Stream, TensorView, allocate_tensor,
 };
 use proptest::prelude::*;
+use rstest::rstest;
 
 const BATCH: usize = 2;
 const HEADS: usize = 3;
@@ -130,54 +131,43 @@ impl Rank {
     }
 }
 
-/// Runs one stage: computes its layers chunk by chunk, sends each piece to all other stages, and merges all
-/// pieces it receives.
-fn stage(
-    rank: &Rank,
-    stage: usize,
-    plan: &PrefillPlan,
-    to: Vec<Sender<Piece>>,
-    from: &Receiver<Piece>,
-) -> PieceMerger {
+/// Runs one stage: computes its layers chunk by chunk, and exchanges each chunk with the other stages.
+fn stage(rank: &Rank, communicator: &dyn Communicator, plan: &PrefillPlan) -> PieceMerger {
+    let stage = communicator.rank();
     let mut own = rank.cache(plan.place(stage, 0).unwrap().layers, plan.num_tokens());
+    let mut merger = rank.merger(plan);
     for chunk in 0..plan.num_chunks() {
         let place = plan.place(stage, chunk).unwrap();
         place.layers.clone().for_each(|layer| rank.append(&mut own, layer, &place.tokens));
         assert_eq!(own.len(place.layers.start).unwrap(), place.tokens.end, "appended along the sequence");
         let piece = own.piece(place).unwrap();
-        for rank in &to {
-            rank.send(piece.clone()).unwrap();
-        }
+        merger.exchange(communicator, rank.backend.as_ref(), rank.stream.as_ref(), &piece).unwrap();
+        assert!(merger.received().is_chunk_complete(chunk).unwrap());
     }
-    drop(to);
-    let mut merger = rank.merger(plan);
-    for piece in from {
-        merger.accept(rank.stream.as_ref(), &piece).unwrap();
-    }
+    communicator.wait(rank.stream.as_ref()).unwrap();
     merger
+}
+
+/// Runs all stages of a plan, each in a thread with a backend of its own.
+fn all_stages(plan: &PrefillPlan, execution: Execution, order: BlockOrder) -> Vec<(Rank, PieceMerger)> {
+    let group = ThreadCommunicator::group(plan.num_stages(), Duration::from_secs(60)).unwrap();
+    thread::scope(|scope| {
+        let run = |communicator: ThreadCommunicator| {
+            scope.spawn(move || {
+                let rank = Rank::new(execution, order);
+                let merger = stage(&rank, &communicator, plan);
+                (rank, merger)
+            })
+        };
+        let ranks: Vec<_> = group.into_iter().map(run).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
 }
 
 #[test]
 fn every_rank_ends_with_36_layers_of_21_tokens() {
-    let plan = PrefillPlan::even(36, 3, 21, 7).unwrap();
-    let (senders, receivers): (Vec<_>, Vec<_>) = (0..3).map(|_| channel()).unzip();
-    let plan = &plan;
-    let mergers: Vec<(Rank, PieceMerger)> = thread::scope(|scope| {
-        let ranks: Vec<_> = receivers
-            .into_iter()
-            .enumerate()
-            .map(|(number, from)| {
-                let to = senders.clone();
-                scope.spawn(move || {
-                    let rank = Rank::new(Execution::Immediate, BlockOrder::TokenMajor);
-                    let merger = stage(&rank, number, plan, to, &from);
-                    (rank, merger)
-                })
-            })
-            .collect();
-        drop(senders);
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
+    let plan = &PrefillPlan::even(36, 3, 21, 7).unwrap();
+    let mergers = all_stages(plan, Execution::Immediate, BlockOrder::TokenMajor);
     let single = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
     let expected = single.bytes(&single.whole(plan));
     for (rank, merger) in mergers {
@@ -195,6 +185,53 @@ fn every_rank_ends_with_36_layers_of_21_tokens() {
         assert!(cache.layers().all(|layer| cache.len(layer) == Ok(21)), "21 tokens, not 63");
         assert!(rank.bytes(cache) == expected, "the bytes of a rank that computed everything itself");
     }
+}
+
+#[rstest]
+fn stages_of_different_sizes_exchange_their_pieces(
+    #[values(Execution::Immediate, Execution::Deferred)] execution: Execution,
+    #[values(BlockOrder::TokenMajor, BlockOrder::HeadMajor)] order: BlockOrder,
+    #[values(1, 2, 5)] stages: usize,
+) {
+    let plan = PrefillPlan::even(7, stages, 10, 4).unwrap();
+    let single = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let expected = single.bytes(&single.whole(&plan));
+    for (rank, merger) in all_stages(&plan, execution, order) {
+        assert!(rank.bytes(merger.finish().unwrap()) == expected);
+    }
+}
+
+#[test]
+fn an_exchange_of_the_wrong_piece_sends_nothing() {
+    let rank = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let plan = PrefillPlan::even(4, 2, 6, 3).unwrap();
+    let piece = |stage, chunk| rank.piece(&plan.place(stage, chunk).unwrap());
+    let group = |ranks| ThreadCommunicator::group(ranks, Duration::from_millis(20)).unwrap();
+    let (three, two) = (group(3), group(2));
+    let mut merger = rank.merger(&plan);
+    let exchange = |merger: &mut PieceMerger, of: &ThreadCommunicator, piece: &Piece| {
+        merger.exchange(of, rank.backend.as_ref(), rank.stream.as_ref(), piece)
+    };
+    let mismatch = |what, expected, got| Err(Error::Core(CoreError::Mismatch { what, expected, got }));
+    let result = exchange(&mut merger, &three[0], &piece(0, 0));
+    assert_eq!(result, mismatch("ranks of a pipeline", 2, 3));
+    assert_eq!(exchange(&mut merger, &two[0], &piece(1, 0)), mismatch("stage of this rank", 0, 1));
+    merger.accept(rank.stream.as_ref(), &piece(1, 0)).unwrap();
+    let result = exchange(&mut merger, &two[0], &piece(0, 0));
+    assert_eq!(
+        result,
+        Err(Error::DuplicatePiece { chunk: 0, stage: 1 }),
+        "the other stage's piece came before"
+    );
+    merger.accept(rank.stream.as_ref(), &piece(0, 0)).unwrap();
+    let result = exchange(&mut merger, &two[0], &piece(0, 0));
+    assert_eq!(result, Err(Error::LatePiece { chunk: 0, stage: 0 }));
+    assert_eq!(two[0].check(), Ok(()), "nothing was sent");
+    // The other stage does not come.
+    let before = merger.received().clone();
+    let result = exchange(&mut merger, &two[0], &piece(0, 1));
+    assert!(matches!(result, Err(Error::Core(CoreError::RanksTimedOut { rank: 0, .. }))), "{result:?}");
+    assert_eq!(*merger.received(), before);
 }
 
 #[test]
