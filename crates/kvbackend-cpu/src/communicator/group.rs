@@ -107,6 +107,7 @@ impl Group {
         })
     }
 
+    // Decision: docs/decisions/device.md#a-send-of-a-thread-waits-for-its-receive
     /// Posts messages, each with the rank that takes it, takes the expected ones, each with the rank that posts
     /// it, and waits until all have been taken. Returns the bytes taken, in order.
     pub(super) fn exchange(

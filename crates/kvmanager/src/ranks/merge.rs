@@ -101,6 +101,7 @@ impl PieceMerger {
         layers.clone().try_for_each(|layer| self.cache.set_len(layer, len))
     }
 
+    // Decision: docs/decisions/managers.md#stages-exchange-pieces-they-do-not-gather-them
     /// Sends the piece of this rank to the ranks of all other stages, receives theirs of the same chunk, and
     /// accepts all of them. Rank `r` of the communicator is stage `r` of the plan. All ranks MUST exchange the
     /// same chunks in the same order.
