@@ -35,23 +35,24 @@ use reduce::reduced;
 /// use kvbackend_cpu::{CpuBackend, ThreadCommunicator};
 /// use kvcore::{Backend, Communicator, DType, MemoryKind, ReduceOp, allocate_tensor};
 ///
-/// let backend = CpuBackend::new();
-/// std::thread::scope(|scope| {
-///     for rank in ThreadCommunicator::group(3, Duration::from_secs(60))? {
-///         let backend = &backend;
-///         scope.spawn(move || -> kvcore::Result<()> {
-///             let stream = backend.stream()?;
-///             let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::I8, &[2])?;
-///             stream.write(&view, &[rank.rank() as u8, 7])?;
-///             rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum)?;
-///             let mut sums = [0; 2];
-///             stream.read(&view, &mut sums)?;
-///             assert_eq!(sums, [3, 21]);
-///             Ok(())
-///         });
-///     }
-///     Ok::<(), kvcore::Error>(())
-/// })?;
+/// fn sum(rank: &ThreadCommunicator) -> kvcore::Result<[u8; 2]> {
+///     let backend = CpuBackend::new();
+///     let stream = backend.stream()?;
+///     let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::I8, &[2])?;
+///     stream.write(&view, &[rank.rank() as u8, 7])?;
+///     rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum)?;
+///     rank.wait(stream.as_ref())?;
+///     let mut sums = [0; 2];
+///     stream.read(&view, &mut sums)?;
+///     Ok(sums)
+/// }
+///
+/// let group = ThreadCommunicator::group(3, Duration::from_secs(60))?;
+/// let results = std::thread::scope(|scope| {
+///     let threads: Vec<_> = group.iter().map(|rank| scope.spawn(|| sum(rank))).collect();
+///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+/// });
+/// assert_eq!(results, [Ok([3, 21]), Ok([3, 21]), Ok([3, 21])]);
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 ///
