@@ -3,7 +3,6 @@
 use crate::base::{Error, Result};
 
 mod config;
-mod groups;
 mod kv_cache;
 mod max_len;
 mod paged;
@@ -14,7 +13,6 @@ mod static_cache;
 mod swap;
 
 pub use config::{KvExtents, PagedCacheConfig, StaticCacheConfig};
-pub use groups::{GroupBlocks, GroupKind, GroupedPrefix, PrefixGroups};
 pub use kv_cache::{CacheKind, KvCache, LayerViews};
 pub use max_len::MaxLen;
 pub use paged::PagedKvCache;

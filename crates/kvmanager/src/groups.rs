@@ -3,11 +3,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use kvcore::{BlockId, BlockKey, BlockPool, MutableBlocks, PinnedBlocks, PoolCounts, SharedBlocks};
 use parking_lot::Mutex;
 
-use super::{Error, Result};
-use crate::base::{BlockId, same};
-use crate::paging::{BlockKey, BlockPool, MutableBlocks, PinnedBlocks, PoolCounts, SharedBlocks};
+use crate::Result;
+use crate::error::{CoreError, same};
 
 /// The positions that the layers of a group attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -77,7 +77,8 @@ struct Nodes {
 /// every kind of layer has it. (vLLM's hybrid memory allocator groups layers in this way.)
 ///
 /// ```
-/// use kvcore::{BlockPool, GroupKind, KeyScope, PrefixGroups};
+/// use kvcore::{BlockPool, KeyScope};
+/// use kvmanager::{GroupKind, PrefixGroups};
 /// let groups = PrefixGroups::new(16, vec![
 ///     (GroupKind::Full, BlockPool::new(0..8)?),
 ///     (GroupKind::SlidingWindow { window: 20 }, BlockPool::new(0..8)?),
@@ -90,7 +91,7 @@ struct Nodes {
 /// assert_eq!(hit.len, 4);
 /// assert_eq!(hit.groups[0].blocks.len(), 4);
 /// assert_eq!((hit.groups[1].first, hit.groups[1].blocks.len()), (2, 2)); // 19 tokens back
-/// # Ok::<(), kvcore::Error>(())
+/// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct PrefixGroups {
@@ -103,16 +104,16 @@ impl PrefixGroups {
     /// Creates a prefix cache over groups of layers, each with its pool.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there is no group, or if the block size or a window is 0.
+    /// Returns [`kvcore::Error::Zero`] if there is no group, or if the block size or a window is 0.
     pub fn new(block_size: usize, groups: Vec<(GroupKind, BlockPool)>) -> Result<Self> {
         if groups.is_empty() {
-            return Err(Error::Zero { what: "prefix groups" });
+            return Err(CoreError::Zero { what: "prefix groups" }.into());
         }
         if block_size == 0 {
-            return Err(Error::Zero { what: "block_size" });
+            return Err(CoreError::Zero { what: "block_size" }.into());
         }
         if groups.iter().any(|(kind, _)| *kind == (GroupKind::SlidingWindow { window: 0 })) {
-            return Err(Error::Zero { what: "window" });
+            return Err(CoreError::Zero { what: "window" }.into());
         }
         Ok(Self { block_size, groups, nodes: Mutex::default() })
     }
@@ -126,7 +127,7 @@ impl PrefixGroups {
     /// need.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignBlock`] if a cached block is not of its group's pool.
+    /// Returns [`kvcore::Error::ForeignBlock`] if a cached block is not of its group's pool.
     /// [`commit`](Self::commit) refuses such blocks.
     pub fn lookup(&self, keys: &[BlockKey]) -> Result<GroupedPrefix> {
         let mut nodes = self.nodes.lock();
@@ -143,7 +144,7 @@ impl PrefixGroups {
             let Some(node) = nodes.by_key.get(key) else { break };
             for (group, pinned) in groups.iter_mut().zip(&node.pinned) {
                 if i >= group.first {
-                    group.blocks.append(pinned.share())?;
+                    group.blocks.append(pinned.share()).map_err(CoreError::from)?;
                 }
             }
         }
@@ -158,7 +159,7 @@ impl PrefixGroups {
     /// recently used first.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] of the first group that cannot supply `n` blocks. In that case
+    /// Returns [`kvcore::Error::OutOfBlocks`] of the first group that cannot supply `n` blocks. In that case
     /// nothing is evicted, unless another caller takes blocks of a pool at the same time.
     pub fn allocate(&self, n: usize) -> Result<Vec<MutableBlocks>> {
         let mut nodes = self.nodes.lock();
@@ -167,15 +168,16 @@ impl PrefixGroups {
         // Each idle prefix block frees one block in every group.
         let idle = nodes.idle(counts.iter().map(missing).max().unwrap_or(0));
         if let Some(short) = counts.iter().find(|counts| missing(counts) > idle.len()) {
-            return Err(Error::OutOfBlocks {
+            return Err(CoreError::OutOfBlocks {
                 asked: n,
                 free: short.free,
                 evictable: short.evictable + idle.len(),
                 total: short.total,
-            });
+            }
+            .into());
         }
         nodes.evict(&idle);
-        self.groups.iter().map(|(_, pool)| pool.allocate(n)).collect()
+        self.groups.iter().map(|(_, pool)| Ok(pool.allocate(n)?)).collect()
     }
 
     /// Shares filled blocks in every group at once. `blocks[group]` has exactly `keys.len()` blocks of that
@@ -183,8 +185,8 @@ impl PrefixGroups {
     /// freed.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of groups is wrong, or if a group does not have one block
-    /// per key. Returns [`Error::ForeignBlock`] for blocks of another pool than the group's. In these cases
+    /// Returns [`kvcore::Error::Mismatch`] if the number of groups is wrong, or if a group does not have one block
+    /// per key. Returns [`kvcore::Error::ForeignBlock`] for blocks of another pool than the group's. In these cases
     /// nothing is shared, and the blocks are freed.
     pub fn commit(&self, keys: &[BlockKey], blocks: Vec<MutableBlocks>) -> Result<Vec<SharedBlocks>> {
         same("groups of blocks", self.groups.len(), blocks.len())?;
@@ -193,7 +195,7 @@ impl PrefixGroups {
             match group.ids().first() {
                 Some(&block) if !group.pool().same_pool(pool) => {
                     let range = pool.range();
-                    return Err(Error::ForeignBlock { block, start: range.start, end: range.end });
+                    return Err(CoreError::ForeignBlock { block, start: range.start, end: range.end }.into());
                 }
                 _ => {}
             }
@@ -206,7 +208,7 @@ impl PrefixGroups {
         // From the last to the first, so that the first is the most recently used.
         for key in keys.iter().rev() {
             let own: Vec<SharedBlocks> =
-                filled.iter_mut().map(|group| group.split_off(group.len() - 1)).collect::<Result<_>>()?;
+                filled.iter_mut().map(|group| group.split_off(group.len() - 1)).collect::<Result<_, _>>()?;
             let block: Vec<SharedBlocks> = if let Some(known) = nodes.by_key.get(key) {
                 known.pinned.iter().map(PinnedBlocks::share).collect()
             } else {
@@ -216,7 +218,9 @@ impl PrefixGroups {
             };
             nodes.touch(key);
             for (held, mut block) in held.iter_mut().zip(block) {
-                block.append(std::mem::replace(held, SharedBlocks::none(block.pool())))?;
+                block
+                    .append(std::mem::replace(held, SharedBlocks::none(block.pool())))
+                    .map_err(CoreError::from)?;
                 *held = block;
             }
         }
@@ -279,8 +283,9 @@ impl Nodes {
 
 #[cfg(test)]
 mod tests {
+    use kvcore::KeyScope;
+
     use super::*;
-    use crate::paging::KeyScope;
 
     fn groups(blocks: u32) -> PrefixGroups {
         let pool = || BlockPool::new(0..blocks).unwrap();
@@ -333,7 +338,10 @@ mod tests {
         // the next token is number 16 and attends to 11..=15: blocks 2 and 3
         assert_eq!(held, [(0, 4), (2, 2), (0, 4)]);
         // held prefixes are not evicted, whichever group holds them
-        assert!(matches!(groups.allocate(5), Err(Error::OutOfBlocks { asked: 5, free: 4, .. })));
+        assert!(matches!(
+            groups.allocate(5),
+            Err(crate::Error::Core(CoreError::OutOfBlocks { asked: 5, free: 4, .. }))
+        ));
         assert_eq!(groups.lookup(&a).unwrap().len, 4, "a refusal evicts nothing");
         drop(hit);
         assert!(groups.allocate(5).is_ok());
@@ -365,11 +373,14 @@ mod tests {
         let a = keys(1, 2);
         let mut swapped = groups.allocate(2).unwrap();
         swapped.swap(0, 2);
-        assert!(matches!(groups.commit(&a, swapped), Err(Error::ForeignBlock { start: 0, end: 8, .. })));
+        assert!(matches!(
+            groups.commit(&a, swapped),
+            Err(crate::Error::Core(CoreError::ForeignBlock { start: 0, end: 8, .. }))
+        ));
         let stranger = BlockPool::new(0..8).unwrap();
         let mut last = groups.allocate(2).unwrap();
         last[2] = stranger.allocate(2).unwrap();
-        assert!(matches!(groups.commit(&a, last), Err(Error::ForeignBlock { .. })));
+        assert!(matches!(groups.commit(&a, last), Err(crate::Error::Core(CoreError::ForeignBlock { .. }))));
         assert_eq!((groups.len(), stranger.counts().free), (0, 8));
         assert!(groups.groups().iter().all(|(_, pool)| pool.counts().free == 8));
         check(&groups);
