@@ -1,5 +1,6 @@
 // The few entries of cuBLAS that the backend calls, computed on the stream of the handle. The library is found under
 // cuBLAS's name by a link. Sums are computed in f64 and rounded once.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <set>
@@ -17,8 +18,15 @@ enum : BlasStatus { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_EXE
 enum : int { R_32F = 0, R_16F = 2, R_16BF = 14 };
 enum : int { OP_N = 0, OP_T = 1 };
 
+// Where products put their sums before the result, as cuBLAS may.
+struct Workspace {
+    double* sums = nullptr;
+    size_t room = 0;
+};
+
 struct Handle {
     CUstream stream = nullptr;
+    Workspace workspace;
 };
 
 std::set<Handle*>& handles() {
@@ -45,29 +53,39 @@ struct Matrix {
 
 bool known(int type) { return type == R_32F || type == R_16F || type == R_16BF; }
 
-void multiply(int64_t m, int64_t n, int64_t k, double alpha, const Matrix& a, const Matrix& b, double beta, float* c,
-              int64_t leading) {
+void multiply(const Workspace& workspace, int64_t m, int64_t n, int64_t k, double alpha, const Matrix& a,
+              const Matrix& b, double beta, float* c, int64_t leading) {
+    const int64_t at_once = std::min<int64_t>(m, workspace.room);
     for (int64_t column = 0; column < n; column++) {
-        for (int64_t row = 0; row < m; row++) {
-            double sum = 0;
-            for (int64_t i = 0; i < k; i++) sum += a.at(row, i) * b.at(i, column);
-            float& out = c[row + column * leading];
-            // With a factor of 0, what was there is not read.
-            out = static_cast<float>(alpha * sum + (beta == 0 ? 0 : beta * out));
+        for (int64_t first = 0; first < m; first += at_once) {
+            const int64_t count = std::min(at_once, m - first);
+            for (int64_t row = 0; row < count; row++) {
+                double sum = 0;
+                for (int64_t i = 0; i < k; i++) sum += a.at(first + row, i) * b.at(i, column);
+                workspace.sums[row] = sum;
+            }
+            for (int64_t row = 0; row < count; row++) {
+                float& out = c[first + row + column * leading];
+                // With a factor of 0, what was there is not read.
+                out = static_cast<float>(alpha * workspace.sums[row] + (beta == 0 ? 0 : beta * out));
+            }
         }
     }
 }
 
-// Enqueues work on the stream of a handle.
+// Enqueues work on the stream of a handle. The library has no memory of its own to work in, which a captured product
+// could not use: the caller names some.
 template <typename Work>
 BlasStatus enqueue(Handle* handle, Work work) {
     Call call;
     if (handles().count(handle) == 0) return NOT_INITIALIZED;
+    if (handle->workspace.room == 0) return NOT_SUPPORTED;
     Device* device = nullptr;
     std::shared_ptr<Stream> stream;
     if (call.current(device) != CUDA_SUCCESS) return NOT_EXECUTED;
     if (find_stream(*device, handle->stream, stream) != CUDA_SUCCESS) return INVALID_VALUE;
-    return submit(stream, 0, std::move(work)) == CUDA_SUCCESS ? SUCCESS : NOT_EXECUTED;
+    auto in_workspace = [work = std::move(work), workspace = handle->workspace] { return work(workspace); };
+    return submit(stream, 0, std::move(in_workspace)) == CUDA_SUCCESS ? SUCCESS : NOT_EXECUTED;
 }
 
 }  // namespace
@@ -92,6 +110,15 @@ KV_API BlasStatus cublasSetStream_v2(Handle* handle, CUstream stream) {
     Call call;
     if (handles().count(handle) == 0) return NOT_INITIALIZED;
     handle->stream = stream;
+    handle->workspace = {};
+    return SUCCESS;
+}
+
+KV_API BlasStatus cublasSetWorkspace_v2(Handle* handle, void* memory, size_t size) {
+    Call call;
+    if (handles().count(handle) == 0) return NOT_INITIALIZED;
+    if (reinterpret_cast<uintptr_t>(memory) % 256 != 0) return INVALID_VALUE;
+    handle->workspace = {static_cast<double*>(memory), size / sizeof(double)};
     return SUCCESS;
 }
 
@@ -107,8 +134,8 @@ KV_API BlasStatus cublasGemmEx(Handle* handle, int a_operation, int b_operation,
     }
     const float factor = *static_cast<const float*>(alpha), kept = *static_cast<const float*>(beta);
     const Matrix left{a, a_type, a_leading, a_turned}, right{b, b_type, b_leading, b_turned};
-    return enqueue(handle, [=] {
-        multiply(m, n, k, factor, left, right, kept, static_cast<float*>(c), c_leading);
+    return enqueue(handle, [=](const Workspace& workspace) {
+        multiply(workspace, m, n, k, factor, left, right, kept, static_cast<float*>(c), c_leading);
         return Fault{};
     });
 }
@@ -123,11 +150,11 @@ KV_API BlasStatus cublasSgemmStridedBatched(Handle* handle, int a_operation, int
         return INVALID_VALUE;
     }
     const float factor = *alpha, kept = *beta;
-    return enqueue(handle, [=] {
+    return enqueue(handle, [=](const Workspace& workspace) {
         for (int64_t i = 0; i < batch; i++) {
             const Matrix left{a + i * a_stride, R_32F, a_leading, a_turned};
             const Matrix right{b + i * b_stride, R_32F, b_leading, b_turned};
-            multiply(m, n, k, factor, left, right, kept, c + i * c_stride, c_leading);
+            multiply(workspace, m, n, k, factor, left, right, kept, c + i * c_stride, c_leading);
         }
         return Fault{};
     });

@@ -14,9 +14,14 @@ use super::no_library;
 use crate::NAME;
 use crate::device::Device;
 
+/// Bytes that products work in. cuBLAS asks for as much on cards of compute capability 9.0, and for less on others.
+pub(super) const WORKSPACE: usize = 32 << 20;
+
 /// A handle of cuBLAS on one stream.
 pub(super) struct Blas {
     handle: cublasHandle_t,
+    /// The memory that products work in.
+    workspace: u64,
     device: Arc<Device>,
 }
 
@@ -76,10 +81,21 @@ impl Blas {
         let mut handle = std::ptr::null_mut();
         // SAFETY: `handle` is a valid place for the answer.
         check(unsafe { sys::cublasCreate_v2(&raw mut handle) })?;
-        let blas = Self { handle, device: Arc::clone(device) };
+        let blas = Self { handle, workspace: 0, device: Arc::clone(device) };
         // SAFETY: the handle was just created, and the stream is alive.
         check(unsafe { sys::cublasSetStream_v2(handle, stream.cast()) })?;
         Ok(blas)
+    }
+
+    /// Lets products work in [`WORKSPACE`] bytes at an address, which the caller holds until they are done. The device's
+    /// context is current.
+    pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
+        if self.workspace != address {
+            // SAFETY: the handle is alive, and the memory outlives the products that use it.
+            check(unsafe { sys::cublasSetWorkspace_v2(self.handle, address as *mut _, WORKSPACE) })?;
+            self.workspace = address;
+        }
+        Ok(())
     }
 
     /// Enqueues a product. The device's context is current.

@@ -1,16 +1,16 @@
 //! Products with matrices: few rows by kernels that read the matrix once, many rows by cuBLAS.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
-use kvcore::{Error, Result, TensorView};
+use kvcore::{Error, Result, Storage, TensorView};
 
-use super::blas::{Gemm, Operand};
+use super::blas::{Blas, Gemm, Operand, WORKSPACE};
 use super::steps::{THREADS, kernel, rows_grid};
 use super::weight::WeightArgs;
 use super::{DenseSteps, DeviceWeight, StoredKind, address, matrix_shape, narrow};
 use crate::module::{Kernel, Module};
-use crate::stream::{Launch, capture};
+use crate::stream::Launch;
 
 /// Most rows of a product that a kernel of this crate computes.
 const FEW: usize = 8;
@@ -183,12 +183,18 @@ impl DenseSteps {
         };
         if rows <= STACKED {
             let products = self.rows(&[TERMS * rows, outputs])?;
-            self.gemm(gemm(TERMS * rows, 0, address(&products)?, 0.0))?;
+            let stacked = gemm(TERMS * rows, 0, address(&products)?, 0.0);
+            self.by_library(&[terms.storage(), &matrix.storage, products.storage()], |blas| {
+                blas.gemm(&stacked, outputs)
+            })?;
             return self.finish(&products, TERMS, bias, out);
         }
         // The smallest term first, so that little is lost.
         for (term, beta) in [(2, 0.0), (1, 1.0), (0, 1.0)] {
-            self.gemm(gemm(rows, term, address(out)?, beta))?;
+            let product = gemm(rows, term, address(out)?, beta);
+            self.by_library(&[terms.storage(), &matrix.storage, out.storage()], |blas| {
+                blas.gemm(&product, outputs)
+            })?;
         }
         self.finish(out, 1, bias, out)
     }
@@ -218,19 +224,18 @@ impl DenseSteps {
                     args.out
                 }
             };
-            self.gemm_into(
-                Gemm {
-                    matrix: Operand::f32(weights),
-                    x: Operand::f32(address(x)?),
-                    out: address(out)? + (4 * first) as u64,
-                    rows,
-                    width,
-                    outputs: count,
-                    stride: x.strides()[0],
-                    beta: 0.0,
-                },
-                matrix.rows,
-            )?;
+            let gemm = Gemm {
+                matrix: Operand::f32(weights),
+                x: Operand::f32(address(x)?),
+                out: address(out)? + (4 * first) as u64,
+                rows,
+                width,
+                outputs: count,
+                stride: x.strides()[0],
+                beta: 0.0,
+            };
+            let of_weights = room.as_ref().map_or(&matrix.storage, TensorView::storage);
+            self.by_library(&[x.storage(), of_weights, out.storage()], |blas| blas.gemm(&gemm, matrix.rows))?;
             first += count;
         }
         Ok(())
@@ -265,21 +270,18 @@ impl DenseSteps {
         })
     }
 
-    fn gemm(&self, gemm: Gemm) -> Result<()> {
-        self.gemm_into(gemm, gemm.outputs)
-    }
-
-    /// Refuses products of cuBLAS in a capture: their memory to work in would be shared with work beside a replay.
-    fn outside_captures(&self) -> Result<()> {
-        capture::outside(self.stream.state(), "a product by cuBLAS")
-    }
-
-    /// Enqueues a product whose rows of results are `apart` elements apart.
-    fn gemm_into(&self, gemm: Gemm, apart: usize) -> Result<()> {
-        self.outside_captures()?;
-        self.enqueued.fetch_add(1, Ordering::Relaxed);
-        let _bound = self.device.bind()?;
-        self.blas.lock().gemm(&gemm, apart)
+    /// Enqueues products of cuBLAS over these storages. They work in memory of the stream or, in a capture, of the graph:
+    /// as much in both, so that cuBLAS chooses the same kernels.
+    fn by_library(
+        &self,
+        uses: &[&Arc<dyn Storage>],
+        products: impl FnOnce(&Blas) -> Result<()>,
+    ) -> Result<()> {
+        self.enqueue(uses, |to| {
+            let mut blas = self.blas.lock();
+            blas.work_in(to.scratch(WORKSPACE)?)?;
+            products(&blas)
+        })
     }
 
     /// Multiplies each head of `[rows, heads, a]` by its own matrix of f32: `[heads, a, b]`, or `[heads, b, a]` if it is
@@ -298,12 +300,11 @@ impl DenseSteps {
         if out.is_empty() {
             return Ok(out);
         }
-        self.outside_captures()?;
-        self.enqueued.fetch_add(1, Ordering::Relaxed);
-        let _bound = self.device.bind()?;
         let strides = (x.strides()[0], x.strides()[1]);
         let at = (address(x)?, matrices.address(), address(&out)?);
-        self.blas.lock().by_head((rows, heads, a, b), strides, at, transposed)?;
+        self.by_library(&[x.storage(), &matrices.storage, out.storage()], |blas| {
+            blas.by_head((rows, heads, a, b), strides, at, transposed)
+        })?;
         Ok(out)
     }
 }

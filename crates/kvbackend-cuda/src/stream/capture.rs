@@ -8,8 +8,9 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUgraph, CUstreamCaptureMode};
@@ -37,6 +38,33 @@ pub(crate) fn uncapturable(what: &str) -> Error {
     Error::Unsupported { backend: NAME, what: format!("{what} in a captured graph") }
 }
 
+/// Memory that the graphs of a stream share, as long as one of them holds it: their replays follow one another.
+#[derive(Default)]
+pub(super) struct GraphMemory {
+    /// Memory between the kernels of an operation, by the stream that took part.
+    scratch: Vec<(usize, Weak<dyn Storage>)>,
+    /// Memory of activations, by the memory that serves the same steps outside of captures.
+    activations: Vec<(usize, Weak<ActivationMemory>)>,
+}
+
+/// Returns the memory that is known under a key and fits, or makes it known.
+fn shared<T: ?Sized, E>(
+    known: &mut Vec<(usize, Weak<T>)>,
+    key: usize,
+    fits: impl Fn(&T) -> bool,
+    make: impl FnOnce() -> Result<Arc<T>, E>,
+) -> Result<Arc<T>, E> {
+    known.retain(|(_, held)| held.strong_count() > 0);
+    let held = known.iter().filter(|(of, _)| *of == key).find_map(|(_, held)| held.upgrade());
+    if let Some(held) = held.filter(|held| fits(held)) {
+        return Ok(held);
+    }
+    let made = make()?;
+    known.retain(|(of, _)| *of != key);
+    known.push((key, Arc::downgrade(&made)));
+    Ok(made)
+}
+
 /// A capture that this thread records.
 pub(crate) struct Recording {
     number: u64,
@@ -47,11 +75,8 @@ pub(crate) struct Recording {
     pub(super) rechecks: Vec<Recheck>,
     pub(super) held: Vec<Held>,
     known: HashSet<usize>,
-    /// Memory between the kernels of an operation, for each stream.
-    scratch: Vec<(usize, Arc<dyn Storage>)>,
     pub(super) plans: Plans,
-    /// Memory of activations, by the memory that serves the same steps outside of captures.
-    pub(super) activations: Vec<(usize, Arc<ActivationMemory>)>,
+    pub(super) activations: Vec<Arc<ActivationMemory>>,
     /// The first refusal, in case that the recorded function does not return it.
     refused: Option<Error>,
 }
@@ -138,7 +163,6 @@ impl<'a> Open<'a> {
             rechecks: Vec::new(),
             held: Vec::new(),
             known: HashSet::new(),
-            scratch: Vec::new(),
             plans: Plans::default(),
             activations: Vec::new(),
             refused: None,
@@ -237,31 +261,29 @@ impl Recording {
         Ok(address)
     }
 
-    /// Returns memory between the kernels of an operation. A graph has its own, for its streams run beside others.
+    /// Returns memory between the kernels of an operation. It is not the memory of work outside of graphs, which may
+    /// run beside a replay.
     pub(super) fn scratch(&mut self, stream: &StreamState, bytes: usize) -> Result<u64> {
-        let owner = stream.raw as usize;
-        let known = self.scratch.iter().find(|(of, known)| *of == owner && known.len() >= bytes);
-        if let Some((_, known)) = known {
-            return Ok(known.address());
-        }
-        let bytes = bytes.next_power_of_two().max(1 << 16);
-        let made: Arc<dyn Storage> =
-            Arc::new(CudaStorage::allocate(&stream.device, MemoryKind::Device, bytes)?);
-        self.hold(Held::Storage(Arc::clone(&made)));
-        self.scratch.retain(|(of, _)| *of != owner);
-        let address = made.address();
-        self.scratch.push((owner, made));
+        let (home, key) = (&self.streams[0].0, stream.raw as usize);
+        let make = || -> Result<Arc<dyn Storage>> {
+            let bytes = bytes.next_power_of_two().max(1 << 16);
+            let made = CudaStorage::allocate(&stream.device, MemoryKind::Device, bytes)?;
+            Ok(Arc::new(made))
+        };
+        let scratch = shared(&mut home.graphs.lock().scratch, key, |known| known.len() >= bytes, make)?;
+        let address = scratch.address();
+        self.hold(Held::Storage(scratch));
         Ok(address)
     }
 
-    /// Returns the memory of activations that stands in for `usual` in this capture.
+    /// Returns the memory of activations that stands in for `usual`.
     pub(crate) fn activations(&mut self, usual: &Arc<ActivationMemory>) -> Arc<ActivationMemory> {
-        let key = Arc::as_ptr(usual) as usize;
-        if let Some((_, known)) = self.activations.iter().find(|(known, _)| *known == key) {
-            return Arc::clone(known);
+        let (home, key) = (&self.streams[0].0, Arc::as_ptr(usual) as usize);
+        let make = || Ok::<_, Infallible>(Arc::default());
+        let Ok(known) = shared(&mut home.graphs.lock().activations, key, |_| true, make);
+        if !self.activations.iter().any(|held| Arc::ptr_eq(held, &known)) {
+            self.activations.push(Arc::clone(&known));
         }
-        let made = Arc::<ActivationMemory>::default();
-        self.activations.push((key, Arc::clone(&made)));
-        made
+        known
     }
 }

@@ -32,7 +32,7 @@ mod lowering;
 mod recheck;
 mod upload;
 
-use capture::Recording;
+use capture::{GraphMemory, Recording};
 pub use event::CudaEvent;
 pub(crate) use flight::Held;
 use flight::InFlight;
@@ -63,6 +63,8 @@ pub(crate) struct StreamState {
     capture: AtomicU64,
     /// Operations that captures have recorded here; they count when they are replayed.
     captured: Counters,
+    /// Memory of the graphs that were captured here.
+    graphs: Mutex<GraphMemory>,
 }
 
 // SAFETY: the driver's streams may be used from any thread; the order of calls is kept by `queue`.
@@ -140,9 +142,17 @@ impl CudaStream {
         raw: CUstream,
         owner: Option<Arc<dyn Any + Send + Sync>>,
     ) -> Self {
-        let (device, tables, queue) = (Arc::clone(device), Arc::clone(tables), Mutex::default());
-        let (capture, captured) = (AtomicU64::new(0), Counters::default());
-        Self { state: Arc::new(StreamState { device, tables, raw, owner, queue, capture, captured }) }
+        let state = StreamState {
+            device: Arc::clone(device),
+            tables: Arc::clone(tables),
+            raw,
+            owner,
+            queue: Mutex::default(),
+            capture: AtomicU64::new(0),
+            captured: Counters::default(),
+            graphs: Mutex::default(),
+        };
+        Self { state: Arc::new(state) }
     }
 
     /// Enqueues what `prepare` lists. If it or a kernel's loading fails, no launch is enqueued.

@@ -114,7 +114,7 @@ fn a_replay_is_one_copy_and_one_launch() {
     for at in 20..26 {
         let (step, stream) = (step(at), bench.stream.as_ref());
         let key = GraphKey::of(&step, DType::BF16);
-        runs.push(cache.run(stream, key, &step, &mut || bench.enqueue(&step)).unwrap());
+        runs.push(cache.run(stream, key, &step, &mut || bench.enqueue(&step)).unwrap().0);
         let trace = double.trace(LAZY);
         match runs.last().unwrap() {
             GraphRun::Eager => assert!(queued(&trace, "kernel").len() >= 2 * LAYERS),
@@ -193,7 +193,7 @@ fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
     assert_eq!(graph.replay(&step(3)), Err(Error::GraphOutgrown { what: "positions" }));
     let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&step(3), DType::BF16));
     let mut run = |inputs: &StepInputs| {
-        cache.run(bench.stream.as_ref(), key, inputs, &mut || bench.enqueue(inputs)).unwrap()
+        cache.run(bench.stream.as_ref(), key, inputs, &mut || bench.enqueue(inputs)).unwrap().0
     };
     let runs = [step(3), step(4), step(5), many(60), many(61)].map(|inputs| run(&inputs));
     let names = runs.map(|run| format!("{run:?}"));
@@ -306,4 +306,42 @@ fn dense_steps_join_a_capture() {
         assert!(matches!(graph.replay(&wrong), Err(Error::OutOfRange { what: "token", .. })));
         stream.synchronize().unwrap();
     }
+}
+
+#[test]
+fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
+    let Some((double, _alone)) = alone() else { return };
+    let at_first = double.live_bytes(LAZY);
+    let backend = opened(LAZY).unwrap();
+    let stream = backend.stream().unwrap();
+    let steps = DenseSteps::new(&backend).unwrap();
+    let bytes = vec![0; 4 * 48 * DIM];
+    let table = steps.weight(StoredKind::F32, 48, DIM, &bytes).unwrap();
+    // Sixteen rows: a product of the library, which needs memory to work in.
+    let inputs = |first: u32| StepInputs { tokens: (first..first + 16).collect(), ..step(3) };
+    let capture = |inputs: &StepInputs| {
+        let mut logits = None;
+        let graph = stream.capture(inputs, &mut || {
+            DenseSteps::order(stream.as_ref(), steps.stream())?;
+            let x = steps.embed(&table, &inputs.tokens)?;
+            let x = steps.add(&x, &x)?;
+            logits = Some(steps.project(&x, &table, None)?);
+            DenseSteps::order(steps.stream(), stream.as_ref())
+        });
+        (graph.unwrap(), logits.unwrap())
+    };
+    let before = double.live_bytes(LAZY);
+    let first = capture(&inputs(0));
+    let of_one = double.live_bytes(LAZY) - before;
+    let second = capture(&inputs(16));
+    let of_two = double.live_bytes(LAZY) - before;
+    assert!(of_one > 32 << 20, "{of_one} bytes");
+    assert!(of_two - of_one < 1 << 20, "the second has {} bytes of its own", of_two - of_one);
+    let address = |(_, logits): &(Arc<dyn Graph>, TensorView)| logits.storage().address();
+    assert_ne!(address(&first), address(&second), "results that somebody holds stay");
+    for (graph, inputs) in [(&first.0, inputs(0)), (&second.0, inputs(16)), (&first.0, inputs(9))] {
+        graph.replay(&inputs).unwrap();
+    }
+    drop((first, second, table, steps, stream, backend));
+    assert_eq!(double.live_bytes(LAZY), at_first);
 }

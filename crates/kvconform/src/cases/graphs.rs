@@ -226,7 +226,7 @@ pub(super) fn a_cache_captures_what_comes_twice(b: &Bench) -> Outcome {
         cached.write(number)?;
         eager.enqueue(&step)?;
         let key = GraphKey::of(&step, b.dtype);
-        runs.push(cache.run(b.stream.as_ref(), key, &step, &mut || cached.enqueue(&step))?);
+        runs.push(cache.run(b.stream.as_ref(), key, &step, &mut || cached.enqueue(&step))?.0);
         same_bits(&format!("step {number}"), &cached.bits()?, &eager.bits()?)?;
     }
     let wanted = [GraphRun::Eager, GraphRun::Captured, GraphRun::Replayed, GraphRun::Replayed];

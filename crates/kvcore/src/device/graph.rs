@@ -5,10 +5,10 @@
 //! writes anew, so that one call of the device stands for all launches of a step.
 //!
 //! ```text
-//!   GraphCache::run(stream, key, inputs, record)
+//!   GraphCache::run(stream, key, inputs, record) ─► output of record()
 //!      first time    record()                      eager: kernels are loaded, memory is taken
 //!      second time   Stream::capture ─► Graph      record() enqueues nothing, and is replayed at once
-//!      afterwards    Graph::replay(inputs)         no record()
+//!      afterwards    Graph::replay(inputs)         no record(): the output of the capture is written anew
 //! ```
 
 use std::fmt;
@@ -126,7 +126,7 @@ pub enum GraphRun {
 }
 
 /// Numbers of runs of a [`GraphCache`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct GraphCounts {
     /// Runs operation by operation.
     pub eager: u64,
@@ -140,9 +140,10 @@ pub struct GraphCounts {
 
 /// What a cache knows of a key.
 #[derive(Debug)]
-enum Known {
+enum Known<T> {
     Seen,
-    Captured(Arc<dyn Graph>),
+    /// A graph, and what the recorded function returned: where each replay writes its results.
+    Captured(Arc<dyn Graph>, T),
     Refused,
 }
 
@@ -151,17 +152,22 @@ enum Known {
 ///
 /// The caller guarantees that all steps under one key enqueue the same operations over the same memory.
 #[derive(Debug)]
-pub struct GraphCache {
+pub struct GraphCache<T = ()> {
     most: usize,
     /// The latest used is the last.
-    known: Vec<(GraphKey, Known)>,
+    known: Vec<(GraphKey, Known<T>)>,
     counts: GraphCounts,
 }
 
-impl GraphCache {
+impl<T: Clone> GraphCache<T> {
     /// Creates a cache of at most `most` graphs. With none, every step runs eagerly.
     pub fn new(most: usize) -> Self {
         Self { most, known: Vec::new(), counts: GraphCounts::default() }
+    }
+
+    /// Returns the largest number of graphs.
+    pub fn most(&self) -> usize {
+        self.most
     }
 
     /// Returns the numbers of runs so far.
@@ -169,8 +175,13 @@ impl GraphCache {
         self.counts
     }
 
+    /// Forgets all graphs, because steps enqueue other operations or use other memory from now on.
+    pub fn clear(&mut self) {
+        self.known.clear();
+    }
+
     /// Runs a step whose operations `record` enqueues on `stream`: by a graph if there is one that fits. `record` runs
-    /// at most once, or once more if a capture is refused.
+    /// at most once, or once more if a capture is refused. Returns its output: where the step's results are.
     ///
     /// # Errors
     /// Returns the errors of `record` and of [`Graph::replay`]. A step that cannot be captured is no error.
@@ -179,17 +190,17 @@ impl GraphCache {
         stream: &dyn Stream,
         key: GraphKey,
         inputs: &StepInputs,
-        record: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<GraphRun> {
+        record: &mut dyn FnMut() -> Result<T>,
+    ) -> Result<(GraphRun, T)> {
         same("rows of a step, padded", key.rows, inputs.positions.len())?;
         let place = self.known.iter().position(|(known, _)| *known == key);
         let (seen, before) = match place.map(|place| self.known.remove(place).1) {
-            Some(Known::Captured(graph)) => match graph.replay(inputs) {
+            Some(Known::Captured(graph, output)) => match graph.replay(inputs) {
                 Err(Error::GraphOutgrown { .. }) => (true, Known::Seen),
                 replayed => {
-                    self.keep(key, Known::Captured(graph));
+                    self.keep(key, Known::Captured(graph, output.clone()));
                     self.counts.replayed += u64::from(replayed.is_ok());
-                    return replayed.map(|()| GraphRun::Replayed);
+                    return replayed.map(|()| (GraphRun::Replayed, output));
                 }
             },
             Some(other) => (matches!(other, Known::Seen), other),
@@ -197,28 +208,33 @@ impl GraphCache {
         };
         self.keep(key, before);
         if seen && self.most > 0 {
-            match stream.capture(inputs, record) {
-                Ok(graph) => {
+            let mut output = None;
+            let captured = stream.capture(inputs, &mut || {
+                output = Some(record()?);
+                Ok(())
+            });
+            match (captured, output) {
+                (Ok(graph), Some(output)) => {
                     graph.replay(inputs)?;
                     self.counts.captured += 1;
                     self.known.pop();
-                    self.keep(key, Known::Captured(graph));
-                    return Ok(GraphRun::Captured);
+                    self.keep(key, Known::Captured(graph, output.clone()));
+                    return Ok((GraphRun::Captured, output));
                 }
-                Err(Error::Unsupported { .. }) => {
+                (Err(Error::Unsupported { .. }), _) | (Ok(_), None) => {
                     self.counts.refused += 1;
                     self.known.pop();
                     self.keep(key, Known::Refused);
                 }
-                Err(other) => return Err(other),
+                (Err(other), _) => return Err(other),
             }
         }
-        record()?;
+        let output = record()?;
         self.counts.eager += 1;
-        Ok(GraphRun::Eager)
+        Ok((GraphRun::Eager, output))
     }
 
-    fn keep(&mut self, key: GraphKey, known: Known) {
+    fn keep(&mut self, key: GraphKey, known: Known<T>) {
         if self.known.len() >= self.most.max(1) {
             self.known.remove(0);
         }

@@ -145,6 +145,10 @@ impl Dense for CudaDense {
         Ok(RowIndex::on_device(self.steps.index(&rows)?, rows.len()))
     }
 
+    fn joins_captures(&self) -> bool {
+        true
+    }
+
     fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
         Self::activation(self.steps.embed(&held(table)?.held, tokens))
     }
@@ -223,13 +227,22 @@ impl Border for CudaBorder {
         self.extents.rows
     }
 
-    fn lend(&mut self, stream: &dyn Stream, _: AttentionInput, rows: &Activation) -> Result<TensorView> {
+    fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
+        Ok(DenseSteps::order(stream, self.steps.stream())?)
+    }
+
+    fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
         // Queries, keys and values are lent one after another, with no step between them.
         let steps = self.steps.enqueued();
         if self.ordered != Some(steps) {
             DenseSteps::order(self.steps.stream(), stream)?;
             self.ordered = Some(steps);
         }
+        Ok(())
+    }
+
+    fn lend(&mut self, stream: &dyn Stream, _: AttentionInput, rows: &Activation) -> Result<TensorView> {
+        self.precede(stream)?;
         Ok(rows_of(rows)?.clone())
     }
 
@@ -248,7 +261,7 @@ impl Border for CudaBorder {
     }
 
     fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {
-        DenseSteps::order(stream, self.steps.stream())?;
+        self.follow(stream)?;
         Ok(Activation::on_device(output.clone()))
     }
 }

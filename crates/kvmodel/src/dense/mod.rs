@@ -107,6 +107,13 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Creates a list of row numbers.
     fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
 
+    /// Returns whether steps that a [`Border`] has put in order behind a stream can be captured with the operations of
+    /// this stream. Then everything is enqueued on the device, [`embed`](Self::embed) takes tokens that a replay may
+    /// change, and only steps that read or write on the host are refused in a capture.
+    fn joins_captures(&self) -> bool {
+        false
+    }
+
     /// Returns the embeddings of tokens, `[tokens, width]`. The caller guarantees that each token is below the height
     /// of the table.
     fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation>;
@@ -199,6 +206,19 @@ pub enum AttentionInput {
 pub trait Border: fmt::Debug + Send + Sync {
     /// Returns the largest number of rows of a pass.
     fn rows(&self) -> usize;
+
+    /// Puts the steps that are called from now on behind everything that was launched on `stream`. Steps that wait for
+    /// their inputs, as those on the host do, need nothing.
+    fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
+        let _ = stream;
+        Ok(())
+    }
+
+    /// Puts what is launched on `stream` from now on behind all steps so far.
+    fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
+        let _ = stream;
+        Ok(())
+    }
 
     /// Returns rows as a view in f32 that operations of `stream` read. The caller guarantees that nobody writes it.
     fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView>;

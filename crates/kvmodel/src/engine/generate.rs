@@ -8,7 +8,7 @@ use kvcore::{BlockKey, LayerRopes, Logits, MergeGroup, Segment, SequenceId, Sequ
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
-use crate::model::{Forward, LogitRows, Observer, PassMemory};
+use crate::model::{DecodeMemory, Forward, LogitRows, Observer};
 use crate::sample::Sampler;
 use crate::text::PromptTokens;
 
@@ -183,8 +183,25 @@ impl Engine {
         Ok(())
     }
 
+    /// Answers a request after its prefill.
     pub(super) fn decode(
         &mut self,
+        asked: &Asked,
+        prompt_tokens: usize,
+        own: SequenceId,
+        prefilled: Prefilled,
+        observer: &mut dyn Observer,
+    ) -> Result<Generation> {
+        // Kept from token to token and from request to request: a step allocates nothing of its own, and finds its graph.
+        let mut memory = std::mem::take(&mut self.decode_memory);
+        let result = self.decode_in(&mut memory, asked, prompt_tokens, own, prefilled, observer);
+        self.decode_memory = memory;
+        result
+    }
+
+    fn decode_in(
+        &mut self,
+        memory: &mut DecodeMemory,
         asked: &Asked,
         prompt_tokens: usize,
         own: SequenceId,
@@ -195,8 +212,7 @@ impl Engine {
         let Prefilled { context, mut logits, mut next, cached_tokens, recomputed_tokens, flops, chunks } =
             prefilled;
         let mut sampler = Sampler::new(request.sampling);
-        // Kept from token to token, so that a step allocates nothing of its own.
-        let (mut memory, mut step) = (PassMemory::default(), None);
+        let mut step = None;
         let longest = self.model.config().max_positions.min(self.caches.longest());
         let left = (longest as i64).saturating_sub(next.position).max(0) as usize;
         let mut generation = Generation {
@@ -240,8 +256,8 @@ impl Engine {
             };
             next = end_of(&input);
             let device = self.device();
-            let pass = self.model.begin(&device, ropes, std::slice::from_ref(&input), &mut memory)?;
-            logits = last_row(pass.end_into(logits, &mut ())?)?;
+            let batch = std::slice::from_ref(&input);
+            logits = last_row(self.model.decode(&device, ropes, batch, memory, logits)?)?;
             self.caches.sequences_mut().commit(own, &[token])?;
             step = Some(input);
         }

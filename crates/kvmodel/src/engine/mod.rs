@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport, SleepForm};
 use kvcore::{
-    Backend, BlockKey, CacheKind, DType, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes, MaxLen, Stream,
+    Backend, BlockKey, CacheKind, DType, GraphCounts, KeyForm, KeyScope, KvCache, KvFormat, LayerRopes,
+    MaxLen, Stream,
 };
 
 use crate::error::Result;
-use crate::model::{ComputeDevice, Model};
+use crate::model::{ComputeDevice, DecodeMemory, Model};
 use crate::profile::Profiler;
 use crate::text::PromptTokens;
 
@@ -54,6 +55,9 @@ pub struct EngineConfig {
     pub enable_sleep_mode: bool,
     /// The salt that separates tenants in keys. The operator of the engine chooses it, never a client.
     pub tenant_salt: Vec<u8>,
+    /// The largest number of graphs of decode steps, where backend and dense steps can be captured. 0 runs every step
+    /// operation by operation. Answers are the same, bit for bit.
+    pub graphs: usize,
     /// Turns on the recording of spans.
     pub profile: bool,
 }
@@ -81,10 +85,14 @@ impl Default for EngineConfig {
             chunk_sleep: None,
             enable_sleep_mode: false,
             tenant_salt: Vec::new(),
+            graphs: DEFAULT_GRAPHS,
             profile: false,
         }
     }
 }
+
+/// The number of graphs that an engine keeps by default. The steps of a request of 4,000 tokens need five.
+pub const DEFAULT_GRAPHS: usize = 16;
 
 /// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
@@ -103,6 +111,7 @@ pub struct Engine {
     scope: KeyScope,
     tenant_salt: Vec<u8>,
     profiler: Profiler,
+    decode_memory: DecodeMemory,
     /// The link to other engines of the model.
     replicas: Option<ReplicaLink>,
 }
@@ -136,8 +145,19 @@ impl Engine {
         }
         let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt, scales.as_ref());
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
-        let (keys, tenant_salt, replicas) = (config.keys, config.tenant_salt.clone(), None);
-        Ok(Self { model, backend, stream, caches, keys, scales, scope, tenant_salt, profiler, replicas })
+        Ok(Self {
+            model,
+            backend,
+            stream,
+            caches,
+            keys: config.keys,
+            scales,
+            scope,
+            tenant_salt: config.tenant_salt.clone(),
+            profiler,
+            decode_memory: DecodeMemory::new(config.graphs),
+            replicas: None,
+        })
     }
 
     /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
@@ -161,9 +181,19 @@ impl Engine {
         let scales = self.scales.clone();
         let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt, scales.as_ref());
         let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
-        let (backend, stream) = (Arc::clone(&self.backend), Arc::clone(&self.stream));
-        let (keys, tenant_salt, replicas) = (self.keys, self.tenant_salt.clone(), None);
-        Ok(Self { model, backend, stream, caches, keys, scales, scope, tenant_salt, profiler, replicas })
+        Ok(Self {
+            model,
+            backend: Arc::clone(&self.backend),
+            stream: Arc::clone(&self.stream),
+            caches,
+            keys: self.keys,
+            scales,
+            scope,
+            tenant_salt: self.tenant_salt.clone(),
+            profiler,
+            decode_memory: DecodeMemory::new(self.decode_memory.most()),
+            replicas: None,
+        })
     }
 
     /// Returns the model.
@@ -239,6 +269,12 @@ impl Engine {
             arena: self.caches.sequences().arena().clone(),
             keys: self.keys,
         }
+    }
+
+    /// Returns the numbers of decode steps that graphs could serve, by the way in which they ran. All are 0 where the
+    /// backend or the dense steps cannot be captured.
+    pub fn graph_counts(&self) -> GraphCounts {
+        self.decode_memory.counts()
     }
 
     /// Returns the present contents of the caches, in numbers.

@@ -45,6 +45,13 @@ impl Model {
         MULTIPLY_ADD * rows as u64 * (output + feed_forward) as u64
     }
 
+    /// Counts a pass whose `rows` rows all have logits, and see `visible` tokens in total.
+    pub(super) fn step_flops(&self, rows: usize, visible: u64) -> u64 {
+        let attention = self.projection_flops(rows, rows) + self.attention_flops(visible);
+        let layers = (0..self.config.num_layers()).map(|layer| attention + self.finish_flops(layer, rows));
+        layers.sum::<u64>() + self.head_flops(rows)
+    }
+
     /// Counts the output head.
     pub(super) fn head_flops(&self, rows: usize) -> u64 {
         MULTIPLY_ADD * rows as u64 * (self.config.hidden_size * self.config.vocab_size) as u64

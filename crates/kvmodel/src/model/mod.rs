@@ -15,11 +15,13 @@ use crate::weights::Weights;
 #[cfg(test)]
 mod allocations;
 mod attention;
+mod decode;
 mod flops;
 mod logits;
 mod pass;
 mod rows;
 
+pub use decode::DecodeMemory;
 pub use logits::LogitRows;
 pub use pass::{Forward, FreshKv, Narrowed, Pass, PassMemory};
 

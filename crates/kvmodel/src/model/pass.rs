@@ -45,7 +45,7 @@ pub struct Narrowed {
 /// it one after the other; a decode step that does so allocates nothing for them.
 #[derive(Debug, Default)]
 pub struct PassMemory {
-    rows: Rows,
+    pub(super) rows: Rows,
     border: Option<Box<dyn Border>>,
 }
 
@@ -110,13 +110,20 @@ impl Model {
         batch: &[SequenceInput],
         memory: &'a mut PassMemory,
     ) -> Result<Pass<'a>> {
-        let (layers, embeddings) = (self.layers.len(), ropes.layers().len());
-        if embeddings != layers {
-            let what = "rotary embeddings, one a layer";
-            return Err(kvcore::Error::Mismatch { what, expected: layers, got: embeddings }.into());
-        }
-        let PassMemory { rows, border } = memory;
-        rows.fill(batch, self.config.vocab_size)?;
+        memory.rows.fill(batch, self.config.vocab_size)?;
+        let (rows, border) = memory.ready(self, device)?;
+        Pass::new(self, device, ropes, rows, border)
+    }
+}
+
+impl PassMemory {
+    /// Returns the rows, with a border for as many.
+    pub(super) fn ready(
+        &mut self,
+        model: &Model,
+        device: &ComputeDevice,
+    ) -> Result<(&mut Rows, &mut dyn Border)> {
+        let Self { rows, border } = self;
         let count = rows.tokens.len();
         if count == 0 {
             return Err(Error::EmptyPrompt);
@@ -126,15 +133,30 @@ impl Model {
         }
         let border = match border {
             Some(kept) => kept,
-            none => none.insert(attention::border(self, device, count)?),
+            none => none.insert(attention::border(model, device, count)?),
         };
-        let x = self.dense.embed(self.embedding.as_ref(), &rows.tokens)?;
-        let border = border.as_mut();
-        Ok(Pass { model: self, device, ropes, rows, border, x, layer: 0, projected: None, flops: 0 })
+        Ok((rows, border.as_mut()))
     }
 }
 
 impl<'a> Pass<'a> {
+    /// Begins a pass over the rows.
+    pub(super) fn new(
+        model: &'a Model,
+        device: &'a ComputeDevice<'a>,
+        ropes: &'a LayerRopes,
+        rows: &'a mut Rows,
+        border: &'a mut dyn Border,
+    ) -> Result<Self> {
+        let (expected, got) = (model.layers.len(), ropes.layers().len());
+        if expected != got {
+            let what = "rotary embeddings, one a layer";
+            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+        }
+        let x = model.dense.embed(model.embedding.as_ref(), &rows.tokens)?;
+        Ok(Self { model, device, ropes, rows, border, x, layer: 0, projected: None, flops: 0 })
+    }
+
     /// Runs the layers before `layer`.
     ///
     /// # Errors
@@ -204,21 +226,29 @@ impl<'a> Pass<'a> {
     /// # Errors
     /// Returns the errors of [`end`](Self::end).
     pub fn end_into(mut self, mut logits: Vec<f32>, observer: &mut dyn Observer) -> Result<Forward> {
-        let (model, dense) = (self.model, self.model.dense.as_ref());
-        while self.layer < model.layers.len() {
-            self.step(observer)?;
-        }
+        self.run_all(observer)?;
         self.rows.release();
-        let rows = self.x.rows();
+        let (model, rows) = (self.model, self.x.rows());
         if rows == 0 {
             return Ok(Forward { logits: None, flops: self.flops });
         }
-        self.device.profiler.span("head", || {
-            let last = model.norm.forward(dense, &self.x)?;
-            dense.read(&model.head.forward(dense, &last)?, &mut logits)
-        })?;
+        self.device.profiler.span("head", || model.dense.read(&self.head()?, &mut logits))?;
         let logits = LogitRows::new(logits, model.config.vocab_size);
         Ok(Forward { flops: self.flops + model.head_flops(rows), logits: Some(logits) })
+    }
+
+    /// Runs the remaining layers.
+    pub(super) fn run_all(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        while self.layer < self.model.layers.len() {
+            self.step(observer)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the logits of the rows that went through all layers.
+    pub(super) fn head(&self) -> Result<Activation> {
+        let dense = self.model.dense.as_ref();
+        self.model.head.forward(dense, &self.model.norm.forward(dense, &self.x)?)
     }
 
     /// Runs the next layer.

@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::{AttendRows, AttendWork, Logits, MergeGroup, QueryRow, Segment, SequenceInput, WriteSlots};
+use kvcore::{
+    AttendRows, AttendWork, Logits, MergeGroup, QueryRow, Segment, SequenceInput, StepInputs, WriteSlots,
+};
 
 use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 /// Refilling reuses the memory where the extents are equal, so that a decode step allocates nothing.
 #[derive(Debug)]
 pub(super) struct Rows {
-    pub(super) tokens: Vec<u32>,
+    pub(super) tokens: Arc<[u32]>,
     /// The positions that keys are rotated to.
     pub(super) positions: Arc<[i64]>,
     pub(super) slots: WriteSlots,
@@ -35,7 +37,7 @@ pub(super) struct Wanted {
 impl Default for Rows {
     fn default() -> Self {
         Self {
-            tokens: Vec::new(),
+            tokens: Arc::default(),
             positions: Arc::default(),
             slots: WriteSlots::default(),
             work: Arc::new(AttendWork::new([], [])),
@@ -60,9 +62,9 @@ impl Rows {
             sequence.check()?;
             check_groups(sequence)?;
         }
-        self.tokens.clear();
-        self.tokens.extend(batch.iter().flat_map(|s| s.tokens.iter().copied()));
-        refill(&mut self.positions, self.tokens.len(), batch.iter().flat_map(SequenceInput::key_positions));
+        let count = batch.iter().map(|s| s.tokens.len()).sum();
+        refill(&mut self.tokens, count, batch.iter().flat_map(|s| s.tokens.iter().copied()));
+        refill(&mut self.positions, count, batch.iter().flat_map(SequenceInput::key_positions));
         self.slots = WriteSlots::concat(batch.iter().map(|s| &s.slots));
         self.logits.clear();
         let mut at = 0;
@@ -108,6 +110,26 @@ impl Rows {
         }
     }
 
+    /// Adds rows of padding up to a number of rows that a graph has, and returns the lists of the rows. The rows hold
+    /// these very lists.
+    pub(super) fn padded(&mut self) -> StepInputs {
+        let step = StepInputs {
+            tokens: Arc::clone(&self.tokens),
+            positions: Arc::clone(&self.positions),
+            slots: self.slots.clone(),
+            work: Arc::clone(&self.work),
+        };
+        let (count, step) = (self.tokens.len(), step.padded());
+        if step.tokens.len() > count {
+            self.logits.push(count..step.tokens.len());
+            self.tokens = Arc::clone(&step.tokens);
+            self.positions = Arc::clone(&step.positions);
+            self.slots = step.slots.clone();
+            self.work = Arc::clone(&step.work);
+        }
+        step
+    }
+
     /// Releases the slots and segments of the batch, so that their owner can refill them in place.
     pub(super) fn release(&mut self) {
         self.slots = WriteSlots::default();
@@ -129,9 +151,14 @@ impl Rows {
         work.batch().iter().map(of).sum()
     }
 
+    /// Returns whether the logits of all rows are wanted.
+    pub(super) fn all_wanted(&self) -> bool {
+        self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
+    }
+
     /// Returns the rows whose logits are wanted, or `None` if these are all rows.
     pub(super) fn wanted(&self, dense: &dyn Dense) -> Result<Option<Wanted>> {
-        if self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len() {
+        if self.all_wanted() {
             return Ok(None);
         }
         let index: Vec<u32> = self.logits.iter().cloned().flatten().map(|row| row as u32).collect();

@@ -5,10 +5,16 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cuda::{CudaBackend, CudaOptions};
-use kvchunk::{Recompute, ReuseCell};
-use kvcore::{Backend, KeyForm};
+use kvchunk::{ContextScaling, Recompute, ReuseCell};
+use kvcore::{
+    Backend, BlockOrder, GraphCounts, KeyForm, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache, RankInfo,
+    SequenceId, SequenceInput, SequenceStart,
+};
 use kvmodel::dense::CudaDense;
-use kvmodel::{Model, ModelConfig, PromptTokens, Request, WeightFormat, Weights};
+use kvmodel::{
+    ComputeDevice, DecodeMemory, Engine, EngineConfig, Model, ModelConfig, Profiler, PromptTokens, Request,
+    WeightFormat, Weights,
+};
 use rstest::rstest;
 
 use crate::common::{Golden, distance, folder, load_model};
@@ -24,11 +30,27 @@ fn opened(device: usize) -> Option<(Arc<CudaBackend>, CudaDense)> {
     Some((backend, dense))
 }
 
+/// A model with latent attention whose layers are all dense, of random weights.
+const LATENT: &str = "latent";
+
 fn on_device(name: &str, dense: CudaDense) -> Model {
+    let latent = name == LATENT;
+    let name = if latent { "deepseek-v3-plain" } else { name };
     let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
-    let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap();
-    let config = ModelConfig::from_json(&config).unwrap();
+    let mut config = ModelConfig::from_json(&if latent { without_experts(&config) } else { config }).unwrap();
+    config.eos.clear();
+    let weights = if latent {
+        Weights::random(3)
+    } else {
+        Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap()
+    };
     Model::with_dense(config, weights, WeightFormat::F32, Arc::new(dense)).unwrap()
+}
+
+fn without_experts(config: &str) -> String {
+    let dense = config.replace("\"first_k_dense_replace\": 1", "\"first_k_dense_replace\": 2");
+    assert!(dense != config && dense.contains("\"num_hidden_layers\": 2"));
+    dense
 }
 
 #[rstest]
@@ -68,4 +90,116 @@ fn models_on_the_device_answer_as_on_the_host(
         let logits: usize = got.iter().flat_map(|g| &g.logits).map(|logits| 4 * logits.len()).sum();
         assert_eq!(crossed.host_read_bytes as usize, logits, "only logits come down");
     }
+}
+
+/// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps ran.
+fn bits(name: &str, device: usize, keys: KeyForm, graphs: usize) -> Option<(Vec<u32>, GraphCounts)> {
+    let (backend, dense) = opened(device)?;
+    let config = EngineConfig { block_size: 4, keys, graphs, ..EngineConfig::default() };
+    let mut engine = Engine::new(on_device(name, dense), backend, b"none", &config).unwrap();
+    let prompt = Golden::load(if name == LATENT { "deepseek-v3-plain" } else { name }).prompt;
+    let scaling = ContextScaling { temperature: 0.9, scale: 1.1 };
+    let chunked = Request {
+        cell: ReuseCell::ALL[2],
+        max_new_tokens: 7,
+        keep_logits: true,
+        ..Request::new(PromptTokens::Chunked(prompt.clone()))
+    };
+    let plain = Request { prompt: PromptTokens::Plain(prompt.flatten()), ..chunked.clone() };
+    let mut bits = Vec::new();
+    for request in [&chunked, &plain, &Request { scaling, ..chunked.clone() }] {
+        let generation = engine.generate(request, &mut ()).unwrap();
+        bits.extend(generation.logits.iter().flatten().map(|x| x.to_bits()));
+    }
+    Some((bits, engine.graph_counts()))
+}
+
+#[rstest]
+fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
+    #[values("llama", "mistral", "qwen2", "qwen3", "llama-dynamic", "deepseek-v3", LATENT)] name: &str,
+    #[values(0, 1)] device: usize,
+    #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
+) {
+    let Some((expected, none)) = bits(name, device, keys, 0) else { return };
+    let (got, counts) = bits(name, device, keys, 4).unwrap();
+    assert!(got == expected, "{name}: {counts:?}");
+    assert_eq!(none, GraphCounts::default(), "without graphs, no step goes through their cache");
+    if name == "deepseek-v3" {
+        assert!(
+            counts.refused > 0 && counts.replayed == 0,
+            "routed experts are chosen on the host: {counts:?}"
+        );
+    } else {
+        assert!(counts.refused == 0 && counts.replayed > 3, "{counts:?}");
+    }
+}
+
+/// Sequences that decode together.
+struct Batch<'a> {
+    model: &'a Model,
+    backend: Arc<CudaBackend>,
+    cache: PagedKvCache,
+    sequences: Vec<SequenceId>,
+    memory: DecodeMemory,
+}
+
+impl<'a> Batch<'a> {
+    fn new(model: &'a Model, backend: &Arc<CudaBackend>, sequences: usize, graphs: usize) -> Self {
+        let shape = model.kv_extents(kvcore::DType::F32).shape(&RankInfo::default(), 64, 4).unwrap();
+        let layout =
+            Arc::new(KvLayout::new(kvcore::KvShape { order: BlockOrder::TokenMajor, ..shape }).unwrap());
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).unwrap();
+        let pool = kvcore::BlockPool::new(0..64).unwrap();
+        let mut cache = PagedKvCache::new(arena, pool).unwrap();
+        let create = |_| cache.create(SequenceStart::default()).unwrap();
+        let sequences = (0..sequences).map(create).collect();
+        let memory = DecodeMemory::new(graphs);
+        Self { model, backend: Arc::clone(backend), cache, sequences, memory }
+    }
+
+    /// Runs a step in which each sequence takes one token. Returns the bits of the logits.
+    fn step(&mut self, stream: &dyn kvcore::Stream, number: u32) -> Vec<u32> {
+        let mut batch = Vec::new();
+        for (&sequence, first) in self.sequences.iter().zip(0u32..) {
+            let at = self.cache.len(sequence).unwrap();
+            let slots = self.cache.grow(sequence, 1).unwrap();
+            let segments: Arc<[_]> = [self.cache.segment(sequence).unwrap()].into();
+            let token = (first * 7 + number * 3) % self.model.config().vocab_size as u32;
+            let input = SequenceInput::new(vec![token], at, at as i64, slots, segments);
+            batch.push(input.with_logits(Logits::Last));
+        }
+        let device = ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream,
+            arena: self.cache.arena(),
+            keys: KeyForm::Rotated,
+            profiler: &Profiler::disabled(),
+        };
+        let ropes = self.model.ropes(32).unwrap();
+        let forward = self.model.decode(&device, &ropes, &batch, &mut self.memory, Vec::new()).unwrap();
+        let logits = forward.logits.unwrap();
+        assert_eq!(logits.rows(), self.sequences.len(), "rows of padding have no logits");
+        for (&sequence, input) in self.sequences.iter().zip(&batch) {
+            self.cache.commit(sequence, &input.tokens).unwrap();
+        }
+        logits.values().iter().map(|x| x.to_bits()).chain([forward.flops as u32]).collect()
+    }
+}
+
+#[rstest]
+fn batches_of_any_size_decode_by_graphs(
+    #[values("llama", LATENT)] name: &str,
+    #[values(1, 3, 5, 11)] sequences: usize,
+    #[values(0, 1)] device: usize,
+) {
+    let Some((backend, dense)) = opened(device) else { return };
+    let (model, stream) = (on_device(name, dense), backend.stream().unwrap());
+    let (mut eager, mut graphs) =
+        (Batch::new(&model, &backend, sequences, 0), Batch::new(&model, &backend, sequences, 2));
+    for number in 0..8 {
+        let expected = eager.step(stream.as_ref(), number);
+        assert!(graphs.step(stream.as_ref(), number) == expected, "step {number}");
+    }
+    let GraphCounts { replayed, refused, .. } = graphs.memory.counts();
+    assert!(refused == 0 && replayed >= 4, "{replayed} replayed, {refused} refused");
 }
