@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
-use kvcore::PoolCounts;
+use kvcore::{GraphCounts, PoolCounts};
 use kvmodel::{CacheReport, Engine, FinishReason, Generation, ProfileReport};
 use serde::Serialize;
 
@@ -27,6 +27,8 @@ pub(crate) struct AnswerJson<'a> {
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
     memory: MemoryJson,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    graphs: Option<GraphsJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sleep: Option<SleepJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -89,6 +91,28 @@ impl fmt::Display for SleepJson {
     }
 }
 
+/// The decode steps of an engine whose backend captures graphs, by the way in which they ran.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(transparent)]
+pub(crate) struct GraphsJson(GraphCounts);
+
+impl GraphsJson {
+    /// Returns the counts; none if no step could be captured.
+    pub(crate) fn of(engine: &Engine) -> Option<Self> {
+        let counts = engine.graph_counts();
+        (counts != GraphCounts::default()).then_some(Self(counts))
+    }
+}
+
+impl fmt::Display for GraphsJson {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GraphCounts { eager, captured, replayed, refused } = self.0;
+        let by_graphs = captured + replayed;
+        write!(f, "{by_graphs} decode steps by {captured} graphs, {eager} kernel by kernel")?;
+        if refused > 0 { write!(f, " ({refused} captures refused)") } else { Ok(()) }
+    }
+}
+
 /// Returns the JSON object of one answer.
 pub(crate) fn answer_json<'a>(
     text: String,
@@ -113,6 +137,7 @@ pub(crate) fn answer_json<'a>(
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),
+        graphs: GraphsJson::of(engine),
         sleep,
         profile: profiler.is_enabled().then(|| profiler.report()),
     }

@@ -64,6 +64,22 @@ fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("cuda", "wgpu"
     }
 }
 
+/// Decode steps of several prompts are replays of one graph.
+#[test]
+fn graphs_give_the_answer_of_single_launches() {
+    let prompt = |name: &str| format!("you answer questions ## alba is red . ## cedo is blue . ## {name} ?");
+    let (ask, warm) = (prompt("cedo"), prompt("alba"));
+    let answer = |graphs: &str| {
+        let run = ["run", "--json", "--backend", "cuda", "--graphs", graphs, "--prompt", &ask];
+        json(&[&run[..], &["--warm", &warm, "--warm", &ask, "--warm", &warm]].concat())
+    };
+    let Some(by_graphs) = answer("4") else { return };
+    let eager = answer("0").unwrap();
+    assert_eq!((&by_graphs["tokens"], &by_graphs["text"]), (&eager["tokens"], &eager["text"]));
+    assert!(by_graphs["graphs"]["replayed"].as_u64() > Some(0), "{}", by_graphs["graphs"]);
+    assert_eq!((&by_graphs["graphs"]["refused"], &eager["graphs"]), (&Value::from(0), &Value::Null));
+}
+
 /// Keys and values of chunks go to the host and come back.
 #[rstest]
 fn chunks_sleep_and_wake_as_on_the_cpu(#[values("cuda", "wgpu")] gpu: &str) {

@@ -14,6 +14,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
+use kvmodel::engine::DEFAULT_GRAPHS;
 
 /// Runs a language model whose documents' keys and values are computed once and reused at any position.
 #[derive(Debug, Parser)]
@@ -226,6 +227,11 @@ pub(crate) struct RunArgs {
     /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
+
+    /// Graphs of decode steps to keep, on a backend that captures them (cuda): a step is then one launch. 0 launches
+    /// every kernel by itself; the answer is the same.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
+    pub(crate) graphs: usize,
 
     /// Show how time was spent.
     #[arg(long)]

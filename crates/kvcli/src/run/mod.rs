@@ -11,7 +11,7 @@ use crate::backend::Opened;
 use crate::error::{Error, Result};
 use crate::memory::MemoryJson;
 use crate::progress::Live;
-use crate::report::{SleepJson, answer_json, ms};
+use crate::report::{GraphsJson, SleepJson, answer_json, ms};
 use crate::{backend, load};
 
 /// Share of the KV memory in which documents are kept, without an option.
@@ -28,6 +28,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         cache: args.cache.into(),
         max_len: args.max_len.unwrap_or_default(),
         kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        graphs: args.graphs,
         profile: args.profile,
         chunks: ChunkCacheConfig {
             hash_algorithm: args.hash.into(),
@@ -138,6 +139,9 @@ fn show(
         ms(generation.total),
     );
     eprintln!("{}", MemoryJson::of(engine));
+    if let Some(graphs) = GraphsJson::of(engine) {
+        eprintln!("{graphs}");
+    }
     if let Some(sleep) = sleep {
         eprintln!("{sleep}");
     }
