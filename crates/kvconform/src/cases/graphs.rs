@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Attend, AttendRows, AttendWork, BlockId, BlockOrder, CopyBlocks, CopyTensor, DType, Error, Graph,
-    GraphCache, GraphKey, GraphRun, KeyForm, KvArena, KvFormat, KvShape, QueryRow, Rope, RopeConfig,
+    Attend, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, CopyBlocks, CopyTensor, DType, Error,
+    Graph, GraphCache, GraphKey, GraphRun, KeyForm, KvArena, KvFormat, KvShape, QueryRow, Rope, RopeConfig,
     RowRotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, TensorView, WritePairs, WriteSlots,
 };
 
@@ -22,18 +22,31 @@ struct Decode<'a> {
     arena: KvArena,
     rope: Arc<Rope>,
     rows: [TensorView; 3],
+    /// Queries in the latent's space, if attention is latent.
+    latent: Option<TensorView>,
     out: TensorView,
     lse: TensorView,
 }
 
 impl<'a> Decode<'a> {
-    fn new(b: &'a Bench, format: KvFormat, (k_dim, v_dim): (usize, usize)) -> Outcome<Self> {
+    fn new(b: &'a Bench, format: KvFormat, dims: (usize, usize)) -> Outcome<Self> {
+        Self::of(b, format, dims, 2)
+    }
+
+    /// Creates the step of a model with latent attention: all heads read one row of each plane.
+    fn latent(b: &'a Bench, format: KvFormat, (k_dim, v_dim): (usize, usize)) -> Outcome<Self> {
+        let queries = numbers(4, ROWS * HEADS * v_dim);
+        let latent = b.upload(DType::F32, &[ROWS, HEADS, v_dim], &queries)?;
+        Ok(Self { latent: Some(latent), ..Self::of(b, format, (k_dim, v_dim), 1)? })
+    }
+
+    fn of(b: &'a Bench, format: KvFormat, (k_dim, v_dim): (usize, usize), kv_heads: usize) -> Outcome<Self> {
         let shape = KvShape {
             num_layers: LAYERS,
             num_blocks: BLOCKS,
             block_size: BLOCK,
-            k_heads: 2,
-            v_heads: 2,
+            k_heads: kv_heads,
+            v_heads: kv_heads,
             k_dim,
             v_dim,
             format,
@@ -49,7 +62,8 @@ impl<'a> Decode<'a> {
             b,
             arena,
             rope: Arc::new(rope),
-            rows: [rows(1, 2, k_dim)?, rows(2, 2, v_dim)?, rows(3, HEADS, k_dim)?],
+            rows: [rows(1, kv_heads, k_dim)?, rows(2, kv_heads, v_dim)?, rows(3, HEADS, k_dim)?],
+            latent: None,
             out: b.tensor(DType::F32, &[ROWS, HEADS, v_dim])?,
             lse: b.tensor(DType::F32, &[ROWS, HEADS])?,
         })
@@ -81,7 +95,11 @@ impl<'a> Decode<'a> {
     fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
         for layer in 0..LAYERS {
             self.b.stream.scatter(&self.scatter(layer, step))?;
-            self.b.stream.attend(&self.attend(layer, step))?;
+            let attend = self.attend(layer, step);
+            match self.latent.clone() {
+                None => self.b.stream.attend(&attend)?,
+                Some(q_latent) => self.b.stream.attend_mla(&AttendMla { attend, q_latent })?,
+            }
         }
         Ok(())
     }
@@ -167,22 +185,35 @@ fn same_bits(what: &str, actual: &[u32], expected: &[u32]) -> Outcome {
 
 pub(super) fn a_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     for (format, dims) in formats(b) {
-        let eager = Decode::new(b, format, dims)?;
-        let mut expected = Vec::new();
-        for (number, step) in steps().iter().enumerate() {
-            eager.write(number)?;
-            eager.enqueue(step)?;
-            expected.push(eager.bits()?);
-        }
-        let replayed = Decode { rope: Arc::clone(&eager.rope), ..Decode::new(b, format, dims)? };
-        let untouched = replayed.bits()?;
-        let graph = replayed.capture(&steps()[1])?;
-        same_bits("what a capture changes", &replayed.bits()?, &untouched)?;
-        for (number, (step, expected)) in steps().iter().zip(&expected).enumerate() {
-            replayed.write(number)?;
-            graph.replay(step)?;
-            same_bits(&format!("replay {number}, {format}"), &replayed.bits()?, expected)?;
-        }
+        replays(&Decode::new(b, format, dims)?, Decode::new(b, format, dims)?)?;
+    }
+    Ok(())
+}
+
+pub(super) fn a_latent_replay_equals_the_eager_step(b: &Bench) -> Outcome {
+    for dims in [(10, 6), (64, 512)] {
+        replays(&Decode::latent(b, b.dtype.into(), dims)?, Decode::latent(b, b.dtype.into(), dims)?)?;
+    }
+    Ok(())
+}
+
+/// Runs all steps eagerly, and as replays of a graph that one of them was captured as.
+fn replays<'a>(eager: &Decode<'a>, replayed: Decode<'a>) -> Outcome {
+    let mut expected = Vec::new();
+    for (number, step) in steps().iter().enumerate() {
+        eager.write(number)?;
+        eager.enqueue(step)?;
+        expected.push(eager.bits()?);
+    }
+    let replayed = Decode { rope: Arc::clone(&eager.rope), ..replayed };
+    let untouched = replayed.bits()?;
+    let graph = replayed.capture(&steps()[1])?;
+    same_bits("what a capture changes", &replayed.bits()?, &untouched)?;
+    let format = replayed.arena.layout().shape().format;
+    for (number, (step, expected)) in steps().iter().zip(&expected).enumerate() {
+        replayed.write(number)?;
+        graph.replay(step)?;
+        same_bits(&format!("replay {number}, {format}"), &replayed.bits()?, expected)?;
     }
     Ok(())
 }

@@ -143,6 +143,7 @@ cases! {
     mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
     mla::wrong_latent_attends_are_refused needs ["attend_mla"],
     graphs::a_replay_equals_the_eager_step needs ["graphs"],
+    graphs::a_latent_replay_equals_the_eager_step needs ["graphs"],
     graphs::replays_follow_each_other_without_a_wait needs ["graphs"],
     graphs::a_cache_captures_what_comes_twice needs ["graphs"],
     graphs::what_cannot_be_captured_is_refused_by_name needs ["graphs"],
