@@ -140,6 +140,21 @@ KV_API CUresult cuMemPoolCreate(CUmemoryPool* result, const CUmemPoolProps* prop
     return CUDA_SUCCESS;
 }
 
+// Copies between devices need no access in the double, so that it is checked and not kept.
+KV_API CUresult cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* access, size_t count) {
+    KV_ENTER(cuMemPoolSetAccess);
+    Call call;
+    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    const auto pool = state().pools.find(handle);
+    if (pool == nullptr || access == nullptr || count == 0) return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < count; i++) {
+        const Device* device = access[i].location.type == 1 ? device_at(access[i].location.id) : nullptr;
+        if (device == nullptr || device == pool->device) return CUDA_ERROR_INVALID_DEVICE;
+        if (access[i].flags != 0 && access[i].flags != 3) return CUDA_ERROR_INVALID_VALUE;
+    }
+    return CUDA_SUCCESS;
+}
+
 // What is allocated lives on; the pool ends with the last of it.
 KV_API CUresult cuMemPoolDestroy(CUmemoryPool handle) {
     KV_ENTER(cuMemPoolDestroy);

@@ -1,11 +1,13 @@
 //! An opened device: its context, what it can do, its health, and what streams and storages share.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUstream};
 use kvcore::{Counters, Error, MemoryKind, Result};
+use parking_lot::Mutex;
 
 use crate::NAME;
 use crate::driver::{self, Bound};
@@ -27,6 +29,8 @@ pub(crate) struct Device {
     pub(crate) setup: CUstream,
     /// The pool of device memory, if the device has pools.
     pub(crate) pool: Option<CUmemoryPool>,
+    /// The devices to whose memory a way was looked for.
+    pub(crate) ways: Mutex<HashSet<i32>>,
     lost: OnceLock<String>,
 }
 
@@ -153,6 +157,7 @@ impl Device {
             modules: Modules::new(kernels),
             setup,
             pool,
+            ways: Mutex::default(),
             lost: OnceLock::new(),
         }))
     }

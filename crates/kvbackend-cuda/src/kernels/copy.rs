@@ -5,6 +5,7 @@ use kvcore::{CopyBlocks, CopyTensor, Error, KvArena, KvPlane, Result, SwapBlocks
 use smallvec::SmallVec;
 
 use super::places::{Items, Region, Side, blocks, bytes_of, unit_log};
+use crate::memory;
 use crate::module::{Kernel, Module};
 use crate::stream::{Launch, Lowering};
 
@@ -180,6 +181,9 @@ pub(super) fn swap_blocks(to: &mut Lowering<'_>, op: &SwapBlocks) -> Result<()> 
 pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> {
     if op.dst.is_empty() {
         return Ok(());
+    }
+    if memory::of(to.device(), op.src.storage()).is_err() {
+        return memory::copy_from_peer(to.device(), to.raw(), op);
     }
     let dtype = op.src.dtype();
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);

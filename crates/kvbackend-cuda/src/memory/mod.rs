@@ -13,8 +13,10 @@ use crate::NAME;
 use crate::device::{self, Device};
 
 mod lent;
+mod peer;
 mod reserved;
 
+pub(crate) use peer::copy_from_peer;
 pub use reserved::CudaReserved;
 
 /// Bytes that the pool keeps for later allocations instead of returning them to the device.

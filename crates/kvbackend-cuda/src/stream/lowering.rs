@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use bytemuck::Pod;
+use cudarc::driver::sys::CUstream;
 use kvcore::{BlockId, MemoryKind, Result, Rope, Storage, WritePairs, WriteSlots};
 use smallvec::SmallVec;
 
@@ -69,6 +70,10 @@ impl<'a> Lowering<'a> {
 
     pub(crate) fn device(&self) -> &Arc<Device> {
         &self.stream.device
+    }
+
+    pub(crate) fn raw(&self) -> CUstream {
+        self.stream.raw
     }
 
     /// Adds a launch. A grid without blocks is left out.

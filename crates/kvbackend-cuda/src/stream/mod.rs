@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent_wait_flags, CUstream};
-use kvcore::{Checked, Counters, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView};
+use kvcore::{
+    Checked, Counters, Error, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream, TensorView,
+};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -245,6 +247,14 @@ impl Stream for CudaStream {
 
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
         memory::of(&self.state.device, storage).map(drop)
+    }
+
+    fn reaches(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        self.owns(storage).or_else(|foreign| {
+            let known = storage.as_any().downcast_ref::<memory::CudaStorage>();
+            let on_a_device = known.is_some_and(|known| known.kind() == MemoryKind::Device);
+            if on_a_device { Ok(()) } else { Err(foreign) }
+        })
     }
 
     fn counters(&self) -> &Counters {

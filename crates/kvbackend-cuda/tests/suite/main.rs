@@ -11,4 +11,5 @@ mod failure;
 mod graphs;
 mod launches;
 mod memory;
+mod peers;
 mod sabotage;

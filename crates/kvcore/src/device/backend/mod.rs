@@ -91,6 +91,16 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns [`Error::ForeignHandle`] for any other storage.
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
+    /// Checks that this stream can copy tensors out of a storage: one that it [owns](Self::owns), or one of another
+    /// device of its backend. Such a copy goes from device to device, and both views are contiguous. The caller orders
+    /// the streams of both devices by events.
+    ///
+    /// # Errors
+    /// Returns [`Error::ForeignHandle`] for any other storage.
+    fn reaches(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        self.owns(storage)
+    }
+
     /// Returns the live counters of the backend.
     fn counters(&self) -> &Counters;
 
@@ -98,11 +108,16 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Checks, launches and counts an operation.
     ///
     /// # Errors
-    /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) and [`launch`](Self::launch), in
-    /// this order. In these cases nothing is enqueued or counted.
+    /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) ([`reaches`](Self::reaches) for the source of a
+    /// copy of a tensor) and [`launch`](Self::launch), in this order. In these cases nothing is enqueued or counted.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         let checked = operation.checked()?;
-        operation.storages().try_for_each(|storage| self.owns(storage))?;
+        match operation {
+            Operation::CopyTensor(copy) => {
+                self.owns(copy.dst.storage()).and_then(|()| self.reaches(copy.src.storage()))
+            }
+            _ => operation.storages().try_for_each(|storage| self.owns(storage)),
+        }?;
         self.launch(checked)?;
         operation.count(self.counters());
         Ok(())

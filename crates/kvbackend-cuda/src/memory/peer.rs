@@ -1,0 +1,60 @@
+//! Copies from device to device.
+
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUstream};
+use kvcore::{CopyTensor, Error, Result, TensorView};
+
+use super::CudaStorage;
+use crate::NAME;
+use crate::device::Device;
+
+/// Enqueues a copy from the memory of another device. `into` is the device of the stream, whose context is current. The
+/// caller holds both storages until the copy is done.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] for views that are not contiguous, and the errors of the device.
+pub(crate) fn copy_from_peer(into: &Arc<Device>, stream: CUstream, op: &CopyTensor) -> Result<()> {
+    let foreign = || Error::ForeignHandle { what: "a storage", backend: NAME };
+    let source = op.src.storage().as_any().downcast_ref::<CudaStorage>().ok_or_else(foreign)?;
+    let address = |view: &TensorView| {
+        if !view.is_contiguous() {
+            let what =
+                "a copy between devices of a view that is not contiguous; copy the view first".to_owned();
+            return Err(Error::Unsupported { backend: NAME, what });
+        }
+        let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
+        Ok(view.storage().address() + range.start as u64)
+    };
+    let (dst, src) = (address(&op.dst)?, address(&op.src)?);
+    open_way(into, &source.device);
+    // SAFETY: the ranges lie in storages that are held until the copy is done, and storages keep their contexts alive.
+    unsafe { result::memcpy_peer_async(into.context, dst, source.device.context, src, op.bytes(), stream) }
+        .map_err(|error| into.refused(error))
+}
+
+/// Opens the direct way to the memory of another device, if there is one. The driver copies by way of the host otherwise,
+/// so that a refusal is no error.
+fn open_way(into: &Device, from: &Device) {
+    if into.context == from.context || !into.ways.lock().insert(from.ordinal) {
+        return;
+    }
+    let mut can = 0;
+    // SAFETY: both are devices of the driver, and `can` is a place for the answer.
+    let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, into.handle, from.handle) };
+    if asked.result().is_err() || can == 0 {
+        return;
+    }
+    // SAFETY: the other context is alive.
+    let _ = unsafe { sys::cuCtxEnablePeerAccess(from.context, 0) };
+    if let Some(pool) = from.pool {
+        // SAFETY: all zeros is a valid value of a plain C struct.
+        let mut access: sys::CUmemAccessDesc = unsafe { std::mem::zeroed() };
+        access.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        access.location.id = into.ordinal;
+        access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        // SAFETY: the pool is alive, because its device is; there is one description.
+        let _ = unsafe { sys::cuMemPoolSetAccess(pool, &raw const access, 1) };
+    }
+}

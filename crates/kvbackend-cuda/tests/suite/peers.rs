@@ -1,0 +1,56 @@
+//! Copies from device to device.
+
+use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, Stream, allocate_tensor};
+
+use crate::common::{download, noise, opened, upload};
+use crate::double::{EAGER, LAZY, alone};
+
+#[test]
+fn tensors_go_from_device_to_device_in_the_order_of_events() {
+    let Some((double, _alone)) = alone() else { return };
+    for (here, there) in [(EAGER, LAZY), (LAZY, EAGER)] {
+        let before = [here, there].map(|device| double.live_bytes(device));
+        let (from, into) = (opened(here).unwrap(), opened(there).unwrap());
+        let (sender, receiver) = (from.stream().unwrap(), into.stream().unwrap());
+        let (first, second) = (noise(1, 5000), noise(2, 5000));
+        let source = upload(from.as_ref(), DType::U8, &[5, 1000], &first);
+        let target = allocate_tensor(into.as_ref(), MemoryKind::Device, DType::U8, &[5, 1000]).unwrap();
+        double.trace(there);
+        for (contents, rows) in [(&first, 0..5), (&second, 2..4)] {
+            let other = upload(from.as_ref(), DType::U8, &[5, 1000], contents);
+            sender.copy_tensor(&CopyTensor { src: other, dst: source.clone() }).unwrap();
+            receiver.wait_for(&sender.record().unwrap()).unwrap();
+            let part = |view: &kvcore::TensorView| view.slice(0, rows.start, rows.end).unwrap();
+            receiver.copy_tensor(&CopyTensor { src: part(&source), dst: part(&target) }).unwrap();
+            // What the sender writes next waits for the copy.
+            sender.wait_for(&receiver.record().unwrap()).unwrap();
+        }
+        let copies = double.trace(there).iter().filter(|line| line[0] == "memcpy_peer").count();
+        assert_eq!(copies, 2, "the double copies from device to device");
+        drop((source, sender));
+        let expected = [&first[..2000], &second[2000..4000], &first[4000..]].concat();
+        assert_eq!(download(receiver.as_ref(), &target), expected, "from device {here} to {there}");
+        drop((target, receiver, from, into));
+        assert_eq!([here, there].map(|device| double.live_bytes(device)), before);
+    }
+}
+
+#[test]
+fn only_whole_tensors_of_devices_cross() {
+    let Some((_, _alone)) = alone() else { return };
+    let (from, into) = (opened(EAGER).unwrap(), opened(LAZY).unwrap());
+    let stream = into.stream().unwrap();
+    let tensor = |backend: &dyn Backend, kind| allocate_tensor(backend, kind, DType::U8, &[4, 4]).unwrap();
+    let (there, here) =
+        (tensor(from.as_ref(), MemoryKind::Device), tensor(into.as_ref(), MemoryKind::Device));
+    let copy = |src: &kvcore::TensorView, dst: &kvcore::TensorView| {
+        stream.copy_tensor(&CopyTensor { src: src.clone(), dst: dst.clone() })
+    };
+    let column = |view: &kvcore::TensorView| view.slice(1, 0, 2).unwrap();
+    assert!(matches!(copy(&column(&there), &column(&here)), Err(Error::Unsupported { .. })));
+    let foreign = |result| matches!(result, Err(Error::ForeignHandle { .. }));
+    assert!(foreign(copy(&here, &there)), "a stream writes memory of its own device only");
+    assert!(foreign(copy(&tensor(from.as_ref(), MemoryKind::Pinned), &here)));
+    copy(&there, &here).unwrap();
+    stream.synchronize().unwrap();
+}
