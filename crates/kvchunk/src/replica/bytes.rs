@@ -3,29 +3,33 @@
 use std::sync::Arc;
 
 use kvcore::{
-    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, Storage, SwapBlocks, TensorView,
-    WritePairs,
+    BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, SwapBlocks,
+    TensorView, WritePairs,
 };
 
 use super::ReplicaDevice;
+use super::parcel::agree;
 use crate::cache::ChunkReservation;
-use crate::error::{Error, Result};
+use crate::error::Result;
+
+/// The name of scales that belong to a whole arena, which must be those of the other replica.
+pub(super) const STATIC_SCALES: &str = "static scales";
 
 /// A buffer of staged blocks. Static scales belong to the whole arena and lie in the device's.
-struct ParcelBuffer<'a> {
+pub(super) struct ParcelBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
-    is_static: bool,
+    pub(super) is_static: bool,
 }
 
 impl ParcelBuffer<'_> {
-    fn view(&self) -> Result<TensorView> {
+    pub(super) fn view(&self) -> Result<TensorView> {
         Ok(TensorView::new(Arc::clone(self.storage), DType::U8, &[self.bytes])?)
     }
 }
 
 /// Returns K, its scales, V and its scales.
-fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<ParcelBuffer<'a>> {
+pub(super) fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<ParcelBuffer<'a>> {
     let layout = staged.layout();
     let k = (staged.k_plane(), device.k_plane(), layout.k_bytes());
     let v = (staged.v_plane(), device.v_plane(), layout.v_bytes());
@@ -47,31 +51,47 @@ impl ReplicaDevice {
         KvShape { num_blocks, ..self.arena.layout().shape().clone() }
     }
 
-    /// Allocates host memory for `num_blocks` blocks.
-    fn staging(&self, num_blocks: usize) -> Result<KvArena> {
+    /// Allocates memory for `num_blocks` blocks.
+    pub(super) fn staging(&self, kind: MemoryKind, num_blocks: usize) -> Result<KvArena> {
         let layout = Arc::new(KvLayout::new(self.shape_of(num_blocks))?);
-        Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
+        Ok(KvArena::allocate(self.backend.as_ref(), kind, layout)?)
+    }
+
+    /// Copies blocks to staged memory, in which they lie one after another.
+    pub(super) fn stage(&self, blocks: &[BlockId], staged: &KvArena) -> Result<()> {
+        let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
+        // The staged copy is the caller's own.
+        let pairs = WritePairs::unchecked(pairs);
+        Ok(self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?)
+    }
+
+    /// Returns the bytes of a buffer. Waits for the stream.
+    pub(super) fn bytes(&self, buffer: &ParcelBuffer<'_>) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; buffer.bytes];
+        self.stream.read(&buffer.view()?, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Fills reserved blocks from staged memory and waits for the stream, since contents that have not arrived must not
+    /// be found.
+    pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
+        let blocks = reservation.block_ids().len();
+        let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
+        self.stream.swap_blocks(&SwapBlocks { src: staged, dst: self.arena.clone(), pairs })?;
+        Ok(self.stream.synchronize()?)
     }
 
     /// Reads the contents of blocks. Waits for the stream.
     pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
-        let staged = self.staging(blocks.len())?;
-        let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
-        // The staged copy is this call's own.
-        let pairs = WritePairs::unchecked(pairs);
-        self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?;
-        let read = |buffer: &ParcelBuffer<'_>| {
-            let mut bytes = vec![0; buffer.bytes];
-            self.stream.read(&buffer.view()?, &mut bytes)?;
-            Ok(bytes)
-        };
-        buffers(&self.arena, &staged).iter().map(read).collect()
+        let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
+        self.stage(blocks, &staged)?;
+        buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
     }
 
-    /// Fills blocks and waits for the stream, since contents that have not arrived must not be found.
+    /// Fills reserved blocks and waits for the stream.
     pub(super) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
         let blocks = reservation.block_ids().len();
-        let staged = self.staging(blocks)?;
+        let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;
         for (buffer, bytes) in targets.iter().zip(contents) {
@@ -80,15 +100,9 @@ impl ReplicaDevice {
                 self.stream.write(&buffer.view()?, bytes)?;
                 continue;
             }
-            let mut own = vec![0; buffer.bytes];
-            self.stream.read(&buffer.view()?, &mut own)?;
-            if own != *bytes {
-                return Err(Error::ReplicaDiffers { what: "static scales" });
-            }
+            agree([(STATIC_SCALES, self.bytes(buffer)? == *bytes)])?;
         }
-        let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
-        self.stream.swap_blocks(&SwapBlocks { src: staged.clone(), dst: self.arena.clone(), pairs })?;
-        Ok(self.stream.synchronize()?)
+        self.fill(staged, reservation)
     }
 }
 

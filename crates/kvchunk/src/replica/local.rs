@@ -5,12 +5,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{ChunkParcel, ReplicaDevice, ReplicaId, ReplicaTransport};
-use crate::cache::{ChunkCacheManager, WeakChunkCache};
+use crate::cache::{ChunkCacheManager, ChunkReservation, WeakChunkCache};
 use crate::error::{Error, Result};
-use crate::hash::ChunkHash;
+use crate::hash::{ChunkHash, ChunkPiece};
 
 /// A replica within this process: threads that have their own cache. A replica that pulls reads the other's
-/// memory itself, through the other's stream.
+/// memory itself, through the other's stream. Between devices of one backend that reach each other the blocks go from
+/// device to device, otherwise through the host.
 ///
 /// # Drop behaviour
 /// A dropped replica gives nothing any more. The other replicas compute the pieces that they would have
@@ -40,6 +41,14 @@ impl LocalReplica {
         self.id
     }
 
+    /// Returns the cache and the memory of another replica.
+    fn served(&self, from: ReplicaId) -> Result<(ChunkCacheManager, ReplicaDevice)> {
+        let served = self.caches.lock().get(from.0 as usize).cloned().flatten();
+        let left = || Error::ReplicaFailed { replica: from, reason: "it has left".to_owned() };
+        let served = served.ok_or_else(left)?;
+        Ok((served.cache.upgrade().ok_or_else(left)?, served.device))
+    }
+
     /// Lets the other replicas pull from `cache`, whose chunks lie in `device`, as long as the cache lives.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
         let served = ServedCache { cache: cache.downgrade(), device: device.clone() };
@@ -61,11 +70,25 @@ impl ReplicaTransport for LocalReplica {
     }
 
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        let served = self.caches.lock().get(from.0 as usize).cloned().flatten();
-        let left = || Error::ReplicaFailed { replica: from, reason: "it has left".to_owned() };
-        let served = served.ok_or_else(left)?;
-        let cache = served.cache.upgrade().ok_or_else(left)?;
-        served.device.pack(&cache, hash)
+        let (cache, device) = self.served(from)?;
+        device.pack(&cache, hash)
+    }
+
+    fn hand_over(
+        &self,
+        from: ReplicaId,
+        piece: &ChunkPiece<'_>,
+        device: &ReplicaDevice,
+        reservation: &ChunkReservation,
+    ) -> Result<bool> {
+        let (cache, giver) = self.served(from)?;
+        if !giver.is_reached_by(device) {
+            return Ok(false);
+        }
+        let (chunk, tokens) =
+            cache.hold_for_replica(&piece.hash()).ok_or(Error::ReplicaLacks { replica: from })?;
+        giver.copy_to(device, &chunk, &tokens, piece, reservation)?;
+        Ok(true)
     }
 }
 

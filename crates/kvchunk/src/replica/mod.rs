@@ -6,7 +6,7 @@
 //!      │ acquire ──► hit, busy, no room: as without replicas
 //!      ▼ reserved
 //!    locate ──► pull from one ──► check ──► write into the reservation ──► store   Hit
-//!      │ nobody       │ gone, damaged, failed: the next one
+//!      │ nobody       │ gone, damaged, failed: the next one     (or, between devices of a process: hand over)
 //!      └──────────────┴──────────────────────────────────────────────────────────► Compute
 //! ```
 //!
@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
 mod bytes;
+mod direct;
 mod give;
 mod local;
 mod lookup;
@@ -61,6 +62,23 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
     /// # Errors
     /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>>;
+
+    /// Fills the reserved blocks from the memory of one replica, without a way through the host, if there is one. Returns
+    /// whether the blocks are filled; if they are not, the chunk is [pulled](Self::pull).
+    ///
+    /// # Errors
+    /// Returns [`Error::ReplicaLacks`] if the replica no longer has the chunk, [`Error::ReplicaDiffers`] if it has
+    /// another one, and the errors of the devices.
+    fn hand_over(
+        &self,
+        from: ReplicaId,
+        piece: &ChunkPiece<'_>,
+        device: &ReplicaDevice,
+        reservation: &ChunkReservation,
+    ) -> Result<bool> {
+        let _ = (from, piece, device, reservation);
+        Ok(false)
+    }
 }
 
 /// The memory that holds a replica's keys and values.
@@ -114,6 +132,9 @@ pub struct ReplicaLink {
 
 impl ReplicaLink {
     fn pull(&self, from: ReplicaId, piece: &ChunkPiece<'_>, reservation: &ChunkReservation) -> Result<()> {
+        if self.transport.hand_over(from, piece, &self.device, reservation)? {
+            return Ok(());
+        }
         let parcel =
             self.transport.pull(from, &piece.hash())?.ok_or(Error::ReplicaLacks { replica: from })?;
         self.device.unpack(&parcel, piece, reservation)

@@ -58,21 +58,26 @@ impl ChunkParcel {
         stored_start: i64,
     ) -> Result<()> {
         let hash = piece.hash();
-        let agreements = [
+        agree([
             ("key", self.key == hash.key),
             ("tokens", *self.tokens == *piece.tokens()),
             ("position of the first key", self.stored_start == stored_start),
             ("shape of blocks", self.shape == device.shape_of(hash.num_blocks)),
             ("form of keys", self.keys == device.keys),
-        ];
-        if let Some((what, _)) = agreements.into_iter().find(|(_, agree)| !agree) {
-            return Err(Error::ReplicaDiffers { what });
-        }
+        ])?;
         if digest(&self.tokens, &self.buffers) == self.digest {
             Ok(())
         } else {
             Err(Error::Damaged("its digest is another one than where it was sent".to_owned()))
         }
+    }
+}
+
+/// Checks that a chunk elsewhere is the one that is asked for, property by property.
+pub(super) fn agree(properties: impl IntoIterator<Item = (&'static str, bool)>) -> Result<()> {
+    match properties.into_iter().find(|(_, agree)| !agree) {
+        None => Ok(()),
+        Some((what, _)) => Err(Error::ReplicaDiffers { what }),
     }
 }
 

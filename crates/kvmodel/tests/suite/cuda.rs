@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cuda::{CudaBackend, CudaOptions};
-use kvchunk::{ContextScaling, Recompute, ReuseCell};
+use kvchunk::{ContextScaling, LocalReplica, Recompute, ReuseCell};
 use kvcore::{
-    Backend, BlockOrder, GraphCounts, KeyForm, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache, RankInfo,
-    SequenceId, SequenceInput, SequenceStart,
+    Backend, BlockOrder, GraphCounts, KeyForm, KvArena, KvFormat, KvLayout, Logits, MemoryKind, PagedKvCache,
+    RankInfo, SequenceId, SequenceInput, SequenceStart,
 };
 use kvmodel::dense::CudaDense;
 use kvmodel::{
@@ -202,4 +202,36 @@ fn batches_of_any_size_decode_by_graphs(
     }
     let GraphCounts { replayed, refused, .. } = graphs.memory.counts();
     assert!(refused == 0 && replayed >= 4, "{replayed} replayed, {refused} refused");
+}
+
+/// Engines on two devices of a process share chunks, which go from device to device.
+#[rstest]
+fn replicas_on_other_devices_hand_their_chunks_over(
+    #[values("bf16", "int8:8", "fp8-e4m3")] kv_format: KvFormat,
+) {
+    let mut engines = Vec::new();
+    for (device, replica) in LocalReplica::group(2).into_iter().enumerate() {
+        let Some((backend, dense)) = opened(device) else { return };
+        let config = EngineConfig { block_size: 4, kv_format, ..EngineConfig::default() };
+        let mut engine = Engine::new(on_device("llama", dense), backend, b"none", &config).unwrap();
+        replica.serve(engine.chunks().unwrap(), &engine.replica_device());
+        engine.join(Arc::new(replica));
+        engines.push(engine);
+    }
+    let request = Request {
+        max_new_tokens: 3,
+        keep_logits: true,
+        ..Request::new(PromptTokens::Chunked(Golden::load("llama").prompt))
+    };
+    engines[0].generate(&request, &mut ()).unwrap();
+    let expected = engines[0].generate(&request, &mut ()).unwrap();
+    let before: Vec<_> = engines.iter().map(|engine| engine.backend().counters()).collect();
+    let got = engines[1].generate(&request, &mut ()).unwrap();
+    let read = |at: usize| engines[at].backend().counters().since(&before[at]).host_read_bytes as usize;
+    let fetched = engines[1].chunks().unwrap().metrics().fetched as usize;
+    assert_eq!((fetched, &got.tokens), (got.chunks.len(), &expected.tokens));
+    assert!(distance(&got.logits.concat(), &expected.logits.concat()) < 1e-5);
+    let logits: usize = got.logits.iter().map(|logits| 4 * logits.len()).sum();
+    let scales = if matches!(kv_format, KvFormat::Fp8 { .. }) { read(0) } else { 0 };
+    assert_eq!((read(0), read(1)), (scales, logits + scales), "no chunk goes through the host");
 }

@@ -1,0 +1,54 @@
+//! Chunks that go from the device of one replica to that of another.
+//!
+//! ```text
+//!   giver's blocks ─► staged there ─── event, copy_tensor ───► staged here ─► reserved blocks
+//! ```
+
+use kvcore::{CopyTensor, MemoryKind};
+
+use super::ReplicaDevice;
+use super::bytes::{STATIC_SCALES, buffers};
+use super::parcel::agree;
+use crate::cache::{ChunkReservation, PieceHold};
+use crate::error::Result;
+use crate::hash::ChunkPiece;
+
+impl ReplicaDevice {
+    /// Returns whether another device copies out of this one's memory. Replicas on one device are no case of it: they
+    /// would share one cache.
+    pub(super) fn is_reached_by(&self, other: &Self) -> bool {
+        let here = self.arena.k_plane();
+        other.stream.owns(here.storage).is_err() && other.stream.reaches(here.storage).is_ok()
+    }
+
+    /// Copies a chunk that lies here into reserved blocks of another device, if it is the requested piece. Waits for the
+    /// other device.
+    pub(super) fn copy_to(
+        &self,
+        other: &Self,
+        chunk: &PieceHold,
+        tokens: &[u32],
+        piece: &ChunkPiece<'_>,
+        reservation: &ChunkReservation,
+    ) -> Result<()> {
+        let (hash, count) = (piece.hash(), chunk.block_ids().len());
+        agree([
+            ("tokens", *tokens == *piece.tokens()),
+            ("position of the first key", chunk.cached_position_start() == reservation.stored_start()),
+            ("shape of blocks", self.shape_of(hash.num_blocks) == other.shape_of(hash.num_blocks)),
+            ("form of keys", self.keys == other.keys),
+        ])?;
+        let there = self.staging(MemoryKind::Device, count)?;
+        let here = other.staging(MemoryKind::Device, count)?;
+        self.stage(chunk.block_ids(), &there)?;
+        other.stream.wait_for(&self.stream.record()?)?;
+        for (from, to) in buffers(&self.arena, &there).iter().zip(&buffers(&other.arena, &here)) {
+            if to.is_static {
+                agree([(STATIC_SCALES, self.bytes(from)? == other.bytes(to)?)])?;
+            } else {
+                other.stream.copy_tensor(&CopyTensor { src: from.view()?, dst: to.view()? })?;
+            }
+        }
+        other.fill(here, reservation)
+    }
+}
