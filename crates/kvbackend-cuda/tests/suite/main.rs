@@ -9,6 +9,7 @@ mod dense;
 mod double;
 mod failure;
 mod graphs;
+mod holds;
 mod launches;
 mod memory;
 mod peers;

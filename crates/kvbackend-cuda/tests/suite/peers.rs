@@ -1,6 +1,6 @@
 //! Copies from device to device.
 
-use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, Stream, allocate_tensor};
+use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, allocate_tensor};
 
 use crate::common::{download, noise, opened, upload};
 use crate::double::{EAGER, LAZY, alone};
