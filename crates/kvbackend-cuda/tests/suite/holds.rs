@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use kvbackend_cuda::CudaBackend;
+use kvbackend_cuda::dense::{DenseSteps, StoredKind};
 use kvcore::{
     ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena,
     KvShape, MemoryKind, QueryRow, Rope, RopeConfig, Segment, Stream, TensorView, allocate_tensor,
@@ -87,6 +88,29 @@ impl Bench {
         };
         let outputs: Vec<_> = calls.iter().map(enqueue).collect();
         outputs.iter().map(|out| download(self.stream.as_ref(), out)).collect()
+    }
+}
+
+#[test]
+fn weights_stay_until_their_products_are_done() {
+    let Some((_, _alone)) = alone() else { return };
+    let bench = Bench::new();
+    let steps = DenseSteps::new(&bench.backend).unwrap();
+    let weight = || steps.weight(StoredKind::F32, 40, DIM, &floats(3, 40 * DIM)).unwrap();
+    // Few rows go through a kernel, many through the library.
+    for rows in [2, 20] {
+        let x = steps.rows(&[rows, DIM]).unwrap();
+        steps.stream().write(&x, &floats(5, rows * DIM)).unwrap();
+        let mut values = [Vec::new(), Vec::new()];
+        let kept = weight();
+        steps.read(&steps.project(&x, &kept, None).unwrap(), &mut values[0]).unwrap();
+        let gone = weight();
+        let product = steps.project(&x, &gone, None).unwrap();
+        drop(gone);
+        // An allocation waits for the frees before it.
+        drop(bench.backend.allocate(MemoryKind::Device, 64).unwrap());
+        steps.read(&product, &mut values[1]).unwrap();
+        assert_eq!(values[0], values[1], "{rows} rows");
     }
 }
 

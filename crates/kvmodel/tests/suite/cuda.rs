@@ -208,9 +208,10 @@ fn batches_of_any_size_decode_by_graphs(
 #[rstest]
 fn replicas_on_other_devices_hand_their_chunks_over(
     #[values("bf16", "int8:8", "fp8-e4m3")] kv_format: KvFormat,
+    #[values([0, 1], [1, 0])] devices: [usize; 2],
 ) {
     let mut engines = Vec::new();
-    for (device, replica) in LocalReplica::group(2).into_iter().enumerate() {
+    for (device, replica) in devices.into_iter().zip(LocalReplica::group(2)) {
         let Some((backend, dense)) = opened(device) else { return };
         let config = EngineConfig { block_size: 4, kv_format, ..EngineConfig::default() };
         let mut engine = Engine::new(on_device("llama", dense), backend, b"none", &config).unwrap();
