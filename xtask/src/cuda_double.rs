@@ -27,8 +27,8 @@ const KERNEL_FLAGS: [&str; 4] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
-/// The names under which the library is looked for: the driver's first, then cuBLAS's.
-const LINKS: [&str; 2] = ["libcuda.so", "libcublas.so"];
+/// The names under which the library is looked for: the driver's, cuBLAS's and NCCL's.
+const LINKS: [&str; 3] = ["libcuda.so", "libcublas.so", "libnccl.so.2"];
 
 /// Options of `cargo xtask cuda-double`.
 #[derive(Args)]

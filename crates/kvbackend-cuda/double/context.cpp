@@ -3,6 +3,7 @@
 
 #include "call.hpp"
 #include "memory.hpp"
+#include "nccl.hpp"
 #include "queue.hpp"
 
 using namespace kvdouble;
@@ -81,6 +82,7 @@ void destroy_context(Device& device, std::unique_lock<std::mutex>& lock) {
         stream->queue.clear();
         destroy_stream(stream);
     }
+    drop_comms(device);
     all.progress.notify_all();
     all.progress.wait(lock, [&] {
         return std::none_of(streams.begin(), streams.end(), [](const auto& stream) { return stream->running; });

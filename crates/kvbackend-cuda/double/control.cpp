@@ -7,6 +7,7 @@
 
 #include "call.hpp"
 #include "memory.hpp"
+#include "nccl.hpp"
 
 namespace kvdouble {
 
@@ -133,6 +134,7 @@ KV_API int kv_double_live_objects(int device) {
     const State& all = state();
     int count = all.streams.count(*found) + all.events.count(*found) + all.modules.count(*found) +
                 all.graphs.count(*found) + all.execs.count(*found) + all.pools.count(*found);
+    count += live_comms(*found);
     if (found->default_pool != nullptr) count--;
     for (const auto& [base, allocation] : memory().live) count += allocation->device == found;
     for (const auto& [base, reservation] : memory().reservations) count += reservation.device == found;

@@ -25,7 +25,7 @@ void kv_double_limit(int device, size_t bytes);
 size_t kv_double_live_bytes(int device);
 
 /* The number of streams, events, modules, graphs, instantiated graphs, pools beyond the default one, allocations,
- * pinned and registered memory, physical memory, reserved ranges and mappings of the device. */
+ * pinned and registered memory, physical memory, reserved ranges, mappings and NCCL handles of the device. */
 int kv_double_live_objects(int device);
 
 /* Writes what was queued since the last call that had room, one line each, and a zero byte:

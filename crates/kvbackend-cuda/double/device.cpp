@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t default_limit = size_t{2} << 30;
 constexpr size_t small_limit = size_t{64} << 20;
-constexpr int default_devices = 3;
+constexpr int default_devices = 4;
 constexpr int max_devices = 16;
 
 int number_of(const char* variable, int otherwise) {

@@ -22,7 +22,8 @@ CUresult wait_for(Stream& stream, uint64_t number, std::unique_lock<std::mutex>&
 // Waits for all work of the device.
 CUresult wait_for_device(Device& device, std::unique_lock<std::mutex>& lock);
 
-// Counts a query of something that is not ready. On a lazy device, every thousandth lets one operation run.
+// Counts a query of something that is not ready. On a lazy device, each one after a thousand lets one
+// operation run.
 void count_query(Stream& stream, unsigned& queries);
 
 // The stream runs what it has and ends then.

@@ -69,7 +69,10 @@ KV_API CUresult cuStreamQuery(CUstream handle) {
     std::shared_ptr<Stream> stream;
     KV_TRY(find_stream(*device, handle, stream));
     KV_TRY(refuse_if_capturing(*stream));
-    if (stream->completed == stream->submitted) return CUDA_SUCCESS;
+    if (stream->completed == stream->submitted) {
+        stream->queries = 0;
+        return CUDA_SUCCESS;
+    }
     count_query(*stream, stream->queries);
     return CUDA_ERROR_NOT_READY;
 }

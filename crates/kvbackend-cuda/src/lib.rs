@@ -28,6 +28,7 @@ mod driver;
 mod kernels;
 mod memory;
 mod module;
+mod nccl;
 mod options;
 mod report;
 mod stream;
@@ -46,6 +47,7 @@ use tables::Tables;
 
 pub use cudarc;
 pub use memory::{CudaReserved, CudaStorage};
+pub use nccl::{NcclCommunicator, NcclId};
 pub use options::{CudaOptions, KernelCode};
 pub use report::{DeviceReport, devices};
 pub use stream::{CudaEvent, CudaStream};

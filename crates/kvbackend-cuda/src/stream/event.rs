@@ -50,6 +50,11 @@ impl CudaEvent {
         self.raw
     }
 
+    /// Returns the stream on which the event was recorded.
+    pub(crate) fn stream(&self) -> &Arc<StreamState> {
+        &self.stream
+    }
+
     pub(super) fn capture(&self) -> u64 {
         self.capture
     }

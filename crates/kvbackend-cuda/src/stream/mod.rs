@@ -224,6 +224,18 @@ impl CudaStream {
 }
 
 impl StreamState {
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Holds memory until the work enqueued so far is done.
+    pub(crate) fn hold(&self, storages: impl Iterator<Item = Arc<dyn Storage>>) -> Result<()> {
+        let _bound = self.device.bind()?;
+        let mut queue = self.queue.lock();
+        storages.for_each(|storage| queue.in_flight.hold(Held::Storage(storage)));
+        queue.in_flight.tidy(self.raw).map_err(|error| self.device.refused(error))
+    }
+
     fn synchronize(&self, queue: &mut Queue) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = unsafe { result::stream::synchronize(self.raw) };

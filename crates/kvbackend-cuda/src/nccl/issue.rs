@@ -1,0 +1,111 @@
+//! Collectives as calls of NCCL.
+
+use std::ffi::{c_int, c_void};
+
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
+use kvcore::{Collective, DType, Error, ReduceOp, Result, TensorView, Transfer};
+
+use super::library::Nccl;
+use crate::NAME;
+
+/// Tensors that are not combined travel as bytes, so that NCCL need not know their element type.
+const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;
+
+/// Returns the address and the bytes of a dense view.
+fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
+    let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
+    Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
+}
+
+/// Returns whether a collective moves nothing. Then no rank calls NCCL.
+pub(super) fn is_empty(collective: Collective<'_>) -> bool {
+    collective.views().iter().all(|view| view.is_empty())
+}
+
+/// Hands a collective to NCCL.
+///
+/// # Safety
+/// The handle is alive. The views are memory that the device of the current context reads and writes, and stay until the
+/// work is done.
+pub(super) unsafe fn collective(
+    nccl: &Nccl,
+    comm: ncclComm_t,
+    stream: CUstream,
+    rank: usize,
+    collective: Collective<'_>,
+) -> Result<()> {
+    match collective {
+        Collective::Broadcast { view, root } => {
+            let (at, bytes) = place(view)?;
+            // SAFETY: `at` is valid for `bytes` bytes, as the caller guarantees.
+            let code = unsafe { (nccl.broadcast)(at, at, bytes, BYTES, root as c_int, comm, stream) };
+            nccl.check("a broadcast", comm, code)
+        }
+        Collective::AllGather { src, dst } => {
+            let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
+            debug_assert_eq!(place(&dst.select(0, rank)?)?.1, bytes);
+            // SAFETY: as above; the destination has a part of `bytes` bytes for each rank.
+            let code = unsafe { (nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
+            nccl.check("an all-gather", comm, code)
+        }
+        Collective::AllReduce { view, op } => {
+            let (dtype, op, (at, _)) = (element(view.dtype())?, operator(op), place(view)?);
+            // SAFETY: as above; the view has so many elements of this type.
+            let code = unsafe { (nccl.all_reduce)(at, at, view.len(), dtype, op, comm, stream) };
+            nccl.check("an all-reduce", comm, code)
+        }
+        Collective::Exchange { sends, receives } => {
+            // SAFETY: each start has its end, also after a refused call.
+            nccl.check("a start of calls", comm, unsafe { (nccl.group_start)() })?;
+            // SAFETY: the caller guarantees the same.
+            let issued = unsafe { exchange(nccl, comm, stream, sends, receives) };
+            // SAFETY: as above.
+            let ended = nccl.check("an exchange", comm, unsafe { (nccl.group_end)() });
+            issued.and(ended)
+        }
+    }
+}
+
+/// # Safety
+/// As for [`collective`].
+unsafe fn exchange(
+    nccl: &Nccl,
+    comm: ncclComm_t,
+    stream: CUstream,
+    sends: &[Transfer<'_>],
+    receives: &[Transfer<'_>],
+) -> Result<()> {
+    let moves = |(view, _): &&Transfer<'_>| !view.is_empty();
+    for (view, to) in sends.iter().filter(moves) {
+        let (at, bytes) = place(view)?;
+        // SAFETY: `at` is valid for `bytes` bytes, as the caller guarantees.
+        let code = unsafe { (nccl.send)(at, bytes, BYTES, *to as c_int, comm, stream) };
+        nccl.check("a send", comm, code)?;
+    }
+    for (view, from) in receives.iter().filter(moves) {
+        let (at, bytes) = place(view)?;
+        // SAFETY: as above.
+        let code = unsafe { (nccl.receive)(at, bytes, BYTES, *from as c_int, comm, stream) };
+        nccl.check("a receive", comm, code)?;
+    }
+    Ok(())
+}
+
+fn element(dtype: DType) -> Result<ncclDataType_t> {
+    Ok(match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::BF16 => ncclDataType_t::ncclBfloat16,
+        DType::I8 => ncclDataType_t::ncclInt8,
+        other => return Err(Error::Unsupported { backend: NAME, what: format!("a reduction of {other}") }),
+    })
+}
+
+fn operator(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+    }
+}

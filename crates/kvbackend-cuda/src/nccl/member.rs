@@ -1,0 +1,174 @@
+//! The place of one rank in its group: NCCL's handle, from joining to leaving.
+//!
+//! ```text
+//!   joining ──► ready ◄──► issuing ──► left      NCCL has nothing to do: finalised and destroyed
+//!      │          │           │
+//!      └──────────┴───────────┴──────► aborted   kernels under way end, destinations are undefined
+//! ```
+
+use std::ffi::c_int;
+use std::mem::offset_of;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t};
+use kvcore::{Collective, Result};
+use parking_lot::Mutex;
+
+use super::id::NcclId;
+use super::issue;
+use super::library::{IN_PROGRESS, Nccl};
+use crate::device::Device;
+
+/// The mark of a filled configuration, and the value of a number that NCCL chooses, as NCCL's header has them.
+const MAGIC: u32 = 0xcafe_beef;
+const CHOSEN: c_int = c_int::MIN;
+
+/// The version whose configuration is filled. Later versions add fields behind it.
+const CONFIGURED: u32 = 21_800;
+
+/// A rank of this process. Calls of NCCL for one rank are made one at a time, and none waits for other ranks.
+pub(super) struct Member {
+    nccl: &'static Nccl,
+    device: Arc<Device>,
+    /// None after the rank has left or aborted.
+    handle: Mutex<Option<Handle>>,
+}
+
+struct Handle(ncclComm_t);
+
+// SAFETY: NCCL's handles may be used from any thread, one at a time, which the lock around them ensures.
+unsafe impl Send for Handle {}
+
+/// Pauses between questions: at first none, so that short waits end at once.
+#[derive(Default)]
+pub(super) struct Pauses(u32);
+
+impl Pauses {
+    pub(super) fn next(&mut self) {
+        const EAGER: u32 = 4000;
+        self.0 += 1;
+        if self.0 < EAGER {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+}
+
+impl Member {
+    /// Begins to join a group. The rank has joined when [`is_ready`](Self::is_ready).
+    pub(super) fn join(
+        nccl: &'static Nccl,
+        device: &Arc<Device>,
+        id: &NcclId,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<Self> {
+        let _bound = device.bind()?;
+        let mut config = config();
+        let mut comm = std::ptr::null_mut();
+        // SAFETY: the places are valid, and the configuration is filled as NCCL's header fills it. The context of the
+        // rank's device is current.
+        let code = unsafe {
+            (nccl.init_rank)(&raw mut comm, ranks as c_int, id.raw(), rank as c_int, &raw mut config)
+        };
+        let member = Self {
+            nccl,
+            device: Arc::clone(device),
+            handle: Mutex::new((!comm.is_null()).then_some(Handle(comm))),
+        };
+        nccl.check("a start of a group", comm, code)?;
+        Ok(member)
+    }
+
+    /// Returns whether NCCL has done on the host what it was asked for; none after the rank has left or aborted.
+    pub(super) fn is_ready(&self) -> Option<Result<bool>> {
+        self.handle.lock().as_ref().map(|handle| self.ready(handle))
+    }
+
+    fn ready(&self, &Handle(comm): &Handle) -> Result<bool> {
+        let mut state = IN_PROGRESS;
+        // SAFETY: the handle is alive, and the place is valid.
+        let code = unsafe { (self.nccl.async_error)(comm, &raw mut state) };
+        self.nccl.check("the state of a group", comm, code)?;
+        self.nccl.check("the group has failed", comm, state)?;
+        Ok(state != IN_PROGRESS)
+    }
+
+    /// Hands a collective to NCCL, which enqueues it on `stream` until [`is_ready`](Self::is_ready); none after the rank
+    /// has left or aborted.
+    ///
+    /// # Safety
+    /// The views are memory of the member's device and of its pinned host memory, and stay until the work is done.
+    pub(super) unsafe fn issue(
+        &self,
+        collective: Collective<'_>,
+        rank: usize,
+        stream: CUstream,
+    ) -> Option<Result<()>> {
+        let handle = self.handle.lock();
+        let &Handle(comm) = handle.as_ref()?;
+        Some(self.device.bind().and_then(|_bound| {
+            // SAFETY: the handle is alive; the caller guarantees the memory.
+            unsafe { issue::collective(self.nccl, comm, stream, rank, collective) }
+        }))
+    }
+
+    /// Ends the work of the rank, for good.
+    pub(super) fn abort(&self) {
+        let handle = self.handle.lock().take();
+        if let Some(handle) = handle {
+            self.abort_taken(&handle);
+        }
+    }
+
+    fn abort_taken(&self, &Handle(comm): &Handle) {
+        // NCCL ends also what a lost device has left of it.
+        let _bound = self.device.bind();
+        // SAFETY: the handle was taken from its place, so that nothing else uses it.
+        let _ = unsafe { (self.nccl.abort)(comm) };
+    }
+
+    /// Leaves the group. May wait for ranks of the same machine, which NCCL wants to leave together.
+    pub(super) fn leave(&self, limit: Duration) {
+        let handle = self.handle.lock().take();
+        let Some(handle) = handle else { return };
+        let Handle(comm) = handle;
+        let Ok(_bound) = self.device.bind() else { return self.abort_taken(&handle) };
+        // SAFETY: the handle was taken from its place, so that nothing else uses it.
+        let code = unsafe { (self.nccl.finalize)(comm) };
+        let mut left = self.nccl.check("the end of a group", comm, code).map(|()| false);
+        let (since, mut pauses) = (Instant::now(), Pauses::default());
+        while left == Ok(false) && since.elapsed() < limit {
+            pauses.next();
+            left = self.ready(&handle);
+        }
+        if left == Ok(true) {
+            // SAFETY: as above.
+            let _ = unsafe { (self.nccl.destroy)(comm) };
+        } else {
+            self.abort_taken(&handle);
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// Returns a configuration under which no call waits for other ranks.
+fn config() -> ncclConfig_t {
+    // SAFETY: all zeros is a valid value of a plain C struct. NCCL reads the fields that `size` covers.
+    let mut config: ncclConfig_t = unsafe { std::mem::zeroed() };
+    config.size = offset_of!(ncclConfig_t, trafficClass);
+    config.magic = MAGIC;
+    config.version = CONFIGURED;
+    config.blocking = 0;
+    (config.cgaClusterSize, config.minCTAs, config.maxCTAs, config.splitShare) =
+        (CHOSEN, CHOSEN, CHOSEN, CHOSEN);
+    config
+}

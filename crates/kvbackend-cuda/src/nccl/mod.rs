@@ -1,0 +1,268 @@
+//! Collectives among devices, through NCCL, which is loaded at run time.
+//!
+//! ```text
+//!   caller's stream   … work ──► event            wait ──► work …      and the memory is held until here
+//!                                  │                ▲
+//!   group's stream               wait ──► NCCL ──► event
+//! ```
+//!
+//! NCCL is asked in a way that no call of the host waits for other ranks: it works on in the background, and the rank
+//! polls its state until the time-out ([`member`], [`group`]).
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvcore::{CheckedCollective, Collective, Communicator, Error, Event, Result, Stream};
+use parking_lot::Mutex;
+
+mod call;
+mod group;
+mod id;
+mod issue;
+mod library;
+mod member;
+
+use call::Call;
+use group::Group;
+pub use id::NcclId;
+use library::library;
+use member::Member;
+
+use crate::device::Device;
+use crate::stream::capture;
+use crate::stream::{CudaEvent, CudaStream, StreamState};
+use crate::{CudaBackend, NAME};
+
+/// A rank of a group of NVIDIA GPUs, through NCCL. Each rank has a device of its own.
+///
+/// A call enqueues the collective and returns; the first one between two ranks may wait for the other rank. Waits end at
+/// the time-out, which is final for the group. Other ranks of this process learn of a failure at once, ranks of other
+/// processes by their time-out. Lists of calls that differ among ranks are not noticed: a group may then time out, or
+/// read and write other bytes than its callers meant.
+///
+/// A read, a wait or the end of a stream that follows a collective waits without limit for ranks that never come:
+/// [`wait`](Communicator::wait) before it. Work in a captured graph is refused.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvbackend_cuda::{CudaBackend, NcclCommunicator};
+/// use kvcore::{Backend, Communicator, DType, MemoryKind, ReduceOp, allocate_tensor};
+///
+/// # if let Err(reason) = CudaBackend::new().and_then(|backend| NcclCommunicator::group(&[backend], Duration::from_secs(60))) {
+/// #     return Ok(kvconform::skip(reason));
+/// # }
+/// let backend = CudaBackend::new()?;
+/// let group = NcclCommunicator::group(&[backend.clone()], Duration::from_secs(60))?;
+/// let stream = backend.stream()?;
+/// let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::I8, &[2])?;
+/// stream.write(&view, &[3, 4])?;
+/// for rank in &group {
+///     rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum)?; // on a group of more ranks, each in its thread
+///     rank.wait(stream.as_ref())?;
+/// }
+/// let mut sums = [0; 2];
+/// stream.read(&view, &mut sums)?;
+/// assert_eq!(sums, [3, 4]);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
+/// # Drop behaviour
+/// The rank leaves. A collective of this rank that is not done fails the group. The last rank of the process waits up to
+/// a second for NCCL to end.
+pub struct NcclCommunicator {
+    rank: usize,
+    ranks: usize,
+    group: Arc<Group>,
+    /// Place among the members of the group in this process.
+    place: usize,
+    device: Arc<Device>,
+    /// The stream on which NCCL works.
+    stream: CudaStream,
+    /// The newest collective, locked while one is issued: a rank takes part in one at a time.
+    newest: Mutex<Option<(Call, Arc<dyn Event>)>>,
+}
+
+impl fmt::Debug for NcclCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclCommunicator(rank {} of {} on {:?})", self.rank, self.ranks, self.device)
+    }
+}
+
+impl NcclCommunicator {
+    /// Joins a group of `ranks` ranks as rank `rank`, with the streams of a backend. Waits for the other ranks, no longer
+    /// than `limit`, which is also the time-out of collectives.
+    ///
+    /// # Errors
+    /// - Returns [`Error::NoDevice`] if NCCL is missing or too old; the error says what to install.
+    /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if NCCL refuses, for
+    ///   example two ranks on one device.
+    pub fn new(
+        backend: &CudaBackend,
+        id: &NcclId,
+        rank: usize,
+        ranks: usize,
+        limit: Duration,
+    ) -> Result<Self> {
+        let nccl = library()?;
+        if rank >= ranks {
+            return Err(Error::OutOfRange { what: "rank", value: rank as i128, limit: ranks as i128 });
+        }
+        let stream = CudaStream::new(&backend.device, &backend.tables)?;
+        let member = Member::join(nccl, &backend.device, id, rank, ranks)?;
+        let group = Group::new(vec![(rank, member)], limit)?;
+        Ok(Self::over(group, 0, rank, ranks, &backend.device, stream))
+    }
+
+    /// Creates a group of one rank for each backend, in order, all of them in this process. Each rank is for a thread of
+    /// its own.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`] for two
+    /// backends on one device.
+    pub fn group(backends: &[Arc<CudaBackend>], limit: Duration) -> Result<Vec<Self>> {
+        let (nccl, ranks) = (library()?, backends.len());
+        if ranks == 0 {
+            return Err(Error::Zero { what: "number of ranks" });
+        }
+        for (rank, backend) in backends.iter().enumerate() {
+            let ordinal = backend.device.ordinal;
+            if backends[..rank].iter().any(|other| other.device.ordinal == ordinal) {
+                let what = format!("two ranks on device {ordinal}; take a device for each rank");
+                return Err(Error::Unsupported { backend: NAME, what });
+            }
+        }
+        let streams: Vec<CudaStream> = backends
+            .iter()
+            .map(|backend| CudaStream::new(&backend.device, &backend.tables))
+            .collect::<Result<_>>()?;
+        let id = NcclId::new()?;
+        // The ranks of one thread join together.
+        // SAFETY: the start has its end, also after a refused call.
+        nccl.check("a start of calls", std::ptr::null_mut(), unsafe { (nccl.group_start)() })?;
+        let joined: Vec<Result<Member>> = backends
+            .iter()
+            .enumerate()
+            .map(|(rank, backend)| Member::join(nccl, &backend.device, &id, rank, ranks))
+            .collect();
+        // SAFETY: as above.
+        let ended = nccl.check("a start of a group", std::ptr::null_mut(), unsafe { (nccl.group_end)() });
+        let members: Vec<Member> = joined.into_iter().collect::<Result<_>>()?;
+        ended?;
+        let group = Group::new(members.into_iter().enumerate().collect(), limit)?;
+        let rank = |(rank, (backend, stream)): (usize, (&Arc<CudaBackend>, CudaStream))| {
+            Self::over(Arc::clone(&group), rank, rank, ranks, &backend.device, stream)
+        };
+        Ok(backends.iter().zip(streams).enumerate().map(rank).collect())
+    }
+
+    fn over(
+        group: Arc<Group>,
+        place: usize,
+        rank: usize,
+        ranks: usize,
+        device: &Arc<Device>,
+        stream: CudaStream,
+    ) -> Self {
+        let (device, newest) = (Arc::clone(device), Mutex::default());
+        Self { rank, ranks, group, place, device, stream, newest }
+    }
+
+    /// Enqueues a collective between an event of the caller's stream and one of the group's.
+    fn enqueue(
+        &self,
+        stream: &dyn Stream,
+        before: &Arc<dyn Event>,
+        caller: &StreamState,
+        collective: Collective<'_>,
+    ) -> Result<Arc<dyn Event>> {
+        self.stream.wait_for(before)?;
+        // SAFETY: `Communicator::run` has asked whether the stream owns the views. They are held below, or the group's
+        // stream is waited for.
+        let issued = unsafe { self.group.member(self.place).issue(collective, self.rank, self.stream.raw()) };
+        issued.ok_or_else(|| self.group.gone(self.place))??;
+        // Only then the work is on the group's stream.
+        self.group.settle(self.place, Call::of(collective))?;
+        let done = self.stream.record()?;
+        stream.wait_for(&done)?;
+        let views = collective.views();
+        caller.hold(views.iter().map(|view| Arc::clone(view.storage())))?;
+        Ok(done)
+    }
+}
+
+impl Communicator for NcclCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
+        let mut newest = self.newest.lock();
+        self.check()?;
+        let collective = collective.collective();
+        let before = stream.record()?;
+        let event = cuda(&before)?;
+        capture::outside(event.stream(), "a collective")?;
+        if !Arc::ptr_eq(event.stream().device(), &self.device) {
+            return Err(Error::ForeignHandle { what: "a stream of another device", backend: NAME });
+        }
+        if issue::is_empty(collective) {
+            return Ok(());
+        }
+        match self.enqueue(stream, &before, event.stream(), collective) {
+            Ok(done) => {
+                *newest = Some((Call::of(collective), done));
+                Ok(())
+            }
+            Err(error) => {
+                // The other ranks learn that this rank ended the work. They keep an earlier failure.
+                self.abort();
+                // What NCCL has enqueued ends now, and nothing holds its memory.
+                let _ = self.stream.synchronize();
+                Err(error)
+            }
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        self.group.check(self.place)
+    }
+
+    fn wait(&self, stream: &dyn Stream) -> Result<()> {
+        self.check()?;
+        let event = stream.record()?;
+        capture::outside(cuda(&event)?.stream(), "a wait of the host")?;
+        let newest = self.newest.lock().as_ref().filter(|(_, done)| !done.is_done()).map(|(call, _)| *call);
+        self.group.poll(self.place, newest.unwrap_or(Call::Wait), || {
+            Ok(event.is_done() || self.group.check(self.place).map(|()| false)?)
+        })?;
+        // The work is done, so that this only says how it ended, and lets go of its memory.
+        stream.synchronize().inspect_err(|_| self.abort())?;
+        self.check()
+    }
+
+    fn abort(&self) {
+        self.group.fail(Error::RankAborted(self.rank));
+    }
+}
+
+impl Drop for NcclCommunicator {
+    fn drop(&mut self) {
+        let newest = self.newest.get_mut().take();
+        if newest.is_some_and(|(_, done)| !done.is_done()) {
+            self.group.fail(Error::RankLeft(self.rank));
+        }
+        self.group.leave(self.place);
+    }
+}
+
+/// Returns the event behind a handle of this backend.
+fn cuda(event: &Arc<dyn Event>) -> Result<&CudaEvent> {
+    let known = event.as_any().downcast_ref::<CudaEvent>();
+    known.ok_or(Error::ForeignHandle { what: "a stream", backend: NAME })
+}
