@@ -169,6 +169,15 @@ impl NcclCommunicator {
         Self { rank, ranks, group, place, device, stream, newest }
     }
 
+    /// Records an event of the caller's stream. A device that is lost has failed its group.
+    fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
+        stream.record().inspect_err(|error| {
+            if matches!(error, Error::DeviceLost { .. }) {
+                self.abort();
+            }
+        })
+    }
+
     /// Enqueues a collective between an event of the caller's stream and one of the group's.
     fn enqueue(
         &self,
@@ -205,7 +214,7 @@ impl Communicator for NcclCommunicator {
         let mut newest = self.newest.lock();
         self.check()?;
         let collective = collective.collective();
-        let before = stream.record()?;
+        let before = self.record(stream)?;
         let event = cuda(&before)?;
         capture::outside(event.stream(), "a collective")?;
         if !Arc::ptr_eq(event.stream().device(), &self.device) {
@@ -235,7 +244,7 @@ impl Communicator for NcclCommunicator {
 
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
-        let event = stream.record()?;
+        let event = self.record(stream)?;
         capture::outside(cuda(&event)?.stream(), "a wait of the host")?;
         let newest = self.newest.lock().as_ref().filter(|(_, done)| !done.is_done()).map(|(call, _)| *call);
         self.group.poll(self.place, newest.unwrap_or(Call::Wait), || {

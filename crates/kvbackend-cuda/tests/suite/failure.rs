@@ -78,7 +78,7 @@ fn pinned_memory_that_the_system_refuses_is_an_allocation_error() {
 }
 
 /// Returns a stream and a copy of memory that is freed behind the back of its storage.
-fn copy_of_freed_memory(backend: &Arc<kvbackend_cuda::CudaBackend>) -> CopyTensor {
+pub(crate) fn copy_of_freed_memory(backend: &Arc<kvbackend_cuda::CudaBackend>) -> CopyTensor {
     let owned = backend.allocate(MemoryKind::Device, 4096).unwrap();
     // SAFETY: the memory is freed below, which is what the test is about: the device faults, the process does not.
     let lent = unsafe { backend.lent(owned.address(), 4096, Arc::new(())) }.unwrap();

@@ -12,5 +12,6 @@ mod graphs;
 mod holds;
 mod launches;
 mod memory;
+mod nccl;
 mod peers;
 mod sabotage;
