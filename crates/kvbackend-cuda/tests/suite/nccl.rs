@@ -404,7 +404,7 @@ fn every_call_of_nccl_that_is_refused_is_an_error_and_nothing_is_held() {
         let group = NcclCommunicator::group(&backends, LONG)?;
         let ranks = group.into_iter().zip(&backends).map(|(of, backend)| Rank::new(of, backend));
         let ranks = ranks.collect::<Result<Vec<_>>>()?;
-        let call = |r: &Rank| {
+        let calls = |r: &Rank| {
             let (stream, other) = (r.stream.as_ref(), 1 - r.of.rank());
             let all = allocate_tensor(r.backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 8])?;
             r.of.broadcast(stream, &r.view, 1)?;
@@ -412,6 +412,8 @@ fn every_call_of_nccl_that_is_refused_is_an_error_and_nothing_is_held() {
             r.of.exchange(stream, &[(&r.view, other)], &[(&all.select(0, 0)?, other)])?;
             r.sum_and_wait()
         };
+        // For a refused call the others wait, until somebody says that it does not come again.
+        let call = |r: &Rank| calls(r).inspect_err(|_| r.of.abort());
         on_all(&ranks, call).into_iter().collect()
     };
     let mut seen = 0;
