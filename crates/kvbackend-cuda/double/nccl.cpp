@@ -68,7 +68,7 @@ struct Asked {
 struct Opened {
     int depth = 0;
     NcclResult error = NCCL_SUCCESS;
-    bool joins = false;
+    std::vector<std::pair<NcclComm**, NcclComm*>> joins;  // Handles that the end of the group gives out.
     std::vector<Asked> asked;
 };
 thread_local Opened opened;
@@ -424,9 +424,12 @@ KV_API NcclResult ncclCommInitRankConfig(NcclComm** result, int count, NcclUniqu
     comm->questions = questions_until_issued;
     ranks().live[comm.get()] = comm;
     join(comm, static_cast<size_t>(count));
+    if (opened.depth > 0) {
+        opened.joins.emplace_back(result, comm.get());
+        return NCCL_SUCCESS;
+    }
     *result = comm.get();
-    if (opened.depth > 0) opened.joins = true;
-    return opened.depth > 0 ? NCCL_SUCCESS : NCCL_IN_PROGRESS;
+    return NCCL_IN_PROGRESS;
 }
 
 // What was asked for goes on its way while the state is asked for.
@@ -485,18 +488,28 @@ KV_API NcclResult ncclGroupStart() {
     return NCCL_SUCCESS;
 }
 
+// A refused end leaves no group open and no handle.
 KV_API NcclResult ncclGroupEnd() {
-    KV_ENTER(ncclGroupEnd);
+    CUresult refused = CUDA_SUCCESS;
+    const bool is_planned = planned("ncclGroupEnd", refused);
     Call call;
+    if (is_planned) {
+        for (const auto& [place, comm] : opened.joins) {
+            if (const auto known = find(comm)) forget(known, comm);
+        }
+        opened = Opened{};
+        return refused;
+    }
     if (opened.depth == 0) return warn(NCCL_INVALID_USAGE, "ncclGroupEnd without a start");
     if (--opened.depth > 0) return NCCL_SUCCESS;
     const Opened all = opened;
     opened = Opened{};
+    for (const auto& [place, comm] : all.joins) *place = comm;
     if (all.error != NCCL_SUCCESS) return all.error;
     for (const Asked& asked : all.asked) {
         ask(asked.comm, asked.stream, [comm = asked.comm, transfers = asked.transfers] { return exchange(comm, transfers); });
     }
-    return all.joins || !all.asked.empty() ? NCCL_IN_PROGRESS : NCCL_SUCCESS;
+    return !all.joins.empty() || !all.asked.empty() ? NCCL_IN_PROGRESS : NCCL_SUCCESS;
 }
 
 KV_API NcclResult ncclBroadcast(const void* from, void* to, size_t count, int type, int root, NcclComm* handle,

@@ -23,6 +23,7 @@ const BUILT: &[Built] = &[
     Built { name: "kvc", kind: "bin", of: "kvcli" },
     Built { name: "conform", kind: "example", of: "kvconform" },
     Built { name: "suite", kind: "test", of: "kvbackend-cuda" },
+    Built { name: "collectives", kind: "test", of: "kvconform" },
     Built { name: "kernels_on_cuda", kind: "bench", of: "kvbench" },
     Built { name: "kernels_on_wgpu", kind: "bench", of: "kvbench" },
 ];

@@ -9,10 +9,11 @@
 use std::ffi::c_int;
 use std::mem::offset_of;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
-use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t};
+use cudarc::nccl::sys::{ncclComm, ncclComm_t, ncclConfig_t};
 use kvcore::{Collective, Result};
 use parking_lot::Mutex;
 
@@ -36,10 +37,15 @@ pub(super) struct Member {
     handle: Mutex<Option<Handle>>,
 }
 
-struct Handle(ncclComm_t);
+/// The place of NCCL's handle, which NCCL may fill in the background, and does not move before that.
+struct Handle(Box<AtomicPtr<ncclComm>>);
 
-// SAFETY: NCCL's handles may be used from any thread, one at a time, which the lock around them ensures.
-unsafe impl Send for Handle {}
+impl Handle {
+    /// Returns NCCL's handle, or null while NCCL has not made it.
+    fn comm(&self) -> ncclComm_t {
+        self.0.load(Ordering::Acquire)
+    }
+}
 
 /// Pauses between questions: at first none, so that short waits end at once.
 #[derive(Default)]
@@ -68,19 +74,15 @@ impl Member {
     ) -> Result<Self> {
         let _bound = device.bind()?;
         let mut config = config();
-        let mut comm = std::ptr::null_mut();
+        let handle = Handle(Box::default());
         // SAFETY: the places are valid, and the configuration is filled as NCCL's header fills it. The context of the
         // rank's device is current.
         let code = unsafe {
-            (nccl.init_rank)(&raw mut comm, ranks as c_int, id.raw(), rank as c_int, &raw mut config)
+            (nccl.init_rank)(handle.0.as_ptr(), ranks as c_int, id.raw(), rank as c_int, &raw mut config)
         };
-        let member = Self {
-            nccl,
-            device: Arc::clone(device),
-            handle: Mutex::new((!comm.is_null()).then_some(Handle(comm))),
-        };
-        nccl.check("a start of a group", comm, code)?;
-        Ok(member)
+        let refused = nccl.check("a start of a group", handle.comm(), code);
+        let member = Self { nccl, device: Arc::clone(device), handle: Mutex::new(Some(handle)) };
+        refused.map(|()| member)
     }
 
     /// Returns whether NCCL has done on the host what it was asked for; none after the rank has left or aborted.
@@ -88,7 +90,11 @@ impl Member {
         self.handle.lock().as_ref().map(|handle| self.ready(handle))
     }
 
-    fn ready(&self, &Handle(comm): &Handle) -> Result<bool> {
+    fn ready(&self, handle: &Handle) -> Result<bool> {
+        let comm = handle.comm();
+        if comm.is_null() {
+            return Ok(false);
+        }
         let mut state = IN_PROGRESS;
         // SAFETY: the handle is alive, and the place is valid.
         let code = unsafe { (self.nccl.async_error)(comm, &raw mut state) };
@@ -109,7 +115,7 @@ impl Member {
         stream: CUstream,
     ) -> Option<Result<()>> {
         let handle = self.handle.lock();
-        let &Handle(comm) = handle.as_ref()?;
+        let comm = handle.as_ref()?.comm();
         Some(self.device.bind().and_then(|_bound| {
             // SAFETY: the handle is alive; the caller guarantees the memory.
             unsafe { issue::collective(self.nccl, comm, stream, rank, collective) }
@@ -120,11 +126,16 @@ impl Member {
     pub(super) fn abort(&self) {
         let handle = self.handle.lock().take();
         if let Some(handle) = handle {
-            self.abort_taken(&handle);
+            self.abort_taken(handle);
         }
     }
 
-    fn abort_taken(&self, &Handle(comm): &Handle) {
+    fn abort_taken(&self, handle: Handle) {
+        let comm = handle.comm();
+        if comm.is_null() {
+            // NCCL may fill the place yet.
+            return std::mem::forget(handle);
+        }
         // NCCL ends also what a lost device has left of it.
         let _bound = self.device.bind();
         // SAFETY: the handle was taken from its place, so that nothing else uses it.
@@ -135,8 +146,8 @@ impl Member {
     pub(super) fn leave(&self, limit: Duration) {
         let handle = self.handle.lock().take();
         let Some(handle) = handle else { return };
-        let Handle(comm) = handle;
-        let Ok(_bound) = self.device.bind() else { return self.abort_taken(&handle) };
+        let comm = handle.comm();
+        let Ok(_bound) = self.device.bind() else { return self.abort_taken(handle) };
         // SAFETY: the handle was taken from its place, so that nothing else uses it.
         let code = unsafe { (self.nccl.finalize)(comm) };
         let mut left = self.nccl.check("the end of a group", comm, code).map(|()| false);
@@ -149,7 +160,7 @@ impl Member {
             // SAFETY: as above.
             let _ = unsafe { (self.nccl.destroy)(comm) };
         } else {
-            self.abort_taken(&handle);
+            self.abort_taken(handle);
         }
     }
 }
