@@ -5,8 +5,8 @@
 // compiled with KV_DOUBLE and with checks of alignment and bounds, which make faults of what a device would trap on.
 //
 // Device 0 runs work at once. Device 1 runs nothing before the host waits, and then only what the wait needs; after a
-// thousand queries of something that is not ready it runs one more operation. Device 2 is like device 0 with 64 MiB,
-// and device 3 is like device 0. KV_DOUBLE_DEVICES sets their number, KV_DOUBLE_DRIVER the version of the driver
+// thousand queries of something that is not ready, each further one runs one operation. Device 2 is like device 0 with
+// 64 MiB, and device 3 is like device 0. KV_DOUBLE_DEVICES sets their number, KV_DOUBLE_DRIVER the version of the driver
 // (13000), and KV_DOUBLE_NCCL that of NCCL (22800).
 //
 // Not modelled:

@@ -231,9 +231,11 @@ impl Communicator for NcclCommunicator {
             Err(error) => {
                 // The other ranks learn that this rank ended the work. They keep an earlier failure.
                 self.abort();
-                // What NCCL has enqueued ends now, and nothing holds its memory.
-                let _ = self.stream.synchronize();
-                Err(error)
+                // What NCCL has enqueued ends now, and nothing holds its memory. NCCL has no word for a lost device.
+                match self.stream.synchronize() {
+                    Err(lost @ Error::DeviceLost { .. }) => Err(lost),
+                    _ => Err(error),
+                }
             }
         }
     }

@@ -349,6 +349,8 @@ fn a_capture_refuses_collectives_by_name() {
 fn a_rank_that_leaves_keeps_nobody_waiting_and_nothing_is_held() {
     let Some((double, _alone)) = alone() else { return };
     let left = || [EAGER, LAZY, SMALL].map(|device| (double.live_bytes(device), double.live_objects(device)));
+    // With the devices goes all that is on them.
+    let _open = [EAGER, LAZY, SMALL].map(opened);
     let before = left();
     // One after the other, by one thread.
     let ranks = group(&[EAGER, LAZY, SMALL], LONG).unwrap();

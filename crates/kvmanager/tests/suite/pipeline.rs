@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use kvbackend_cpu::{CpuBackend, Execution, ThreadCommunicator};
+use kvbackend_cuda::{CudaBackend, CudaOptions, NcclCommunicator};
 use kvcore::{
     Backend, BlockOrder, Communicator, DType, Error as CoreError, KvArena, KvFormat, KvLayout, KvShape,
     MemoryKind, Storage, Stream, TensorView, allocate_tensor,
@@ -21,14 +22,17 @@ const V_DIM: usize = 2;
 
 /// The memory and a stream of one rank.
 struct Rank {
-    backend: Arc<CpuBackend>,
+    backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
     order: BlockOrder,
 }
 
 impl Rank {
     fn new(execution: Execution, order: BlockOrder) -> Self {
-        let backend = CpuBackend::with_execution(execution);
+        Self::on(CpuBackend::with_execution(execution), order)
+    }
+
+    fn on(backend: Arc<dyn Backend>, order: BlockOrder) -> Self {
         let stream = backend.stream().unwrap();
         Self { backend, stream, order }
     }
@@ -151,15 +155,19 @@ fn stage(rank: &Rank, communicator: &dyn Communicator, plan: &PrefillPlan) -> Pi
 /// Runs all stages of a plan, each in a thread with a backend of its own.
 fn all_stages(plan: &PrefillPlan, execution: Execution, order: BlockOrder) -> Vec<(Rank, PieceMerger)> {
     let group = ThreadCommunicator::group(plan.num_stages(), Duration::from_secs(60)).unwrap();
+    run_stages(plan, group.into_iter().map(|of| (of, Rank::new(execution, order))).collect())
+}
+
+/// Runs all stages of a plan, each in a thread.
+fn run_stages<C: Communicator>(plan: &PrefillPlan, ranks: Vec<(C, Rank)>) -> Vec<(Rank, PieceMerger)> {
     thread::scope(|scope| {
-        let run = |communicator: ThreadCommunicator| {
+        let run = |(communicator, rank): (C, Rank)| {
             scope.spawn(move || {
-                let rank = Rank::new(execution, order);
                 let merger = stage(&rank, &communicator, plan);
                 (rank, merger)
             })
         };
-        let ranks: Vec<_> = group.into_iter().map(run).collect();
+        let ranks: Vec<_> = ranks.into_iter().map(run).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -197,6 +205,26 @@ fn stages_of_different_sizes_exchange_their_pieces(
     let single = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
     let expected = single.bytes(&single.whole(&plan));
     for (rank, merger) in all_stages(&plan, execution, order) {
+        assert!(rank.bytes(merger.finish().unwrap()) == expected);
+    }
+}
+
+#[rstest]
+fn cards_exchange_their_pieces(#[values(1, 2, 4)] stages: usize) {
+    let plan = PrefillPlan::even(7, stages, 10, 4).unwrap();
+    let open = |device| CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() });
+    let backends: kvcore::Result<Vec<_>> = (0..stages).map(open).collect();
+    let group = backends
+        .and_then(|backends| Ok((NcclCommunicator::group(&backends, Duration::from_secs(60))?, backends)));
+    let (group, backends) = match group {
+        Ok(found) => found,
+        Err(reason @ CoreError::NoDevice { .. }) => return kvconform::skip(reason),
+        Err(error) => panic!("{error}"),
+    };
+    let single = Rank::new(Execution::Immediate, BlockOrder::HeadMajor);
+    let expected = single.bytes(&single.whole(&plan));
+    let ranks = backends.into_iter().map(|backend| Rank::on(backend, BlockOrder::TokenMajor));
+    for (rank, merger) in run_stages(&plan, group.into_iter().zip(ranks).collect()) {
         assert!(rank.bytes(merger.finish().unwrap()) == expected);
     }
 }
