@@ -29,8 +29,8 @@ pub(crate) struct Device {
     pub(crate) setup: CUstream,
     /// The pool of device memory, if the device has pools.
     pub(crate) pool: Option<CUmemoryPool>,
-    /// The devices to whose memory a way was looked for.
-    pub(crate) ways: Mutex<HashSet<i32>>,
+    /// The devices to whose memory peer access was asked for.
+    pub(crate) peers: Mutex<HashSet<i32>>,
     lost: OnceLock<String>,
 }
 
@@ -157,7 +157,7 @@ impl Device {
             modules: Modules::new(kernels),
             setup,
             pool,
-            ways: Mutex::default(),
+            peers: Mutex::default(),
             lost: OnceLock::new(),
         }))
     }

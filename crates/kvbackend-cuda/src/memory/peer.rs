@@ -14,7 +14,8 @@ use crate::device::Device;
 /// caller holds both storages until the copy is done.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for views that are not contiguous, and the errors of the device.
+/// Returns [`Error::Unsupported`] for views that are not contiguous, [`Error::DeviceLost`] if the other device is lost,
+/// and the errors of the device.
 pub(crate) fn copy_from_peer(into: &Arc<Device>, stream: CUstream, op: &CopyTensor) -> Result<()> {
     let foreign = || Error::ForeignHandle { what: "a storage", backend: NAME };
     let source = op.src.storage().as_any().downcast_ref::<CudaStorage>().ok_or_else(foreign)?;
@@ -28,16 +29,18 @@ pub(crate) fn copy_from_peer(into: &Arc<Device>, stream: CUstream, op: &CopyTens
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    open_way(into, &source.device);
+    // Its own error, so that the receiving device is not taken to be lost.
+    drop(source.device.bind()?);
+    enable_access(into, &source.device);
     // SAFETY: the ranges lie in storages that are held until the copy is done, and storages keep their contexts alive.
     unsafe { result::memcpy_peer_async(into.context, dst, source.device.context, src, op.bytes(), stream) }
         .map_err(|error| into.refused(error))
 }
 
-/// Opens the direct way to the memory of another device, if there is one. The driver copies by way of the host otherwise,
-/// so that a refusal is no error.
-fn open_way(into: &Device, from: &Device) {
-    if into.context == from.context || !into.ways.lock().insert(from.ordinal) {
+/// Enables peer access to the memory of another device, if the two devices have it. The driver copies by way of the host
+/// otherwise, so that a refusal is no error.
+fn enable_access(into: &Device, from: &Device) {
+    if into.context == from.context || !into.peers.lock().insert(from.ordinal) {
         return;
     }
     let mut can = 0;

@@ -1,8 +1,8 @@
 //! A capture under way: what the recording thread has enqueued so far, and what the graph will own.
 //!
-//! A capture belongs to one thread. The streams that take part are marked with its number: the stream that began it, and
-//! those that wait for one of its events. Work on another stream by this thread, and work of another thread on a marked
-//! stream, is refused, because it would be lost or would enter the graph unseen.
+//! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it, and those that
+//! wait for one of its events. Work on another stream by this thread is refused, because it would be lost. Calls of other
+//! threads on these streams wait until the capture ends ([`Gate`]), because they would enter the graph unseen.
 //!
 //! Lists of the step lie in memory that each replay writes ([`Inputs`]). Other lists are constants of the graph.
 
@@ -15,6 +15,7 @@ use std::sync::{Arc, Weak};
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUgraph, CUstreamCaptureMode};
 use kvcore::{CounterSnapshot, Error, MemoryKind, Operation, Result, StepInputs, Storage};
+use parking_lot::{Condvar, Mutex};
 
 use super::StreamState;
 use super::flight::Held;
@@ -81,61 +82,117 @@ pub(crate) struct Recording {
     refused: Option<Error>,
 }
 
-/// Calls `body` with the capture that `stream` takes part in, if any.
+/// Calls `body` with the capture that this thread records, if any. Waits first while another thread captures the stream.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] if only one of thread and stream takes part in a capture.
+/// Returns [`Error::Unsupported`] if this thread records a capture that the stream has not joined.
 pub(crate) fn with<R>(
     stream: &StreamState,
     body: impl FnOnce(Option<&mut Recording>) -> Result<R>,
 ) -> Result<R> {
-    RECORDING.with_borrow_mut(|slot| {
-        let (of_thread, of_stream) =
-            (slot.as_ref().map_or(0, |recording| recording.number), stream.capture.load(Ordering::Acquire));
-        let result = if of_thread == of_stream {
-            body(slot.as_mut())
-        } else if of_thread == 0 {
-            Err(uncapturable("work of another thread"))
-        } else {
-            Err(uncapturable("work on a stream that has not joined the capture"))
-        };
-        if let (Err(error), Some(recording)) = (&result, slot) {
-            recording.refused.get_or_insert_with(|| error.clone());
+    RECORDING.with_borrow_mut(|slot| match slot {
+        None => {
+            let _pass = stream.gate.enter();
+            body(None)
         }
-        result
+        Some(recording) if stream.gate.capture() == recording.number => {
+            let result = body(Some(recording));
+            result.map_err(|error| recording.refuse(error))
+        }
+        Some(recording) => Err(recording.refuse(not_joined())),
     })
 }
 
-/// Refuses a call while a capture is under way.
+fn not_joined() -> Error {
+    uncapturable("work on a stream that has not joined the capture")
+}
+
+/// Refuses a call of a thread that records a capture. Waits first while another thread captures the stream, and keeps
+/// captures away until the pass is dropped.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`], which names the call.
-pub(crate) fn outside(stream: &StreamState, what: &str) -> Result<()> {
-    with(stream, |recording| recording.map_or(Ok(()), |_| Err(uncapturable(what))))
+pub(crate) fn outside<'a>(stream: &'a StreamState, what: &str) -> Result<Pass<'a>> {
+    RECORDING.with_borrow_mut(|slot| match slot {
+        None => Ok(stream.gate.enter()),
+        Some(recording) => {
+            let joined = stream.gate.capture() == recording.number;
+            Err(recording.refuse(if joined { uncapturable(what) } else { not_joined() }))
+        }
+    })
 }
 
-/// Lets a stream that waits for an event of capture `number` take part. Returns false if the event is of none.
+/// Returns whether this thread records what is enqueued on a stream.
+pub(super) fn records(stream: &StreamState) -> bool {
+    RECORDING
+        .with_borrow(|slot| slot.as_ref().is_some_and(|recording| stream.gate.capture() == recording.number))
+}
+
+/// Lets a stream that waits for an event of capture `number` take part, or keeps captures away if the event is of none.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from before the
 /// capture that the stream takes part in.
-pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<()> {
+pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<Pass<'_>> {
     if number == 0 {
         return outside(stream, "a wait for an event from before the capture");
     }
     RECORDING.with_borrow_mut(|slot| match slot {
         Some(recording) if recording.number == number => {
-            let before =
-                stream.capture.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire).err();
-            match before {
-                None => recording.streams.push((Arc::clone(stream), stream.captured.snapshot())),
-                Some(same) if same == number => {}
-                Some(_) => return Err(uncapturable("a stream of another capture")),
+            if stream.gate.capture() != number {
+                stream.gate.close(number);
+                recording.streams.push((Arc::clone(stream), stream.captured.snapshot()));
             }
-            Ok(())
+            Ok(Pass(None))
         }
         _ => Err(uncapturable("a wait for an event of another capture, or of one that has ended,")),
     })
+}
+
+/// The gate of a stream: one capture has the stream for itself, or calls outside of captures share it.
+#[derive(Default)]
+pub(super) struct Gate {
+    /// The number of the capture, or 0, and the number of calls under way.
+    state: Mutex<(u64, usize)>,
+    changed: Condvar,
+}
+
+/// A call under way on a stream that no capture has.
+pub(crate) struct Pass<'a>(Option<&'a Gate>);
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        if let Some(gate) = self.0 {
+            gate.state.lock().1 -= 1;
+            gate.changed.notify_all();
+        }
+    }
+}
+
+impl Gate {
+    fn enter(&self) -> Pass<'_> {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
+        state.1 += 1;
+        Pass(Some(self))
+    }
+
+    /// Waits until no call is under way and no capture has the stream.
+    fn close(&self, number: u64) {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);
+        state.0 = number;
+    }
+
+    fn open(&self) {
+        self.state.lock().0 = 0;
+        self.changed.notify_all();
+    }
+
+    /// Returns the number of the capture that has the stream, or 0.
+    fn capture(&self) -> u64 {
+        self.state.lock().0
+    }
 }
 
 /// A capture on a stream. It is thrown away unless it is ended.
@@ -144,17 +201,16 @@ pub(super) struct Open<'a>(&'a Arc<StreamState>);
 impl<'a> Open<'a> {
     /// Begins a capture.
     pub(super) fn begin(stream: &'a Arc<StreamState>, step: &StepInputs) -> Result<Self> {
-        outside(stream, "a second capture")?;
+        drop(outside(stream, "a second capture")?);
         let _bound = stream.device.bind()?;
-        // No other call enqueues between the mark and the begin.
-        let queue = stream.queue.lock();
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        stream.gate.close(number);
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive. Memory that captured work uses is held by the graph.
-        unsafe { result::stream::begin_capture(stream.raw, mode) }
-            .map_err(|error| stream.device.refused(error))?;
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        stream.capture.store(number, Ordering::Release);
-        drop(queue);
+        if let Err(error) = unsafe { result::stream::begin_capture(stream.raw, mode) } {
+            stream.gate.open();
+            return Err(stream.device.refused(error));
+        }
         let recording = Recording {
             number,
             streams: vec![(Arc::clone(stream), stream.captured.snapshot())],
@@ -179,7 +235,6 @@ impl<'a> Open<'a> {
             return Err(uncapturable("a capture of another thread"));
         };
         let refused = recording.refused.take();
-        // The capture of one stream is what nearly all have, so that their counts are added up by the backend's counters.
         let counts = kvcore::Counters::default();
         for (stream, before) in &recording.streams {
             counts.add_all(&stream.captured.snapshot().since(before));
@@ -203,7 +258,7 @@ impl<'a> Open<'a> {
             unsafe { result::stream::end_capture(self.0.raw) }.map_err(|error| device.refused(error))
         });
         for (stream, _) in recording.iter().flat_map(|recording| &recording.streams) {
-            stream.capture.store(0, Ordering::Release);
+            stream.gate.open();
         }
         (graph, recording)
     }
@@ -221,6 +276,16 @@ impl Drop for Open<'_> {
 }
 
 impl Recording {
+    /// Notes a refusal, and returns it.
+    fn refuse(&mut self, error: Error) -> Error {
+        self.refused.get_or_insert_with(|| error.clone());
+        error
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Checks that an operation can be replayed with other lists, and notes its check.
     ///
     /// # Errors

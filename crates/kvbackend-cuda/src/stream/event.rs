@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent, CUresult};
@@ -34,16 +33,17 @@ impl fmt::Debug for CudaEvent {
 impl CudaEvent {
     /// Records an event on a stream.
     pub(super) fn record(stream: &Arc<StreamState>) -> Result<Self> {
-        capture::with(stream, |_| Ok(()))?;
-        let device = &stream.device;
-        let _bound = device.bind()?;
-        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(|error| device.refused(error))?;
-        let capture = stream.capture.load(Ordering::Acquire);
-        let event = Self { raw, stream: Arc::clone(stream), capture };
-        // SAFETY: both are alive and of one device.
-        unsafe { result::event::record(raw, stream.raw) }.map_err(|error| device.refused(error))?;
-        Ok(event)
+        capture::with(stream, |recording| {
+            let device = &stream.device;
+            let _bound = device.bind()?;
+            let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+                .map_err(|error| device.refused(error))?;
+            let capture = recording.map_or(0, |recording| recording.number());
+            let event = Self { raw, stream: Arc::clone(stream), capture };
+            // SAFETY: both are alive and of one device.
+            unsafe { result::event::record(raw, stream.raw) }.map_err(|error| device.refused(error))?;
+            Ok(event)
+        })
     }
 
     pub(super) fn raw(&self) -> CUevent {

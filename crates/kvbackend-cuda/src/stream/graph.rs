@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
-use kvcore::{CounterSnapshot, Counters, Graph, Result, StepInputs};
+use kvcore::{CounterSnapshot, Counters, Graph, MemoryKind, Result, StepInputs};
 use smallvec::SmallVec;
 
 use super::StreamState;
@@ -80,7 +80,7 @@ impl CudaGraph {
             let _ = result::graph::destroy(graph);
             exec
         };
-        let exec = exec.map_err(|error| device.refused(error))?;
+        let exec = exec.map_err(|error| device.no_memory(error, MemoryKind::Device, 0))?;
         let Recording { inputs, rechecks, held, activations, .. } = recording;
         let work = CapturedWork { exec, device: Arc::clone(&device), inputs, rechecks, held, activations };
         Ok(Self { stream: Arc::clone(stream), work: Arc::new(work), counts })
@@ -90,7 +90,7 @@ impl CudaGraph {
 impl Graph for CudaGraph {
     fn replay(&self, inputs: &StepInputs) -> Result<()> {
         let StreamState { device, raw, queue, .. } = &*self.stream;
-        capture::outside(&self.stream, "a replay")?;
+        let _pass = capture::outside(&self.stream, "a replay")?;
         let work = &self.work;
         work.rechecks.iter().try_for_each(|recheck| recheck.check(inputs))?;
         let contents = work.inputs.contents(device, inputs)?;

@@ -8,7 +8,6 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent_wait_flags, CUstream};
@@ -34,7 +33,7 @@ mod lowering;
 mod recheck;
 mod upload;
 
-use capture::{GraphMemory, Recording};
+use capture::{Gate, GraphMemory, Recording};
 pub use event::CudaEvent;
 pub(crate) use flight::Held;
 use flight::InFlight;
@@ -61,8 +60,7 @@ pub(crate) struct StreamState {
     /// Keeps a lent stream alive. None for a stream of the backend's own.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     queue: Mutex<Queue>,
-    /// Number of the capture that the stream takes part in, or 0.
-    capture: AtomicU64,
+    gate: Gate,
     /// Operations that captures have recorded here; they count when they are replayed.
     captured: Counters,
     /// Memory of the graphs that were captured here.
@@ -150,7 +148,7 @@ impl CudaStream {
             raw,
             owner,
             queue: Mutex::default(),
-            capture: AtomicU64::new(0),
+            gate: Gate::default(),
             captured: Counters::default(),
             graphs: Mutex::default(),
         };
@@ -270,10 +268,7 @@ impl Stream for CudaStream {
     }
 
     fn counters(&self) -> &Counters {
-        match self.state.capture.load(Ordering::Acquire) {
-            0 => &self.state.device.counters,
-            _ => &self.state.captured,
-        }
+        if capture::records(&self.state) { &self.state.captured } else { &self.state.device.counters }
     }
 
     fn record(&self) -> Result<Arc<dyn Event>> {
@@ -283,7 +278,7 @@ impl Stream for CudaStream {
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let known = event.as_any().downcast_ref::<CudaEvent>();
         let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
-        capture::join(&self.state, known.capture())?;
+        let _pass = capture::join(&self.state, known.capture())?;
         let device = &self.state.device;
         let _bound = device.bind()?;
         let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
@@ -293,7 +288,7 @@ impl Stream for CudaStream {
     }
 
     fn synchronize(&self) -> Result<()> {
-        capture::outside(&self.state, "a wait of the host")?;
+        let _pass = capture::outside(&self.state, "a wait of the host")?;
         let _bound = self.state.device.bind()?;
         self.state.synchronize(&mut self.state.queue.lock())
     }
@@ -301,7 +296,7 @@ impl Stream for CudaStream {
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
         let range = dst.host_range(src.len())?;
         self.owns(dst.storage())?;
-        capture::outside(&self.state, "a write by the host")?;
+        let _pass = capture::outside(&self.state, "a write by the host")?;
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         if src.is_empty() {
@@ -350,7 +345,7 @@ impl Stream for CudaStream {
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         let range = src.host_range(dst.len())?;
         self.owns(src.storage())?;
-        capture::outside(&self.state, "a read by the host")?;
+        let _pass = capture::outside(&self.state, "a read by the host")?;
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         let at = src.storage().address() + range.start as u64;

@@ -219,21 +219,37 @@ fn a_void_permit_is_refused_by_a_replay() {
 
 #[test]
 fn a_capture_belongs_to_its_thread_and_its_streams() {
-    let Some((_, _alone)) = alone() else { return };
+    let Some((double, _alone)) = alone() else { return };
     let bench = Bench::new(LAZY);
     let inputs = step(5);
     bench.enqueue(&inputs).unwrap();
     let other = bench.backend.stream().unwrap();
+    double.trace(LAZY);
+    bench.enqueue(&inputs).unwrap();
+    let kernels = || queued(&double.trace(LAZY), "kernel").len();
+    let of_a_step = kernels();
     let unsupported = |result: kvcore::Result<()>, what: &str| match result {
         Err(Error::Unsupported { what: named, .. }) => assert!(named.contains(what), "{named}"),
         other => panic!("{other:?}"),
     };
-    let refused = bench.stream.capture(&inputs, &mut || {
-        let from_another = std::thread::scope(|scope| scope.spawn(|| bench.enqueue(&inputs)).join().unwrap());
-        unsupported(from_another, "another thread");
-        bench.enqueue(&inputs)
+    // Work of another thread waits until the capture has ended, and is no part of it.
+    let graph = std::thread::scope(|scope| {
+        let ((begun, seen), mut waiting) = (std::sync::mpsc::channel(), None);
+        let (bench, inputs) = (&bench, &inputs);
+        let graph = bench.stream.capture(inputs, &mut || {
+            let begun = begun.clone();
+            waiting = Some(scope.spawn(move || {
+                begun.send(()).unwrap();
+                (bench.enqueue(inputs), bench.stream.synchronize())
+            }));
+            seen.recv().unwrap();
+            bench.enqueue(inputs)
+        });
+        assert_eq!(waiting.unwrap().join().unwrap(), (Ok(()), Ok(())));
+        graph.unwrap()
     });
-    refused.unwrap();
+    assert_eq!(kernels(), of_a_step, "the other thread's step ran outside of the graph");
+    graph.replay(&inputs).unwrap();
     let lost = bench.stream.capture(&inputs, &mut || {
         let copy = kvcore::CopyTensor { src: bench.rows.clone(), dst: bench.out.clone() };
         other.copy_tensor(&copy)

@@ -22,7 +22,7 @@ impl ReplicaDevice {
     }
 
     /// Copies a chunk that lies here into reserved blocks of another device, if it is the requested piece. Waits for the
-    /// other device.
+    /// other device. Returns false, and copies nothing, if a device has no memory to stage the chunk in.
     pub(super) fn copy_to(
         &self,
         other: &Self,
@@ -30,7 +30,7 @@ impl ReplicaDevice {
         tokens: &[u32],
         piece: &ChunkPiece<'_>,
         reservation: &ChunkReservation,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let (hash, count) = (piece.hash(), chunk.block_ids().len());
         agree([
             ("tokens", *tokens == *piece.tokens()),
@@ -38,8 +38,8 @@ impl ReplicaDevice {
             ("shape of blocks", self.shape_of(hash.num_blocks) == other.shape_of(hash.num_blocks)),
             ("form of keys", self.keys == other.keys),
         ])?;
-        let there = self.staging(MemoryKind::Device, count)?;
-        let here = other.staging(MemoryKind::Device, count)?;
+        let stagings = [self, other].map(|device| device.staging(MemoryKind::Device, count));
+        let [Ok(there), Ok(here)] = stagings else { return Ok(false) };
         self.stage(chunk.block_ids(), &there)?;
         other.stream.wait_for(&self.stream.record()?)?;
         for (from, to) in buffers(&self.arena, &there).iter().zip(&buffers(&other.arena, &here)) {
@@ -49,6 +49,7 @@ impl ReplicaDevice {
                 other.stream.copy_tensor(&CopyTensor { src: from.view()?, dst: to.view()? })?;
             }
         }
-        other.fill(here, reservation)
+        other.fill(here, reservation)?;
+        Ok(true)
     }
 }

@@ -87,8 +87,7 @@ impl ReplicaTransport for LocalReplica {
         }
         let (chunk, tokens) =
             cache.hold_for_replica(&piece.hash()).ok_or(Error::ReplicaLacks { replica: from })?;
-        giver.copy_to(device, &chunk, &tokens, piece, reservation)?;
-        Ok(true)
+        giver.copy_to(device, &chunk, &tokens, piece, reservation)
     }
 }
 

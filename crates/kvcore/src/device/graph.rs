@@ -134,7 +134,7 @@ pub struct GraphCounts {
     pub captured: u64,
     /// Replays of a graph that was there.
     pub replayed: u64,
-    /// Captures that the backend refused. Steps of such a key run eagerly from then on.
+    /// Captures that the backend refused, or that found no memory. Steps of such a key run eagerly from then on.
     pub refused: u64,
 }
 
@@ -221,7 +221,8 @@ impl<T: Clone> GraphCache<T> {
                     self.keep(key, Known::Captured(graph, output.clone()));
                     return Ok((GraphRun::Captured, output));
                 }
-                (Err(Error::Unsupported { .. }), _) | (Ok(_), None) => {
+                // What cannot be captured runs as it did the first time, and so does what finds no memory of its own.
+                (Err(Error::Unsupported { .. } | Error::Allocation { .. }), _) | (Ok(_), None) => {
                     self.counts.refused += 1;
                     self.known.pop();
                     self.keep(key, Known::Refused);

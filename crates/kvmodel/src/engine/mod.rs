@@ -56,7 +56,7 @@ pub struct EngineConfig {
     /// The salt that separates tenants in keys. The operator of the engine chooses it, never a client.
     pub tenant_salt: Vec<u8>,
     /// The largest number of graphs of decode steps, where backend and dense steps can be captured. 0 runs every step
-    /// operation by operation. Answers are the same, bit for bit.
+    /// operation by operation. Answers are the same.
     pub graphs: usize,
     /// Turns on the recording of spans.
     pub profile: bool,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{GraphCache, GraphCounts, GraphKey, LayerRopes, SequenceInput};
+use kvcore::{GraphCache, GraphCounts, GraphKey, KeyForm, KvArena, LayerRopes, SequenceInput};
 
 use super::pass::{Pass, PassMemory};
 use super::rows::Rows;
@@ -10,21 +10,43 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory of decode steps: that of their passes, and their graphs. Steps of one model over one arena on one stream
-/// use it one after the other, whichever request they belong to.
+/// The memory of decode steps: that of their passes, and their graphs. Steps of one model over one arena use it one after
+/// the other, whichever request they belong to; another model, arena or rotary embedding begins with no graph. All steps
+/// are on one stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
     /// The graphs, each with the place of its logits.
     graphs: GraphCache<Activation>,
-    /// The embeddings that the graphs read.
-    ropes: Option<LayerRopes>,
+    /// What the graphs read and write.
+    scene: Option<Scene>,
+}
+
+/// What all steps of a graph have in common, besides their sizes.
+#[derive(Debug)]
+struct Scene {
+    revision: [u8; 32],
+    ropes: LayerRopes,
+    arena: KvArena,
+    keys: KeyForm,
+}
+
+impl Scene {
+    fn is_of(&self, model: &Model, device: &ComputeDevice, ropes: &LayerRopes) -> bool {
+        let (known, ropes) = (self.ropes.layers(), ropes.layers());
+        let plane = |arena: &KvArena| Arc::as_ptr(arena.k_plane().storage).cast::<()>();
+        self.revision == model.revision
+            && self.keys == device.keys
+            && plane(&self.arena) == plane(device.arena)
+            && known.len() == ropes.len()
+            && known.iter().zip(ropes).all(|(a, b)| Arc::ptr_eq(a, b))
+    }
 }
 
 impl DecodeMemory {
     /// Creates memory for at most `graphs` graphs. With none, every step runs operation by operation.
     pub fn new(graphs: usize) -> Self {
-        Self { pass: PassMemory::default(), graphs: GraphCache::new(graphs), ropes: None }
+        Self { pass: PassMemory::default(), graphs: GraphCache::new(graphs), scene: None }
     }
 
     /// Returns the largest number of graphs.
@@ -37,16 +59,14 @@ impl DecodeMemory {
         self.graphs.counts()
     }
 
-    /// Forgets the graphs if they read other embeddings.
-    fn turn_to(&mut self, ropes: &LayerRopes) {
-        let same = |known: &LayerRopes| {
-            let pairs = known.layers().iter().zip(ropes.layers());
-            known.layers().len() == ropes.layers().len() && pairs.into_iter().all(|(a, b)| Arc::ptr_eq(a, b))
-        };
-        if !self.ropes.as_ref().is_some_and(same) {
-            self.graphs.clear();
-            self.ropes = Some(ropes.clone());
+    /// Forgets the graphs if they are of another scene.
+    fn turn_to(&mut self, model: &Model, device: &ComputeDevice, ropes: &LayerRopes) {
+        if self.scene.as_ref().is_some_and(|scene| scene.is_of(model, device, ropes)) {
+            return;
         }
+        self.graphs.clear();
+        let (revision, ropes) = (model.revision, ropes.clone());
+        self.scene = Some(Scene { revision, ropes, arena: device.arena.clone(), keys: device.keys });
     }
 }
 
@@ -58,12 +78,12 @@ impl Default for DecodeMemory {
 
 impl Model {
     /// Runs a decode step: a pass over sequences that want the logits of all their tokens, as
-    /// [`forward`](Self::forward) runs it, bit for bit. Reads the logits into the memory of `logits`.
+    /// [`forward`](Self::forward) runs it. Reads the logits into the memory of `logits`.
     ///
     /// Where the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a step that comes
-    /// again with other tokens, positions, slots and segments is a replay of one graph. Other steps run operation by
-    /// operation: a first one, one that reads results on the host in its middle (routed experts), one without logits
-    /// for some tokens.
+    /// again with other tokens, positions, slots and segments is a replay of one graph, with the bits that the step has
+    /// operation by operation. Batches are padded to a power of two. Other steps run operation by operation: a first
+    /// one, one that reads results on the host in its middle (routed experts), one without logits for some tokens.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
@@ -79,10 +99,11 @@ impl Model {
         if captures {
             memory.pass.rows.fill(batch, self.config.vocab_size)?;
         }
-        if !captures || !memory.pass.rows.all_wanted() {
+        let rows = &memory.pass.rows;
+        if !captures || rows.tokens.is_empty() || !rows.all_wanted() {
             return self.begin(device, ropes, batch, &mut memory.pass)?.end_into(logits, &mut ());
         }
-        memory.turn_to(ropes);
+        memory.turn_to(self, device, ropes);
         let (count, inputs) = (memory.pass.rows.tokens.len(), memory.pass.rows.padded());
         let DecodeMemory { pass, graphs, .. } = memory;
         let (rows, border) = pass.ready(self, device)?;
@@ -105,9 +126,11 @@ impl Model {
         let (_, of_rows) = device.profiler.span("decode step", run)?;
         border.follow(device.stream)?;
         device.profiler.span("read logits", || dense.read(&of_rows, &mut logits))?;
+        let flops = self.step_flops(count, Rows::visible(&inputs.work));
+        // Held by nobody else, the segments are refilled in place.
+        drop(inputs);
         rows.release();
         logits.truncate(count * self.config.vocab_size);
-        let flops = self.step_flops(count, Rows::visible(&inputs.work));
         Ok(Forward { flops, logits: Some(LogitRows::new(logits, self.config.vocab_size)) })
     }
 }

@@ -236,3 +236,32 @@ fn replicas_on_other_devices_hand_their_chunks_over(
     let scales = if matches!(kv_format, KvFormat::Fp8 { .. }) { read(0) } else { 0 };
     assert_eq!((read(0), read(1)), (scales, logits + scales), "no chunk goes through the host");
 }
+
+/// Two engines on one stream and one set of dense steps, each in a thread of its own: captures of one are no part of the
+/// other's work.
+#[rstest]
+fn engines_that_share_a_stream_capture_beside_each_other(#[values(0, 1)] device: usize) {
+    let Some((backend, dense)) = opened(device) else { return };
+    let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
+    let one = Engine::new(on_device("llama", dense.clone()), backend, b"one", &config).unwrap();
+    let two = one.beside(on_device("llama", dense), b"two").unwrap();
+    let request = Request {
+        max_new_tokens: 6,
+        keep_logits: true,
+        ..Request::new(PromptTokens::Plain(Golden::load("llama").prompt.flatten()))
+    };
+    let answers = std::thread::scope(|scope| {
+        let request = &request;
+        let run = move |mut engine: Engine| {
+            let answers = [(); 6].map(|()| engine.generate(request, &mut ()).unwrap().logits);
+            (answers, engine.graph_counts())
+        };
+        [one, two].map(|engine| scope.spawn(move || run(engine))).map(|thread| thread.join().unwrap())
+    });
+    let first = &answers[0].0[0];
+    for (answers, counts) in &answers {
+        assert!(counts.replayed > 10 && counts.refused == 0, "{counts:?}");
+        // The first request of an engine finds no prefix.
+        assert!(answers.iter().all(|logits| distance(&logits.concat(), &first.concat()) < 1e-5));
+    }
+}
