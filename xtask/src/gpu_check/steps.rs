@@ -115,6 +115,7 @@ const MEMCHECK: &[&str] = &[
     "quant::blocks",
     "mla::the_latent",
     "sparse::rows_see_selected_blocks",
+    "graphs::replays_follow",
 ];
 
 /// Beginnings of the cases that run under racecheck: the kernels that have shared memory.
@@ -307,11 +308,22 @@ impl Site {
         struct Generated {
             tokens: Vec<u32>,
             cached_tokens: usize,
+            graphs: Option<Graphs>,
+        }
+        #[derive(Deserialize)]
+        struct Graphs {
+            replayed: usize,
         }
         let read = |json: &str| serde_json::from_str::<Generated>(json).map_err(|e| format!("kvc run: {e}"));
-        let mut compared = 0;
-        for (i, (prompt, warm)) in PROMPTS.iter().enumerate() {
-            let args = ["run", "--prompt", prompt, "--warm", warm];
+        let (mut compared, mut replayed) = (0, 0);
+        let by_graphs = PROMPTS.iter().map(|prompt| (prompt, "16"));
+        let runs = by_graphs.chain(PROMPTS.iter().map(|prompt| (prompt, "0")));
+        for (i, ((prompt, warm), graphs)) in runs.enumerate() {
+            // The second run of a step is captured, and later ones are replays.
+            let args = [
+                "run", "--graphs", graphs, "--prompt", prompt, "--warm", warm, "--warm", prompt, "--warm",
+                warm,
+            ];
             let [cpu, cuda] = self.twice(here, &format!("{i}-"), &args)?;
             let (cpu, cuda) = (read(&cpu)?, read(&cuda)?);
             if cpu.tokens != cuda.tokens || cpu.cached_tokens != cuda.cached_tokens {
@@ -320,8 +332,15 @@ impl Site {
                 return Ok(Outcome::Failed(why));
             }
             compared += cuda.tokens.len();
+            replayed += cuda.graphs.map_or(0, |graphs| graphs.replayed);
         }
-        Ok(Outcome::Passed(format!("{} prompts, {compared} equal tokens", PROMPTS.len())))
+        if replayed == 0 {
+            return Ok(Outcome::Failed("no decode step was a replay of a graph".to_owned()));
+        }
+        let prompts = PROMPTS.len();
+        Ok(Outcome::Passed(format!(
+            "{prompts} prompts with graphs and without, {compared} equal tokens, {replayed} steps replayed"
+        )))
     }
 }
 

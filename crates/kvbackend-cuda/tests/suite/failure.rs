@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kvcore::{
-    ApplyRope, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error, Gather, KvShape, MemoryKind,
-    Result, Rope, RopeConfig, Scatter, TensorView, WritePairs, WriteSlots, allocate_tensor,
+    ApplyRope, AttendWork, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error, Gather, KvShape,
+    MemoryKind, Result, Rope, RopeConfig, Scatter, StepInputs, TensorView, WritePairs, WriteSlots,
+    allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, opened, upload};
@@ -145,6 +146,10 @@ fn every_call_that_the_driver_refuses_is_an_error_and_nothing_is_held() {
         "cuMemMap",
         "cuMemSetAccess",
         "cuMemGetAllocationGranularity",
+        "cuStreamBeginCapture_v2",
+        "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags",
+        "cuGraphLaunch",
     ];
     let mut seen = 0;
     for entry in entries {
@@ -202,6 +207,11 @@ fn everything(device: usize) -> Result<()> {
     second.read(&rows, &mut [0; 96])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
     second.write(&pinned, &[1; 96])?;
+    let work = Arc::new(AttendWork::new([], []));
+    let step = StepInputs { tokens: [].into(), positions: [].into(), slots: WriteSlots::default(), work };
+    let copy = CopyTensor { src: rows.slice(0, 0, 1)?, dst: rows.slice(0, 1, 2)? };
+    let graph = second.capture(&step, &mut || second.copy_tensor(&copy))?;
+    graph.replay(&step)?;
     second.synchronize()
 }
 

@@ -157,6 +157,24 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
 }
 
 #[test]
+fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
+    let Some((double, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let use_one = || {
+        let graph = bench.capture(&step(4));
+        graph.replay(&step(4)).unwrap();
+        drop(graph);
+        bench.stream.synchronize().unwrap();
+        // An allocation waits for the frees before it.
+        drop(bench.backend.allocate(MemoryKind::Device, 64).unwrap());
+        double.live_objects(EAGER)
+    };
+    bench.enqueue(&step(4)).unwrap();
+    let counts = [(); 4].map(|()| use_one());
+    assert_eq!(counts[1], counts[3]);
+}
+
+#[test]
 fn replays_count_as_the_operations_that_they_run() {
     let Some((_, _alone)) = alone() else { return };
     let bench = Bench::new(EAGER);
@@ -360,4 +378,24 @@ fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
     }
     drop((first, second, table, steps, stream, backend));
     assert_eq!(double.live_bytes(LAZY), at_first);
+}
+
+#[test]
+fn a_step_whose_capture_finds_no_memory_runs_as_before() {
+    let Some((double, _alone)) = alone() else { return };
+    const OUT_OF_MEMORY: i32 = 2;
+    let bench = Bench::new(EAGER);
+    let (mut cache, key) = (GraphCache::new(2), GraphKey::of(&step(3), DType::BF16));
+    let mut run = |at: usize| {
+        let inputs = step(at);
+        let run = cache.run(bench.stream.as_ref(), key, &inputs, &mut || bench.enqueue(&inputs)).unwrap().0;
+        (run, cache.counts().refused)
+    };
+    assert_eq!(run(3), (GraphRun::Eager, 0));
+    double.fail("cuMemAllocFromPoolAsync", 1, OUT_OF_MEMORY);
+    assert_eq!(run(4), (GraphRun::Eager, 1));
+    assert_eq!(run(5), (GraphRun::Eager, 1), "it is not tried again");
+    let got = download(bench.stream.as_ref(), &bench.out);
+    bench.enqueue(&step(5)).unwrap();
+    assert_eq!(got, download(bench.stream.as_ref(), &bench.out));
 }

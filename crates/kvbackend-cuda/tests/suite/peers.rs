@@ -36,6 +36,22 @@ fn tensors_go_from_device_to_device_in_the_order_of_events() {
 }
 
 #[test]
+fn a_lost_device_that_gives_does_not_take_the_receiver_with_it() {
+    let Some((double, _alone)) = alone() else { return };
+    const ILLEGAL_ADDRESS: i32 = 700;
+    let (from, into) = (opened(LAZY).unwrap(), opened(EAGER).unwrap());
+    let (sender, receiver) = (from.stream().unwrap(), into.stream().unwrap());
+    let src = upload(from.as_ref(), DType::U8, &[64], &noise(1, 64));
+    let dst = allocate_tensor(into.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+    double.fail("cuStreamSynchronize", 1, ILLEGAL_ADDRESS);
+    assert!(matches!(sender.synchronize(), Err(Error::DeviceLost { .. })));
+    let copied = receiver.copy_tensor(&CopyTensor { src, dst: dst.clone() });
+    assert!(matches!(copied, Err(Error::DeviceLost { .. })), "{copied:?}");
+    receiver.write(&dst, &[7; 64]).unwrap();
+    assert_eq!(download(receiver.as_ref(), &dst), [7; 64]);
+}
+
+#[test]
 fn only_whole_tensors_of_devices_cross() {
     let Some((_, _alone)) = alone() else { return };
     let (from, into) = (opened(EAGER).unwrap(), opened(LAZY).unwrap());
