@@ -66,7 +66,7 @@ impl DenseSteps {
 
     /// Returns a number that grows with each piece of work that is enqueued.
     pub fn enqueued(&self) -> u64 {
-        self.enqueued.load(Ordering::Relaxed)
+        self.enqueued.load(Ordering::Acquire)
     }
 
     /// Returns the stream of the steps.
@@ -123,7 +123,6 @@ impl DenseSteps {
         for storage in uses {
             memory::of(&self.device, storage)?;
         }
-        self.enqueued.fetch_add(1, Ordering::Relaxed);
         let lender = self.lender()?;
         self.stream.enqueue(|to| {
             prepare(to)?;
@@ -131,7 +130,14 @@ impl DenseSteps {
                 to.hold(Held::Storage(Arc::clone(storage)));
             }
             Ok(())
-        })
+        })?;
+        self.count();
+        Ok(())
+    }
+
+    /// Counts work that is enqueued. Whoever saw the number before orders itself once more.
+    fn count(&self) {
+        self.enqueued.fetch_add(1, Ordering::Release);
     }
 
     /// Returns the rows as a dense view; a copy if they are not.
@@ -148,9 +154,9 @@ impl DenseSteps {
     /// Returns the errors of the device.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
-        self.enqueued.fetch_add(1, Ordering::Relaxed);
         let stream: &dyn Stream = &self.stream;
         stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
+        self.count();
         Ok(copy)
     }
 

@@ -100,8 +100,8 @@ impl DenseSteps {
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), kvcore::DType::U8, &[size_of_val(rows)])?;
-        self.enqueued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         kvcore::Stream::write(&self.stream, &view, bytemuck::cast_slice(rows))?;
+        self.count();
         Ok(storage)
     }
 
@@ -196,8 +196,8 @@ impl DenseSteps {
     /// Returns the errors of the device.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
-        self.enqueued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.stream.zero(&zeros)?;
+        self.count();
         Ok(zeros)
     }
 

@@ -8,7 +8,6 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
-use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -44,26 +43,26 @@ pub(crate) fn uncapturable(what: &str) -> Error {
 pub(super) struct GraphMemory {
     /// Memory between the kernels of an operation, by the stream that took part.
     scratch: Vec<(usize, Weak<dyn Storage>)>,
-    /// Memory of activations, by the memory that serves the same steps outside of captures.
-    activations: Vec<(usize, Weak<ActivationMemory>)>,
 }
 
-/// Returns the memory that is known under a key and fits, or makes it known.
-fn shared<T: ?Sized, E>(
-    known: &mut Vec<(usize, Weak<T>)>,
-    key: usize,
-    fits: impl Fn(&T) -> bool,
-    make: impl FnOnce() -> Result<Arc<T>, E>,
-) -> Result<Arc<T>, E> {
-    known.retain(|(_, held)| held.strong_count() > 0);
-    let held = known.iter().filter(|(of, _)| *of == key).find_map(|(_, held)| held.upgrade());
-    if let Some(held) = held.filter(|held| fits(held)) {
-        return Ok(held);
+impl GraphMemory {
+    /// Returns the scratch of a stream, or makes it known.
+    fn scratch(
+        &mut self,
+        key: usize,
+        bytes: usize,
+        make: impl FnOnce() -> Result<Arc<dyn Storage>>,
+    ) -> Result<Arc<dyn Storage>> {
+        self.scratch.retain(|(_, held)| held.strong_count() > 0);
+        let held = self.scratch.iter().filter(|(of, _)| *of == key).find_map(|(_, held)| held.upgrade());
+        if let Some(held) = held.filter(|held| held.len() >= bytes) {
+            return Ok(held);
+        }
+        let made = make()?;
+        self.scratch.retain(|(of, _)| *of != key);
+        self.scratch.push((key, Arc::downgrade(&made)));
+        Ok(made)
     }
-    let made = make()?;
-    known.retain(|(of, _)| *of != key);
-    known.push((key, Arc::downgrade(&made)));
-    Ok(made)
 }
 
 /// A capture that this thread records.
@@ -77,7 +76,9 @@ pub(crate) struct Recording {
     pub(super) held: Vec<Held>,
     known: HashSet<usize>,
     pub(super) plans: Plans,
-    pub(super) activations: Vec<Arc<ActivationMemory>>,
+    /// Memory of activations, by the memory that serves the same steps outside of captures. It is the graph's own: what
+    /// one graph leaves for its caller must not lie where another one works.
+    pub(super) activations: Vec<(usize, Arc<ActivationMemory>)>,
     /// The first refusal, in case that the recorded function does not return it.
     refused: Option<Error>,
 }
@@ -335,7 +336,7 @@ impl Recording {
             let made = CudaStorage::allocate(&stream.device, MemoryKind::Device, bytes)?;
             Ok(Arc::new(made))
         };
-        let scratch = shared(&mut home.graphs.lock().scratch, key, |known| known.len() >= bytes, make)?;
+        let scratch = home.graphs.lock().scratch(key, bytes, make)?;
         let address = scratch.address();
         self.hold(Held::Storage(scratch));
         Ok(address)
@@ -343,12 +344,12 @@ impl Recording {
 
     /// Returns the memory of activations that stands in for `usual`.
     pub(crate) fn activations(&mut self, usual: &Arc<ActivationMemory>) -> Arc<ActivationMemory> {
-        let (home, key) = (&self.streams[0].0, Arc::as_ptr(usual) as usize);
-        let make = || Ok::<_, Infallible>(Arc::default());
-        let Ok(known) = shared(&mut home.graphs.lock().activations, key, |_| true, make);
-        if !self.activations.iter().any(|held| Arc::ptr_eq(held, &known)) {
-            self.activations.push(Arc::clone(&known));
+        let key = Arc::as_ptr(usual) as usize;
+        if let Some((_, known)) = self.activations.iter().find(|(known, _)| *known == key) {
+            return Arc::clone(known);
         }
-        known
+        let made = Arc::<ActivationMemory>::default();
+        self.activations.push((key, Arc::clone(&made)));
+        made
     }
 }

@@ -36,7 +36,7 @@ pub(crate) struct CapturedWork {
     #[expect(dead_code, reason = "held so that the memory stays")]
     held: Vec<Held>,
     #[expect(dead_code, reason = "held so that the memory stays")]
-    activations: Vec<Arc<ActivationMemory>>,
+    activations: Vec<(usize, Arc<ActivationMemory>)>,
 }
 
 // SAFETY: the driver's graphs may be launched and destroyed from any thread; launches are ordered by the stream's lock.

@@ -382,8 +382,8 @@ fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
 
 #[test]
 fn a_step_whose_capture_finds_no_memory_runs_as_before() {
-    let Some((double, _alone)) = alone() else { return };
     const OUT_OF_MEMORY: i32 = 2;
+    let Some((double, _alone)) = alone() else { return };
     let bench = Bench::new(EAGER);
     let (mut cache, key) = (GraphCache::new(2), GraphKey::of(&step(3), DType::BF16));
     let mut run = |at: usize| {

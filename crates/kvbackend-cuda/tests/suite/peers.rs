@@ -37,8 +37,8 @@ fn tensors_go_from_device_to_device_in_the_order_of_events() {
 
 #[test]
 fn a_lost_device_that_gives_does_not_take_the_receiver_with_it() {
-    let Some((double, _alone)) = alone() else { return };
     const ILLEGAL_ADDRESS: i32 = 700;
+    let Some((double, _alone)) = alone() else { return };
     let (from, into) = (opened(LAZY).unwrap(), opened(EAGER).unwrap());
     let (sender, receiver) = (from.stream().unwrap(), into.stream().unwrap());
     let src = upload(from.as_ref(), DType::U8, &[64], &noise(1, 64));

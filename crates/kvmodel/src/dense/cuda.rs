@@ -256,8 +256,11 @@ impl Border for CudaBorder {
         self.lend(stream, input, &Activation::on_device(copy))
     }
 
-    fn output(&mut self, rows: usize) -> Result<TensorView> {
-        Ok(self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?)
+    fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView> {
+        let output = self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?;
+        // A step of another thread may still read the memory, which only later steps take without an order.
+        self.precede(stream)?;
+        Ok(output)
     }
 
     fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {

@@ -232,8 +232,8 @@ pub trait Border: fmt::Debug + Send + Sync {
         rows: &Activation,
     ) -> Result<TensorView>;
 
-    /// Returns the view `[rows, heads, v_dim]` in f32 that attention writes.
-    fn output(&mut self, rows: usize) -> Result<TensorView>;
+    /// Returns the view `[rows, heads, v_dim]` in f32 that operations of `stream` write from now on.
+    fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView>;
 
     /// Returns the output of attention, which operations of `stream` have written to the view of
     /// [`output`](Self::output), as an activation.

@@ -67,7 +67,7 @@ impl DenseSteps {
             ] {
                 black_box(rows.map(|rows| self.border.lend(stream, input, rows).unwrap()));
             }
-            let output = self.border.output(1).unwrap();
+            let output = self.border.output(stream, 1).unwrap();
             let attention = self.border.take(stream, &output).unwrap();
             x = layer.finish(dense, &x, &attention).unwrap();
         }

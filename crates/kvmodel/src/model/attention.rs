@@ -91,7 +91,7 @@ pub(super) fn attend(
         let latent = latent.map(|rows| border.lend(device.stream, AttentionInput::LatentQuery, rows));
         Ok((q, latent.transpose()?))
     })?;
-    let out = border.output(work.rows().len())?;
+    let out = border.output(device.stream, work.rows().len())?;
     let attend = Attend {
         arena: device.arena.clone(),
         layer: layer.index,

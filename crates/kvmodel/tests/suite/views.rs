@@ -233,7 +233,7 @@ impl Border for Lent {
         let copy = self.steps.rows(rows.shape(), &self.steps.values(rows)?)?;
         self.lend(stream, input, &copy)
     }
-    fn output(&mut self, rows: usize) -> Result<TensorView> {
+    fn output(&mut self, _: &dyn Stream, rows: usize) -> Result<TensorView> {
         self.steps.allocate(DType::F32, &[rows, self.extents.heads, self.extents.v_dim])
     }
     fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {

@@ -177,7 +177,7 @@ fn rows_cross_the_border_and_come_back() {
     let copy = border.lend_copy(stream.as_ref(), AttentionInput::Key, &keys).unwrap();
     stream.write(&copy, &[0; 32]).unwrap();
     assert_eq!(read(&keys), values);
-    let output = border.output(2).unwrap();
+    let output = border.output(stream.as_ref(), 2).unwrap();
     assert_eq!(output.shape(), [2, 4, 5]);
     let attention = numbers(15, 40);
     stream.write(&output, bytemuck::cast_slice(&attention)).unwrap();
