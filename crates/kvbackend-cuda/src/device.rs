@@ -71,7 +71,7 @@ pub(crate) fn facts(handle: CUdevice) -> Result<DeviceFacts, DriverError> {
     let attribute = |attribute| unsafe { result::device::get_attribute(handle, attribute) };
     Ok(DeviceFacts {
         name: result::device::get_name(handle)?,
-        // SAFETY: as above.
+        // SAFETY: `handle` is a device that the driver returned.
         total_memory: unsafe { result::device::total_mem(handle) }?,
         compute_capability: (
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,

@@ -1,4 +1,4 @@
-//! What a rank called, to compare with what others called.
+//! The call of a rank, to compare with the calls of others.
 
 use std::fmt;
 
@@ -54,9 +54,7 @@ impl fmt::Display for Call {
         match self {
             Self::Broadcast { root, tensor } => write!(f, "a broadcast of {tensor} from rank {root}"),
             Self::AllGather { tensor } => write!(f, "an all-gather of {tensor}"),
-            Self::AllReduce { op: ReduceOp::Sum, tensor } => write!(f, "an all-reduce (sum) of {tensor}"),
-            Self::AllReduce { op: ReduceOp::Min, tensor } => write!(f, "an all-reduce (min) of {tensor}"),
-            Self::AllReduce { op: ReduceOp::Max, tensor } => write!(f, "an all-reduce (max) of {tensor}"),
+            Self::AllReduce { op, tensor } => write!(f, "an all-reduce ({op}) of {tensor}"),
             Self::Exchange => f.write_str("an exchange"),
             Self::Send { to, tensor } => write!(f, "a send of {tensor} to rank {to}"),
             Self::Receive { from, tensor } => write!(f, "a receive of {tensor} from rank {from}"),

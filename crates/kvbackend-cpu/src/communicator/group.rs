@@ -37,7 +37,7 @@ struct State {
     left: Vec<bool>,
     /// The call of the ranks that have come to the current meeting.
     call: Option<Call>,
-    /// What the ranks brought that have come to the current meeting.
+    /// The bytes of the ranks that have come to the current meeting.
     brought: Vec<Option<Vec<u8>>>,
     /// The number of meetings that have ended, and the result of the last one. No rank is a meeting ahead of
     /// another, so that every rank finds the result of its own.

@@ -116,7 +116,7 @@ impl CudaStorage {
         match storage.owner {
             // SAFETY: the memory was just allocated for `bytes` bytes.
             Owner::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
-            // SAFETY: as above; nothing else knows the address.
+            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
             _ => unsafe { device::zero(device, address, bytes) }?,
         }
         Ok(storage)

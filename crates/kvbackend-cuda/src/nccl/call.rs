@@ -1,4 +1,4 @@
-//! What a rank called, for errors.
+//! The call of a rank, as errors name it.
 
 use std::fmt;
 
@@ -58,9 +58,7 @@ impl fmt::Display for Call {
             Self::Join => f.write_str("the start of the group"),
             Self::Broadcast(tensor, root) => write!(f, "a broadcast of {tensor} from rank {root}"),
             Self::AllGather(tensor) => write!(f, "an all-gather of {tensor}"),
-            Self::AllReduce(tensor, ReduceOp::Sum) => write!(f, "an all-reduce (sum) of {tensor}"),
-            Self::AllReduce(tensor, ReduceOp::Min) => write!(f, "an all-reduce (min) of {tensor}"),
-            Self::AllReduce(tensor, ReduceOp::Max) => write!(f, "an all-reduce (max) of {tensor}"),
+            Self::AllReduce(tensor, op) => write!(f, "an all-reduce ({op}) of {tensor}"),
             Self::Exchange { sends, receives } => {
                 write!(f, "an exchange of {sends} sends and {receives} receives")
             }

@@ -21,7 +21,7 @@ pub(super) struct Group {
     presence: Arc<Presence>,
 }
 
-/// How many ranks of this process have not left, and how many are about to.
+/// The numbers of ranks of this process that have not left, and of those that are about to.
 #[derive(Default)]
 struct Presence {
     counts: Mutex<(usize, usize)>,

@@ -45,13 +45,14 @@ pub(super) unsafe fn collective(
         Collective::AllGather { src, dst } => {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
             debug_assert_eq!(place(&dst.select(0, rank)?)?.1, bytes);
-            // SAFETY: as above; the destination has a part of `bytes` bytes for each rank.
+            // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller guarantees and the
+            // check of the collective has seen.
             let code = unsafe { (nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
             nccl.check("an all-gather", comm, code)
         }
         Collective::AllReduce { view, op } => {
             let (dtype, op, (at, _)) = (element(view.dtype())?, operator(op), place(view)?);
-            // SAFETY: as above; the view has so many elements of this type.
+            // SAFETY: `at` is valid for the view's elements of this type, as the caller guarantees.
             let code = unsafe { (nccl.all_reduce)(at, at, view.len(), dtype, op, comm, stream) };
             nccl.check("an all-reduce", comm, code)
         }
@@ -60,7 +61,7 @@ pub(super) unsafe fn collective(
             nccl.check("a start of calls", comm, unsafe { (nccl.group_start)() })?;
             // SAFETY: the caller guarantees the same.
             let issued = unsafe { exchange(nccl, comm, stream, sends, receives) };
-            // SAFETY: as above.
+            // SAFETY: the group of calls was started above, on this thread.
             let ended = nccl.check("an exchange", comm, unsafe { (nccl.group_end)() });
             issued.and(ended)
         }
@@ -85,7 +86,7 @@ unsafe fn exchange(
     }
     for (view, from) in receives.iter().filter(moves) {
         let (at, bytes) = place(view)?;
-        // SAFETY: as above.
+        // SAFETY: `at` is valid for `bytes` bytes, as the caller guarantees.
         let code = unsafe { (nccl.receive)(at, bytes, BYTES, *from as c_int, comm, stream) };
         nccl.check("a receive", comm, code)?;
     }

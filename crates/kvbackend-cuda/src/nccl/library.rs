@@ -18,7 +18,7 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// on.
 const OLDEST: c_int = 21_800;
 
-/// What an entry point returns. A number, since a later version may return others than cudarc lists.
+/// The result of an entry point: a number, since a later version may return others than cudarc lists.
 pub(super) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;

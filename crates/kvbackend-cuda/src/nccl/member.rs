@@ -157,7 +157,7 @@ impl Member {
             left = self.ready(&handle);
         }
         if left == Ok(true) {
-            // SAFETY: as above.
+            // SAFETY: the handle was taken from its place, and its end is done.
             let _ = unsafe { (self.nccl.destroy)(comm) };
         } else {
             self.abort_taken(handle);

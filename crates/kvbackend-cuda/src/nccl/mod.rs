@@ -146,7 +146,7 @@ impl NcclCommunicator {
             .enumerate()
             .map(|(rank, backend)| Member::join(nccl, &backend.device, &id, rank, ranks))
             .collect();
-        // SAFETY: as above.
+        // SAFETY: the group of calls was started above, on this thread.
         let ended = nccl.check("a start of a group", std::ptr::null_mut(), unsafe { (nccl.group_end)() });
         let members: Vec<Member> = joined.into_iter().collect::<Result<_>>()?;
         ended?;

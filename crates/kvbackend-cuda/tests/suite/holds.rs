@@ -1,4 +1,5 @@
-//! What enqueued work holds besides the storages of its operation: plans of attention, memory between kernels, angles.
+//! Memory that enqueued work holds besides the storages of its operation: plans of attention, memory between kernels,
+//! angles, weights.
 //! The device of these tests runs nothing before a wait, so that what is not held is gone or overwritten by then.
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What moves and converts rows and blocks of a pool.
+//! Operations that move and convert rows and blocks of a pool.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -27,7 +27,7 @@ struct Column {
     dtype: DType,
 }
 
-/// What the command line asks for.
+/// Options of the command line.
 struct Options<'a> {
     wanted: &'a str,
     every: bool,

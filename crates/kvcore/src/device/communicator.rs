@@ -23,6 +23,16 @@ pub enum ReduceOp {
     Max,
 }
 
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Min => "min",
+            Self::Max => "max",
+        })
+    }
+}
+
 /// A tensor on its way between this rank and another: the view, and the number of the other rank.
 pub type Transfer<'a> = (&'a TensorView, usize);
 
