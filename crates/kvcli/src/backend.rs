@@ -62,8 +62,10 @@ fn cuda(device: usize) -> Result<Opened> {
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
     match kvmodel::dense::CudaDense::new(&backend) {
         Ok(dense) => Ok(Opened { dense: Arc::new(dense), backend }),
-        Err(kvmodel::Error::Core(reason @ kvcore::Error::NoDevice { .. })) => {
-            eprintln!("note: the model's dense steps run on the CPU: {reason}");
+        Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
+            eprintln!(
+                "note: norms and products run on the CPU, slowly and without graphs of decode steps, because {reason}"
+            );
             Ok(Opened::with_host(backend))
         }
         Err(other) => Err(other.into()),

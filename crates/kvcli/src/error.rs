@@ -52,7 +52,7 @@ pub(crate) enum Error {
 impl Error {
     /// Returns advice for a cache that is too small or has no chunks, if an option of the command can help.
     pub(crate) fn hint(&self) -> Option<&'static str> {
-        use kvcore::Error::{NotEnoughMemory, OutOfBlocks};
+        use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
         use kvmodel::Error::{Chunk, Core};
         let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
         match error {
@@ -66,6 +66,9 @@ impl Error {
             Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
             | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })) => Some(
                 "give the caches more memory: --kv-memory MIB (--help says how much they have without it)",
+            ),
+            Core(Allocation { .. }) | Chunk(kvchunk::Error::Core(Allocation { .. })) => Some(
+                "the device has less free memory than that: give the caches less with --kv-memory MIB, or free some",
             ),
             _ => None,
         }

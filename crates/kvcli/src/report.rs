@@ -108,7 +108,11 @@ impl fmt::Display for GraphsJson {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let GraphCounts { eager, captured, replayed, refused } = self.0;
         let by_graphs = captured + replayed;
-        write!(f, "{by_graphs} decode steps by {captured} graphs, {eager} kernel by kernel")?;
+        let of = match captured {
+            1 => "1 graph".to_owned(),
+            n => format!("{n} graphs"),
+        };
+        write!(f, "decode steps: {by_graphs} by {of}, {eager} kernel by kernel")?;
         if refused > 0 { write!(f, " ({refused} captures refused)") } else { Ok(()) }
     }
 }

@@ -16,6 +16,9 @@ use kvmodel::{
 };
 use libloading::Library;
 
+#[path = "suite/batch.rs"]
+mod batch;
+
 /// The double's record of what was queued.
 struct Trace(Library);
 
@@ -63,14 +66,18 @@ impl Observer for Steps<'_> {
     }
 }
 
-fn engine(backend: Arc<CudaBackend>, graphs: usize) -> Engine {
+fn model(backend: &Arc<CudaBackend>) -> Model {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/llama");
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let mut config = ModelConfig::from_json(&config).unwrap();
     config.eos.clear();
     let weights = Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
-    let dense = Arc::new(CudaDense::new(&backend).unwrap());
-    let model = Model::with_dense(config, weights, WeightFormat::F32, dense).unwrap();
+    let dense = Arc::new(CudaDense::new(backend).unwrap());
+    Model::with_dense(config, weights, WeightFormat::F32, dense).unwrap()
+}
+
+fn engine(backend: Arc<CudaBackend>, graphs: usize) -> Engine {
+    let model = model(&backend);
     let config = EngineConfig { block_size: 4, graphs, ..EngineConfig::default() };
     Engine::new(model, backend, b"none", &config).unwrap()
 }
@@ -118,6 +125,26 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     };
     assert_eq!(launches(&few), launches(&steps));
     assert!(launches(&few).iter().all(|&n| n == launches(&few)[0] && n > 20), "{:?}", launches(&few));
+
+    // As many launches for eight sequences as for one, and from nine on, where products go to cuBLAS, as many for hundreds.
+    let model = model(&backend);
+    let stream = backend.stream().unwrap();
+    let of_batch = |sequences: usize, graphs: usize| {
+        let mut batch = batch::Batch::new(&model, &backend, sequences, graphs);
+        (0..3).for_each(|number| drop(batch.step(stream.as_ref(), number)));
+        trace.take();
+        batch.step(stream.as_ref(), 3);
+        let step = trace.take();
+        ["graph", "kernel"].map(|kind| queued(&step, kind).len())
+    };
+    for (first, others) in [(1, [2, 5, 8]), (9, [33, 65, 200])] {
+        let expected = of_batch(first, 0);
+        assert!(expected[1] > 10, "{expected:?}");
+        for sequences in others {
+            assert_eq!(of_batch(sequences, 0), expected, "{sequences} sequences");
+        }
+        assert_eq!(of_batch(first, 1), [1, 0], "{first} sequences by a graph");
+    }
 
     // A replay has one launch, one copy of the lists up and one of the logits down.
     let mut graphs = engine(backend, 8);

@@ -72,8 +72,8 @@ impl Blas {
         // SAFETY: loading a library runs its initialisers; cuBLAS's have no other effect.
         if !unsafe { sys::is_culib_present() } {
             return Err(no_library(
-                "the library of matrix products (libcublas.so.13 or .12, cublas64) was not found; install CUDA's \
-                 cuBLAS, or name its folder in LD_LIBRARY_PATH"
+                "cuBLAS (libcublas.so.13 or .12, cublas64) was not found; name its folder in LD_LIBRARY_PATH: \
+                 /usr/local/cuda/lib64 where CUDA's toolkit is installed, nvidia/cu13/lib of the wheel nvidia-cublas"
                     .to_owned(),
             ));
         }

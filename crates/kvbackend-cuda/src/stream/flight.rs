@@ -1,4 +1,4 @@
-//! What enqueued work holds until it is done.
+//! Holds of enqueued work: what lives until the work is done.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -17,7 +17,7 @@ use crate::dense::ActivationMemory;
 use crate::device::Device;
 
 /// Replays that may be enqueued and not done. The host waits for the oldest before it enqueues another.
-const AHEAD: usize = 32;
+pub(super) const AHEAD: usize = 32;
 
 /// A captured step of a [`CudaStream`](super::CudaStream).
 pub(super) struct CudaGraph {

@@ -13,8 +13,9 @@ use crate::memory::{self, CudaStorage};
 /// Least bytes of an upload's memory.
 const LEAST: usize = 4096;
 
-/// Most uploads that wait for another use.
-const KEPT: usize = 16;
+/// Most uploads that wait for another use. Twice [`AHEAD`](super::graph::AHEAD): replays under way hold one each, and
+/// pinned memory that goes while kernels run makes the host wait for them.
+const KEPT: usize = 2 * super::graph::AHEAD;
 
 /// Memory of a list: where the host writes it, and where kernels read it.
 #[derive(Debug)]
@@ -68,8 +69,9 @@ impl Uploads {
         }
         let made = Arc::new(Upload::new(device, bytes.next_power_of_two().max(LEAST))?);
         if self.0.len() >= KEPT {
-            // One that is too small, if there is one: in use or not, its users keep it alive.
-            self.0.remove(0);
+            // The smallest serves the fewest lists. Where work still uses it, that work keeps it alive.
+            let smallest = (0..self.0.len()).min_by_key(|&i| self.0[i].storage.len()).unwrap_or_default();
+            self.0.swap_remove(smallest);
         }
         self.0.push(Arc::clone(&made));
         Ok(made)

@@ -150,31 +150,37 @@ fn every_call_that_the_driver_refuses_is_an_error_and_nothing_is_held() {
         "cuStreamEndCapture",
         "cuGraphInstantiateWithFlags",
         "cuGraphLaunch",
+        "cuMemcpyPeerAsync",
+        "cuDeviceCanAccessPeer",
+        "cuCtxEnablePeerAccess",
     ];
     let mut seen = 0;
+    let left = || [EAGER, LAZY].map(|device| (double.live_bytes(device), double.live_objects(device)));
     for entry in entries {
         for (after, code) in
             [(1, INVALID_VALUE), (2, INVALID_VALUE), (4, INVALID_VALUE), (1, ILLEGAL_ADDRESS)]
         {
-            let before = (double.live_bytes(EAGER), double.live_objects(EAGER));
+            let before = left();
             double.fail(entry, after, code);
-            let result = everything(EAGER);
+            let result = everything(EAGER, LAZY);
             double.fail(entry, 0, 0);
             seen += usize::from(result.is_err());
-            let left = (double.live_bytes(EAGER), double.live_objects(EAGER));
-            assert_eq!(left, before, "call {after} of {entry} failed with {code}: {result:?}");
+            assert_eq!(left(), before, "call {after} of {entry} failed with {code}: {result:?}");
         }
-        everything(EAGER).unwrap_or_else(|error| panic!("after {entry} had failed: {error}"));
+        everything(EAGER, LAZY).unwrap_or_else(|error| panic!("after {entry} had failed: {error}"));
     }
     assert!(seen > 50, "only {seen} of the failures were seen");
 }
 
-/// Opens a device and uses each part of the backend once.
-fn everything(device: usize) -> Result<()> {
-    let backend = kvbackend_cuda::CudaBackend::with_options(&kvbackend_cuda::CudaOptions {
-        device,
-        ..kvbackend_cuda::CudaOptions::default()
-    })?;
+/// Opens two devices and uses each part of the backend once.
+fn everything(device: usize, other: usize) -> Result<()> {
+    let open = |device| {
+        kvbackend_cuda::CudaBackend::with_options(&kvbackend_cuda::CudaOptions {
+            device,
+            ..kvbackend_cuda::CudaOptions::default()
+        })
+    };
+    let (backend, giver) = (open(device)?, open(other)?);
     let (stream, second) = (backend.stream()?, backend.stream()?);
     let shape = KvShape {
         num_layers: 2,
@@ -212,6 +218,8 @@ fn everything(device: usize) -> Result<()> {
     let copy = CopyTensor { src: rows.slice(0, 0, 1)?, dst: rows.slice(0, 1, 2)? };
     let graph = second.capture(&step, &mut || second.copy_tensor(&copy))?;
     graph.replay(&step)?;
+    let src = allocate_tensor(giver.as_ref(), MemoryKind::Device, DType::BF16, &[3, 2, 8])?;
+    second.copy_tensor(&CopyTensor { src, dst: rows })?;
     second.synchronize()
 }
 

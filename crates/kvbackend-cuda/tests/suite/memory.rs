@@ -219,7 +219,7 @@ fn a_lent_stream_keeps_its_order_and_its_owner() {
     assert_eq!(download(stream, &view), noise(6, 64));
     assert_eq!(Arc::strong_count(&owner), 2);
     if let Some(other) = opened(EAGER) {
-        // SAFETY: as above.
+        // SAFETY: the stream lives until the end of the test, and the call is refused.
         let refused = unsafe { other.lent_stream(engine.0, owner.clone()) };
         assert!(matches!(refused, Err(Error::ForeignHandle { .. })), "{refused:?}");
     }

@@ -13,7 +13,7 @@ fn verdict(double: &Double, device: usize) -> Result<(), String> {
     let backend = opened(device).ok_or("the device cannot be opened")?;
     // A row of cases that together use every part of the backend.
     let chosen = CASES.iter().filter(|case| {
-        ["order::", "memory::", "reserve::", "rows::scatter_puts", "tensor::tensors_go"]
+        ["order::", "memory::", "reserve::", "rows::scatter_puts", "tensor::tensors_go", "graphs::a_replay"]
             .iter()
             .any(|group| case.name.starts_with(group))
     });

@@ -179,7 +179,8 @@ impl Card {
         }
         let host = began.elapsed().as_secs_f64();
         record(end).unwrap_or_else(|error| refused(error));
-        // SAFETY: as above; both events are recorded on one stream.
+        // SAFETY: both events are of the current context, live until the end of the program, and are recorded on one
+        // stream.
         let elapsed =
             unsafe { result::event::synchronize(end).and_then(|()| result::event::elapsed(start, end)) };
         let milliseconds = elapsed.unwrap_or_else(|error| refused(error));

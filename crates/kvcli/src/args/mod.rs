@@ -228,8 +228,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Graphs of decode steps to keep, on a backend that captures them (cuda): a step is then one launch. 0 launches
-    /// every kernel by itself; the answer is the same.
+    /// Graphs of decode steps to keep, on a backend that captures them (cuda, with cuBLAS): a step is then one launch.
+    /// Others take no notice. 0 launches every kernel by itself; the answer is the same.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
 
@@ -332,8 +332,8 @@ fn backend(text: &str) -> Result<BackendName, String> {
         Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
         None if text == "cuda" => Ok(BackendName::Cuda(0)),
         Some(("cuda", number)) => number
-            .parse()
-            .map(BackendName::Cuda)
+            .parse::<u16>()
+            .map(|number| BackendName::Cuda(number.into()))
             .map_err(|_| format!("{number:?} is no number of a CUDA device; kvc devices lists them")),
         _ => Err(
             "take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, wgpu (any GPU, NVIDIA's too) or wgpu:ADAPTER; kvc \

@@ -180,7 +180,8 @@ fn unsupported(what: String) -> Error {
 /// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches. A refused
 ///   collective enqueues nothing. The other ranks wait for it until their time-out, or until an
 ///   [`abort`](Self::abort).
-/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others need it.
+/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others need it. Ranks
+///   of the same process learn of it at once, others at the latest by their time-out.
 ///   Destinations are then undefined, and every later collective returns the error. Other work of the streams
 ///   goes on.
 /// - The time-out, and how ranks find each other, are matters of the constructor.
@@ -216,7 +217,7 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// [`Stream::synchronize`].
     fn wait(&self, stream: &dyn Stream) -> Result<()>;
 
-    /// Ends the pending work of all ranks of the group, for good. Has no effect on a group that has failed.
+    /// Ends the group for good: the pending work of the ranks of this process at once, that of others as they learn of it. Has no effect on a group that has failed.
     fn abort(&self);
 
     /// Checks and launches a collective.

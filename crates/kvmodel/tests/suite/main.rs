@@ -4,6 +4,8 @@
 
 mod approximate;
 mod asking;
+#[cfg(feature = "cuda")]
+mod batch;
 mod blending;
 mod cancel;
 mod common;
