@@ -4,8 +4,8 @@ use std::process::Command;
 
 use clap::Args;
 
-use crate::cuda_double;
 use crate::run::{Result, cargo, root, run};
+use crate::{ascend_simulator, cuda_double};
 
 /// Options of `cargo xtask conform`.
 #[derive(Args)]
@@ -26,8 +26,10 @@ pub(crate) fn conform(args: &ConformArgs) -> Result {
     command.args(["--backend", &args.backend]).args(args.every.then_some("--every")).current_dir(root());
     // The Vulkan loader's layers watch over wgpu: a release build of it asks for them only if told so.
     command.envs([("WGPU_VALIDATION", "1"), ("WGPU_DEBUG", "1")]);
-    if args.backend == "cuda" {
-        cuda_double::provide(&mut command)?;
+    match args.backend.as_str() {
+        "ascend" => ascend_simulator::provide(&mut command)?,
+        "cuda" => cuda_double::provide(&mut command)?,
+        _ => {}
     }
     run(&mut command, "conform")
 }

@@ -2,7 +2,10 @@
 //! is named with the command that brings it.
 
 mod arm;
+mod ascend_headers;
+mod ascend_simulator;
 mod bench;
+mod bindgen;
 mod check;
 mod ci;
 mod clock;
@@ -55,6 +58,12 @@ enum XtaskCommand {
     CudaPtx(cuda_ptx::CudaPtxArgs),
     /// Build the test double of the CUDA driver, with which the CUDA backend runs on a machine without a GPU.
     CudaDouble(cuda_double::CudaDoubleArgs),
+    /// Make the Rust of the Ascend backend's C header (needs bindgen).
+    Bindgen(bindgen::BindgenArgs),
+    /// Build the simulator of CANN's libraries, with which the Ascend backend runs on a machine without an NPU.
+    AscendSimulator,
+    /// Compare the Ascend backend's C header with headers of CANN, from pinned wheels of torch_npu.
+    AscendHeaders,
     /// Run all benchmarks of the CPU (`--backend cuda`, `--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),
     /// Check the CUDA backend on a real card and write one report: conformance, sanitizers, speed, peers, answers. Runs
@@ -86,6 +95,9 @@ fn main() -> ExitCode {
         XtaskCommand::Conform(args) => conform::conform(&args),
         XtaskCommand::CudaPtx(args) => cuda_ptx::cuda_ptx(&args),
         XtaskCommand::CudaDouble(args) => cuda_double::cuda_double(&args),
+        XtaskCommand::Bindgen(args) => bindgen::bindgen(&args),
+        XtaskCommand::AscendSimulator => ascend_simulator::ascend_simulator(),
+        XtaskCommand::AscendHeaders => ascend_headers::ascend_headers(),
         XtaskCommand::Bench(args) => bench::bench(&args),
         XtaskCommand::GpuCheck(args) => gpu_check::gpu_check(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),

@@ -2,8 +2,8 @@
 
 use std::process::{Command, Stdio};
 
-use crate::cuda_ptx;
 use crate::run::{Result, cargo_command};
+use crate::{ascend_headers, cuda_ptx};
 
 /// One tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,8 +14,8 @@ pub(crate) enum Tool {
     Package(&'static str),
     /// A subcommand of Cargo, by the name of its crate.
     Cargo(&'static str),
-    /// A program of crates.io, in one version.
-    Crate(&'static str, &'static str),
+    /// A program of crates.io, the crate that has it, and one version.
+    Crate(&'static str, &'static str, &'static str),
     /// A target of the Rust toolchain.
     Target(&'static str),
     /// A component of the Rust toolchain.
@@ -24,6 +24,8 @@ pub(crate) enum Tool {
     Sanitizer,
     /// The compiler of CUDA, from Python wheels.
     CudaCompiler,
+    /// Headers of CANN, from Python wheels.
+    AscendHeaders,
 }
 
 impl Tool {
@@ -34,13 +36,14 @@ impl Tool {
             Self::Program(program, _) => runs(program, &["--version"]),
             Self::Package(name) => !runs("dpkg", &["--version"]) || runs("dpkg", &["-s", name]),
             Self::Cargo(name) => runs(name, &["--version"]),
-            Self::Crate(name, version) => {
-                first_line(name, &["--version"]).is_some_and(|line| line.ends_with(version))
+            Self::Crate(program, _, version) => {
+                first_line(program, &["--version"]).is_some_and(|line| line.ends_with(version))
             }
             Self::Target(name) => lists("target", name),
             Self::Component(name) => lists("component", name),
             Self::Sanitizer => nightly() || runs("valgrind", &["--version"]),
             Self::CudaCompiler => cuda_ptx::is_here(),
+            Self::AscendHeaders => ascend_headers::is_here(),
         }
     }
 
@@ -57,7 +60,7 @@ impl Tool {
         match self {
             Self::Program(_, package) | Self::Package(package) => format!("apt-get install -y -q {package}"),
             Self::Cargo(name) => format!("cargo install --locked {name}"),
-            Self::Crate(name, version) => {
+            Self::Crate(_, name, version) => {
                 format!("cargo install --locked --force {name} --version {version}")
             }
             Self::Target(name) => format!("rustup target add {name}"),
@@ -67,6 +70,7 @@ impl Tool {
                     .to_owned()
             }
             Self::CudaCompiler => cuda_ptx::bring(),
+            Self::AscendHeaders => ascend_headers::bring(),
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "ascend")]
+use kvbackend_ascend::{AscendBackend, AscendOptions};
 #[cfg(feature = "cpu")]
 use kvbackend_cpu::{CpuBackend, CpuOptions, Execution, KernelSet, SimdLevel};
 #[cfg(feature = "cuda")]
@@ -33,6 +35,11 @@ fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
     cpu(CpuOptions { simd: Some(simd), threads: Some(3), ..CpuOptions::default() })
 }
 
+#[cfg(feature = "ascend")]
+fn ascend(device: usize) -> Result<Arc<dyn Backend>> {
+    Ok(AscendBackend::with_options(&AscendOptions { device })?)
+}
+
 #[cfg(feature = "cuda")]
 fn cuda(device: usize) -> Result<Arc<dyn Backend>> {
     Ok(CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?)
@@ -44,7 +51,7 @@ fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
 }
 
 /// Every element type.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
+#[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
 /// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
@@ -52,6 +59,10 @@ const ALL: &[DType] = &DType::COMPUTE;
 /// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a second, so that these
 /// run in some element types, and in all by `conform --every`.)
 pub const BACKENDS: &[NamedBackend] = &[
+    #[cfg(feature = "ascend")]
+    NamedBackend { name: "ascend", variant: "device 0", dtypes: ALL, make: || ascend(0) },
+    #[cfg(feature = "ascend")]
+    NamedBackend { name: "ascend", variant: "device 1", dtypes: ALL, make: || ascend(1) },
     #[cfg(feature = "cpu")]
     NamedBackend { name: "cpu", variant: "portable", dtypes: ALL, make: || at(SimdLevel::Portable) },
     #[cfg(feature = "cpu")]

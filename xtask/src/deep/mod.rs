@@ -69,7 +69,7 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask instructions",
         needs: &[
             Tool::Program("valgrind", "valgrind"),
-            Tool::Crate("gungraun-runner", instructions::GUNGRAUN),
+            Tool::Crate("gungraun-runner", "gungraun-runner", instructions::GUNGRAUN),
         ],
     },
     Slice {

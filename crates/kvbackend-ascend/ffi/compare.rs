@@ -1,0 +1,162 @@
+//! Comparison of `ascend.h` with headers of CANN: a C++ page of static assertions on all values, layouts and prototypes.
+//!
+//! What the headers do not name is left out and counted: headers that come with other software are trimmed.
+
+use std::collections::HashSet;
+use std::fmt::Write;
+use std::path::Path;
+
+/// Returns the folder of the headers below `root`, for the compiler: the one that has `acl/acl.h`.
+pub(crate) const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
+
+/// What `ascend.h` states.
+#[derive(Debug, Default)]
+pub(crate) struct Facts {
+    /// Names of enumerators.
+    pub(crate) values: Vec<String>,
+    /// Names of functions.
+    pub(crate) functions: Vec<String>,
+    /// Names of structs with their fields.
+    pub(crate) structs: Vec<(String, Vec<String>)>,
+}
+
+impl Facts {
+    /// Reads the facts of the page.
+    pub(crate) fn of(page: &str) -> Self {
+        let page = &statements(page);
+        let mut facts = Self::default();
+        let mut fields = None;
+        for statement in page.split_inclusive([';', '{', '}', ',', ')']) {
+            if let Some((name, _)) = statement.split_once(" = ") {
+                facts.values.extend(name.split_whitespace().last().map(str::to_owned));
+            }
+        }
+        for statement in page.split_inclusive(';') {
+            let text = statement.trim();
+            if let Some((_, inside)) =
+                text.split_once("typedef struct").filter(|(_, rest)| rest.contains('{'))
+            {
+                fields = inside.split_once('{').map(|(name, first)| {
+                    (name.trim().to_owned(), field(first).into_iter().collect::<Vec<_>>())
+                });
+            } else if text.starts_with('}') {
+                facts.structs.extend(fields.take());
+            } else if let Some((_, fields)) = &mut fields {
+                fields.extend(field(text));
+            } else if let Some((head, _)) = text.split_once('(').filter(|_| !text.starts_with("typedef")) {
+                facts.function(head, text);
+            }
+        }
+        facts
+    }
+
+    fn function(&mut self, head: &str, text: &str) {
+        match text.strip_prefix("PHASES(") {
+            Some(arguments) => {
+                let name = arguments.split(',').next().unwrap_or_default().trim();
+                self.functions.extend([format!("{name}GetWorkspaceSize"), name.to_owned()]);
+            }
+            None => self.functions.extend(head.split([' ', '*', '\n']).next_back().map(str::to_owned)),
+        }
+    }
+}
+
+/// Returns the page without its comments and the lines of the preprocessor.
+fn statements(page: &str) -> String {
+    let page: String = page
+        .split("/*")
+        .map(|part| part.split_once("*/").map_or(part, |(_, statements)| statements))
+        .collect();
+    let mut goes_on = false;
+    let kept = page.lines().filter(|line| {
+        let directive = goes_on || line.starts_with('#');
+        goes_on = directive && line.ends_with('\\');
+        !directive
+    });
+    kept.collect::<Vec<_>>().join("\n")
+}
+
+/// Returns the name of a field in `type name;` or `type name[length];`.
+fn field(text: &str) -> Option<String> {
+    let name = text.trim_end_matches(';').split('[').next()?;
+    name.split([' ', '*']).next_back().filter(|name| !name.is_empty()).map(str::to_owned)
+}
+
+/// A comparison: the page for the compiler, and what it leaves out.
+#[derive(Debug)]
+pub(crate) struct Comparison {
+    pub(crate) page: String,
+    pub(crate) compared: usize,
+    pub(crate) absent: Vec<String>,
+}
+
+/// Compares the facts of `ascend.h` with headers that have the given texts. `include` lists those that the page includes.
+pub(crate) fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
+    let known: HashSet<&str> = texts.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
+    let (mut before, mut after, mut absent, mut compared) = (String::new(), String::new(), Vec::new(), 0);
+    let mut ask = |name: &str, line: &dyn Fn(&mut String, &mut String)| {
+        if known.contains(name) {
+            compared += 1;
+            line(&mut before, &mut after);
+        } else {
+            absent.push(name.to_owned());
+        }
+    };
+    for name in &facts.values {
+        ask(name, &|before, after| {
+            // Some versions have macros, which must not change the names of ours.
+            let _ = writeln!(before, "constexpr long long our_{name} = ours::{name};");
+            let _ = writeln!(after, "static_assert(our_{name} == (long long)({name}), \"value of {name}\");");
+        });
+    }
+    for (name, fields) in &facts.structs {
+        ask(name, &|_, after| {
+            let _ = writeln!(
+                after,
+                "static_assert(sizeof(ours::{name}) == sizeof(::{name}), \"size of {name}\");"
+            );
+            for field in fields {
+                let _ = writeln!(
+                    after,
+                    "static_assert(offsetof(ours::{name}, {field}) == offsetof(::{name}, {field}), \"place of \
+                     {field} in {name}\");"
+                );
+            }
+        });
+    }
+    for name in &facts.functions {
+        ask(name, &|_, after| {
+            let _ = writeln!(
+                after,
+                "static_assert(compare::same<decltype(ours::{name}), decltype(::{name})>(), \"prototype of {name}\");"
+            );
+        });
+    }
+    let mut page =
+        "#include <cstddef>\n#include <cstdint>\n#define ASCEND_IN_A_NAMESPACE\nnamespace ours {\n#include \
+                    \"ascend.h\"\n}\n#include \"compare.hpp\"\n"
+            .to_owned();
+    page += &before;
+    for header in include {
+        let _ = writeln!(page, "#include \"{header}\"");
+    }
+    page += &after;
+    Comparison { page, compared, absent }
+}
+
+/// Returns those of [`HEADERS`], and the operators' headers, that lie in one of the folders.
+pub(crate) fn headers(folders: &[impl AsRef<Path>]) -> Vec<String> {
+    let mut found: Vec<String> = HEADERS
+        .iter()
+        .filter(|header| folders.iter().any(|folder| folder.as_ref().join(header).is_file()))
+        .map(|&header| header.to_owned())
+        .collect();
+    for folder in folders {
+        let operators = folder.as_ref().join("aclnnop");
+        let Ok(entries) = operators.read_dir() else { continue };
+        let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+        names.sort();
+        found.extend(names.iter().filter_map(|name| name.to_str()).map(|name| format!("aclnnop/{name}")));
+    }
+    found
+}

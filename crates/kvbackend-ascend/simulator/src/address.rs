@@ -1,0 +1,214 @@
+//! Device memory: addresses that the host cannot read, the bytes behind them, and what is alive.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ops::Range;
+
+use crate::clock::{Accesses, Moment};
+use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::types as sys;
+
+/// Addresses of a device. They are used once, so that memory that was freed is known.
+const ADDRESSES: usize = 256 << 30;
+
+/// Dead bytes behind each allocation, and its alignment.
+const GAP: u64 = 4096;
+
+/// What fresh memory and freed memory hold: NaN in every floating-point type.
+const POISON: u8 = 0xFF;
+
+/// Memory that is alive or was.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) len: u64,
+    pub(crate) alive: bool,
+    accesses: Accesses,
+}
+
+/// The memory of a device.
+#[derive(Default)]
+pub(crate) struct Space {
+    /// First address that is handed out, and where its bytes are; made at the first use.
+    maps: Option<(u64, *mut u8)>,
+    next: u64,
+    memories: BTreeMap<u64, Memory>,
+    used: u64,
+}
+
+// SAFETY: the bytes are touched under the lock of the state only.
+unsafe impl Send for Space {}
+
+fn map(protection: i32) -> *mut c_void {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address that the system chooses.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), ADDRESSES, protection, flags, -1, 0) };
+    assert!(at != libc::MAP_FAILED, "the system refuses {ADDRESSES} bytes of addresses");
+    at
+}
+
+impl Space {
+    fn maps(&mut self) -> (u64, *mut u8) {
+        *self.maps.get_or_insert_with(|| {
+            let (public, bytes) = (map(libc::PROT_NONE), map(libc::PROT_READ | libc::PROT_WRITE));
+            (public as u64, bytes.cast())
+        })
+    }
+
+    /// Returns the bytes that count against the limit.
+    pub(crate) fn used(&self) -> u64 {
+        self.used
+    }
+
+    /// Counts bytes.
+    pub(crate) fn count(&mut self, bytes: u64) {
+        self.used += bytes;
+    }
+
+    /// Counts bytes no more.
+    pub(crate) fn uncount(&mut self, bytes: u64) {
+        self.used -= bytes;
+    }
+
+    /// Returns addresses that nothing had before, aligned.
+    pub(crate) fn addresses(&mut self, bytes: u64, align: u64) -> Option<u64> {
+        let (first, _) = self.maps();
+        let at = (first + self.next).next_multiple_of(align);
+        let end = at + bytes.next_multiple_of(GAP) + GAP;
+        if end > first + ADDRESSES as u64 {
+            return None;
+        }
+        self.next = end - first;
+        Some(at)
+    }
+
+    /// Brings memory to life at addresses, filled with what fresh memory holds.
+    pub(crate) fn enliven(&mut self, at: u64, len: u64) {
+        self.memories.insert(at, Memory { len, alive: true, accesses: Accesses::default() });
+        let bytes = self.bytes(at);
+        // SAFETY: the range lies in the mapping, and nobody else writes there.
+        unsafe { bytes.write_bytes(POISON, len as usize) };
+    }
+
+    /// Ends memory that begins at an address, and gives its pages back. Returns its length.
+    pub(crate) fn end(&mut self, at: u64) -> Option<u64> {
+        let memory = self.memories.get_mut(&at).filter(|memory| memory.alive)?;
+        memory.alive = false;
+        let len = memory.len;
+        let bytes = self.bytes(at);
+        let pages = (bytes as usize).next_multiple_of(GAP as usize)..(bytes as usize + len as usize);
+        if pages.start + GAP as usize <= pages.end {
+            // SAFETY: the pages are of the private mapping and nothing alive lies there.
+            unsafe { libc::madvise(pages.start as *mut c_void, pages.len(), libc::MADV_DONTNEED) };
+        }
+        Some(len)
+    }
+
+    /// Returns where the bytes of an address are.
+    fn bytes(&mut self, at: u64) -> *mut u8 {
+        let (first, bytes) = self.maps();
+        // SAFETY: the caller's address lies in the range that was handed out.
+        unsafe { bytes.add((at - first) as usize) }
+    }
+
+    /// Returns whether an address was handed out by this device.
+    pub(crate) fn has(&self, at: u64) -> bool {
+        self.maps.is_some_and(|(first, _)| (first..first + ADDRESSES as u64).contains(&at))
+    }
+
+    /// Returns the memories that bytes lie in, which are alive: one, or several that are mapped one behind the other.
+    fn alive(&self, bytes: &Range<u64>) -> Result<Vec<(u64, Range<u64>)>, String> {
+        let (mut parts, mut at) = (Vec::new(), bytes.start);
+        while at < bytes.end {
+            let known =
+                self.memories.range(..=at).next_back().filter(|(start, memory)| at < *start + memory.len);
+            let Some((&start, memory)) = known else {
+                let over = bytes.end - at;
+                return Err(format!("{over} bytes from {at:#x} on are no memory of the device"));
+            };
+            if !memory.alive {
+                return Err(format!("the memory at {start:#x} was freed"));
+            }
+            let end = bytes.end.min(start + memory.len);
+            parts.push((start, at..end));
+            at = end;
+        }
+        Ok(parts)
+    }
+
+    /// Returns where bytes are that a task reads or writes, or the fault of the access.
+    pub(crate) fn access(
+        &mut self,
+        bytes: &Range<u64>,
+        moment: &Moment,
+        writes: bool,
+    ) -> Result<*mut u8, String> {
+        for (start, part) in self.alive(bytes)? {
+            if let Some(memory) = self.memories.get_mut(&start)
+                && let Some(other) = memory.accesses.note(&part, moment, writes)
+            {
+                return Err(format!(
+                    "race between streams {other:#x} and {:#x} on {} bytes at {:#x}",
+                    moment.stream,
+                    part.end - part.start,
+                    part.start
+                ));
+            }
+        }
+        Ok(self.bytes(bytes.start))
+    }
+}
+
+impl State {
+    /// Allocates memory of a device.
+    fn allocate(&mut self, device: usize, size: u64) -> Outcome<u64> {
+        let device = &mut self.devices[device];
+        if device.space.used() + size > device.limit {
+            return refuse(
+                sys::ACL_ERROR_RT_MEMORY_ALLOCATION as i32,
+                format!("{size} bytes wanted, {} of {} in use", device.space.used(), device.limit),
+            );
+        }
+        match device.space.addresses(size, 64) {
+            Some(at) => {
+                device.space.enliven(at, size);
+                device.space.count(size);
+                Ok(at)
+            }
+            None => refuse(sys::ACL_ERROR_RT_MEMORY_ALLOCATION as i32, "no addresses are left"),
+        }
+    }
+
+    /// Returns the device that has an address.
+    pub(crate) fn device_of(&self, at: u64) -> Option<usize> {
+        self.devices.iter().position(|device| device.space.has(at))
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aclrtMalloc(
+    to: *mut *mut c_void,
+    size: usize,
+    _: sys::aclrtMemMallocPolicy,
+) -> sys::aclError {
+    call("aclrtMalloc", |state| {
+        let device = state.alive()?;
+        if size == 0 {
+            return invalid("an allocation of 0 bytes");
+        }
+        *to = state.allocate(device, size as u64)? as *mut c_void;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtFree(at: *mut c_void) -> sys::aclError {
+    call("aclrtFree", |state| {
+        state.current()?;
+        let at = at as u64;
+        let space = state.device_of(at).map(|device| &mut state.devices[device].space);
+        match space.and_then(|space| space.end(at).map(|len| space.uncount(len))) {
+            Some(()) => Ok(()),
+            None => invalid(format!("{at:#x} is no memory that can be freed")),
+        }
+    })
+}

@@ -1,0 +1,71 @@
+//! Order between streams: what has happened before what, by events and waits of the host, and accesses without order.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// For each stream, the number of its last task that is known to be before.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Clock(HashMap<u64, u64>);
+
+impl Clock {
+    /// Takes over what another clock knows.
+    pub(crate) fn join(&mut self, other: &Self) {
+        for (&stream, &tick) in &other.0 {
+            let known = self.0.entry(stream).or_default();
+            *known = (*known).max(tick);
+        }
+    }
+
+    /// Sets the number of a stream's last task.
+    pub(crate) fn set(&mut self, stream: u64, tick: u64) {
+        self.0.insert(stream, tick);
+    }
+
+    fn knows(&self, stream: u64, tick: u64) -> bool {
+        self.0.get(&stream).is_some_and(|&known| known >= tick)
+    }
+}
+
+/// A task's place in the order.
+#[derive(Debug, Clone)]
+pub(crate) struct Moment {
+    pub(crate) stream: u64,
+    pub(crate) tick: u64,
+    pub(crate) before: Clock,
+}
+
+#[derive(Debug)]
+struct Access {
+    bytes: Range<u64>,
+    stream: u64,
+    tick: u64,
+    writes: bool,
+}
+
+/// Accesses to one allocation that later ones may race with.
+#[derive(Debug, Default)]
+pub(crate) struct Accesses(Vec<Access>);
+
+impl Accesses {
+    /// Notes an access. Returns the stream that accesses the same bytes without an order, if there is one.
+    pub(crate) fn note(&mut self, bytes: &Range<u64>, moment: &Moment, writes: bool) -> Option<u64> {
+        let overlaps = |known: &Access| known.bytes.start < bytes.end && bytes.start < known.bytes.end;
+        let race = self.0.iter().find(|known| {
+            known.stream != moment.stream
+                && (known.writes || writes)
+                && overlaps(known)
+                && !moment.before.knows(known.stream, known.tick)
+        });
+        if let Some(race) = race {
+            return Some(race.stream);
+        }
+        // What is before this access, and inside it, is before whatever is ordered behind this one.
+        self.0.retain(|known| {
+            let inside = bytes.start <= known.bytes.start && known.bytes.end <= bytes.end;
+            let before = known.stream == moment.stream || moment.before.knows(known.stream, known.tick);
+            !(inside && before && (writes || (!known.writes && known.stream == moment.stream)))
+        });
+        self.0.push(Access { bytes: bytes.clone(), stream: moment.stream, tick: moment.tick, writes });
+        None
+    }
+}

@@ -1,0 +1,113 @@
+//! Controls of tests: calls that fail or do nothing, what is alive, and what was enqueued.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char};
+
+use crate::device::usual_limit;
+use crate::state::lock;
+use crate::virtual_memory::Reservations;
+
+/// What tests have asked for.
+#[derive(Default)]
+pub(crate) struct Controls {
+    /// Calls that fail: how many more succeed before, and the code.
+    fails: HashMap<String, (u64, i32)>,
+    ignored: Vec<String>,
+    pub(crate) reservations: Reservations,
+}
+
+impl Controls {
+    /// Returns the code that a call gives without doing anything, if a test asked for it.
+    pub(crate) fn verdict(&mut self, name: &str) -> Option<i32> {
+        if self.ignored.iter().any(|known| known == name) {
+            return Some(0);
+        }
+        let (after, code) = self.fails.get_mut(name)?;
+        *after -= 1;
+        if *after > 0 {
+            return None;
+        }
+        let code = *code;
+        self.fails.remove(name);
+        Some(code)
+    }
+}
+
+unsafe fn text(name: *const c_char) -> String {
+    CStr::from_ptr(name).to_string_lossy().into_owned()
+}
+
+/// Returns the live bytes of a device, or of pinned memory for a device below 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
+    let state = lock();
+    match usize::try_from(device) {
+        Ok(device) => state.devices[device].space.used(),
+        Err(_) => state.pinned.used(),
+    }
+}
+
+/// Returns how many streams, events, reservations and physical memories of a device live, and how many tensors, scalars,
+/// arrays and executors.
+#[unsafe(no_mangle)]
+pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
+    let state = lock();
+    let Ok(device) = usize::try_from(device) else { return 0 };
+    let shared = state.tensors.len() + state.scalars.len() + state.arrays.len() + state.executors.len();
+    let own = state.streams_of(device) + state.events_of(device) + state.controls.reservations.live(device);
+    (shared + own) as u64
+}
+
+/// Sets the bytes of a device's memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn kv_sim_limit(device: i32, bytes: u64) {
+    if let Ok(device) = usize::try_from(device) {
+        lock().devices[device].limit = bytes;
+    }
+}
+
+/// Makes the `after`-th next call of a function return a code and do nothing; 0 takes the wish back.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32) {
+    let (name, mut state) = (text(name), lock());
+    if after == 0 {
+        state.controls.fails.remove(&name);
+    } else {
+        state.controls.fails.insert(name, (after, code));
+    }
+}
+
+/// Makes a function do nothing and succeed, or work again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
+    let (name, mut state) = (text(name), lock());
+    state.controls.ignored.retain(|known| *known != name);
+    if on != 0 {
+        state.controls.ignored.push(name);
+    }
+}
+
+/// Takes back all wishes.
+#[unsafe(no_mangle)]
+pub extern "C" fn kv_sim_reset() {
+    let mut state = lock();
+    state.controls.fails.clear();
+    state.controls.ignored.clear();
+    for (number, device) in state.devices.iter_mut().enumerate() {
+        device.limit = usual_limit(number);
+    }
+}
+
+/// Writes what was enqueued on a device since the last call that had room for it, a line each. Returns the bytes needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kv_sim_trace(device: i32, buffer: *mut c_char, len: usize) -> usize {
+    let mut state = lock();
+    let Ok(device) = usize::try_from(device) else { return 0 };
+    let text = state.devices[device].trace.join("\n");
+    if text.len() < len {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), text.len());
+        buffer.add(text.len()).write(0);
+        state.devices[device].trace.clear();
+    }
+    text.len() + 1
+}

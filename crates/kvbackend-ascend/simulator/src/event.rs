@@ -1,0 +1,125 @@
+//! Events: points in the order of a stream, which may be recorded again.
+
+use std::ffi::c_void;
+
+use crate::clock::Clock;
+use crate::state::{Outcome, State, call, invalid};
+use crate::task::Work;
+use crate::types as sys;
+
+/// One event.
+#[derive(Debug, Default)]
+pub(crate) struct Event {
+    device: usize,
+    /// The number of the last record, and of the last record that was reached.
+    pub(crate) recorded: u64,
+    pub(crate) reached: u64,
+    /// The stream of the last record, and what is before it.
+    pub(crate) stream: u64,
+    pub(crate) clock: Clock,
+}
+
+impl State {
+    fn event(&mut self, event: sys::aclrtEvent) -> Outcome<&mut Event> {
+        match self.events.get_mut(&(event as u64)) {
+            Some(event) => Ok(event),
+            None => invalid(format!("{event:p} is no event, or was destroyed")),
+        }
+    }
+
+    /// Returns how many events of a device live.
+    pub(crate) fn events_of(&self, device: usize) -> usize {
+        self.events.values().filter(|event| event.device == device).count()
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aclrtCreateEventExWithFlag(to: *mut sys::aclrtEvent, flags: u32) -> sys::aclError {
+    call("aclrtCreateEventExWithFlag", |state| {
+        let device = state.alive()?;
+        if flags & sys::ACL_EVENT_SYNC == 0 {
+            return invalid("an event that no stream could wait for");
+        }
+        let handle = state.handle();
+        state.events.insert(handle, Event { device, ..Event::default() });
+        *to = handle as *mut c_void;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtDestroyEvent(event: sys::aclrtEvent) -> sys::aclError {
+    call("aclrtDestroyEvent", |state| {
+        state.current()?;
+        state.event(event)?;
+        let handle = event as u64;
+        let in_use = state.streams.values().any(|stream| stream.uses_event(handle));
+        if in_use {
+            return invalid("an event that enqueued work records or waits for");
+        }
+        state.events.remove(&handle);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtRecordEvent(event: sys::aclrtEvent, stream: sys::aclrtStream) -> sys::aclError {
+    call("aclrtRecordEvent", |state| {
+        let stream = state.stream_here(stream)?;
+        let clock = state.clock_of(stream);
+        let known = state.event(event)?;
+        known.recorded += 1;
+        known.stream = stream;
+        known.clock = clock;
+        let number = known.recorded;
+        state.enqueue(stream, "event", Work::Record(event as u64, number))
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtStreamWaitEvent(stream: sys::aclrtStream, event: sys::aclrtEvent) -> sys::aclError {
+    call("aclrtStreamWaitEvent", |state| {
+        let stream = state.stream_here(stream)?;
+        let known = state.event(event)?;
+        let (number, clock) = (known.recorded, known.clock.clone());
+        state.join_clock(stream, &clock);
+        state.enqueue(stream, "wait", Work::Wait(event as u64, number))
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aclrtQueryEventStatus(
+    event: sys::aclrtEvent,
+    status: *mut sys::aclrtEventRecordedStatus,
+) -> sys::aclError {
+    call("aclrtQueryEventStatus", |state| {
+        state.alive()?;
+        let known = state.event(event)?;
+        let done = known.reached >= known.recorded;
+        let clock = known.clock.clone();
+        *status = if done {
+            state.host.join(&clock);
+            sys::ACL_EVENT_RECORDED_STATUS_COMPLETE
+        } else {
+            sys::ACL_EVENT_RECORDED_STATUS_NOT_READY
+        };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtSynchronizeEvent(event: sys::aclrtEvent) -> sys::aclError {
+    call("aclrtSynchronizeEvent", |state| {
+        state.alive()?;
+        let known = state.event(event)?;
+        let (stream, number, clock) = (known.stream, known.recorded, known.clock.clone());
+        if known.reached < number {
+            state.run_until(stream, |state| {
+                state.events.get(&(event as u64)).is_none_or(|event| event.reached >= number)
+            })?;
+        }
+        state.alive()?;
+        state.host.join(&clock);
+        Ok(())
+    })
+}

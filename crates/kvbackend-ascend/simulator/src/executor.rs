@@ -1,0 +1,134 @@
+//! Executors: an operator between its two phases.
+
+use std::ffi::c_void;
+
+use crate::clock::Moment;
+use crate::state::{Outcome, State, call, refuse};
+use crate::task::{Action, Work};
+use crate::tensor::{INVALID, NULL, Scalar, View};
+use crate::types as sys;
+
+/// An operator that its first phase has accepted.
+pub(crate) struct Executor {
+    name: &'static str,
+    workspace: u64,
+    action: Action,
+    /// The tensors of the first phase, which must live until the second.
+    tensors: Vec<u64>,
+}
+
+/// The first phase of an operator: finds its operands and notes what will run.
+pub(crate) struct First<'a> {
+    pub(crate) state: &'a mut State,
+    tensors: Vec<u64>,
+    elements: usize,
+}
+
+/// Returns the refusal of an operator's argument.
+pub(crate) fn wrong<T>(rule: impl Into<String>) -> Outcome<T> {
+    refuse(INVALID, rule)
+}
+
+impl First<'_> {
+    /// Returns a tensor of the arguments.
+    pub(crate) fn tensor(&mut self, tensor: *const sys::aclTensor) -> Outcome<View> {
+        if tensor.is_null() {
+            return refuse(NULL, "a tensor that must be there is null");
+        }
+        let Some(view) = self.state.tensors.get(&(tensor as u64)).cloned() else {
+            return wrong("a tensor that was destroyed");
+        };
+        if let Some(rule) = &view.wrong {
+            return wrong(rule.clone());
+        }
+        self.tensors.push(tensor as u64);
+        self.elements += view.len();
+        Ok(view)
+    }
+
+    /// Returns a tensor that is written.
+    pub(crate) fn output(&mut self, tensor: *const sys::aclTensor) -> Outcome<View> {
+        let view = self.tensor(tensor)?;
+        if view.overlaps_itself() {
+            return wrong("a result whose elements share addresses");
+        }
+        Ok(view)
+    }
+
+    pub(crate) fn scalar(&self, scalar: *const sys::aclScalar) -> Outcome<Scalar> {
+        match self.state.scalars.get(&(scalar as u64)) {
+            Some(&scalar) => Ok(scalar),
+            None => wrong("a scalar that was destroyed, or null"),
+        }
+    }
+
+    pub(crate) fn array(&self, array: *const sys::aclIntArray) -> Outcome<Vec<i64>> {
+        match self.state.arrays.get(&(array as u64)) {
+            Some(array) => Ok(array.clone()),
+            None => wrong("an array that was destroyed, or null"),
+        }
+    }
+}
+
+/// Runs the first phase of an operator.
+pub(crate) unsafe fn first(
+    name: &'static str,
+    workspace: *mut u64,
+    to: *mut *mut sys::aclOpExecutor,
+    accept: impl FnOnce(&mut First<'_>) -> Outcome<Action>,
+) -> sys::aclnnStatus {
+    let phase = format!("{name}GetWorkspaceSize");
+    call(&phase, |state| {
+        state.alive()?;
+        let mut first = First { state, tensors: Vec::new(), elements: 0 };
+        let action = accept(&mut first).map_err(|mut refusal| {
+            refusal.rule = format!("{name}: {}", refusal.rule);
+            refusal
+        })?;
+        let (tensors, elements) = (std::mem::take(&mut first.tensors), first.elements);
+        // Some operators ask for none.
+        let wanted = if elements.is_multiple_of(3) { 0 } else { 1000 + elements as u64 % 4096 };
+        let handle = state.handle();
+        state.executors.insert(handle, Executor { name, workspace: wanted, action, tensors });
+        *workspace = wanted;
+        *to = handle as *mut sys::aclOpExecutor;
+        Ok(())
+    })
+}
+
+/// Runs the second phase of an operator.
+pub(crate) fn second(
+    name: &'static str,
+    workspace: *mut c_void,
+    bytes: u64,
+    executor: *mut sys::aclOpExecutor,
+    stream: sys::aclrtStream,
+) -> sys::aclnnStatus {
+    call(name, |state| {
+        let stream = state.stream_here(stream)?;
+        let Some(executor) = state.executors.remove(&(executor as u64)) else {
+            return wrong(format!("{name}: an executor that was used, or is none"));
+        };
+        if executor.name != name {
+            return wrong(format!("{name} with the executor of {}", executor.name));
+        }
+        if executor.tensors.iter().any(|tensor| !state.tensors.contains_key(tensor)) {
+            return wrong(format!("{name}: a tensor was destroyed between the phases"));
+        }
+        let at = workspace as u64;
+        let wanted = executor.workspace;
+        if bytes < wanted || (wanted > 0 && (state.device_of(at).is_none() || !at.is_multiple_of(64))) {
+            return wrong(format!("{name}: a workspace of {bytes} bytes at {at:#x}, {wanted} wanted"));
+        }
+        let run = executor.action;
+        let action = move |state: &mut State, moment: &Moment| {
+            if wanted > 0 {
+                let place = state.touch(&(at..at + wanted), moment, true)?;
+                // SAFETY: the workspace is alive. What an operator leaves there is arbitrary.
+                unsafe { place.write_bytes(0xA5, wanted as usize) };
+            }
+            run(state, moment).map_err(|fault| format!("{name}: {fault}"))
+        };
+        state.enqueue(stream, &format!("operator {name}"), Work::Run(Box::new(action)))
+    })
+}

@@ -1,0 +1,41 @@
+//! A simulator of the libraries of CANN that the Ascend backend loads: one library that is reached by all their names and
+//! executes on the CPU.
+//!
+//! It is stricter than a device. Device memory cannot be read by the host; fresh memory holds NaN; memory is checked when
+//! work *executes*, and a fault loses the device; executors are used once; work of two streams on the same bytes without an
+//! order between them is a fault. It states what we take CANN's contract to be, and cannot show that we took it right.
+//!
+//! There are no threads: an eager device runs work as soon as it is enqueued and what it waits for is done, a lazy one runs
+//! nothing before somebody waits. Every run of a program is the same.
+#![allow(
+    clippy::missing_safety_doc,
+    clippy::not_unsafe_ptr_arg_deref,
+    missing_docs,
+    non_snake_case,
+    unreachable_pub,
+    unsafe_op_in_unsafe_fn,
+    reason = "the functions are those of CANN, and their contract is CANN's"
+)]
+
+mod address;
+mod clock;
+mod control;
+mod device;
+mod event;
+mod executor;
+mod operators;
+mod pinned;
+mod state;
+mod stream;
+mod task;
+mod tensor;
+mod virtual_memory;
+
+#[path = "../../src/bindings/types.rs"]
+#[allow(
+    dead_code,
+    non_camel_case_types,
+    non_upper_case_globals,
+    reason = "made by a program, with the names of C"
+)]
+mod types;

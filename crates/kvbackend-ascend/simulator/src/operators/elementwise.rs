@@ -1,0 +1,100 @@
+//! Operators on single elements: sums, products, exponentials.
+
+use super::{check_apart, check_types, operator, place, strides_along, walk};
+use crate::executor::{First, wrong};
+use crate::state::Outcome;
+use crate::task::Action;
+use crate::tensor::{Scalar, View, load, store};
+use crate::types as sys;
+
+/// Accepts an operator of two operands.
+fn of_two(
+    first: &mut First<'_>,
+    (a, b, out): (*const sys::aclTensor, *const sys::aclTensor, *const sys::aclTensor),
+    f: impl Fn(f32, f32) -> f32 + Send + 'static,
+) -> Outcome<Action> {
+    let (a, b, out) = (first.tensor(a)?, first.tensor(b)?, first.output(out)?);
+    check_types(&[&a, &b, &out])?;
+    check_apart(&out, &[&a, &b])?;
+    let (of_a, of_b) = (strides_along(&a, &out.dims)?, strides_along(&b, &out.dims)?);
+    Ok(Box::new(move |state, moment| {
+        let (from_a, from_b) = (place(state, &a, moment, false)?, place(state, &b, moment, false)?);
+        let to = place(state, &out, moment, true)?;
+        let dtype = out.dtype;
+        if dtype == sys::ACL_FLOAT
+            && a.is_dense()
+            && b.is_dense()
+            && out.is_dense()
+            && a.len() == b.len()
+            && a.len() == out.len()
+        {
+            let (from_a, from_b, to) = (from_a.cast::<f32>(), from_b.cast::<f32>(), to.cast::<f32>());
+            for i in 0..out.len() {
+                // SAFETY: all three are alive and have this element.
+                unsafe { to.add(i).write(f(from_a.add(i).read(), from_b.add(i).read())) };
+            }
+            return Ok(());
+        }
+        walk(&out.dims, &[&out.strides, &of_a, &of_b], |[o, a, b]| {
+            // SAFETY: the offsets lie in the views, which are alive.
+            unsafe { store(dtype, to, o, f(load(dtype, from_a, a), load(dtype, from_b, b))) };
+        });
+        Ok(())
+    }))
+}
+
+/// Accepts an operator of one operand.
+fn of_one(
+    first: &mut First<'_>,
+    (x, out): (*const sys::aclTensor, *const sys::aclTensor),
+    f: impl Fn(f32) -> f32 + Send + 'static,
+) -> Outcome<Action> {
+    let (x, out) = (first.tensor(x)?, first.output(out)?);
+    check_types(&[&x, &out])?;
+    check_apart(&out, &[&x])?;
+    if x.dims != out.dims {
+        return wrong(format!("extents {:?} for a result of {:?}", x.dims, out.dims));
+    }
+    Ok(Box::new(move |state, moment| {
+        let from = place(state, &x, moment, false)?;
+        let to = place(state, &out, moment, true)?;
+        let View { dtype, .. } = out;
+        walk(&out.dims, &[&out.strides, &x.strides], |[o, x]| {
+            // SAFETY: the offsets lie in the views, which are alive.
+            unsafe { store(dtype, to, o, f(load(dtype, from, x))) };
+        });
+        Ok(())
+    }))
+}
+
+type Tensor = *const sys::aclTensor;
+type Number = *const sys::aclScalar;
+
+operator!(aclnnAdd, aclnnAddGetWorkspaceSize, (a: Tensor, b: Tensor, alpha: Number, out: Tensor), |first, a, b, alpha, out| {
+    let Scalar(alpha) = first.scalar(alpha)?;
+    of_two(first, (a, b, out), move |a, b| a + alpha * b)
+});
+operator!(aclnnSub, aclnnSubGetWorkspaceSize, (a: Tensor, b: Tensor, alpha: Number, out: Tensor), |first, a, b, alpha, out| {
+    let Scalar(alpha) = first.scalar(alpha)?;
+    of_two(first, (a, b, out), move |a, b| a - alpha * b)
+});
+operator!(aclnnMul, aclnnMulGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+    of_two(first, (a, b, out), |a, b| a * b)
+});
+operator!(aclnnDiv, aclnnDivGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+    of_two(first, (a, b, out), |a, b| a / b)
+});
+operator!(aclnnMaximum, aclnnMaximumGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+    // A NaN stays.
+    of_two(first, (a, b, out), |a, b| if a.is_nan() || a > b { a } else { b })
+});
+operator!(aclnnMuls, aclnnMulsGetWorkspaceSize, (x: Tensor, factor: Number, out: Tensor), |first, x, factor, out| {
+    let Scalar(factor) = first.scalar(factor)?;
+    of_one(first, (x, out), move |x| x * factor)
+});
+operator!(aclnnExp, aclnnExpGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::exp));
+operator!(aclnnLog, aclnnLogGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::ln));
+operator!(aclnnTanh, aclnnTanhGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::tanh));
+operator!(aclnnSilu, aclnnSiluGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| {
+    of_one(first, (x, out), |x| x / (1.0 + (-x).exp()))
+});

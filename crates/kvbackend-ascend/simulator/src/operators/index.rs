@@ -1,0 +1,125 @@
+//! Rows by number: taking them, and putting them.
+
+use std::collections::HashSet;
+
+use super::{check_apart, operator, place};
+use crate::clock::Moment;
+use crate::executor::{First, wrong};
+use crate::state::{Outcome, State};
+use crate::task::Action;
+use crate::tensor::{View, size_of_type};
+use crate::types as sys;
+
+type Tensor = *const sys::aclTensor;
+
+/// A matrix of rows, the numbers of some, and the rows themselves.
+struct Rows {
+    matrix: View,
+    index: View,
+    rows: View,
+}
+
+impl Rows {
+    fn new(matrix: View, axis: i64, index: View, rows: View) -> Outcome<Self> {
+        if axis != 0 || !matrix.is_dense() || !rows.is_dense() || !index.is_dense() {
+            // A device copies the whole matrix then.
+            return wrong("rows of a matrix that is not dense, or of another axis than the first");
+        }
+        if index.dims.len() != 1 || ![sys::ACL_INT32, sys::ACL_INT64].contains(&index.dtype) {
+            return wrong(format!("an index of type {} and extents {:?}", index.dtype, index.dims));
+        }
+        let fits = matrix.dtype == rows.dtype
+            && matrix.dims.len() == rows.dims.len()
+            && rows.dims[0] == index.dims[0]
+            && matrix.dims[1..] == rows.dims[1..];
+        if !fits {
+            return wrong(format!("{:?} rows of {:?} by {:?}", rows.dims, matrix.dims, index.dims));
+        }
+        check_apart(&rows, &[&matrix, &index])?;
+        Ok(Self { matrix, index, rows })
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.rows.dims[1..].iter().product::<usize>() * size_of_type(self.rows.dtype)
+    }
+
+    /// Reads the index.
+    fn numbers(&self, state: &mut State, moment: &Moment) -> Result<Vec<usize>, String> {
+        let at = place(state, &self.index, moment, false)?;
+        let number = |i: usize| {
+            // SAFETY: the index is alive and has this element.
+            let n = unsafe {
+                if self.index.dtype == sys::ACL_INT32 {
+                    i64::from(at.cast::<i32>().add(i).read_unaligned())
+                } else {
+                    at.cast::<i64>().add(i).read_unaligned()
+                }
+            };
+            let inside = usize::try_from(n).ok().filter(|&n| n < self.matrix.dims[0]);
+            inside.ok_or_else(|| format!("row {n} of a matrix of {}", self.matrix.dims[0]))
+        };
+        (0..self.index.dims[0]).map(number).collect()
+    }
+
+    /// Returns where a run of rows of the matrix is.
+    fn run(
+        &self,
+        state: &mut State,
+        moment: &Moment,
+        first: usize,
+        count: usize,
+        writes: bool,
+    ) -> Result<*mut u8, String> {
+        let bytes = self.row_bytes() as u64;
+        let start = self.matrix.at + first as u64 * bytes;
+        state.touch(&(start..start + count as u64 * bytes), moment, writes)
+    }
+}
+
+/// Cuts numbers into runs of successive ones: the place of the first in the list, the first number, and how many.
+fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
+    let mut runs: Vec<(usize, usize, usize)> = Vec::new();
+    for (i, &n) in numbers.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, first, count)) if *first + *count == n => *count += 1,
+            _ => runs.push((i, n, 1)),
+        }
+    }
+    runs
+}
+
+fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tensor) -> Outcome<Action> {
+    let rows = Rows::new(first.tensor(x)?, axis, first.tensor(index)?, first.output(out)?)?;
+    Ok(Box::new(move |state, moment| {
+        let bytes = rows.row_bytes();
+        let numbers = rows.numbers(state, moment)?;
+        let to = place(state, &rows.rows, moment, true)?;
+        for (i, number, count) in runs(&numbers) {
+            let from = rows.run(state, moment, number, count, false)?;
+            // SAFETY: both ranges are alive and apart.
+            unsafe { std::ptr::copy_nonoverlapping(from, to.add(i * bytes), count * bytes) };
+        }
+        Ok(())
+    }))
+}
+
+fn put(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, source: Tensor) -> Outcome<Action> {
+    let rows = Rows::new(first.output(x)?, axis, first.tensor(index)?, first.tensor(source)?)?;
+    Ok(Box::new(move |state, moment| {
+        let bytes = rows.row_bytes();
+        let numbers = rows.numbers(state, moment)?;
+        if numbers.iter().collect::<HashSet<_>>().len() < numbers.len() {
+            return Err("a row is put twice, in no order".to_owned());
+        }
+        let from = place(state, &rows.rows, moment, false)?;
+        for (i, number, count) in runs(&numbers) {
+            let to = rows.run(state, moment, number, count, true)?;
+            // SAFETY: both ranges are alive and apart.
+            unsafe { std::ptr::copy_nonoverlapping(from.add(i * bytes), to, count * bytes) };
+        }
+        Ok(())
+    }))
+}
+
+operator!(aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, (x: Tensor, axis: i64, index: Tensor, out: Tensor), select);
+operator!(aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, (x: Tensor, axis: i64, index: Tensor, source: Tensor), put);

@@ -1,0 +1,127 @@
+//! Operators: what each accepts in its first phase, and what it computes when it runs.
+
+use crate::clock::Moment;
+use crate::executor::wrong;
+use crate::state::{Outcome, State};
+use crate::tensor::View;
+use crate::types as sys;
+
+mod copy;
+mod elementwise;
+mod index;
+mod product;
+mod reduce;
+
+/// Exports both phases of an operator: `accept` gets the arguments of the first.
+macro_rules! operator {
+    ($name:ident, $phase:ident, ($($argument:ident: $type:ty),*), $accept:expr) => {
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $phase(
+            $($argument: $type,)*
+            workspace: *mut u64,
+            executor: *mut *mut crate::types::aclOpExecutor,
+        ) -> crate::types::aclnnStatus {
+            let accept: fn(&mut crate::executor::First<'_>, $($type),*) -> _ = $accept;
+            crate::executor::first(stringify!($name), workspace, executor, |first| accept(first, $($argument),*))
+        }
+
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name(
+            workspace: *mut std::ffi::c_void,
+            bytes: u64,
+            executor: *mut crate::types::aclOpExecutor,
+            stream: crate::types::aclrtStream,
+        ) -> crate::types::aclnnStatus {
+            crate::executor::second(stringify!($name), workspace, bytes, executor, stream)
+        }
+    };
+}
+pub(crate) use operator;
+
+/// Types that operators compute with.
+const COMPUTED: [sys::aclDataType; 3] = [sys::ACL_FLOAT, sys::ACL_FLOAT16, sys::ACL_BF16];
+
+/// Refuses types that operators do not compute with, and operands of several types.
+pub(crate) fn check_types(views: &[&View]) -> Outcome {
+    let dtype = views[0].dtype;
+    if !COMPUTED.contains(&dtype) || views.iter().any(|view| view.dtype != dtype) {
+        let types: Vec<_> = views.iter().map(|view| view.dtype).collect();
+        return wrong(format!("operands of types {types:?}"));
+    }
+    Ok(())
+}
+
+/// Returns the strides of a view along the axes of a result, 0 where the view repeats.
+pub(crate) fn strides_along(view: &View, dims: &[usize]) -> Outcome<Vec<usize>> {
+    let Some(missing) = dims.len().checked_sub(view.dims.len()) else {
+        return wrong(format!("extents {:?} for a result of {dims:?}", view.dims));
+    };
+    let mut strides = vec![0; missing];
+    for ((&n, &stride), &wanted) in view.dims.iter().zip(&view.strides).zip(&dims[missing..]) {
+        if n != wanted && n != 1 {
+            return wrong(format!("extents {:?} for a result of {dims:?}", view.dims));
+        }
+        strides.push(if n == 1 { 0 } else { stride });
+    }
+    Ok(strides)
+}
+
+/// Refuses a result that shares bytes with an operand, unless both are the same view.
+pub(crate) fn check_apart(out: &View, others: &[&View]) -> Outcome {
+    for other in others {
+        if let (Some(a), Some(b)) = (out.bytes(), other.bytes())
+            && a.start < b.end
+            && b.start < a.end
+            && *other != out
+        {
+            // Rows of one tensor may lie among each other: their elements differ.
+            let interleaved = a.start != b.start && out.strides == other.strides;
+            if !interleaved {
+                return wrong("a result that lies in an operand");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Calls `f` with the offsets of every element of a result and of its operands.
+pub(crate) fn walk<const N: usize>(dims: &[usize], strides: &[&[usize]; N], mut f: impl FnMut([usize; N])) {
+    let (Some((&inner, outer)), true) = (dims.split_last(), !dims.contains(&0)) else { return };
+    let mut index = vec![0; outer.len()];
+    loop {
+        let mut at = [0; N];
+        for (at, strides) in at.iter_mut().zip(strides) {
+            *at = index.iter().zip(*strides).map(|(i, stride)| i * stride).sum();
+        }
+        for _ in 0..inner {
+            f(at);
+            for (at, strides) in at.iter_mut().zip(strides) {
+                *at += strides[outer.len()];
+            }
+        }
+        let Some(axis) = (0..outer.len()).rev().find(|&axis| {
+            index[axis] += 1;
+            let more = index[axis] < outer[axis];
+            if !more {
+                index[axis] = 0;
+            }
+            more
+        }) else {
+            return;
+        };
+        let _ = axis;
+    }
+}
+
+/// Returns where a view is, for a task that reads or writes it; dangling for a view without elements.
+pub(crate) fn place(
+    state: &mut State,
+    view: &View,
+    moment: &Moment,
+    writes: bool,
+) -> Result<*mut u8, String> {
+    match view.bytes() {
+        Some(bytes) => state.touch(&bytes, moment, writes),
+        None => Ok(std::ptr::dangling_mut()),
+    }
+}

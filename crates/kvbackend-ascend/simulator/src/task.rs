@@ -1,0 +1,165 @@
+//! Tasks of streams: copies, fills, operators, and what they may touch.
+
+use std::ffi::c_void;
+use std::ops::Range;
+
+use crate::clock::Moment;
+use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::types as sys;
+
+/// What runs when a task is due. Returns the fault, if there is one.
+pub(crate) type Action = Box<dyn FnOnce(&mut State, &Moment) -> Result<(), String> + Send>;
+
+/// What a task does.
+pub(crate) enum Work {
+    /// Reaches the given record of an event.
+    Record(u64, u64),
+    /// Waits for the given record of an event.
+    Wait(u64, u64),
+    /// Runs an action.
+    Run(Action),
+}
+
+/// One task.
+pub(crate) struct Task {
+    pub(crate) moment: Moment,
+    pub(crate) work: Work,
+}
+
+impl State {
+    /// Returns where bytes are that a task touches: memory of a device or pinned memory.
+    pub(crate) fn touch(
+        &mut self,
+        bytes: &Range<u64>,
+        moment: &Moment,
+        writes: bool,
+    ) -> Result<*mut u8, String> {
+        match self.device_of(bytes.start) {
+            Some(device) => self.devices[device].space.access(bytes, moment, writes),
+            None => self.pinned.access(bytes, moment, writes),
+        }
+    }
+}
+
+fn range(at: *const c_void, bytes: usize) -> Range<u64> {
+    at as u64..at as u64 + bytes as u64
+}
+
+/// Checks that both ends of a copy lie where its kind says.
+fn check_ends(state: &mut State, kind: sys::aclrtMemcpyKind, dst: &Range<u64>, src: &Range<u64>) -> Outcome {
+    let on_device = [state.device_of(dst.start).is_some(), state.device_of(src.start).is_some()];
+    let expected = match kind {
+        sys::ACL_MEMCPY_HOST_TO_DEVICE => [true, false],
+        sys::ACL_MEMCPY_DEVICE_TO_HOST => [false, true],
+        sys::ACL_MEMCPY_DEVICE_TO_DEVICE => [true, true],
+        _ => return refuse(sys::ACL_ERROR_RT_FEATURE_NOT_SUPPORT as i32, "a copy from host to host"),
+    };
+    if on_device != expected {
+        return invalid(format!("a copy of kind {kind} whose ends are on the device: {on_device:?}"));
+    }
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtMemcpyAsync(
+    dst: *mut c_void,
+    most: usize,
+    src: *const c_void,
+    count: usize,
+    kind: sys::aclrtMemcpyKind,
+    stream: sys::aclrtStream,
+) -> sys::aclError {
+    call("aclrtMemcpyAsync", |state| {
+        let stream = state.stream_here(stream)?;
+        if count > most || count == 0 {
+            return invalid(format!("a copy of {count} bytes into {most}"));
+        }
+        let (dst, src) = (range(dst, count), range(src, count));
+        check_ends(state, kind, &dst, &src)?;
+        let name = match kind {
+            sys::ACL_MEMCPY_HOST_TO_DEVICE => "memcpy_h2d",
+            sys::ACL_MEMCPY_DEVICE_TO_HOST => "memcpy_d2h",
+            _ => "memcpy_d2d",
+        };
+        for end in [&dst, &src] {
+            match state.device_of(end.start) {
+                None if !state.pinned.has(end) => {
+                    return invalid("an asynchronous copy of memory that is not pinned");
+                }
+                Some(device) if device != state.alive()? => {
+                    let here = state.alive()?;
+                    if !state.devices[here].peers.contains(&device) {
+                        return invalid(format!("device {here} has no access to device {device}"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        let action = move |state: &mut State, moment: &Moment| {
+            let from = state.touch(&src, moment, false)?;
+            let to = state.touch(&dst, moment, true)?;
+            // SAFETY: both ranges are alive for `count` bytes.
+            unsafe { std::ptr::copy(from, to, count) };
+            Ok(())
+        };
+        state.enqueue(stream, name, Work::Run(Box::new(action)))
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtMemsetAsync(
+    at: *mut c_void,
+    most: usize,
+    value: i32,
+    count: usize,
+    stream: sys::aclrtStream,
+) -> sys::aclError {
+    call("aclrtMemsetAsync", |state| {
+        let stream = state.stream_here(stream)?;
+        let bytes = range(at, count);
+        if count > most || !(0..256).contains(&value) || state.device_of(bytes.start).is_none() {
+            return invalid(format!("{count} bytes of {most} set to {value} at {at:p}"));
+        }
+        let action = move |state: &mut State, moment: &Moment| {
+            let to = state.touch(&bytes, moment, true)?;
+            // SAFETY: the range is alive for `count` bytes.
+            unsafe { to.write_bytes(value as u8, count) };
+            Ok(())
+        };
+        state.enqueue(stream, "memset", Work::Run(Box::new(action)))
+    })
+}
+
+/// The copy that the host makes at once, without waiting for any stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aclrtMemcpy(
+    dst: *mut c_void,
+    most: usize,
+    src: *const c_void,
+    count: usize,
+    kind: sys::aclrtMemcpyKind,
+) -> sys::aclError {
+    call("aclrtMemcpy", |state| {
+        state.alive()?;
+        if count > most {
+            return invalid(format!("a copy of {count} bytes into {most}"));
+        }
+        let (to, from) = (range(dst, count), range(src, count));
+        check_ends(state, kind, &to, &from)?;
+        let moment = Moment { stream: 0, tick: 1, before: state.host.clone() };
+        let mut end = |bytes: &Range<u64>, at: *mut u8, writes| match state.device_of(bytes.start) {
+            Some(device) => state.devices[device].space.access(bytes, &moment, writes),
+            None => Ok(at),
+        };
+        let ends = (end(&from, src.cast_mut().cast(), false), end(&to, dst.cast(), true));
+        // The host's next tasks and copies are behind this one.
+        state.host.set(0, 1);
+        match ends {
+            (Ok(from), Ok(to)) => {
+                std::ptr::copy(from, to, count);
+                Ok(())
+            }
+            (Err(fault), _) | (_, Err(fault)) => invalid(format!("a copy by the host: {fault}")),
+        }
+    })
+}

@@ -1,0 +1,235 @@
+//! Devices: opening one, its context on a thread, and its errors.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use kvcore::{Counters, Error, MemoryKind, Result};
+
+use crate::NAME;
+use crate::bindings::types as sys;
+use crate::library::{Library, library, no_device};
+use crate::options::AscendOptions;
+
+/// A device whose context is retained.
+pub(crate) struct Device {
+    pub(crate) ordinal: i32,
+    pub(crate) library: &'static Library,
+    pub(crate) context: sys::aclrtContext,
+    pub(crate) counters: Counters,
+    /// The stream on which memory is zeroed. Nothing else runs on it.
+    setup: sys::aclrtStream,
+    lost: OnceLock<String>,
+}
+
+// SAFETY: contexts and streams may be used from any thread that has the context current, which `bind` sees to.
+unsafe impl Send for Device {}
+// SAFETY: as for `Send`; ACL locks what calls share.
+unsafe impl Sync for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.ordinal)
+    }
+}
+
+/// Returns the number of devices.
+pub(crate) fn count() -> Result<usize> {
+    let library = library()?;
+    let mut count = 0;
+    // SAFETY: `count` is a place for the answer.
+    match unsafe { library.acl.aclrtGetDeviceCount(&raw mut count) } {
+        0 => Ok(count as usize),
+        code => Err(no_device(library.text(code))),
+    }
+}
+
+/// Returns whether an error ends a device: those of the runtime's execution, but for work that is not done yet and waits
+/// that took too long.
+fn is_loss(code: i32) -> bool {
+    const WAITS: [i32; 3] = [sys::ACL_ERROR_RT_STREAM_NOT_COMPLETE as i32, 507_046, 507_047];
+    (507_000..508_000).contains(&code) && !WAITS.contains(&code)
+}
+
+fn is_out_of_memory(code: i32) -> bool {
+    const DEVICE_OUT_OF_MEMORY: u32 = 207_018;
+    [sys::ACL_ERROR_RT_MEMORY_ALLOCATION, sys::ACL_ERROR_BAD_ALLOC, DEVICE_OUT_OF_MEMORY]
+        .contains(&(code as u32))
+}
+
+impl Device {
+    /// Opens a device by its number.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoDevice`] if there is no such device, or if ACL refuses to open it.
+    pub(crate) fn open(options: &AscendOptions) -> Result<Arc<Self>> {
+        let (library, count) = (library()?, count()?);
+        if options.device >= count {
+            let reason = match count {
+                0 => "ACL found no device".to_owned(),
+                _ => format!("there is no device {}; the devices are 0 to {}", options.device, count - 1),
+            };
+            return Err(no_device(reason));
+        }
+        let ordinal = options.device as i32;
+        let refused = |code: i32| no_device(format!("device {ordinal}: {}", library.text(code)));
+        let before = current(library);
+        let (mut context, mut setup) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: both are places for answers. The device is set on this thread for the calls that need it.
+        let made = unsafe {
+            match library.acl.aclrtSetDevice(ordinal) {
+                0 => match library.acl.aclrtGetCurrentContext(&raw mut context) {
+                    0 => library.acl.aclrtCreateStreamWithConfig(&raw mut setup, 0, 0),
+                    code => code,
+                },
+                code => return Err(refused(code)),
+            }
+        };
+        let result = match made {
+            0 => Ok(Arc::new(Self {
+                ordinal,
+                library,
+                context,
+                counters: Counters::default(),
+                setup,
+                lost: OnceLock::new(),
+            })),
+            code => {
+                let error = refused(code);
+                // SAFETY: the device was set above.
+                unsafe { library.acl.aclrtResetDevice(ordinal) };
+                Err(error)
+            }
+        };
+        restore(library, before);
+        result
+    }
+
+    /// Makes the device's context current on this thread.
+    ///
+    /// # Errors
+    /// Returns [`Error::DeviceLost`] if the device is lost.
+    pub(crate) fn bind(&self) -> Result<Bound> {
+        if let Some(reason) = self.lost.get() {
+            return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
+        }
+        self.bind_lost()
+    }
+
+    /// Makes the device's context current on this thread, also if the device is lost: what it holds must go.
+    pub(crate) fn bind_lost(&self) -> Result<Bound> {
+        let before = current(self.library);
+        if before == Some(self.context) {
+            return Ok(Bound { library: self.library, before: None });
+        }
+        // SAFETY: the device retains its context.
+        self.check(unsafe { self.library.acl.aclrtSetCurrentContext(self.context) })?;
+        Ok(Bound { library: self.library, before })
+    }
+
+    /// Checks the code of a call.
+    ///
+    /// # Errors
+    /// Returns the [error](Self::error) of any code but 0.
+    pub(crate) fn check(&self, code: i32) -> Result<()> {
+        if code == 0 { Ok(()) } else { Err(self.error(code)) }
+    }
+
+    /// Checks the code of an allocation.
+    ///
+    /// # Errors
+    /// Returns the [error](Self::memory_error) of any code but 0.
+    pub(crate) fn check_memory(&self, code: i32, kind: MemoryKind, bytes: usize) -> Result<()> {
+        if code == 0 { Ok(()) } else { Err(self.memory_error(code, kind, bytes)) }
+    }
+
+    /// Returns the error of a call that did not succeed, in ACL's own words, and remembers that the device is lost if the
+    /// code says so.
+    pub(crate) fn error(&self, code: i32) -> Error {
+        let reason = self.library.text(code);
+        if is_loss(code) {
+            let _ = self.lost.set(reason.clone());
+            return Error::DeviceLost { backend: NAME, reason };
+        }
+        Error::Device { backend: NAME, reason }
+    }
+
+    /// Returns the error of an allocation that did not succeed, with the memory that is free.
+    pub(crate) fn memory_error(&self, code: i32, kind: MemoryKind, bytes: usize) -> Error {
+        if !is_out_of_memory(code) {
+            return self.error(code);
+        }
+        let said = self.library.text(code);
+        let reason = match self.memory() {
+            Ok((free, total)) if kind == MemoryKind::Device => format!(
+                "{free} of the device's {total} bytes are free; use fewer blocks, or end other programs on the device"
+            ),
+            _ => said,
+        };
+        Error::Allocation { bytes, kind, reason }
+    }
+
+    /// Returns the free and all bytes of the device's memory. The device's context is current.
+    pub(crate) fn memory(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are places for answers.
+        self.check(unsafe {
+            self.library.acl.aclrtGetMemInfo(sys::ACL_HBM_MEM, &raw mut free, &raw mut total)
+        })?;
+        Ok((free, total))
+    }
+
+    /// Fills bytes of the device with zeros, and waits for it. The device's context is current.
+    ///
+    /// # Safety
+    /// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
+    pub(crate) unsafe fn zero(&self, address: u64, bytes: usize) -> Result<()> {
+        let at = address as *mut c_void;
+        // SAFETY: the caller guarantees that the range is its own.
+        self.check(unsafe { self.library.acl.aclrtMemsetAsync(at, bytes, 0, bytes, self.setup) })?;
+        // SAFETY: the device owns the stream.
+        self.check(unsafe { self.library.acl.aclrtSynchronizeStream(self.setup) })
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.bind_lost() {
+            // SAFETY: storages and streams hold the device, so that nothing uses the stream any more.
+            unsafe { self.library.acl.aclrtDestroyStream(self.setup) };
+        }
+        // SAFETY: `open` set the device once.
+        unsafe { self.library.acl.aclrtResetDevice(self.ordinal) };
+    }
+}
+
+/// A context that is current on this thread until the value is dropped.
+///
+/// A host engine may work with another device on the same thread. Its context is current again afterwards.
+pub(crate) struct Bound {
+    library: &'static Library,
+    /// The context before, if the thread had another.
+    before: Option<sys::aclrtContext>,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        restore(self.library, self.before);
+    }
+}
+
+/// Returns the context that is current on this thread.
+fn current(library: &Library) -> Option<sys::aclrtContext> {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: `context` is a place for the answer. A thread without a context is an error of the call.
+    let code = unsafe { library.acl.aclrtGetCurrentContext(&raw mut context) };
+    (code == 0 && !context.is_null()).then_some(context)
+}
+
+/// Makes a context current again. A thread that had none keeps the last one: ACL has no call that takes it away.
+fn restore(library: &Library, before: Option<sys::aclrtContext>) {
+    if let Some(before) = before {
+        // SAFETY: the context was current on this thread.
+        unsafe { library.acl.aclrtSetCurrentContext(before) };
+    }
+}

@@ -1,0 +1,228 @@
+//! The libraries of CANN: where they are looked for, and what they lack.
+
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use kvcore::{Error, Result};
+
+use crate::NAME;
+use crate::bindings::{Acl, Base, Operators, types as sys};
+
+/// The variable that names the folder of the libraries, before all others.
+const FOLDER: &str = "KV_ASCEND_LIB_DIR";
+
+/// Variables that name the folder of CANN's toolkit.
+const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
+
+/// The libraries, loaded once for the process.
+pub(crate) struct Library {
+    pub(crate) acl: Acl,
+    pub(crate) base: Base,
+    pub(crate) operators: Operators,
+    /// Version of ACL's interface.
+    pub(crate) version: (i32, i32, i32),
+}
+
+/// Loads the libraries and starts ACL, at the first call.
+///
+/// # Errors
+/// Returns [`Error::NoDevice`] if a library is missing, lacks what no operation can do without, or does not start.
+pub(crate) fn library() -> Result<&'static Library> {
+    static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
+    LIBRARY.get_or_init(Library::load).as_ref().map_err(|reason| no_device(reason.clone()))
+}
+
+/// Returns the error for a device that cannot be used.
+pub(crate) fn no_device(reason: String) -> Error {
+    Error::NoDevice { backend: NAME, reason }
+}
+
+/// Returns the files of a library to try, in order.
+fn files(name: &str) -> Vec<PathBuf> {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        return vec![Path::new(&folder).join(name)];
+    }
+    let toolkits = TOOLKITS.iter().filter_map(std::env::var_os);
+    toolkits.map(|home| Path::new(&home).join("lib64").join(name)).chain([name.into()]).collect()
+}
+
+/// Opens a library from the first file that there is.
+fn open(name: &str) -> std::result::Result<libloading::Library, String> {
+    let mut tried = Vec::new();
+    for file in files(name) {
+        // SAFETY: loading a library runs its initialisers; those of CANN have no effect on this program.
+        match unsafe { libloading::Library::new(&file) } {
+            Ok(library) => return Ok(library),
+            Err(error) => tried.push(format!("{}: {error}", file.display())),
+        }
+    }
+    Err(format!(
+        "CANN's {name} was not found; install CANN 8.0 or later and run its set_env.sh, or name the folder of its \
+         libraries in {FOLDER} (tried {})",
+        tried.join("; ")
+    ))
+}
+
+/// Takes the tables of functions, and names those that are needed and missing.
+macro_rules! missing {
+    ($table:expr, $($function:ident),* $(,)?) => {
+        [$((stringify!($function), $table.$function.is_ok())),*]
+            .into_iter()
+            .filter_map(|(name, there)| (!there).then_some(name))
+            .collect::<Vec<_>>()
+    };
+}
+
+impl Library {
+    fn load() -> std::result::Result<Self, String> {
+        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares
+        // with CANN's headers.
+        let (acl, base, operators) = unsafe {
+            (
+                Acl::from_library(open("libascendcl.so")?),
+                Base::from_library(open("libnnopbase.so")?),
+                Operators::from_library(open("libopapi.so")?),
+            )
+        };
+        let named = |text: libloading::Error| text.to_string();
+        let mut library = Self {
+            acl: acl.map_err(named)?,
+            base: base.map_err(named)?,
+            operators: operators.map_err(named)?,
+            version: (0, 0, 0),
+        };
+        let missing = library.missing();
+        if !missing.is_empty() {
+            return Err(format!("CANN lacks {}; take CANN 8.0 or later", missing.join(", ")));
+        }
+        library.start()?;
+        Ok(library)
+    }
+
+    /// Returns the names of functions that are missing and that some required operation calls.
+    fn missing(&self) -> Vec<&'static str> {
+        let mut names = missing!(
+            self.acl,
+            aclInit,
+            aclGetRecentErrMsg,
+            aclrtGetSocName,
+            aclrtGetVersion,
+            aclrtGetDeviceCount,
+            aclrtSetDevice,
+            aclrtResetDevice,
+            aclrtGetMemInfo,
+            aclrtGetCurrentContext,
+            aclrtSetCurrentContext,
+            aclrtCreateStreamWithConfig,
+            aclrtDestroyStream,
+            aclrtSynchronizeStream,
+            aclrtStreamWaitEvent,
+            aclrtCreateEventExWithFlag,
+            aclrtDestroyEvent,
+            aclrtRecordEvent,
+            aclrtQueryEventStatus,
+            aclrtSynchronizeEvent,
+            aclrtMalloc,
+            aclrtFree,
+            aclrtMallocHost,
+            aclrtFreeHost,
+            aclrtMemcpy,
+            aclrtMemcpyAsync,
+            aclrtMemsetAsync,
+        );
+        names.extend(missing!(
+            self.base,
+            aclCreateTensor,
+            aclDestroyTensor,
+            aclCreateScalar,
+            aclDestroyScalar,
+            aclCreateIntArray,
+            aclDestroyIntArray,
+        ));
+        let operators = self.operators();
+        names.extend(
+            operators.into_iter().filter_map(|(name, needed, there)| (needed && !there).then_some(name)),
+        );
+        names
+    }
+
+    /// Returns each operator with whether the backend cannot do without it, and whether the library has it.
+    pub(crate) fn operators(&self) -> Vec<(&'static str, bool, bool)> {
+        macro_rules! operators {
+            ($($operator:ident, $phase:ident, $needed:literal;)*) => {
+                vec![$((
+                    stringify!($operator),
+                    $needed,
+                    self.operators.$operator.is_ok() && self.operators.$phase.is_ok(),
+                )),*]
+            };
+        }
+        operators! {
+            aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, true;
+            aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, true;
+            aclnnInplaceCopy, aclnnInplaceCopyGetWorkspaceSize, true;
+            aclnnCast, aclnnCastGetWorkspaceSize, true;
+            aclnnAdd, aclnnAddGetWorkspaceSize, true;
+            aclnnSub, aclnnSubGetWorkspaceSize, true;
+            aclnnMul, aclnnMulGetWorkspaceSize, true;
+            aclnnDiv, aclnnDivGetWorkspaceSize, true;
+            aclnnMuls, aclnnMulsGetWorkspaceSize, true;
+            aclnnExp, aclnnExpGetWorkspaceSize, true;
+            aclnnLog, aclnnLogGetWorkspaceSize, true;
+            aclnnTanh, aclnnTanhGetWorkspaceSize, true;
+            aclnnMaximum, aclnnMaximumGetWorkspaceSize, true;
+            aclnnAmax, aclnnAmaxGetWorkspaceSize, true;
+            aclnnReduceSum, aclnnReduceSumGetWorkspaceSize, true;
+            aclnnBatchMatMul, aclnnBatchMatMulGetWorkspaceSize, true;
+        }
+    }
+
+    /// Starts ACL. Another part of the program may have started it already.
+    fn start(&mut self) -> std::result::Result<(), String> {
+        // SAFETY: a null path asks for the default configuration.
+        let code = unsafe { self.acl.aclInit(std::ptr::null()) };
+        match code as u32 {
+            sys::ACL_SUCCESS | sys::ACL_ERROR_REPEAT_INITIALIZE => {}
+            sys::ACL_ERROR_COMPILING_STUB_MODE => {
+                return Err(
+                    "the library found is a stub, made for linking only; name the folder of the driver's \
+                            libraries before it in LD_LIBRARY_PATH"
+                        .to_owned(),
+                );
+            }
+            _ => return Err(format!("ACL does not start: {}", self.text(code))),
+        }
+        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        // SAFETY: the three are places for the answer.
+        unsafe { self.acl.aclrtGetVersion(&raw mut major, &raw mut minor, &raw mut patch) };
+        self.version = (major, minor, patch);
+        Ok(())
+    }
+
+    /// Returns the text of an error: its number, and what ACL says of it.
+    pub(crate) fn text(&self, code: i32) -> String {
+        // SAFETY: the text lives until the thread's next call of the library.
+        let said = unsafe {
+            let said = self.acl.aclGetRecentErrMsg();
+            (!said.is_null()).then(|| CStr::from_ptr(said).to_string_lossy().trim().to_owned())
+        };
+        match said.filter(|said| !said.is_empty()) {
+            Some(said) => format!("error {code}: {said}"),
+            None => format!("error {code}"),
+        }
+    }
+
+    /// Returns the name of the processor.
+    pub(crate) fn processor(&self) -> String {
+        // SAFETY: the text is the library's own and stays.
+        unsafe {
+            let name = self.acl.aclrtGetSocName();
+            if name.is_null() {
+                "Ascend".to_owned()
+            } else {
+                CStr::from_ptr(name).to_string_lossy().into_owned()
+            }
+        }
+    }
+}

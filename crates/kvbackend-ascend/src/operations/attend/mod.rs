@@ -1,0 +1,211 @@
+//! Attention, composed of operators in f32.
+//!
+//! ```text
+//!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
+//!   for each tile of rows and each run of tokens:
+//!     queries turned by the run's offset, scores, mask                        Mul, Add, Sub, BatchMatMul
+//!     maximum m, sum l of exponentials, weighted values o                     Amax, Exp, ReduceSum, BatchMatMul
+//!   partial results (m, l, o) are merged by their maxima, groups by their log-sum-exps
+//! ```
+//!
+//! A row that sees none of a run's tokens has m = −10³⁰, l = 0 and o = 0 there.
+
+use kvcore::{Attend, KeyForm, Result, TensorView};
+
+use super::places::{PlaneRows, on_device};
+use super::plans::Sent;
+use super::turn::in_f32;
+use crate::bindings::types as sys;
+use crate::operators::Tensor;
+use crate::stream::Work;
+
+mod plan;
+mod softmax;
+
+use plan::{Entry, Plan, PlanAngles, Run};
+use softmax::Partial;
+
+/// Most scores of a tile of rows.
+const SCORES: usize = 8 << 20;
+
+/// The tensors of a call.
+struct Call<'a> {
+    op: &'a Attend,
+    q: Tensor,
+    latent: Option<Tensor>,
+    out: Tensor,
+    lse: Option<Tensor>,
+    planes: [PlaneRows; 2],
+    angles: Option<std::sync::Arc<PlanAngles>>,
+    heads: usize,
+}
+
+/// The keys and values of a run, `[heads, tokens, dim]` in f32.
+struct RunKv {
+    k: Tensor,
+    v: Tensor,
+}
+
+pub(super) fn attend(work: &mut Work<'_>, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
+    for view in [Some(&op.q), latent, Some(&op.out), op.lse.as_ref()].into_iter().flatten() {
+        on_device("operands of attention", view.storage())?;
+    }
+    let shape = op.arena.layout().shape();
+    let extents = (shape.num_blocks, shape.block_size);
+    let planes = [
+        PlaneRows::new(&op.arena.k_plane(), op.layer, extents)?,
+        PlaneRows::new(&op.arena.v_plane(), op.layer, extents)?,
+    ];
+    let plan = plan::plan(work, op, &planes[0], &planes[1])?;
+    let angles = match &op.rope {
+        Some(rope) => Some(PlanAngles::of(work, &plan, rope, op)?),
+        None => None,
+    };
+    let call = Call {
+        q: Tensor::of(&op.q)?,
+        latent: latent.map(Tensor::of).transpose()?,
+        out: Tensor::of(&op.out)?,
+        lse: op.lse.as_ref().map(Tensor::of).transpose()?,
+        heads: op.q.shape()[1],
+        op,
+        planes,
+        angles,
+    };
+    let Plan { entries, .. } = &*plan;
+    for (number, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.rows.is_empty()) {
+        let mark = work.mark();
+        call.entry(work, number, entry)?;
+        work.release(mark);
+    }
+    Ok(())
+}
+
+impl Call<'_> {
+    fn entry(&self, work: &mut Work<'_>, number: usize, entry: &Entry) -> Result<()> {
+        let mut kv = Vec::with_capacity(entry.runs.len());
+        for (at, run) in entry.runs.iter().enumerate() {
+            let k = gathered(work, &self.planes[0], run, 0)?;
+            if let Some(angles) = self.angles.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated) {
+                angles.keys[number][at].turn(work, &k, 1)?;
+            }
+            kv.push(RunKv { k, v: gathered(work, &self.planes[1], run, 1)? });
+        }
+        let most = (SCORES / (self.heads * entry.longest()).max(1)).max(1);
+        let mut first = 0;
+        while first < entry.rows.len() {
+            let count = most.min(entry.rows.len() - first);
+            let mark = work.mark();
+            let partial = self.tile(work, (number, entry), &kv, (first, count))?;
+            self.store(work, &partial, entry.rows.start + first, count)?;
+            work.release(mark);
+            first += count;
+        }
+        Ok(())
+    }
+
+    /// Computes `count` rows of an entry from its row `first` on.
+    fn tile(
+        &self,
+        work: &mut Work<'_>,
+        (number, entry): (usize, &Entry),
+        kv: &[RunKv],
+        (first, count): (usize, usize),
+    ) -> Result<Partial> {
+        let rows = |x: &Tensor| x.sliced(0, entry.rows.start + first, count).permuted(&[1, 0, 2]);
+        let latent = self.latent.as_ref().map(|x| in_f32(work, &rows(x))).transpose()?;
+        let floor = Sent::one(work, softmax::FLOOR)?;
+        let tiny = Sent::one(work, softmax::TINY)?;
+        let mut groups: Vec<Option<Partial>> = self.op.work.groups().iter().map(|_| None).collect();
+        for (at, (run, kv)) in entry.runs.iter().zip(kv).enumerate() {
+            let q = in_f32(work, &rows(&self.q))?;
+            if let Some(angles) = &self.angles {
+                angles.queries[number][at].rows(first, count).turn(work, &q, 1)?;
+            }
+            let scores = self.scores(work, &q, latent.as_ref(), kv, run)?;
+            let mask = run.mask.as_ref().map(|mask| mask.sliced(1, first, count));
+            let partial = Partial::of(work, &scores, mask.as_ref(), &kv.v, &floor)?;
+            let group = &mut groups[run.group];
+            *group = Some(match group.take() {
+                None => partial,
+                Some(known) => known.merged(work, &partial)?,
+            });
+        }
+        let plain = |scale: f32| scale == 1.0;
+        let several = groups.iter().flatten().count() > 1;
+        let mut all: Option<Partial> = None;
+        for (group, scale) in groups.into_iter().zip(self.op.work.groups().iter()) {
+            let Some(mut group) = group else { continue };
+            if several || !plain(scale.lse_scale) {
+                group = group.into_one(work, scale.lse_scale, &floor, &tiny)?;
+            }
+            all = Some(match all {
+                None => group,
+                Some(known) => known.merged(work, &group)?,
+            });
+        }
+        match all {
+            Some(all) => Ok(all),
+            None => Partial::nothing(work, self.heads, count, self.out.dim(2), &floor),
+        }
+    }
+
+    /// Returns the logits of a run, `[heads, rows, tokens]`, without its mask.
+    fn scores(
+        &self,
+        work: &mut Work<'_>,
+        q: &Tensor,
+        latent: Option<&Tensor>,
+        kv: &RunKv,
+        run: &Run,
+    ) -> Result<Tensor> {
+        let (rows, dims) = (q.dim(1), [self.heads, q.dim(1), run.tokens]);
+        let product = |work: &mut Work<'_>, q: &Tensor, k: &Tensor| -> Result<Tensor> {
+            let (kv_heads, dim) = (k.dim(0), k.dim(2));
+            let each = self.heads / kv_heads * rows;
+            let scores = work.temporary(sys::ACL_FLOAT, &[kv_heads, each, run.tokens])?;
+            work.multiply(&q.reshaped(&[kv_heads, each, dim]), &k.permuted(&[0, 2, 1]), &scores)?;
+            Ok(scores.reshaped(&dims))
+        };
+        let scores = product(work, q, &kv.k)?;
+        if let Some(latent) = latent {
+            let of_latents = product(work, latent, &kv.v)?;
+            work.add(&scores, &of_latents, &scores)?;
+        }
+        let factor = self.op.scale * run.logit_scale;
+        match self.op.softcap {
+            None if factor == 1.0 => {}
+            None => work.scale(&scores, factor, &scores)?,
+            Some(cap) => {
+                work.scale(&scores, factor / cap, &scores)?;
+                work.tanh(&scores, &scores)?;
+                work.scale(&scores, cap, &scores)?;
+            }
+        }
+        Ok(scores)
+    }
+
+    /// Writes the results of `count` rows.
+    fn store(&self, work: &mut Work<'_>, partial: &Partial, first: usize, count: usize) -> Result<()> {
+        let tiny = Sent::one(work, softmax::TINY)?;
+        let result = partial.values(work, &tiny)?;
+        work.convert(&result, &self.out.sliced(0, first, count).permuted(&[1, 0, 2]))?;
+        if let Some(lse) = &self.lse {
+            let sums = partial.lse(work)?.reshaped(&[self.heads, count]);
+            work.convert(&sums, &lse.sliced(0, first, count).permuted(&[1, 0]))?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the keys or values of a run.
+fn gathered(work: &mut Work<'_>, plane: &PlaneRows, run: &Run, which: usize) -> Result<Tensor> {
+    let (index, by_head) = &run.places[which];
+    let (heads, dim, unit) = (plane.geometry.heads, plane.geometry.dim, plane.unit());
+    let rows = work.temporary(plane.dtype(), &[index.dim(0), unit])?;
+    work.take_rows(&plane.matrix, index, &rows)?;
+    if *by_head {
+        let rows = rows.reshaped(&[heads, run.tokens, dim]);
+        return if rows.dtype() == sys::ACL_FLOAT { Ok(rows) } else { in_f32(work, &rows) };
+    }
+    in_f32(work, &rows.reshaped(&[run.tokens, heads, dim]).permuted(&[1, 0, 2]))
+}

@@ -1,0 +1,44 @@
+//! Operations of the contract, composed of operators.
+//!
+//! | operation | operators |
+//! |---|---|
+//! | scatter, gather | `InplaceIndexCopy`, `IndexSelect` on the pool as a matrix of rows; `Cast` where types differ |
+//! | `copy_blocks`, `swap_blocks`, `copy_tensor` | copies of the device; `InplaceCopy` where strides differ |
+//! | rope, `rotate_keys`, rotations on the way | `Cast` to f32, `Mul`, `Add`, `Sub` on the halves of the rows, `Cast` back |
+//! | attend, `attend_mla`, selections | products, exponentials and sums in f32 for each run of tokens with one rotation; see `attend` |
+
+use kvcore::{Error, Operation, Result};
+
+use crate::NAME;
+use crate::stream::Work;
+
+mod attend;
+mod blocks;
+mod places;
+mod plans;
+mod rows;
+mod tensors;
+mod turn;
+
+pub(crate) use plans::Plans;
+
+/// Enqueues a checked operation.
+pub(crate) fn run(work: &mut Work<'_>, operation: Operation<'_>) -> Result<()> {
+    match operation {
+        Operation::Scatter(op) => rows::scatter(work, op),
+        Operation::Gather(op) => rows::gather(work, op),
+        Operation::CopyBlocks(op) => blocks::copy_blocks(work, op),
+        Operation::SwapBlocks(op) => blocks::swap_blocks(work, op),
+        Operation::CopyTensor(op) => tensors::copy_tensor(work, op),
+        Operation::ApplyRope(op) => turn::rope(work, op),
+        Operation::RotateKeys(op) => blocks::rotate_keys(work, op),
+        Operation::Attend(op) => attend::attend(work, op, None),
+        Operation::AttendMla(op) => attend::attend(work, &op.attend, Some(&op.q_latent)),
+        Operation::Quantize(_) | Operation::Dequantize(_) => Err(unsupported("quantised caches".to_owned())),
+    }
+}
+
+/// Returns the error for what the backend does not do.
+fn unsupported(what: String) -> Error {
+    Error::Unsupported { backend: NAME, what }
+}

@@ -1,0 +1,133 @@
+//! Rotations of rows in f32, by the angles of each row or of all.
+
+use std::sync::Arc;
+
+use kvcore::{ApplyRope, Pairing, Result, Rope};
+use smallvec::smallvec;
+
+use super::places::on_device;
+use super::plans::{ListKey, Sent};
+use crate::bindings::types as sys;
+use crate::operators::Tensor;
+use crate::stream::Work;
+
+/// Cosines and sines of rows on the device, `[rows, rotary_dim / 2]` each, or `[1, …]` for all rows.
+#[derive(Debug)]
+pub(super) struct Angles {
+    cos: Sent,
+    sin: Sent,
+    pairing: Pairing,
+}
+
+impl Angles {
+    /// Sends up the angles of positions. The table must hold them, which the operation's check has seen to.
+    pub(super) fn send(work: &mut Work<'_>, rope: &Rope, positions: &[i64], factor: f32) -> Result<Self> {
+        let table = rope.table(positions.iter().copied())?;
+        let half = rope.config().rotary_dim / 2;
+        let (mut cos, mut sin) = (Vec::with_capacity(positions.len() * half), Vec::new());
+        let mut row = vec![0.0; half];
+        for &position in positions {
+            cos.extend(table.at(position, &mut row).iter().map(|x| x * factor));
+            sin.extend(row.iter().map(|x| x * factor));
+        }
+        let dims = [positions.len(), half];
+        Ok(Self {
+            cos: Sent::send(work, &cos, sys::ACL_FLOAT, &dims)?,
+            sin: Sent::send(work, &sin, sys::ACL_FLOAT, &dims)?,
+            pairing: rope.pairing(),
+        })
+    }
+
+    /// Returns the angles of one distance for all rows, sent up once.
+    pub(super) fn of_distance(work: &mut Work<'_>, rope: &Arc<Rope>, delta: i64) -> Result<Arc<Self>> {
+        let key: ListKey = smallvec![1, Arc::as_ptr(rope) as u64, delta as u64];
+        if let Some(known) = work.plans().get::<Self>(&key) {
+            known.hold(work);
+            return Ok(known);
+        }
+        let made = Arc::new(Self::send(work, rope, &[delta], 1.0)?);
+        work.plans().keep(key, Box::new(Arc::clone(rope)), &made);
+        Ok(made)
+    }
+
+    /// Returns the angles of some of the rows.
+    pub(super) fn rows(&self, first: usize, count: usize) -> Self {
+        let some = |sent: &Sent| sent.rows(first, count);
+        Self { cos: some(&self.cos), sin: some(&self.sin), pairing: self.pairing }
+    }
+
+    /// Holds the angles until the work is done.
+    pub(super) fn hold(&self, work: &mut Work<'_>) {
+        self.cos.hold(work);
+        self.sin.hold(work);
+    }
+
+    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `axis` is the axis of the rows that the angles
+    /// are of.
+    pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, axis: usize) -> Result<()> {
+        let (cos, sin) = (along(&self.cos.tensor, x, axis), along(&self.sin.tensor, x, axis));
+        let (last, half) = (x.dims().len() - 1, self.cos.tensor.dim(1));
+        let (a, b) = match self.pairing {
+            Pairing::HalfSplit => (x.sliced(last, 0, half), x.sliced(last, half, half)),
+            Pairing::Interleaved => (x.stepped(last, 0, half, 2), x.stepped(last, 1, half, 2)),
+        };
+        let dims = a.dims();
+        let mut part = || work.temporary(sys::ACL_FLOAT, &dims);
+        let (a_cos, a_sin, b_cos, b_sin) = (part()?, part()?, part()?, part()?);
+        work.mul(&a, &cos, &a_cos)?;
+        work.mul(&b, &sin, &b_sin)?;
+        work.mul(&a, &sin, &a_sin)?;
+        work.mul(&b, &cos, &b_cos)?;
+        work.sub(&a_cos, &b_sin, &a)?;
+        work.add(&a_sin, &b_cos, &b)
+    }
+}
+
+/// Returns angles with axes of extent 1 where `x` has others than `axis` and the last.
+fn along(angles: &Tensor, x: &Tensor, axis: usize) -> Tensor {
+    let mut dims = x.dims();
+    let last = dims.len() - 1;
+    for (at, dim) in dims.iter_mut().enumerate() {
+        *dim = match at {
+            at if at == last => angles.dim(1),
+            at if at == axis => angles.dim(0),
+            _ => 1,
+        };
+    }
+    angles.reshaped(&dims)
+}
+
+/// Returns the rows in f32, dense and in the given order of axes: a copy.
+pub(super) fn in_f32(work: &mut Work<'_>, x: &Tensor) -> Result<Tensor> {
+    let copy = work.temporary(sys::ACL_FLOAT, &x.dims())?;
+    work.convert(x, &copy)?;
+    Ok(copy)
+}
+
+pub(super) fn rope(work: &mut Work<'_>, op: &ApplyRope) -> Result<()> {
+    on_device("rows to rotate", op.rows.storage())?;
+    let rows = Tensor::of(&op.rows)?;
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let factor = op.rope.attention_factor();
+    let key: ListKey = smallvec![
+        2,
+        Arc::as_ptr(&op.rope) as u64,
+        op.positions.as_ptr() as u64,
+        op.positions.len() as u64,
+        factor.to_bits().into()
+    ];
+    let known = work.plans().get::<Angles>(&key);
+    let angles = if let Some(known) = known {
+        known
+    } else {
+        let made = Arc::new(Angles::send(work, &op.rope, &op.positions, factor)?);
+        work.plans().keep(key, Box::new((Arc::clone(&op.rope), Arc::clone(&op.positions))), &made);
+        made
+    };
+    angles.hold(work);
+    let turned = in_f32(work, &rows)?;
+    angles.turn(work, &turned, 0)?;
+    work.convert(&turned, &rows)
+}

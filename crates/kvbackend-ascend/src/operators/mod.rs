@@ -1,0 +1,281 @@
+//! Operators of CANN, as the operations of the contract call them.
+//!
+//! Each call has two phases: the first checks the operands and says how much workspace the operator wants, the second
+//! enqueues it and consumes the executor. Both happen here, with a workspace between the stream's operators.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use kvcore::{Error, Result};
+
+use crate::NAME;
+use crate::bindings::{Operators, types as sys};
+use crate::device::Device;
+use crate::stream::Work;
+
+mod tensor;
+
+pub(crate) use tensor::{Tensor, bytes_of, number};
+
+/// Keeps the element types in products of f32.
+const KEEP_TYPES: i8 = 0;
+
+/// A number that operators take from the host.
+struct Scalar {
+    raw: *mut sys::aclScalar,
+    device: Arc<Device>,
+}
+
+impl Scalar {
+    fn new(device: &Arc<Device>, mut value: f32) -> Result<Self> {
+        // SAFETY: `value` is an f32, as the type says; the call copies it.
+        let raw = unsafe { device.library.base.aclCreateScalar((&raw mut value).cast(), sys::ACL_FLOAT) };
+        if raw.is_null() {
+            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+        }
+        Ok(Self { raw, device: Arc::clone(device) })
+    }
+}
+
+impl Drop for Scalar {
+    fn drop(&mut self) {
+        // SAFETY: the scalar was made by `aclCreateScalar` and goes once.
+        unsafe { self.device.library.base.aclDestroyScalar(self.raw) };
+    }
+}
+
+/// A list of axes that operators take from the host.
+struct AxisList {
+    raw: *mut sys::aclIntArray,
+    device: Arc<Device>,
+}
+
+impl AxisList {
+    fn new(device: &Arc<Device>, axes: &[i64]) -> Result<Self> {
+        // SAFETY: the array has the given length; the call copies it.
+        let raw = unsafe { device.library.base.aclCreateIntArray(axes.as_ptr(), axes.len() as u64) };
+        if raw.is_null() {
+            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+        }
+        Ok(Self { raw, device: Arc::clone(device) })
+    }
+}
+
+impl Drop for AxisList {
+    fn drop(&mut self) {
+        // SAFETY: the array was made by `aclCreateIntArray` and goes once.
+        unsafe { self.device.library.base.aclDestroyIntArray(self.raw) };
+    }
+}
+
+/// The second phase of an operator.
+type Second<'a> =
+    &'a dyn Fn(&Operators, *mut c_void, u64, *mut sys::aclOpExecutor, sys::aclrtStream) -> sys::aclnnStatus;
+
+impl Work<'_> {
+    /// Runs both phases of an operator. The operands live until this returns.
+    fn operator(
+        &mut self,
+        name: &'static str,
+        first: &dyn Fn(&Operators, *mut u64, *mut *mut sys::aclOpExecutor) -> sys::aclnnStatus,
+        second: Second<'_>,
+    ) -> Result<()> {
+        let device = self.device();
+        let operators = &device.library.operators;
+        let (mut bytes, mut executor) = (0, std::ptr::null_mut());
+        let refused = |code: i32| match device.error(code) {
+            Error::Device { backend, reason } => {
+                Error::Device { backend, reason: format!("{name}: {reason}") }
+            }
+            other => other,
+        };
+        match first(operators, &raw mut bytes, &raw mut executor) {
+            0 => {}
+            code => return Err(refused(code)),
+        }
+        let workspace = match usize::try_from(bytes) {
+            Ok(0) => 0,
+            Ok(bytes) => self.bytes(bytes)?,
+            Err(_) => {
+                let what = format!("a workspace of {bytes} bytes for {name}");
+                return Err(Error::Unsupported { backend: NAME, what });
+            }
+        };
+        match second(operators, workspace as *mut c_void, bytes, executor, self.stream()) {
+            0 => Ok(()),
+            code => Err(refused(code)),
+        }
+    }
+}
+
+/// Calls an operator: makes handles of the tensors, which the arguments name, and runs both phases.
+macro_rules! operator {
+    ($work:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
+        let device = $work.device();
+        $(let $tensor = $tensor.handle(device)?;)*
+        $work.operator(
+            stringify!($operator),
+            // SAFETY: the handles are alive; size and executor are places for the answer.
+            &|operators, bytes, executor| unsafe { operators.$phase($($argument,)* bytes, executor) },
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            &|operators, workspace, bytes, executor, stream| unsafe {
+                operators.$operator(workspace, bytes, executor, stream)
+            },
+        )
+    }};
+}
+
+/// Defines methods for operators whose arguments are tensors only, the result last.
+macro_rules! of_tensors {
+    ($($(#[$doc:meta])* $method:ident($($tensor:ident),*) = $operator:ident / $phase:ident;)*) => {
+        impl Work<'_> {$(
+            $(#[$doc])*
+            pub(crate) fn $method(&mut self, $($tensor: &Tensor),*) -> Result<()> {
+                if [$($tensor.is_empty()),*].contains(&true) {
+                    return Ok(());
+                }
+                operator!(self, $operator, $phase, [$($tensor),*], ($($tensor.raw()),*))
+            }
+        )*}
+    };
+}
+
+of_tensors! {
+    /// `out = a · b`, with axes of extent 1 repeated.
+    mul(a, b, out) = aclnnMul / aclnnMulGetWorkspaceSize;
+    /// `out = a / b`, with axes of extent 1 repeated.
+    div(a, b, out) = aclnnDiv / aclnnDivGetWorkspaceSize;
+    /// `out = max(a, b)`, with axes of extent 1 repeated.
+    maximum(a, b, out) = aclnnMaximum / aclnnMaximumGetWorkspaceSize;
+    /// `out = eˣ`.
+    exp(x, out) = aclnnExp / aclnnExpGetWorkspaceSize;
+    /// `out = ln x`.
+    log(x, out) = aclnnLog / aclnnLogGetWorkspaceSize;
+    /// `out = tanh x`.
+    tanh(x, out) = aclnnTanh / aclnnTanhGetWorkspaceSize;
+}
+
+impl Work<'_> {
+    /// `out = a + b`, with axes of extent 1 repeated.
+    pub(crate) fn add(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let one = Scalar::new(self.device(), 1.0)?;
+        operator!(
+            self,
+            aclnnAdd,
+            aclnnAddGetWorkspaceSize,
+            [a, b, out],
+            (a.raw(), b.raw(), one.raw, out.raw())
+        )
+    }
+
+    /// `out = a − b`, with axes of extent 1 repeated.
+    pub(crate) fn sub(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let one = Scalar::new(self.device(), 1.0)?;
+        operator!(
+            self,
+            aclnnSub,
+            aclnnSubGetWorkspaceSize,
+            [a, b, out],
+            (a.raw(), b.raw(), one.raw, out.raw())
+        )
+    }
+
+    /// `out = factor · x`.
+    pub(crate) fn scale(&mut self, x: &Tensor, factor: f32, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let factor = Scalar::new(self.device(), factor)?;
+        operator!(self, aclnnMuls, aclnnMulsGetWorkspaceSize, [x, out], (x.raw(), factor.raw, out.raw()))
+    }
+
+    /// Copies `x` to `out`, in the element type of `out`. Copies of one type keep the bits.
+    pub(crate) fn convert(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let dtype = out.dtype();
+        if x.dtype() == dtype {
+            return operator!(
+                self,
+                aclnnInplaceCopy,
+                aclnnInplaceCopyGetWorkspaceSize,
+                [out, x],
+                (out.raw(), x.raw())
+            );
+        }
+        operator!(self, aclnnCast, aclnnCastGetWorkspaceSize, [x, out], (x.raw(), dtype, out.raw()))
+    }
+
+    /// `out[i] = rows[index[i]]`, for a dense matrix of rows.
+    pub(crate) fn take_rows(&mut self, rows: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        operator!(
+            self,
+            aclnnIndexSelect,
+            aclnnIndexSelectGetWorkspaceSize,
+            [rows, index, out],
+            (rows.raw(), 0, index.raw(), out.raw())
+        )
+    }
+
+    /// `rows[index[i]] = x[i]`, for a dense matrix of rows, whose others stay as they are.
+    pub(crate) fn put_rows(&mut self, rows: &Tensor, index: &Tensor, x: &Tensor) -> Result<()> {
+        if x.is_empty() {
+            return Ok(());
+        }
+        operator!(
+            self,
+            aclnnInplaceIndexCopy,
+            aclnnInplaceIndexCopyGetWorkspaceSize,
+            [rows, index, x],
+            (rows.raw(), 0, index.raw(), x.raw())
+        )
+    }
+
+    /// The greatest element along the last axis, which `out` has with extent 1.
+    pub(crate) fn greatest(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let last = AxisList::new(self.device(), &[-1])?;
+        operator!(self, aclnnAmax, aclnnAmaxGetWorkspaceSize, [x, out], (x.raw(), last.raw, true, out.raw()))
+    }
+
+    /// The sum along the last axis, which `out` has with extent 1.
+    pub(crate) fn sum(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let (last, dtype) = (AxisList::new(self.device(), &[-1])?, out.dtype());
+        operator!(
+            self,
+            aclnnReduceSum,
+            aclnnReduceSumGetWorkspaceSize,
+            [x, out],
+            (x.raw(), last.raw, true, dtype, out.raw())
+        )
+    }
+
+    /// `out[i] = a[i] · b[i]` for matrices, `[n, rows, inner]` by `[n, inner, columns]`.
+    pub(crate) fn multiply(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        operator!(
+            self,
+            aclnnBatchMatMul,
+            aclnnBatchMatMulGetWorkspaceSize,
+            [a, b, out],
+            (a.raw(), b.raw(), out.raw(), KEEP_TYPES)
+        )
+    }
+}

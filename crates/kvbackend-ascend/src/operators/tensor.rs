@@ -1,0 +1,196 @@
+//! Tensors as operators take them: an address, an element type, extents and strides.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use kvcore::{DType, Error, Result, TensorView};
+use smallvec::{SmallVec, smallvec};
+
+use crate::NAME;
+use crate::bindings::types as sys;
+use crate::device::Device;
+
+/// Alignment that operators want of the address of a tensor.
+const ALIGN: u64 = 32;
+
+/// Extents or strides.
+pub(crate) type Axes = SmallVec<[i64; 6]>;
+
+/// A view of device memory. Strides are in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Tensor {
+    address: u64,
+    dtype: sys::aclDataType,
+    dims: Axes,
+    strides: Axes,
+}
+
+/// Returns ACL's number of an element type.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] for types that operators do not compute with.
+pub(crate) fn number(dtype: DType) -> Result<sys::aclDataType> {
+    match dtype {
+        DType::F32 => Ok(sys::ACL_FLOAT),
+        DType::F16 => Ok(sys::ACL_FLOAT16),
+        DType::BF16 => Ok(sys::ACL_BF16),
+        other => Err(Error::Unsupported { backend: NAME, what: format!("arithmetic in {other}") }),
+    }
+}
+
+/// Returns the bytes of an element.
+pub(crate) fn bytes_of(dtype: sys::aclDataType) -> usize {
+    match dtype {
+        sys::ACL_INT64 => 8,
+        sys::ACL_FLOAT | sys::ACL_INT32 => 4,
+        sys::ACL_FLOAT16 | sys::ACL_BF16 | sys::ACL_INT16 => 2,
+        _ => 1,
+    }
+}
+
+impl Tensor {
+    /// Returns a dense tensor.
+    pub(crate) fn dense(address: u64, dtype: sys::aclDataType, dims: &[usize]) -> Self {
+        let dims: Axes = dims.iter().map(|&n| n as i64).collect();
+        let mut strides: Axes = smallvec![1; dims.len()];
+        for axis in (1..dims.len()).rev() {
+            strides[axis - 1] = strides[axis] * dims[axis].max(1);
+        }
+        Self { address, dtype, dims, strides }
+    }
+
+    /// Returns a tensor with strides in elements.
+    pub(crate) fn strided(address: u64, dtype: sys::aclDataType, dims: &[usize], strides: &[usize]) -> Self {
+        let axes = |axes: &[usize]| axes.iter().map(|&n| n as i64).collect();
+        Self { address, dtype, dims: axes(dims), strides: axes(strides) }
+    }
+
+    /// Returns a view as operators that compute take it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for types that operators do not compute with.
+    pub(crate) fn of(view: &TensorView) -> Result<Self> {
+        let dtype = number(view.dtype())?;
+        let at = view.storage().address() + (view.offset() * bytes_of(dtype)) as u64;
+        Ok(Self::strided(at, dtype, view.shape(), view.strides()))
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(crate) fn dtype(&self) -> sys::aclDataType {
+        self.dtype
+    }
+
+    /// Returns an extent.
+    pub(crate) fn dim(&self, axis: usize) -> usize {
+        self.dims[axis] as usize
+    }
+
+    pub(crate) fn dims(&self) -> SmallVec<[usize; 6]> {
+        self.dims.iter().map(|&n| n as usize).collect()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.dims.contains(&0)
+    }
+
+    /// Returns whether the elements lie one behind the other.
+    pub(crate) fn is_dense(&self) -> bool {
+        let mut expected = 1;
+        self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
+            let fits = n == 1 || stride == expected;
+            expected *= n;
+            fits
+        })
+    }
+
+    /// Returns the elements from the first to the last.
+    pub(crate) fn span(&self) -> usize {
+        let last: i64 =
+            self.dims.iter().zip(&self.strides).map(|(&n, &stride)| (n - 1).max(0) * stride).sum();
+        last as usize + 1
+    }
+
+    /// Returns the same elements from another address on.
+    pub(crate) fn moved(&self, address: u64) -> Self {
+        Self { address, dims: self.dims.clone(), strides: self.strides.clone(), ..*self }
+    }
+
+    /// Returns the axes in another order.
+    pub(crate) fn permuted(&self, axes: &[usize]) -> Self {
+        let pick = |of: &Axes| axes.iter().map(|&axis| of[axis]).collect();
+        Self { dims: pick(&self.dims), strides: pick(&self.strides), ..*self }
+    }
+
+    /// Returns elements `start`, `start + step`, … of an axis, `count` of them.
+    pub(crate) fn stepped(&self, axis: usize, start: usize, count: usize, step: usize) -> Self {
+        let mut view = self.clone();
+        view.address += start as u64 * self.strides[axis] as u64 * bytes_of(self.dtype) as u64;
+        view.dims[axis] = count as i64;
+        view.strides[axis] *= step as i64;
+        view
+    }
+
+    /// Returns a range of an axis.
+    pub(crate) fn sliced(&self, axis: usize, start: usize, count: usize) -> Self {
+        self.stepped(axis, start, count, 1)
+    }
+
+    /// Returns a dense tensor with other extents over the same elements.
+    pub(crate) fn reshaped(&self, dims: &[usize]) -> Self {
+        debug_assert!(self.is_dense());
+        debug_assert_eq!(self.dims.iter().product::<i64>(), dims.iter().product::<usize>() as i64);
+        Self::dense(self.address, self.dtype, dims)
+    }
+
+    /// Makes the handle that operators take.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub(crate) fn handle(&self, device: &Arc<Device>) -> Result<TensorHandle> {
+        let bytes = bytes_of(self.dtype) as u64;
+        // Operators want an aligned address; what is left is an offset.
+        let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
+        let offset = (before / bytes) as i64;
+        let storage = [offset + self.span() as i64];
+        // SAFETY: the arrays have the given lengths; the call copies them.
+        let raw = unsafe {
+            device.library.base.aclCreateTensor(
+                self.dims.as_ptr(),
+                self.dims.len() as u64,
+                self.dtype,
+                self.strides.as_ptr(),
+                offset,
+                sys::ACL_FORMAT_ND,
+                storage.as_ptr(),
+                storage.len() as u64,
+                (self.address - before) as *mut c_void,
+            )
+        };
+        if raw.is_null() {
+            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+        }
+        Ok(TensorHandle { raw, device: Arc::clone(device) })
+    }
+}
+
+/// A tensor of CANN, which goes with the value.
+pub(crate) struct TensorHandle {
+    raw: *mut sys::aclTensor,
+    device: Arc<Device>,
+}
+
+impl TensorHandle {
+    pub(crate) fn raw(&self) -> *mut sys::aclTensor {
+        self.raw
+    }
+}
+
+impl Drop for TensorHandle {
+    fn drop(&mut self) {
+        // SAFETY: the tensor was made by `aclCreateTensor` and goes once.
+        unsafe { self.device.library.base.aclDestroyTensor(self.raw) };
+    }
+}

@@ -1,0 +1,8 @@
+//! Options of the backend.
+
+/// Options of an [`AscendBackend`](crate::AscendBackend). The default is the first device.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AscendOptions {
+    /// Number of the device, as ACL counts them (`ASCEND_RT_VISIBLE_DEVICES` changes the order).
+    pub device: usize,
+}

@@ -1,0 +1,62 @@
+//! The devices of a machine and the operators of its CANN, for display.
+
+use kvcore::Result;
+
+use crate::device::{self, Device};
+use crate::library::library;
+use crate::options::AscendOptions;
+
+/// A device that ACL reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// Number of the device, for [`AscendOptions::device`].
+    pub ordinal: usize,
+    /// Name of the processor.
+    pub name: String,
+    /// Bytes of the device's memory.
+    pub total_memory: usize,
+    /// Whether memory can be reserved and mapped, so that pools sleep.
+    pub virtual_memory: bool,
+    /// Version of ACL's interface, for example 1.12.0.
+    pub interface: (i32, i32, i32),
+}
+
+/// An operator that operations call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OperatorReport {
+    /// Name of the operator in CANN.
+    pub name: &'static str,
+    /// Whether the backend cannot do without it.
+    pub needed: bool,
+    /// Whether this machine's CANN has it.
+    pub there: bool,
+}
+
+/// Returns the devices of this machine.
+///
+/// # Errors
+/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
+pub fn devices() -> Result<Vec<DeviceReport>> {
+    let library = library()?;
+    let report = |ordinal| {
+        let device = Device::open(&AscendOptions { device: ordinal })?;
+        let _bound = device.bind()?;
+        Ok(DeviceReport {
+            ordinal,
+            name: library.processor(),
+            total_memory: device.memory()?.1,
+            virtual_memory: crate::memory::maps(&device),
+            interface: library.version,
+        })
+    };
+    (0..device::count()?).map(report).collect()
+}
+
+/// Returns the operators that operations call, with whether this machine's CANN has them.
+///
+/// # Errors
+/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
+pub fn operators() -> Result<Vec<OperatorReport>> {
+    let operators = library()?.operators().into_iter();
+    Ok(operators.map(|(name, needed, there)| OperatorReport { name, needed, there }).collect())
+}

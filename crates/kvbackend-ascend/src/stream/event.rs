@@ -1,0 +1,95 @@
+//! Events: points in the order of a stream.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use kvcore::{Event, Result};
+
+use crate::bindings::types as sys;
+use crate::device::Device;
+
+/// An event of ACL that may be recorded again, destroyed with the value. Streams hold those that their work records or
+/// waits for until that work is done, because ACL destroys at once.
+pub(crate) struct RawEvent {
+    raw: sys::aclrtEvent,
+    device: Arc<Device>,
+}
+
+// SAFETY: events may be used from any thread that has the device's context current.
+unsafe impl Send for RawEvent {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for RawEvent {}
+
+impl fmt::Debug for RawEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an event on {:?}", self.device)
+    }
+}
+
+impl RawEvent {
+    /// Creates an event that streams and the host can wait for. The device's context is current.
+    pub(super) fn create(device: &Arc<Device>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // Events of this kind are recorded again as those of CUDA are, and take none of the hardware's numbers.
+        let flags = sys::ACL_EVENT_SYNC | sys::ACL_EVENT_TIME_LINE;
+        // SAFETY: `raw` is a place for the answer.
+        device.check(unsafe { device.library.acl.aclrtCreateEventExWithFlag(&raw mut raw, flags) })?;
+        Ok(Self { raw, device: Arc::clone(device) })
+    }
+
+    /// Records the event behind the work of a stream. The device's context is current.
+    pub(super) fn record(&self, stream: sys::aclrtStream) -> Result<()> {
+        // SAFETY: event and stream are alive and of one device.
+        self.device.check(unsafe { self.device.library.acl.aclrtRecordEvent(self.raw, stream) })
+    }
+
+    /// Makes a stream wait for the event. The context of the stream's device is current.
+    pub(super) fn hold_back(&self, device: &Device, stream: sys::aclrtStream) -> Result<()> {
+        // SAFETY: event and stream are alive.
+        device.check(unsafe { device.library.acl.aclrtStreamWaitEvent(stream, self.raw) })
+    }
+
+    /// Blocks the host until the event is done.
+    fn wait(&self) -> Result<()> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event is alive and recorded.
+        self.device.check(unsafe { self.device.library.acl.aclrtSynchronizeEvent(self.raw) })
+    }
+
+    /// Returns whether the event is done. The device's context is current.
+    pub(super) fn is_done(&self) -> Result<bool> {
+        let mut status = sys::ACL_EVENT_RECORDED_STATUS_NOT_READY;
+        // SAFETY: the event is alive, and `status` is a place for the answer.
+        let code = unsafe { self.device.library.acl.aclrtQueryEventStatus(self.raw, &raw mut status) };
+        self.device.check(code)?;
+        Ok(status == sys::ACL_EVENT_RECORDED_STATUS_COMPLETE)
+    }
+}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind_lost() else { return };
+        // SAFETY: the event is alive, and the work that uses it is done.
+        unsafe { self.device.library.acl.aclrtDestroyEvent(self.raw) };
+    }
+}
+
+/// A point in the order of an [`AscendStream`](super::AscendStream).
+#[derive(Debug)]
+pub struct AscendEvent(pub(super) Arc<RawEvent>);
+
+impl Event for AscendEvent {
+    fn wait(&self) -> Result<()> {
+        self.0.wait()
+    }
+
+    fn is_done(&self) -> bool {
+        let Ok(_bound) = self.0.device.bind() else { return true }; // what a lost device had to do never will be done
+        self.0.is_done().unwrap_or(true)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
