@@ -1,6 +1,6 @@
 //! `cargo xtask ascend-headers`: what `ascend.h` states, compared with headers that others wrote.
 //!
-//! The headers come from the package registry, in pinned wheels of torch_npu, when the command runs; they are not part of
+//! The headers come from the package registry, in pinned wheels of `torch_npu`, when the command runs; they are not part of
 //! this repository. A wheel has the headers of the CANN that it was built with, without operators.
 
 use std::path::{Path, PathBuf};

@@ -62,7 +62,7 @@ enum XtaskCommand {
     Bindgen(bindgen::BindgenArgs),
     /// Build the simulator of CANN's libraries, with which the Ascend backend runs on a machine without an NPU.
     AscendSimulator,
-    /// Compare the Ascend backend's C header with headers of CANN, from pinned wheels of torch_npu.
+    /// Compare the Ascend backend's C header with headers of CANN, from pinned wheels of `torch_npu`.
     AscendHeaders,
     /// Run all benchmarks of the CPU (`--backend cuda`, `--backend wgpu`: of a GPU's kernels) and print one table of ratios.
     Bench(bench::KernelBenchArgs),

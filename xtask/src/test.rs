@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use crate::cuda_double;
 use crate::run::{Result, cargo_command};
+use crate::{ascend_simulator, cuda_double};
 
 /// Options of `cargo xtask test`.
 #[derive(Args)]
@@ -152,6 +152,7 @@ fn pass(args: &[&str], reader: &mut Reader) -> Result<bool> {
     let mut command = cargo_command(args);
     command.args(["--", "--show-output"]).stdout(Stdio::piped());
     cuda_double::provide(&mut command)?;
+    ascend_simulator::provide(&mut command)?;
     let mut child = command.spawn().map_err(|e| format!("`{name}` cannot be run: {e}"))?;
     let mut output = String::new();
     let failed_before = reader.sums.failed;

@@ -16,7 +16,7 @@ pub(crate) struct Opened {
 
 impl Opened {
     /// Returns a backend with dense steps on the host.
-    #[cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
+    #[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu"))]
     fn with_host(backend: Arc<dyn Backend>) -> Self {
         Self { backend, dense: Arc::new(kvmodel::dense::HostDense) }
     }
@@ -27,7 +27,7 @@ impl Opened {
 /// # Errors
 /// Returns an error if this program was built without the backend, or if the machine has no such device.
 #[cfg_attr(
-    all(feature = "cpu", not(any(feature = "cuda", feature = "wgpu"))),
+    all(feature = "cpu", not(any(feature = "ascend", feature = "cuda", feature = "wgpu"))),
     allow(clippy::unnecessary_wraps, reason = "other builds lack a backend")
 )]
 pub(crate) fn open(name: &BackendName) -> Result<Opened> {
@@ -40,6 +40,15 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
         BackendName::Cuda(device) => cuda(*device),
         #[cfg(not(feature = "cuda"))]
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
+        #[cfg(feature = "ascend")]
+        BackendName::Ascend(device) => {
+            let options = kvbackend_ascend::AscendOptions { device: *device };
+            let backend =
+                kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+            Ok(Opened::with_host(backend))
+        }
+        #[cfg(not(feature = "ascend"))]
+        BackendName::Ascend(_) => Err(crate::error::Error::NoBackend("ascend")),
         #[cfg(feature = "wgpu")]
         BackendName::Wgpu(adapter) => {
             let options = kvbackend_wgpu::WgpuOptions {

@@ -33,6 +33,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     cpu(&mut found, &mut missing);
     cuda(&mut found, &mut missing);
+    ascend(&mut found, &mut missing);
     wgpu(&mut found, &mut missing);
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -108,6 +109,43 @@ fn cuda(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("cuda"));
 }
 
+#[cfg(feature = "ascend")]
+fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+    let listed = kvbackend_ascend::devices().and_then(|found| Ok((found, kvbackend_ascend::operators()?)));
+    let (devices, operators) = match listed {
+        Ok((devices, operators)) if !devices.is_empty() => (devices, operators),
+        Ok(_) => {
+            return missing.push(Missing { backend: "ascend", reason: "CANN found no device".to_owned() });
+        }
+        Err(reason) => return missing.push(Missing { backend: "ascend", reason: reason.to_string() }),
+    };
+    let lacks: Vec<&str> = operators.iter().filter(|operator| !operator.there).map(|o| o.name).collect();
+    let lacks = if lacks.is_empty() { "all".to_owned() } else { format!("all but {}", lacks.join(", ")) };
+    for device in devices {
+        let (major, minor, patch) = device.interface;
+        found.push(ListedDevice {
+            backend: format!("ascend:{}", device.ordinal),
+            name: device.name,
+            about: format!("ACL {major}.{minor}.{patch}"),
+            limits: vec![
+                ("memory", format!("{} MiB", device.total_memory >> 20)),
+                ("operators", lacks.clone()),
+            ],
+            features: vec![
+                ("f16, bf16 caches", true),
+                ("quantised caches", false),
+                ("virtual memory", device.virtual_memory),
+            ],
+            unfit: None,
+        });
+    }
+}
+
+#[cfg(not(feature = "ascend"))]
+fn ascend(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+    missing.push(not_built("ascend"));
+}
+
 #[cfg(feature = "wgpu")]
 fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     let adapters = kvbackend_wgpu::adapters();
@@ -136,7 +174,7 @@ fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
     missing.push(not_built("wgpu"));
 }
 
-#[cfg(not(all(feature = "cpu", feature = "cuda", feature = "wgpu")))]
+#[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
 fn not_built(backend: &'static str) -> Missing {
     Missing { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
 }

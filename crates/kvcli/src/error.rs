@@ -16,7 +16,7 @@ pub(crate) enum Error {
     Prompt { from: String, source: std::io::Error },
     /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
-    #[cfg(not(all(feature = "cpu", feature = "cuda", feature = "wgpu")))]
+    #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
     NoBackend(&'static str),
     /// The path of the model is not a directory.
     #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]

@@ -1,6 +1,6 @@
-//! The program with keys, values and attention on a GPU: an adapter of wgpu, which may be software, or a CUDA device, for
-//! which the double of the driver stands in.
-#![cfg(all(feature = "cuda", feature = "wgpu"))]
+//! The program with keys, values and attention on a device: an adapter of wgpu, which may be software, a CUDA device, for
+//! which the double of the driver stands in, or an NPU, for which the simulator of CANN does.
+#![cfg(all(feature = "ascend", feature = "cuda", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::process::{Command, Stdio};
@@ -21,7 +21,7 @@ fn json(args: &[&str]) -> Option<Value> {
 }
 
 #[rstest]
-fn the_demo_answers_as_on_the_cpu(#[values("cuda", "wgpu")] backend: &str) {
+fn the_demo_answers_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] backend: &str) {
     let Some(there) = json(&["demo", "--json", "--backend", backend]) else { return };
     let here = json(&["demo", "--json", "--backend", "cpu"]).unwrap();
     let without_times = |answers: &Value| -> Vec<Value> {
@@ -38,7 +38,7 @@ fn the_demo_answers_as_on_the_cpu(#[values("cuda", "wgpu")] backend: &str) {
 }
 
 #[rstest]
-fn the_demo_names_the_device(#[values("cuda", "wgpu")] backend: &str) {
+fn the_demo_names_the_device(#[values("ascend", "cuda", "wgpu")] backend: &str) {
     let Some(devices) = json(&["devices", "--json"]) else { return };
     let first = format!("{backend}:0");
     let Some(device) = devices["devices"].as_array().unwrap().iter().find(|d| d["backend"] == first.as_str())
@@ -52,8 +52,10 @@ fn the_demo_names_the_device(#[values("cuda", "wgpu")] backend: &str) {
 }
 
 #[rstest]
-fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("cuda", "wgpu")] gpu: &str) {
-    for format in ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"] {
+fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: &str) {
+    let formats = ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"];
+    // The Ascend backend has no quantised caches.
+    for format in formats.into_iter().take(if gpu == "ascend" { 3 } else { formats.len() }) {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
             let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];
@@ -131,9 +133,12 @@ fn an_unknown_adapter_is_named() {
 
 #[test]
 fn a_wrong_device_is_named() {
-    for (backend, message) in
-        [("cuda:99", "no device for the cuda backend"), ("cuda:x", "no number of a CUDA device")]
-    {
+    for (backend, message) in [
+        ("cuda:99", "no device for the cuda backend"),
+        ("cuda:x", "no number of a CUDA device"),
+        ("ascend:99", "no device for the ascend backend"),
+        ("ascend:x", "no number of an Ascend device"),
+    ] {
         let args = ["demo", "--backend", backend];
         let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -157,6 +162,22 @@ fn without_a_driver_it_says_so() {
     let output = without(&["devices"]);
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && stdout.contains("cuda: "), "{stdout}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn without_cann_it_says_so() {
+    let without = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
+        command.env("KV_ASCEND_LIB_DIR", "/no/such/folder").args(args).output().unwrap()
+    };
+    let output = without(&["demo", "--backend", "ascend"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("no device for the ascend backend"), "{stderr}");
+    assert!(stderr.contains("/no/such/folder/libascendcl.so") && stderr.contains("set_env.sh"), "{stderr}");
+    let output = without(&["devices"]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && stdout.contains("ascend: "), "{stdout}");
 }
 
 #[test]

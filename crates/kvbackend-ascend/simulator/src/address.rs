@@ -203,7 +203,7 @@ pub unsafe extern "C" fn aclrtMalloc(
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtFree(at: *mut c_void) -> sys::aclError {
     call("aclrtFree", |state| {
-        state.current()?;
+        State::current()?;
         let at = at as u64;
         let space = state.device_of(at).map(|device| &mut state.devices[device].space);
         match space.and_then(|space| space.end(at).map(|len| space.uncount(len))) {

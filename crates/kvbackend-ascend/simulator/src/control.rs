@@ -87,7 +87,7 @@ pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     }
 }
 
-/// Takes back all wishes.
+/// Takes back all wishes. Devices that nobody has set are as new.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_reset() {
     let mut state = lock();
@@ -95,6 +95,9 @@ pub extern "C" fn kv_sim_reset() {
     state.controls.ignored.clear();
     for (number, device) in state.devices.iter_mut().enumerate() {
         device.limit = usual_limit(number);
+        if !device.is_set() {
+            device.lost = None;
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 
 use crate::address::Space;
-use crate::state::{DEVICES, call, invalid, lock, refuse, said, set_current, told};
+use crate::state::{DEVICES, State, call, invalid, lock, refuse, said, set_current, told};
 use crate::types as sys;
 
 /// Bytes of memory of the small device, and of the others.
@@ -41,6 +41,13 @@ impl Device {
     }
 }
 
+impl Device {
+    /// Returns whether a thread has set the device and not reset it.
+    pub(crate) fn is_set(&self) -> bool {
+        self.set > 0
+    }
+}
+
 /// Returns the bytes of a device's memory.
 pub(crate) fn usual_limit(number: usize) -> u64 {
     if number == SMALL_DEVICE { SMALL } else { LARGE }
@@ -58,6 +65,9 @@ fn number(device: i32) -> Option<usize> {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclInit(_: *const c_char) -> sys::aclError {
     let mut state = lock();
+    if let Some(code) = state.controls.verdict("aclInit") {
+        return told(refuse(code, "aclInit fails because a test asked for it"));
+    }
     if std::mem::replace(&mut state.started, true) {
         return told(refuse(sys::ACL_ERROR_REPEAT_INITIALIZE as i32, "aclInit was called before"));
     }
@@ -121,16 +131,16 @@ pub extern "C" fn aclrtResetDevice(device: i32) -> sys::aclError {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtGetDevice(device: *mut i32) -> sys::aclError {
-    call("aclrtGetDevice", |state| {
-        *device = state.current()? as i32;
+    call("aclrtGetDevice", |_| {
+        *device = State::current()? as i32;
         Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtGetCurrentContext(to: *mut sys::aclrtContext) -> sys::aclError {
-    call("aclrtGetCurrentContext", |state| {
-        *to = context(state.current()?);
+    call("aclrtGetCurrentContext", |_| {
+        *to = context(State::current()?);
         Ok(())
     })
 }
@@ -156,7 +166,7 @@ pub unsafe extern "C" fn aclrtGetMemInfo(
     total: *mut usize,
 ) -> sys::aclError {
     call("aclrtGetMemInfo", |state| {
-        let device = &state.devices[state.current()?];
+        let device = &state.devices[State::current()?];
         *total = device.limit as usize;
         *free = device.limit.saturating_sub(device.space.used()) as usize;
         Ok(())

@@ -50,7 +50,7 @@ pub unsafe extern "C" fn aclrtCreateEventExWithFlag(to: *mut sys::aclrtEvent, fl
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtDestroyEvent(event: sys::aclrtEvent) -> sys::aclError {
     call("aclrtDestroyEvent", |state| {
-        state.current()?;
+        State::current()?;
         state.event(event)?;
         let handle = event as u64;
         let in_use = state.streams.values().any(|stream| stream.uses_event(handle));

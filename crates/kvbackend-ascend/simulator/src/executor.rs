@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::clock::Moment;
-use crate::state::{Outcome, State, call, refuse};
+use crate::state::{Outcome, State, call, lock, refuse};
 use crate::task::{Action, Work};
 use crate::tensor::{INVALID, NULL, Scalar, View};
 use crate::types as sys;
@@ -104,9 +104,11 @@ pub(crate) fn second(
     executor: *mut sys::aclOpExecutor,
     stream: sys::aclrtStream,
 ) -> sys::aclnnStatus {
+    // The second phase consumes the executor, whatever comes of it.
+    let executor = lock().executors.remove(&(executor as u64));
     call(name, |state| {
         let stream = state.stream_here(stream)?;
-        let Some(executor) = state.executors.remove(&(executor as u64)) else {
+        let Some(executor) = executor else {
             return wrong(format!("{name}: an executor that was used, or is none"));
         };
         if executor.name != name {

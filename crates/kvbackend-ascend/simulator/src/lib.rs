@@ -8,6 +8,7 @@
 //! There are no threads: an eager device runs work as soon as it is enqueued and what it waits for is done, a lazy one runs
 //! nothing before somebody waits. Every run of a program is the same.
 #![allow(
+    clippy::cast_ptr_alignment,
     clippy::missing_safety_doc,
     clippy::not_unsafe_ptr_arg_deref,
     missing_docs,
@@ -33,6 +34,8 @@ mod virtual_memory;
 
 #[path = "../../src/bindings/types.rs"]
 #[allow(
+    clippy::all,
+    clippy::pedantic,
     dead_code,
     non_camel_case_types,
     non_upper_case_globals,

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use crate::clock::{Accesses, Moment};
-use crate::state::{call, invalid};
+use crate::state::{State, call, invalid};
 use crate::types as sys;
 
 const ALIGN: usize = 4096;
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn aclrtMallocHost(to: *mut *mut c_void, size: usize) -> s
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtFreeHost(at: *mut c_void) -> sys::aclError {
     call("aclrtFreeHost", |state| {
-        state.current()?;
+        State::current()?;
         match state.pinned.memories.remove(&(at as u64)) {
             Some((size, _)) => {
                 state.pinned.used -= size as u64;

@@ -72,7 +72,7 @@ impl State {
     }
 
     /// Returns the device of this thread.
-    pub(crate) fn current(&self) -> Outcome<usize> {
+    pub(crate) fn current() -> Outcome<usize> {
         CURRENT.get().map_or_else(
             || refuse(sys::ACL_ERROR_RT_CONTEXT_NULL as i32, "no device is set on this thread"),
             Ok,
@@ -81,7 +81,7 @@ impl State {
 
     /// Returns the device of this thread if it is not lost.
     pub(crate) fn alive(&self) -> Outcome<usize> {
-        let device = self.current()?;
+        let device = Self::current()?;
         self.check_alive(device)?;
         Ok(device)
     }

@@ -176,7 +176,7 @@ pub unsafe extern "C" fn aclrtCreateStreamWithConfig(
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtDestroyStream(stream: sys::aclrtStream) -> sys::aclError {
     call("aclrtDestroyStream", |state| {
-        let device = state.current()?;
+        let device = State::current()?;
         match state.streams.get(&(stream as u64)) {
             Some(known) if known.device != device => {
                 refuse(sys::ACL_ERROR_RT_STREAM_CONTEXT as i32, "a stream of another device")

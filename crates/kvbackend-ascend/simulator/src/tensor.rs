@@ -159,7 +159,7 @@ pub unsafe extern "C" fn aclCreateTensor(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
-    call("aclDestroyTensor", |state| known(state.tensors.remove(&(tensor as u64)), "tensor"))
+    call("aclDestroyTensor", |state| known(state.tensors.remove(&(tensor as u64)).is_some(), "tensor"))
 }
 
 #[unsafe(no_mangle)]
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn aclCreateScalar(value: *mut c_void, dtype: sys::aclData
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclDestroyScalar(scalar: *const sys::aclScalar) -> sys::aclnnStatus {
-    call("aclDestroyScalar", |state| known(state.scalars.remove(&(scalar as u64)), "scalar"))
+    call("aclDestroyScalar", |state| known(state.scalars.remove(&(scalar as u64)).is_some(), "scalar"))
 }
 
 #[unsafe(no_mangle)]
@@ -191,12 +191,9 @@ pub unsafe extern "C" fn aclCreateIntArray(values: *const i64, count: u64) -> *m
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclDestroyIntArray(array: *const sys::aclIntArray) -> sys::aclnnStatus {
-    call("aclDestroyIntArray", |state| known(state.arrays.remove(&(array as u64)), "array"))
+    call("aclDestroyIntArray", |state| known(state.arrays.remove(&(array as u64)).is_some(), "array"))
 }
 
-fn known<T>(removed: Option<T>, what: &str) -> Outcome {
-    match removed {
-        Some(_) => Ok(()),
-        None => refuse(INVALID, format!("no such {what}, or destroyed before")),
-    }
+fn known(removed: bool, what: &str) -> Outcome {
+    if removed { Ok(()) } else { refuse(INVALID, format!("no such {what}, or destroyed before")) }
 }

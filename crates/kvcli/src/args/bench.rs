@@ -108,7 +108,8 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 

@@ -99,7 +99,8 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) weights: WeightsFormat,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 

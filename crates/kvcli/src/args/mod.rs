@@ -82,7 +82,8 @@ pub(crate) struct DevicesArgs {
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
@@ -224,7 +225,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, wgpu or wgpu:ADAPTER (see kvc devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
@@ -323,6 +325,9 @@ pub(crate) enum BackendName {
     /// The CUDA backend, with the number of a device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only says what it lacks"))]
     Cuda(usize),
+    /// The Ascend backend, with the number of a device.
+    #[cfg_attr(not(feature = "ascend"), expect(dead_code, reason = "this build only says what it lacks"))]
+    Ascend(usize),
 }
 
 fn backend(text: &str) -> Result<BackendName, String> {
@@ -331,16 +336,18 @@ fn backend(text: &str) -> Result<BackendName, String> {
         None if text == "wgpu" => Ok(BackendName::Wgpu(None)),
         Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
         None if text == "cuda" => Ok(BackendName::Cuda(0)),
-        Some(("cuda", number)) => number
-            .parse::<u16>()
-            .map(|number| BackendName::Cuda(number.into()))
-            .map_err(|_| format!("{number:?} is no number of a CUDA device; kvc devices lists them")),
-        _ => Err(
-            "take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, wgpu (any GPU, NVIDIA's too) or wgpu:ADAPTER; kvc \
-                  devices lists them"
-                .to_owned(),
-        ),
+        Some(("cuda", number)) => device_number("a CUDA device", number).map(BackendName::Cuda),
+        None if text == "ascend" => Ok(BackendName::Ascend(0)),
+        Some(("ascend", number)) => device_number("an Ascend device", number).map(BackendName::Ascend),
+        _ => Err("take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, ascend (an NPU), ascend:NUMBER, wgpu (any GPU, NVIDIA's \
+                  too) or wgpu:ADAPTER; kvc devices lists them"
+            .to_owned()),
     }
+}
+
+fn device_number(what: &str, number: &str) -> Result<usize, String> {
+    let number_of = number.parse::<u16>().map(usize::from);
+    number_of.map_err(|_| format!("{number:?} is no number of {what}; kvc devices lists them"))
 }
 
 fn separator(text: &str) -> Result<String, String> {

@@ -16,7 +16,7 @@ type Tensor = *const sys::aclTensor;
 struct Rows {
     matrix: View,
     index: View,
-    rows: View,
+    moved: View,
 }
 
 impl Rows {
@@ -36,11 +36,11 @@ impl Rows {
             return wrong(format!("{:?} rows of {:?} by {:?}", rows.dims, matrix.dims, index.dims));
         }
         check_apart(&rows, &[&matrix, &index])?;
-        Ok(Self { matrix, index, rows })
+        Ok(Self { matrix, index, moved: rows })
     }
 
     fn row_bytes(&self) -> usize {
-        self.rows.dims[1..].iter().product::<usize>() * size_of_type(self.rows.dtype)
+        self.moved.dims[1..].iter().product::<usize>() * size_of_type(self.moved.dtype)
     }
 
     /// Reads the index.
@@ -93,7 +93,7 @@ fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tenso
     Ok(Box::new(move |state, moment| {
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
-        let to = place(state, &rows.rows, moment, true)?;
+        let to = place(state, &rows.moved, moment, true)?;
         for (i, number, count) in runs(&numbers) {
             let from = rows.run(state, moment, number, count, false)?;
             // SAFETY: both ranges are alive and apart.
@@ -111,7 +111,7 @@ fn put(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, source: Tenso
         if numbers.iter().collect::<HashSet<_>>().len() < numbers.len() {
             return Err("a row is put twice, in no order".to_owned());
         }
-        let from = place(state, &rows.rows, moment, false)?;
+        let from = place(state, &rows.moved, moment, false)?;
         for (i, number, count) in runs(&numbers) {
             let to = rows.run(state, moment, number, count, true)?;
             // SAFETY: both ranges are alive and apart.

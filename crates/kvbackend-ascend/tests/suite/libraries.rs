@@ -1,0 +1,91 @@
+//! Libraries that are missing, that lack operators, or that are stubs: errors that say what was tried. Each is tried in a
+//! process of its own, because a process loads its libraries once.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use kvbackend_ascend::AscendBackend;
+use kvcore::Error;
+
+use crate::simulator::alone;
+
+/// Set for the process that opens the backend.
+const CHILD: &str = "KV_ASCEND_TEST_CHILD";
+
+/// Opens the backend and prints the error, in a process of its own.
+#[test]
+fn child() {
+    let Ok(wish) = std::env::var(CHILD) else { return };
+    if wish == "stub" {
+        let Some((simulator, _alone)) = alone() else { return };
+        simulator.fail("aclInit", 1, 100_039);
+        return report();
+    }
+    report();
+}
+
+fn report() {
+    match AscendBackend::new() {
+        Err(Error::NoDevice { backend, reason }) => println!("NoDevice {backend}: {reason}"),
+        other => println!("{other:?}"),
+    }
+}
+
+/// Returns what the child says with libraries from a folder.
+fn said(folder: &Path, wish: &str) -> String {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["libraries::child", "--exact", "--nocapture"])
+        .env("KV_ASCEND_LIB_DIR", folder)
+        .env(CHILD, wish);
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    text
+}
+
+/// Returns a folder that has the simulator under some of its names.
+fn folder(name: &str, libraries: &[&str]) -> Option<PathBuf> {
+    let Some((_, _alone)) = alone() else { return None };
+    let simulator = PathBuf::from(std::env::var_os("KV_ASCEND_LIB_DIR")?);
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    for library in libraries {
+        let (from, to) = (simulator.join(library), folder.join(library));
+        let _ = std::fs::remove_file(&to);
+        std::os::unix::fs::symlink(from, to).unwrap();
+    }
+    Some(folder)
+}
+
+#[test]
+fn a_missing_library_is_named_with_what_was_tried() {
+    let text = said(Path::new("/no/such/folder"), "open");
+    assert!(text.contains("NoDevice ascend: ") && text.contains("/no/such/folder/libascendcl.so"), "{text}");
+    assert!(text.contains("CANN 8.0") && text.contains("KV_ASCEND_LIB_DIR"), "{text}");
+    let Some(folder) = folder("without-operators", &["libascendcl.so", "libnnopbase.so"]) else { return };
+    let text = said(&folder, "open");
+    assert!(text.contains("NoDevice ascend: ") && text.contains("libopapi.so was not found"), "{text}");
+}
+
+#[test]
+fn a_library_without_operators_is_named_with_what_it_lacks() {
+    let Some(folder) = folder("other-operators", &["libascendcl.so", "libnnopbase.so"]) else { return };
+    // Some library that is no CANN.
+    let other = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib/aarch64-linux-gnu/libm.so.6", "/lib64/libm.so.6"];
+    let Some(other) = other.iter().find(|path| Path::new(path).exists()) else {
+        return println!("this machine has no libm.so.6 where it is looked for");
+    };
+    let at = folder.join("libopapi.so");
+    let _ = std::fs::remove_file(&at);
+    std::os::unix::fs::symlink(other, at).unwrap();
+    let text = said(&folder, "open");
+    assert!(text.contains("CANN lacks aclnnInplaceIndexCopy, aclnnIndexSelect"), "{text}");
+}
+
+#[test]
+fn a_stub_is_no_library() {
+    let Some(folder) = folder("stub", &["libascendcl.so", "libnnopbase.so", "libopapi.so"]) else { return };
+    let text = said(&folder, "stub");
+    assert!(text.contains("NoDevice ascend: the library found is a stub"), "{text}");
+}

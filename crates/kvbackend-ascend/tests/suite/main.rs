@@ -1,0 +1,11 @@
+//! The Ascend backend on the first devices of the machine, or on the simulator of CANN: memory, failures, order, and what
+//! goes when. The contract itself is checked by the conformance suite.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+mod failure;
+mod holds;
+mod libraries;
+mod memory;
+mod sabotage;
+mod simulator;

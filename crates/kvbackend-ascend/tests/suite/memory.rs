@@ -1,0 +1,101 @@
+//! Memory and streams that engines lend, and pools that sleep part by part.
+
+use std::sync::Arc;
+
+use kvbackend_ascend::AscendStream;
+use kvcore::{Backend, CopyTensor, DType, MemoryKind, Storage, Stream, TensorView, allocate_tensor};
+
+use crate::common::{download, noise, opened, upload};
+use crate::simulator::{EAGER, LAZY, alone, beside_others};
+
+#[test]
+fn lent_memory_keeps_its_owner_and_its_address() {
+    let _beside = beside_others();
+    let Some(backend) = opened(LAZY) else { return };
+    let engine = backend.allocate(MemoryKind::Device, 256).unwrap();
+    let owner = Arc::new(());
+    // SAFETY: the memory lives until the end of the test.
+    let lent = unsafe { backend.lent(engine.address() + 64, 128, owner.clone()) }.unwrap();
+    assert_eq!((lent.address(), lent.len(), Arc::strong_count(&owner)), (engine.address() + 64, 128, 2));
+    let view = TensorView::new(Arc::new(lent), DType::U8, &[128]).unwrap();
+    let stream = backend.stream().unwrap();
+    stream.write(&view, &noise(3, 128)).unwrap();
+    assert_eq!(download(stream.as_ref(), &view), noise(3, 128));
+    let all = TensorView::new(engine, DType::U8, &[256]).unwrap();
+    assert_eq!(download(stream.as_ref(), &all)[64..192], noise(3, 128));
+    drop((view, stream));
+    assert_eq!(Arc::strong_count(&owner), 1);
+    // SAFETY: the call is refused.
+    assert!(unsafe { backend.lent(0, 1, owner) }.is_err());
+}
+
+#[test]
+fn a_lent_stream_keeps_its_order_and_its_owner() {
+    let Some((simulator, _alone)) = alone() else { return };
+    for device in [EAGER, LAZY] {
+        let backend = opened(device).unwrap();
+        let engine: Arc<dyn Stream> = backend.stream().unwrap();
+        // What an engine has of its stream is the handle.
+        let raw = raw(&engine);
+        let before = simulator.live(device);
+        // SAFETY: the stream lives until the end of the test.
+        let stream = unsafe { backend.lent_stream(raw, Arc::new(engine.clone())) };
+        let stream: &dyn Stream = &stream;
+        let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+        stream.write(&view, &noise(6, 64)).unwrap();
+        let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
+        engine.copy_tensor(&CopyTensor { src: view, dst: copy.clone() }).unwrap();
+        assert_eq!(download(stream, &copy), noise(6, 64), "one queue");
+        let _ = before;
+    }
+}
+
+fn raw(stream: &Arc<dyn Stream>) -> *mut std::ffi::c_void {
+    // A stream of the backend is one of its own type.
+    let stream = Arc::as_ptr(stream).cast::<AscendStream>();
+    // SAFETY: the backend's `stream` makes no other type.
+    unsafe { (*stream).raw() }
+}
+
+#[test]
+fn a_thread_keeps_its_device() {
+    let Some((_, _alone)) = alone() else { return };
+    let (one, other) = (opened(EAGER).unwrap(), opened(LAZY).unwrap());
+    let views = [&one, &other].map(|b| upload(b.as_ref(), DType::U8, &[8], &noise(1, 8)));
+    let streams = [&one, &other].map(|b| b.stream().unwrap());
+    // Calls on both devices take turns on one thread, and on threads that have had no device.
+    for _ in 0..3 {
+        for (stream, view) in streams.iter().zip(&views) {
+            assert_eq!(download(stream.as_ref(), view), noise(1, 8));
+        }
+    }
+    std::thread::scope(|scope| {
+        for (stream, view) in streams.iter().zip(&views) {
+            scope.spawn(move || assert_eq!(download(stream.as_ref(), view), noise(1, 8)));
+        }
+    });
+}
+
+#[test]
+fn a_pool_sleeps_granule_by_granule() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let backend = opened(LAZY).unwrap();
+    let before = simulator.live(LAZY);
+    let pool = backend.reserve(MemoryKind::Device, 9 << 20).unwrap();
+    let granule = pool.granularity();
+    let (address, len) = (pool.address(), pool.len());
+    assert_eq!((len, pool.mapped_bytes()), (5 * granule, 5 * granule));
+    pool.unmap(granule..3 * granule).unwrap();
+    assert_eq!(simulator.live(LAZY)[0] - before[0], 3 * granule as u64, "physical memory goes");
+    assert_eq!((pool.mapped_bytes(), pool.address()), (3 * granule, address));
+    simulator.limit(LAZY, simulator.live(LAZY)[0] + granule as u64);
+    assert!(pool.map(0..len).is_err(), "one granule of two has room");
+    assert_eq!(pool.mapped_bytes(), 3 * granule, "nothing is mapped then");
+    simulator.limit(LAZY, 1 << 30);
+    pool.map(0..len).unwrap();
+    let storage: Arc<dyn Storage> = pool;
+    let view = TensorView::new(storage, DType::U8, &[len]).unwrap();
+    assert!(download(backend.stream().unwrap().as_ref(), &view).iter().all(|&byte| byte == 0));
+    drop(view);
+    assert_eq!(simulator.live(LAZY), before);
+}

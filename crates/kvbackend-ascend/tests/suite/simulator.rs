@@ -1,0 +1,104 @@
+//! The controls of the simulator, where it stands in for CANN.
+
+use std::ffi::{CString, c_char};
+use std::path::Path;
+use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use libloading::Library;
+
+/// Devices of the simulator.
+pub(crate) const EAGER: usize = 0;
+pub(crate) const LAZY: usize = 1;
+pub(crate) const SMALL: usize = 2;
+
+/// The library that the backend has loaded, if it is the simulator.
+pub(crate) struct Simulator(Library);
+
+fn simulator() -> Option<&'static Simulator> {
+    static SIMULATOR: OnceLock<Option<Simulator>> = OnceLock::new();
+    let find = || {
+        let folder = std::env::var_os("KV_ASCEND_LIB_DIR")?;
+        // SAFETY: the backend loads the same library, whose initialisers have no effect.
+        let library = unsafe { Library::new(Path::new(&folder).join("libascendcl.so")) }.ok()?;
+        // SAFETY: the symbol is looked for and not called.
+        let known = unsafe { library.get::<fn()>(b"kv_sim_trace\0") }.is_ok();
+        known.then_some(Simulator(library))
+    };
+    SIMULATOR.get_or_init(find).as_ref()
+}
+
+/// Held by tests that change what the simulator does, beside whom no other test runs.
+static CHANGES: RwLock<()> = RwLock::new(());
+
+/// Returns the permission to run beside other tests.
+pub(crate) fn beside_others() -> RwLockReadGuard<'static, ()> {
+    CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Returns the permission to change what the simulator does, until it is dropped. Says why a test is skipped where CANN
+/// itself is.
+pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
+    let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
+    let Some(simulator) = simulator() else {
+        kvconform::skip(
+            "the test needs the simulator of CANN: cargo xtask ascend-simulator, KV_ASCEND_LIB_DIR",
+        );
+        return None;
+    };
+    Some((simulator, alone))
+}
+
+/// Permission to change the simulator; the changes end with it.
+pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        if let Some(simulator) = simulator() {
+            simulator.reset();
+        }
+    }
+}
+
+impl Simulator {
+    fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
+        let name = CString::new(name).unwrap();
+        // SAFETY: the callers name functions of the simulator with their types.
+        unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
+    }
+
+    /// Makes everything work again.
+    pub(crate) fn reset(&self) {
+        // SAFETY: the entry has this type.
+        unsafe { self.entry::<unsafe extern "C" fn()>("kv_sim_reset")() }
+    }
+
+    /// Makes the `after`-th next call of a function fail, once.
+    pub(crate) fn fail(&self, name: &str, after: u64, code: i32) {
+        let call = self.entry::<unsafe extern "C" fn(*const c_char, u64, i32)>("kv_sim_fail");
+        let name = CString::new(name).unwrap();
+        // SAFETY: the name lives as long as the call.
+        unsafe { call(name.as_ptr(), after, code) }
+    }
+
+    /// Makes a function do nothing.
+    pub(crate) fn ignore(&self, name: &str, on: bool) {
+        let call = self.entry::<unsafe extern "C" fn(*const c_char, i32)>("kv_sim_ignore");
+        let name = CString::new(name).unwrap();
+        // SAFETY: the name lives as long as the call.
+        unsafe { call(name.as_ptr(), i32::from(on)) }
+    }
+
+    /// Sets the memory of a device.
+    pub(crate) fn limit(&self, device: usize, bytes: u64) {
+        // SAFETY: plain numbers.
+        unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
+    }
+
+    /// Returns what is alive on a device: bytes of the device and of pinned memory, and objects.
+    pub(crate) fn live(&self, device: usize) -> [u64; 3] {
+        let bytes = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_bytes");
+        let objects = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_objects");
+        // SAFETY: plain numbers.
+        unsafe { [bytes(device as i32), bytes(-1), objects(device as i32)] }
+    }
+}
