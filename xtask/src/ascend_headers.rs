@@ -3,16 +3,15 @@
 //! The headers come from the package registry, in pinned wheels of `torch_npu`, when the command runs; they are not part of
 //! this repository. A wheel has the headers of the CANN that it was built with, without operators.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
-use crate::run::{Result, root, run};
+use crate::run::{Result, root};
 use crate::tools::{Tool, require};
 
 #[path = "../../crates/kvbackend-ascend/ffi/compare.rs"]
 mod compare;
 
-use compare::{Facts, compare, headers};
+use compare::compare_with;
 
 /// A C++ compiler; pip and unzip for the wheels.
 pub(crate) const NEEDS: &[Tool] =
@@ -52,21 +51,17 @@ fn folders(version: &str) -> [PathBuf; 3] {
 pub(crate) fn ascend_headers() -> Result {
     require("`cargo xtask ascend-headers`", NEEDS)?;
     let ffi = root().join("crates/kvbackend-ascend/ffi");
-    let page = std::fs::read_to_string(ffi.join("ascend.h")).map_err(|e| format!("ascend.h: {e}"))?;
-    let facts = Facts::of(&page);
-    let all = facts.values.len() + facts.structs.len() + facts.functions.len();
-    let mut seen = std::collections::BTreeSet::new();
+    let mut nowhere: Option<Vec<String>> = None;
     for (version, cann) in WHEELS {
-        let folders = folders(version);
-        let include = headers(&folders);
-        let comparison = compare(&facts, &texts(&folders)?, &include);
-        check(&ffi, &folders, &comparison.page, version)?;
+        let page = root().join(FOLDER).join(format!("{version}.cpp"));
+        let comparison = compare_with(&ffi, &folders(version), &page, "g++")
+            .map_err(|differences| format!("torch_npu {version} ({cann}) differs:\n{differences}"))?;
+        let all = comparison.compared + comparison.absent.len();
         println!("torch_npu {version} ({cann}): {} of {all} facts compared, all equal", comparison.compared);
-        seen.insert(comparison.absent);
+        let known = nowhere.take().unwrap_or_else(|| comparison.absent.clone());
+        nowhere = Some(known.into_iter().filter(|name| comparison.absent.contains(name)).collect());
     }
-    let Some(first) = seen.pop_first() else { return Ok(()) };
-    let nowhere: Vec<String> =
-        first.into_iter().filter(|name| seen.iter().all(|others| others.contains(name))).collect();
+    let nowhere = nowhere.unwrap_or_default();
     let (operators, others): (Vec<_>, Vec<_>) = nowhere.iter().partition(|name| name.starts_with("aclnn"));
     println!("in none of them: {} operators' functions; {}", operators.len(), list(&others));
     Ok(())
@@ -74,33 +69,4 @@ pub(crate) fn ascend_headers() -> Result {
 
 fn list(names: &[&String]) -> String {
     names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ")
-}
-
-/// Returns the texts of all headers below folders.
-fn texts(folders: &[PathBuf]) -> Result<String> {
-    let mut text = String::new();
-    let mut left = folders.to_vec();
-    while let Some(folder) = left.pop() {
-        for entry in folder.read_dir().map_err(|e| format!("{}: {e}", folder.display()))?.flatten() {
-            let path = entry.path();
-            if path.is_dir() {
-                left.push(path);
-            } else if path.extension().is_some_and(|end| end == "h") {
-                text += &std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-            }
-        }
-    }
-    Ok(text)
-}
-
-/// Compiles a page of assertions.
-fn check(ffi: &Path, folders: &[PathBuf], page: &str, version: &str) -> Result {
-    let file = root().join(FOLDER).join(format!("{version}.cpp"));
-    std::fs::write(&file, page).map_err(|e| format!("{}: {e}", file.display()))?;
-    let mut command = Command::new("g++");
-    command.args(["-std=c++14", "-fsyntax-only", "-Wno-deprecated", "-I"]).arg(ffi);
-    for folder in folders {
-        command.arg("-I").arg(folder);
-    }
-    run(command.arg(file), "g++")
 }

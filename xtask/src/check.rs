@@ -103,8 +103,10 @@ fn tracked(endings: &[&str]) -> Result<Vec<String>> {
 fn file_sizes() -> Result {
     let mut long = Vec::new();
     for file in tracked(&[".rs", ".py"])? {
-        let lines = fs::read_to_string(root().join(&file)).map_or(0, |text| text.lines().count());
-        if lines > MAX_LINES {
+        let text = fs::read_to_string(root().join(&file)).unwrap_or_default();
+        // What bindgen writes is as long as its header asks.
+        let lines = text.lines().count();
+        if lines > MAX_LINES && !text.starts_with("/* automatically generated") {
             long.push(format!("{file} has {lines} lines"));
         }
     }

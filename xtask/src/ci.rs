@@ -9,7 +9,7 @@ use crate::run::Result;
 use crate::step::{self, Outcome, word};
 use crate::test::Sums;
 use crate::tools::{self, Tool};
-use crate::{cuda_double, cuda_ptx, deep};
+use crate::{ascend_headers, cuda_double, cuda_ptx, deep};
 
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
@@ -68,23 +68,35 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
-    Step { command: "cargo run --release -p kvcli --features cuda,wgpu -- devices", budget: 5, needs: GPU },
     Step {
-        command: "cargo run --release -p kvcli --features cuda,wgpu -- demo --backend wgpu",
+        command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- devices",
+        budget: 5,
+        needs: GPU,
+    },
+    Step {
+        command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend wgpu",
         budget: 5,
         needs: GPU,
     },
     Step { command: "cargo xtask cuda-double", budget: 5, needs: cuda_double::NEEDS },
     Step {
-        command: "LD_LIBRARY_PATH=target/cuda-double cargo run --release -p kvcli --features cuda,wgpu -- demo --backend cuda",
+        command: "LD_LIBRARY_PATH=target/cuda-double cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend cuda",
         budget: 5,
         needs: cuda_double::NEEDS,
+    },
+    Step { command: "cargo xtask ascend-simulator", budget: 5, needs: &[] },
+    Step {
+        command: "KV_ASCEND_LIB_DIR=target/ascend-simulator cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend ascend",
+        budget: 10,
+        needs: &[],
     },
     Step { command: "cargo run --release --example paged_decode", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
+    Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },
+    Step { command: "cargo xtask ascend-headers", budget: 10, needs: ascend_headers::NEEDS },
     Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
     Step { command: "cargo xtask conform --backend wgpu", budget: 90, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },

@@ -4,25 +4,26 @@
 
 use std::collections::HashSet;
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-/// Returns the folder of the headers below `root`, for the compiler: the one that has `acl/acl.h`.
-pub(crate) const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
+/// Headers that include all others but those of operators.
+const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
 
 /// What `ascend.h` states.
 #[derive(Debug, Default)]
-pub(crate) struct Facts {
+struct Facts {
     /// Names of enumerators.
-    pub(crate) values: Vec<String>,
+    values: Vec<String>,
     /// Names of functions.
-    pub(crate) functions: Vec<String>,
+    functions: Vec<String>,
     /// Names of structs with their fields.
-    pub(crate) structs: Vec<(String, Vec<String>)>,
+    structs: Vec<(String, Vec<String>)>,
 }
 
 impl Facts {
     /// Reads the facts of the page.
-    pub(crate) fn of(page: &str) -> Self {
+    fn of(page: &str) -> Self {
         let page = &statements(page);
         let mut facts = Self::default();
         let mut fields = None;
@@ -85,13 +86,15 @@ fn field(text: &str) -> Option<String> {
 /// A comparison: the page for the compiler, and what it leaves out.
 #[derive(Debug)]
 pub(crate) struct Comparison {
-    pub(crate) page: String,
+    page: String,
+    /// Number of facts that the headers have too.
     pub(crate) compared: usize,
+    /// Names that the headers do not have.
     pub(crate) absent: Vec<String>,
 }
 
 /// Compares the facts of `ascend.h` with headers that have the given texts. `include` lists those that the page includes.
-pub(crate) fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
+fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     let known: HashSet<&str> = texts.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
     let (mut before, mut after, mut absent, mut compared) = (String::new(), String::new(), Vec::new(), 0);
     let mut ask = |name: &str, line: &dyn Fn(&mut String, &mut String)| {
@@ -144,15 +147,59 @@ pub(crate) fn compare(facts: &Facts, texts: &str, include: &[String]) -> Compari
     Comparison { page, compared, absent }
 }
 
+/// Compares `ascend.h` in `ffi` with the headers in folders: writes the page to `page` and has a C++ compiler read it.
+///
+/// # Errors
+/// Returns what differs, in the compiler's words, or why it cannot be said.
+pub(crate) fn compare_with(
+    ffi: &Path,
+    folders: &[PathBuf],
+    page: &Path,
+    compiler: &str,
+) -> Result<Comparison, String> {
+    let failed = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+    let header = ffi.join("ascend.h");
+    let text = std::fs::read_to_string(&header).map_err(|error| failed(&header, error))?;
+    let comparison = compare(&Facts::of(&text), &texts(folders), &headers(folders));
+    std::fs::write(page, &comparison.page).map_err(|error| failed(page, error))?;
+    let mut command = Command::new(compiler);
+    command.args(["-std=c++14", "-fsyntax-only", "-Wno-deprecated", "-I"]).arg(ffi);
+    for folder in folders {
+        command.arg("-I").arg(folder);
+    }
+    let output =
+        command.arg(page).output().map_err(|error| format!("`{compiler}` cannot be run: {error}"))?;
+    if output.status.success() {
+        return Ok(comparison);
+    }
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// Returns the texts of all headers below folders.
+fn texts(folders: &[PathBuf]) -> String {
+    let (mut text, mut left) = (String::new(), folders.to_vec());
+    while let Some(folder) = left.pop() {
+        for entry in folder.read_dir().into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                left.push(path);
+            } else if path.extension().is_some_and(|end| end == "h") {
+                text += &std::fs::read_to_string(&path).unwrap_or_default();
+            }
+        }
+    }
+    text
+}
+
 /// Returns those of [`HEADERS`], and the operators' headers, that lie in one of the folders.
-pub(crate) fn headers(folders: &[impl AsRef<Path>]) -> Vec<String> {
+fn headers(folders: &[PathBuf]) -> Vec<String> {
     let mut found: Vec<String> = HEADERS
         .iter()
-        .filter(|header| folders.iter().any(|folder| folder.as_ref().join(header).is_file()))
+        .filter(|header| folders.iter().any(|folder| folder.join(header).is_file()))
         .map(|&header| header.to_owned())
         .collect();
     for folder in folders {
-        let operators = folder.as_ref().join("aclnnop");
+        let operators = folder.join("aclnnop");
         let Ok(entries) = operators.read_dir() else { continue };
         let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
         names.sort();

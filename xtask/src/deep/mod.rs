@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::run::{Result, root};
 use crate::tools::{self, Tool, first_line};
-use crate::{arm, cuda_double, instructions, step};
+use crate::{arm, bindgen, cuda_double, instructions, step};
 
 mod table;
 
@@ -95,6 +95,12 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "all tests of crates with unsafe code, under AddressSanitizer",
         command: "cargo xtask sanitize --all",
         needs: &[Tool::Sanitizer],
+    },
+    Slice {
+        name: "bindgen",
+        covers: "the Rust of the Ascend backend's C header, made anew",
+        command: "cargo xtask bindgen --check",
+        needs: bindgen::NEEDS,
     },
     Slice {
         name: "cuda-double",

@@ -122,6 +122,23 @@ fn rows_that_are_turned_in_place() {
 }
 
 #[test]
+fn streams_that_are_dropped_with_work() {
+    held("streams", |backend, _, i| {
+        let stream = backend.stream().unwrap();
+        let view = allocate_tensor(backend, MemoryKind::Device, DType::U8, &[500]).unwrap();
+        stream.write(&view, &noise(i as u64, 500)).unwrap();
+        drop(stream);
+        let other = backend.stream().unwrap();
+        assert_eq!(crate::common::download(other.as_ref(), &view), noise(i as u64, 500));
+    });
+}
+
+#[test]
+fn events_that_nobody_waits_for() {
+    held("events", |_, stream, _| drop(stream.record().unwrap()));
+}
+
+#[test]
 fn events_that_another_stream_waits_for() {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();

@@ -46,7 +46,7 @@ fn said(folder: &Path, wish: &str) -> String {
 
 /// Returns a folder that has the simulator under some of its names.
 fn folder(name: &str, libraries: &[&str]) -> Option<PathBuf> {
-    let Some((_, _alone)) = alone() else { return None };
+    let (_, _alone) = alone()?;
     let simulator = PathBuf::from(std::env::var_os("KV_ASCEND_LIB_DIR")?);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&folder).unwrap();

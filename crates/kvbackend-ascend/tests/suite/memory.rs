@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use kvbackend_ascend::AscendStream;
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, Storage, Stream, TensorView, allocate_tensor};
 
 use crate::common::{download, noise, opened, upload};
@@ -34,27 +33,26 @@ fn a_lent_stream_keeps_its_order_and_its_owner() {
     let Some((simulator, _alone)) = alone() else { return };
     for device in [EAGER, LAZY] {
         let backend = opened(device).unwrap();
-        let engine: Arc<dyn Stream> = backend.stream().unwrap();
-        // What an engine has of its stream is the handle.
-        let raw = raw(&engine);
+        let (engine, owner) = (simulator.stream(device), Arc::new(()));
         let before = simulator.live(device);
         // SAFETY: the stream lives until the end of the test.
-        let stream = unsafe { backend.lent_stream(raw, Arc::new(engine.clone())) };
-        let stream: &dyn Stream = &stream;
+        let lent = [(); 2].map(|()| unsafe { backend.lent_stream(engine, owner.clone()) });
+        let [one, other]: [&dyn Stream; 2] = [&lent[0], &lent[1]];
         let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
-        stream.write(&view, &noise(6, 64)).unwrap();
+        one.write(&view, &noise(6, 64)).unwrap();
         let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[64]).unwrap();
-        engine.copy_tensor(&CopyTensor { src: view, dst: copy.clone() }).unwrap();
-        assert_eq!(download(stream, &copy), noise(6, 64), "one queue");
-        let _ = before;
+        other.copy_tensor(&CopyTensor { src: view, dst: copy.clone() }).unwrap();
+        assert_eq!(download(one, &copy), noise(6, 64), "both are the engine's queue");
+        assert_eq!(Arc::strong_count(&owner), 3);
+        drop(copy);
+        drop(lent);
+        assert_eq!(
+            (Arc::strong_count(&owner), simulator.live(device)[2]),
+            (1, before[2]),
+            "the engine's stream stays"
+        );
+        simulator.end(device, engine);
     }
-}
-
-fn raw(stream: &Arc<dyn Stream>) -> *mut std::ffi::c_void {
-    // A stream of the backend is one of its own type.
-    let stream = Arc::as_ptr(stream).cast::<AscendStream>();
-    // SAFETY: the backend's `stream` makes no other type.
-    unsafe { (*stream).raw() }
 }
 
 #[test]
@@ -98,4 +96,23 @@ fn a_pool_sleeps_granule_by_granule() {
     assert!(download(backend.stream().unwrap().as_ref(), &view).iter().all(|&byte| byte == 0));
     drop(view);
     assert_eq!(simulator.live(LAZY), before);
+}
+
+#[test]
+fn writes_keep_the_order_of_the_stream() {
+    let _beside = beside_others();
+    let Some(backend) = opened(LAZY) else { return };
+    let stream = backend.stream().unwrap();
+    for kind in [MemoryKind::Pinned, MemoryKind::Device] {
+        // Beyond what goes through memory of the stream.
+        for len in [64, 3 << 20] {
+            let tensor = |kind| allocate_tensor(backend.as_ref(), kind, DType::U8, &[len]).unwrap();
+            let (source, copy) = (tensor(kind), tensor(MemoryKind::Device));
+            stream.write(&source, &noise(1, len)).unwrap();
+            stream.copy_tensor(&CopyTensor { src: source.clone(), dst: copy.clone() }).unwrap();
+            stream.write(&source, &noise(2, len)).unwrap();
+            assert_eq!(download(stream.as_ref(), &copy), noise(1, len), "{len} bytes of {kind} memory");
+            assert_eq!(download(stream.as_ref(), &source), noise(2, len));
+        }
+    }
 }

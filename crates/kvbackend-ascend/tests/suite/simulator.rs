@@ -1,6 +1,6 @@
 //! The controls of the simulator, where it stands in for CANN.
 
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -92,6 +92,25 @@ impl Simulator {
     pub(crate) fn limit(&self, device: usize, bytes: u64) {
         // SAFETY: plain numbers.
         unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
+    }
+
+    /// Creates a stream of a device, as an engine does.
+    pub(crate) fn stream(&self, device: usize) -> *mut c_void {
+        let mut stream = std::ptr::null_mut();
+        let set = self.entry::<unsafe extern "C" fn(i32) -> i32>("aclrtSetDevice");
+        let create = self
+            .entry::<unsafe extern "C" fn(*mut *mut c_void, u32, u32) -> i32>("aclrtCreateStreamWithConfig");
+        // SAFETY: the entries have these types, and `stream` is a place for the answer.
+        unsafe { assert_eq!((set(device as i32), create(&raw mut stream, 0, 0)), (0, 0)) };
+        stream
+    }
+
+    /// Destroys a stream of a device, as an engine does.
+    pub(crate) fn end(&self, device: usize, stream: *mut c_void) {
+        let destroy = self.entry::<unsafe extern "C" fn(*mut c_void) -> i32>("aclrtDestroyStream");
+        let reset = self.entry::<unsafe extern "C" fn(i32) -> i32>("aclrtResetDevice");
+        // SAFETY: the entries have these types, and the stream is no longer used.
+        unsafe { assert_eq!((destroy(stream), reset(device as i32)), (0, 0)) };
     }
 
     /// Returns what is alive on a device: bytes of the device and of pinned memory, and objects.

@@ -1,0 +1,42 @@
+//! Compares the declarations of CANN with the headers of an installed toolkit, if there is one.
+
+use std::path::{Path, PathBuf};
+
+#[path = "ffi/compare.rs"]
+mod compare;
+
+/// Variables that name the folder of CANN's toolkit.
+const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
+
+fn main() {
+    println!("cargo:rerun-if-changed=ffi");
+    println!("cargo:rerun-if-env-changed=CXX");
+    for variable in TOOLKITS {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
+    let Some(toolkit) = TOOLKITS.iter().find_map(std::env::var_os) else { return };
+    let include = Path::new(&toolkit).join("include");
+    let folders: Vec<PathBuf> = vec![include];
+    if !folders[0].join("acl/acl.h").is_file() {
+        println!("cargo:warning=no headers of CANN in {}: nothing is compared", folders[0].display());
+        return;
+    }
+    let page = PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_default()).join("compare.cpp");
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    match compare::compare_with(Path::new("ffi"), &folders, &page, &compiler) {
+        Ok(comparison) => println!(
+            "cargo:warning=the headers of CANN in {} have {} of our declarations, all equal; without {}",
+            folders[0].display(),
+            comparison.compared,
+            comparison.absent.join(", ")
+        ),
+        Err(differences) if differences.contains("static assertion failed") => {
+            eprintln!("CANN's headers in {} differ from ffi/ascend.h:\n{differences}", folders[0].display());
+            std::process::exit(1);
+        }
+        Err(reason) => {
+            let reason = reason.lines().take(3).collect::<Vec<_>>().join("; ");
+            println!("cargo:warning=the headers of CANN cannot be compared: {reason}");
+        }
+    }
+}
