@@ -22,6 +22,7 @@
 //! ```
 
 mod bindings;
+pub mod dense;
 mod device;
 mod library;
 mod memory;

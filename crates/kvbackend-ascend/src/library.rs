@@ -175,7 +175,16 @@ impl Library {
             aclnnAmax, aclnnAmaxGetWorkspaceSize, true;
             aclnnReduceSum, aclnnReduceSumGetWorkspaceSize, true;
             aclnnBatchMatMul, aclnnBatchMatMulGetWorkspaceSize, true;
+            aclnnMatmul, aclnnMatmulGetWorkspaceSize, false;
+            aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, false;
+            aclnnSilu, aclnnSiluGetWorkspaceSize, false;
         }
+    }
+
+    /// Returns the names of missing operators that only the dense steps of a model call.
+    pub(crate) fn lacks_for_dense_steps(&self) -> Vec<&'static str> {
+        let operators = self.operators().into_iter();
+        operators.filter_map(|(name, needed, there)| (!needed && !there).then_some(name)).collect()
     }
 
     /// Starts ACL. Another part of the program may have started it already.

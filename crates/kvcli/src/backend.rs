@@ -45,7 +45,8 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
             let options = kvbackend_ascend::AscendOptions { device: *device };
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
-            Ok(Opened::with_host(backend))
+            let dense = kvmodel::dense::AscendDense::new(&backend);
+            beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>))
         }
         #[cfg(not(feature = "ascend"))]
         BackendName::Ascend(_) => Err(crate::error::Error::NoBackend("ascend")),
@@ -64,13 +65,21 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
     }
 }
 
-/// Opens a CUDA device. Without the library of matrix products, the dense steps stay on the host, and a note says so.
+/// Opens a CUDA device.
 #[cfg(feature = "cuda")]
 fn cuda(device: usize) -> Result<Opened> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
-    match kvmodel::dense::CudaDense::new(&backend) {
-        Ok(dense) => Ok(Opened { dense: Arc::new(dense), backend }),
+    let dense = kvmodel::dense::CudaDense::new(&backend);
+    beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>))
+}
+
+/// Returns a backend with the dense steps of its device. Where the device's libraries lack something, the steps stay on
+/// the host, and a note says so.
+#[cfg(any(feature = "ascend", feature = "cuda"))]
+fn beside(backend: Arc<dyn Backend>, dense: kvmodel::Result<Arc<dyn Dense>>) -> Result<Opened> {
+    match dense {
+        Ok(dense) => Ok(Opened { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             eprintln!(
                 "note: norms and products run on the CPU, slowly and without graphs of decode steps, because {reason}"

@@ -151,6 +151,8 @@ of_tensors! {
     exp(x, out) = aclnnExp / aclnnExpGetWorkspaceSize;
     /// `out = ln x`.
     log(x, out) = aclnnLog / aclnnLogGetWorkspaceSize;
+    /// `out = x · sigmoid(x)`.
+    silu(x, out) = aclnnSilu / aclnnSiluGetWorkspaceSize;
     /// `out = tanh x`.
     tanh(x, out) = aclnnTanh / aclnnTanhGetWorkspaceSize;
 }
@@ -276,6 +278,41 @@ impl Work<'_> {
             aclnnBatchMatMulGetWorkspaceSize,
             [a, b, out],
             (a.raw(), b.raw(), out.raw(), KEEP_TYPES)
+        )
+    }
+
+    /// `out = a · b`, `[rows, inner]` by `[inner, columns]`.
+    pub(crate) fn multiply_one(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        operator!(
+            self,
+            aclnnMatmul,
+            aclnnMatmulGetWorkspaceSize,
+            [a, b, out],
+            (a.raw(), b.raw(), out.raw(), KEEP_TYPES)
+        )
+    }
+
+    /// `out = x / √(mean(x²) + eps) · gamma` over the last axis; `deviations` has the factors of the rows afterwards.
+    pub(crate) fn rms_norm(
+        &mut self,
+        x: &Tensor,
+        gamma: &Tensor,
+        eps: f32,
+        out: &Tensor,
+        deviations: &Tensor,
+    ) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        operator!(
+            self,
+            aclnnRmsNorm,
+            aclnnRmsNormGetWorkspaceSize,
+            [x, gamma, out, deviations],
+            (x.raw(), gamma.raw(), f64::from(eps), out.raw(), deviations.raw())
         )
     }
 }

@@ -145,7 +145,7 @@ impl AscendStream {
     }
 
     /// Runs `enqueue`, and holds what it names until its work is done.
-    fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
+    pub(crate) fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
         let StreamState { device, raw, queue, .. } = &*self.state;
         let _bound = device.bind()?;
         let mut queue = queue.lock();

@@ -121,6 +121,29 @@ fn rows_that_are_turned_in_place() {
     });
 }
 
+/// Lists that are on the device already are held by the work that uses them again.
+#[test]
+fn lists_that_are_used_again() {
+    let Some((_, _alone)) = alone() else { return };
+    let backend = opened(LAZY).unwrap();
+    let shape = KvShape { num_blocks: 512, ..pool(backend.as_ref()).layout().shape().clone() };
+    let (arena, stream) = (arena(backend.as_ref(), shape), backend.stream().unwrap());
+    let scatter = |slots: &WriteSlots| {
+        let (k, v) = (rows(backend.as_ref(), slots.len()), rows(backend.as_ref(), slots.len()));
+        let (arena, slots) = (arena.clone(), slots.clone());
+        stream.scatter(&Scatter { arena, layer: 0, k, v, slots, rotation: None }).unwrap();
+    };
+    let few = WriteSlots::unchecked([3, 5]);
+    scatter(&few);
+    stream.synchronize().unwrap();
+    scatter(&few);
+    // So many larger lists that no memory of lists is left to the first.
+    for i in 0..60i64 {
+        scatter(&WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>()));
+    }
+    stream.synchronize().unwrap();
+}
+
 #[test]
 fn streams_that_are_dropped_with_work() {
     held("streams", |backend, _, i| {

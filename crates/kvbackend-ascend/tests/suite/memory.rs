@@ -75,6 +75,20 @@ fn a_thread_keeps_its_device() {
 }
 
 #[test]
+fn calls_leave_the_thread_its_device() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let engine = simulator.stream(EAGER);
+    let backend = opened(LAZY).unwrap();
+    assert_eq!(simulator.current(), EAGER, "opening a device");
+    let view = upload(backend.as_ref(), DType::U8, &[8], &noise(1, 8));
+    let stream = backend.stream().unwrap();
+    assert_eq!(download(stream.as_ref(), &view), noise(1, 8));
+    drop((view, stream, backend));
+    assert_eq!(simulator.current(), EAGER, "its calls, and their end");
+    simulator.end(EAGER, engine);
+}
+
+#[test]
 fn a_pool_sleeps_granule_by_granule() {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();

@@ -105,6 +105,14 @@ impl Simulator {
         stream
     }
 
+    /// Returns the device of this thread.
+    pub(crate) fn current(&self) -> usize {
+        let mut device = -1;
+        // SAFETY: the entry has this type, and `device` is a place for the answer.
+        unsafe { self.entry::<unsafe extern "C" fn(*mut i32) -> i32>("aclrtGetDevice")(&raw mut device) };
+        device as usize
+    }
+
     /// Destroys a stream of a device, as an engine does.
     pub(crate) fn end(&self, device: usize, stream: *mut c_void) {
         let destroy = self.entry::<unsafe extern "C" fn(*mut c_void) -> i32>("aclrtDestroyStream");

@@ -1,72 +1,26 @@
-//! The dense steps on an NVIDIA GPU: weights and activations stay in the memory of the device.
-
-use std::any::Any;
-use std::ops::Range;
-use std::sync::Arc;
+//! The dense steps on an NVIDIA GPU.
 
 use half::f16;
 use kvbackend_cuda::CudaBackend;
 use kvbackend_cuda::dense::{DenseSteps, DeviceWeight, StoredKind};
-use kvcore::{Backend, Stream, TensorView};
 
-use super::{
-    Activation, AttentionInput, Border, BorderExtents, Dense, RowIndex, StoredType, StoredWeight, Weight,
-    WeightFormat, WeightUse,
-};
-use crate::error::{Error, Result, WeightProblem};
+use super::StoredType;
+use super::device::device_dense;
 
-/// The dense steps on an NVIDIA GPU.
-///
-/// Only token ids go up and logits come down (with routed experts, also their scores). Weights are held as they are
-/// stored; products have the precision of f32. Matrix products of many rows are cuBLAS's.
-#[derive(Debug, Clone)]
-pub struct CudaDense {
-    steps: Arc<DenseSteps>,
-}
-
-const NAME: &str = "cuda";
-
-impl CudaDense {
-    /// Creates the steps of a backend's device.
+device_dense! {
+    /// The dense steps on an NVIDIA GPU.
     ///
-    /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if cuBLAS is not found, and the errors of the device.
-    pub fn new(backend: &CudaBackend) -> Result<Self> {
-        Ok(Self { steps: Arc::new(DenseSteps::new(backend)?) })
-    }
-
-    fn activation(rows: kvcore::Result<TensorView>) -> Result<Activation> {
-        Ok(Activation::on_device(rows?))
-    }
+    /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are held as they are
+    /// stored; products have the precision of f32. Matrix products of many rows are cuBLAS's.
+    CudaDense of "cuda": CudaBackend, DenseSteps, DeviceWeight, captured: true, place: place
 }
 
-/// A weight on the device.
-#[derive(Debug)]
-struct CudaWeight {
-    held: Arc<DeviceWeight>,
-    bytes: usize,
-    transposed: bool,
-}
-
-impl Weight for CudaWeight {
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-fn foreign(what: &'static str) -> Error {
-    kvcore::Error::ForeignHandle { what, backend: NAME }.into()
-}
-
-fn rows_of(x: &Activation) -> Result<&TensorView> {
-    x.view().ok_or_else(|| foreign("an activation"))
-}
-
-fn held(weight: &dyn Weight) -> Result<&CudaWeight> {
-    weight.as_any().downcast_ref().ok_or_else(|| foreign("a weight"))
+/// Puts a weight on the device.
+fn place(steps: &DenseSteps, stored: &StoredWeight, purpose: WeightUse) -> kvcore::Result<DeviceWeight> {
+    let (kind, bytes) = held_as(stored, purpose);
+    let shape = stored.shape();
+    let rows = shape[..shape.len() - 1].iter().product();
+    steps.weight(kind, rows, stored.width(), &bytes)
 }
 
 /// Returns the type under which the device holds a stored weight, and its bytes.
@@ -105,166 +59,4 @@ fn q8_0(values: &[f32]) -> Vec<u8> {
         bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
     }
     bytes
-}
-
-impl Dense for CudaDense {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>> {
-        let expected = match purpose {
-            WeightUse::Vector => 1,
-            WeightUse::Table | WeightUse::Projection(_) | WeightUse::ExactProjection => 2,
-            WeightUse::ByHead | WeightUse::ByHeadTransposed => 3,
-        };
-        let got = stored.shape().len();
-        if expected != got {
-            let (name, problem) = (stored.name().to_owned(), WeightProblem::Rank { expected, got });
-            return Err(Error::Weight { name, problem });
-        }
-        let (kind, bytes) = held_as(stored, purpose);
-        let width = stored.width();
-        let rows = stored.shape()[..got - 1].iter().product();
-        let held = Arc::new(self.steps.weight(kind, rows, width, &bytes)?);
-        let transposed = purpose == WeightUse::ByHeadTransposed;
-        Ok(Arc::new(CudaWeight { bytes: held.bytes(), held, transposed }))
-    }
-
-    /// Shares the memory of the table, whatever the format is: the table stays in the type in which it is stored.
-    fn tied_head(&self, table: &dyn Weight, _: WeightFormat) -> Result<Arc<dyn Weight>> {
-        let table = held(table)?;
-        Ok(Arc::new(CudaWeight { held: Arc::clone(&table.held), bytes: 0, transposed: false }))
-    }
-
-    fn border(&self, _: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>> {
-        Ok(Box::new(CudaBorder { steps: Arc::clone(&self.steps), extents: *extents, ordered: None }))
-    }
-
-    fn index(&self, rows: Vec<u32>) -> Result<RowIndex> {
-        Ok(RowIndex::on_device(self.steps.index(&rows)?, rows.len()))
-    }
-
-    fn joins_captures(&self) -> bool {
-        true
-    }
-
-    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
-        Self::activation(self.steps.embed(&held(table)?.held, tokens))
-    }
-
-    fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
-        Self::activation(self.steps.rms_norm(rows_of(x)?, &held(weight)?.held, eps as f32))
-    }
-
-    fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation> {
-        let bias = bias.map(|bias| held(bias).map(|bias| bias.held.as_ref())).transpose()?;
-        Self::activation(self.steps.project(rows_of(x)?, &held(matrix)?.held, bias))
-    }
-
-    fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation> {
-        let matrices = held(matrices)?;
-        Self::activation(self.steps.by_head(rows_of(x)?, &matrices.held, matrices.transposed))
-    }
-
-    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
-        Self::activation(self.steps.gated(rows_of(gate)?, rows_of(up)?))
-    }
-
-    fn add(&self, x: &Activation, y: &Activation) -> Result<Activation> {
-        Self::activation(self.steps.add(rows_of(x)?, rows_of(y)?))
-    }
-
-    fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation> {
-        Self::activation(self.steps.split_heads(rows_of(x)?, dim))
-    }
-
-    fn join_heads(&self, x: &Activation) -> Result<Activation> {
-        Self::activation(self.steps.join_heads(rows_of(x)?))
-    }
-
-    fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation> {
-        let x = rows_of(x)?;
-        Self::activation(x.slice(x.shape().len().saturating_sub(1), columns.start, columns.end))
-    }
-
-    fn select(&self, x: &Activation, rows: &RowIndex) -> Result<Activation> {
-        let numbers = rows.storage().ok_or_else(|| foreign("a list of rows"))?;
-        Self::activation(self.steps.select(rows_of(x)?, numbers, rows.len()))
-    }
-
-    fn zeros_like(&self, x: &Activation) -> Result<Activation> {
-        Self::activation(self.steps.zeros_like(rows_of(x)?))
-    }
-
-    fn add_rows(
-        &self,
-        sum: &Activation,
-        rows: &RowIndex,
-        factors: Vec<f32>,
-        y: &Activation,
-    ) -> Result<Activation> {
-        let numbers = rows.storage().ok_or_else(|| foreign("a list of rows"))?;
-        Self::activation(self.steps.add_rows(rows_of(sum)?, numbers, &factors, rows_of(y)?))
-    }
-
-    fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()> {
-        Ok(self.steps.read(rows_of(x)?, values)?)
-    }
-}
-
-/// The border on the device: views are the activations themselves, and events order the two streams.
-#[derive(Debug)]
-struct CudaBorder {
-    steps: Arc<DenseSteps>,
-    extents: BorderExtents,
-    /// The steps that the stream of the operations has waited for, by their number.
-    ordered: Option<u64>,
-}
-
-impl Border for CudaBorder {
-    fn rows(&self) -> usize {
-        self.extents.rows
-    }
-
-    fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
-        Ok(DenseSteps::order(stream, self.steps.stream())?)
-    }
-
-    fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
-        // Queries, keys and values are lent one after another, with no step between them.
-        let steps = self.steps.enqueued();
-        if self.ordered != Some(steps) {
-            DenseSteps::order(self.steps.stream(), stream)?;
-            self.ordered = Some(steps);
-        }
-        Ok(())
-    }
-
-    fn lend(&mut self, stream: &dyn Stream, _: AttentionInput, rows: &Activation) -> Result<TensorView> {
-        self.precede(stream)?;
-        Ok(rows_of(rows)?.clone())
-    }
-
-    fn lend_copy(
-        &mut self,
-        stream: &dyn Stream,
-        input: AttentionInput,
-        rows: &Activation,
-    ) -> Result<TensorView> {
-        let copy = self.steps.copy(rows_of(rows)?)?;
-        self.lend(stream, input, &Activation::on_device(copy))
-    }
-
-    fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView> {
-        let output = self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?;
-        // A step of another thread may still read the memory, which only later steps take without an order.
-        self.precede(stream)?;
-        Ok(output)
-    }
-
-    fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {
-        self.follow(stream)?;
-        Ok(Activation::on_device(output.clone()))
-    }
 }

@@ -21,13 +21,19 @@ use kvcore::{Backend, Stream, TensorView};
 use crate::error::Result;
 
 mod activation;
+#[cfg(feature = "ascend")]
+mod ascend;
 mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "ascend", feature = "cuda"))]
+mod device;
 mod host;
 mod stored;
 
 pub use activation::{Activation, RowIndex};
+#[cfg(feature = "ascend")]
+pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
 pub use host::HostDense;

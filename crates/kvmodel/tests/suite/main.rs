@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod approximate;
+mod ascend;
 mod asking;
 #[cfg(feature = "cuda")]
 mod batch;

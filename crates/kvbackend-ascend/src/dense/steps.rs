@@ -1,0 +1,222 @@
+//! The steps, each as a row of operators.
+
+use std::sync::Arc;
+
+use kvcore::{DType, Error, Result, Storage, Stream, TensorView};
+
+use super::{DenseSteps, DeviceWeight, matrix_shape, rank};
+use crate::bindings::types as sys;
+use crate::operators::Tensor;
+use crate::stream::Work;
+
+/// Checks that a weight has the given extents.
+fn check(what: &'static str, weight: &DeviceWeight, rows: usize, width: usize) -> Result<()> {
+    for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
+        if expected != got {
+            return Err(Error::Mismatch { what, expected, got });
+        }
+    }
+    Ok(())
+}
+
+/// Sends up row numbers.
+fn numbers(work: &mut Work<'_>, rows: &[u32]) -> Result<Tensor> {
+    let upload = work.send(bytemuck::cast_slice(rows))?;
+    Ok(Tensor::dense(upload.address(), sys::ACL_INT32, &[rows.len()]))
+}
+
+/// Returns row numbers that [`DenseSteps::index`] has sent up.
+fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
+    Tensor::dense(rows.address(), sys::ACL_INT32, &[count])
+}
+
+impl DenseSteps {
+    /// Returns the embeddings of tokens, `[tokens, width]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
+    pub fn embed(&self, table: &DeviceWeight, tokens: &[u32]) -> Result<TensorView> {
+        if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
+            return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
+        }
+        let out = self.rows(&[tokens.len(), table.width])?;
+        self.enqueue(&[&table.storage, out.storage()], |work| {
+            let index = numbers(work, tokens)?;
+            work.take_rows(&table.tensor(&[table.rows, table.width]), &index, &Tensor::of(&out)?)
+        })?;
+        Ok(out)
+    }
+
+    /// Copies row numbers to the device.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
+        let storage = self.take(size_of_val(rows).max(1))?;
+        let view = TensorView::new(Arc::clone(&storage), DType::U8, &[size_of_val(rows)])?;
+        self.stream.write(&view, bytemuck::cast_slice(rows))?;
+        self.enqueue(&[], |_| Ok(()))?;
+        Ok(storage)
+    }
+
+    /// Returns the rows of `x` that `rows` numbers, of which there are `count`. The caller guarantees that `x` has them.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
+        let x = self.dense(x)?;
+        let mut shape = x.shape().to_vec();
+        shape[0] = count;
+        let out = self.rows(&shape)?;
+        self.enqueue(&[x.storage(), rows, out.storage()], |work| {
+            work.take_rows(&Tensor::of(&x)?, &sent(rows, count), &Tensor::of(&out)?)
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or `[rows, heads, dim]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
+    pub fn rms_norm(&self, x: &TensorView, weight: &DeviceWeight, eps: f32) -> Result<TensorView> {
+        let x = self.dense(x)?;
+        let width = *x.shape().last().ok_or_else(|| rank(2, &x))?;
+        check("numbers of a norm", weight, 1, width)?;
+        let out = self.rows(x.shape())?;
+        self.enqueue(&[x.storage(), &weight.storage, out.storage()], |work| {
+            let x = Tensor::of(&x)?;
+            let mut each = x.dims();
+            each[x.dims().len() - 1] = 1;
+            let deviations = work.temporary(sys::ACL_FLOAT, &each)?;
+            work.rms_norm(&x, &weight.tensor(&[width]), eps, &Tensor::of(&out)?, &deviations)
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
+    pub fn project(
+        &self,
+        x: &TensorView,
+        matrix: &DeviceWeight,
+        bias: Option<&DeviceWeight>,
+    ) -> Result<TensorView> {
+        let x = self.dense(x)?;
+        let (rows, width) = matrix_shape(&x)?;
+        check("width of a projection", matrix, matrix.rows, width)?;
+        if let Some(bias) = bias {
+            check("numbers of a bias", bias, 1, matrix.rows)?;
+        }
+        let out = self.rows(&[rows, matrix.rows])?;
+        let mut uses = vec![x.storage(), &matrix.storage, out.storage()];
+        uses.extend(bias.map(|bias| &bias.storage));
+        self.enqueue(&uses, |work| {
+            let (x, result) = (Tensor::of(&x)?, Tensor::of(&out)?);
+            let transposed = matrix.tensor(&[matrix.rows, width]).permuted(&[1, 0]);
+            work.multiply_one(&x, &transposed, &result)?;
+            match bias {
+                Some(bias) => work.add(&result, &bias.tensor(&[1, matrix.rows]), &result),
+                None => Ok(()),
+            }
+        })?;
+        Ok(out)
+    }
+
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix: `[heads, a, b]`, or `[heads, b, a]` transposed. Returns
+    /// `[rows, heads, b]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
+    pub fn by_head(&self, x: &TensorView, matrices: &DeviceWeight, transposed: bool) -> Result<TensorView> {
+        let &[rows, heads, a] = x.shape() else { return Err(rank(3, x)) };
+        let each = matrices.rows / heads.max(1);
+        let (inner, b) = if transposed { (matrices.width, each) } else { (each, matrices.width) };
+        check("matrices of heads", matrices, heads * each, matrices.width)?;
+        if inner != a {
+            return Err(Error::Mismatch { what: "width of a head", expected: inner, got: a });
+        }
+        let out = self.rows(&[rows, heads, b])?;
+        self.enqueue(&[x.storage(), &matrices.storage, out.storage()], |work| {
+            let by_head = work.temporary(sys::ACL_FLOAT, &[heads, rows, a])?;
+            work.convert(&Tensor::of(x)?.permuted(&[1, 0, 2]), &by_head)?;
+            let matrices = matrices.tensor(&[heads, each, matrices.width]);
+            let matrices = if transposed { matrices.permuted(&[0, 2, 1]) } else { matrices };
+            let products = work.temporary(sys::ACL_FLOAT, &[heads, rows, b])?;
+            work.multiply(&by_head, &matrices, &products)?;
+            work.convert(&products, &Tensor::of(&out)?.permuted(&[1, 0, 2]))
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `silu(gate) ⊙ up`.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
+        let out = self.rows(gate.shape())?;
+        self.enqueue(&[gate.storage(), up.storage(), out.storage()], |work| {
+            let result = Tensor::of(&out)?;
+            work.silu(&Tensor::of(gate)?, &result)?;
+            work.mul(&result, &Tensor::of(up)?, &result)
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `x + y`.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn add(&self, x: &TensorView, y: &TensorView) -> Result<TensorView> {
+        let out = self.rows(x.shape())?;
+        self.enqueue(&[x.storage(), y.storage(), out.storage()], |work| {
+            work.add(&Tensor::of(x)?, &Tensor::of(y)?, &Tensor::of(&out)?)
+        })?;
+        Ok(out)
+    }
+
+    /// Returns as many zeros as `x` has elements.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
+        let zeros = self.rows(x.shape())?;
+        if !zeros.is_empty() {
+            self.enqueue(&[zeros.storage()], |work| work.zero(&Tensor::of(&zeros)?))?;
+        }
+        Ok(zeros)
+    }
+
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum` has the rows
+    /// and that none is named twice.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the device.
+    pub fn add_rows(
+        &self,
+        sum: &TensorView,
+        rows: &Arc<dyn Storage>,
+        factors: &[f32],
+        y: &TensorView,
+    ) -> Result<TensorView> {
+        let y = self.dense(y)?;
+        let (count, width) = matrix_shape(&y)?;
+        if factors.len() != count {
+            return Err(Error::Mismatch { what: "factors of rows", expected: count, got: factors.len() });
+        }
+        let out = self.copy(sum)?;
+        self.enqueue(&[rows, y.storage(), out.storage()], |work| {
+            let (all, index) = (Tensor::of(&out)?, sent(rows, count));
+            let upload = work.send(bytemuck::cast_slice(factors))?;
+            let factors = Tensor::dense(upload.address(), sys::ACL_FLOAT, &[count, 1]);
+            let mut part = || work.temporary(sys::ACL_FLOAT, &[count, width]);
+            let (some, scaled) = (part()?, part()?);
+            work.take_rows(&all, &index, &some)?;
+            work.mul(&Tensor::of(&y)?, &factors, &scaled)?;
+            work.add(&some, &scaled, &some)?;
+            work.put_rows(&all, &index, &some)
+        })?;
+        Ok(out)
+    }
+}

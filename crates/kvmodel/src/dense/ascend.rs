@@ -1,0 +1,21 @@
+//! The dense steps on an Ascend NPU.
+
+use kvbackend_ascend::AscendBackend;
+use kvbackend_ascend::dense::{DenseSteps, DeviceWeight};
+
+use super::device::device_dense;
+
+device_dense! {
+    /// The dense steps on an Ascend NPU, by CANN's operators.
+    ///
+    /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are widened to f32 when
+    /// they are loaded, whatever their stored type is.
+    AscendDense of "ascend": AscendBackend, DenseSteps, DeviceWeight, captured: false, place: place
+}
+
+/// Puts a weight on the device.
+fn place(steps: &DenseSteps, stored: &StoredWeight, _: WeightUse) -> kvcore::Result<DeviceWeight> {
+    let shape = stored.shape();
+    let rows = shape[..shape.len() - 1].iter().product();
+    steps.weight(rows, stored.width(), &stored.to_f32())
+}
