@@ -4,6 +4,7 @@ use std::process::Command;
 
 use clap::Args;
 
+use crate::ascend_simulator;
 use crate::run::{Result, cargo_command, root, run, skip};
 use crate::tools::{Tool, nightly};
 
@@ -13,6 +14,9 @@ pub(crate) struct SanitizeArgs {
     /// Every test of the crates, instead of those that reach the unsafe code soonest.
     #[arg(long)]
     all: bool,
+    /// The tests of the Ascend backend instead, on the simulator of CANN.
+    #[arg(long, conflicts_with = "all")]
+    ascend: bool,
 }
 
 /// Crates whose `unsafe` touches memory, the suite that runs them, and the cache whose threads put reserved memory
@@ -31,6 +35,9 @@ const SOONEST: [&str; 8] = [
     "--test=tensors",
     "--test=conformance",
 ];
+
+/// Tests of a backend whose device is a library that is loaded at run time.
+const ASCEND: [&str; 3] = ["-p", "kvbackend-ascend", "--tests"];
 
 /// Dependencies are built for this alone, and lightly. This workspace's crates are compiled for speed: at level 1 the
 /// whole took a third more processor time, since the property tests ran several times as long.
@@ -51,19 +58,24 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> Result {
 const CASES: &str = "32";
 
 /// Adds what follows `cargo test`.
-fn add_tests(command: &mut Command, args: &SanitizeArgs) {
-    let chosen: &[&str] = if args.all { &ALL } else { &SOONEST };
+fn add_tests(command: &mut Command, args: &SanitizeArgs) -> Result {
+    let chosen: &[&str] = match args {
+        SanitizeArgs { ascend: true, .. } => &ASCEND,
+        SanitizeArgs { all: true, .. } => &ALL,
+        _ => &SOONEST,
+    };
     command.arg("--release").args(LIGHT).args(chosen);
     if !args.all {
         command.env("PROPTEST_CASES", CASES);
     }
+    if args.ascend { ascend_simulator::provide(command) } else { Ok(()) }
 }
 
 fn address_sanitizer(args: &SanitizeArgs) -> Result {
     let host = host()?;
     let mut command = Command::new("cargo");
     command.args(["+nightly", "test", "--target", &host]);
-    add_tests(&mut command, args);
+    add_tests(&mut command, args)?;
     command
         .current_dir(root())
         .env_remove("RUSTUP_TOOLCHAIN")
@@ -78,7 +90,7 @@ fn address_sanitizer(args: &SanitizeArgs) -> Result {
 fn valgrind(args: &SanitizeArgs) -> Result {
     let runner = format!("CARGO_TARGET_{}_RUNNER", host()?.to_uppercase().replace('-', "_"));
     let mut command = cargo_command(&["test"]);
-    add_tests(&mut command, args);
+    add_tests(&mut command, args)?;
     command.env(runner, "valgrind --quiet --error-exitcode=99 --fair-sched=yes");
     run(&mut command, "cargo test (valgrind)")
 }

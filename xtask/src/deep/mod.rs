@@ -97,6 +97,12 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: &[Tool::Sanitizer],
     },
     Slice {
+        name: "sanitizer-ascend",
+        covers: "the tests of the Ascend backend on the simulator of CANN, under AddressSanitizer",
+        command: "cargo xtask sanitize --ascend",
+        needs: &[Tool::Sanitizer],
+    },
+    Slice {
         name: "bindgen",
         covers: "the Rust of the Ascend backend's C header, made anew",
         command: "cargo xtask bindgen --check",

@@ -134,9 +134,31 @@ fn lists_that_are_used_again() {
         stream.scatter(&Scatter { arena, layer: 0, k, v, slots, rotation: None }).unwrap();
     };
     let few = WriteSlots::unchecked([3, 5]);
-    scatter(&few);
-    stream.synchronize().unwrap();
-    scatter(&few);
+    let queries = [QueryRow { logical: 5, position: 5 }];
+    let segment = Segment::new([kvcore::BlockId(0), kvcore::BlockId(1)].into(), 6, 0, 0);
+    let work = Arc::new(AttendWork::new(queries, [AttendRows::new(0..1, [segment])]));
+    let attend = || {
+        let out = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 2, 8]).unwrap();
+        let attend = Attend {
+            arena: arena.clone(),
+            layer: 0,
+            q: rows(backend.as_ref(), 1),
+            rope: None,
+            keys: KeyForm::Rotated,
+            work: work.clone(),
+            scale: 0.3,
+            window: None,
+            softcap: None,
+            out,
+            lse: None,
+        };
+        stream.attend(&attend).unwrap();
+    };
+    for _ in 0..2 {
+        stream.synchronize().unwrap();
+        scatter(&few);
+        attend();
+    }
     // So many larger lists that no memory of lists is left to the first.
     for i in 0..60i64 {
         scatter(&WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>()));
