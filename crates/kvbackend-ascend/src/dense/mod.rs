@@ -148,7 +148,9 @@ impl DenseSteps {
             memory::of(&self.device, storage)?;
         }
         self.stream.enqueue(|work| {
-            uses.iter().for_each(|&storage| work.hold(Held::Storage(Arc::clone(storage))));
+            for &storage in uses {
+                work.hold(Held::Storage(Arc::clone(storage)));
+            }
             enqueue(work)
         })?;
         self.enqueued.fetch_add(1, Ordering::Release);
