@@ -101,7 +101,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo xtask conform --backend wgpu", budget: 90, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 55, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 210, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 175, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.
