@@ -24,6 +24,7 @@
 mod bindings;
 pub mod dense;
 mod device;
+mod hccl;
 mod library;
 mod memory;
 mod operations;
@@ -42,6 +43,7 @@ use kvcore::{
 
 use device::Device;
 
+pub use hccl::{HcclCommunicator, HcclId};
 pub use memory::{AscendReserved, AscendStorage};
 pub use options::AscendOptions;
 pub use report::{DeviceReport, OperatorReport, devices, operators};

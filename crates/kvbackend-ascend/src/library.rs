@@ -48,7 +48,7 @@ fn files(name: &str) -> Vec<PathBuf> {
 }
 
 /// Opens a library from the first file that there is.
-fn open(name: &str) -> std::result::Result<libloading::Library, String> {
+pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, String> {
     let mut tried = Vec::new();
     for file in files(name) {
         // SAFETY: loading a library runs its initialisers; those of CANN have no effect on this program.
@@ -73,6 +73,7 @@ macro_rules! missing {
             .collect::<Vec<_>>()
     };
 }
+pub(crate) use missing;
 
 impl Library {
     fn load() -> std::result::Result<Self, String> {

@@ -44,3 +44,24 @@ fn devices_exchange_what_plain_loops_say(#[values(1, 2, 3, 4)] ranks: usize) {
         Err(error) => panic!("{error}"),
     }
 }
+
+/// Opens so many NPUs as a group.
+#[cfg(feature = "ascend")]
+fn npus(ranks: usize) -> kvcore::Result<Vec<RankUnderTest>> {
+    use kvbackend_ascend::{AscendBackend, AscendOptions, HcclCommunicator};
+    let open = |device| AscendBackend::with_options(&AscendOptions { device });
+    let backends = (0..ranks).map(open).collect::<kvcore::Result<Vec<_>>>()?;
+    let group = HcclCommunicator::group(&backends, Duration::from_secs(120))?;
+    let rank = |(rank, backend)| (Arc::new(rank) as Arc<dyn Communicator>, backend as Arc<dyn Backend>);
+    Ok(group.into_iter().zip(backends).map(rank).collect())
+}
+
+#[cfg(feature = "ascend")]
+#[rstest]
+fn npus_exchange_what_plain_loops_say(#[values(1, 2, 3, 4)] ranks: usize) {
+    match npus(ranks) {
+        Ok(group) => run_collectives(&group).unwrap_or_else(|failure| panic!("{failure}")),
+        Err(reason @ kvcore::Error::NoDevice { .. }) => kvconform::skip(reason),
+        Err(error) => panic!("{error}"),
+    }
+}

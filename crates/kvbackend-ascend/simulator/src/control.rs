@@ -54,7 +54,10 @@ pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     let state = lock();
     let Ok(device) = usize::try_from(device) else { return 0 };
     let shared = state.tensors.len() + state.scalars.len() + state.arrays.len() + state.executors.len();
-    let own = state.streams_of(device) + state.events_of(device) + state.controls.reservations.live(device);
+    let own = state.streams_of(device)
+        + state.events_of(device)
+        + state.controls.reservations.live(device)
+        + state.hccl.live(device);
     (shared + own) as u64
 }
 
@@ -77,6 +80,12 @@ pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32)
     }
 }
 
+/// Sets the milliseconds that ranks wait for each other when they join a group.
+#[unsafe(no_mangle)]
+pub extern "C" fn kv_sim_patience(milliseconds: u64) {
+    lock().hccl.patience = milliseconds;
+}
+
 /// Makes a function do nothing and succeed, or work again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
@@ -93,6 +102,7 @@ pub extern "C" fn kv_sim_reset() {
     let mut state = lock();
     state.controls.fails.clear();
     state.controls.ignored.clear();
+    state.hccl.patience = crate::hccl::PATIENCE;
     for (number, device) in state.devices.iter_mut().enumerate() {
         device.limit = usual_limit(number);
         if !device.is_set() {
@@ -106,7 +116,7 @@ pub extern "C" fn kv_sim_reset() {
 pub unsafe extern "C" fn kv_sim_trace(device: i32, buffer: *mut c_char, len: usize) -> usize {
     let mut state = lock();
     let Ok(device) = usize::try_from(device) else { return 0 };
-    let text = state.devices[device].trace.join("\n");
+    let text = state.devices[device].trace.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
     if text.len() < len {
         std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), text.len());
         buffer.add(text.len()).write(0);

@@ -1,5 +1,6 @@
 //! Devices: how many, which one a thread has, and what they are like.
 
+use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
 
 use crate::address::Space;
@@ -24,7 +25,8 @@ pub(crate) struct Device {
     /// Number of times that threads have set the device.
     set: usize,
     pub(crate) peers: Vec<usize>,
-    pub(crate) trace: Vec<String>,
+    /// What was enqueued last.
+    pub(crate) trace: VecDeque<String>,
 }
 
 impl Device {
@@ -36,7 +38,7 @@ impl Device {
             lost: None,
             set: 0,
             peers: Vec::new(),
-            trace: Vec::new(),
+            trace: VecDeque::new(),
         }
     }
 }

@@ -5,7 +5,7 @@
 //! work *executes*, and a fault loses the device; executors are used once; work of two streams on the same bytes without an
 //! order between them is a fault. It states what we take CANN's contract to be, and cannot show that we took it right.
 //!
-//! There are no threads: an eager device runs work as soon as it is enqueued and what it waits for is done, a lazy one runs
+//! There are no threads but the callers': an eager device runs work as soon as it is enqueued and what it waits for is done, a lazy one runs
 //! nothing before somebody waits. Every run of a program is the same.
 #![allow(
     clippy::cast_ptr_alignment,
@@ -24,6 +24,7 @@ mod control;
 mod device;
 mod event;
 mod executor;
+mod hccl;
 mod operators;
 mod pinned;
 mod state;

@@ -4,14 +4,16 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::OnceLock;
+use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::clock::Clock;
 use crate::control::Controls;
 use crate::device::Device;
 use crate::event::Event;
 use crate::executor::Executor;
+use crate::hccl::Groups;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
 use crate::tensor::{Scalar, View};
@@ -52,6 +54,7 @@ pub(crate) struct State {
     pub(crate) executors: HashMap<u64, Executor>,
     pub(crate) pinned: Pinned,
     pub(crate) controls: Controls,
+    pub(crate) hccl: Groups,
     /// What the host has waited for.
     pub(crate) host: Clock,
     next: u64,
@@ -114,6 +117,7 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
             executors: HashMap::new(),
             pinned: Pinned::default(),
             controls: Controls::default(),
+            hccl: Groups::default(),
             host: Clock::default(),
             next: 0x5_1000,
         })
@@ -121,8 +125,29 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
     STATE.get_or_init(new).lock()
 }
 
+/// Notified when a rank has done what others may wait for.
+static CHANGED: Condvar = Condvar::new();
+
+/// Wakes the threads that wait for other ranks.
+pub(crate) fn changed() {
+    CHANGED.notify_all();
+}
+
+/// Lets other threads go on until something changes. Returns whether that was before `until`.
+pub(crate) fn wait_for_change(state: &mut MutexGuard<'static, State>, until: Instant) -> bool {
+    !CHANGED.wait_until(state, until).timed_out()
+}
+
 /// Runs a call: unless a test makes it fail or do nothing, and only after the start.
 pub(crate) fn call(name: &str, run: impl FnOnce(&mut State) -> Outcome) -> i32 {
+    call_that_waits(name, |state| run(state))
+}
+
+/// Runs a call that may wait for other threads.
+pub(crate) fn call_that_waits(
+    name: &str,
+    run: impl FnOnce(&mut MutexGuard<'static, State>) -> Outcome,
+) -> i32 {
     let mut state = lock();
     let outcome = match state.controls.verdict(name) {
         Some(0) => Ok(()),

@@ -2,11 +2,24 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
 
 use crate::clock::{Clock, Moment};
-use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::state::{Outcome, State, call, call_that_waits, invalid, refuse, wait_for_change};
 use crate::task::{Task, Work};
 use crate::types as sys;
+
+/// Most tasks that a device remembers for tests.
+const TRACED: usize = 1 << 16;
+
+/// The code of a wait that nothing ends.
+const STUCK: i32 = sys::ACL_ERROR_RT_INTERNAL_ERROR as i32;
+
+/// The code of a wait that took too long, and the longest wait for other ranks.
+const STREAM_SYNC_TIMEOUT: i32 = 507_046;
+const LONG: Duration = Duration::from_secs(60);
 
 /// One stream.
 #[derive(Default)]
@@ -24,7 +37,7 @@ impl Stream {
     pub(crate) fn uses_event(&self, event: u64) -> bool {
         self.tasks.iter().any(|task| match task.work {
             Work::Record(known, _) | Work::Wait(known, _) => known == event,
-            Work::Run(_) => false,
+            Work::Run(_) | Work::Meet(_) => false,
         })
     }
 }
@@ -63,7 +76,10 @@ impl State {
         let moment = Moment { stream, tick, before: known.clock.clone() };
         known.tasks.push_back(Task { moment, work });
         let device = &mut self.devices[device];
-        device.trace.push(name.to_owned());
+        if device.trace.len() == TRACED {
+            device.trace.pop_front();
+        }
+        device.trace.push_back(name.to_owned());
         if !device.lazy {
             self.run(stream, &|_| false);
         }
@@ -90,10 +106,18 @@ impl State {
             {
                 break;
             }
-            let Some(task) = self.streams.get_mut(&stream).and_then(|known| known.tasks.pop_front()) else {
+            let Some(mut task) = self.streams.get_mut(&stream).and_then(|known| known.tasks.pop_front())
+            else {
                 break;
             };
             match task.work {
+                Work::Meet(ref mut part) => {
+                    let met = self.meet(part, &task.moment);
+                    if !met && let Some(known) = self.streams.get_mut(&stream) {
+                        known.tasks.push_front(task);
+                        break;
+                    }
+                }
                 Work::Wait(..) => {}
                 Work::Record(event, number) => {
                     if let Some(event) = self.events.get_mut(&event) {
@@ -134,10 +158,13 @@ impl State {
         if enough(self) {
             return Ok(());
         }
-        refuse(
-            sys::ACL_ERROR_RT_INTERNAL_ERROR as i32,
-            "a wait that nothing ends: streams wait for each other",
-        )
+        refuse(STUCK, "a wait that nothing ends: streams wait for each other")
+    }
+
+    /// Returns whether a task of some stream waits for other ranks.
+    fn waits_for_ranks(&self) -> bool {
+        let front = |stream: &Stream| matches!(stream.tasks.front(), Some(Task { work: Work::Meet(_), .. }));
+        self.streams.values().any(front)
     }
 
     /// Returns how many streams of a device live.
@@ -152,6 +179,25 @@ impl State {
         let clock = self.clock_of(stream);
         self.host.join(&clock);
         self.alive().map(drop)
+    }
+}
+
+/// Waits for a stream, as long as other ranks may bring it on.
+fn synchronize_until(
+    state: &mut MutexGuard<'static, State>,
+    stream: sys::aclrtStream,
+    until: Instant,
+) -> Outcome {
+    let stream = state.stream_here(stream)?;
+    loop {
+        match state.synchronize(stream) {
+            Err(refusal) if refusal.code == STUCK && state.waits_for_ranks() => {
+                if !wait_for_change(state, until) {
+                    return refuse(STREAM_SYNC_TIMEOUT, "a stream that waits for other ranks");
+                }
+            }
+            done => return done,
+        }
     }
 }
 
@@ -193,19 +239,34 @@ pub extern "C" fn aclrtDestroyStream(stream: sys::aclrtStream) -> sys::aclError 
     })
 }
 
+/// Drops the work of a stream that is not done, with the stream.
 #[unsafe(no_mangle)]
-pub extern "C" fn aclrtSynchronizeStream(stream: sys::aclrtStream) -> sys::aclError {
-    call("aclrtSynchronizeStream", |state| {
-        let stream = state.stream_here(stream)?;
-        state.synchronize(stream)
+pub extern "C" fn aclrtDestroyStreamForce(stream: sys::aclrtStream) -> sys::aclError {
+    call("aclrtDestroyStreamForce", |state| {
+        let device = State::current()?;
+        let handle = stream as u64;
+        if state.streams.get(&handle).is_none_or(|known| known.device != device) {
+            return invalid(format!("{stream:p} is no stream of device {device}"));
+        }
+        state.streams.remove(&handle);
+        state.hccl.withdraw(handle);
+        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn aclrtSynchronizeStreamWithTimeout(stream: sys::aclrtStream, _: i32) -> sys::aclError {
-    call("aclrtSynchronizeStreamWithTimeout", |state| {
-        let stream = state.stream_here(stream)?;
-        state.synchronize(stream)
+pub extern "C" fn aclrtSynchronizeStream(stream: sys::aclrtStream) -> sys::aclError {
+    call_that_waits("aclrtSynchronizeStream", |state| synchronize_until(state, stream, Instant::now() + LONG))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtSynchronizeStreamWithTimeout(
+    stream: sys::aclrtStream,
+    milliseconds: i32,
+) -> sys::aclError {
+    call_that_waits("aclrtSynchronizeStreamWithTimeout", |state| {
+        let limit = u64::try_from(milliseconds).map_or(LONG, Duration::from_millis);
+        synchronize_until(state, stream, Instant::now() + limit)
     })
 }
 

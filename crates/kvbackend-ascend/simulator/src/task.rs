@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use crate::clock::Moment;
+use crate::hccl::Part;
 use crate::state::{Outcome, State, call, invalid, refuse};
 use crate::types as sys;
 
@@ -18,6 +19,8 @@ pub(crate) enum Work {
     Wait(u64, u64),
     /// Runs an action.
     Run(Action),
+    /// Waits for the tasks of other ranks.
+    Meet(Part),
 }
 
 /// One task.

@@ -40,6 +40,8 @@ pub struct Acl {
     >,
     pub aclrtDestroyStream:
         Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
+    pub aclrtDestroyStreamForce:
+        Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
     pub aclrtSynchronizeStream:
         Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
     pub aclrtSynchronizeStreamWithTimeout:
@@ -194,6 +196,7 @@ impl Acl {
         let aclrtCreateStreamWithConfig =
             unsafe { __library.get(b"aclrtCreateStreamWithConfig\0") }.map(|sym| *sym);
         let aclrtDestroyStream = unsafe { __library.get(b"aclrtDestroyStream\0") }.map(|sym| *sym);
+        let aclrtDestroyStreamForce = unsafe { __library.get(b"aclrtDestroyStreamForce\0") }.map(|sym| *sym);
         let aclrtSynchronizeStream = unsafe { __library.get(b"aclrtSynchronizeStream\0") }.map(|sym| *sym);
         let aclrtSynchronizeStreamWithTimeout =
             unsafe { __library.get(b"aclrtSynchronizeStreamWithTimeout\0") }.map(|sym| *sym);
@@ -241,6 +244,7 @@ impl Acl {
             aclrtSetCurrentContext,
             aclrtCreateStreamWithConfig,
             aclrtDestroyStream,
+            aclrtDestroyStreamForce,
             aclrtSynchronizeStream,
             aclrtSynchronizeStreamWithTimeout,
             aclrtStreamQuery,
@@ -355,6 +359,9 @@ impl Acl {
     }
     pub unsafe fn aclrtDestroyStream(&self, stream: aclrtStream) -> aclError {
         unsafe { (self.aclrtDestroyStream.as_ref().expect("Expected function, got error."))(stream) }
+    }
+    pub unsafe fn aclrtDestroyStreamForce(&self, stream: aclrtStream) -> aclError {
+        unsafe { (self.aclrtDestroyStreamForce.as_ref().expect("Expected function, got error."))(stream) }
     }
     pub unsafe fn aclrtSynchronizeStream(&self, stream: aclrtStream) -> aclError {
         unsafe { (self.aclrtSynchronizeStream.as_ref().expect("Expected function, got error."))(stream) }

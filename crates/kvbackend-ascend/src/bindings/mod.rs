@@ -16,9 +16,11 @@
 
 mod acl;
 mod base;
+mod hccl;
 mod operators;
 pub(crate) mod types;
 
 pub(crate) use acl::Acl;
 pub(crate) use base::Base;
+pub(crate) use hccl::Hccl;
 pub(crate) use operators::Operators;

@@ -79,6 +79,18 @@ impl Drop for RawEvent {
 #[derive(Debug)]
 pub struct AscendEvent(pub(super) Arc<RawEvent>);
 
+impl AscendEvent {
+    /// Returns the device whose stream has recorded the event.
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.0.device
+    }
+
+    /// Makes a stream of a device wait for the event. The device's context is current.
+    pub(crate) fn hold_back(&self, device: &Device, stream: sys::aclrtStream) -> Result<()> {
+        self.0.hold_back(device, stream)
+    }
+}
+
 impl Event for AscendEvent {
     fn wait(&self) -> Result<()> {
         self.0.wait()

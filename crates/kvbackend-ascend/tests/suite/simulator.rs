@@ -94,6 +94,12 @@ impl Simulator {
         unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
     }
 
+    /// Sets the milliseconds that ranks wait for each other when they join a group.
+    pub(crate) fn patience(&self, milliseconds: u64) {
+        // SAFETY: a plain number.
+        unsafe { self.entry::<unsafe extern "C" fn(u64)>("kv_sim_patience")(milliseconds) }
+    }
+
     /// Creates a stream of a device, as an engine does.
     pub(crate) fn stream(&self, device: usize) -> *mut c_void {
         let mut stream = std::ptr::null_mut();

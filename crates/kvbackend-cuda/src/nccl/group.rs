@@ -1,12 +1,12 @@
 //! The ranks of a group that live in this process: they fail together, and the last one to leave waits a moment.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcore::{Error, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::call::Call;
 use super::member::{Member, Pauses};
 
 /// The longest time that the last rank of this process waits for all to have left. Ranks of other processes may stay.
@@ -34,7 +34,7 @@ impl Group {
         let presence = Arc::new(Presence::default());
         presence.counts.lock().0 = members.len();
         let group = Self { limit, members, failed: Mutex::default(), presence };
-        (0..group.members.len()).try_for_each(|place| group.settle(place, Call::Join))?;
+        (0..group.members.len()).try_for_each(|place| group.settle(place, &"the start of the group"))?;
         Ok(Arc::new(group))
     }
 
@@ -74,12 +74,17 @@ impl Group {
     }
 
     /// Waits until NCCL has done on the host what a member asked for.
-    pub(super) fn settle(&self, place: usize, call: Call) -> Result<()> {
+    pub(super) fn settle(&self, place: usize, call: &dyn fmt::Display) -> Result<()> {
         self.poll(place, call, || self.is_ready(place))
     }
 
     /// Asks until the answer is yes, no longer than the time-out, which fails the group.
-    pub(super) fn poll(&self, place: usize, call: Call, done: impl Fn() -> Result<bool>) -> Result<()> {
+    pub(super) fn poll(
+        &self,
+        place: usize,
+        call: &dyn fmt::Display,
+        done: impl Fn() -> Result<bool>,
+    ) -> Result<()> {
         let (since, mut pauses) = (Instant::now(), Pauses::default());
         while !done()? {
             if since.elapsed() >= self.limit {

@@ -16,14 +16,12 @@ use std::time::Duration;
 use kvcore::{CheckedCollective, Collective, Communicator, Error, Event, Result, Stream};
 use parking_lot::Mutex;
 
-mod call;
 mod group;
 mod id;
 mod issue;
 mod library;
 mod member;
 
-use call::Call;
 use group::Group;
 pub use id::NcclId;
 use library::library;
@@ -80,7 +78,7 @@ pub struct NcclCommunicator {
     /// The stream on which NCCL works.
     stream: CudaStream,
     /// The newest collective, locked while one is issued: a rank takes part in one at a time.
-    newest: Mutex<Option<(Call, Arc<dyn Event>)>>,
+    newest: Mutex<Option<(String, Arc<dyn Event>)>>,
 }
 
 impl fmt::Debug for NcclCommunicator {
@@ -192,7 +190,7 @@ impl NcclCommunicator {
         let issued = unsafe { self.group.member(self.place).issue(collective, self.rank, self.stream.raw()) };
         issued.ok_or_else(|| self.group.gone(self.place))??;
         // Only then the work is on the group's stream.
-        self.group.settle(self.place, Call::of(collective))?;
+        self.group.settle(self.place, &collective)?;
         let done = self.stream.record()?;
         stream.wait_for(&done)?;
         let views = collective.views();
@@ -225,7 +223,7 @@ impl Communicator for NcclCommunicator {
         }
         match self.enqueue(stream, &before, event.stream(), collective) {
             Ok(done) => {
-                *newest = Some((Call::of(collective), done));
+                *newest = Some((collective.to_string(), done));
                 Ok(())
             }
             Err(error) => {
@@ -248,8 +246,9 @@ impl Communicator for NcclCommunicator {
         self.check()?;
         let event = self.record(stream)?;
         capture::outside(cuda(&event)?.stream(), "a wait of the host")?;
-        let newest = self.newest.lock().as_ref().filter(|(_, done)| !done.is_done()).map(|(call, _)| *call);
-        self.group.poll(self.place, newest.unwrap_or(Call::Wait), || {
+        let newest = self.newest.lock().clone().filter(|(_, done)| !done.is_done());
+        let call = newest.map_or("a wait for the stream".to_owned(), |(call, _)| call);
+        self.group.poll(self.place, &call, || {
             Ok(event.is_done() || self.group.check(self.place).map(|()| false)?)
         })?;
         // The work is done, so that this only says how it ended, and lets go of its memory.

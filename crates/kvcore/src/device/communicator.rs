@@ -70,6 +70,21 @@ pub enum Collective<'a> {
     },
 }
 
+/// The collective as errors name it: what it is, and how many elements of which type this rank brings.
+impl fmt::Display for Collective<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tensor = |view: &TensorView| format!("{} elements of {}", view.len(), view.dtype());
+        match self {
+            Self::Broadcast { view, root } => write!(f, "a broadcast of {} from rank {root}", tensor(view)),
+            Self::AllGather { src, .. } => write!(f, "an all-gather of {}", tensor(src)),
+            Self::AllReduce { view, op } => write!(f, "an all-reduce ({op}) of {}", tensor(view)),
+            Self::Exchange { sends, receives } => {
+                write!(f, "an exchange of {} sends and {} receives", sends.len(), receives.len())
+            }
+        }
+    }
+}
+
 // Decision: docs/decisions/device.md#checked-is-the-proof-of-a-check
 /// A collective that has passed its check. Only [`Collective::checked`] creates one.
 #[derive(Debug, Clone, Copy)]

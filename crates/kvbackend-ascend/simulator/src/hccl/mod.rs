@@ -1,0 +1,226 @@
+//! Groups of ranks: how ranks find each other, and what a rank's handle is.
+//!
+//! Ranks are threads of the caller. A collective is a task of each rank's stream; it is done when the tasks of all ranks that
+//! it concerns have come to the front of their streams. Nothing ends a task whose ranks never come, as on a device.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_void};
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use crate::state::{Outcome, Refusal, State, lock, refuse, told, wait_for_change};
+use crate::types as sys;
+
+mod calls;
+mod meeting;
+
+pub(crate) use meeting::{Meeting, Part};
+
+/// Milliseconds that a rank waits for the others of its group when it joins, as CANN does without a setting.
+pub(crate) const PATIENCE: u64 = 120_000;
+
+/// The ranks that found each other by one piece of root information.
+#[derive(Default)]
+pub(crate) struct Group {
+    /// The handle of each rank that has joined.
+    ranks: Vec<Option<u64>>,
+    pub(crate) meeting: Meeting,
+}
+
+/// A rank's handle.
+struct Comm {
+    group: u64,
+    rank: usize,
+    device: usize,
+}
+
+/// Groups and handles.
+pub(crate) struct Groups {
+    all: HashMap<u64, Group>,
+    comms: HashMap<u64, Comm>,
+    pub(crate) patience: u64,
+}
+
+impl Default for Groups {
+    fn default() -> Self {
+        Self { all: HashMap::new(), comms: HashMap::new(), patience: PATIENCE }
+    }
+}
+
+impl Groups {
+    /// Returns how many handles of a device live.
+    pub(crate) fn live(&self, device: usize) -> usize {
+        self.comms.values().filter(|comm| comm.device == device).count()
+    }
+
+    /// Returns the meeting point of a group.
+    pub(crate) fn meeting(&mut self, group: u64) -> Option<&mut Meeting> {
+        self.all.get_mut(&group).map(|group| &mut group.meeting)
+    }
+
+    /// Takes back what a stream has brought to meetings: the stream is gone.
+    pub(crate) fn withdraw(&mut self, stream: u64) {
+        self.all.values_mut().for_each(|group| group.meeting.withdraw(stream));
+    }
+}
+
+/// Returns the refusal of an argument.
+fn wrong<T>(rule: impl Into<String>) -> Outcome<T> {
+    refuse(sys::HCCL_E_PARA as i32, rule)
+}
+
+/// Runs a call of HCCL, whose codes are its own.
+fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, State>) -> Outcome) -> sys::HcclResult {
+    let mut state = lock();
+    let outcome = match state.controls.verdict(name) {
+        Some(0) => Ok(()),
+        Some(code) => refuse(code, format!("{name} fails because a test asked for it")),
+        None => run(&mut state),
+    };
+    // A refusal of ACL is one of the runtime below.
+    let own = |refusal: Refusal| match refusal.code {
+        0..1000 => refusal,
+        _ => Refusal { code: sys::HCCL_E_RUNTIME as i32, ..refusal },
+    };
+    told(outcome.map_err(own)) as sys::HcclResult
+}
+
+/// Joins a rank, waits for the others, and returns its handle.
+fn join(
+    state: &mut MutexGuard<'static, State>,
+    id: u64,
+    rank: usize,
+    ranks: usize,
+    device: usize,
+) -> Outcome<u64> {
+    let handle = state.handle();
+    let Some(group) = state.hccl.all.get_mut(&id) else { return wrong("no root information") };
+    group.ranks.resize(ranks, None);
+    match group.ranks.get_mut(rank) {
+        Some(place @ None) => *place = Some(handle),
+        _ => return wrong(format!("rank {rank} of {ranks}, or a rank that has joined")),
+    }
+    group.meeting.ranks = ranks;
+    let until = Instant::now() + Duration::from_millis(state.hccl.patience);
+    let whole =
+        |state: &State| state.hccl.all.get(&id).is_some_and(|group| group.ranks.iter().all(Option::is_some));
+    crate::state::changed();
+    while !whole(state) {
+        if !wait_for_change(state, until) {
+            if let Some(group) = state.hccl.all.get_mut(&id) {
+                group.ranks[rank] = None;
+            }
+            return refuse(sys::HCCL_E_TIMEOUT as i32, "ranks that never came");
+        }
+    }
+    state.hccl.comms.insert(handle, Comm { group: id, rank, device });
+    Ok(handle)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn HcclGetRootInfo(to: *mut sys::HcclRootInfo) -> sys::HcclResult {
+    call("HcclGetRootInfo", |state| {
+        state.alive()?;
+        let id = state.handle();
+        state.hccl.all.insert(id, Group::default());
+        let mut info = sys::HcclRootInfo { internal: [0; sys::HCCL_ROOT_INFO_BYTES as usize] };
+        for (to, byte) in info.internal.iter_mut().zip(id.to_le_bytes()) {
+            *to = byte as c_char;
+        }
+        *to = info;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn HcclCommInitRootInfo(
+    ranks: u32,
+    info: *const sys::HcclRootInfo,
+    rank: u32,
+    to: *mut sys::HcclComm,
+) -> sys::HcclResult {
+    call("HcclCommInitRootInfo", |state| {
+        let device = state.alive()?;
+        let mut id = [0; 8];
+        for (to, &byte) in id.iter_mut().zip(&(*info).internal) {
+            *to = byte as u8;
+        }
+        *to = join(state, u64::from_le_bytes(id), rank as usize, ranks as usize, device)? as *mut c_void;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn HcclCommInitAll(
+    count: u32,
+    devices: *mut i32,
+    to: *mut sys::HcclComm,
+) -> sys::HcclResult {
+    call("HcclCommInitAll", |state| {
+        let devices = std::slice::from_raw_parts(devices, count as usize);
+        for (rank, &device) in devices.iter().enumerate() {
+            let set = usize::try_from(device).ok().and_then(|device| state.devices.get(device));
+            if !set.is_some_and(crate::device::Device::is_set) || devices[..rank].contains(&device) {
+                return wrong(format!("device {device}, which is not set or is named twice"));
+            }
+            state.check_alive(device as usize)?;
+        }
+        let id = state.handle();
+        let handles: Vec<u64> = devices.iter().map(|_| state.handle()).collect();
+        let mut group = Group { ranks: handles.iter().copied().map(Some).collect(), ..Group::default() };
+        group.meeting.ranks = devices.len();
+        state.hccl.all.insert(id, group);
+        for (rank, (&device, &handle)) in devices.iter().zip(&handles).enumerate() {
+            let device = device as usize;
+            state.hccl.comms.insert(handle, Comm { group: id, rank, device });
+            to.add(rank).write(handle as *mut c_void);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn HcclCommDestroy(comm: sys::HcclComm) -> sys::HcclResult {
+    call("HcclCommDestroy", |state| {
+        State::current()?;
+        let Some(known) = state.hccl.comms.remove(&(comm as u64)) else {
+            return wrong(format!("{comm:p} is no communicator, or was destroyed"));
+        };
+        if let Some(group) = state.hccl.all.get_mut(&known.group) {
+            group.ranks[known.rank] = None;
+            if group.ranks.iter().all(Option::is_none) {
+                state.hccl.all.remove(&known.group);
+            }
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn HcclGetCommAsyncError(
+    comm: sys::HcclComm,
+    to: *mut sys::HcclResult,
+) -> sys::HcclResult {
+    call("HcclGetCommAsyncError", |state| {
+        let Some(group) = state.hccl.comms.get(&(comm as u64)).map(|comm| comm.group) else {
+            return wrong(format!("{comm:p} is no communicator, or was destroyed"));
+        };
+        let failed = state.hccl.meeting(group).and_then(|meeting| meeting.failed);
+        *to = failed.unwrap_or(sys::HCCL_SUCCESS);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn HcclGetErrorString(code: sys::HcclResult) -> *const c_char {
+    match code {
+        sys::HCCL_SUCCESS => c"success",
+        sys::HCCL_E_PARA => c"a wrong argument",
+        sys::HCCL_E_TIMEOUT => c"a time-out",
+        sys::HCCL_E_REMOTE => c"an error of another rank",
+        sys::HCCL_E_RUNTIME => c"an error of the runtime",
+        _ => c"an error",
+    }
+    .as_ptr()
+}

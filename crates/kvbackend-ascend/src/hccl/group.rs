@@ -1,0 +1,84 @@
+//! The ranks of a group that live in this process: they fail together, and know who has left.
+
+use std::collections::HashMap;
+
+use kvcore::{Collective, Error, Result};
+use parking_lot::Mutex;
+
+/// What the ranks of a process share.
+#[derive(Debug, Default)]
+pub(super) struct Group {
+    /// The first failure. It is final.
+    failed: Mutex<Option<Error>>,
+    /// Calls of the ranks of this process, by rank.
+    calls: Mutex<HashMap<usize, Calls>>,
+}
+
+/// What a rank has called so far.
+#[derive(Debug, Default)]
+struct Calls {
+    /// Collectives of all ranks.
+    of_all: u64,
+    /// Transfers to and from other ranks, with true for those to them.
+    transfers: HashMap<(usize, bool), u64>,
+    left: bool,
+}
+
+impl Calls {
+    fn transfers(&self, peer: usize, sends: bool) -> u64 {
+        self.transfers.get(&(peer, sends)).copied().unwrap_or_default()
+    }
+}
+
+impl Group {
+    /// Fails the group, unless it has failed already. Returns the failure.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.failed.lock().get_or_insert(error).clone()
+    }
+
+    /// Returns the failure of the group, if it has failed.
+    pub(super) fn check(&self) -> Result<()> {
+        self.failed.lock().as_ref().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Notes that a rank of this process lives.
+    pub(super) fn enter(&self, rank: usize) {
+        self.calls.lock().insert(rank, Calls::default());
+    }
+
+    /// Notes the call of a rank.
+    pub(super) fn call(&self, rank: usize, collective: Collective<'_>) {
+        let mut calls = self.calls.lock();
+        let known = calls.entry(rank).or_default();
+        match collective {
+            Collective::Exchange { sends, receives } => {
+                for (transfers, sends) in [(sends, true), (receives, false)] {
+                    for (_, peer) in transfers.iter().filter(|(view, _)| !view.is_empty()) {
+                        *known.transfers.entry((*peer, sends)).or_default() += 1;
+                    }
+                }
+            }
+            _ => known.of_all += 1,
+        }
+    }
+
+    /// Returns the failure of a rank's last call, if it needs a rank that has left.
+    pub(super) fn check_presence(&self, rank: usize) -> Result<()> {
+        let calls = self.calls.lock();
+        let Some(own) = calls.get(&rank) else { return Ok(()) };
+        let needed = |peer: usize, other: &Calls| {
+            own.of_all > other.of_all
+                || own.transfers(peer, true) > other.transfers(rank, false)
+                || own.transfers(peer, false) > other.transfers(rank, true)
+        };
+        match calls.iter().find(|&(&peer, other)| other.left && needed(peer, other)) {
+            Some((&peer, _)) => Err(Error::RankLeft(peer)),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes that a rank has left.
+    pub(super) fn leave(&self, rank: usize) {
+        self.calls.lock().entry(rank).or_default().left = true;
+    }
+}

@@ -1,0 +1,118 @@
+//! HCCL's handle of a rank: how ranks join, no longer than a limit.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::time::Duration;
+
+use kvcore::{Error, Result};
+
+use super::id::HcclId;
+use super::library::{Loaded, loaded};
+use crate::bindings::types as sys;
+use crate::device::Device;
+
+/// A rank's handle, which goes with the value.
+pub(super) struct Handle {
+    pub(super) raw: sys::HcclComm,
+    device: Arc<Device>,
+    loaded: &'static Loaded,
+}
+
+// SAFETY: handles may be used from any thread that has the device's context current, by one thread at a time, which the
+// communicator's lock sees to.
+unsafe impl Send for Handle {}
+// SAFETY: as for `Send`; asking for a failure changes nothing.
+unsafe impl Sync for Handle {}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind_lost() {
+            // SAFETY: the handle was made by HCCL and goes once; no collective of it is under way.
+            unsafe { self.loaded.hccl.HcclCommDestroy(self.raw) };
+        }
+    }
+}
+
+impl Handle {
+    /// Returns the failure of the rank's collectives that HCCL knows of.
+    pub(super) fn check(&self) -> Result<()> {
+        let mut failed = sys::HCCL_SUCCESS;
+        // SAFETY: the handle is alive, and `failed` is a place for the answer.
+        let code = unsafe { self.loaded.hccl.HcclGetCommAsyncError(self.raw, &raw mut failed) };
+        self.loaded.check("the state of a group", code)?;
+        self.loaded.check("the group has failed", failed)
+    }
+}
+
+/// Joins a group as one rank, and waits for the others.
+///
+/// # Errors
+/// Returns [`Error::RanksTimedOut`] if the others do not come in time, and the errors of HCCL.
+pub(super) fn join(
+    device: &Arc<Device>,
+    id: &HcclId,
+    rank: usize,
+    ranks: usize,
+    limit: Duration,
+) -> Result<Handle> {
+    let (loaded, device, info) = (loaded()?, Arc::clone(device), id.raw());
+    let made = within(rank, limit, move || {
+        let _bound = device.bind()?;
+        let mut raw: *mut c_void = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for the answer; the context of the rank's device is current.
+        let code = unsafe {
+            loaded.hccl.HcclCommInitRootInfo(ranks as u32, &raw const info, rank as u32, &raw mut raw)
+        };
+        loaded.check("a start of a group", code)?;
+        Ok(Handle { raw, device: Arc::clone(&device), loaded })
+    });
+    made?
+}
+
+/// Joins devices of this process as a group, the first as rank 0.
+///
+/// # Errors
+/// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and its errors.
+pub(super) fn join_all(devices: &[Arc<Device>], limit: Duration) -> Result<Vec<Handle>> {
+    let (loaded, devices) = (loaded()?, devices.to_vec());
+    let made = within(0, limit, move || {
+        let mut ordinals: Vec<i32> = devices.iter().map(|device| device.ordinal).collect();
+        let mut raw: Vec<*mut c_void> = vec![std::ptr::null_mut(); devices.len()];
+        // In reverse, so that the first device is the current one afterwards.
+        let bound = devices.iter().rev().map(|device| device.bind()).collect::<Result<Vec<_>>>()?;
+        // SAFETY: both lists have one place for each device, and every device is set.
+        let code = unsafe {
+            loaded.hccl.HcclCommInitAll(devices.len() as u32, ordinals.as_mut_ptr(), raw.as_mut_ptr())
+        };
+        drop(bound);
+        loaded.check("a start of a group", code)?;
+        let handle = |(device, raw): (&Arc<Device>, _)| Handle { raw, device: Arc::clone(device), loaded };
+        Ok(devices.iter().zip(raw).map(handle).collect())
+    });
+    made?
+}
+
+// Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
+/// Runs a call that may wait for other ranks on a thread of its own. What it makes after the limit goes at once.
+fn within<T: Send + 'static>(
+    rank: usize,
+    limit: Duration,
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<Result<T>> {
+    let (sender, made) = sync_channel(1);
+    let thread = std::thread::Builder::new().name("hccl-join".to_owned());
+    let started = thread.spawn(move || {
+        // Nobody may wait for it any more.
+        let _ = sender.send(call());
+    });
+    if let Err(error) = started {
+        let reason = format!("no thread for the start of a group: {error}");
+        return Err(Error::Device { backend: crate::NAME, reason });
+    }
+    made.recv_timeout(limit).map_err(|_| Error::RanksTimedOut {
+        rank,
+        call: "the start of the group".to_owned(),
+        limit,
+    })
+}

@@ -1,0 +1,55 @@
+//! The name of a group, by which its ranks find each other.
+
+use std::ffi::c_char;
+use std::fmt;
+
+use kvcore::Result;
+
+use super::library::loaded;
+use crate::AscendBackend;
+use crate::bindings::types as sys;
+
+/// The root information of a group of ranks, made by one rank and carried to the others by the caller: by a file, a socket
+/// or the launcher of the processes. It holds the address at which the process that made it waits for the others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HcclId([u8; Self::LEN]);
+
+impl fmt::Debug for HcclId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HcclId")
+    }
+}
+
+impl HcclId {
+    /// Number of bytes of a name.
+    pub const LEN: usize = sys::HCCL_ROOT_INFO_BYTES as usize;
+
+    /// Makes a name that no other group has, with the device of a backend, which is that of rank 0. The calling process
+    /// stays alive until all ranks have joined.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, and [`kvcore::Error::Device`] if it refuses.
+    pub fn new(backend: &AscendBackend) -> Result<Self> {
+        let loaded = loaded()?;
+        let _bound = backend.device.bind()?;
+        let mut info = sys::HcclRootInfo { internal: [0; Self::LEN] };
+        // SAFETY: `info` is a place for the answer, and the context of rank 0's device is current.
+        let code = unsafe { loaded.hccl.HcclGetRootInfo(&raw mut info) };
+        loaded.check("a name for a group", code)?;
+        Ok(Self(info.internal.map(|byte| byte as u8)))
+    }
+
+    /// Returns a name that another process has made.
+    pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
+        Self(bytes)
+    }
+
+    /// Returns the bytes to carry.
+    pub fn as_bytes(&self) -> &[u8; Self::LEN] {
+        &self.0
+    }
+
+    pub(super) fn raw(&self) -> sys::HcclRootInfo {
+        sys::HcclRootInfo { internal: self.0.map(|byte| byte as c_char) }
+    }
+}

@@ -1,0 +1,160 @@
+//! Collectives as calls of HCCL.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use kvcore::{Collective, DType, Error, MemoryKind, ReduceOp, Result, Storage, TensorView, Transfer};
+
+use super::handle::Handle;
+use super::library::Loaded;
+use crate::NAME;
+use crate::bindings::types as sys;
+use crate::device::Device;
+use crate::memory::AscendStorage;
+use crate::stream::{Way, copy};
+
+/// Tensors that are not combined travel as bytes.
+const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
+
+/// Where collectives of a rank go.
+pub(super) struct Line<'a> {
+    pub(super) loaded: &'static Loaded,
+    pub(super) device: &'a Arc<Device>,
+    /// None for the only rank of a group.
+    pub(super) handle: Option<&'a Handle>,
+    pub(super) stream: sys::aclrtStream,
+    /// Memory that a collective uses beside its views. It stays until the work is done.
+    pub(super) staged: &'a mut Option<AscendStorage>,
+}
+
+/// Returns the address and the bytes of a dense view.
+fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
+    let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
+    Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
+}
+
+/// Returns whether a collective moves nothing. Then no rank calls HCCL.
+pub(super) fn is_empty(collective: Collective<'_>) -> bool {
+    collective.views().iter().all(|view| view.is_empty())
+}
+
+/// Checks that HCCL reaches the views.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] for pinned memory.
+pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
+    match collective.views().iter().find(|view| view.storage().kind() != MemoryKind::Device) {
+        None => Ok(()),
+        Some(view) => {
+            let what =
+                format!("collectives of {} memory; copy it to the device first", view.storage().kind());
+            Err(Error::Unsupported { backend: NAME, what })
+        }
+    }
+}
+
+impl Line<'_> {
+    /// Hands a collective to HCCL.
+    ///
+    /// # Safety
+    /// The device's context is current. The views are memory of the device, and stay until the work is done.
+    pub(super) unsafe fn collective(&mut self, rank: usize, collective: Collective<'_>) -> Result<()> {
+        let Some(comm) = self.handle.map(|handle| handle.raw) else { return self.alone(collective) };
+        let (hccl, stream) = (&self.loaded.hccl, self.stream);
+        match collective {
+            Collective::Broadcast { view, root } => {
+                let (at, bytes) = place(view)?;
+                // SAFETY: `at` is valid for `bytes` bytes, as the caller guarantees.
+                let code = unsafe { hccl.HcclBroadcast(at, bytes as u64, BYTES, root as u32, comm, stream) };
+                self.loaded.check("a broadcast", code)
+            }
+            Collective::AllGather { src, dst } => {
+                let ((mut from, bytes), (to, _)) = (place(src)?, place(dst)?);
+                // The own part of the destination may be the source, which HCCL does not promise to read before it
+                // writes.
+                if place(&dst.select(0, rank)?)?.0 == from {
+                    let made = AscendStorage::uninitialised(self.device, MemoryKind::Device, bytes)?;
+                    let staged = self.staged.insert(made);
+                    copy(self.device, stream, staged.address(), from as u64, bytes, Way::Within)?;
+                    from = staged.address() as *mut c_void;
+                }
+                // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller
+                // guarantees and the check of the collective has seen.
+                let code = unsafe { hccl.HcclAllGather(from, to, bytes as u64, BYTES, comm, stream) };
+                self.loaded.check("an all-gather", code)
+            }
+            Collective::AllReduce { view, op } => {
+                let (dtype, op, (at, _)) = (element(view.dtype())?, operator(op), place(view)?);
+                // SAFETY: `at` is valid for the view's elements of this type, as the caller guarantees.
+                let code = unsafe { hccl.HcclAllReduce(at, at, view.len() as u64, dtype, op, comm, stream) };
+                self.loaded.check("an all-reduce", code)
+            }
+            Collective::Exchange { sends, receives } => {
+                for mut round in rounds(sends, receives)? {
+                    let count = round.len() as u32;
+                    // SAFETY: each item's buffer is valid for its bytes, as the caller guarantees.
+                    let code = unsafe { hccl.HcclBatchSendRecv(round.as_mut_ptr(), count, comm, stream) };
+                    self.loaded.check("an exchange", code)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Does what a collective of one rank does: an all-gather copies.
+    fn alone(&self, collective: Collective<'_>) -> Result<()> {
+        if let Collective::AllGather { src, dst } = collective {
+            let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
+            if from != to {
+                copy(self.device, self.stream, to as u64, from as u64, bytes, Way::Within)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the transfers of an exchange in rounds, in each of which at most one goes from one rank to another. Both ranks
+/// of a transfer have it in the same round.
+fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<sys::HcclSendRecvItem>>> {
+    let mut rounds: Vec<Vec<sys::HcclSendRecvItem>> = Vec::new();
+    for (kind, transfers) in [(sys::HCCL_SEND, sends), (sys::HCCL_RECV, receives)] {
+        for (view, peer) in transfers.iter().filter(|(view, _)| !view.is_empty()) {
+            let (buf, bytes) = place(view)?;
+            let peer = *peer as u32;
+            let item = sys::HcclSendRecvItem {
+                sendRecvType: kind,
+                buf,
+                count: bytes as u64,
+                dataType: BYTES,
+                remoteRank: peer,
+            };
+            let has = |round: &Vec<sys::HcclSendRecvItem>| {
+                round.iter().any(|known| (known.sendRecvType, known.remoteRank) == (kind, peer))
+            };
+            match rounds.iter_mut().find(|round| !has(round)) {
+                Some(round) => round.push(item),
+                None => rounds.push(vec![item]),
+            }
+        }
+    }
+    Ok(rounds)
+}
+
+/// Returns HCCL's number of an element type, which is not ACL's.
+fn element(dtype: DType) -> Result<sys::HcclDataType> {
+    Ok(match dtype {
+        DType::F32 => sys::HCCL_DATA_TYPE_FP32,
+        DType::F16 => sys::HCCL_DATA_TYPE_FP16,
+        DType::BF16 => sys::HCCL_DATA_TYPE_BFP16,
+        DType::I8 => sys::HCCL_DATA_TYPE_INT8,
+        other => return Err(Error::Unsupported { backend: NAME, what: format!("a reduction of {other}") }),
+    })
+}
+
+fn operator(op: ReduceOp) -> sys::HcclReduceOp {
+    match op {
+        ReduceOp::Sum => sys::HCCL_REDUCE_SUM,
+        ReduceOp::Min => sys::HCCL_REDUCE_MIN,
+        ReduceOp::Max => sys::HCCL_REDUCE_MAX,
+    }
+}

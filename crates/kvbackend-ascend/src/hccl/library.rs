@@ -1,0 +1,70 @@
+//! HCCL, loaded at run time: whether it is here, and its errors.
+
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+use kvcore::{Error, Result};
+
+use crate::NAME;
+use crate::bindings::{Hccl, types as sys};
+use crate::library::{Library, library, missing, no_device, open};
+
+/// HCCL beside the libraries that devices need.
+pub(super) struct Loaded {
+    pub(super) hccl: Hccl,
+    pub(super) base: &'static Library,
+}
+
+/// Loads HCCL, at the first call.
+///
+/// # Errors
+/// Returns [`Error::NoDevice`] if CANN or its HCCL is missing, or lacks a function.
+pub(super) fn loaded() -> Result<&'static Loaded> {
+    static LOADED: OnceLock<std::result::Result<Loaded, String>> = OnceLock::new();
+    let base = library()?;
+    LOADED.get_or_init(|| Loaded::load(base)).as_ref().map_err(|reason| no_device(reason.clone()))
+}
+
+impl Loaded {
+    fn load(base: &'static Library) -> std::result::Result<Self, String> {
+        let library = open("libhccl.so")?;
+        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares
+        // with HCCL's headers.
+        let hccl = unsafe { Hccl::from_library(library) }.map_err(|error| error.to_string())?;
+        let mut lacks = missing!(
+            hccl,
+            HcclGetRootInfo,
+            HcclCommInitRootInfo,
+            HcclCommInitAll,
+            HcclCommDestroy,
+            HcclGetCommAsyncError,
+            HcclGetErrorString,
+            HcclBroadcast,
+            HcclAllGather,
+            HcclAllReduce,
+            HcclBatchSendRecv,
+        );
+        lacks.extend(missing!(base.acl, aclrtSynchronizeStreamWithTimeout, aclrtDestroyStreamForce));
+        if lacks.is_empty() {
+            return Ok(Self { hccl, base });
+        }
+        Err(format!("HCCL lacks {}; take CANN 8.0 or later", lacks.join(", ")))
+    }
+
+    /// Checks the code of a call.
+    ///
+    /// # Errors
+    /// Returns [`Error::Device`] for any code but that of success.
+    pub(super) fn check(&self, what: &str, code: sys::HcclResult) -> Result<()> {
+        if code == sys::HCCL_SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the text is HCCL's own and stays.
+        let said = unsafe {
+            let said = self.hccl.HcclGetErrorString(code);
+            if said.is_null() { c"" } else { CStr::from_ptr(said) }.to_string_lossy()
+        };
+        let reason = format!("HCCL: {what}: {said} ({})", self.base.text(code as i32));
+        Err(Error::Device { backend: NAME, reason })
+    }
+}

@@ -1,0 +1,295 @@
+//! Collectives among devices, through HCCL, which is loaded at run time.
+//!
+//! ```text
+//!   caller's stream   … work ──► event                        work …
+//!                                  │                           ▲
+//!   rank's stream                wait ──► HCCL ──► host waits, no longer than the time-out
+//! ```
+//!
+//! HCCL has no call that ends a collective whose ranks never come. A stream that waited for one would never go on, so that
+//! the host waits instead, and drops the rank's stream if the group fails.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvcore::{CheckedCollective, Collective, Communicator, Error, Event, Result, Stream};
+use parking_lot::Mutex;
+
+mod group;
+mod handle;
+mod id;
+mod issue;
+mod library;
+
+use group::Group;
+use handle::Handle;
+pub use id::HcclId;
+use issue::Line;
+use library::{Loaded, loaded};
+
+use crate::bindings::types as sys;
+use crate::device::Device;
+use crate::memory::AscendStorage;
+use crate::stream::AscendEvent;
+use crate::{AscendBackend, NAME};
+
+/// The time between two looks at the state of the group while a collective is under way.
+const SLICE: Duration = Duration::from_millis(10);
+
+/// ACL's code of a wait that took too long.
+const WAITED_TOO_LONG: i32 = 507_046;
+
+/// A rank of a group of NPUs, through HCCL. Each rank has a device of its own.
+///
+/// A call waits until the collective is done, no longer than the time-out, which is final for the group. Other ranks of this
+/// process learn of a failure within milliseconds, ranks of other processes by their time-out. Lists of calls that differ
+/// among ranks are not noticed: a group may then time out, or read and write other bytes than its callers meant.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvbackend_ascend::{AscendBackend, HcclCommunicator};
+/// use kvcore::{Backend, Communicator, DType, MemoryKind, ReduceOp, allocate_tensor};
+///
+/// # if let Err(reason) = AscendBackend::new().and_then(|backend| HcclCommunicator::group(&[backend], Duration::from_secs(60))) {
+/// #     return Ok(kvconform::skip(reason));
+/// # }
+/// let backend = AscendBackend::new()?;
+/// let group = HcclCommunicator::group(&[backend.clone()], Duration::from_secs(60))?;
+/// let stream = backend.stream()?;
+/// let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::I8, &[2])?;
+/// stream.write(&view, &[3, 4])?;
+/// for rank in &group {
+///     rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum)?; // on a group of more ranks, each in its thread
+/// }
+/// let mut sums = [0; 2];
+/// stream.read(&view, &mut sums)?;
+/// assert_eq!(sums, [3, 4]);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+///
+/// # Drop behaviour
+/// The rank leaves. A collective that needs it fails the group.
+pub struct HcclCommunicator {
+    rank: usize,
+    ranks: usize,
+    limit: Duration,
+    group: Arc<Group>,
+    device: Arc<Device>,
+    loaded: &'static Loaded,
+    /// None for the only rank of a group.
+    handle: Option<Handle>,
+    /// The stream on which HCCL works, locked while a collective is under way; none after the group has failed.
+    stream: Mutex<Option<Own>>,
+}
+
+/// A stream of the rank's own, which goes with the value and all work that is not done.
+struct Own {
+    raw: sys::aclrtStream,
+    device: Arc<Device>,
+    /// Memory that the collective under way uses beside its views.
+    staged: Option<AscendStorage>,
+}
+
+// SAFETY: ACL's streams may be used from any thread that has the device's context current.
+unsafe impl Send for Own {}
+
+impl Own {
+    fn new(device: &Arc<Device>) -> Result<Self> {
+        let _bound = device.bind()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for the answer, and the device's context is current.
+        device.check(unsafe { device.library.acl.aclrtCreateStreamWithConfig(&raw mut raw, 0, 0) })?;
+        Ok(Self { raw, device: Arc::clone(device), staged: None })
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind_lost() {
+            // SAFETY: the stream is the rank's own, and goes once. Its memory goes behind it.
+            unsafe { self.device.library.acl.aclrtDestroyStreamForce(self.raw) };
+        }
+    }
+}
+
+impl fmt::Debug for HcclCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HcclCommunicator(rank {} of {} on {:?})", self.rank, self.ranks, self.device)
+    }
+}
+
+impl HcclCommunicator {
+    /// Joins a group of `ranks` ranks as rank `rank`. Waits for the other ranks, no longer than `limit`, which is also the
+    /// time-out of collectives.
+    ///
+    /// # Errors
+    /// - Returns [`Error::NoDevice`] if HCCL is missing.
+    /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if HCCL refuses.
+    pub fn new(
+        backend: &AscendBackend,
+        id: &HcclId,
+        rank: usize,
+        ranks: usize,
+        limit: Duration,
+    ) -> Result<Self> {
+        if rank >= ranks {
+            return Err(Error::OutOfRange { what: "rank", value: rank as i128, limit: ranks as i128 });
+        }
+        let handle = match ranks {
+            1 => None,
+            _ => Some(handle::join(&backend.device, id, rank, ranks, limit)?),
+        };
+        Self::over(&Arc::default(), &backend.device, handle, (rank, ranks), limit)
+    }
+
+    /// Creates a group of one rank for each backend, in order, all of them in this process. Each rank is for a thread of
+    /// its own.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`] for two
+    /// backends on one device.
+    pub fn group(backends: &[Arc<AscendBackend>], limit: Duration) -> Result<Vec<Self>> {
+        let devices: Vec<Arc<Device>> = backends.iter().map(|backend| Arc::clone(&backend.device)).collect();
+        for (rank, device) in devices.iter().enumerate() {
+            if devices[..rank].iter().any(|other| other.ordinal == device.ordinal) {
+                let what = format!("two ranks on device {}; take a device for each rank", device.ordinal);
+                return Err(Error::Unsupported { backend: NAME, what });
+            }
+        }
+        let handles: Vec<Option<Handle>> = match devices.len() {
+            0 => return Err(Error::Zero { what: "number of ranks" }),
+            1 => vec![None],
+            _ => handle::join_all(&devices, limit)?.into_iter().map(Some).collect(),
+        };
+        let (group, ranks) = (Arc::default(), devices.len());
+        let rank = |(rank, (device, handle))| Self::over(&group, device, handle, (rank, ranks), limit);
+        devices.iter().zip(handles).enumerate().map(rank).collect()
+    }
+
+    fn over(
+        group: &Arc<Group>,
+        device: &Arc<Device>,
+        handle: Option<Handle>,
+        (rank, ranks): (usize, usize),
+        limit: Duration,
+    ) -> Result<Self> {
+        let (loaded, stream) = (loaded()?, Mutex::new(Some(Own::new(device)?)));
+        group.enter(rank);
+        let (group, device) = (Arc::clone(group), Arc::clone(device));
+        Ok(Self { rank, ranks, limit, group, device, loaded, handle, stream })
+    }
+
+    /// Records an event of the caller's stream. A device that is lost has failed its group.
+    fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
+        stream.record().inspect_err(|error| {
+            if matches!(error, Error::DeviceLost { .. }) {
+                self.abort();
+            }
+        })
+    }
+
+    /// Hands a collective to HCCL behind an event, and waits for it.
+    fn perform(&self, own: &mut Own, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
+        let _bound = self.device.bind()?;
+        before.hold_back(&self.device, own.raw)?;
+        let (loaded, device, handle) = (self.loaded, &self.device, self.handle.as_ref());
+        let mut line = Line { loaded, device, handle, stream: own.raw, staged: &mut own.staged };
+        // SAFETY: `Communicator::run` has asked whether the stream owns the views. The work is done when this returns, or
+        // its stream is dropped before the caller goes on.
+        unsafe { line.collective(self.rank, collective) }?;
+        self.group.call(self.rank, collective);
+        self.finish(own.raw, collective)?;
+        own.staged = None;
+        Ok(())
+    }
+
+    /// Waits for the rank's stream, no longer than the time-out.
+    fn finish(&self, stream: sys::aclrtStream, collective: Collective<'_>) -> Result<()> {
+        let since = Instant::now();
+        loop {
+            let left = self.limit.saturating_sub(since.elapsed()).min(SLICE).as_millis().max(1) as i32;
+            // SAFETY: the stream is alive, and the device's context is current.
+            let code = unsafe { self.device.library.acl.aclrtSynchronizeStreamWithTimeout(stream, left) };
+            if code != WAITED_TOO_LONG {
+                return self.device.check(code);
+            }
+            self.check()?;
+            self.group.check_presence(self.rank)?;
+            if since.elapsed() >= self.limit {
+                let (rank, call, limit) = (self.rank, collective.to_string(), self.limit);
+                return Err(Error::RanksTimedOut { rank, call, limit });
+            }
+        }
+    }
+}
+
+impl Communicator for HcclCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
+        let mut stream_of_rank = self.stream.lock();
+        self.check()?;
+        let collective = collective.collective();
+        let before = self.record(stream)?;
+        let event = ascend(&before)?;
+        if !Arc::ptr_eq(event.device(), &self.device) {
+            return Err(Error::ForeignHandle { what: "a stream of another device", backend: NAME });
+        }
+        issue::reaches(collective)?;
+        let Some(own) = stream_of_rank.as_mut().filter(|_| !issue::is_empty(collective)) else {
+            return Ok(());
+        };
+        let Err(error) = self.perform(own, event, collective) else { return Ok(()) };
+        *stream_of_rank = None;
+        Err(match error {
+            late @ (Error::RanksTimedOut { .. } | Error::RankLeft(_) | Error::RankAborted(_)) => {
+                self.group.fail(late)
+            }
+            // The other ranks learn that this rank ended the work. They keep an earlier failure.
+            own => {
+                self.group.fail(Error::RankAborted(self.rank));
+                own
+            }
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        self.group.check()?;
+        let Some(handle) = &self.handle else { return Ok(()) };
+        handle.check().map_err(|error| self.group.fail(error))
+    }
+
+    fn wait(&self, stream: &dyn Stream) -> Result<()> {
+        self.check()?;
+        // Collectives are done when their call returns, so that the stream waits for nobody.
+        ascend(&self.record(stream)?)?;
+        stream.synchronize().inspect_err(|_| self.abort())?;
+        self.check()
+    }
+
+    fn abort(&self) {
+        self.group.fail(Error::RankAborted(self.rank));
+    }
+}
+
+impl Drop for HcclCommunicator {
+    fn drop(&mut self) {
+        self.group.leave(self.rank);
+        // The handle goes behind the work that uses it.
+        *self.stream.get_mut() = None;
+    }
+}
+
+/// Returns the event behind a handle of this backend.
+fn ascend(event: &Arc<dyn Event>) -> Result<&AscendEvent> {
+    let known = event.as_any().downcast_ref::<AscendEvent>();
+    known.ok_or(Error::ForeignHandle { what: "a stream", backend: NAME })
+}
