@@ -145,7 +145,7 @@ pub(super) fn rotate_keys(work: &mut Work<'_>, op: &RotateKeys) -> Result<()> {
     let angles = Angles::of_distance(work, &op.rotation.rope, op.rotation.delta)?;
     let keys = keys_of(work, &src, op.pairs.iter().map(|pair| pair.0), block_size)?;
     let turned = in_f32(work, &keys)?;
-    angles.turn(work, &turned, 0)?;
+    angles.turn(work, &turned, &[1, 1])?;
     work.convert(&turned, &keys)?;
     let index = index_of(work, &dst, op.pairs.iter().map(|pair| pair.1), block_size)?;
     let unit = dst.unit();

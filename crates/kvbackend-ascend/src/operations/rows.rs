@@ -151,7 +151,7 @@ fn put<O: Fn() -> ListOwner>(
     }
     if let Some(angles) = angles {
         rows = in_f32(work, &rows)?;
-        angles.turn(work, &rows, 0)?;
+        angles.turn(work, &rows, &[count, 1])?;
     }
     if rows.dtype() != plane.dtype() {
         let rounded = work.temporary(plane.dtype(), &[count, heads, dim])?;
@@ -213,7 +213,7 @@ fn take<O: Fn() -> ListOwner>(
     }
     if let Some(angles) = angles {
         let turned = in_f32(work, &rows)?;
-        angles.turn(work, &turned, 0)?;
+        angles.turn(work, &turned, &[1, 1])?;
         work.convert(&turned, &rows)?;
     }
     if movement.slots.rows.is_some() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::{ApplyRope, Pairing, Result, Rope};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 
 use super::places::on_device;
 use super::plans::{ListKey, Sent};
@@ -62,11 +62,40 @@ impl Angles {
         self.sin.hold(work);
     }
 
-    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `axis` is the axis of the rows that the angles
-    /// are of.
-    pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, axis: usize) -> Result<()> {
-        let (cos, sin) = (along(&self.cos.tensor, x, axis), along(&self.sin.tensor, x, axis));
-        let (last, half) = (x.dims().len() - 1, self.cos.tensor.dim(1));
+    /// Returns angles `[rows, rotary_dim / 2]`, those of row `i` being number `which[i]`.
+    pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Turn> {
+        let dims = [which.dim(0), self.cos.tensor.dim(1)];
+        let mut of = |table: &Sent| -> Result<Tensor> {
+            let rows = work.temporary(sys::ACL_FLOAT, &dims)?;
+            work.take_rows(&table.tensor, which, &rows)?;
+            Ok(rows)
+        };
+        Ok(Turn { cos: of(&self.cos)?, sin: of(&self.sin)?, pairing: self.pairing })
+    }
+
+    /// Rotates rows; see [`Turn::turn`].
+    pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
+        let (cos, sin) = (self.cos.tensor.clone(), self.sin.tensor.clone());
+        Turn { cos, sin, pairing: self.pairing }.turn(work, x, outer)
+    }
+}
+
+/// Cosines and sines of rows on the device, as [`Angles`] are, in memory between operators.
+#[derive(Debug)]
+pub(super) struct Turn {
+    pub(super) cos: Tensor,
+    pub(super) sin: Tensor,
+    pub(super) pairing: Pairing,
+}
+
+impl Turn {
+    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `outer` are the extents of the angles along the
+    /// axes before the last: 1 where they repeat.
+    pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
+        let half = self.cos.dim(1);
+        let dims: SmallVec<[usize; 6]> = outer.iter().copied().chain([half]).collect();
+        let (cos, sin) = (self.cos.reshaped(&dims), self.sin.reshaped(&dims));
+        let last = x.dims().len() - 1;
         let (a, b) = match self.pairing {
             Pairing::HalfSplit => (x.sliced(last, 0, half), x.sliced(last, half, half)),
             Pairing::Interleaved => (x.stepped(last, 0, half, 2), x.stepped(last, 1, half, 2)),
@@ -81,20 +110,6 @@ impl Angles {
         work.sub(&a_cos, &b_sin, &a)?;
         work.add(&a_sin, &b_cos, &b)
     }
-}
-
-/// Returns angles with axes of extent 1 where `x` has others than `axis` and the last.
-fn along(angles: &Tensor, x: &Tensor, axis: usize) -> Tensor {
-    let mut dims = x.dims();
-    let last = dims.len() - 1;
-    for (at, dim) in dims.iter_mut().enumerate() {
-        *dim = match at {
-            at if at == last => angles.dim(1),
-            at if at == axis => angles.dim(0),
-            _ => 1,
-        };
-    }
-    angles.reshaped(&dims)
 }
 
 /// Returns the rows in f32, dense and in the given order of axes: a copy.
@@ -128,6 +143,6 @@ pub(super) fn rope(work: &mut Work<'_>, op: &ApplyRope) -> Result<()> {
     };
     angles.hold(work);
     let turned = in_f32(work, &rows)?;
-    angles.turn(work, &turned, 0)?;
+    angles.turn(work, &turned, &[rows.dim(0), 1])?;
     work.convert(&turned, &rows)
 }

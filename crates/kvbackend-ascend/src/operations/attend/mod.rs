@@ -2,15 +2,17 @@
 //!
 //! ```text
 //!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
-//!   for each tile of rows and each run of tokens:
-//!     queries turned by the run's offset, scores, mask                        Mul, Add, Sub, BatchMatMul
+//!                     keys turned from where they are stored to their place   IndexSelect, Mul, Add, Sub
+//!   for each tile of rows: queries turned to their place                      Mul, Add, Sub
+//!   and each merge group:
+//!     scores, factors, mask                                                   BatchMatMul, Mul, Add
 //!     maximum m, sum l of exponentials, weighted values o                     Amax, Exp, ReduceSum, BatchMatMul
-//!   partial results (m, l, o) are merged by their maxima, groups by their log-sum-exps
+//!   partial results (m, l, o) of groups are merged by their log-sum-exps
 //! ```
 //!
-//! A row that sees none of a run's tokens has m = −10³⁰, l = 0 and o = 0 there.
+//! A row that sees none of a group's tokens has m = −10³⁰, l = 0 and o = 0 there.
 
-use kvcore::{Attend, KeyForm, Result, TensorView};
+use kvcore::{Attend, Result, TensorView};
 
 use super::places::{PlaneRows, on_device};
 use super::plans::Sent;
@@ -85,9 +87,8 @@ impl Call<'_> {
         let mut kv = Vec::with_capacity(entry.runs.len());
         for (at, run) in entry.runs.iter().enumerate() {
             let k = gathered(work, &self.planes[0], run, 0)?;
-            if let Some(angles) = self.angles.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated) {
-                angles.keys[number][at].turn(work, &k, 1)?;
-            }
+            let angles = self.angles.as_ref().and_then(|angles| angles.keys[number][at].as_ref());
+            run.turn(work, &k, angles)?;
             kv.push(RunKv { k, v: gathered(work, &self.planes[1], run, 1)? });
         }
         let most = (SCORES / (self.heads * entry.longest()).max(1)).max(1);
@@ -116,19 +117,14 @@ impl Call<'_> {
         let floor = Sent::one(work, softmax::FLOOR)?;
         let tiny = Sent::one(work, softmax::TINY)?;
         let mut groups: Vec<Option<Partial>> = self.op.work.groups().iter().map(|_| None).collect();
-        for (at, (run, kv)) in entry.runs.iter().zip(kv).enumerate() {
-            let q = in_f32(work, &rows(&self.q))?;
-            if let Some(angles) = &self.angles {
-                angles.queries[number][at].rows(first, count).turn(work, &q, 1)?;
-            }
+        let q = in_f32(work, &rows(&self.q))?;
+        if let Some(angles) = &self.angles {
+            angles.queries[number].rows(first, count).turn(work, &q, &[1, count])?;
+        }
+        for (run, kv) in entry.runs.iter().zip(kv) {
             let scores = self.scores(work, &q, latent.as_ref(), kv, run)?;
             let mask = run.mask.as_ref().map(|mask| mask.sliced(1, first, count));
-            let partial = Partial::of(work, &scores, mask.as_ref(), &kv.v, &floor)?;
-            let group = &mut groups[run.group];
-            *group = Some(match group.take() {
-                None => partial,
-                Some(known) => known.merged(work, &partial)?,
-            });
+            groups[run.group] = Some(Partial::of(work, &scores, mask.as_ref(), &kv.v, &floor)?);
         }
         let plain = |scale: f32| scale == 1.0;
         let several = groups.iter().flatten().count() > 1;
@@ -171,7 +167,10 @@ impl Call<'_> {
             let of_latents = product(work, latent, &kv.v)?;
             work.add(&scores, &of_latents, &scores)?;
         }
-        let factor = self.op.scale * run.logit_scale;
+        if let Some(factors) = &run.factors {
+            work.mul(&scores, factors, &scores)?;
+        }
+        let factor = self.op.scale;
         match self.op.softcap {
             None if factor == 1.0 => {}
             None => work.scale(&scores, factor, &scores)?,

@@ -1,4 +1,5 @@
-//! Plans of attention: for each entry, runs of tokens whose keys take the same rotation of the query.
+//! The plan of an attention: for each entry the tokens of each merge group, where they lie, how their keys are rotated, and
+//! which rows see them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,36 +31,43 @@ pub(super) struct Entry {
     pub(super) runs: Vec<Run>,
 }
 
-/// Tokens that are scored with one rotation of the query and one factor, in one merge group.
+/// The tokens of a merge group.
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) group: usize,
-    pub(super) logit_scale: f32,
-    /// Distance from the stored keys to their place of use; 0 where keys are rotated as they are read.
-    offset: i64,
-    /// Positions of the tokens, where keys are rotated as they are read.
-    positions: Vec<i64>,
     pub(super) tokens: usize,
     /// Numbers of the rows of K and V, and whether they are in the order of heads.
     pub(super) places: [(Tensor, bool); 2],
-    /// `[rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
+    /// `[1, 1, tokens]`: the factors of the tokens' logits. None if all are 1.
+    pub(super) factors: Option<Tensor>,
+    /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
     pub(super) mask: Option<Tensor>,
+    turns: Option<Turns>,
 }
 
-/// The angles of a plan: those of the queries of each run or of each entry, and those of the keys of each run.
+/// How the keys of a run are rotated as they are read.
+#[derive(Debug)]
+struct Turns {
+    /// The angles that occur, as positions.
+    distinct: Vec<i64>,
+    /// The number of each token's angle.
+    which: Tensor,
+}
+
+/// The angles of a plan: those of the queries of each entry, and those of the keys of each run.
 #[derive(Debug)]
 pub(super) struct PlanAngles {
-    pub(super) queries: Vec<Vec<Angles>>,
-    pub(super) keys: Vec<Vec<Angles>>,
+    pub(super) queries: Vec<Angles>,
+    pub(super) keys: Vec<Vec<Option<Angles>>>,
 }
 
 /// Lists that go up together.
-#[derive(Default)]
-struct Lists(Vec<u8>);
+#[derive(Debug, Default)]
+pub(super) struct Lists(pub(super) Vec<u8>);
 
 impl Lists {
     /// Adds a list. Returns its place.
-    fn add<T: bytemuck::NoUninit>(&mut self, list: &[T]) -> usize {
+    pub(super) fn add<T: bytemuck::NoUninit>(&mut self, list: &[T]) -> usize {
         let at = self.0.len().next_multiple_of(ALIGN);
         self.0.resize(at, 0);
         self.0.extend_from_slice(bytemuck::cast_slice(list));
@@ -67,20 +75,72 @@ impl Lists {
     }
 }
 
+/// Tokens that a row sees, as the lists of a run have them.
+#[derive(Debug, Default)]
+pub(super) struct Tokens {
+    /// The block of each token, and its place there.
+    pub(super) places: Vec<(usize, usize)>,
+    /// The angle by which each token's key is rotated as it is read, as a position.
+    pub(super) angles: Vec<i64>,
+    pub(super) factors: Vec<f32>,
+}
+
+impl Tokens {
+    /// Adds tokens of a segment.
+    pub(super) fn add(&mut self, segment: &Segment, tokens: Range<usize>, keys: KeyForm, block_size: usize) {
+        for token in tokens {
+            self.places.push((segment.blocks[token / block_size].index(), token % block_size));
+            // A key that was rotated as it was stored goes on from there. The query's place needs no other turn: a product
+            // depends on the distance of both.
+            self.angles.push(match keys {
+                KeyForm::Rotated => segment.position_offset,
+                KeyForm::Unrotated => segment.position(token as i64),
+            });
+            self.factors.push(segment.logit_scale);
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.places.len()
+    }
+}
+
+/// Returns the numbers that occur, in the order of their first use, and which of them each place has.
+pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
+    let (mut known, mut last) = (std::collections::HashMap::new(), (i64::MIN, -1));
+    let (mut distinct, mut which) = (Vec::new(), Vec::with_capacity(numbers.len()));
+    for &number in numbers {
+        if last.1 < 0 || last.0 != number {
+            let next = distinct.len() as i32;
+            last = (number, *known.entry(number).or_insert(next));
+            if last.1 == next {
+                distinct.push(number);
+            }
+        }
+        which.push(last.1);
+    }
+    (distinct, which)
+}
+
 /// A run before its lists are on the device.
 struct Draft<'a> {
-    key: (usize, i64, u32),
+    group: usize,
     /// Segments with the union of the tokens that rows see, and the numbers of the first of these tokens in the run.
     parts: Vec<(&'a Segment, Range<usize>, usize)>,
-    tokens: usize,
+    tokens: Tokens,
+}
+
+/// Places of the lists of a run.
+struct Placed {
+    places: [(usize, usize, bool); 2],
+    factors: Option<usize>,
+    mask: Option<usize>,
+    turns: Option<(Vec<i64>, usize)>,
 }
 
 /// Returns the plan of an operation, made once for all layers of a step.
 pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRows) -> Result<Arc<Plan>> {
-    let window = op.window.map_or(0, |window| window as u64 + 1);
-    let mut key: ListKey = smallvec![20, op.work.id(), window, u64::from(op.keys == KeyForm::Rotated)];
-    key.extend(k.geometry.key());
-    key.extend(v.geometry.key());
+    let key = key(op, 20, k, v);
     if let Some(known) = work.plans().get::<Plan>(&key) {
         work.hold(Held::Upload(Arc::clone(&known.lists)));
         return Ok(known);
@@ -90,35 +150,28 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
         op.work.batch().iter().map(|entry| (entry, drafts(op, entry))).collect();
     let mut placed = Vec::new();
     for (entry, runs) in &drafts {
-        for run in runs {
-            let tokens = run.blocks(op.arena.layout().shape().block_size);
-            let places = [k, v].map(|plane| index(&mut lists, &plane.geometry, &tokens));
-            placed.push((places, mask(op, entry, run).map(|mask| lists.add(&mask))));
-        }
+        placed.extend(runs.iter().map(|run| place(&mut lists, op, entry, run, [k, v])));
     }
     let upload = work.send(&lists.0)?;
     let mut placed = placed.into_iter();
+    let at = |place: usize| upload.address() + place as u64;
+    let numbers = |place, len| Tensor::dense(at(place), sys::ACL_INT32, &[len]);
     let mut entries = Vec::new();
     for (entry, runs) in drafts {
         let count = entry.rows.len();
-        let runs = runs.iter().zip(placed.by_ref()).map(|(run, (places, mask))| {
-            let at = |place: usize| upload.address() + place as u64;
-            let rotated = op.keys == KeyForm::Rotated;
-            let positions = || {
-                let parts = run.parts.iter();
-                parts.flat_map(|(segment, tokens, _)| {
-                    tokens.clone().map(|token| segment.position(token as i64))
-                })
-            };
+        let runs = runs.iter().zip(placed.by_ref()).map(|(run, placed)| {
+            let tokens = run.tokens.len();
             Run {
-                group: run.key.0,
-                offset: run.key.1,
-                logit_scale: f32::from_bits(run.key.2),
-                positions: if rotated { Vec::new() } else { positions().collect() },
-                tokens: run.tokens,
-                places: places
-                    .map(|(place, len, by_head)| (Tensor::dense(at(place), sys::ACL_INT32, &[len]), by_head)),
-                mask: mask.map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, count, run.tokens])),
+                group: run.group,
+                tokens,
+                places: placed.places.map(|(place, len, by_head)| (numbers(place, len), by_head)),
+                factors: placed
+                    .factors
+                    .map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, 1, tokens])),
+                mask: placed.mask.map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, count, tokens])),
+                turns: placed
+                    .turns
+                    .map(|(distinct, place)| Turns { distinct, which: numbers(place, tokens) }),
             }
         });
         entries.push(Entry { rows: entry.rows.clone(), runs: runs.collect() });
@@ -129,7 +182,16 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
     Ok(made)
 }
 
-/// Cuts the segments of an entry into runs.
+/// Returns the key of what is made of an operation's work for one geometry.
+pub(super) fn key(op: &Attend, kind: u64, k: &PlaneRows, v: &PlaneRows) -> ListKey {
+    let window = op.window.map_or(0, |window| window as u64 + 1);
+    let mut key: ListKey = smallvec![kind, op.work.id(), window, u64::from(op.keys == KeyForm::Rotated)];
+    key.extend(k.geometry.key());
+    key.extend(v.geometry.key());
+    key
+}
+
+/// Gathers the tokens of an entry into a run for each merge group.
 fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<Draft<'a>> {
     let mut union: Vec<Option<Range<usize>>> = vec![None; entry.segments.len()];
     for row in entry.rows.clone() {
@@ -141,19 +203,17 @@ fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<Draft<'a>> {
             });
         }
     }
+    let block_size = op.arena.layout().shape().block_size;
     let mut runs: Vec<Draft<'a>> = Vec::new();
     for (segment, tokens) in entry.segments.iter().zip(union) {
         let Some(tokens) = tokens else { continue };
-        let offset = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
-        let key = (segment.merge_group, offset, segment.logit_scale.to_bits());
-        let known = runs.iter().position(|run| run.key == key).unwrap_or(runs.len());
+        let known = runs.iter().position(|run| run.group == segment.merge_group).unwrap_or(runs.len());
         if known == runs.len() {
-            runs.push(Draft { key, parts: Vec::new(), tokens: 0 });
+            runs.push(Draft { group: segment.merge_group, parts: Vec::new(), tokens: Tokens::default() });
         }
         let run = &mut runs[known];
-        let (first, count) = (run.tokens, tokens.len());
-        run.parts.push((segment, tokens, first));
-        run.tokens += count;
+        run.parts.push((segment, tokens.clone(), run.tokens.len()));
+        run.tokens.add(segment, tokens, op.keys, block_size);
     }
     runs
 }
@@ -163,14 +223,24 @@ fn number(entry: &AttendRows, segment: &Segment) -> usize {
     entry.segments.iter().position(|known| std::ptr::eq(known, segment)).unwrap_or_default()
 }
 
-impl Draft<'_> {
-    /// Returns the blocks of the tokens, and their places in them.
-    fn blocks(&self, block_size: usize) -> Vec<(usize, usize)> {
-        let of = |(segment, tokens, _): &(&Segment, Range<usize>, usize)| {
-            let blocks = Arc::clone(&segment.blocks);
-            tokens.clone().map(move |token| (blocks[token / block_size].index(), token % block_size))
-        };
-        self.parts.iter().flat_map(of).collect()
+/// Adds the lists of a run.
+fn place(
+    lists: &mut Lists,
+    op: &Attend,
+    entry: &AttendRows,
+    run: &Draft<'_>,
+    planes: [&PlaneRows; 2],
+) -> Placed {
+    let Tokens { places, angles, factors } = &run.tokens;
+    let turned = op.rope.is_some() && (op.keys == KeyForm::Unrotated || angles.iter().any(|&a| a != 0));
+    Placed {
+        places: planes.map(|plane| index(lists, &plane.geometry, places)),
+        factors: factors.iter().any(|&factor| factor != 1.0).then(|| lists.add(factors)),
+        mask: mask(op, entry, run).map(|mask| lists.add(&mask)),
+        turns: turned.then(|| {
+            let (distinct, which) = distinct(angles);
+            (distinct, lists.add(&which))
+        }),
     }
 }
 
@@ -181,8 +251,9 @@ fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> (
 
 /// Returns 0 where a row sees a token and −∞ elsewhere; none if all rows see all tokens.
 fn mask(op: &Attend, entry: &AttendRows, run: &Draft<'_>) -> Option<Vec<f32>> {
-    let mut mask = vec![f32::NEG_INFINITY; entry.rows.len() * run.tokens];
-    for (row, seen) in entry.rows.clone().zip(mask.chunks_exact_mut(run.tokens)) {
+    let tokens_of_run = run.tokens.len();
+    let mut mask = vec![f32::NEG_INFINITY; entry.rows.len() * tokens_of_run];
+    for (row, seen) in entry.rows.clone().zip(mask.chunks_exact_mut(tokens_of_run)) {
         for (segment, tokens) in op.seen(entry, row) {
             let part = run.parts.iter().find(|(known, ..)| std::ptr::eq(*known, segment));
             if let Some((_, union, first)) = part.filter(|_| !tokens.is_empty()) {
@@ -192,6 +263,15 @@ fn mask(op: &Attend, entry: &AttendRows, run: &Draft<'_>) -> Option<Vec<f32>> {
         }
     }
     mask.iter().any(|&x| x != 0.0).then_some(mask)
+}
+
+/// Returns the factor on cosines and sines of keys that are rotated as they are read: that of the embedding where the key was
+/// not rotated before.
+pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
+    match keys {
+        KeyForm::Rotated => 1.0,
+        KeyForm::Unrotated => rope.attention_factor(),
+    }
 }
 
 impl PlanAngles {
@@ -204,7 +284,8 @@ impl PlanAngles {
             Some(known) => known,
             None => Self::make(work, plan, rope, op, key)?,
         };
-        made.queries.iter().chain(&made.keys).flatten().for_each(|angles| angles.hold(work));
+        let keys = made.keys.iter().flatten().flatten();
+        made.queries.iter().chain(keys).for_each(|angles| angles.hold(work));
         Ok(made)
     }
 
@@ -215,24 +296,32 @@ impl PlanAngles {
         op: &Attend,
         key: ListKey,
     ) -> Result<Arc<Self>> {
-        let factor = rope.attention_factor();
         let (mut queries, mut keys) = (Vec::new(), Vec::new());
         for entry in &plan.entries {
-            let (mut of_queries, mut of_keys) = (Vec::new(), Vec::new());
-            for run in &entry.runs {
-                let rows = op.work.rows()[entry.rows.clone()].iter();
-                let positions: Vec<i64> = rows.map(|row| row.position.saturating_sub(run.offset)).collect();
-                of_queries.push(Angles::send(work, rope, &positions, factor)?);
-                if op.keys == KeyForm::Unrotated {
-                    of_keys.push(Angles::send(work, rope, &run.positions, factor)?);
-                }
-            }
-            queries.push(of_queries);
-            keys.push(of_keys);
+            let rows = op.work.rows()[entry.rows.clone()].iter();
+            let positions: Vec<i64> = rows.map(|row| row.position).collect();
+            queries.push(Angles::send(work, rope, &positions, rope.attention_factor())?);
+            let of_run = |run: &Run| {
+                let send =
+                    |turns: &Turns| Angles::send(work, rope, &turns.distinct, key_factor(rope, op.keys));
+                run.turns.as_ref().map(send).transpose()
+            };
+            keys.push(entry.runs.iter().map(of_run).collect::<Result<_>>()?);
         }
         let made = Arc::new(Self { queries, keys });
         work.plans().keep(key, Box::new(Arc::clone(rope)), &made);
         Ok(made)
+    }
+}
+
+impl Run {
+    /// Rotates the keys of the run, `[heads, tokens, dim]` in f32, as they are read.
+    pub(super) fn turn(&self, work: &mut Work<'_>, k: &Tensor, angles: Option<&Angles>) -> Result<()> {
+        let (Some(turns), Some(angles)) = (&self.turns, angles) else { return Ok(()) };
+        if turns.distinct.len() == 1 {
+            return angles.turn(work, k, &[1, 1]);
+        }
+        angles.spread(work, &turns.which)?.turn(work, k, &[1, self.tokens])
     }
 }
 
