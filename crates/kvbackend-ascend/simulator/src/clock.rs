@@ -21,7 +21,7 @@ impl Clock {
         self.0.insert(stream, tick);
     }
 
-    fn knows(&self, stream: u64, tick: u64) -> bool {
+    pub(crate) fn knows(&self, stream: u64, tick: u64) -> bool {
         self.0.get(&stream).is_some_and(|&known| known >= tick)
     }
 }

@@ -57,7 +57,8 @@ pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     let own = state.streams_of(device)
         + state.events_of(device)
         + state.controls.reservations.live(device)
-        + state.hccl.live(device);
+        + state.hccl.live(device)
+        + state.graphs.live(device);
     (shared + own) as u64
 }
 

@@ -3,7 +3,8 @@
 use std::ffi::c_void;
 
 use crate::clock::Clock;
-use crate::state::{Outcome, State, call, invalid};
+use crate::graph::STREAM_CAPTURED;
+use crate::state::{Outcome, State, call, invalid, refuse};
 use crate::task::Work;
 use crate::types as sys;
 
@@ -14,6 +15,8 @@ pub(crate) struct Event {
     /// The number of the last record, and of the last record that was reached.
     pub(crate) recorded: u64,
     pub(crate) reached: u64,
+    /// The capture that the last record is part of. Such a record is never reached by itself.
+    capture: Option<u64>,
     /// The stream of the last record, and what is before it.
     pub(crate) stream: u64,
     pub(crate) clock: Clock,
@@ -24,6 +27,14 @@ impl State {
         match self.events.get_mut(&(event as u64)) {
             Some(event) => Ok(event),
             None => invalid(format!("{event:p} is no event, or was destroyed")),
+        }
+    }
+
+    /// Refuses an event that is part of a capture.
+    fn check_outside(&mut self, event: sys::aclrtEvent) -> Outcome {
+        match self.event(event)?.capture {
+            None => Ok(()),
+            Some(_) => refuse(STREAM_CAPTURED, "the host asks for an event of a capture"),
         }
     }
 
@@ -67,7 +78,12 @@ pub extern "C" fn aclrtRecordEvent(event: sys::aclrtEvent, stream: sys::aclrtStr
     call("aclrtRecordEvent", |state| {
         let stream = state.stream_here(stream)?;
         let clock = state.clock_of(stream);
+        let capture = state.capture_of(stream);
         let known = state.event(event)?;
+        known.capture = capture;
+        if capture.is_some() {
+            return state.enqueue(stream, "event", Work::Record(event as u64, 0));
+        }
         known.recorded += 1;
         known.stream = stream;
         known.clock = clock;
@@ -80,6 +96,11 @@ pub extern "C" fn aclrtRecordEvent(event: sys::aclrtEvent, stream: sys::aclrtStr
 pub extern "C" fn aclrtStreamWaitEvent(stream: sys::aclrtStream, event: sys::aclrtEvent) -> sys::aclError {
     call("aclrtStreamWaitEvent", |state| {
         let stream = state.stream_here(stream)?;
+        let capture = state.event(event)?.capture;
+        if capture.is_some() || state.capture_of(stream).is_some() {
+            state.join_capture(stream, capture)?;
+            return state.enqueue(stream, "wait", Work::Wait(event as u64, 0));
+        }
         let known = state.event(event)?;
         let (number, clock) = (known.recorded, known.clock.clone());
         state.join_clock(stream, &clock);
@@ -94,6 +115,7 @@ pub unsafe extern "C" fn aclrtQueryEventStatus(
 ) -> sys::aclError {
     call("aclrtQueryEventStatus", |state| {
         state.alive()?;
+        state.check_outside(event)?;
         let known = state.event(event)?;
         let done = known.reached >= known.recorded;
         let clock = known.clock.clone();
@@ -111,6 +133,7 @@ pub unsafe extern "C" fn aclrtQueryEventStatus(
 pub extern "C" fn aclrtSynchronizeEvent(event: sys::aclrtEvent) -> sys::aclError {
     call("aclrtSynchronizeEvent", |state| {
         state.alive()?;
+        state.check_outside(event)?;
         let known = state.event(event)?;
         let (stream, number, clock) = (known.stream, known.recorded, known.clock.clone());
         if known.reached < number {

@@ -1,6 +1,7 @@
 //! Executors: an operator between its two phases.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use crate::clock::Moment;
 use crate::state::{Outcome, State, call, lock, refuse};
@@ -131,6 +132,6 @@ pub(crate) fn second(
             }
             run(state, moment).map_err(|fault| format!("{name}: {fault}"))
         };
-        state.enqueue(stream, &format!("operator {name}"), Work::Run(Box::new(action)))
+        state.enqueue(stream, &format!("operator {name}"), Work::Run(Arc::new(action)))
     })
 }

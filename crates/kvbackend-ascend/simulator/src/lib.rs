@@ -24,6 +24,7 @@ mod control;
 mod device;
 mod event;
 mod executor;
+mod graph;
 mod hccl;
 mod operators;
 mod pinned;

@@ -13,6 +13,7 @@ use crate::control::Controls;
 use crate::device::Device;
 use crate::event::Event;
 use crate::executor::Executor;
+use crate::graph::Graphs;
 use crate::hccl::Groups;
 use crate::pinned::Pinned;
 use crate::stream::Stream;
@@ -55,6 +56,7 @@ pub(crate) struct State {
     pub(crate) pinned: Pinned,
     pub(crate) controls: Controls,
     pub(crate) hccl: Groups,
+    pub(crate) graphs: Graphs,
     /// What the host has waited for.
     pub(crate) host: Clock,
     next: u64,
@@ -118,6 +120,7 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
             pinned: Pinned::default(),
             controls: Controls::default(),
             hccl: Groups::default(),
+            graphs: Graphs::default(),
             host: Clock::default(),
             next: 0x5_1000,
         })

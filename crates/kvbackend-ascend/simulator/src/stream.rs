@@ -26,8 +26,10 @@ const LONG: Duration = Duration::from_secs(60);
 pub(crate) struct Stream {
     pub(crate) device: usize,
     tasks: VecDeque<Task>,
-    clock: Clock,
+    pub(crate) clock: Clock,
     ticks: u64,
+    /// The capture that takes what is enqueued.
+    pub(crate) capture: Option<u64>,
     /// Whether its tasks are being run, so that waits that wait for each other end.
     runs: bool,
 }
@@ -67,6 +69,9 @@ impl State {
 
     /// Adds a task to a stream, and runs what can run at once.
     pub(crate) fn enqueue(&mut self, stream: u64, name: &str, work: Work) -> Outcome {
+        if let Some(capture) = self.streams.get(&stream).and_then(|stream| stream.capture) {
+            return self.capture_task(capture, stream, work);
+        }
         let host = self.host.clone();
         let Some(known) = self.streams.get_mut(&stream) else { return invalid("no stream") };
         known.clock.join(&host);
@@ -75,15 +80,32 @@ impl State {
         known.clock.set(stream, tick);
         let moment = Moment { stream, tick, before: known.clock.clone() };
         known.tasks.push_back(Task { moment, work });
+        self.note(device, name);
+        if !self.devices[device].lazy {
+            self.run(stream, &|_| false);
+        }
+        Ok(())
+    }
+
+    /// Adds tasks that have their moments already, behind those of a stream, and what is before its next task.
+    pub(crate) fn enqueue_graph(&mut self, stream: u64, tasks: Vec<Task>, end: &Clock) {
+        let Some(known) = self.streams.get_mut(&stream) else { return };
+        known.tasks.extend(tasks);
+        known.clock.join(end);
+        let device = known.device;
+        self.note(device, "graph");
+        if !self.devices[device].lazy {
+            self.run(stream, &|_| false);
+        }
+    }
+
+    /// Remembers for tests that something was enqueued.
+    fn note(&mut self, device: usize, name: &str) {
         let device = &mut self.devices[device];
         if device.trace.len() == TRACED {
             device.trace.pop_front();
         }
         device.trace.push_back(name.to_owned());
-        if !device.lazy {
-            self.run(stream, &|_| false);
-        }
-        Ok(())
     }
 
     /// Runs the tasks of a stream until `enough`, or as far as they can run.
@@ -189,6 +211,7 @@ fn synchronize_until(
     until: Instant,
 ) -> Outcome {
     let stream = state.stream_here(stream)?;
+    state.outside_captures(stream, "a wait of the host")?;
     loop {
         match state.synchronize(stream) {
             Err(refusal) if refusal.code == STUCK && state.waits_for_ranks() => {
@@ -227,6 +250,7 @@ pub extern "C" fn aclrtDestroyStream(stream: sys::aclrtStream) -> sys::aclError 
             Some(known) if known.device != device => {
                 refuse(sys::ACL_ERROR_RT_STREAM_CONTEXT as i32, "a stream of another device")
             }
+            Some(known) if known.capture.is_some() => invalid("a stream that is being captured"),
             Some(known) if !known.tasks.is_empty() && state.devices[device].lost.is_none() => {
                 invalid("a stream with work that is not done; wait for it first")
             }
@@ -277,6 +301,7 @@ pub unsafe extern "C" fn aclrtStreamQuery(
 ) -> sys::aclError {
     call("aclrtStreamQuery", |state| {
         let stream = state.stream_here(stream)?;
+        state.outside_captures(stream, "a question for the state")?;
         let empty = state.streams.get(&stream).is_none_or(|known| known.tasks.is_empty());
         *status = if empty { sys::ACL_STREAM_STATUS_COMPLETE } else { sys::ACL_STREAM_STATUS_NOT_READY };
         Ok(())

@@ -2,14 +2,15 @@
 
 use std::ffi::c_void;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::clock::Moment;
 use crate::hccl::Part;
 use crate::state::{Outcome, State, call, invalid, refuse};
 use crate::types as sys;
 
-/// What runs when a task is due. Returns the fault, if there is one.
-pub(crate) type Action = Box<dyn FnOnce(&mut State, &Moment) -> Result<(), String> + Send>;
+/// What runs when a task is due, once or for each run of a graph. Returns the fault, if there is one.
+pub(crate) type Action = Arc<dyn Fn(&mut State, &Moment) -> Result<(), String> + Send + Sync>;
 
 /// What a task does.
 pub(crate) enum Work {
@@ -105,7 +106,7 @@ pub extern "C" fn aclrtMemcpyAsync(
             unsafe { std::ptr::copy(from, to, count) };
             Ok(())
         };
-        state.enqueue(stream, name, Work::Run(Box::new(action)))
+        state.enqueue(stream, name, Work::Run(Arc::new(action)))
     })
 }
 
@@ -129,7 +130,7 @@ pub extern "C" fn aclrtMemsetAsync(
             unsafe { to.write_bytes(value as u8, count) };
             Ok(())
         };
-        state.enqueue(stream, "memset", Work::Run(Box::new(action)))
+        state.enqueue(stream, "memset", Work::Run(Arc::new(action)))
     })
 }
 
@@ -143,7 +144,8 @@ pub unsafe extern "C" fn aclrtMemcpy(
     kind: sys::aclrtMemcpyKind,
 ) -> sys::aclError {
     call("aclrtMemcpy", |state| {
-        state.alive()?;
+        let device = state.alive()?;
+        state.outside_strict_captures(device, "a copy by the host")?;
         if count > most {
             return invalid(format!("a copy of {count} bytes into {most}"));
         }

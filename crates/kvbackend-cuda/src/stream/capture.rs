@@ -13,8 +13,7 @@ use std::sync::{Arc, Weak};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUgraph, CUstreamCaptureMode};
-use kvcore::{CounterSnapshot, Error, MemoryKind, Operation, Result, StepInputs, Storage};
-use parking_lot::{Condvar, Mutex};
+use kvcore::{CapturePass, CounterSnapshot, Error, MemoryKind, Operation, Result, StepInputs, Storage};
 
 use super::StreamState;
 use super::flight::Held;
@@ -35,7 +34,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// Returns the error for something that a graph cannot hold.
 pub(crate) fn uncapturable(what: &str) -> Error {
-    Error::Unsupported { backend: NAME, what: format!("{what} in a captured graph") }
+    kvcore::device::capture::uncapturable(NAME, what)
 }
 
 /// Memory that the graphs of a stream share, as long as one of them holds it: their replays follow one another.
@@ -113,7 +112,7 @@ fn not_joined() -> Error {
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`], which names the call.
-pub(crate) fn outside<'a>(stream: &'a StreamState, what: &str) -> Result<Pass<'a>> {
+pub(crate) fn outside<'a>(stream: &'a StreamState, what: &str) -> Result<CapturePass<'a>> {
     RECORDING.with_borrow_mut(|slot| match slot {
         None => Ok(stream.gate.enter()),
         Some(recording) => {
@@ -134,7 +133,7 @@ pub(super) fn records(stream: &StreamState) -> bool {
 /// # Errors
 /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from before the
 /// capture that the stream takes part in.
-pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<Pass<'_>> {
+pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<CapturePass<'_>> {
     if number == 0 {
         return outside(stream, "a wait for an event from before the capture");
     }
@@ -144,56 +143,10 @@ pub(super) fn join(stream: &Arc<StreamState>, number: u64) -> Result<Pass<'_>> {
                 stream.gate.close(number);
                 recording.streams.push((Arc::clone(stream), stream.captured.snapshot()));
             }
-            Ok(Pass(None))
+            Ok(CapturePass::within_capture())
         }
         _ => Err(uncapturable("a wait for an event of another capture, or of one that has ended,")),
     })
-}
-
-/// The gate of a stream: one capture has the stream for itself, or calls outside of captures share it.
-#[derive(Default)]
-pub(super) struct Gate {
-    /// The number of the capture, or 0, and the number of calls under way.
-    state: Mutex<(u64, usize)>,
-    changed: Condvar,
-}
-
-/// A call under way on a stream that no capture has.
-pub(crate) struct Pass<'a>(Option<&'a Gate>);
-
-impl Drop for Pass<'_> {
-    fn drop(&mut self) {
-        if let Some(gate) = self.0 {
-            gate.state.lock().1 -= 1;
-            gate.changed.notify_all();
-        }
-    }
-}
-
-impl Gate {
-    fn enter(&self) -> Pass<'_> {
-        let mut state = self.state.lock();
-        self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
-        state.1 += 1;
-        Pass(Some(self))
-    }
-
-    /// Waits until no call is under way and no capture has the stream.
-    fn close(&self, number: u64) {
-        let mut state = self.state.lock();
-        self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);
-        state.0 = number;
-    }
-
-    fn open(&self) {
-        self.state.lock().0 = 0;
-        self.changed.notify_all();
-    }
-
-    /// Returns the number of the capture that has the stream, or 0.
-    fn capture(&self) -> u64 {
-        self.state.lock().0
-    }
 }
 
 /// A capture on a stream. It is thrown away unless it is ended.

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent_wait_flags, CUstream};
 use kvcore::{
-    Checked, Counters, Error, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream, TensorView,
+    CaptureGate, Checked, Counters, Error, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream,
+    TensorView,
 };
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -33,14 +34,14 @@ mod lowering;
 mod recheck;
 mod upload;
 
-use capture::{Gate, GraphMemory, Recording};
+use capture::{GraphMemory, Recording};
 pub use event::CudaEvent;
 pub(crate) use flight::Held;
 use flight::InFlight;
 pub(crate) use inputs::List;
+pub(crate) use kvcore::device::capture::without_work;
 use lists::Lists;
 pub(crate) use lowering::{Launch, Lowering};
-pub(crate) use recheck::without_work;
 pub(crate) use upload::Upload;
 use upload::Uploads;
 
@@ -60,7 +61,7 @@ pub(crate) struct StreamState {
     /// Keeps a lent stream alive. None for a stream of the backend's own.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     queue: Mutex<Queue>,
-    gate: Gate,
+    gate: CaptureGate,
     /// Operations that captures have recorded here; they count when they are replayed.
     captured: Counters,
     /// Memory of the graphs that were captured here.
@@ -148,7 +149,7 @@ impl CudaStream {
             raw,
             owner,
             queue: Mutex::default(),
-            gate: Gate::default(),
+            gate: CaptureGate::default(),
             captured: Counters::default(),
             graphs: Mutex::default(),
         };

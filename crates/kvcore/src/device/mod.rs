@@ -6,6 +6,7 @@
 
 mod arena;
 pub mod backend;
+pub mod capture;
 mod communicator;
 pub mod graph;
 pub mod operation;
@@ -18,6 +19,7 @@ pub use backend::{
     Backend, Capabilities, CounterSnapshot, Counters, Event, ReservedStorage, Storage, Stream,
     allocate_tensor, check_granules, whole_granules,
 };
+pub use capture::{CaptureGate, CapturePass, ReplayCheck};
 pub use communicator::{CheckedCollective, Collective, Communicator, ReduceOp, Transfer};
 pub use graph::{Graph, GraphCache, GraphCounts, GraphKey, GraphRun, StepInputs};
 pub use operation::{

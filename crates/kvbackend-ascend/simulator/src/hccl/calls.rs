@@ -30,6 +30,7 @@ struct Caller {
 impl Caller {
     fn new(state: &mut State, comm: sys::HcclComm, stream: sys::aclrtStream) -> Outcome<Self> {
         let stream = state.stream_here(stream)?;
+        state.outside_captures(stream, "a collective")?;
         let Some(known) = state.hccl.comms.get(&(comm as u64)) else {
             return wrong(format!("{comm:p} is no communicator, or was destroyed"));
         };

@@ -1,5 +1,7 @@
 //! Copies between views, with and without a change of type.
 
+use std::sync::Arc;
+
 use super::{check_apart, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
 use crate::state::Outcome;
@@ -18,7 +20,7 @@ fn copy(from: View, out: View) -> Outcome<Action> {
     if from.dtype != out.dtype && !(CAST.contains(&from.dtype) && CAST.contains(&out.dtype)) {
         return wrong(format!("a copy from type {} to {}", from.dtype, out.dtype));
     }
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let src = place(state, &from, moment, false)?;
         let dst = place(state, &out, moment, true)?;
         let size = size_of_type(out.dtype);

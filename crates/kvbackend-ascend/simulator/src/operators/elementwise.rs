@@ -1,5 +1,7 @@
 //! Operators on single elements: sums, products, exponentials.
 
+use std::sync::Arc;
+
 use super::{check_apart, check_types, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
 use crate::state::Outcome;
@@ -11,13 +13,13 @@ use crate::types as sys;
 fn of_two(
     first: &mut First<'_>,
     (a, b, out): (*const sys::aclTensor, *const sys::aclTensor, *const sys::aclTensor),
-    f: impl Fn(f32, f32) -> f32 + Send + 'static,
+    f: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
 ) -> Outcome<Action> {
     let (a, b, out) = (first.tensor(a)?, first.tensor(b)?, first.output(out)?);
     check_types(&[&a, &b, &out])?;
     check_apart(&out, &[&a, &b])?;
     let (of_a, of_b) = (strides_along(&a, &out.dims)?, strides_along(&b, &out.dims)?);
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let (from_a, from_b) = (place(state, &a, moment, false)?, place(state, &b, moment, false)?);
         let to = place(state, &out, moment, true)?;
         let dtype = out.dtype;
@@ -47,7 +49,7 @@ fn of_two(
 fn of_one(
     first: &mut First<'_>,
     (x, out): (*const sys::aclTensor, *const sys::aclTensor),
-    f: impl Fn(f32) -> f32 + Send + 'static,
+    f: impl Fn(f32) -> f32 + Send + Sync + 'static,
 ) -> Outcome<Action> {
     let (x, out) = (first.tensor(x)?, first.output(out)?);
     check_types(&[&x, &out])?;
@@ -55,7 +57,7 @@ fn of_one(
     if x.dims != out.dims {
         return wrong(format!("extents {:?} for a result of {:?}", x.dims, out.dims));
     }
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let from = place(state, &x, moment, false)?;
         let to = place(state, &out, moment, true)?;
         let View { dtype, .. } = out;

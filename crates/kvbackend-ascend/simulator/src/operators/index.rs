@@ -1,6 +1,7 @@
 //! Rows by number: taking them, and putting them.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use super::{check_apart, operator, place};
 use crate::clock::Moment;
@@ -90,7 +91,7 @@ fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
 
 fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tensor) -> Outcome<Action> {
     let rows = Rows::new(first.tensor(x)?, axis, first.tensor(index)?, first.output(out)?)?;
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
         let to = place(state, &rows.moved, moment, true)?;
@@ -105,7 +106,7 @@ fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tenso
 
 fn put(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, source: Tensor) -> Outcome<Action> {
     let rows = Rows::new(first.output(x)?, axis, first.tensor(index)?, first.tensor(source)?)?;
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
         if numbers.iter().collect::<HashSet<_>>().len() < numbers.len() {

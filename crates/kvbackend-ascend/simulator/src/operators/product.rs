@@ -1,5 +1,7 @@
 //! Products of matrices.
 
+use std::sync::Arc;
+
 use super::{check_apart, check_types, operator, place};
 use crate::executor::{First, wrong};
 use crate::state::Outcome;
@@ -61,7 +63,7 @@ fn multiply(a: View, b: View, out: View, types: i8) -> Outcome<Action> {
     if !fits || out.dims != [batch, m, n] || !out.is_dense() {
         return wrong(format!("{:?} by {:?} into {:?}", a.0.dims, b.0.dims, out.dims));
     }
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let (from_a, from_b) = (place(state, &a.0, moment, false)?, place(state, &b.0, moment, false)?);
         let to = place(state, &out, moment, true)?;
         let mut row = vec![0.0f32; n];

@@ -1,5 +1,7 @@
 //! Greatest elements and sums along axes, and norms of rows.
 
+use std::sync::Arc;
+
 use super::{check_apart, check_types, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
 use crate::state::Outcome;
@@ -15,7 +17,7 @@ fn reduce(
     first: &mut First<'_>,
     (x, axes, keep, out): (Tensor, Axes, bool, Tensor),
     start: f32,
-    f: impl Fn(f32, f32) -> f32 + Send + 'static,
+    f: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
 ) -> Outcome<Action> {
     let (x, out, axes) = (first.tensor(x)?, first.output(out)?, first.array(axes)?);
     check_types(&[&x, &out])?;
@@ -33,7 +35,7 @@ fn reduce(
         return wrong(format!("a result of {:?} where {dims:?} is expected", out.dims));
     }
     let along = strides_along(&out, &x.dims)?;
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let from = place(state, &x, moment, false)?;
         let to = place(state, &out, moment, true)?;
         let mut results = vec![start; out.bytes().map_or(0, |_| span(&out))];
@@ -73,7 +75,7 @@ fn norm(
     if rstd.len() != rows {
         return wrong(format!("{} deviations for {rows} rows", rstd.len()));
     }
-    Ok(Box::new(move |state, moment| {
+    Ok(Arc::new(move |state, moment| {
         let (from, by) = (place(state, &x, moment, false)?, place(state, &gamma, moment, false)?);
         let (to, deviations) = (place(state, &y, moment, true)?, place(state, &rstd, moment, true)?);
         for row in 0..rows {

@@ -1,0 +1,59 @@
+//! The gate of a stream: one capture has the stream for itself, or calls outside of captures share it.
+
+use parking_lot::{Condvar, Mutex};
+
+/// The gate of a stream. Captures have numbers above 0.
+#[derive(Debug, Default)]
+pub struct CaptureGate {
+    /// The number of the capture, or 0, and the number of calls under way.
+    state: Mutex<(u64, usize)>,
+    changed: Condvar,
+}
+
+/// A call under way on a stream that no capture has. It keeps captures away until it is dropped.
+#[derive(Debug)]
+pub struct CapturePass<'a>(Option<&'a CaptureGate>);
+
+impl CapturePass<'_> {
+    /// Returns the pass of a call that is part of a capture, which keeps nothing away.
+    pub fn within_capture() -> Self {
+        Self(None)
+    }
+}
+
+impl Drop for CapturePass<'_> {
+    fn drop(&mut self) {
+        if let Some(gate) = self.0 {
+            gate.state.lock().1 -= 1;
+            gate.changed.notify_all();
+        }
+    }
+}
+
+impl CaptureGate {
+    /// Waits until no capture has the stream, and begins a call.
+    pub fn enter(&self) -> CapturePass<'_> {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
+        state.1 += 1;
+        CapturePass(Some(self))
+    }
+
+    /// Waits until no call is under way and no capture has the stream, and gives the stream to capture `number`.
+    pub fn close(&self, number: u64) {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);
+        state.0 = number;
+    }
+
+    /// Takes the stream from its capture.
+    pub fn open(&self) {
+        self.state.lock().0 = 0;
+        self.changed.notify_all();
+    }
+
+    /// Returns the number of the capture that has the stream, or 0.
+    pub fn capture(&self) -> u64 {
+        self.state.lock().0
+    }
+}
