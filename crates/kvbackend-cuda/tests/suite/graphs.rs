@@ -171,7 +171,8 @@ fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
     };
     bench.enqueue(&step(4)).unwrap();
     let counts = [(); 4].map(|()| use_one());
-    assert_eq!(counts[1], counts[3]);
+    // The worker of the double may end an event later than the wait, but nothing grows.
+    assert!(counts[3] <= counts[1], "{counts:?}");
 }
 
 #[test]
