@@ -116,12 +116,14 @@ impl Backend for AscendBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let reserve = if memory::maps(&self.device) { None } else { Some("reserve") };
+        let lacks = |there: bool, name| (!there).then_some(name);
+        let graphs = lacks(self.device.library.captures(), "graphs");
+        let reserve = lacks(memory::maps(&self.device), "reserve");
         Capabilities {
             dtypes: DType::COMPUTE.to_vec(),
             formats: Vec::new(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned],
-            missing: ["graphs"].into_iter().chain(reserve).collect(),
+            missing: graphs.into_iter().chain(reserve).collect(),
         }
     }
 

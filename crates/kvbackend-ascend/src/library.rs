@@ -182,6 +182,12 @@ impl Library {
         }
     }
 
+    /// Returns whether graphs can be captured.
+    pub(crate) fn captures(&self) -> bool {
+        missing!(self.acl, aclmdlRICaptureBegin, aclmdlRICaptureEnd, aclmdlRIExecuteAsync, aclmdlRIDestroy)
+            .is_empty()
+    }
+
     /// Returns the names of missing operators that only the dense steps of a model call.
     pub(crate) fn lacks_for_dense_steps(&self) -> Vec<&'static str> {
         let operators = self.operators().into_iter();

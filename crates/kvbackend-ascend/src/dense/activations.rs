@@ -21,7 +21,7 @@ const LEAST: usize = 4096;
 
 /// Memory that waits for use, by size.
 #[derive(Debug, Default)]
-pub(super) struct ActivationMemory(Mutex<BTreeMap<usize, Vec<AscendStorage>>>);
+pub(crate) struct ActivationMemory(Mutex<BTreeMap<usize, Vec<AscendStorage>>>);
 
 /// A block of memory on loan.
 #[derive(Debug)]

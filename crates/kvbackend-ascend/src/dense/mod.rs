@@ -14,12 +14,12 @@ use crate::device::Device;
 use crate::library::no_device;
 use crate::memory::{self, AscendStorage};
 use crate::operators::Tensor;
-use crate::stream::{AscendStream, Held, Work};
+use crate::stream::{AscendStream, Held, Work, capture};
 
 mod activations;
 mod steps;
 
-use activations::ActivationMemory;
+pub(crate) use activations::ActivationMemory;
 
 /// The dense steps of a device.
 pub struct DenseSteps {
@@ -128,6 +128,12 @@ impl DenseSteps {
 
     /// Takes memory for results, and frees what waits for use if the device is out of memory.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
+        let captured = capture::with(self.stream.state(), |recording| {
+            Ok(recording.map(|recording| recording.activations(&self.memory)))
+        })?;
+        if let Some(of_graph) = captured {
+            return of_graph.take(&self.device, bytes);
+        }
         match self.memory.take(&self.device, bytes) {
             Err(Error::Allocation { .. }) => {
                 self.stream.synchronize()?;

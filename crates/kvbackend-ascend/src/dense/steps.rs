@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{DType, Error, Result, Storage, Stream, TensorView};
+use kvcore::{DType, Error, Result, StepInputs, Storage, Stream, TensorView};
 
 use super::{DenseSteps, DeviceWeight, matrix_shape, rank};
 use crate::bindings::types as sys;
@@ -19,10 +19,28 @@ fn check(what: &'static str, weight: &DeviceWeight, rows: usize, width: usize) -
     Ok(())
 }
 
-/// Sends up row numbers.
-fn numbers(work: &mut Work<'_>, rows: &[u32]) -> Result<Tensor> {
-    let upload = work.send(bytemuck::cast_slice(rows))?;
-    Ok(Tensor::dense(upload.address(), sys::ACL_INT32, &[rows.len()]))
+/// Checks that a table has the rows of tokens.
+fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
+    match tokens.iter().find(|&&token| token as usize >= limit) {
+        None => Ok(()),
+        Some(&token) => Err(Error::OutOfRange { what: "token", value: token.into(), limit: limit as i128 }),
+    }
+}
+
+/// Sends up tokens, or takes those that each replay brings.
+fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> {
+    let of_step =
+        work.captured_step().is_some_and(|step| step.tokens.as_ptr_range() == tokens.as_ptr_range());
+    let at = if of_step {
+        let make = move |step: &StepInputs| {
+            check_tokens(&step.tokens, limit)?;
+            Ok(bytemuck::cast_slice(&step.tokens).to_vec())
+        };
+        work.replayed_list(size_of_val(tokens), Box::new(make))?
+    } else {
+        work.send(bytemuck::cast_slice(tokens))?.address()
+    };
+    Ok(Tensor::dense(at, sys::ACL_INT32, &[tokens.len()]))
 }
 
 /// Returns row numbers that [`DenseSteps::index`] has sent up.
@@ -36,12 +54,10 @@ impl DenseSteps {
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
     pub fn embed(&self, table: &DeviceWeight, tokens: &[u32]) -> Result<TensorView> {
-        if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
-            return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
-        }
+        check_tokens(tokens, table.rows)?;
         let out = self.rows(&[tokens.len(), table.width])?;
         self.enqueue(&[&table.storage, out.storage()], |work| {
-            let index = numbers(work, tokens)?;
+            let index = numbers(work, tokens, table.rows)?;
             work.take_rows(&table.tensor(&[table.rows, table.width]), &index, &Tensor::of(&out)?)
         })?;
         Ok(out)

@@ -14,6 +14,7 @@ use crate::stream::Work;
 
 mod attend;
 mod blocks;
+mod captured;
 mod places;
 mod plans;
 mod rows;

@@ -101,16 +101,25 @@ impl Geometry {
         index
     }
 
-    /// Returns the numbers of the rows of tokens, each in a block, and whether they are in the order `[heads, tokens,
-    /// dim]`. If not, they are in the order `[tokens, heads, dim]`.
-    pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> (Vec<i32>, bool) {
+    /// Returns the numbers of the rows of tokens, each in a block, in the order that [`is_by_head`](Self::is_by_head) says.
+    pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> Vec<i32> {
         let mut index = Vec::with_capacity(tokens.len() * self.apart * self.parts);
         for head in 0..self.apart {
             for &(block, token) in tokens {
                 self.push(&mut index, self.at(block, token) + head * self.head);
             }
         }
-        (index, self.apart > 1 || self.heads == 1)
+        index
+    }
+
+    /// Returns how many rows of the matrix a slot has.
+    pub(super) fn rows_of_slot(&self) -> usize {
+        self.apart * self.parts
+    }
+
+    /// Returns whether rows of tokens are in the order `[heads, tokens, dim]`, and not `[tokens, heads, dim]`.
+    pub(super) fn is_by_head(&self) -> bool {
+        self.apart > 1 || self.heads == 1
     }
 
     fn at(&self, block: usize, token: usize) -> usize {

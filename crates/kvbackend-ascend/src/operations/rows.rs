@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvcore::{Gather, KvArena, Result, RowRotation, Scatter, TensorView};
 use smallvec::smallvec;
 
+use super::captured::StepRows;
 use super::places::{Geometry, PlaneRows, on_device};
 use super::plans::{ListKey, ListOwner, Sent};
 use super::turn::{Angles, in_f32};
@@ -97,6 +98,10 @@ pub(super) fn scatter(work: &mut Work<'_>, op: &Scatter) -> Result<()> {
     for view in [&op.k, &op.v] {
         on_device("rows to scatter", view.storage())?;
     }
+    if work.captured_step().is_some() {
+        // The check of the capture has seen that the lists are the step's.
+        return scatter_captured(work, op, &planes);
+    }
     let slots = SlotList::new(&op.slots, true);
     if slots.len() == 0 {
         return Ok(());
@@ -109,6 +114,31 @@ pub(super) fn scatter(work: &mut Work<'_>, op: &Scatter) -> Result<()> {
     };
     put(work, &movement, &planes[0], &op.k, angles.as_deref())?;
     put(work, &movement, &planes[1], &op.v, None)
+}
+
+/// Enqueues a scatter whose slots each replay brings.
+fn scatter_captured(work: &mut Work<'_>, op: &Scatter, planes: &[PlaneRows; 2]) -> Result<()> {
+    let step = StepRows { count: op.slots.len() };
+    if step.count == 0 {
+        return Ok(());
+    }
+    let rotation = op.rotation.as_ref();
+    let angles = rotation.map(|rotation| step.angles(work, &rotation.rope)).transpose()?;
+    let chosen = step.numbers(work)?;
+    for (plane, view, angles) in [(&planes[0], &op.k, angles.as_ref()), (&planes[1], &op.v, None)] {
+        let (heads, dim, view) = (plane.geometry.heads, plane.geometry.dim, Tensor::of(view)?);
+        let all = dense(work, &view)?.reshaped(&[step.count, heads * dim]);
+        let rows = work.temporary(all.dtype(), &[step.count, heads * dim])?;
+        work.take_rows(&all, &chosen, &rows)?;
+        let mut rows = rows.reshaped(&[step.count, heads, dim]);
+        if let Some(angles) = angles {
+            rows = in_f32(work, &rows)?;
+            angles.turn(work, &rows, &[step.count, 1])?;
+        }
+        let places = step.places(work, plane.geometry)?;
+        store(work, plane, &places, rows)?;
+    }
+    Ok(())
 }
 
 /// Returns the angles of the rows that are moved.
@@ -153,15 +183,19 @@ fn put<O: Fn() -> ListOwner>(
         rows = in_f32(work, &rows)?;
         angles.turn(work, &rows, &[count, 1])?;
     }
+    let index = movement.places(work, &plane.geometry)?;
+    store(work, plane, &index, rows)
+}
+
+/// Writes rows to their places in the type of the plane.
+fn store(work: &mut Work<'_>, plane: &PlaneRows, places: &Tensor, mut rows: Tensor) -> Result<()> {
     if rows.dtype() != plane.dtype() {
-        let rounded = work.temporary(plane.dtype(), &[count, heads, dim])?;
+        let rounded = work.temporary(plane.dtype(), &rows.dims())?;
         work.convert(&rows, &rounded)?;
         rows = rounded;
     }
     let rows = dense(work, &rows)?;
-    let unit = plane.unit();
-    let index = movement.places(work, &plane.geometry)?;
-    work.put_rows(&plane.matrix, &index, &rows.reshaped(&[count * heads * dim / unit, unit]))
+    work.put_rows(&plane.matrix, places, &rows.reshaped(&[places.dim(0), plane.unit()]))
 }
 
 /// Returns the rows themselves if they are dense, or a dense copy.

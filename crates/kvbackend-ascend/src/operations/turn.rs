@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvcore::{ApplyRope, Pairing, Result, Rope};
 use smallvec::{SmallVec, smallvec};
 
+use super::captured::positions;
 use super::places::on_device;
 use super::plans::{ListKey, Sent};
 use crate::bindings::types as sys;
@@ -19,18 +20,27 @@ pub(super) struct Angles {
     pairing: Pairing,
 }
 
+/// Returns cosines and sines of positions times a factor, `[positions, rotary_dim / 2]` each.
+///
+/// # Errors
+/// Returns [`kvcore::Error::OutOfRange`] for a position that the table cannot hold.
+pub(super) fn cosines_and_sines(rope: &Rope, positions: &[i64], factor: f32) -> Result<(Vec<f32>, Vec<f32>)> {
+    let table = rope.table(positions.iter().copied())?;
+    let half = rope.config().rotary_dim / 2;
+    let (mut cos, mut sin) = (Vec::with_capacity(positions.len() * half), Vec::new());
+    let mut row = vec![0.0; half];
+    for &position in positions {
+        cos.extend(table.at(position, &mut row).iter().map(|x| x * factor));
+        sin.extend(row.iter().map(|x| x * factor));
+    }
+    Ok((cos, sin))
+}
+
 impl Angles {
     /// Sends up the angles of positions. The table must hold them, which the operation's check has seen to.
     pub(super) fn send(work: &mut Work<'_>, rope: &Rope, positions: &[i64], factor: f32) -> Result<Self> {
-        let table = rope.table(positions.iter().copied())?;
-        let half = rope.config().rotary_dim / 2;
-        let (mut cos, mut sin) = (Vec::with_capacity(positions.len() * half), Vec::new());
-        let mut row = vec![0.0; half];
-        for &position in positions {
-            cos.extend(table.at(position, &mut row).iter().map(|x| x * factor));
-            sin.extend(row.iter().map(|x| x * factor));
-        }
-        let dims = [positions.len(), half];
+        let (cos, sin) = cosines_and_sines(rope, positions, factor)?;
+        let dims = [positions.len(), rope.config().rotary_dim / 2];
         Ok(Self {
             cos: Sent::send(work, &cos, sys::ACL_FLOAT, &dims)?,
             sin: Sent::send(work, &sin, sys::ACL_FLOAT, &dims)?,
@@ -64,19 +74,17 @@ impl Angles {
 
     /// Returns angles `[rows, rotary_dim / 2]`, those of row `i` being number `which[i]`.
     pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Turn> {
-        let dims = [which.dim(0), self.cos.tensor.dim(1)];
-        let mut of = |table: &Sent| -> Result<Tensor> {
-            let rows = work.temporary(sys::ACL_FLOAT, &dims)?;
-            work.take_rows(&table.tensor, which, &rows)?;
-            Ok(rows)
-        };
-        Ok(Turn { cos: of(&self.cos)?, sin: of(&self.sin)?, pairing: self.pairing })
+        self.on_device().spread(work, which)
+    }
+
+    fn on_device(&self) -> Turn {
+        let (cos, sin) = (self.cos.tensor.clone(), self.sin.tensor.clone());
+        Turn { cos, sin, pairing: self.pairing }
     }
 
     /// Rotates rows; see [`Turn::turn`].
     pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
-        let (cos, sin) = (self.cos.tensor.clone(), self.sin.tensor.clone());
-        Turn { cos, sin, pairing: self.pairing }.turn(work, x, outer)
+        self.on_device().turn(work, x, outer)
     }
 }
 
@@ -89,6 +97,17 @@ pub(super) struct Turn {
 }
 
 impl Turn {
+    /// Returns angles `[rows, rotary_dim / 2]`, those of row `i` being number `which[i]`.
+    pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Self> {
+        let dims = [which.dim(0), self.cos.dim(1)];
+        let mut of = |table: &Tensor| -> Result<Tensor> {
+            let rows = work.temporary(sys::ACL_FLOAT, &dims)?;
+            work.take_rows(table, which, &rows)?;
+            Ok(rows)
+        };
+        Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, pairing: self.pairing })
+    }
+
     /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `outer` are the extents of the angles along the
     /// axes before the last: 1 where they repeat.
     pub(super) fn turn(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
@@ -124,6 +143,14 @@ pub(super) fn rope(work: &mut Work<'_>, op: &ApplyRope) -> Result<()> {
     let rows = Tensor::of(&op.rows)?;
     if rows.is_empty() {
         return Ok(());
+    }
+    let of_step =
+        work.captured_step().filter(|step| step.positions.as_ptr_range() == op.positions.as_ptr_range());
+    if of_step.is_some() {
+        let (count, turned) = (rows.dim(0), in_f32(work, &rows)?);
+        let angles = positions(work, &op.rope, 33, count, |step| Ok(step.positions.to_vec()))?;
+        angles.turn(work, &turned, &[count, 1])?;
+        return work.convert(&turned, &rows);
     }
     let factor = op.rope.attention_factor();
     let key: ListKey = smallvec![

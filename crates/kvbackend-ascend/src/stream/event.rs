@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use kvcore::{Event, Result};
 
+use super::capture::uncapturable;
 use crate::bindings::types as sys;
 use crate::device::Device;
 
@@ -14,6 +15,8 @@ use crate::device::Device;
 pub(crate) struct RawEvent {
     raw: sys::aclrtEvent,
     device: Arc<Device>,
+    /// Number of the capture that the event is part of, or 0. Such an event never happens.
+    capture: u64,
 }
 
 // SAFETY: events may be used from any thread that has the device's context current.
@@ -30,12 +33,17 @@ impl fmt::Debug for RawEvent {
 impl RawEvent {
     /// Creates an event that streams and the host can wait for. The device's context is current.
     pub(super) fn create(device: &Arc<Device>) -> Result<Self> {
+        Self::of_capture(device, 0)
+    }
+
+    /// Creates an event of a capture, or of none if its number is 0. The device's context is current.
+    pub(super) fn of_capture(device: &Arc<Device>, capture: u64) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // Events of this kind are recorded again as those of CUDA are, and take none of the hardware's numbers.
         let flags = sys::ACL_EVENT_SYNC | sys::ACL_EVENT_TIME_LINE;
         // SAFETY: `raw` is a place for the answer.
         device.check(unsafe { device.library.acl.aclrtCreateEventExWithFlag(&raw mut raw, flags) })?;
-        Ok(Self { raw, device: Arc::clone(device) })
+        Ok(Self { raw, device: Arc::clone(device), capture })
     }
 
     /// Records the event behind the work of a stream. The device's context is current.
@@ -51,7 +59,7 @@ impl RawEvent {
     }
 
     /// Blocks the host until the event is done.
-    fn wait(&self) -> Result<()> {
+    pub(super) fn wait(&self) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: the event is alive and recorded.
         self.device.check(unsafe { self.device.library.acl.aclrtSynchronizeEvent(self.raw) })
@@ -85,6 +93,11 @@ impl AscendEvent {
         &self.0.device
     }
 
+    /// Returns the number of the capture that the event is part of, or 0.
+    pub(super) fn capture(&self) -> u64 {
+        self.0.capture
+    }
+
     /// Makes a stream of a device wait for the event. The device's context is current.
     pub(crate) fn hold_back(&self, device: &Device, stream: sys::aclrtStream) -> Result<()> {
         self.0.hold_back(device, stream)
@@ -93,10 +106,16 @@ impl AscendEvent {
 
 impl Event for AscendEvent {
     fn wait(&self) -> Result<()> {
+        if self.0.capture != 0 {
+            return Err(uncapturable("a wait of the host for an event"));
+        }
         self.0.wait()
     }
 
     fn is_done(&self) -> bool {
+        if self.0.capture != 0 {
+            return false;
+        }
         let Ok(_bound) = self.0.device.bind() else { return true }; // what a lost device had to do never will be done
         self.0.is_done().unwrap_or(true)
     }

@@ -10,7 +10,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvcore::{
-    Checked, Counters, Error, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream, TensorView,
+    CaptureGate, Checked, Counters, Error, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream,
+    TensorView,
 };
 use parking_lot::Mutex;
 
@@ -20,11 +21,14 @@ use crate::device::Device;
 use crate::memory;
 use crate::operations::{self, Plans};
 
+pub(crate) mod capture;
 mod event;
 mod flight;
+mod graph;
 mod upload;
 mod work;
 
+use capture::GraphMemory;
 pub use event::AscendEvent;
 use event::RawEvent;
 pub(crate) use flight::Held;
@@ -48,6 +52,11 @@ pub(crate) struct StreamState {
     /// Keeps a lent stream alive. None for a stream of the backend's own.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     queue: Mutex<Queue>,
+    gate: CaptureGate,
+    /// Operations that graphs have captured.
+    captured: Counters,
+    /// Memory of the graphs that were captured here.
+    graphs: Mutex<GraphMemory>,
 }
 
 // SAFETY: ACL's streams may be used from any thread that has the device's context current; the order of calls is kept by
@@ -141,17 +150,37 @@ impl AscendStream {
 
     fn over(device: &Arc<Device>, raw: sys::aclrtStream, owner: Option<Arc<dyn Any + Send + Sync>>) -> Self {
         let device = Arc::clone(device);
-        Self { state: Arc::new(StreamState { device, raw, owner, queue: Mutex::default() }) }
+        let state = StreamState {
+            device,
+            raw,
+            owner,
+            queue: Mutex::default(),
+            gate: CaptureGate::default(),
+            captured: Counters::default(),
+            graphs: Mutex::default(),
+        };
+        Self { state: Arc::new(state) }
     }
 
     /// Runs `enqueue`, and holds what it names until its work is done.
     pub(crate) fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
         let StreamState { device, raw, queue, .. } = &*self.state;
-        let _bound = device.bind()?;
-        let mut queue = queue.lock();
-        let done = enqueue(&mut Work::new(device, *raw, &mut queue));
-        // What was enqueued before an error runs, and its memory is held as that of a whole operation.
-        done.and(queue.in_flight.tidy(device, *raw))
+        capture::with(&self.state, |recording| {
+            let _bound = device.bind()?;
+            let mut queue = queue.lock();
+            let captured = recording.is_some();
+            let done = enqueue(&mut Work::new(device, *raw, &mut queue, recording));
+            if captured {
+                return done;
+            }
+            // What was enqueued before an error runs, and its memory is held as that of a whole operation.
+            done.and(queue.in_flight.tidy(device, *raw))
+        })
+    }
+
+    /// Returns what the calls of the stream share.
+    pub(crate) fn state(&self) -> &StreamState {
+        &self.state
     }
 
     /// Returns ACL's stream, for engines that enqueue work of their own between operations.
@@ -189,6 +218,7 @@ impl Stream for AscendStream {
     fn launch(&self, operation: Checked<'_>) -> Result<()> {
         let operation = operation.operation();
         self.enqueue(|work| {
+            work.admit(operation)?;
             operation.storages().for_each(|storage| work.hold(Held::Storage(Arc::clone(storage))));
             operations::run(work, operation)
         })
@@ -199,31 +229,46 @@ impl Stream for AscendStream {
     }
 
     fn counters(&self) -> &Counters {
-        &self.state.device.counters
+        if capture::records(&self.state) { &self.state.captured } else { &self.state.device.counters }
     }
 
     fn record(&self) -> Result<Arc<dyn Event>> {
         let StreamState { device, raw, queue, .. } = &*self.state;
-        let _bound = device.bind()?;
-        let event = Arc::new(RawEvent::create(device)?);
-        let mut queue = queue.lock();
-        event.record(*raw)?;
-        queue.in_flight.hold(Held::Event(Arc::clone(&event)));
-        Ok(Arc::new(AscendEvent(event)))
+        capture::with(&self.state, |recording| {
+            let _bound = device.bind()?;
+            let number = recording.as_ref().map_or(0, |recording| recording.number());
+            let event = Arc::new(RawEvent::of_capture(device, number)?);
+            let mut queue = queue.lock();
+            event.record(*raw)?;
+            let held = Held::Event(Arc::clone(&event));
+            match recording {
+                Some(recording) => recording.hold(held),
+                None => queue.in_flight.hold(held),
+            }
+            Ok(Arc::new(AscendEvent(event)) as Arc<dyn Event>)
+        })
     }
 
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let known = event.as_any().downcast_ref::<AscendEvent>();
         let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
         let StreamState { device, raw, queue, .. } = &*self.state;
-        let _bound = device.bind()?;
-        let mut queue = queue.lock();
-        known.0.hold_back(device, *raw)?;
-        queue.in_flight.hold(Held::Event(Arc::clone(&known.0)));
-        queue.in_flight.tidy(device, *raw)
+        capture::join(&self.state, known.capture(), |recording| {
+            let _bound = device.bind()?;
+            let mut queue = queue.lock();
+            known.0.hold_back(device, *raw)?;
+            let held = Held::Event(Arc::clone(&known.0));
+            if let Some(recording) = recording {
+                recording.hold(held);
+                return Ok(());
+            }
+            queue.in_flight.hold(held);
+            queue.in_flight.tidy(device, *raw)
+        })
     }
 
     fn synchronize(&self) -> Result<()> {
+        let _pass = capture::outside(&self.state, "a wait of the host")?;
         let _bound = self.state.device.bind()?;
         self.state.synchronize(&mut self.state.queue.lock())
     }
@@ -232,6 +277,7 @@ impl Stream for AscendStream {
         let range = dst.host_range(src.len())?;
         let StreamState { device, raw, queue, .. } = &*self.state;
         let into = memory::of(device, dst.storage())?;
+        let _pass = capture::outside(&self.state, "a write by the host")?;
         let _bound = device.bind()?;
         if src.is_empty() {
             return Ok(());
@@ -268,6 +314,7 @@ impl Stream for AscendStream {
         let range = src.host_range(dst.len())?;
         let StreamState { device, queue, .. } = &*self.state;
         let from = memory::of(device, src.storage())?;
+        let _pass = capture::outside(&self.state, "a read by the host")?;
         let _bound = device.bind()?;
         let at = src.storage().address() + range.start as u64;
         self.state.synchronize(&mut queue.lock())?;
@@ -285,7 +332,10 @@ impl Stream for AscendStream {
         Ok(())
     }
 
-    fn capture(&self, _: &StepInputs, _: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
-        Err(Error::Unsupported { backend: NAME, what: "captures of graphs".to_owned() })
+    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        let open = capture::Open::begin(&self.state, inputs)?;
+        record()?;
+        let (graph, recording, counts) = open.end()?;
+        Ok(Arc::new(graph::AscendGraph::new(&self.state, graph, recording, counts)))
     }
 }

@@ -17,16 +17,23 @@ const KEPT: usize = 32;
 /// Memory of a list: where the host writes it, and where operators read it.
 #[derive(Debug)]
 pub(crate) struct Upload {
-    host: AscendStorage,
+    /// None for a list that is sent once.
+    host: Option<AscendStorage>,
     device: AscendStorage,
 }
 
 impl Upload {
     fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
         Ok(Self {
-            host: AscendStorage::uninitialised(device, MemoryKind::Pinned, bytes)?,
+            host: Some(AscendStorage::uninitialised(device, MemoryKind::Pinned, bytes)?),
             device: AscendStorage::uninitialised(device, MemoryKind::Device, bytes)?,
         })
+    }
+
+    /// Returns memory of a list that is sent once, of at least one byte.
+    pub(super) fn of_device(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let device = AscendStorage::uninitialised(device, MemoryKind::Device, bytes.max(1))?;
+        Ok(Self { host: None, device })
     }
 
     /// Returns the address of the list on the device.
@@ -34,9 +41,9 @@ impl Upload {
         kvcore::Storage::address(&self.device)
     }
 
-    /// Returns the address that the host writes.
+    /// Returns the address that the host writes; 0 for a list that is sent once.
     pub(super) fn host(&self) -> u64 {
-        kvcore::Storage::address(&self.host)
+        self.host.as_ref().map_or(0, kvcore::Storage::address)
     }
 
     fn len(&self) -> usize {

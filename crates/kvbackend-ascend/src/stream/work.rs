@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use kvcore::{Error, MemoryKind, Result, Storage};
+use kvcore::{Error, MemoryKind, Operation, Result, StepInputs, Storage};
 
+use super::capture::{MakeList, Recording, uncapturable};
 use super::{Held, Queue, Way, copy};
 use crate::bindings::types as sys;
 use crate::device::Device;
@@ -27,6 +28,15 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
+    /// Returns scratch that begins with memory that others used before.
+    pub(super) fn over(memory: Option<Arc<dyn Storage>>) -> Self {
+        Self { memory, used: 0 }
+    }
+
+    pub(super) fn memory(&self) -> Option<&Arc<dyn Storage>> {
+        self.memory.as_ref()
+    }
+
     /// Returns the address of `bytes` bytes that no other piece of the operation has. The caller holds the memory that is
     /// given beside it.
     fn piece(&mut self, device: &Arc<Device>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
@@ -63,12 +73,51 @@ pub(crate) struct Work<'a> {
     device: &'a Arc<Device>,
     stream: sys::aclrtStream,
     queue: &'a mut Queue,
+    /// The capture that takes the work, if there is one.
+    recording: Option<&'a mut Recording>,
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(device: &'a Arc<Device>, stream: sys::aclrtStream, queue: &'a mut Queue) -> Self {
-        queue.scratch.used = 0;
-        Self { device, stream, queue }
+    pub(super) fn new(
+        device: &'a Arc<Device>,
+        stream: sys::aclrtStream,
+        queue: &'a mut Queue,
+        recording: Option<&'a mut Recording>,
+    ) -> Self {
+        let mut work = Self { device, stream, queue, recording };
+        work.scratch().used = 0;
+        work
+    }
+
+    fn scratch(&mut self) -> &mut Scratch {
+        match &mut self.recording {
+            Some(recording) => recording.scratch(self.stream),
+            None => &mut self.queue.scratch,
+        }
+    }
+
+    /// Notes the check of an operation that is captured.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for an operation that cannot be captured.
+    pub(super) fn admit(&mut self, operation: Operation<'_>) -> Result<()> {
+        self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation))
+    }
+
+    /// Returns the step that is captured, if the work is part of a capture.
+    pub(crate) fn captured_step(&self) -> Option<&StepInputs> {
+        self.recording.as_ref().map(|recording| recording.step())
+    }
+
+    /// Returns a list that each replay makes anew, as bytes on the device.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] outside of captures, and [`Error::Allocation`] if the device is out of memory.
+    pub(crate) fn replayed_list(&mut self, bytes: usize, make: MakeList) -> Result<u64> {
+        match &mut self.recording {
+            Some(recording) => recording.list(self.device, bytes, make),
+            None => Err(uncapturable("a list of no capture")),
+        }
     }
 
     pub(crate) fn device(&self) -> &'a Arc<Device> {
@@ -80,12 +129,18 @@ impl<'a> Work<'a> {
     }
 
     pub(crate) fn plans(&mut self) -> &mut Plans {
-        &mut self.queue.plans
+        match &mut self.recording {
+            Some(recording) => &mut recording.plans,
+            None => &mut self.queue.plans,
+        }
     }
 
     /// Holds something until the work is done.
     pub(crate) fn hold(&mut self, held: Held) {
-        self.queue.in_flight.hold(held);
+        match &mut self.recording {
+            Some(recording) => recording.hold(held),
+            None => self.queue.in_flight.hold(held),
+        }
     }
 
     /// Returns a dense tensor between operators, with arbitrary contents.
@@ -99,20 +154,21 @@ impl<'a> Work<'a> {
 
     /// Returns the address of bytes between operators.
     pub(crate) fn bytes(&mut self, bytes: usize) -> Result<u64> {
-        let (at, memory) = self.queue.scratch.piece(self.device, bytes)?;
-        self.queue.in_flight.hold(Held::Storage(memory));
+        let device = self.device;
+        let (at, memory) = self.scratch().piece(device, bytes)?;
+        self.hold(Held::Storage(memory));
         Ok(at)
     }
 
     /// Marks how much memory between operators is in use.
-    pub(crate) fn mark(&self) -> Mark {
-        let scratch = &self.queue.scratch;
+    pub(crate) fn mark(&mut self) -> Mark {
+        let scratch = self.scratch();
         Mark { memory: scratch.memory.as_ref().map(|memory| memory.address()), used: scratch.used }
     }
 
     /// Lets later operators use the memory again that was taken since a mark. They run behind those that use it.
     pub(crate) fn release(&mut self, mark: Mark) {
-        let scratch = &mut self.queue.scratch;
+        let scratch = self.scratch();
         if scratch.memory.as_ref().map(|memory| memory.address()) == mark.memory {
             scratch.used = mark.used;
         }
@@ -129,6 +185,9 @@ impl<'a> Work<'a> {
 
     /// Sends a list up and holds it.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<super::Upload>> {
+        if let Some(recording) = &mut self.recording {
+            return recording.constant(self.device, bytes);
+        }
         let upload = self.queue.uploads.send(self.device, self.stream, bytes)?;
         self.queue.in_flight.hold(Held::Upload(Arc::clone(&upload)));
         Ok(upload)

@@ -168,8 +168,12 @@ fn steps() -> Vec<StepInputs> {
     ]
 }
 
-fn formats(b: &Bench) -> [(KvFormat, (usize, usize)); 3] {
+fn formats(b: &Bench) -> Vec<(KvFormat, (usize, usize))> {
+    let capabilities = b.backend.capabilities();
     [(b.dtype.into(), (10, 6)), (b.dtype.into(), (32, 64)), (KvFormat::Int8 { group: 16 }, (32, 32))]
+        .into_iter()
+        .filter(|(format, _)| capabilities.accepts(*format))
+        .collect()
 }
 
 fn same_bits(what: &str, actual: &[u32], expected: &[u32]) -> Outcome {

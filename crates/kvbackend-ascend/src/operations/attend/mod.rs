@@ -14,13 +14,14 @@
 
 use kvcore::{Attend, Result, TensorView};
 
-use super::places::{PlaneRows, on_device};
+use super::places::{Geometry, PlaneRows, on_device};
 use super::plans::Sent;
 use super::turn::in_f32;
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::stream::Work;
 
+mod captured;
 mod plan;
 mod softmax;
 
@@ -58,12 +59,7 @@ pub(super) fn attend(work: &mut Work<'_>, op: &Attend, latent: Option<&TensorVie
         PlaneRows::new(&op.arena.k_plane(), op.layer, extents)?,
         PlaneRows::new(&op.arena.v_plane(), op.layer, extents)?,
     ];
-    let plan = plan::plan(work, op, &planes[0], &planes[1])?;
-    let angles = match &op.rope {
-        Some(rope) => Some(PlanAngles::of(work, &plan, rope, op)?),
-        None => None,
-    };
-    let call = Call {
+    let mut call = Call {
         q: Tensor::of(&op.q)?,
         latent: latent.map(Tensor::of).transpose()?,
         out: Tensor::of(&op.out)?,
@@ -71,7 +67,16 @@ pub(super) fn attend(work: &mut Work<'_>, op: &Attend, latent: Option<&TensorVie
         heads: op.q.shape()[1],
         op,
         planes,
-        angles,
+        angles: None,
+    };
+    if work.captured_step().is_some() {
+        // The check of the capture has seen that the work is the step's.
+        return if call.out.is_empty() { Ok(()) } else { call.captured(work) };
+    }
+    let plan = plan::plan(work, op, &call.planes[0], &call.planes[1])?;
+    call.angles = match &op.rope {
+        Some(rope) => Some(PlanAngles::of(work, &plan, rope, op)?),
+        None => None,
     };
     let Plan { entries, .. } = &*plan;
     for (number, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.rows.is_empty()) {
@@ -154,32 +159,15 @@ impl Call<'_> {
         kv: &RunKv,
         run: &Run,
     ) -> Result<Tensor> {
-        let (rows, dims) = (q.dim(1), [self.heads, q.dim(1), run.tokens]);
-        let product = |work: &mut Work<'_>, q: &Tensor, k: &Tensor| -> Result<Tensor> {
-            let (kv_heads, dim) = (k.dim(0), k.dim(2));
-            let each = self.heads / kv_heads * rows;
-            let scores = work.temporary(sys::ACL_FLOAT, &[kv_heads, each, run.tokens])?;
-            work.multiply(&q.reshaped(&[kv_heads, each, dim]), &k.permuted(&[0, 2, 1]), &scores)?;
-            Ok(scores.reshaped(&dims))
-        };
-        let scores = product(work, q, &kv.k)?;
+        let scores = products(work, q, &kv.k)?;
         if let Some(latent) = latent {
-            let of_latents = product(work, latent, &kv.v)?;
+            let of_latents = products(work, latent, &kv.v)?;
             work.add(&scores, &of_latents, &scores)?;
         }
         if let Some(factors) = &run.factors {
             work.mul(&scores, factors, &scores)?;
         }
-        let factor = self.op.scale;
-        match self.op.softcap {
-            None if factor == 1.0 => {}
-            None => work.scale(&scores, factor, &scores)?,
-            Some(cap) => {
-                work.scale(&scores, factor / cap, &scores)?;
-                work.tanh(&scores, &scores)?;
-                work.scale(&scores, cap, &scores)?;
-            }
-        }
+        factored(work, self.op, &scores)?;
         Ok(scores)
     }
 
@@ -196,15 +184,49 @@ impl Call<'_> {
     }
 }
 
+/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, `[heads, rows, tokens]`.
+fn products(work: &mut Work<'_>, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+    let (heads, rows) = (q.dim(0), q.dim(1));
+    let (kv_heads, tokens, dim) = (k.dim(0), k.dim(1), k.dim(2));
+    let each = heads / kv_heads * rows;
+    let scores = work.temporary(sys::ACL_FLOAT, &[kv_heads, each, tokens])?;
+    work.multiply(&q.reshaped(&[kv_heads, each, dim]), &k.permuted(&[0, 2, 1]), &scores)?;
+    Ok(scores.reshaped(&[heads, rows, tokens]))
+}
+
+/// Scales logits, and caps them if the operation asks for it.
+fn factored(work: &mut Work<'_>, op: &Attend, scores: &Tensor) -> Result<()> {
+    match op.softcap {
+        None if op.scale == 1.0 => Ok(()),
+        None => work.scale(scores, op.scale, scores),
+        Some(cap) => {
+            work.scale(scores, op.scale / cap, scores)?;
+            work.tanh(scores, scores)?;
+            work.scale(scores, cap, scores)
+        }
+    }
+}
+
+/// Returns rows of the matrix of a plane, which are those of `rows · tokens` tokens, as `[rows, heads, tokens, dim]` in f32.
+fn on_heads(
+    work: &mut Work<'_>,
+    found: &Tensor,
+    geometry: Geometry,
+    (rows, tokens): (usize, usize),
+) -> Result<Tensor> {
+    let (heads, dim) = (geometry.heads, geometry.dim);
+    if geometry.is_by_head() {
+        let found = found.reshaped(&[rows, heads, tokens, dim]);
+        return if found.dtype() == sys::ACL_FLOAT { Ok(found) } else { in_f32(work, &found) };
+    }
+    in_f32(work, &found.reshaped(&[rows, tokens, heads, dim]).permuted(&[0, 2, 1, 3]))
+}
+
 /// Returns the keys or values of a run.
 fn gathered(work: &mut Work<'_>, plane: &PlaneRows, run: &Run, which: usize) -> Result<Tensor> {
-    let (index, by_head) = &run.places[which];
-    let (heads, dim, unit) = (plane.geometry.heads, plane.geometry.dim, plane.unit());
-    let rows = work.temporary(plane.dtype(), &[index.dim(0), unit])?;
-    work.take_rows(&plane.matrix, index, &rows)?;
-    if *by_head {
-        let rows = rows.reshaped(&[heads, run.tokens, dim]);
-        return if rows.dtype() == sys::ACL_FLOAT { Ok(rows) } else { in_f32(work, &rows) };
-    }
-    in_f32(work, &rows.reshaped(&[run.tokens, heads, dim]).permuted(&[1, 0, 2]))
+    let index = &run.places[which];
+    let found = work.temporary(plane.dtype(), &[index.dim(0), plane.unit()])?;
+    work.take_rows(&plane.matrix, index, &found)?;
+    let x = on_heads(work, &found, plane.geometry, (1, run.tokens))?;
+    Ok(x.reshaped(&[x.dim(1), x.dim(2), x.dim(3)]))
 }

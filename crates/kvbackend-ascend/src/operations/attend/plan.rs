@@ -36,8 +36,8 @@ pub(super) struct Entry {
 pub(super) struct Run {
     pub(super) group: usize,
     pub(super) tokens: usize,
-    /// Numbers of the rows of K and V, and whether they are in the order of heads.
-    pub(super) places: [(Tensor, bool); 2],
+    /// Numbers of the rows of K and V.
+    pub(super) places: [Tensor; 2],
     /// `[1, 1, tokens]`: the factors of the tokens' logits. None if all are 1.
     pub(super) factors: Option<Tensor>,
     /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
@@ -132,7 +132,7 @@ struct Draft<'a> {
 
 /// Places of the lists of a run.
 struct Placed {
-    places: [(usize, usize, bool); 2],
+    places: [(usize, usize); 2],
     factors: Option<usize>,
     mask: Option<usize>,
     turns: Option<(Vec<i64>, usize)>,
@@ -164,7 +164,7 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
             Run {
                 group: run.group,
                 tokens,
-                places: placed.places.map(|(place, len, by_head)| (numbers(place, len), by_head)),
+                places: placed.places.map(|(place, len)| numbers(place, len)),
                 factors: placed
                     .factors
                     .map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, 1, tokens])),
@@ -244,9 +244,9 @@ fn place(
     }
 }
 
-fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> (usize, usize, bool) {
-    let (index, by_head) = geometry.by_head(tokens);
-    (lists.add(&index), index.len(), by_head)
+fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> (usize, usize) {
+    let index = geometry.by_head(tokens);
+    (lists.add(&index), index.len())
 }
 
 /// Returns 0 where a row sees a token and −∞ elsewhere; none if all rows see all tokens.

@@ -1,0 +1,295 @@
+//! Attention of a captured step: the rows of the step side by side, each with room for so many tokens.
+//!
+//! A replay may bring other blocks, lengths, offsets and segments, as long as each row's tokens have room. Places without a
+//! token name one that the row sees, with a mask of −∞.
+
+use std::sync::Arc;
+
+use kvcore::device::capture::without_work;
+use kvcore::{Attend, AttendWork, Error, KeyForm, Result, StepInputs};
+
+use super::plan::{Lists, Tokens, distinct, key, key_factor};
+use super::softmax::{self, Partial};
+use super::{Call, factored, on_heads, products};
+use crate::bindings::types as sys;
+use crate::operations::captured::Chosen;
+use crate::operations::places::{Geometry, PlaneRows};
+use crate::operations::plans::Sent;
+use crate::operations::turn::{Turn, cosines_and_sines, in_f32};
+use crate::operators::Tensor;
+use crate::stream::Work;
+use crate::stream::capture::uncapturable;
+
+/// Least tokens that a row has room for, and least angles.
+const LEAST_TOKENS: usize = 512;
+const LEAST_ANGLES: usize = 16;
+
+/// Most elements of keys and values that are gathered at once.
+const MOST: usize = 64 << 20;
+
+/// The room of a captured attention.
+#[derive(Debug, Clone)]
+struct Room {
+    op: Attend,
+    rows: usize,
+    /// Tokens of a row.
+    tokens: usize,
+    /// Angles by which keys are rotated.
+    angles: usize,
+    geometry: [Geometry; 2],
+}
+
+/// Where the lists of a room are on the device.
+#[derive(Debug)]
+struct Places {
+    room: Room,
+    at: u64,
+    layout: Layout,
+}
+
+/// Offsets of the lists, in bytes.
+#[derive(Debug)]
+struct Layout {
+    index: [usize; 2],
+    mask: usize,
+    factors: usize,
+    which: usize,
+    key_angles: [usize; 2],
+    query_angles: [usize; 2],
+    chosen: usize,
+    places: usize,
+}
+
+/// What a step brings to a room.
+struct Contents {
+    /// The tokens of each row; none for rows that nothing is computed for.
+    rows: Vec<Option<Tokens>>,
+    distinct: Vec<i64>,
+    which: Vec<i32>,
+}
+
+/// Gathers what a step brings.
+///
+/// # Errors
+/// Returns [`Error::GraphOutgrown`] for several merge groups.
+fn contents(op: &Attend, work: &Arc<AttendWork>) -> Result<Contents> {
+    let op = Attend { work: Arc::clone(work), ..op.clone() };
+    let block_size = op.arena.layout().shape().block_size;
+    let mut rows: Vec<Option<Tokens>> = op.work.rows().iter().map(|_| None).collect();
+    let mut group = None;
+    for entry in op.work.batch() {
+        for row in entry.rows.clone() {
+            let mut tokens = Tokens::default();
+            for (segment, seen) in op.seen(entry, row).into_iter().filter(|(_, seen)| !seen.is_empty()) {
+                let known = *group.get_or_insert(segment.merge_group);
+                if known != segment.merge_group || op.work.groups()[known].lse_scale != 1.0 {
+                    return Err(Error::GraphOutgrown { what: "merge groups" });
+                }
+                tokens.add(segment, seen, op.keys, block_size);
+            }
+            rows[row] = Some(tokens);
+        }
+    }
+    let angles: Vec<i64> = rows.iter().flatten().flat_map(|tokens| tokens.angles.iter().copied()).collect();
+    let (distinct, which) = distinct(&angles);
+    Ok(Contents { rows, distinct, which })
+}
+
+impl Room {
+    /// Returns the room that a step needs, with some more.
+    fn new(op: &Attend, planes: &[PlaneRows; 2]) -> Result<Self> {
+        let refused = |error| match error {
+            Error::GraphOutgrown { what } => uncapturable(what),
+            other => other,
+        };
+        let contents = contents(op, &op.work).map_err(refused)?;
+        let longest = contents.rows.iter().flatten().map(Tokens::len).max();
+        let Some(longest) = longest else { return Err(uncapturable("attention of no rows")) };
+        let (rows, tokens) = (op.q.shape()[0], longest.next_power_of_two().max(LEAST_TOKENS));
+        let width: usize = planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum();
+        if rows * tokens * width > MOST {
+            return Err(uncapturable(&format!("attention of {rows} rows to {tokens} tokens each")));
+        }
+        let least = if op.keys == KeyForm::Rotated { LEAST_ANGLES } else { tokens };
+        let angles = contents.distinct.len().next_power_of_two().max(least);
+        let geometry = [planes[0].geometry, planes[1].geometry];
+        Ok(Self { op: without_work(op), rows, tokens, angles, geometry })
+    }
+
+    /// Makes the lists of a step.
+    ///
+    /// # Errors
+    /// Returns [`Error::GraphOutgrown`] if the step needs more room.
+    fn lists(&self, work: &Arc<AttendWork>) -> Result<(Lists, Layout)> {
+        let contents = contents(&self.op, work)?;
+        let outgrown = |what| Err(Error::GraphOutgrown { what });
+        if contents.distinct.len() > self.angles {
+            return outgrown("offsets");
+        }
+        if contents.rows.len() != self.rows {
+            let (what, expected, got) = ("rows of a captured step", self.rows, contents.rows.len());
+            return Err(Error::Mismatch { what, expected, got });
+        }
+        let somewhere = contents.rows.iter().flatten().find_map(|tokens| tokens.places.first());
+        let (mut index, room) = ([Vec::new(), Vec::new()], self.rows * self.tokens);
+        let (mut mask, mut factors) = (vec![f32::NEG_INFINITY; room], vec![1.0f32; room]);
+        let (mut which, mut next) = (vec![0i32; room], 0);
+        let none = Tokens::default();
+        for (row, tokens) in contents.rows.iter().enumerate() {
+            let tokens = tokens.as_ref().unwrap_or(&none);
+            if tokens.len() > self.tokens {
+                return outgrown("tokens");
+            }
+            let range = row * self.tokens..row * self.tokens + tokens.len();
+            mask[range.clone()].fill(0.0);
+            factors[range.clone()].copy_from_slice(&tokens.factors);
+            which[range].copy_from_slice(&contents.which[next..next + tokens.len()]);
+            next += tokens.len();
+            let filler = *tokens.places.first().or(somewhere).unwrap_or(&(0, 0));
+            let mut places = tokens.places.clone();
+            places.resize(self.tokens, filler);
+            for (index, geometry) in index.iter_mut().zip(&self.geometry) {
+                index.extend(geometry.by_head(&places));
+            }
+        }
+        let placed: Vec<i64> =
+            contents.rows.iter().zip(0..).map(|(row, at)| if row.is_some() { at } else { -1 }).collect();
+        let chosen = Chosen::new(&placed)?;
+        let mut angles = contents.distinct;
+        angles.resize(self.angles, 0);
+        let [keys, queries] = match &self.op.rope {
+            None => Default::default(),
+            Some(rope) => {
+                let positions: Vec<i64> = work.rows().iter().map(|row| row.position).collect();
+                [
+                    cosines_and_sines(rope, &angles, key_factor(rope, self.op.keys))?,
+                    cosines_and_sines(rope, &positions, rope.attention_factor())?,
+                ]
+            }
+        };
+        let mut lists = Lists::default();
+        let layout = Layout {
+            index: index.map(|index| lists.add(&index)),
+            mask: lists.add(&mask),
+            factors: lists.add(&factors),
+            which: lists.add(&which),
+            key_angles: [lists.add(&keys.0), lists.add(&keys.1)],
+            query_angles: [lists.add(&queries.0), lists.add(&queries.1)],
+            chosen: lists.add(&chosen.numbers()),
+            places: lists.add(&chosen.places.iter().map(|&place| place as i32).collect::<Vec<_>>()),
+        };
+        Ok((lists, layout))
+    }
+}
+
+impl Places {
+    /// Returns the lists of an operation, which the layers of the step share.
+    fn of(work: &mut Work<'_>, op: &Attend, planes: &[PlaneRows; 2]) -> Result<Arc<Self>> {
+        let mut key = key(op, 40, &planes[0], &planes[1]);
+        key.push(op.rope.as_ref().map_or(0, |rope| Arc::as_ptr(rope) as u64));
+        if let Some(known) = work.plans().get::<Self>(&key) {
+            return Ok(known);
+        }
+        let room = Room::new(op, planes)?;
+        let (lists, layout) = room.lists(&op.work)?;
+        let of_replays = room.clone();
+        let make = move |step: &StepInputs| Ok(of_replays.lists(&step.work)?.0.0);
+        let at = work.replayed_list(lists.0.len(), Box::new(make))?;
+        let made = Arc::new(Self { room, at, layout });
+        work.plans().keep(key, Box::new(()), &made);
+        Ok(made)
+    }
+
+    fn numbers(&self, place: usize, len: usize) -> Tensor {
+        Tensor::dense(self.at + place as u64, sys::ACL_INT32, &[len])
+    }
+
+    /// Returns a number for each token of each row, `[rows, 1, tokens]`.
+    fn of_tokens(&self, place: usize) -> Tensor {
+        Tensor::dense(self.at + place as u64, sys::ACL_FLOAT, &[self.room.rows, 1, self.room.tokens])
+    }
+
+    /// Returns angles, if rows are rotated.
+    fn angles(&self, [cos, sin]: [usize; 2], rows: usize) -> Option<Turn> {
+        let rope = self.room.op.rope.as_ref()?;
+        let half = rope.config().rotary_dim / 2;
+        let rows = |place| Tensor::dense(self.at + place as u64, sys::ACL_FLOAT, &[rows, half]);
+        Some(Turn { cos: rows(cos), sin: rows(sin), pairing: rope.pairing() })
+    }
+
+    /// Returns the keys or values of all rows, `[rows, heads, tokens, dim]` in f32.
+    fn gathered(&self, work: &mut Work<'_>, plane: &PlaneRows, which: usize) -> Result<Tensor> {
+        let (rows, tokens) = (self.room.rows, self.room.tokens);
+        let (heads, dim, unit) = (plane.geometry.heads, plane.geometry.dim, plane.unit());
+        let len = rows * tokens * heads * dim / unit;
+        let found = work.temporary(plane.dtype(), &[len, unit])?;
+        work.take_rows(&plane.matrix, &self.numbers(self.layout.index[which], len), &found)?;
+        on_heads(work, &found, plane.geometry, (rows, tokens))
+    }
+}
+
+impl Call<'_> {
+    /// Computes all rows of the step that is captured.
+    pub(super) fn captured(&self, work: &mut Work<'_>) -> Result<()> {
+        let lists = Places::of(work, self.op, &self.planes)?;
+        let (rows, tokens, heads) = (lists.room.rows, lists.room.tokens, self.heads);
+        let k = lists.gathered(work, &self.planes[0], 0)?;
+        let v = lists.gathered(work, &self.planes[1], 1)?;
+        if let Some(angles) = lists.angles(lists.layout.key_angles, lists.room.angles) {
+            let which = lists.numbers(lists.layout.which, rows * tokens);
+            angles.spread(work, &which)?.turn(work, &k, &[rows, 1, tokens])?;
+        }
+        let q = in_f32(work, &self.q)?;
+        if let Some(angles) = lists.angles(lists.layout.query_angles, rows) {
+            angles.turn(work, &q, &[rows, 1])?;
+        }
+        let kv_heads = rows * self.planes[0].geometry.heads;
+        let all = [rows * heads, 1, tokens];
+        let k = k.reshaped(&[kv_heads, tokens, k.dim(3)]);
+        let of_values = rows * self.planes[1].geometry.heads;
+        let v = v.reshaped(&[of_values, tokens, v.dim(3)]);
+        let scores = products(work, &q.reshaped(&[all[0], 1, q.dim(2)]), &k)?;
+        if let Some(latent) = &self.latent {
+            let latent = in_f32(work, latent)?;
+            let latent = latent.reshaped(&[all[0], 1, latent.dim(2)]);
+            let of_latents = products(work, &latent, &v)?;
+            work.add(&scores, &of_latents, &scores)?;
+        }
+        let by_row = scores.reshaped(&[rows, heads, tokens]);
+        work.mul(&by_row, &lists.of_tokens(lists.layout.factors), &by_row)?;
+        factored(work, self.op, &by_row)?;
+        work.add(&by_row, &lists.of_tokens(lists.layout.mask), &by_row)?;
+        let floor = Sent::one(work, softmax::FLOOR)?;
+        let tiny = Sent::one(work, softmax::TINY)?;
+        let partial = Partial::of(work, &scores, None, &v, &floor)?;
+        let values = partial.values(work, &tiny)?;
+        let values = values.reshaped(&[rows, heads * v.dim(2)]);
+        put(work, &lists, &values, &self.out)?;
+        if let Some(lse) = &self.lse {
+            let sums = partial.lse(work)?.reshaped(&[rows, heads]);
+            put(work, &lists, &sums, lse)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes the rows that something was computed for, and leaves the others as they are.
+fn put(work: &mut Work<'_>, lists: &Places, x: &Tensor, out: &Tensor) -> Result<()> {
+    let (rows, width) = (x.dim(0), x.dim(1));
+    let chosen = work.temporary(sys::ACL_FLOAT, &[rows, width])?;
+    work.take_rows(x, &lists.numbers(lists.layout.chosen, rows), &chosen)?;
+    let mut rounded = chosen;
+    if out.dtype() != rounded.dtype() {
+        let to = work.temporary(out.dtype(), &[rows, width])?;
+        work.convert(&rounded, &to)?;
+        rounded = to;
+    }
+    let places = lists.numbers(lists.layout.places, rows);
+    if out.is_dense() {
+        return work.put_rows(&out.reshaped(&[rows, width]), &places, &rounded);
+    }
+    let dense = work.temporary(out.dtype(), &out.dims())?;
+    work.convert(out, &dense)?;
+    work.put_rows(&dense.reshaped(&[rows, width]), &places, &rounded)?;
+    work.convert(&dense, out)
+}
