@@ -130,7 +130,8 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     let model = model(&backend);
     let stream = backend.stream().unwrap();
     let of_batch = |sequences: usize, graphs: usize| {
-        let mut batch = batch::Batch::new(&model, &backend, sequences, graphs);
+        let mut batch =
+            batch::Batch::new(&model, &(Arc::clone(&backend) as Arc<dyn Backend>), sequences, graphs);
         (0..3).for_each(|number| drop(batch.step(stream.as_ref(), number)));
         trace.take();
         batch.step(stream.as_ref(), 3);

@@ -10,7 +10,7 @@ device_dense! {
     ///
     /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are widened to f32 when
     /// they are loaded, whatever their stored type is.
-    AscendDense of "ascend": AscendBackend, DenseSteps, DeviceWeight, captured: false, place: place
+    AscendDense of "ascend": AscendBackend, DenseSteps, DeviceWeight, place: place
 }
 
 /// Puts a weight on the device.

@@ -12,7 +12,7 @@ device_dense! {
     ///
     /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are held as they are
     /// stored; products have the precision of f32. Matrix products of many rows are cuBLAS's.
-    CudaDense of "cuda": CudaBackend, DenseSteps, DeviceWeight, captured: true, place: place
+    CudaDense of "cuda": CudaBackend, DenseSteps, DeviceWeight, place: place
 }
 
 /// Puts a weight on the device.

@@ -8,7 +8,7 @@ macro_rules! device_dense {
     (
         $(#[$doc:meta])*
         $dense:ident of $name:literal: $backend:ty, $steps:ty, $weight:ty,
-        captured: $captured:literal, place: $place:expr
+        place: $place:expr
     ) => {
         use std::any::Any;
         use std::ops::Range;
@@ -110,7 +110,7 @@ macro_rules! device_dense {
             }
 
             fn joins_captures(&self) -> bool {
-                $captured
+                true
             }
 
             fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {

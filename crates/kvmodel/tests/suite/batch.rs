@@ -1,10 +1,9 @@
-//! A batch of sequences that decode together on a CUDA device.
+//! A batch of sequences that decode together on a device.
 
 use std::sync::Arc;
 
-use kvbackend_cuda::CudaBackend;
 use kvcore::{
-    BlockOrder, KeyForm, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceId,
+    Backend, BlockOrder, KeyForm, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceId,
     SequenceInput, SequenceStart,
 };
 use kvmodel::{ComputeDevice, DecodeMemory, Model, Profiler};
@@ -12,14 +11,14 @@ use kvmodel::{ComputeDevice, DecodeMemory, Model, Profiler};
 /// Sequences that decode together.
 pub(crate) struct Batch<'a> {
     model: &'a Model,
-    backend: Arc<CudaBackend>,
+    backend: Arc<dyn Backend>,
     cache: PagedKvCache,
     sequences: Vec<SequenceId>,
     pub(crate) memory: DecodeMemory,
 }
 
 impl<'a> Batch<'a> {
-    pub(crate) fn new(model: &'a Model, backend: &Arc<CudaBackend>, sequences: usize, graphs: usize) -> Self {
+    pub(crate) fn new(model: &'a Model, backend: &Arc<dyn Backend>, sequences: usize, graphs: usize) -> Self {
         let blocks = 4 * sequences.max(16) as u32;
         let shape =
             model.kv_extents(kvcore::DType::F32).shape(&RankInfo::default(), blocks as usize, 4).unwrap();

@@ -3,14 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod approximate;
-mod ascend;
 mod asking;
-#[cfg(feature = "cuda")]
+#[cfg(all(feature = "ascend", feature = "cuda"))]
 mod batch;
 mod blending;
 mod cancel;
 mod common;
-mod cuda;
+mod devices;
 mod engine;
 mod exactness;
 mod failure;

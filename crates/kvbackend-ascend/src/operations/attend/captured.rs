@@ -37,6 +37,8 @@ struct Room {
     /// Angles by which keys are rotated.
     angles: usize,
     geometry: [Geometry; 2],
+    /// The factor on the log-sum-exp of each merge group.
+    groups: Vec<f32>,
 }
 
 /// Where the lists of a room are on the device.
@@ -51,7 +53,7 @@ struct Places {
 #[derive(Debug)]
 struct Layout {
     index: [usize; 2],
-    mask: usize,
+    masks: Vec<usize>,
     factors: usize,
     which: usize,
     key_angles: [usize; 2],
@@ -62,48 +64,42 @@ struct Layout {
 
 /// What a step brings to a room.
 struct Contents {
-    /// The tokens of each row; none for rows that nothing is computed for.
-    rows: Vec<Option<Tokens>>,
+    /// The tokens of each row, and the merge group of each; none for rows that nothing is computed for.
+    rows: Vec<Option<(Tokens, Vec<usize>)>>,
     distinct: Vec<i64>,
     which: Vec<i32>,
 }
 
 /// Gathers what a step brings.
-///
-/// # Errors
-/// Returns [`Error::GraphOutgrown`] for several merge groups.
-fn contents(op: &Attend, work: &Arc<AttendWork>) -> Result<Contents> {
+fn contents(op: &Attend, work: &Arc<AttendWork>) -> Contents {
     let op = Attend { work: Arc::clone(work), ..op.clone() };
     let block_size = op.arena.layout().shape().block_size;
-    let mut rows: Vec<Option<Tokens>> = op.work.rows().iter().map(|_| None).collect();
-    let mut group = None;
+    let mut rows: Vec<Option<(Tokens, Vec<usize>)>> = op.work.rows().iter().map(|_| None).collect();
     for entry in op.work.batch() {
         for row in entry.rows.clone() {
-            let mut tokens = Tokens::default();
+            let (mut tokens, mut groups) = (Tokens::default(), Vec::new());
             for (segment, seen) in op.seen(entry, row).into_iter().filter(|(_, seen)| !seen.is_empty()) {
-                let known = *group.get_or_insert(segment.merge_group);
-                if known != segment.merge_group || op.work.groups()[known].lse_scale != 1.0 {
-                    return Err(Error::GraphOutgrown { what: "merge groups" });
-                }
                 tokens.add(segment, seen, op.keys, block_size);
+                groups.resize(tokens.len(), segment.merge_group);
             }
-            rows[row] = Some(tokens);
+            rows[row] = Some((tokens, groups));
         }
     }
-    let angles: Vec<i64> = rows.iter().flatten().flat_map(|tokens| tokens.angles.iter().copied()).collect();
+    let angles: Vec<i64> =
+        rows.iter().flatten().flat_map(|(tokens, _)| tokens.angles.iter().copied()).collect();
     let (distinct, which) = distinct(&angles);
-    Ok(Contents { rows, distinct, which })
+    Contents { rows, distinct, which }
+}
+
+fn scales_of(work: &AttendWork) -> impl Iterator<Item = f32> + '_ {
+    work.groups().iter().map(|group| group.lse_scale)
 }
 
 impl Room {
     /// Returns the room that a step needs, with some more.
     fn new(op: &Attend, planes: &[PlaneRows; 2]) -> Result<Self> {
-        let refused = |error| match error {
-            Error::GraphOutgrown { what } => uncapturable(what),
-            other => other,
-        };
-        let contents = contents(op, &op.work).map_err(refused)?;
-        let longest = contents.rows.iter().flatten().map(Tokens::len).max();
+        let contents = contents(op, &op.work);
+        let longest = contents.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max();
         let Some(longest) = longest else { return Err(uncapturable("attention of no rows")) };
         let (rows, tokens) = (op.q.shape()[0], longest.next_power_of_two().max(LEAST_TOKENS));
         let width: usize = planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum();
@@ -113,16 +109,20 @@ impl Room {
         let least = if op.keys == KeyForm::Rotated { LEAST_ANGLES } else { tokens };
         let angles = contents.distinct.len().next_power_of_two().max(least);
         let geometry = [planes[0].geometry, planes[1].geometry];
-        Ok(Self { op: without_work(op), rows, tokens, angles, geometry })
+        let groups = scales_of(&op.work).collect();
+        Ok(Self { op: without_work(op), rows, tokens, angles, geometry, groups })
     }
 
     /// Makes the lists of a step.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if the step needs more room.
+    /// Returns [`Error::GraphOutgrown`] if the step needs more room, or other merge groups.
     fn lists(&self, work: &Arc<AttendWork>) -> Result<(Lists, Layout)> {
-        let contents = contents(&self.op, work)?;
         let outgrown = |what| Err(Error::GraphOutgrown { what });
+        if !scales_of(work).eq(self.groups.iter().copied()) {
+            return outgrown("merge groups");
+        }
+        let contents = contents(&self.op, work);
         if contents.distinct.len() > self.angles {
             return outgrown("offsets");
         }
@@ -130,18 +130,19 @@ impl Room {
             let (what, expected, got) = ("rows of a captured step", self.rows, contents.rows.len());
             return Err(Error::Mismatch { what, expected, got });
         }
-        let somewhere = contents.rows.iter().flatten().find_map(|tokens| tokens.places.first());
+        let somewhere = contents.rows.iter().flatten().find_map(|(tokens, _)| tokens.places.first());
         let (mut index, room) = ([Vec::new(), Vec::new()], self.rows * self.tokens);
-        let (mut mask, mut factors) = (vec![f32::NEG_INFINITY; room], vec![1.0f32; room]);
+        let mut masks = vec![vec![f32::NEG_INFINITY; room]; self.groups.len()];
+        let mut factors = vec![1.0f32; room];
         let (mut which, mut next) = (vec![0i32; room], 0);
-        let none = Tokens::default();
+        let none = Default::default();
         for (row, tokens) in contents.rows.iter().enumerate() {
-            let tokens = tokens.as_ref().unwrap_or(&none);
+            let (tokens, groups) = tokens.as_ref().unwrap_or(&none);
             if tokens.len() > self.tokens {
                 return outgrown("tokens");
             }
             let range = row * self.tokens..row * self.tokens + tokens.len();
-            mask[range.clone()].fill(0.0);
+            groups.iter().zip(range.clone()).for_each(|(&group, at)| masks[group][at] = 0.0);
             factors[range.clone()].copy_from_slice(&tokens.factors);
             which[range].copy_from_slice(&contents.which[next..next + tokens.len()]);
             next += tokens.len();
@@ -170,7 +171,7 @@ impl Room {
         let mut lists = Lists::default();
         let layout = Layout {
             index: index.map(|index| lists.add(&index)),
-            mask: lists.add(&mask),
+            masks: masks.iter().map(|mask| lists.add(mask)).collect(),
             factors: lists.add(&factors),
             which: lists.add(&which),
             key_angles: [lists.add(&keys.0), lists.add(&keys.1)],
@@ -258,10 +259,25 @@ impl Call<'_> {
         let by_row = scores.reshaped(&[rows, heads, tokens]);
         work.mul(&by_row, &lists.of_tokens(lists.layout.factors), &by_row)?;
         factored(work, self.op, &by_row)?;
-        work.add(&by_row, &lists.of_tokens(lists.layout.mask), &by_row)?;
         let floor = Sent::one(work, softmax::FLOOR)?;
         let tiny = Sent::one(work, softmax::TINY)?;
-        let partial = Partial::of(work, &scores, None, &v, &floor)?;
+        let several = lists.room.groups.len() > 1;
+        let mut all: Option<Partial> = None;
+        for (&place, &scale) in lists.layout.masks.iter().zip(&lists.room.groups) {
+            // The softmax of a group overwrites its logits.
+            let own = if several { work.temporary(sys::ACL_FLOAT, &by_row.dims())? } else { by_row.clone() };
+            work.add(&by_row, &lists.of_tokens(place), &own)?;
+            let mut group = Partial::of(work, &own.reshaped(&[rows * heads, 1, tokens]), None, &v, &floor)?;
+            if several || scale != 1.0 {
+                group = group.into_one(work, scale, &floor, &tiny)?;
+            }
+            all = Some(match all {
+                None => group,
+                Some(known) => known.merged(work, &group)?,
+            });
+        }
+        // The check of an operation has seen that there is a group for each segment.
+        let Some(partial) = all else { return Err(uncapturable("attention without merge groups")) };
         let values = partial.values(work, &tiny)?;
         let values = values.reshaped(&[rows, heads * v.dim(2)]);
         put(work, &lists, &values, &self.out)?;

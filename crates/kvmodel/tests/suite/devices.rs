@@ -1,13 +1,15 @@
-//! Models that lie on an NVIDIA GPU as a whole, or on the test double of its driver: the host's tokens and logits.
-#![cfg(feature = "cuda")]
+//! Models that lie on a device as a whole: the host's tokens and logits. The device is an NVIDIA GPU or an Ascend NPU, or what
+//! stands in for its driver.
+#![cfg(all(feature = "ascend", feature = "cuda"))]
 
 use std::sync::Arc;
 
+use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cuda::{CudaBackend, CudaOptions};
 use kvchunk::{ContextScaling, LocalReplica, Recompute, ReuseCell};
 use kvcore::{Backend, GraphCounts, KeyForm, KvFormat};
-use kvmodel::dense::CudaDense;
+use kvmodel::dense::{AscendDense, CudaDense, Dense};
 use kvmodel::{Engine, EngineConfig, Model, ModelConfig, PromptTokens, Request, WeightFormat, Weights};
 use rstest::rstest;
 
@@ -15,20 +17,36 @@ use crate::batch::Batch;
 use crate::common::{Golden, distance, folder, load_model};
 use crate::views::answer;
 
+/// The kind of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Cuda,
+    Ascend,
+}
+
 /// Opens a device with the dense steps on it, or says why there is none.
-fn opened(device: usize) -> Option<(Arc<CudaBackend>, CudaDense)> {
-    let said = |reason: &dyn std::fmt::Display| kvconform::skip(reason);
-    let backend = CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })
-        .inspect_err(|reason| said(reason))
-        .ok()?;
-    let dense = CudaDense::new(&backend).inspect_err(|reason| said(reason)).ok()?;
-    Some((backend, dense))
+fn opened(kind: Kind, device: usize) -> Option<(Arc<dyn Backend>, Arc<dyn Dense>)> {
+    let open = || -> kvmodel::Result<(Arc<dyn Backend>, Arc<dyn Dense>)> {
+        match kind {
+            Kind::Cuda => {
+                let backend = CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?;
+                let dense = CudaDense::new(&backend)?;
+                Ok((backend, Arc::new(dense)))
+            }
+            Kind::Ascend => {
+                let backend = AscendBackend::with_options(&AscendOptions { device })?;
+                let dense = AscendDense::new(&backend)?;
+                Ok((backend, Arc::new(dense)))
+            }
+        }
+    };
+    open().inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
 /// A model with latent attention whose layers are all dense, of random weights.
 const LATENT: &str = "latent";
 
-fn on_device(name: &str, dense: CudaDense) -> Model {
+fn on_device(name: &str, dense: Arc<dyn Dense>) -> Model {
     let latent = name == LATENT;
     let name = if latent { "deepseek-v3-plain" } else { name };
     let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
@@ -39,7 +57,7 @@ fn on_device(name: &str, dense: CudaDense) -> Model {
     } else {
         Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap()
     };
-    Model::with_dense(config, weights, WeightFormat::F32, Arc::new(dense)).unwrap()
+    Model::with_dense(config, weights, WeightFormat::F32, dense).unwrap()
 }
 
 fn without_experts(config: &str) -> String {
@@ -60,10 +78,11 @@ fn without_experts(config: &str) -> String {
 fn models_on_the_device_answer_as_on_the_host(
     #[case] name: &str,
     #[case] strategy: &str,
+    #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
 ) {
-    let Some((backend, dense)) = opened(device) else { return };
+    let Some((backend, dense)) = opened(kind, device) else { return };
     let request = Request {
         recompute: Arc::new(strategy.parse::<Recompute>().unwrap()),
         cell: ReuseCell::ALL[2],
@@ -88,8 +107,13 @@ fn models_on_the_device_answer_as_on_the_host(
 }
 
 /// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps ran.
-fn bits(name: &str, device: usize, keys: KeyForm, graphs: usize) -> Option<(Vec<u32>, GraphCounts)> {
-    let (backend, dense) = opened(device)?;
+fn bits(
+    name: &str,
+    (kind, device): (Kind, usize),
+    keys: KeyForm,
+    graphs: usize,
+) -> Option<(Vec<u32>, GraphCounts)> {
+    let (backend, dense) = opened(kind, device)?;
     let config = EngineConfig { block_size: 4, keys, graphs, ..EngineConfig::default() };
     let mut engine = Engine::new(on_device(name, dense), backend, b"none", &config).unwrap();
     let prompt = Golden::load(if name == LATENT { "deepseek-v3-plain" } else { name }).prompt;
@@ -112,11 +136,12 @@ fn bits(name: &str, device: usize, keys: KeyForm, graphs: usize) -> Option<(Vec<
 #[rstest]
 fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
     #[values("llama", "mistral", "qwen2", "qwen3", "llama-dynamic", "deepseek-v3", LATENT)] name: &str,
+    #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
 ) {
-    let Some((expected, none)) = bits(name, device, keys, 0) else { return };
-    let (got, counts) = bits(name, device, keys, 4).unwrap();
+    let Some((expected, none)) = bits(name, (kind, device), keys, 0) else { return };
+    let (got, counts) = bits(name, (kind, device), keys, 4).unwrap();
     assert!(got == expected, "{name}: {counts:?}");
     assert_eq!(none, GraphCounts::default(), "without graphs, no step goes through their cache");
     if name == "deepseek-v3" {
@@ -133,9 +158,10 @@ fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
 fn batches_of_any_size_decode_by_graphs(
     #[values("llama", LATENT)] name: &str,
     #[values(1, 3, 5, 11)] sequences: usize,
+    #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
 ) {
-    let Some((backend, dense)) = opened(device) else { return };
+    let Some((backend, dense)) = opened(kind, device) else { return };
     let (model, stream) = (on_device(name, dense), backend.stream().unwrap());
     let (mut eager, mut graphs) =
         (Batch::new(&model, &backend, sequences, 0), Batch::new(&model, &backend, sequences, 2));
@@ -152,10 +178,11 @@ fn batches_of_any_size_decode_by_graphs(
 fn replicas_on_other_devices_hand_their_chunks_over(
     #[values("bf16", "int8:8", "fp8-e4m3")] kv_format: KvFormat,
     #[values([0, 1], [1, 0])] devices: [usize; 2],
+    #[values(Kind::Cuda)] kind: Kind,
 ) {
     let mut engines = Vec::new();
     for (device, replica) in devices.into_iter().zip(LocalReplica::group(2)) {
-        let Some((backend, dense)) = opened(device) else { return };
+        let Some((backend, dense)) = opened(kind, device) else { return };
         let config = EngineConfig { block_size: 4, kv_format, ..EngineConfig::default() };
         let mut engine = Engine::new(on_device("llama", dense), backend, b"none", &config).unwrap();
         replica.serve(engine.chunks().unwrap(), &engine.replica_device());
@@ -183,8 +210,11 @@ fn replicas_on_other_devices_hand_their_chunks_over(
 /// Two engines on one stream and one set of dense steps, each in a thread of its own: captures of one are no part of the
 /// other's work.
 #[rstest]
-fn engines_that_share_a_stream_capture_beside_each_other(#[values(0, 1)] device: usize) {
-    let Some((backend, dense)) = opened(device) else { return };
+fn engines_that_share_a_stream_capture_beside_each_other(
+    #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
+    #[values(0, 1)] device: usize,
+) {
+    let Some((backend, dense)) = opened(kind, device) else { return };
     let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
     let one = Engine::new(on_device("llama", dense.clone()), backend, b"one", &config).unwrap();
     let two = one.beside(on_device("llama", dense), b"two").unwrap();
