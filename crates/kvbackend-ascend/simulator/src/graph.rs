@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 
 use crate::clock::{Clock, Moment};
-use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::state::{Outcome, State, call, invalid, lock, refuse};
 use crate::task::{Action, Task, Work};
 use crate::types as sys;
 
@@ -240,9 +240,16 @@ pub unsafe extern "C" fn aclmdlRICaptureEnd(
     stream: sys::aclrtStream,
     to: *mut sys::aclmdlRI,
 ) -> sys::aclError {
-    call("aclmdlRICaptureEnd", |state| {
+    // A capture ends, whatever comes of it.
+    let mut asked = lock().controls.verdict("aclmdlRICaptureEnd");
+    call("the end of a capture", |state| {
         let stream = state.stream_here(stream)?;
-        *to = state.end_capture(stream)? as *mut c_void;
+        let graph = state.end_capture(stream)?;
+        if let Some(code) = asked.take().filter(|&code| code != 0) {
+            state.graphs.graphs.remove(&graph);
+            return refuse(code, "aclmdlRICaptureEnd fails because a test asked for it");
+        }
+        *to = graph as *mut c_void;
         Ok(())
     })
 }

@@ -4,6 +4,7 @@
 
 mod common;
 mod failure;
+mod graphs;
 mod hccl;
 mod holds;
 mod libraries;

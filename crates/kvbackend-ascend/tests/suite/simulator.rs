@@ -1,6 +1,6 @@
 //! The controls of the simulator, where it stands in for CANN.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -92,6 +92,17 @@ impl Simulator {
     pub(crate) fn limit(&self, device: usize, bytes: u64) {
         // SAFETY: plain numbers.
         unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
+    }
+
+    /// Returns what was enqueued on a device since the last call, a kind and a name each.
+    pub(crate) fn trace(&self, device: usize) -> Vec<String> {
+        let call = self.entry::<unsafe extern "C" fn(i32, *mut c_char, usize) -> usize>("kv_sim_trace");
+        let mut buffer = vec![0u8; 1 << 22];
+        // SAFETY: the buffer has the given size.
+        let needed = unsafe { call(device as i32, buffer.as_mut_ptr().cast(), buffer.len()) };
+        assert!(needed <= buffer.len());
+        let text = CStr::from_bytes_until_nul(&buffer).unwrap().to_string_lossy();
+        text.lines().map(str::to_owned).collect()
     }
 
     /// Sets the milliseconds that ranks wait for each other when they join a group.

@@ -1,0 +1,441 @@
+//! Captured graphs on the simulator: what a replay enqueues, their memory, and who may take part.
+
+use std::sync::Arc;
+
+use kvbackend_ascend::AscendBackend;
+use kvbackend_ascend::dense::DenseSteps;
+use kvcore::{
+    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Error, Graph, GraphCache, GraphKey,
+    GraphRun, KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter,
+    Segment, StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
+};
+
+use crate::common::{arena, download, noise, opened, upload};
+use crate::simulator::{EAGER, LAZY, alone};
+
+const DIM: usize = 64;
+const LAYERS: usize = 3;
+
+struct Bench {
+    backend: Arc<AscendBackend>,
+    stream: Arc<dyn Stream>,
+    arena: KvArena,
+    rope: Arc<Rope>,
+    rows: TensorView,
+    out: TensorView,
+}
+
+impl Bench {
+    fn new(device: usize) -> Self {
+        let backend = opened(device).unwrap();
+        let shape = KvShape {
+            num_layers: LAYERS,
+            num_blocks: 32,
+            block_size: 16,
+            k_heads: 2,
+            v_heads: 2,
+            k_dim: DIM,
+            v_dim: DIM,
+            format: DType::BF16.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let bytes: Vec<u8> = noise(3, 2 * DIM)
+            .iter()
+            .flat_map(|&byte| (f32::from(byte) / 128.0 - 1.0).to_ne_bytes())
+            .collect();
+        Self {
+            arena: arena(backend.as_ref(), shape),
+            stream: backend.stream().unwrap(),
+            rope: Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096).unwrap()),
+            rows: upload(backend.as_ref(), DType::F32, &[1, 2, DIM], &bytes),
+            out: allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 2, DIM]).unwrap(),
+            backend,
+        }
+    }
+
+    fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
+        for layer in 0..LAYERS {
+            let (rope, positions) = (Arc::clone(&self.rope), Arc::clone(&step.positions));
+            self.stream.scatter(&Scatter {
+                arena: self.arena.clone(),
+                layer,
+                k: self.rows.clone(),
+                v: self.rows.clone(),
+                slots: step.slots.clone(),
+                rotation: Some(RowRotation { rope, positions }),
+            })?;
+            self.stream.attend(&Attend {
+                arena: self.arena.clone(),
+                layer,
+                q: self.rows.clone(),
+                rope: Some(Arc::clone(&self.rope)),
+                keys: KeyForm::Rotated,
+                work: Arc::clone(&step.work),
+                scale: 0.125,
+                window: None,
+                softcap: None,
+                out: self.out.clone(),
+                lse: None,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn capture(&self, step: &StepInputs) -> Arc<dyn Graph> {
+        self.stream.capture(step, &mut || self.enqueue(step)).unwrap()
+    }
+}
+
+/// Returns the step of a sequence at position `at`, over `at + 1` tokens of its own.
+fn step(at: usize) -> StepInputs {
+    let blocks: Arc<[BlockId]> = (0..=at / 16).map(|block| BlockId(block as u32)).collect();
+    let row = QueryRow { logical: at, position: at as i64 };
+    let entry = AttendRows::new(0..1, [Segment::new(blocks, at + 1, 0, 0)]);
+    StepInputs {
+        tokens: [(at % 7) as u32].into(),
+        positions: [row.position].into(),
+        slots: WriteSlots::unchecked(vec![at as i64]),
+        work: Arc::new(AttendWork::new([row], [entry])),
+    }
+}
+
+/// Returns how many tasks of a kind were enqueued.
+fn queued(trace: &[String], kind: &str) -> usize {
+    trace.iter().filter(|line| line.split(' ').next() == Some(kind)).count()
+}
+
+#[test]
+fn a_replay_is_one_task_and_a_copy_for_each_list() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let bench = Bench::new(LAZY);
+    bench.enqueue(&step(99)).unwrap();
+    let mut cache = GraphCache::new(2);
+    let mut runs = Vec::new();
+    simulator.trace(LAZY);
+    for at in 20..26 {
+        let (step, stream) = (step(at), bench.stream.as_ref());
+        let key = GraphKey::of(&step, DType::BF16);
+        runs.push(cache.run(stream, key, &step, &mut || bench.enqueue(&step)).unwrap().0);
+        let trace = simulator.trace(LAZY);
+        match runs.last().unwrap() {
+            GraphRun::Eager => assert!(queued(&trace, "operator") >= 10 * LAYERS, "{trace:?}"),
+            GraphRun::Captured => assert_eq!(queued(&trace, "graph"), 1, "{trace:?}"),
+            GraphRun::Replayed => {
+                assert_eq!(queued(&trace, "graph"), 1, "{trace:?}");
+                // Rows and their places, the angles of rows, and the lists of attention, for all layers.
+                assert_eq!(queued(&trace, "memcpy_h2d"), 4, "{trace:?}");
+                assert_eq!(queued(&trace, "operator"), 0, "{trace:?}");
+            }
+        }
+    }
+    assert_eq!(runs[..3], [GraphRun::Eager, GraphRun::Captured, GraphRun::Replayed]);
+    bench.stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_graph_keeps_its_memory_and_gives_it_back() {
+    let Some((simulator, _alone)) = alone() else { return };
+    for device in [EAGER, LAZY] {
+        let before = simulator.live(device);
+        let bench = Bench::new(device);
+        bench.enqueue(&step(40)).unwrap();
+        let expected = download(bench.stream.as_ref(), &bench.out);
+        let graph = bench.capture(&step(20));
+        let Bench { backend, stream, arena, rope, rows, out } = bench;
+        drop((arena, rope, rows));
+        // Other work takes memory and replaces the lists that the stream keeps.
+        let taken: Vec<_> =
+            (0..20).map(|i| upload(backend.as_ref(), DType::U8, &[4096], &noise(i, 4096))).collect();
+        for _ in 0..40 {
+            graph.replay(&step(40)).unwrap();
+        }
+        drop(taken);
+        // A replay outlives its graph.
+        drop(graph);
+        assert_eq!(download(stream.as_ref(), &out), expected, "device {device}");
+        drop((out, stream, backend));
+        assert_eq!(simulator.live(device), before, "device {device}");
+    }
+}
+
+#[test]
+fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let use_one = || {
+        let graph = bench.capture(&step(4));
+        graph.replay(&step(4)).unwrap();
+        drop(graph);
+        bench.stream.synchronize().unwrap();
+        simulator.live(EAGER)
+    };
+    bench.enqueue(&step(4)).unwrap();
+    let counts = [(); 4].map(|()| use_one());
+    assert_eq!(counts[1], counts[3], "{counts:?}");
+}
+
+#[test]
+fn replays_count_as_the_operations_that_they_run() {
+    let Some((_, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let counts = |run: &dyn Fn()| {
+        let before = bench.backend.counters();
+        run();
+        let since = bench.backend.counters().since(&before);
+        (since.scatter_bytes, since.attend_calls)
+    };
+    let eager = counts(&|| bench.enqueue(&step(9)).unwrap());
+    assert_ne!(eager, (0, 0));
+    let graph = bench.capture(&step(9));
+    assert_eq!(counts(&|| drop(bench.capture(&step(10)))), (0, 0));
+    assert_eq!(counts(&|| graph.replay(&step(11)).unwrap()), eager);
+    bench.stream.synchronize().unwrap();
+}
+
+#[test]
+fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
+    let Some((_, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    bench.enqueue(&step(3)).unwrap();
+    let graph = bench.capture(&step(3));
+    // So many chunks, each at an offset of its own.
+    let many = |n: usize| {
+        let chunk = |i: usize| Segment::new([BlockId(1)].into(), 1, i, i as i64).at_offset(3 * i as i64);
+        let row = QueryRow { logical: n, position: 3 };
+        let entry = AttendRows::new(0..1, (0..n).map(chunk).collect::<Vec<_>>());
+        StepInputs { work: Arc::new(AttendWork::new([row], [entry])), ..step(3) }
+    };
+    graph.replay(&many(8)).unwrap();
+    assert_eq!(graph.replay(&many(60)), Err(Error::GraphOutgrown { what: "offsets" }));
+    let far = StepInputs { work: step(511).work, ..step(3) };
+    graph.replay(&far).unwrap();
+    let farther = StepInputs {
+        work: {
+            let row = QueryRow { logical: 520, position: 520 };
+            let twice = |start| Segment::new((0..32).map(BlockId).collect(), 260, start, start as i64);
+            Arc::new(AttendWork::new([row], [AttendRows::new(0..1, [twice(0), twice(260)])]))
+        },
+        ..step(3)
+    };
+    assert_eq!(graph.replay(&farther), Err(Error::GraphOutgrown { what: "tokens" }));
+    let row = QueryRow { logical: 3, position: 3 };
+    let of_groups = |scale: f32| {
+        let group = kvcore::MergeGroup { lse_scale: scale };
+        let segment = Segment::new([BlockId(0)].into(), 3, 0, 0);
+        let work = AttendWork::with_groups([row], [AttendRows::new(0..1, [segment])], [group]);
+        StepInputs { work: Arc::new(work), ..step(3) }
+    };
+    assert_eq!(graph.replay(&of_groups(0.5)), Err(Error::GraphOutgrown { what: "merge groups" }));
+    let nowhere = StepInputs { slots: WriteSlots::unchecked(vec![-1]), ..step(3) };
+    assert!(matches!(graph.replay(&nowhere), Err(Error::GraphOutgrown { .. })));
+    let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&step(3), DType::BF16));
+    let mut run = |inputs: &StepInputs| {
+        cache.run(bench.stream.as_ref(), key, inputs, &mut || bench.enqueue(inputs)).unwrap().0
+    };
+    let runs = [step(3), step(4), step(5), many(60), many(61)].map(|inputs| run(&inputs));
+    let names = runs.map(|run| format!("{run:?}"));
+    assert_eq!(names, ["Eager", "Captured", "Replayed", "Captured", "Replayed"]);
+    bench.stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_void_permit_is_refused_by_a_replay() {
+    let Some((_, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let pool = kvcore::BlockPool::new(0..32).unwrap();
+    let mut table = kvcore::BlockTable::new(&pool, 16).unwrap();
+    let slots = table.grow(1).unwrap();
+    let inputs = StepInputs { slots, ..step(0) };
+    bench.enqueue(&inputs).unwrap();
+    let graph = bench.capture(&inputs);
+    graph.replay(&inputs).unwrap();
+    let _twin = table.fork().unwrap();
+    assert_eq!(graph.replay(&inputs), Err(Error::PermitVoid { what: "slots" }));
+    bench.stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_capture_belongs_to_its_thread_and_its_streams() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let bench = Bench::new(LAZY);
+    let inputs = step(5);
+    bench.enqueue(&inputs).unwrap();
+    let other = bench.backend.stream().unwrap();
+    simulator.trace(LAZY);
+    bench.enqueue(&inputs).unwrap();
+    let kernels = || queued(&simulator.trace(LAZY), "operator");
+    let of_a_step = kernels();
+    let unsupported = |result: kvcore::Result<()>, what: &str| match result {
+        Err(Error::Unsupported { what: named, .. }) => assert!(named.contains(what), "{named}"),
+        other => panic!("{other:?}"),
+    };
+    // Work of another thread waits until the capture has ended, and is no part of it.
+    let graph = std::thread::scope(|scope| {
+        let ((begun, seen), mut waiting) = (std::sync::mpsc::channel(), None);
+        let (bench, inputs) = (&bench, &inputs);
+        let graph = bench.stream.capture(inputs, &mut || {
+            let begun = begun.clone();
+            waiting = Some(scope.spawn(move || {
+                begun.send(()).unwrap();
+                (bench.enqueue(inputs), bench.stream.synchronize())
+            }));
+            seen.recv().unwrap();
+            bench.enqueue(inputs)
+        });
+        assert_eq!(waiting.unwrap().join().unwrap(), (Ok(()), Ok(())));
+        graph.unwrap()
+    });
+    assert_eq!(kernels(), of_a_step, "the other thread's step ran outside of the graph");
+    graph.replay(&inputs).unwrap();
+    let lost = bench.stream.capture(&inputs, &mut || {
+        let copy = kvcore::CopyTensor { src: bench.rows.clone(), dst: bench.out.clone() };
+        other.copy_tensor(&copy)
+    });
+    unsupported(lost.map(drop), "has not joined");
+    // A stream that joins takes part; one that is not waited for again ends the capture.
+    let join = |back: bool| {
+        bench.stream.capture(&inputs, &mut || {
+            other.wait_for(&bench.stream.record()?)?;
+            other.copy_tensor(&kvcore::CopyTensor { src: bench.rows.clone(), dst: bench.out.clone() })?;
+            if back { bench.stream.wait_for(&other.record()?) } else { Ok(()) }
+        })
+    };
+    let copied = join(true).unwrap();
+    assert!(join(false).is_err());
+    copied.replay(&inputs).unwrap();
+    let (out, rows) = (download(bench.stream.as_ref(), &bench.out), download(other.as_ref(), &bench.rows));
+    assert_eq!(out, rows);
+    bench.enqueue(&inputs).unwrap();
+    bench.stream.synchronize().unwrap();
+    other.synchronize().unwrap();
+}
+
+#[test]
+fn dense_steps_join_a_capture() {
+    let Some((simulator, _alone)) = alone() else { return };
+    for device in [EAGER, LAZY] {
+        let backend = opened(device).unwrap();
+        let stream = backend.stream().unwrap();
+        let steps = DenseSteps::new(&backend).unwrap();
+        let floats = |seed, n| -> Vec<f32> {
+            noise(seed, n).iter().map(|&byte| f32::from(byte) / 64.0 - 2.0).collect()
+        };
+        let table = steps.weight(9, DIM, &floats(1, 9 * DIM)).unwrap();
+        let matrix = steps.weight(48, DIM, &floats(2, 48 * DIM)).unwrap();
+        let norm = steps.weight(1, DIM, &floats(3, DIM)).unwrap();
+        let pass = |tokens: &[u32]| -> kvcore::Result<TensorView> {
+            let x = steps.embed(&table, tokens)?;
+            let x = steps.add(&x, &steps.rms_norm(&x, &norm, 1e-5)?)?;
+            steps.project(&x, &matrix, None)
+        };
+        let read = |x: &TensorView| {
+            let mut values = Vec::new();
+            DenseSteps::order(stream.as_ref(), steps.stream()).unwrap();
+            steps.read(x, &mut values).unwrap();
+            values.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        let inputs = step(3);
+        let mut logits = None;
+        let graph = stream
+            .capture(&inputs, &mut || {
+                DenseSteps::order(stream.as_ref(), steps.stream())?;
+                logits = Some(pass(&inputs.tokens)?);
+                DenseSteps::order(steps.stream(), stream.as_ref())
+            })
+            .unwrap();
+        let logits = logits.unwrap();
+        for at in 0..7 {
+            let inputs = step(at);
+            let expected = read(&pass(&inputs.tokens).unwrap());
+            simulator.trace(device);
+            graph.replay(&inputs).unwrap();
+            // Work beside the replay takes none of the graph's memory.
+            pass(&[8]).unwrap();
+            assert_eq!(read(&logits), expected, "token {at}, device {device}");
+            let trace = simulator.trace(device);
+            assert_eq!(queued(&trace, "graph"), 1, "{trace:?}");
+        }
+        let wrong = StepInputs { tokens: [9].into(), ..step(0) };
+        assert!(matches!(graph.replay(&wrong), Err(Error::OutOfRange { what: "token", .. })));
+        stream.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn graphs_of_a_stream_share_the_memory_between_their_operators() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let at_first = simulator.live(LAZY);
+    let bench = Bench::new(LAZY);
+    let bytes = |run: &dyn Fn() -> Arc<dyn Graph>| {
+        let before = simulator.live(LAZY)[0];
+        let graph = run();
+        (simulator.live(LAZY)[0] - before, graph)
+    };
+    bench.enqueue(&step(3)).unwrap();
+    let (of_one, first) = bytes(&|| bench.capture(&step(3)));
+    let (of_two, second) = bytes(&|| bench.capture(&step(40)));
+    assert!(of_one > 1 << 20, "{of_one} bytes");
+    assert!(of_two < 1 << 18, "the second has {of_two} bytes of its own");
+    for (graph, at) in [(&first, 5), (&second, 40), (&first, 9)] {
+        graph.replay(&step(at)).unwrap();
+        let got = download(bench.stream.as_ref(), &bench.out);
+        bench.enqueue(&step(at)).unwrap();
+        assert_eq!(got, download(bench.stream.as_ref(), &bench.out), "token {at}");
+    }
+    drop((first, second, bench));
+    assert_eq!(simulator.live(LAZY), at_first);
+}
+
+#[test]
+fn a_step_whose_capture_finds_no_memory_runs_as_before() {
+    const OUT_OF_MEMORY: i32 = 207_001;
+    let Some((simulator, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let (mut cache, key) = (GraphCache::new(2), GraphKey::of(&step(3), DType::BF16));
+    let mut run = |at: usize| {
+        let inputs = step(at);
+        let run = cache.run(bench.stream.as_ref(), key, &inputs, &mut || bench.enqueue(&inputs)).unwrap().0;
+        (run, cache.counts().refused)
+    };
+    assert_eq!(run(3), (GraphRun::Eager, 0));
+    simulator.fail("aclrtMalloc", 1, OUT_OF_MEMORY);
+    assert_eq!(run(4), (GraphRun::Eager, 1));
+    assert_eq!(run(5), (GraphRun::Eager, 1), "it is not tried again");
+    let got = download(bench.stream.as_ref(), &bench.out);
+    bench.enqueue(&step(5)).unwrap();
+    assert_eq!(got, download(bench.stream.as_ref(), &bench.out));
+}
+
+#[test]
+fn every_call_that_a_capture_makes_may_be_refused_and_nothing_is_held() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let everything = || -> kvcore::Result<()> {
+        let bench = Bench::new(EAGER);
+        let inputs = step(3);
+        bench.enqueue(&inputs)?;
+        let graph = bench.stream.capture(&inputs, &mut || bench.enqueue(&inputs))?;
+        graph.replay(&step(4))?;
+        graph.replay(&step(5))?;
+        bench.stream.synchronize()
+    };
+    everything().unwrap();
+    let (before, mut seen) = (simulator.live(EAGER), 0);
+    let entries = [
+        "aclmdlRICaptureBegin",
+        "aclmdlRICaptureEnd",
+        "aclmdlRIExecuteAsync",
+        "aclrtMemcpy",
+        "aclnnIndexSelect",
+    ];
+    for entry in entries {
+        for after in [1, 2, 9] {
+            simulator.fail(entry, after, 107_000);
+            let result = everything();
+            simulator.fail(entry, 0, 0);
+            seen += usize::from(result.is_err());
+            assert_eq!(simulator.live(EAGER), before, "call {after} of {entry} failed: {result:?}");
+        }
+        everything().unwrap_or_else(|error| panic!("after {entry} had failed: {error}"));
+    }
+    assert!(seen > 6, "only {seen} of the failures were seen");
+}
