@@ -1,10 +1,12 @@
 //! Devices: opening one, its context on a thread, and its errors.
 
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use kvcore::{Counters, Error, MemoryKind, Result};
+use parking_lot::Mutex;
 
 use crate::NAME;
 use crate::bindings::types as sys;
@@ -20,6 +22,8 @@ pub(crate) struct Device {
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
     lost: OnceLock<String>,
+    /// Devices whose memory this one has asked for access to.
+    pub(crate) peers: Mutex<HashSet<i32>>,
 }
 
 // SAFETY: contexts and streams may be used from any thread that has the context current, which `bind` sees to.
@@ -93,6 +97,7 @@ impl Device {
                 counters: Counters::default(),
                 setup,
                 lost: OnceLock::new(),
+                peers: Mutex::default(),
             })),
             code => {
                 let error = refused(code);

@@ -11,8 +11,10 @@ use crate::NAME;
 use crate::bindings::types as sys;
 use crate::device::Device;
 
+mod peer;
 mod reserved;
 
+pub(crate) use peer::{copy_from, of_peer};
 pub(crate) use reserved::is_there as maps;
 
 pub use reserved::AscendReserved;

@@ -4,12 +4,18 @@ use kvcore::{CopyTensor, MemoryKind, Result, TensorView};
 use smallvec::SmallVec;
 
 use crate::bindings::types as sys;
+use crate::memory;
 use crate::operators::Tensor;
 use crate::stream::{Way, Work};
 
 pub(super) fn copy_tensor(work: &mut Work<'_>, op: &CopyTensor) -> Result<()> {
     if op.dst.is_empty() {
         return Ok(());
+    }
+    let device = work.device();
+    if memory::of(device, op.src.storage()).is_err() {
+        let peer = memory::of_peer(device, op.src.storage())?;
+        return memory::copy_from(work, peer, op);
     }
     let on_host = |view: &TensorView| view.storage().kind() != MemoryKind::Device;
     match (on_host(&op.src), on_host(&op.dst)) {

@@ -228,6 +228,11 @@ impl Stream for AscendStream {
         memory::of(&self.state.device, storage).map(drop)
     }
 
+    fn reaches(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        let device = &self.state.device;
+        self.owns(storage).or_else(|_| memory::of_peer(device, storage).map(drop))
+    }
+
     fn counters(&self) -> &Counters {
         if capture::records(&self.state) { &self.state.captured } else { &self.state.device.counters }
     }

@@ -9,5 +9,6 @@ mod hccl;
 mod holds;
 mod libraries;
 mod memory;
+mod peers;
 mod sabotage;
 mod simulator;

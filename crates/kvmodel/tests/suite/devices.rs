@@ -175,10 +175,14 @@ fn batches_of_any_size_decode_by_graphs(
 
 /// Engines on two devices of a process share chunks, which go from device to device.
 #[rstest]
+#[case(Kind::Cuda, "bf16")]
+#[case(Kind::Cuda, "int8:8")]
+#[case(Kind::Cuda, "fp8-e4m3")]
+#[case(Kind::Ascend, "bf16")]
 fn replicas_on_other_devices_hand_their_chunks_over(
-    #[values("bf16", "int8:8", "fp8-e4m3")] kv_format: KvFormat,
+    #[case] kind: Kind,
+    #[case] kv_format: KvFormat,
     #[values([0, 1], [1, 0])] devices: [usize; 2],
-    #[values(Kind::Cuda)] kind: Kind,
 ) {
     let mut engines = Vec::new();
     for (device, replica) in devices.into_iter().zip(LocalReplica::group(2)) {

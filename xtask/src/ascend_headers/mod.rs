@@ -1,16 +1,19 @@
 //! `cargo xtask ascend-headers`: what `ascend.h` states, compared with headers that others wrote.
 //!
 //! The headers come from the package registry, in pinned wheels of `torch_npu`, when the command runs; they are not part of
-//! this repository. A wheel has the headers of the CANN that it was built with, without operators.
+//! this repository. A wheel has the headers of the CANN that it was built with, without operators. A crate has some
+//! operators, as Rust.
 
 use std::path::PathBuf;
 
 use crate::run::{Result, root};
 use crate::tools::{Tool, require};
 
-#[path = "../../crates/kvbackend-ascend/ffi/compare.rs"]
+mod cann_sys;
+#[path = "../../../crates/kvbackend-ascend/ffi/compare.rs"]
 mod compare;
 
+use cann_sys::{Compared, Declared};
 use compare::compare_with;
 
 /// A C++ compiler; pip and unzip for the wheels.
@@ -20,12 +23,16 @@ pub(crate) const NEEDS: &[Tool] =
 /// The wheels, with the CANN whose headers they have.
 const WHEELS: [(&str, &str); 2] = [("2.5.1", "CANN 8.1.RC1"), ("2.7.1", "CANN 8.3.RC1")];
 
+/// The crate that declares functions of CANN for itself.
+const CRATE: (&str, &str) = ("cann-sys", "0.1.3");
+
 /// The folder of the headers, below the root of the workspace.
 const FOLDER: &str = "target/ascend-headers";
 
 /// Returns whether the headers are here.
 pub(crate) fn is_here() -> bool {
     WHEELS.iter().all(|(version, _)| folders(version)[0].join("acl/acl.h").is_file())
+        && crate_folder().join("lib.rs").is_file()
 }
 
 /// Returns the command that brings the headers: the wheels are for one Python and one processor, whatever runs here.
@@ -39,7 +46,19 @@ pub(crate) fn bring() -> String {
             "{download} -d {FOLDER} torch_npu=={version} && {unpack} {FOLDER}/torch_npu-{version}-*.whl {FOLDER}/{version}"
         )
     });
-    each.collect::<Vec<_>>().join(" && ")
+    let (name, version) = CRATE;
+    let manifest = format!("{FOLDER}/crate/Cargo.toml");
+    let vendor = format!(
+        "mkdir -p {FOLDER}/crate/src && touch {FOLDER}/crate/src/lib.rs && printf '[package]\\nname = \"bindings\"\\n\
+         [dependencies]\\n{name} = \"={version}\"\\n[workspace]\\n' > {manifest} && cargo vendor -q --manifest-path \
+         {manifest} {FOLDER}/crate/vendor > {FOLDER}/crate/config"
+    );
+    each.chain([vendor]).collect::<Vec<_>>().join(" && ")
+}
+
+/// Returns the folder of the crate's files.
+fn crate_folder() -> PathBuf {
+    root().join(FOLDER).join("crate/vendor").join(CRATE.0).join("src")
 }
 
 /// Returns the folders in which a compiler finds the headers of a wheel.
@@ -61,9 +80,16 @@ pub(crate) fn ascend_headers() -> Result {
         let known = nowhere.take().unwrap_or_else(|| comparison.absent.clone());
         nowhere = Some(known.into_iter().filter(|name| comparison.absent.contains(name)).collect());
     }
+    let ours = Declared::of(&root().join("crates/kvbackend-ascend/src/bindings"))?;
+    let (name, version) = CRATE;
+    let compared = ours
+        .compare(&Declared::of(&crate_folder())?)
+        .map_err(|differences| format!("{name} {version} differs:\n{differences}"))?;
+    let Compared { functions, values } = compared;
+    println!("{name} {version}: {functions} functions and {values} values compared, all equal");
     let nowhere = nowhere.unwrap_or_default();
     let (operators, others): (Vec<_>, Vec<_>) = nowhere.iter().partition(|name| name.starts_with("aclnn"));
-    println!("in none of them: {} operators' functions; {}", operators.len(), list(&others));
+    println!("in none of the headers: {} operators' functions; {}", operators.len(), list(&others));
     Ok(())
 }
 
