@@ -191,6 +191,8 @@ PHASES(aclnnMuls, const aclTensor *self, const aclScalar *other, aclTensor *out)
 PHASES(aclnnExp, const aclTensor *self, aclTensor *out);
 PHASES(aclnnLog, const aclTensor *self, aclTensor *out);
 PHASES(aclnnTanh, const aclTensor *self, aclTensor *out);
+PHASES(aclnnRound, const aclTensor *self, aclTensor *out);
+PHASES(aclnnClamp, const aclTensor *self, const aclScalar *clipValueMin, const aclScalar *clipValueMax, aclTensor *out);
 PHASES(aclnnMaximum, const aclTensor *self, const aclTensor *other, aclTensor *out);
 PHASES(aclnnAmax, const aclTensor *self, const aclIntArray *dim, bool keepDim, aclTensor *out);
 PHASES(aclnnReduceSum, const aclTensor *self, const aclIntArray *dims, bool keepDims, aclDataType dtype, aclTensor *out);

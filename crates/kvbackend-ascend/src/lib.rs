@@ -44,6 +44,7 @@ use kvcore::{
 use device::Device;
 
 pub use hccl::{HcclCommunicator, HcclId};
+pub use library::Serves;
 pub use memory::{AscendReserved, AscendStorage};
 pub use options::AscendOptions;
 pub use report::{DeviceReport, OperatorReport, devices, operators};
@@ -116,12 +117,13 @@ impl Backend for AscendBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
+        let int8 = self.device.library.lacks_for(Serves::Int8Caches).is_empty().then_some("int8").into_iter();
         let lacks = |there: bool, name| (!there).then_some(name);
         let graphs = lacks(self.device.library.captures(), "graphs");
         let reserve = lacks(memory::maps(&self.device), "reserve");
         Capabilities {
             dtypes: DType::COMPUTE.to_vec(),
-            formats: Vec::new(),
+            formats: int8.collect(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned],
             missing: graphs.into_iter().chain(reserve).collect(),
         }

@@ -15,6 +15,17 @@ const FOLDER: &str = "KV_ASCEND_LIB_DIR";
 /// Variables that name the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
+/// What an operator serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Serves {
+    /// Operations of the contract on dense caches. The backend does without none of them.
+    Operations,
+    /// Caches in int8.
+    Int8Caches,
+    /// The dense steps of a model.
+    DenseSteps,
+}
+
 /// The libraries, loaded once for the process.
 pub(crate) struct Library {
     pub(crate) acl: Acl,
@@ -143,42 +154,46 @@ impl Library {
         ));
         let operators = self.operators();
         names.extend(
-            operators.into_iter().filter_map(|(name, needed, there)| (needed && !there).then_some(name)),
+            operators
+                .into_iter()
+                .filter_map(|(name, serves, there)| (serves == Serves::Operations && !there).then_some(name)),
         );
         names
     }
 
-    /// Returns each operator with whether the backend cannot do without it, and whether the library has it.
-    pub(crate) fn operators(&self) -> Vec<(&'static str, bool, bool)> {
+    /// Returns each operator with what calls it, and whether the library has it.
+    pub(crate) fn operators(&self) -> Vec<(&'static str, Serves, bool)> {
         macro_rules! operators {
-            ($($operator:ident, $phase:ident, $needed:literal;)*) => {
+            ($($operator:ident, $phase:ident, $serves:ident;)*) => {
                 vec![$((
                     stringify!($operator),
-                    $needed,
+                    Serves::$serves,
                     self.operators.$operator.is_ok() && self.operators.$phase.is_ok(),
                 )),*]
             };
         }
         operators! {
-            aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, true;
-            aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, true;
-            aclnnInplaceCopy, aclnnInplaceCopyGetWorkspaceSize, true;
-            aclnnCast, aclnnCastGetWorkspaceSize, true;
-            aclnnAdd, aclnnAddGetWorkspaceSize, true;
-            aclnnSub, aclnnSubGetWorkspaceSize, true;
-            aclnnMul, aclnnMulGetWorkspaceSize, true;
-            aclnnDiv, aclnnDivGetWorkspaceSize, true;
-            aclnnMuls, aclnnMulsGetWorkspaceSize, true;
-            aclnnExp, aclnnExpGetWorkspaceSize, true;
-            aclnnLog, aclnnLogGetWorkspaceSize, true;
-            aclnnTanh, aclnnTanhGetWorkspaceSize, true;
-            aclnnMaximum, aclnnMaximumGetWorkspaceSize, true;
-            aclnnAmax, aclnnAmaxGetWorkspaceSize, true;
-            aclnnReduceSum, aclnnReduceSumGetWorkspaceSize, true;
-            aclnnBatchMatMul, aclnnBatchMatMulGetWorkspaceSize, true;
-            aclnnMatmul, aclnnMatmulGetWorkspaceSize, false;
-            aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, false;
-            aclnnSilu, aclnnSiluGetWorkspaceSize, false;
+            aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, Operations;
+            aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, Operations;
+            aclnnInplaceCopy, aclnnInplaceCopyGetWorkspaceSize, Operations;
+            aclnnCast, aclnnCastGetWorkspaceSize, Operations;
+            aclnnAdd, aclnnAddGetWorkspaceSize, Operations;
+            aclnnSub, aclnnSubGetWorkspaceSize, Operations;
+            aclnnMul, aclnnMulGetWorkspaceSize, Operations;
+            aclnnDiv, aclnnDivGetWorkspaceSize, Operations;
+            aclnnMuls, aclnnMulsGetWorkspaceSize, Operations;
+            aclnnExp, aclnnExpGetWorkspaceSize, Operations;
+            aclnnLog, aclnnLogGetWorkspaceSize, Operations;
+            aclnnTanh, aclnnTanhGetWorkspaceSize, Operations;
+            aclnnMaximum, aclnnMaximumGetWorkspaceSize, Operations;
+            aclnnAmax, aclnnAmaxGetWorkspaceSize, Operations;
+            aclnnReduceSum, aclnnReduceSumGetWorkspaceSize, Operations;
+            aclnnBatchMatMul, aclnnBatchMatMulGetWorkspaceSize, Operations;
+            aclnnRound, aclnnRoundGetWorkspaceSize, Int8Caches;
+            aclnnClamp, aclnnClampGetWorkspaceSize, Int8Caches;
+            aclnnMatmul, aclnnMatmulGetWorkspaceSize, DenseSteps;
+            aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, DenseSteps;
+            aclnnSilu, aclnnSiluGetWorkspaceSize, DenseSteps;
         }
     }
 
@@ -188,10 +203,10 @@ impl Library {
             .is_empty()
     }
 
-    /// Returns the names of missing operators that only the dense steps of a model call.
-    pub(crate) fn lacks_for_dense_steps(&self) -> Vec<&'static str> {
+    /// Returns the names of missing operators that serve something.
+    pub(crate) fn lacks_for(&self, what: Serves) -> Vec<&'static str> {
         let operators = self.operators().into_iter();
-        operators.filter_map(|(name, needed, there)| (!needed && !there).then_some(name)).collect()
+        operators.filter_map(|(name, serves, there)| (serves == what && !there).then_some(name)).collect()
     }
 
     /// Starts ACL. Another part of the program may have started it already.

@@ -3,7 +3,7 @@
 use kvcore::Result;
 
 use crate::device::{self, Device};
-use crate::library::library;
+use crate::library::{Serves, library};
 use crate::options::AscendOptions;
 
 /// A device that ACL reports.
@@ -26,8 +26,8 @@ pub struct DeviceReport {
 pub struct OperatorReport {
     /// Name of the operator in CANN.
     pub name: &'static str,
-    /// Whether the backend cannot do without it.
-    pub needed: bool,
+    /// What calls it.
+    pub serves: Serves,
     /// Whether this machine's CANN has it.
     pub there: bool,
 }
@@ -58,5 +58,5 @@ pub fn devices() -> Result<Vec<DeviceReport>> {
 /// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
 pub fn operators() -> Result<Vec<OperatorReport>> {
     let operators = library()?.operators().into_iter();
-    Ok(operators.map(|(name, needed, there)| OperatorReport { name, needed, there }).collect())
+    Ok(operators.map(|(name, serves, there)| OperatorReport { name, serves, there }).collect())
 }

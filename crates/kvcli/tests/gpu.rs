@@ -54,8 +54,8 @@ fn the_demo_names_the_device(#[values("ascend", "cuda", "wgpu")] backend: &str) 
 #[rstest]
 fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: &str) {
     let formats = ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"];
-    // The Ascend backend has no quantised caches.
-    for format in formats.into_iter().take(if gpu == "ascend" { 3 } else { formats.len() }) {
+    // Of quantised caches, the Ascend backend has those of int8.
+    for format in formats.into_iter().take(if gpu == "ascend" { 4 } else { formats.len() }) {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
             let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];

@@ -232,6 +232,44 @@ pub struct Operators {
         ) -> aclnnStatus,
         ::libloading::Error,
     >,
+    pub aclnnRoundGetWorkspaceSize: Result<
+        unsafe extern "C" fn(
+            self_: *const aclTensor,
+            out: *mut aclTensor,
+            workspaceSize: *mut u64,
+            executor: *mut *mut aclOpExecutor,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
+    pub aclnnRound: Result<
+        unsafe extern "C" fn(
+            workspace: *mut ::core::ffi::c_void,
+            workspaceSize: u64,
+            executor: *mut aclOpExecutor,
+            stream: aclrtStream,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
+    pub aclnnClampGetWorkspaceSize: Result<
+        unsafe extern "C" fn(
+            self_: *const aclTensor,
+            clipValueMin: *const aclScalar,
+            clipValueMax: *const aclScalar,
+            out: *mut aclTensor,
+            workspaceSize: *mut u64,
+            executor: *mut *mut aclOpExecutor,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
+    pub aclnnClamp: Result<
+        unsafe extern "C" fn(
+            workspace: *mut ::core::ffi::c_void,
+            workspaceSize: u64,
+            executor: *mut aclOpExecutor,
+            stream: aclrtStream,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
     pub aclnnMaximumGetWorkspaceSize: Result<
         unsafe extern "C" fn(
             self_: *const aclTensor,
@@ -442,6 +480,12 @@ impl Operators {
         let aclnnTanhGetWorkspaceSize =
             unsafe { __library.get(b"aclnnTanhGetWorkspaceSize\0") }.map(|sym| *sym);
         let aclnnTanh = unsafe { __library.get(b"aclnnTanh\0") }.map(|sym| *sym);
+        let aclnnRoundGetWorkspaceSize =
+            unsafe { __library.get(b"aclnnRoundGetWorkspaceSize\0") }.map(|sym| *sym);
+        let aclnnRound = unsafe { __library.get(b"aclnnRound\0") }.map(|sym| *sym);
+        let aclnnClampGetWorkspaceSize =
+            unsafe { __library.get(b"aclnnClampGetWorkspaceSize\0") }.map(|sym| *sym);
+        let aclnnClamp = unsafe { __library.get(b"aclnnClamp\0") }.map(|sym| *sym);
         let aclnnMaximumGetWorkspaceSize =
             unsafe { __library.get(b"aclnnMaximumGetWorkspaceSize\0") }.map(|sym| *sym);
         let aclnnMaximum = unsafe { __library.get(b"aclnnMaximum\0") }.map(|sym| *sym);
@@ -493,6 +537,10 @@ impl Operators {
             aclnnLog,
             aclnnTanhGetWorkspaceSize,
             aclnnTanh,
+            aclnnRoundGetWorkspaceSize,
+            aclnnRound,
+            aclnnClampGetWorkspaceSize,
+            aclnnClamp,
             aclnnMaximumGetWorkspaceSize,
             aclnnMaximum,
             aclnnAmaxGetWorkspaceSize,
@@ -912,6 +960,74 @@ impl Operators {
     ) -> aclnnStatus {
         unsafe {
             (self.aclnnTanh.as_ref().expect("Expected function, got error."))(
+                workspace,
+                workspaceSize,
+                executor,
+                stream,
+            )
+        }
+    }
+    pub unsafe fn aclnnRoundGetWorkspaceSize(
+        &self,
+        self_: *const aclTensor,
+        out: *mut aclTensor,
+        workspaceSize: *mut u64,
+        executor: *mut *mut aclOpExecutor,
+    ) -> aclnnStatus {
+        unsafe {
+            (self.aclnnRoundGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
+                self_,
+                out,
+                workspaceSize,
+                executor,
+            )
+        }
+    }
+    pub unsafe fn aclnnRound(
+        &self,
+        workspace: *mut ::core::ffi::c_void,
+        workspaceSize: u64,
+        executor: *mut aclOpExecutor,
+        stream: aclrtStream,
+    ) -> aclnnStatus {
+        unsafe {
+            (self.aclnnRound.as_ref().expect("Expected function, got error."))(
+                workspace,
+                workspaceSize,
+                executor,
+                stream,
+            )
+        }
+    }
+    pub unsafe fn aclnnClampGetWorkspaceSize(
+        &self,
+        self_: *const aclTensor,
+        clipValueMin: *const aclScalar,
+        clipValueMax: *const aclScalar,
+        out: *mut aclTensor,
+        workspaceSize: *mut u64,
+        executor: *mut *mut aclOpExecutor,
+    ) -> aclnnStatus {
+        unsafe {
+            (self.aclnnClampGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
+                self_,
+                clipValueMin,
+                clipValueMax,
+                out,
+                workspaceSize,
+                executor,
+            )
+        }
+    }
+    pub unsafe fn aclnnClamp(
+        &self,
+        workspace: *mut ::core::ffi::c_void,
+        workspaceSize: u64,
+        executor: *mut aclOpExecutor,
+        stream: aclrtStream,
+    ) -> aclnnStatus {
+        unsafe {
+            (self.aclnnClamp.as_ref().expect("Expected function, got error."))(
                 workspace,
                 workspaceSize,
                 executor,

@@ -11,7 +11,7 @@ use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, Result, Storage, Stream
 
 use crate::AscendBackend;
 use crate::device::Device;
-use crate::library::no_device;
+use crate::library::{Serves, no_device};
 use crate::memory::{self, AscendStorage};
 use crate::operators::Tensor;
 use crate::stream::{AscendStream, Held, Work, capture};
@@ -69,7 +69,7 @@ impl DenseSteps {
     /// Returns [`Error::NoDevice`] if CANN lacks an operator of the steps, and the errors of the device.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         let device = Arc::clone(&backend.device);
-        let lacks = device.library.lacks_for_dense_steps();
+        let lacks = device.library.lacks_for(Serves::DenseSteps);
         if !lacks.is_empty() {
             return Err(no_device(format!(
                 "CANN lacks {}, which the steps of a model need",

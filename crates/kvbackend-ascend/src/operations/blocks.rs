@@ -1,10 +1,13 @@
-//! Copies of whole blocks: within a pool, between pools and memories, and with the keys rotated.
+//! Copies of whole blocks: within a pool, between pools and memories, with the keys rotated, and into another format.
+
+use std::sync::Arc;
 
 use kvcore::{
-    BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, MemoryKind, Result, RotateKeys, SwapBlocks, WritePairs,
+    BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, MemoryKind, PlaneStrides, Result, RotateKeys, Storage,
+    SwapBlocks, WritePairs,
 };
 
-use super::places::PlaneRows;
+use super::places::{Geometry, PlaneRows, RowNumbers};
 use super::plans::Sent;
 use super::turn::{Angles, in_f32};
 use super::unsupported;
@@ -12,51 +15,59 @@ use crate::bindings::types as sys;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::stream::{Way, Work};
 
-/// Blocks of K or V in a pool.
+/// Blocks of K or V in a pool, or of the scales of one of them.
 struct Blocks<'a> {
-    plane: KvPlane<'a>,
+    storage: &'a Arc<dyn Storage>,
+    strides: PlaneStrides,
+    heads: usize,
+    dim: usize,
     dtype: sys::aclDataType,
     block_size: usize,
     on_host: bool,
 }
 
 impl<'a> Blocks<'a> {
-    fn new(plane: KvPlane<'a>, block_size: usize) -> Result<Self> {
-        let KvFormat::Dense(dtype) = plane.format else {
-            return Err(unsupported(format!("caches in {}", plane.format.name())));
+    /// Describes a plane, and its scales if it has any.
+    fn of_plane(plane: &KvPlane<'a>, block_size: usize) -> Result<Vec<Self>> {
+        let dtype = match plane.format {
+            KvFormat::Dense(dtype) => number(dtype)?,
+            KvFormat::Int8 { .. } => sys::ACL_INT8,
+            other => return Err(unsupported(format!("caches in {}", other.name()))),
         };
-        let on_host = plane.storage.kind() != MemoryKind::Device;
-        Ok(Self { dtype: number(dtype)?, on_host, plane, block_size })
+        let blocks = |storage: &'a Arc<dyn Storage>, strides, dim, dtype| {
+            let on_host = storage.kind() != MemoryKind::Device;
+            Self { storage, strides, heads: plane.heads, dim, dtype, block_size, on_host }
+        };
+        let scales =
+            plane.scales.map(|(of, scales)| blocks(of, scales.strides, scales.per_row, sys::ACL_FLOAT16));
+        Ok([blocks(plane.storage, plane.strides, plane.dim, dtype)].into_iter().chain(scales).collect())
     }
 
-    fn of(arena: &'a KvArena) -> Result<[Self; 2]> {
+    fn of(arena: &'a KvArena) -> Result<Vec<Self>> {
         let block_size = arena.layout().shape().block_size;
-        Ok([Self::new(arena.k_plane(), block_size)?, Self::new(arena.v_plane(), block_size)?])
+        let mut all = Self::of_plane(&arena.k_plane(), block_size)?;
+        all.extend(Self::of_plane(&arena.v_plane(), block_size)?);
+        Ok(all)
     }
 
     fn address(&self, layer: usize, block: usize) -> u64 {
-        self.plane.storage.address()
-            + (self.plane.strides.at(layer, block, 0, 0) * bytes_of(self.dtype)) as u64
+        self.storage.address() + (self.strides.at(layer, block, 0, 0) * bytes_of(self.dtype)) as u64
     }
 
     fn elements(&self) -> usize {
-        self.block_size * self.plane.heads * self.plane.dim
+        self.block_size * self.heads * self.dim
     }
 
     /// Returns a block as `[tokens, heads, dim]`, at an address that need not be in the pool.
     fn view(&self, address: u64) -> Tensor {
-        let s = self.plane.strides;
-        Tensor::strided(
-            address,
-            self.dtype,
-            &[self.block_size, self.plane.heads, self.plane.dim],
-            &[s.token, s.head, 1],
-        )
+        let s = self.strides;
+        let dims = [self.block_size, self.heads, self.dim];
+        Tensor::strided(address, self.dtype, &dims, &[s.token, s.head, 1])
     }
 
     /// Returns the elements from the first of a block to its last.
     fn span(&self) -> usize {
-        self.plane.strides.at(0, 0, self.block_size - 1, self.plane.heads - 1) + self.plane.dim
+        self.strides.at(0, 0, self.block_size - 1, self.heads - 1) + self.dim
     }
 
     /// Returns whether a block is a row of elements without gaps.
@@ -66,7 +77,7 @@ impl<'a> Blocks<'a> {
 
     /// Returns whether blocks of both have the same order.
     fn is_like(&self, other: &Self) -> bool {
-        let (a, b) = (self.plane.strides, other.plane.strides);
+        let (a, b) = (self.strides, other.strides);
         a.token == b.token && a.head == b.head && self.dtype == other.dtype
     }
 }
@@ -128,58 +139,89 @@ pub(super) fn swap_blocks(work: &mut Work<'_>, op: &SwapBlocks) -> Result<()> {
 }
 
 pub(super) fn rotate_keys(work: &mut Work<'_>, op: &RotateKeys) -> Result<()> {
-    let ([_, from_v], [_, to_v]) = (Blocks::of(&op.src)?, Blocks::of(&op.dst)?);
+    let block_size = op.src.layout().shape().block_size;
+    let values = |arena| Blocks::of_plane(arena, block_size);
+    let (from, to) = (op.src.v_plane(), op.dst.v_plane());
     if op.pairs.is_empty() {
         return Ok(());
     }
-    for &(from, to) in op.pairs.iter() {
-        let ends = (from_v.address(op.layer, from.index()), to_v.address(op.layer, to.index()));
-        copy_block(work, (&from_v, ends.0), (&to_v, ends.1))?;
+    for (src, dst) in values(&from)?.iter().zip(&values(&to)?) {
+        for &(from, to) in op.pairs.iter() {
+            let ends = (src.address(op.layer, from.index()), dst.address(op.layer, to.index()));
+            copy_block(work, (src, ends.0), (dst, ends.1))?;
+        }
     }
-    let rows = |arena: &KvArena| {
-        let shape = arena.layout().shape();
-        PlaneRows::new(&arena.k_plane(), op.layer, (shape.num_blocks, shape.block_size))
-    };
-    let (src, dst) = (rows(&op.src)?, rows(&op.dst)?);
-    let block_size = op.src.layout().shape().block_size;
+    let [src, dst] = [&op.src, &op.dst].map(|arena| rows_of(arena, &arena.k_plane(), op.layer));
+    let (src, dst) = (src?, dst?);
     let angles = Angles::of_distance(work, &op.rotation.rope, op.rotation.delta)?;
-    let keys = keys_of(work, &src, op.pairs.iter().map(|pair| pair.0), block_size)?;
+    let mut numbers = BlockNumbers::new(&op.pairs, block_size);
+    let places = numbers.of(work, &src, false)?;
+    let keys = src.read(work, &places)?;
     let turned = in_f32(work, &keys)?;
     angles.turn(work, &turned, &[1, 1])?;
-    work.convert(&turned, &keys)?;
-    let index = index_of(work, &dst, op.pairs.iter().map(|pair| pair.1), block_size)?;
-    let unit = dst.unit();
-    let count = keys.dims().iter().product::<usize>() / unit;
-    work.put_rows(&dst.matrix, &index, &keys.reshaped(&[count, unit]))
+    let places = numbers.of(work, &dst, true)?;
+    dst.write(work, &places, &turned)
 }
 
-/// Sends up the numbers of all rows of some blocks.
-fn index_of(
+/// Stores blocks of an arena in the format of another, over all layers.
+pub(super) fn convert_all(
     work: &mut Work<'_>,
-    plane: &PlaneRows,
-    blocks: impl Iterator<Item = BlockId>,
-    block_size: usize,
-) -> Result<Tensor> {
-    let slots: Vec<usize> = blocks
-        .flat_map(|block| (0..block_size).map(move |token| block.index() * block_size + token))
-        .collect();
-    let index = plane.geometry.by_slot(slots.into_iter());
-    Ok(Sent::send(work, &index, sys::ACL_INT32, &[index.len()])?.tensor)
+    src: &KvArena,
+    dst: &KvArena,
+    pairs: &WritePairs,
+) -> Result<()> {
+    if pairs.is_empty() {
+        return Ok(());
+    }
+    let shape = src.layout().shape();
+    let mut numbers = BlockNumbers::new(pairs, shape.block_size);
+    for layer in 0..shape.num_layers {
+        for planes in [[src.k_plane(), dst.k_plane()], [src.v_plane(), dst.v_plane()]] {
+            let (from, to) = (rows_of(src, &planes[0], layer)?, rows_of(dst, &planes[1], layer)?);
+            let places = [numbers.of(work, &from, false)?, numbers.of(work, &to, true)?];
+            let mark = work.mark();
+            let rows = from.read(work, &places[0])?;
+            to.write(work, &places[1], &rows)?;
+            work.release(mark);
+        }
+    }
+    Ok(())
 }
 
-/// Returns the keys of some blocks, `[tokens, heads, dim]`.
-fn keys_of(
-    work: &mut Work<'_>,
-    plane: &PlaneRows,
-    blocks: impl ExactSizeIterator<Item = BlockId>,
+/// Returns one layer of a plane of an arena.
+fn rows_of(arena: &KvArena, plane: &KvPlane<'_>, layer: usize) -> Result<PlaneRows> {
+    let shape = arena.layout().shape();
+    PlaneRows::new(plane, layer, (shape.num_blocks, shape.block_size))
+}
+
+/// The numbers of all rows of some blocks, sent up once for each geometry.
+struct BlockNumbers<'a> {
+    pairs: &'a WritePairs,
     block_size: usize,
-) -> Result<Tensor> {
-    let tokens = blocks.len() * block_size;
-    let dims = [tokens, plane.geometry.heads, plane.geometry.dim];
-    let index = index_of(work, plane, blocks, block_size)?;
-    let keys = work.temporary(plane.dtype(), &dims)?;
-    let unit = plane.unit();
-    let count = dims.iter().product::<usize>() / unit;
-    work.take_rows(&plane.matrix, &index, &keys.reshaped(&[count, unit]))?;
-    Ok(keys)
+    sent: Vec<(Geometry, bool, Sent)>,
+}
+
+impl<'a> BlockNumbers<'a> {
+    fn new(pairs: &'a WritePairs, block_size: usize) -> Self {
+        Self { pairs, block_size, sent: Vec::new() }
+    }
+
+    /// Returns the numbers for the sources or for the destinations of the pairs.
+    fn of(&mut self, work: &mut Work<'_>, plane: &PlaneRows, written: bool) -> Result<RowNumbers> {
+        plane.numbers(|geometry| {
+            let known = self.sent.iter().find(|(of, end, _)| (of, *end) == (geometry, written));
+            if let Some((_, _, known)) = known {
+                return Ok(known.tensor.clone());
+            }
+            let block = |&(from, to): &(BlockId, BlockId)| if written { to } else { from };
+            let slots: Vec<usize> = (self.pairs.iter().map(block))
+                .flat_map(|block| (0..self.block_size).map(move |token| (block, token)))
+                .map(|(block, token)| block.index() * self.block_size + token)
+                .collect();
+            let index = geometry.by_slot(slots.into_iter());
+            let made = Sent::send(work, &index, sys::ACL_INT32, &[index.len()])?;
+            self.sent.push((*geometry, written, made.clone()));
+            Ok(made.tensor)
+        })
+    }
 }

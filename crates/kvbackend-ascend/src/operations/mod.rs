@@ -15,6 +15,7 @@ use crate::stream::Work;
 mod attend;
 mod blocks;
 mod captured;
+mod codes;
 mod places;
 mod plans;
 mod rows;
@@ -35,7 +36,8 @@ pub(crate) fn run(work: &mut Work<'_>, operation: Operation<'_>) -> Result<()> {
         Operation::RotateKeys(op) => blocks::rotate_keys(work, op),
         Operation::Attend(op) => attend::attend(work, op, None),
         Operation::AttendMla(op) => attend::attend(work, &op.attend, Some(&op.q_latent)),
-        Operation::Quantize(_) | Operation::Dequantize(_) => Err(unsupported("quantised caches".to_owned())),
+        Operation::Quantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
+        Operation::Dequantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
     }
 }
 

@@ -2,19 +2,30 @@
 
 use std::sync::Arc;
 
-use kvcore::{KvFormat, KvPlane, MemoryKind, Result, Storage};
+use kvcore::{KvFormat, KvPlane, MemoryKind, PlaneStrides, Result, Storage};
 
-use super::unsupported;
+use super::turn::in_f32;
+use super::{codes, unsupported};
 use crate::bindings::types as sys;
 use crate::operators::{Tensor, number};
+use crate::stream::Work;
 
-/// One layer of K or V as a dense matrix. A row of a head, or of all heads where they lie one behind the other, is one or
-/// several rows of the matrix.
+/// One layer of K or V, or of their codes, as a dense matrix. A row of a head, or of all heads where they lie one behind the
+/// other, is one or several rows of the matrix.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneRows {
     /// `[rows, unit]`.
-    pub(super) matrix: Tensor,
+    matrix: Tensor,
     pub(super) geometry: Geometry,
+    /// The scales of codes, as rows of one number for each group.
+    pub(super) scales: Option<Box<PlaneRows>>,
+}
+
+/// Numbers of rows in the matrix of a plane, and in that of its scales.
+#[derive(Debug, Clone)]
+pub(super) struct RowNumbers {
+    pub(super) rows: Tensor,
+    pub(super) scales: Option<Tensor>,
 }
 
 /// Where rows lie in the matrix of a layer, in rows of the matrix.
@@ -45,29 +56,129 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 impl PlaneRows {
-    /// Describes one layer of a dense plane.
+    /// Describes one layer of a plane.
     pub(super) fn new(plane: &KvPlane<'_>, layer: usize, extents: (usize, usize)) -> Result<Self> {
-        let KvFormat::Dense(dtype) = plane.format else {
-            return Err(unsupported(format!("caches in {}", plane.format.name())));
+        let rows =
+            Rows { storage: plane.storage, strides: plane.strides, heads: plane.heads, dim: plane.dim };
+        match (plane.format, plane.scales) {
+            (KvFormat::Dense(dtype), _) => rows.of_layer(layer, extents, number(dtype)?),
+            (KvFormat::Int8 { .. }, Some((storage, scales))) => {
+                let codes = rows.of_layer(layer, extents, sys::ACL_INT8)?;
+                let of_scales = Rows { storage, strides: scales.strides, dim: scales.per_row, ..rows };
+                let scales = of_scales.of_layer(layer, extents, sys::ACL_FLOAT16)?;
+                Ok(Self { scales: Some(Box::new(scales)), ..codes })
+            }
+            (format, _) => Err(unsupported(format!("caches in {}", format.name()))),
+        }
+    }
+
+    /// Makes the numbers of rows by the geometry of the matrix, and by that of the scales.
+    pub(super) fn numbers(&self, mut of: impl FnMut(&Geometry) -> Result<Tensor>) -> Result<RowNumbers> {
+        let scales = self.scales.as_ref().map(|scales| of(&scales.geometry)).transpose()?;
+        Ok(RowNumbers { rows: of(&self.geometry)?, scales })
+    }
+
+    /// Reads rows of the matrix as they are stored.
+    fn take(&self, work: &mut Work<'_>, numbers: &Tensor) -> Result<Tensor> {
+        let rows = work.temporary(self.matrix.dtype(), &[numbers.dim(0), self.matrix.dim(1)])?;
+        work.take_rows(&self.matrix, numbers, &rows)?;
+        Ok(rows)
+    }
+
+    /// Reads rows to a dense tensor of their type, `[rows, heads, dim]`.
+    pub(super) fn read_into(&self, work: &mut Work<'_>, numbers: &RowNumbers, out: &Tensor) -> Result<()> {
+        if self.scales.is_none() {
+            let rows = out.reshaped(&[numbers.rows.dim(0), self.matrix.dim(1)]);
+            return work.take_rows(&self.matrix, &numbers.rows, &rows);
+        }
+        let found = self.read(work, numbers)?;
+        work.convert(&found, out)
+    }
+
+    /// Reads rows in their order in the list, `[rows, heads, dim]` for slots.
+    pub(super) fn read(&self, work: &mut Work<'_>, numbers: &RowNumbers) -> Result<Tensor> {
+        let (heads, dim) = (self.geometry.heads, self.geometry.dim);
+        let found = self.take(work, &numbers.rows)?;
+        let count = found.dim(0) * found.dim(1) / (heads * dim);
+        let found = found.reshaped(&[count, heads, dim]);
+        let (Some(scales), Some(numbers)) = (&self.scales, &numbers.scales) else { return Ok(found) };
+        let scales = scales.take(work, numbers)?;
+        codes::decoded(work, &found, &scales)
+    }
+
+    /// Reads rows of `rows · tokens` tokens, whose numbers are in the order of [`Geometry::by_head`], as `[rows, heads, tokens,
+    /// dim]` in f32.
+    pub(super) fn read_by_head(
+        &self,
+        work: &mut Work<'_>,
+        numbers: &RowNumbers,
+        (rows, tokens): (usize, usize),
+    ) -> Result<Tensor> {
+        let found = self.take(work, &numbers.rows)?;
+        let x = self.geometry.on_heads(work, &found, (rows, tokens))?;
+        let (Some(scales), Some(numbers)) = (&self.scales, &numbers.scales) else { return Ok(x) };
+        let found = scales.take(work, numbers)?;
+        let factors = scales.geometry.on_heads(work, &found, (rows, tokens))?;
+        codes::decoded(work, &x, &factors)
+    }
+
+    /// Writes rows `[rows, heads, dim]` of any type.
+    pub(super) fn write(&self, work: &mut Work<'_>, numbers: &RowNumbers, rows: &Tensor) -> Result<()> {
+        let put = |work: &mut Work<'_>, plane: &Self, numbers: &Tensor, rows: &Tensor| {
+            let rows = rows.reshaped(&[numbers.dim(0), plane.matrix.dim(1)]);
+            work.put_rows(&plane.matrix, numbers, &rows)
         };
-        on_device("a pool", plane.storage)?;
-        let ((num_blocks, block_size), s) = (extents, plane.strides);
-        let dtype = number(dtype)?;
-        let (apart, width) = if s.head == plane.dim || plane.heads == 1 {
-            (1, plane.heads * plane.dim)
-        } else {
-            (plane.heads, plane.dim)
-        };
+        if let (Some(scales), Some(of_scales)) = (&self.scales, &numbers.scales) {
+            let rows = in_f32(work, rows)?;
+            let group = self.geometry.dim / scales.geometry.dim;
+            let (codes, factors) = codes::encoded(work, &rows, group)?;
+            put(work, self, &numbers.rows, &codes)?;
+            return put(work, scales, of_scales, &factors);
+        }
+        if rows.dtype() == self.matrix.dtype() && rows.is_dense() {
+            return put(work, self, &numbers.rows, rows);
+        }
+        let rounded = work.temporary(self.matrix.dtype(), &rows.dims())?;
+        work.convert(rows, &rounded)?;
+        put(work, self, &numbers.rows, &rounded)
+    }
+
+    /// Returns the numbers that tell geometries apart.
+    pub(super) fn key(&self) -> impl Iterator<Item = u64> {
+        let scales = self.scales.as_ref().map(|scales| scales.geometry.key());
+        self.geometry.key().into_iter().chain(scales.into_iter().flatten())
+    }
+}
+
+/// Rows of all layers of a storage.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    storage: &'a Arc<dyn Storage>,
+    strides: PlaneStrides,
+    heads: usize,
+    dim: usize,
+}
+
+impl Rows<'_> {
+    fn of_layer(
+        self,
+        layer: usize,
+        (num_blocks, block_size): (usize, usize),
+        dtype: sys::aclDataType,
+    ) -> Result<PlaneRows> {
+        let Rows { storage, strides: s, heads, dim } = self;
+        on_device("a pool", storage)?;
+        let (apart, width) = if s.head == dim || heads == 1 { (1, heads * dim) } else { (heads, dim) };
         let unit = [s.block, s.token, if apart == 1 { 0 } else { s.head }].into_iter().fold(width, gcd);
-        let last = s.at(0, num_blocks - 1, block_size - 1, plane.heads - 1) + plane.dim;
+        let last = s.at(0, num_blocks - 1, block_size - 1, heads - 1) + dim;
         let rows = last / unit;
         if i32::try_from(rows).is_err() {
             return Err(unsupported(format!("a layer of {rows} rows, more than 2^31; use several pools")));
         }
-        let at = plane.storage.address() + (layer * s.layer * crate::operators::bytes_of(dtype)) as u64;
+        let at = storage.address() + (layer * s.layer * crate::operators::bytes_of(dtype)) as u64;
         let geometry = Geometry {
-            heads: plane.heads,
-            dim: plane.dim,
+            heads,
+            dim,
             apart,
             parts: width / unit,
             block: s.block / unit,
@@ -75,16 +186,7 @@ impl PlaneRows {
             head: if apart == 1 { 0 } else { s.head / unit },
             block_size,
         };
-        Ok(Self { matrix: Tensor::dense(at, dtype, &[rows, unit]), geometry })
-    }
-
-    pub(super) fn dtype(&self) -> sys::aclDataType {
-        self.matrix.dtype()
-    }
-
-    /// Returns elements of the matrix for `rows` rows that an index names, as `[rows, unit]`.
-    pub(super) fn unit(&self) -> usize {
-        self.matrix.dim(1)
+        Ok(PlaneRows { matrix: Tensor::dense(at, dtype, &[rows, unit]), geometry, scales: None })
     }
 }
 
@@ -118,8 +220,23 @@ impl Geometry {
     }
 
     /// Returns whether rows of tokens are in the order `[heads, tokens, dim]`, and not `[tokens, heads, dim]`.
-    pub(super) fn is_by_head(&self) -> bool {
+    fn is_by_head(&self) -> bool {
         self.apart > 1 || self.heads == 1
+    }
+
+    /// Returns rows that were read in the order of [`by_head`](Self::by_head) as `[rows, heads, tokens, dim]` in f32.
+    fn on_heads(
+        &self,
+        work: &mut Work<'_>,
+        found: &Tensor,
+        (rows, tokens): (usize, usize),
+    ) -> Result<Tensor> {
+        let (heads, dim) = (self.heads, self.dim);
+        if self.is_by_head() {
+            let found = found.reshaped(&[rows, heads, tokens, dim]);
+            return if found.dtype() == sys::ACL_FLOAT { Ok(found) } else { in_f32(work, &found) };
+        }
+        in_f32(work, &found.reshaped(&[rows, tokens, heads, dim]).permuted(&[0, 2, 1, 3]))
     }
 
     fn at(&self, block: usize, token: usize) -> usize {

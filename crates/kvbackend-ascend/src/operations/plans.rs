@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use kvcore::Result;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use crate::operators::Tensor;
 use crate::stream::{Held, Upload, Work};
@@ -73,6 +73,18 @@ impl Sent {
     ) -> Result<Self> {
         let upload = work.send(bytemuck::cast_slice(numbers))?;
         Ok(Self { tensor: Tensor::dense(upload.address(), dtype, dims), upload })
+    }
+
+    /// Sends up one number.
+    pub(super) fn one(work: &mut Work<'_>, number: f32) -> Result<Tensor> {
+        let key: ListKey = smallvec![22, number.to_bits().into()];
+        if let Some(known) = work.plans().get::<Self>(&key) {
+            known.hold(work);
+            return Ok(known.tensor.clone());
+        }
+        let made = Arc::new(Self::send(work, &[number], crate::bindings::types::ACL_FLOAT, &[1, 1, 1])?);
+        work.plans().keep(key, Box::new(()), &made);
+        Ok(made.tensor.clone())
     }
 
     /// Returns some rows of the list.

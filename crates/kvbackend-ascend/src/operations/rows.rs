@@ -6,7 +6,7 @@ use kvcore::{Gather, KvArena, Result, RowRotation, Scatter, TensorView};
 use smallvec::smallvec;
 
 use super::captured::StepRows;
-use super::places::{Geometry, PlaneRows, on_device};
+use super::places::{PlaneRows, RowNumbers, on_device};
 use super::plans::{ListKey, ListOwner, Sent};
 use super::turn::{Angles, in_f32};
 use crate::bindings::types as sys;
@@ -72,12 +72,14 @@ struct Movement<'a, O> {
 }
 
 impl<O: Fn() -> ListOwner> Movement<'_, O> {
-    /// Returns the numbers of the rows in the matrix of a plane.
-    fn places(&self, work: &mut Work<'_>, geometry: &Geometry) -> Result<Tensor> {
-        let mut key = self.slots.key(self.kind);
-        key.extend(geometry.key());
+    /// Returns the numbers of the rows in the matrices of a plane.
+    fn places(&self, work: &mut Work<'_>, plane: &PlaneRows) -> Result<RowNumbers> {
         let slots = || (0..self.slots.len()).map(|i| self.slots.slots[self.slots.at(i)] as usize);
-        sent(work, key, &self.owner, || geometry.by_slot(slots()))
+        plane.numbers(|geometry| {
+            let mut key = self.slots.key(self.kind);
+            key.extend(geometry.key());
+            sent(work, key, &self.owner, || geometry.by_slot(slots()))
+        })
     }
 
     /// Returns the numbers of the rows that are moved.
@@ -135,8 +137,8 @@ fn scatter_captured(work: &mut Work<'_>, op: &Scatter, planes: &[PlaneRows; 2]) 
             rows = in_f32(work, &rows)?;
             angles.turn(work, &rows, &[step.count, 1])?;
         }
-        let places = step.places(work, plane.geometry)?;
-        store(work, plane, &places, rows)?;
+        let places = plane.numbers(|geometry| step.places(work, *geometry))?;
+        plane.write(work, &places, &rows)?;
     }
     Ok(())
 }
@@ -183,19 +185,8 @@ fn put<O: Fn() -> ListOwner>(
         rows = in_f32(work, &rows)?;
         angles.turn(work, &rows, &[count, 1])?;
     }
-    let index = movement.places(work, &plane.geometry)?;
-    store(work, plane, &index, rows)
-}
-
-/// Writes rows to their places in the type of the plane.
-fn store(work: &mut Work<'_>, plane: &PlaneRows, places: &Tensor, mut rows: Tensor) -> Result<()> {
-    if rows.dtype() != plane.dtype() {
-        let rounded = work.temporary(plane.dtype(), &rows.dims())?;
-        work.convert(&rows, &rounded)?;
-        rows = rounded;
-    }
-    let rows = dense(work, &rows)?;
-    work.put_rows(&plane.matrix, places, &rows.reshaped(&[places.dim(0), plane.unit()]))
+    let places = movement.places(work, plane)?;
+    plane.write(work, &places, &rows)
 }
 
 /// Returns the rows themselves if they are dense, or a dense copy.
@@ -237,18 +228,20 @@ fn take<O: Fn() -> ListOwner>(
 ) -> Result<()> {
     let out = Tensor::of(view)?;
     let (count, heads, dim) = (movement.slots.len(), plane.geometry.heads, plane.geometry.dim);
-    let unit = plane.unit();
-    let index = movement.places(work, &plane.geometry)?;
-    let as_it_is = angles.is_none() && movement.slots.rows.is_none() && out.is_dense();
-    let mut rows = if as_it_is { out.clone() } else { work.temporary(plane.dtype(), &[count, heads, dim])? };
-    work.take_rows(&plane.matrix, &index, &rows.reshaped(&[count * heads * dim / unit, unit]))?;
-    if as_it_is {
-        return Ok(());
+    let places = movement.places(work, plane)?;
+    if angles.is_none() && movement.slots.rows.is_none() && out.is_dense() {
+        return plane.read_into(work, &places, &out);
     }
+    let mut rows = plane.read(work, &places)?;
     if let Some(angles) = angles {
         let turned = in_f32(work, &rows)?;
         angles.turn(work, &turned, &[1, 1])?;
-        work.convert(&turned, &rows)?;
+        rows = turned;
+    }
+    if rows.dtype() != out.dtype() {
+        let rounded = work.temporary(out.dtype(), &[count, heads, dim])?;
+        work.convert(&rows, &rounded)?;
+        rows = rounded;
     }
     if movement.slots.rows.is_some() {
         // Rows of padding stay as they are: the others are put among them.

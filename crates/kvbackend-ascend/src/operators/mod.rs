@@ -153,6 +153,8 @@ of_tensors! {
     log(x, out) = aclnnLog / aclnnLogGetWorkspaceSize;
     /// `out = x · sigmoid(x)`.
     silu(x, out) = aclnnSilu / aclnnSiluGetWorkspaceSize;
+    /// `out = x`, rounded to the nearest whole number, ties to even.
+    round(x, out) = aclnnRound / aclnnRoundGetWorkspaceSize;
     /// `out = tanh x`.
     tanh(x, out) = aclnnTanh / aclnnTanhGetWorkspaceSize;
 }
@@ -195,6 +197,21 @@ impl Work<'_> {
         }
         let factor = Scalar::new(self.device(), factor)?;
         operator!(self, aclnnMuls, aclnnMulsGetWorkspaceSize, [x, out], (x.raw(), factor.raw, out.raw()))
+    }
+
+    /// `out = min(max(x, least), most)`. A NaN stays.
+    pub(crate) fn clamp(&mut self, x: &Tensor, least: f32, most: f32, out: &Tensor) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let (least, most) = (Scalar::new(self.device(), least)?, Scalar::new(self.device(), most)?);
+        operator!(
+            self,
+            aclnnClamp,
+            aclnnClampGetWorkspaceSize,
+            [x, out],
+            (x.raw(), least.raw, most.raw, out.raw())
+        )
     }
 
     /// Copies `x` to `out`, in the element type of `out`. Copies of one type keep the bits.

@@ -2,6 +2,7 @@
 //! goes when. The contract itself is checked by the conformance suite.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod codes;
 mod common;
 mod failure;
 mod graphs;

@@ -179,6 +179,7 @@ fn batches_of_any_size_decode_by_graphs(
 #[case(Kind::Cuda, "int8:8")]
 #[case(Kind::Cuda, "fp8-e4m3")]
 #[case(Kind::Ascend, "bf16")]
+#[case(Kind::Ascend, "int8:8")]
 fn replicas_on_other_devices_hand_their_chunks_over(
     #[case] kind: Kind,
     #[case] kv_format: KvFormat,

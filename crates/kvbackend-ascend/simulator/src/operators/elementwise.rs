@@ -94,6 +94,14 @@ operator!(aclnnMuls, aclnnMulsGetWorkspaceSize, (x: Tensor, factor: Number, out:
     let Scalar(factor) = first.scalar(factor)?;
     of_one(first, (x, out), move |x| x * factor)
 });
+operator!(aclnnRound, aclnnRoundGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| {
+    of_one(first, (x, out), f32::round_ties_even)
+});
+operator!(aclnnClamp, aclnnClampGetWorkspaceSize, (x: Tensor, least: Number, most: Number, out: Tensor), |first, x, least, most, out| {
+    let (Scalar(least), Scalar(most)) = (first.scalar(least)?, first.scalar(most)?);
+    // A NaN stays.
+    of_one(first, (x, out), move |x| if x < least { least } else if x > most { most } else { x })
+});
 operator!(aclnnExp, aclnnExpGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::exp));
 operator!(aclnnLog, aclnnLogGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::ln));
 operator!(aclnnTanh, aclnnTanhGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::tanh));

@@ -10,10 +10,10 @@ use kvcore::{Attend, AttendWork, Error, KeyForm, Result, StepInputs};
 
 use super::plan::{Lists, Tokens, distinct, key, key_factor};
 use super::softmax::{self, Partial};
-use super::{Call, factored, on_heads, products};
+use super::{Call, factored, products};
 use crate::bindings::types as sys;
 use crate::operations::captured::Chosen;
-use crate::operations::places::{Geometry, PlaneRows};
+use crate::operations::places::{Geometry, PlaneRows, RowNumbers};
 use crate::operations::plans::Sent;
 use crate::operations::turn::{Turn, cosines_and_sines, in_f32};
 use crate::operators::Tensor;
@@ -36,7 +36,8 @@ struct Room {
     tokens: usize,
     /// Angles by which keys are rotated.
     angles: usize,
-    geometry: [Geometry; 2],
+    /// The geometry of K and of V, each with that of its scales.
+    geometry: [(Geometry, Option<Geometry>); 2],
     /// The factor on the log-sum-exp of each merge group.
     groups: Vec<f32>,
 }
@@ -52,7 +53,7 @@ struct Places {
 /// Offsets of the lists, in bytes.
 #[derive(Debug)]
 struct Layout {
-    index: [usize; 2],
+    index: [(usize, Option<usize>); 2],
     masks: Vec<usize>,
     factors: usize,
     which: usize,
@@ -108,7 +109,8 @@ impl Room {
         }
         let least = if op.keys == KeyForm::Rotated { LEAST_ANGLES } else { tokens };
         let angles = contents.distinct.len().next_power_of_two().max(least);
-        let geometry = [planes[0].geometry, planes[1].geometry];
+        let of = |plane: &PlaneRows| (plane.geometry, plane.scales.as_ref().map(|scales| scales.geometry));
+        let geometry = [of(&planes[0]), of(&planes[1])];
         let groups = scales_of(&op.work).collect();
         Ok(Self { op: without_work(op), rows, tokens, angles, geometry, groups })
     }
@@ -131,7 +133,7 @@ impl Room {
             return Err(Error::Mismatch { what, expected, got });
         }
         let somewhere = contents.rows.iter().flatten().find_map(|(tokens, _)| tokens.places.first());
-        let (mut index, room) = ([Vec::new(), Vec::new()], self.rows * self.tokens);
+        let (mut index, room) = ([const { (Vec::new(), Vec::new()) }; 2], self.rows * self.tokens);
         let mut masks = vec![vec![f32::NEG_INFINITY; room]; self.groups.len()];
         let mut factors = vec![1.0f32; room];
         let (mut which, mut next) = (vec![0i32; room], 0);
@@ -149,8 +151,9 @@ impl Room {
             let filler = *tokens.places.first().or(somewhere).unwrap_or(&(0, 0));
             let mut places = tokens.places.clone();
             places.resize(self.tokens, filler);
-            for (index, geometry) in index.iter_mut().zip(&self.geometry) {
-                index.extend(geometry.by_head(&places));
+            for (index, (geometry, scales)) in index.iter_mut().zip(&self.geometry) {
+                index.0.extend(geometry.by_head(&places));
+                index.1.extend(scales.iter().flat_map(|scales| scales.by_head(&places)));
             }
         }
         let placed: Vec<i64> =
@@ -170,7 +173,8 @@ impl Room {
         };
         let mut lists = Lists::default();
         let layout = Layout {
-            index: index.map(|index| lists.add(&index)),
+            index: index
+                .map(|(index, scales)| (lists.add(&index), (!scales.is_empty()).then(|| lists.add(&scales)))),
             masks: masks.iter().map(|mask| lists.add(mask)).collect(),
             factors: lists.add(&factors),
             which: lists.add(&which),
@@ -221,11 +225,12 @@ impl Places {
     /// Returns the keys or values of all rows, `[rows, heads, tokens, dim]` in f32.
     fn gathered(&self, work: &mut Work<'_>, plane: &PlaneRows, which: usize) -> Result<Tensor> {
         let (rows, tokens) = (self.room.rows, self.room.tokens);
-        let (heads, dim, unit) = (plane.geometry.heads, plane.geometry.dim, plane.unit());
-        let len = rows * tokens * heads * dim / unit;
-        let found = work.temporary(plane.dtype(), &[len, unit])?;
-        work.take_rows(&plane.matrix, &self.numbers(self.layout.index[which], len), &found)?;
-        on_heads(work, &found, plane.geometry, (rows, tokens))
+        let ((geometry, of_scales), (place, scales)) = (self.room.geometry[which], self.layout.index[which]);
+        let numbers =
+            |place, geometry: Geometry| self.numbers(place, rows * tokens * geometry.rows_of_slot());
+        let scales = scales.zip(of_scales).map(|(place, geometry)| numbers(place, geometry));
+        let numbers = RowNumbers { rows: numbers(place, geometry), scales };
+        plane.read_by_head(work, &numbers, (rows, tokens))
     }
 }
 

@@ -14,7 +14,7 @@
 
 use kvcore::{Attend, Result, TensorView};
 
-use super::places::{Geometry, PlaneRows, on_device};
+use super::places::{PlaneRows, on_device};
 use super::plans::Sent;
 use super::turn::in_f32;
 use crate::bindings::types as sys;
@@ -91,10 +91,14 @@ impl Call<'_> {
     fn entry(&self, work: &mut Work<'_>, number: usize, entry: &Entry) -> Result<()> {
         let mut kv = Vec::with_capacity(entry.runs.len());
         for (at, run) in entry.runs.iter().enumerate() {
-            let k = gathered(work, &self.planes[0], run, 0)?;
+            let read = |work: &mut Work<'_>, which: usize| -> Result<Tensor> {
+                let found = self.planes[which].read_by_head(work, &run.places[which], (1, run.tokens))?;
+                Ok(found.reshaped(&[found.dim(1), found.dim(2), found.dim(3)]))
+            };
+            let k = read(work, 0)?;
             let angles = self.angles.as_ref().and_then(|angles| angles.keys[number][at].as_ref());
             run.turn(work, &k, angles)?;
-            kv.push(RunKv { k, v: gathered(work, &self.planes[1], run, 1)? });
+            kv.push(RunKv { k, v: read(work, 1)? });
         }
         let most = (SCORES / (self.heads * entry.longest()).max(1)).max(1);
         let mut first = 0;
@@ -205,28 +209,4 @@ fn factored(work: &mut Work<'_>, op: &Attend, scores: &Tensor) -> Result<()> {
             work.scale(scores, cap, scores)
         }
     }
-}
-
-/// Returns rows of the matrix of a plane, which are those of `rows · tokens` tokens, as `[rows, heads, tokens, dim]` in f32.
-fn on_heads(
-    work: &mut Work<'_>,
-    found: &Tensor,
-    geometry: Geometry,
-    (rows, tokens): (usize, usize),
-) -> Result<Tensor> {
-    let (heads, dim) = (geometry.heads, geometry.dim);
-    if geometry.is_by_head() {
-        let found = found.reshaped(&[rows, heads, tokens, dim]);
-        return if found.dtype() == sys::ACL_FLOAT { Ok(found) } else { in_f32(work, &found) };
-    }
-    in_f32(work, &found.reshaped(&[rows, tokens, heads, dim]).permuted(&[0, 2, 1, 3]))
-}
-
-/// Returns the keys or values of a run.
-fn gathered(work: &mut Work<'_>, plane: &PlaneRows, run: &Run, which: usize) -> Result<Tensor> {
-    let index = &run.places[which];
-    let found = work.temporary(plane.dtype(), &[index.dim(0), plane.unit()])?;
-    work.take_rows(&plane.matrix, index, &found)?;
-    let x = on_heads(work, &found, plane.geometry, (1, run.tokens))?;
-    Ok(x.reshaped(&[x.dim(1), x.dim(2), x.dim(3)]))
 }

@@ -8,8 +8,8 @@ use kvcore::{Attend, AttendRows, KeyForm, Result, Rope, Segment};
 use smallvec::smallvec;
 
 use crate::bindings::types as sys;
-use crate::operations::places::{Geometry, PlaneRows};
-use crate::operations::plans::{ListKey, Sent};
+use crate::operations::places::{Geometry, PlaneRows, RowNumbers};
+use crate::operations::plans::ListKey;
 use crate::operations::turn::Angles;
 use crate::operators::Tensor;
 use crate::stream::{Held, Upload, Work};
@@ -37,7 +37,7 @@ pub(super) struct Run {
     pub(super) group: usize,
     pub(super) tokens: usize,
     /// Numbers of the rows of K and V.
-    pub(super) places: [Tensor; 2],
+    pub(super) places: [RowNumbers; 2],
     /// `[1, 1, tokens]`: the factors of the tokens' logits. None if all are 1.
     pub(super) factors: Option<Tensor>,
     /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
@@ -130,9 +130,12 @@ struct Draft<'a> {
     tokens: Tokens,
 }
 
+/// The place of a list of numbers, and how many there are.
+type Listed = (usize, usize);
+
 /// Places of the lists of a run.
 struct Placed {
-    places: [(usize, usize); 2],
+    places: [(Listed, Option<Listed>); 2],
     factors: Option<usize>,
     mask: Option<usize>,
     turns: Option<(Vec<i64>, usize)>,
@@ -155,7 +158,7 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
     let upload = work.send(&lists.0)?;
     let mut placed = placed.into_iter();
     let at = |place: usize| upload.address() + place as u64;
-    let numbers = |place, len| Tensor::dense(at(place), sys::ACL_INT32, &[len]);
+    let numbers = |(place, len): Listed| Tensor::dense(at(place), sys::ACL_INT32, &[len]);
     let mut entries = Vec::new();
     for (entry, runs) in drafts {
         let count = entry.rows.len();
@@ -164,14 +167,16 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
             Run {
                 group: run.group,
                 tokens,
-                places: placed.places.map(|(place, len)| numbers(place, len)),
+                places: placed
+                    .places
+                    .map(|(rows, scales)| RowNumbers { rows: numbers(rows), scales: scales.map(numbers) }),
                 factors: placed
                     .factors
                     .map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, 1, tokens])),
                 mask: placed.mask.map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, count, tokens])),
                 turns: placed
                     .turns
-                    .map(|(distinct, place)| Turns { distinct, which: numbers(place, tokens) }),
+                    .map(|(distinct, place)| Turns { distinct, which: numbers((place, tokens)) }),
             }
         });
         entries.push(Entry { rows: entry.rows.clone(), runs: runs.collect() });
@@ -186,8 +191,8 @@ pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRow
 pub(super) fn key(op: &Attend, kind: u64, k: &PlaneRows, v: &PlaneRows) -> ListKey {
     let window = op.window.map_or(0, |window| window as u64 + 1);
     let mut key: ListKey = smallvec![kind, op.work.id(), window, u64::from(op.keys == KeyForm::Rotated)];
-    key.extend(k.geometry.key());
-    key.extend(v.geometry.key());
+    key.extend(k.key());
+    key.extend(v.key());
     key
 }
 
@@ -234,7 +239,10 @@ fn place(
     let Tokens { places, angles, factors } = &run.tokens;
     let turned = op.rope.is_some() && (op.keys == KeyForm::Unrotated || angles.iter().any(|&a| a != 0));
     Placed {
-        places: planes.map(|plane| index(lists, &plane.geometry, places)),
+        places: planes.map(|plane| {
+            let scales = plane.scales.as_ref().map(|scales| index(lists, &scales.geometry, places));
+            (index(lists, &plane.geometry, places), scales)
+        }),
         factors: factors.iter().any(|&factor| factor != 1.0).then(|| lists.add(factors)),
         mask: mask(op, entry, run).map(|mask| lists.add(&mask)),
         turns: turned.then(|| {
@@ -244,7 +252,7 @@ fn place(
     }
 }
 
-fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> (usize, usize) {
+fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> Listed {
     let index = geometry.by_head(tokens);
     (lists.add(&index), index.len())
 }
@@ -329,19 +337,5 @@ impl Entry {
     /// Returns the tokens of the longest run.
     pub(super) fn longest(&self) -> usize {
         self.runs.iter().map(|run| run.tokens).max().unwrap_or(0)
-    }
-}
-
-impl Sent {
-    /// Sends up one number.
-    pub(super) fn one(work: &mut Work<'_>, number: f32) -> Result<Tensor> {
-        let key: ListKey = smallvec![22, number.to_bits().into()];
-        if let Some(known) = work.plans().get::<Self>(&key) {
-            known.hold(work);
-            return Ok(known.tensor.clone());
-        }
-        let made = Arc::new(Self::send(work, &[number], sys::ACL_FLOAT, &[1, 1, 1])?);
-        work.plans().keep(key, Box::new(()), &made);
-        Ok(made.tensor.clone())
     }
 }
