@@ -40,7 +40,7 @@ impl ActivationMemory {
         let known = self.0.lock().get_mut(&len).and_then(Vec::pop);
         let storage = match known {
             Some(storage) => storage,
-            None => AscendStorage::uninitialised(device, MemoryKind::Device, len)?,
+            None => AscendStorage::uninitialised(device, MemoryKind::Device, len)?.for_activations(),
         };
         Ok(Arc::new(Loan { storage: Some(storage), home: Arc::downgrade(self), len }))
     }

@@ -150,12 +150,16 @@ impl DenseSteps {
         uses: &[&Arc<dyn Storage>],
         enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>,
     ) -> Result<()> {
+        let mut of_activations = Vec::with_capacity(uses.len());
         for storage in uses {
-            memory::of(&self.device, storage)?;
+            of_activations.push(memory::of(&self.device, storage)?.is_activation());
         }
         self.stream.enqueue(|work| {
-            for &storage in uses {
-                work.hold(Held::Storage(Arc::clone(storage)));
+            for (&storage, of_activations) in uses.iter().zip(of_activations) {
+                // A graph holds the memory of its activations, which its steps use one after another.
+                if !(of_activations && work.captured_step().is_some()) {
+                    work.hold(Held::Storage(Arc::clone(storage)));
+                }
             }
             enqueue(work)
         })?;

@@ -29,6 +29,8 @@ pub struct AscendStorage {
     len: usize,
     kind: MemoryKind,
     owner: Owner,
+    /// Whether the memory is on loan for an activation of the dense steps.
+    activation: bool,
 }
 
 /// The way in which the memory of a storage goes.
@@ -85,7 +87,14 @@ impl AscendStorage {
             }
         };
         device.check_memory(code, kind, bytes)?;
-        Ok(Self { device: Arc::clone(device), address: address as u64, len: bytes, kind, owner })
+        Ok(Self {
+            device: Arc::clone(device),
+            address: address as u64,
+            len: bytes,
+            kind,
+            owner,
+            activation: false,
+        })
     }
 
     /// Wraps memory of the caller.
@@ -101,8 +110,19 @@ impl AscendStorage {
         if bytes == 0 || address == 0 {
             return Err(Error::Zero { what: "address or bytes of lent memory" });
         }
-        let kind = MemoryKind::Device;
-        Ok(Self { device: Arc::clone(device), address, len: bytes, kind, owner: Owner::Lent(owner) })
+        let (device, kind, owner) = (Arc::clone(device), MemoryKind::Device, Owner::Lent(owner));
+        Ok(Self { device, address, len: bytes, kind, owner, activation: false })
+    }
+
+    /// Marks the memory as that of activations.
+    pub(crate) fn for_activations(mut self) -> Self {
+        self.activation = true;
+        self
+    }
+
+    /// Returns whether the memory is on loan for an activation of the dense steps.
+    pub(crate) fn is_activation(&self) -> bool {
+        self.activation
     }
 
     /// Returns the address of pinned memory on the host.

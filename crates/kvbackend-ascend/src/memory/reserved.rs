@@ -154,7 +154,8 @@ impl AscendReserved {
         let reservation =
             Reservation { device: Arc::clone(device), address, granule, handles: Arc::clone(&handles) };
         let owner = Owner::Reserved(reservation);
-        let storage = AscendStorage { device: Arc::clone(device), address, len, kind, owner };
+        let storage =
+            AscendStorage { device: Arc::clone(device), address, len, kind, owner, activation: false };
         let reserved = Self { storage, granule, handles };
         reserved.map(0..len)?;
         Ok(reserved)

@@ -44,11 +44,61 @@ pub(crate) fn uncapturable(what: &str) -> Error {
 /// Makes a list of a step, as operators of a graph read it.
 pub(crate) type MakeList = Box<dyn Fn(&StepInputs) -> Result<Vec<u8>> + Send + Sync>;
 
-/// A list that each replay writes.
-pub(super) struct GraphList {
-    pub(super) storage: Arc<dyn Storage>,
-    pub(super) bytes: usize,
-    pub(super) make: MakeList,
+/// A list that each replay writes, and its place in a block of memory.
+struct GraphList {
+    block: usize,
+    at: usize,
+    bytes: usize,
+    make: MakeList,
+}
+
+/// Least bytes of a block of lists, and the distance between lists.
+const BLOCK: usize = 64 << 10;
+const ALIGN: usize = 64;
+
+/// The lists of a graph. They lie in few blocks of memory, usually one, so that a replay sends them up by one copy.
+#[derive(Default)]
+pub(super) struct GraphLists {
+    /// Memory, and the bytes of it that are in use.
+    blocks: Vec<(Arc<dyn Storage>, usize)>,
+    lists: Vec<GraphList>,
+}
+
+impl GraphLists {
+    /// Returns the address of a new list.
+    fn add(&mut self, device: &Arc<Device>, bytes: usize, make: MakeList) -> Result<u64> {
+        if self.blocks.last().is_none_or(|(storage, used)| used + bytes > storage.len()) {
+            let size = bytes.next_power_of_two().max(BLOCK);
+            let made = AscendStorage::uninitialised(device, MemoryKind::Device, size)?;
+            self.blocks.push((Arc::new(made), 0));
+        }
+        let block = self.blocks.len() - 1;
+        let (storage, used) = &mut self.blocks[block];
+        let at = *used;
+        *used = (at + bytes).next_multiple_of(ALIGN);
+        self.lists.push(GraphList { block, at, bytes, make });
+        Ok(storage.address() + at as u64)
+    }
+
+    /// Returns the contents of each block for a step, with the address where they go.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] for another number of rows, and the errors of the lists.
+    pub(super) fn contents(&self, step: &StepInputs) -> Result<Vec<(u64, Vec<u8>)>> {
+        let sized = |(storage, used): &(Arc<dyn Storage>, usize)| {
+            (storage.address(), vec![0; (*used).min(storage.len())])
+        };
+        let mut contents: Vec<_> = self.blocks.iter().map(sized).collect();
+        for GraphList { block, at, bytes, make } in &self.lists {
+            let (made, expected) = (make(step)?, *bytes);
+            if made.len() != expected {
+                let (what, got) = ("bytes of a list of a captured step", made.len());
+                return Err(Error::Mismatch { what, expected, got });
+            }
+            contents[*block].1[*at..*at + expected].copy_from_slice(&made);
+        }
+        Ok(contents)
+    }
 }
 
 /// A capture that this thread records.
@@ -57,7 +107,7 @@ pub(crate) struct Recording {
     /// The streams that take part, each with its count of operations when it joined.
     streams: Vec<(Arc<StreamState>, CounterSnapshot)>,
     step: StepInputs,
-    pub(super) lists: Vec<GraphList>,
+    pub(super) lists: GraphLists,
     pub(super) checks: Vec<ReplayCheck>,
     pub(super) held: Vec<Held>,
     known: HashSet<usize>,
@@ -178,7 +228,7 @@ impl<'a> Open<'a> {
             number,
             streams: vec![(Arc::clone(stream), stream.captured.snapshot())],
             step: step.clone(),
-            lists: Vec::new(),
+            lists: GraphLists::default(),
             checks: Vec::new(),
             held: Vec::new(),
             known: HashSet::new(),
@@ -293,11 +343,7 @@ impl Recording {
 
     /// Returns the address at which each replay writes a list of `bytes` bytes.
     pub(super) fn list(&mut self, device: &Arc<Device>, bytes: usize, make: MakeList) -> Result<u64> {
-        let made = AscendStorage::uninitialised(device, MemoryKind::Device, bytes.max(1))?;
-        let storage: Arc<dyn Storage> = Arc::new(made);
-        let address = storage.address();
-        self.lists.push(GraphList { storage, bytes, make });
-        Ok(address)
+        self.lists.add(device, bytes, make)
     }
 
     /// Returns memory for a list that is the same in each replay.

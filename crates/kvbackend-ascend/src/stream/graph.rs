@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{CounterSnapshot, Counters, Error, Graph, ReplayCheck, Result, StepInputs};
+use kvcore::{CounterSnapshot, Counters, Graph, ReplayCheck, Result, StepInputs};
 
-use super::capture::{self, GraphList, Recording};
+use super::capture::{self, GraphLists, Recording};
 use super::flight::Held;
 use super::{StreamState, Way, copy};
 use crate::bindings::types as sys;
@@ -13,7 +13,7 @@ use crate::dense::ActivationMemory;
 use crate::device::Device;
 
 /// Replays that may be enqueued and not done. The host waits for the oldest before it enqueues another.
-const AHEAD: usize = 16;
+const AHEAD: usize = 8;
 
 /// A captured step of an [`AscendStream`](super::AscendStream).
 pub(super) struct AscendGraph {
@@ -27,7 +27,7 @@ pub(super) struct AscendGraph {
 pub(crate) struct CapturedWork {
     graph: sys::aclmdlRI,
     device: Arc<Device>,
-    lists: Vec<GraphList>,
+    lists: GraphLists,
     checks: Vec<ReplayCheck>,
     #[expect(dead_code, reason = "held so that the memory stays")]
     held: Vec<Held>,
@@ -75,45 +75,30 @@ impl AscendGraph {
     }
 }
 
-impl CapturedWork {
-    /// Returns the lists of a step.
-    fn contents(&self, step: &StepInputs) -> Result<Vec<Vec<u8>>> {
-        self.checks.iter().try_for_each(|check| check.check(step))?;
-        let list = |list: &GraphList| {
-            let made = (list.make)(step)?;
-            if made.len() == list.bytes {
-                return Ok(made);
-            }
-            let (expected, got) = (list.bytes, made.len());
-            Err(Error::Mismatch { what: "bytes of a list of a captured step", expected, got })
-        };
-        self.lists.iter().map(list).collect()
-    }
-}
-
 impl Graph for AscendGraph {
     fn replay(&self, inputs: &StepInputs) -> Result<()> {
         let StreamState { device, raw, queue, .. } = &*self.stream;
         let _pass = capture::outside(&self.stream, "a replay")?;
-        let contents = self.work.contents(inputs)?;
+        let work = &self.work;
+        work.checks.iter().try_for_each(|check| check.check(inputs))?;
+        let contents = work.lists.contents(inputs)?;
         let _bound = device.bind()?;
         let mut queue = queue.lock();
         queue.in_flight.wait_until(AHEAD)?;
         let mut staged = Vec::with_capacity(contents.len());
-        for bytes in &contents {
+        for (_, bytes) in &contents {
             staged.push(queue.uploads.stage(device, bytes)?);
-            // Held at once, so that the next list does not take the same memory.
-            queue.in_flight.hold(Held::Upload(Arc::clone(&staged[staged.len() - 1])));
         }
-        queue.in_flight.hold(Held::Graph(Arc::clone(&self.work)));
-        for (list, upload) in self.work.lists.iter().zip(&staged).filter(|(list, _)| list.bytes > 0) {
+        queue.in_flight.hold(Held::Graph(Arc::clone(work)));
+        for ((to, bytes), upload) in contents.iter().zip(staged).filter(|((_, bytes), _)| !bytes.is_empty()) {
+            queue.in_flight.hold(Held::Upload(Arc::clone(&upload)));
             // The graph's memory has room for the bytes; its last replay reads it earlier in the order of the stream.
-            copy(device, *raw, list.storage.address(), upload.host(), list.bytes, Way::Up)?;
+            copy(device, *raw, *to, upload.host(), bytes.len(), Way::Up)?;
         }
         // SAFETY: graph and stream are alive, and the graph is held until it is done.
-        device.check(unsafe { device.library.acl.aclmdlRIExecuteAsync(self.work.graph, *raw) })?;
+        device.check(unsafe { device.library.acl.aclmdlRIExecuteAsync(work.graph, *raw) })?;
         device.counters.add_all(&self.counts);
-        Counters::add(&device.counters.plan_bytes, contents.iter().map(Vec::len).sum());
+        Counters::add(&device.counters.plan_bytes, contents.iter().map(|(_, bytes)| bytes.len()).sum());
         queue.in_flight.cut(device, *raw)
     }
 }
