@@ -26,6 +26,16 @@ pub enum Serves {
     DenseSteps,
 }
 
+impl std::fmt::Display for Serves {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Operations => "all operations",
+            Self::Int8Caches => "int8 caches",
+            Self::DenseSteps => "a model's dense steps",
+        })
+    }
+}
+
 /// The libraries, loaded once for the process.
 pub(crate) struct Library {
     pub(crate) acl: Acl,

@@ -17,6 +17,8 @@ pub struct DeviceReport {
     pub total_memory: usize,
     /// Whether memory can be reserved and mapped, so that pools sleep.
     pub virtual_memory: bool,
+    /// Whether steps can be captured as graphs.
+    pub graphs: bool,
     /// Version of ACL's interface, for example 1.12.0.
     pub interface: (i32, i32, i32),
 }
@@ -46,6 +48,7 @@ pub fn devices() -> Result<Vec<DeviceReport>> {
             name: library.processor(),
             total_memory: device.memory()?.1,
             virtual_memory: crate::memory::maps(&device),
+            graphs: library.captures(),
             interface: library.version,
         })
     };

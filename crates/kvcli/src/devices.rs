@@ -119,7 +119,10 @@ fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
         }
         Err(reason) => return missing.push(Missing { backend: "ascend", reason: reason.to_string() }),
     };
-    let lacks: Vec<&str> = operators.iter().filter(|operator| !operator.there).map(|o| o.name).collect();
+    let missing = operators.iter().filter(|operator| !operator.there);
+    let int8 = missing.clone().all(|operator| operator.serves != kvbackend_ascend::Serves::Int8Caches);
+    let lacks: Vec<String> =
+        missing.map(|operator| format!("{} ({})", operator.name, operator.serves)).collect();
     let lacks = if lacks.is_empty() { "all".to_owned() } else { format!("all but {}", lacks.join(", ")) };
     for device in devices {
         let (major, minor, patch) = device.interface;
@@ -133,7 +136,8 @@ fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
             ],
             features: vec![
                 ("f16, bf16 caches", true),
-                ("quantised caches", false),
+                ("int8 caches", int8),
+                ("graphs", device.graphs),
                 ("virtual memory", device.virtual_memory),
             ],
             unfit: None,

@@ -67,12 +67,12 @@ fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("ascend", "cud
 }
 
 /// Decode steps of several prompts are replays of one graph.
-#[test]
-fn graphs_give_the_answer_of_single_launches() {
+#[rstest]
+fn graphs_give_the_answer_of_single_launches(#[values("ascend", "cuda")] gpu: &str) {
     let prompt = |name: &str| format!("you answer questions ## alba is red . ## cedo is blue . ## {name} ?");
     let (ask, warm) = (prompt("cedo"), prompt("alba"));
     let answer = |graphs: &str| {
-        let run = ["run", "--json", "--backend", "cuda", "--graphs", graphs, "--prompt", &ask];
+        let run = ["run", "--json", "--backend", gpu, "--graphs", graphs, "--prompt", &ask];
         json(&[&run[..], &["--warm", &warm, "--warm", &ask, "--warm", &warm]].concat())
     };
     let Some(by_graphs) = answer("4") else { return };
@@ -84,7 +84,7 @@ fn graphs_give_the_answer_of_single_launches() {
 
 /// Keys and values of chunks go to the host and come back.
 #[rstest]
-fn chunks_sleep_and_wake_as_on_the_cpu(#[values("cuda", "wgpu")] gpu: &str) {
+fn chunks_sleep_and_wake_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: &str) {
     let (system, a, b) = ("you answer questions", "alba is red .", "cedo is blue . bora is same .");
     let ask = format!("{system} ## {a} ## {b} ## bora ?");
     let warm = format!("{system} ## {b} ## {a} ## alba ?");

@@ -10,7 +10,7 @@ use kvcore::{
 use super::places::{Geometry, PlaneRows, RowNumbers};
 use super::plans::Sent;
 use super::turn::{Angles, in_f32};
-use super::unsupported;
+use super::{codes, unsupported};
 use crate::bindings::types as sys;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::stream::{Way, Work};
@@ -73,6 +73,37 @@ impl<'a> Blocks<'a> {
     /// Returns whether a block is a row of elements without gaps.
     fn is_dense(&self) -> bool {
         self.span() == self.elements()
+    }
+
+    /// Reads a block to a dense tensor `[tokens, heads, dim]`.
+    fn load(&self, work: &mut Work<'_>, layer: usize, block: BlockId) -> Result<Tensor> {
+        let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
+        let from = if self.on_host {
+            let staged = work.bytes(bytes)?;
+            work.copy_bytes(staged, at, bytes, Way::Up)?;
+            staged
+        } else {
+            at
+        };
+        let rows = work.temporary(self.dtype, &[self.block_size, self.heads, self.dim])?;
+        work.convert(&self.view(from), &rows)?;
+        Ok(rows)
+    }
+
+    /// Writes a dense tensor of a block's elements, in the order `[tokens, heads, dim]`, to a block.
+    fn store(&self, work: &mut Work<'_>, layer: usize, block: BlockId, rows: &Tensor) -> Result<()> {
+        let rows = rows.reshaped(&[self.block_size, self.heads, self.dim]);
+        let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
+        if !self.on_host {
+            return work.convert(&rows, &self.view(at));
+        }
+        let staged = work.bytes(bytes)?;
+        if !self.is_dense() {
+            // What lies between the rows stays.
+            work.copy_bytes(staged, at, bytes, Way::Up)?;
+        }
+        work.convert(&rows, &self.view(staged))?;
+        work.copy_bytes(at, staged, bytes, Way::Down)
     }
 
     /// Returns whether blocks of both have the same order.
@@ -174,6 +205,9 @@ pub(super) fn convert_all(
         return Ok(());
     }
     let shape = src.layout().shape();
+    if src.storages().chain(dst.storages()).any(|storage| storage.kind() != MemoryKind::Device) {
+        return convert_by_block(work, src, dst, pairs);
+    }
     let mut numbers = BlockNumbers::new(pairs, shape.block_size);
     for layer in 0..shape.num_layers {
         for planes in [[src.k_plane(), dst.k_plane()], [src.v_plane(), dst.v_plane()]] {
@@ -183,6 +217,40 @@ pub(super) fn convert_all(
             let rows = from.read(work, &places[0])?;
             to.write(work, &places[1], &rows)?;
             work.release(mark);
+        }
+    }
+    Ok(())
+}
+
+/// Stores blocks in another format, one after another, where one of the arenas is in pinned memory.
+fn convert_by_block(work: &mut Work<'_>, src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
+    let shape = src.layout().shape();
+    for planes in [[src.k_plane(), dst.k_plane()], [src.v_plane(), dst.v_plane()]] {
+        let (from, to) = (
+            Blocks::of_plane(&planes[0], shape.block_size)?,
+            Blocks::of_plane(&planes[1], shape.block_size)?,
+        );
+        for layer in 0..shape.num_layers {
+            for &(a, b) in pairs.iter() {
+                let mark = work.mark();
+                let rows = from[0].load(work, layer, a)?;
+                let rows = match from.get(1) {
+                    None => in_f32(work, &rows)?,
+                    Some(scales) => {
+                        let scales = scales.load(work, layer, a)?;
+                        codes::decoded(work, &rows, &scales)?
+                    }
+                };
+                let Some(of_scales) = to.get(1) else {
+                    to[0].store(work, layer, b, &rows)?;
+                    work.release(mark);
+                    continue;
+                };
+                let (codes, scales) = codes::encoded(work, &rows, to[0].dim / of_scales.dim)?;
+                to[0].store(work, layer, b, &codes)?;
+                of_scales.store(work, layer, b, &scales)?;
+                work.release(mark);
+            }
         }
     }
     Ok(())

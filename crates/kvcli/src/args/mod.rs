@@ -230,7 +230,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Graphs of decode steps to keep, on a backend that captures them (cuda, with cuBLAS): a step is then one launch.
+    /// Graphs of decode steps to keep, on a backend that captures them (ascend; cuda, with cuBLAS): a step is then one launch.
     /// Others take no notice. 0 launches every kernel by itself; the answer is the same.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
