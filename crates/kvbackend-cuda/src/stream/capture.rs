@@ -2,7 +2,7 @@
 //!
 //! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it, and those that
 //! wait for one of its events. Work on another stream by this thread is refused, because it would be lost. Calls of other
-//! threads on these streams wait until the capture ends ([`Gate`]), because they would enter the graph unseen.
+//! threads on these streams wait until the capture ends ([`kvcore::CaptureGate`]), because they would enter the graph unseen.
 //!
 //! Lists of the step lie in memory that each replay writes ([`Inputs`]). Other lists are constants of the graph.
 

@@ -69,18 +69,17 @@ impl ReplayCheck {
                 })
             }
             Operation::Scatter(op) => {
-                let rope = op.rotation.as_ref().map(|rotation| Arc::clone(&rotation.rope));
-                let positions = op.rotation.as_ref().map_or(&step.positions, |rotation| &rotation.positions);
+                let rotation = op.rotation.as_ref();
+                let rope = rotation.map(|rotation| Arc::clone(&rotation.rope));
+                let positions = rotation.map_or(&step.positions, |rotation| &rotation.positions);
                 if !one(&op.slots, &step.slots) || !one(positions, &step.positions) {
                     return Err(other_lists());
                 }
                 let op = Scatter { slots: WriteSlots::default(), rotation: None, ..op.clone() };
                 let of_rope = rope.clone();
                 Self::new(key(2, &op.arena, 0, op.k.shape()[0]), of_rope.as_ref(), move |step| {
-                    let rotation = rope.clone().map(|rope| {
-                        let positions = Arc::clone(&step.positions);
-                        RowRotation { rope, positions }
-                    });
+                    let positions = || Arc::clone(&step.positions);
+                    let rotation = rope.clone().map(|rope| RowRotation { rope, positions: positions() });
                     Scatter { slots: step.slots.clone(), rotation, ..op.clone() }.check()
                 })
             }
