@@ -11,5 +11,6 @@ mod holds;
 mod libraries;
 mod memory;
 mod peers;
+mod rules;
 mod sabotage;
 mod simulator;

@@ -60,7 +60,7 @@ impl Drop for Alone {
 }
 
 impl Simulator {
-    fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
+    pub(crate) fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
         let name = CString::new(name).unwrap();
         // SAFETY: the callers name functions of the simulator with their types.
         unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()

@@ -3,7 +3,7 @@
 use crate::clock::Moment;
 use crate::executor::wrong;
 use crate::state::{Outcome, State};
-use crate::tensor::View;
+use crate::tensor::{View, size_of_type};
 use crate::types as sys;
 
 mod copy;
@@ -75,13 +75,26 @@ pub(crate) fn check_apart(out: &View, others: &[&View]) -> Outcome {
             && *other != out
         {
             // Rows of one tensor may lie among each other: their elements differ.
-            let interleaved = a.start != b.start && out.strides == other.strides;
-            if !interleaved {
+            let distance = (b.start as i64 - a.start as i64) / size_of_type(out.dtype) as i64;
+            let alike = out.dims == other.dims && out.strides == other.strides && out.dtype == other.dtype;
+            let mut axes: Vec<(usize, usize)> =
+                out.strides.iter().copied().zip(out.dims.iter().copied()).collect();
+            axes.sort_unstable();
+            if !alike || coincide(distance, &axes) {
                 return wrong("a result that lies in an operand");
             }
         }
     }
     Ok(())
+}
+
+/// Returns whether elements of a view and of the same view at a distance are one. `axes` are its strides and extents, the
+/// largest stride last.
+fn coincide(distance: i64, axes: &[(usize, usize)]) -> bool {
+    let Some((&(stride, n), inner)) = axes.split_last() else { return distance == 0 };
+    let (stride, n) = (stride.max(1) as i64, n as i64);
+    let steps = distance.div_euclid(stride);
+    [steps, steps + 1].iter().any(|&k| k.abs() < n && coincide(distance - k * stride, inner))
 }
 
 /// Calls `f` with the offsets of every element of a result and of its operands.
