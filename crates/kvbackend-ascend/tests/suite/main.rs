@@ -8,6 +8,7 @@ mod failure;
 mod graphs;
 mod hccl;
 mod holds;
+mod launches;
 mod libraries;
 mod memory;
 mod peers;

@@ -21,8 +21,8 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::stream::Work;
 
-mod captured;
 mod plan;
+mod rows;
 mod softmax;
 
 use plan::{Entry, Plan, PlanAngles, Run};
@@ -69,9 +69,12 @@ pub(super) fn attend(work: &mut Work<'_>, op: &Attend, latent: Option<&TensorVie
         planes,
         angles: None,
     };
-    if work.captured_step().is_some() {
-        // The check of the capture has seen that the work is the step's.
-        return if call.out.is_empty() { Ok(()) } else { call.captured(work) };
+    if call.out.is_empty() {
+        return Ok(());
+    }
+    // The check of a capture has seen that the work is the step's.
+    if work.captured_step().is_some() || call.is_a_batch() {
+        return call.side_by_side(work);
     }
     let plan = plan::plan(work, op, &call.planes[0], &call.planes[1])?;
     call.angles = match &op.rope {

@@ -1,12 +1,13 @@
-//! Attention of a captured step: the rows of the step side by side, each with room for so many tokens.
+//! Attention of rows side by side, each with room for so many tokens: one row of operators for all of them, whatever their
+//! segments are. Places without a token name one that the row sees, with a mask of −∞.
 //!
-//! A replay may bring other blocks, lengths, offsets and segments, as long as each row's tokens have room. Places without a
-//! token name one that the row sees, with a mask of −∞.
+//! Batches of sequences that decode run so, and captured steps: a replay may bring other blocks, lengths, offsets and
+//! segments, as long as each row's tokens have room.
 
 use std::sync::Arc;
 
 use kvcore::device::capture::without_work;
-use kvcore::{Attend, AttendWork, Error, KeyForm, Result, StepInputs};
+use kvcore::{Attend, AttendWork, Error, KeyForm, Result, Rope, StepInputs};
 
 use super::plan::{Lists, Tokens, distinct, key, key_factor};
 use super::softmax::{self, Partial};
@@ -17,8 +18,8 @@ use crate::operations::places::{Geometry, PlaneRows, RowNumbers};
 use crate::operations::plans::Sent;
 use crate::operations::turn::{Turn, cosines_and_sines, in_f32};
 use crate::operators::Tensor;
-use crate::stream::Work;
 use crate::stream::capture::uncapturable;
+use crate::stream::{Held, Upload, Work};
 
 /// Least tokens that a row has room for, and least angles.
 const LEAST_TOKENS: usize = 512;
@@ -27,10 +28,11 @@ const LEAST_ANGLES: usize = 16;
 /// Most elements of keys and values that are gathered at once.
 const MOST: usize = 64 << 20;
 
-/// The room of a captured attention.
+/// The room of rows.
 #[derive(Debug, Clone)]
 struct Room {
-    op: Attend,
+    keys: KeyForm,
+    rope: Option<Arc<Rope>>,
     rows: usize,
     /// Tokens of a row.
     tokens: usize,
@@ -48,6 +50,8 @@ struct Places {
     room: Room,
     at: u64,
     layout: Layout,
+    /// The lists themselves; none where each replay of a graph brings its own.
+    upload: Option<Arc<Upload>>,
 }
 
 /// Offsets of the lists, in bytes.
@@ -92,39 +96,51 @@ fn contents(op: &Attend, work: &Arc<AttendWork>) -> Contents {
     Contents { rows, distinct, which }
 }
 
+impl Contents {
+    /// Returns the tokens of the row that has most; none without rows.
+    fn longest(&self) -> Option<usize> {
+        self.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max()
+    }
+}
+
+/// Returns the elements of a token's keys and values.
+fn width(planes: &[PlaneRows; 2]) -> usize {
+    planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum()
+}
+
 fn scales_of(work: &AttendWork) -> impl Iterator<Item = f32> + '_ {
     work.groups().iter().map(|group| group.lse_scale)
 }
 
 impl Room {
-    /// Returns the room that a step needs, with some more.
-    fn new(op: &Attend, planes: &[PlaneRows; 2]) -> Result<Self> {
-        let contents = contents(op, &op.work);
-        let longest = contents.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max();
-        let Some(longest) = longest else { return Err(uncapturable("attention of no rows")) };
+    /// Returns the room that a captured step needs, with some more.
+    fn of_capture(op: &Attend, contents: &Contents, planes: &[PlaneRows; 2]) -> Result<Self> {
+        let Some(longest) = contents.longest() else { return Err(uncapturable("attention of no rows")) };
         let (rows, tokens) = (op.q.shape()[0], longest.next_power_of_two().max(LEAST_TOKENS));
-        let width: usize = planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum();
-        if rows * tokens * width > MOST {
+        if rows * tokens * width(planes) > MOST {
             return Err(uncapturable(&format!("attention of {rows} rows to {tokens} tokens each")));
         }
         let least = if op.keys == KeyForm::Rotated { LEAST_ANGLES } else { tokens };
         let angles = contents.distinct.len().next_power_of_two().max(least);
+        Ok(Self::with(op, tokens, angles, planes))
+    }
+
+    fn with(op: &Attend, tokens: usize, angles: usize, planes: &[PlaneRows; 2]) -> Self {
         let of = |plane: &PlaneRows| (plane.geometry, plane.scales.as_ref().map(|scales| scales.geometry));
         let geometry = [of(&planes[0]), of(&planes[1])];
-        let groups = scales_of(&op.work).collect();
-        Ok(Self { op: without_work(op), rows, tokens, angles, geometry, groups })
+        let (keys, rope, rows) = (op.keys, op.rope.clone(), op.q.shape()[0]);
+        Self { keys, rope, rows, tokens, angles, geometry, groups: scales_of(&op.work).collect() }
     }
 
     /// Makes the lists of a step.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if the step needs more room, or other merge groups.
-    fn lists(&self, work: &Arc<AttendWork>) -> Result<(Lists, Layout)> {
+    fn lists(&self, work: &AttendWork, contents: Contents) -> Result<(Lists, Layout)> {
         let outgrown = |what| Err(Error::GraphOutgrown { what });
         if !scales_of(work).eq(self.groups.iter().copied()) {
             return outgrown("merge groups");
         }
-        let contents = contents(&self.op, work);
         if contents.distinct.len() > self.angles {
             return outgrown("offsets");
         }
@@ -161,12 +177,12 @@ impl Room {
         let chosen = Chosen::new(&placed)?;
         let mut angles = contents.distinct;
         angles.resize(self.angles, 0);
-        let [keys, queries] = match &self.op.rope {
+        let [keys, queries] = match &self.rope {
             None => Default::default(),
             Some(rope) => {
                 let positions: Vec<i64> = work.rows().iter().map(|row| row.position).collect();
                 [
-                    cosines_and_sines(rope, &angles, key_factor(rope, self.op.keys))?,
+                    cosines_and_sines(rope, &angles, key_factor(rope, self.keys))?,
                     cosines_and_sines(rope, &positions, rope.attention_factor())?,
                 ]
             }
@@ -193,16 +209,37 @@ impl Places {
         let mut key = key(op, 40, &planes[0], &planes[1]);
         key.push(op.rope.as_ref().map_or(0, |rope| Arc::as_ptr(rope) as u64));
         if let Some(known) = work.plans().get::<Self>(&key) {
+            known.hold(work);
             return Ok(known);
         }
-        let room = Room::new(op, planes)?;
-        let (lists, layout) = room.lists(&op.work)?;
-        let of_replays = room.clone();
-        let make = move |step: &StepInputs| Ok(of_replays.lists(&step.work)?.0.0);
-        let at = work.replayed_list(lists.0.len(), Box::new(make))?;
-        let made = Arc::new(Self { room, at, layout });
-        work.plans().keep(key, Box::new(()), &made);
+        let contents = contents(op, &op.work);
+        let made = if work.captured_step().is_some() {
+            let room = Room::of_capture(op, &contents, planes)?;
+            let (lists, layout) = room.lists(&op.work, contents)?;
+            let (of_replays, op) = (room.clone(), without_work(op));
+            let make = move |step: &StepInputs| {
+                let contents = self::contents(&op, &step.work);
+                Ok(of_replays.lists(&step.work, contents)?.0.0)
+            };
+            let at = work.replayed_list(lists.0.len(), Box::new(make))?;
+            Self { room, at, layout, upload: None }
+        } else {
+            let (tokens, angles) = (contents.longest().unwrap_or(0).max(1), contents.distinct.len().max(1));
+            let room = Room::with(op, tokens, angles, planes);
+            let (lists, layout) = room.lists(&op.work, contents)?;
+            let upload = work.send(&lists.0)?;
+            Self { room, at: upload.address(), layout, upload: Some(upload) }
+        };
+        let made = Arc::new(made);
+        work.plans().keep(key, Box::new(op.rope.clone()), &made);
         Ok(made)
+    }
+
+    /// Holds the lists until the work is done. A graph holds those that its replays bring.
+    fn hold(&self, work: &mut Work<'_>) {
+        if let Some(upload) = &self.upload {
+            work.hold(Held::Upload(Arc::clone(upload)));
+        }
     }
 
     fn numbers(&self, place: usize, len: usize) -> Tensor {
@@ -216,7 +253,7 @@ impl Places {
 
     /// Returns angles, if rows are rotated.
     fn angles(&self, [cos, sin]: [usize; 2], rows: usize) -> Option<Turn> {
-        let rope = self.room.op.rope.as_ref()?;
+        let rope = self.room.rope.as_ref()?;
         let half = rope.config().rotary_dim / 2;
         let rows = |place| Tensor::dense(self.at + place as u64, sys::ACL_FLOAT, &[rows, half]);
         Some(Turn { cos: rows(cos), sin: rows(sin), pairing: rope.pairing() })
@@ -235,8 +272,22 @@ impl Places {
 }
 
 impl Call<'_> {
-    /// Computes all rows of the step that is captured.
-    pub(super) fn captured(&self, work: &mut Work<'_>) -> Result<()> {
+    /// Returns whether rows side by side take fewer operators and not much more work than one entry after another: if there
+    /// are several entries of one row each, of not too different lengths.
+    pub(super) fn is_a_batch(&self) -> bool {
+        let batch = self.op.work.batch();
+        let lengths =
+            || batch.iter().map(|entry| entry.segments.iter().map(|segment| segment.len).sum::<usize>());
+        let (longest, all) = (lengths().max().unwrap_or(0), lengths().sum::<usize>());
+        let (rows, width) = (self.q.dim(0), width(&self.planes));
+        batch.len() > 1
+            && batch.iter().all(|entry| entry.rows.len() == 1 && entry.selection.is_none())
+            && rows * longest <= 2 * all
+            && rows * longest * width <= MOST
+    }
+
+    /// Computes all rows side by side.
+    pub(super) fn side_by_side(&self, work: &mut Work<'_>) -> Result<()> {
         let lists = Places::of(work, self.op, &self.planes)?;
         let (rows, tokens, heads) = (lists.room.rows, lists.room.tokens, self.heads);
         let k = lists.gathered(work, &self.planes[0], 0)?;
