@@ -54,7 +54,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
     },
     Step { command: TEST, budget: 450, needs: DEVICES },
-    Step { command: "cargo run --release -p kvcli -- demo", budget: 10, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- demo", budget: 15, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
         budget: 5,
@@ -101,7 +101,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo xtask conform --backend wgpu", budget: 90, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 55, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 175, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 170, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.
