@@ -159,6 +159,7 @@ typedef int32_t aclnnStatus;
 typedef struct aclTensor aclTensor;
 typedef struct aclScalar aclScalar;
 typedef struct aclIntArray aclIntArray;
+typedef struct aclTensorList aclTensorList;
 typedef struct aclOpExecutor aclOpExecutor;
 
 aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType, const int64_t *stride,
@@ -169,6 +170,9 @@ aclScalar *aclCreateScalar(void *value, aclDataType dataType);
 aclnnStatus aclDestroyScalar(const aclScalar *scalar);
 aclIntArray *aclCreateIntArray(const int64_t *value, uint64_t size);
 aclnnStatus aclDestroyIntArray(const aclIntArray *array);
+/* A list owns its tensors: they go with it. */
+aclTensorList *aclCreateTensorList(const aclTensor *const *value, uint64_t size);
+aclnnStatus aclDestroyTensorList(const aclTensorList *list);
 
 /* ---- libopapi: operators, in two phases ---------------------------------------------------------------------------- */
 
@@ -201,8 +205,24 @@ PHASES(aclnnMatmul, const aclTensor *self, const aclTensor *mat2, aclTensor *out
 PHASES(aclnnRmsNorm, const aclTensor *x, const aclTensor *gamma, double epsilon, const aclTensor *yOut,
        const aclTensor *rstdOut);
 PHASES(aclnnSilu, const aclTensor *self, aclTensor *out);
-PHASES(aclnnRotaryPositionEmbedding, const aclTensor *x, const aclTensor *cos, const aclTensor *sin, int64_t mode,
-       aclTensor *out);
+PHASES(aclnnScatterPaKvCache, const aclTensor *key, aclTensor *keyCacheRef, const aclTensor *slotMapping,
+       const aclTensor *value, aclTensor *valueCacheRef, const aclTensor *compressLensOptional,
+       const aclTensor *compressSeqOffsetOptional, const aclTensor *seqLensOptional, char *cacheModeOptional,
+       char *scatterModeOptional, const aclIntArray *stridesOptional, const aclIntArray *offsetsOptional);
+PHASES(aclnnFusedInferAttentionScoreV2, const aclTensor *query, const aclTensorList *key, const aclTensorList *value,
+       const aclTensor *pseShiftOptional, const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,
+       const aclIntArray *actualSeqLengthsKvOptional, const aclTensor *deqScale1Optional,
+       const aclTensor *quantScale1Optional, const aclTensor *deqScale2Optional, const aclTensor *quantScale2Optional,
+       const aclTensor *quantOffset2Optional, const aclTensor *antiquantScaleOptional,
+       const aclTensor *antiquantOffsetOptional, const aclTensor *blockTableOptional,
+       const aclTensor *queryPaddingSizeOptional, const aclTensor *kvPaddingSizeOptional,
+       const aclTensor *keyAntiquantScaleOptional, const aclTensor *keyAntiquantOffsetOptional,
+       const aclTensor *valueAntiquantScaleOptional, const aclTensor *valueAntiquantOffsetOptional,
+       const aclTensor *keySharedPrefixOptional, const aclTensor *valueSharedPrefixOptional,
+       const aclIntArray *actualSharedPrefixLenOptional, int64_t numHeads, double scaleValue, int64_t preTokens,
+       int64_t nextTokens, char *inputLayout, int64_t numKeyValueHeads, int64_t sparseMode, int64_t innerPrecise,
+       int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag, int64_t keyAntiquantMode,
+       int64_t valueAntiquantMode, const aclTensor *attentionOut, const aclTensor *softmaxLse);
 
 #undef PHASES
 

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use crate::NAME;
 use crate::bindings::types as sys;
-use crate::library::{Library, library, no_device};
+use crate::library::{Library, Serves, library, no_device};
 use crate::options::AscendOptions;
 
 /// A device whose context is retained.
@@ -19,6 +19,8 @@ pub(crate) struct Device {
     pub(crate) library: &'static Library,
     pub(crate) context: sys::aclrtContext,
     pub(crate) counters: Counters,
+    /// Whether no fused operator is called.
+    plain: bool,
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
     lost: OnceLock<String>,
@@ -95,6 +97,7 @@ impl Device {
                 library,
                 context,
                 counters: Counters::default(),
+                plain: options.plain,
                 setup,
                 lost: OnceLock::new(),
                 peers: Mutex::default(),
@@ -108,6 +111,11 @@ impl Device {
         };
         restore(library, before);
         result
+    }
+
+    /// Returns whether a fused operator may be called.
+    pub(crate) fn fuses(&self, what: Serves) -> bool {
+        !self.plain && self.library.fused.contains(&what)
     }
 
     /// Makes the device's context current on this thread.

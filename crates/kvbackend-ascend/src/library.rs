@@ -24,6 +24,10 @@ pub enum Serves {
     Int8Caches,
     /// The dense steps of a model.
     DenseSteps,
+    /// Attention of rows that decode, in one operator.
+    FusedAttention,
+    /// Writes of keys and values to paged caches, in one operator.
+    FusedScatter,
 }
 
 impl std::fmt::Display for Serves {
@@ -32,6 +36,8 @@ impl std::fmt::Display for Serves {
             Self::Operations => "all operations",
             Self::Int8Caches => "int8 caches",
             Self::DenseSteps => "a model's dense steps",
+            Self::FusedAttention => "decode attention in one operator",
+            Self::FusedScatter => "writes to caches in one operator",
         })
     }
 }
@@ -43,6 +49,8 @@ pub(crate) struct Library {
     pub(crate) operators: Operators,
     /// Version of ACL's interface.
     pub(crate) version: (i32, i32, i32),
+    /// What fused operators serve that are here.
+    pub(crate) fused: Vec<Serves>,
 }
 
 /// Loads the libraries and starts ACL, at the first call.
@@ -113,11 +121,16 @@ impl Library {
             base: base.map_err(named)?,
             operators: operators.map_err(named)?,
             version: (0, 0, 0),
+            fused: Vec::new(),
         };
         let missing = library.missing();
         if !missing.is_empty() {
             return Err(format!("CANN lacks {}; take CANN 8.0 or later", missing.join(", ")));
         }
+        let lists = missing!(library.base, aclCreateTensorList, aclDestroyTensorList).is_empty();
+        let here = |&what: &Serves| library.lacks_for(what).is_empty();
+        let fused = [Serves::FusedAttention, Serves::FusedScatter].into_iter().filter(here);
+        library.fused = fused.filter(|&what| lists || what == Serves::FusedScatter).collect();
         library.start()?;
         Ok(library)
     }
@@ -204,6 +217,8 @@ impl Library {
             aclnnMatmul, aclnnMatmulGetWorkspaceSize, DenseSteps;
             aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, DenseSteps;
             aclnnSilu, aclnnSiluGetWorkspaceSize, DenseSteps;
+            aclnnFusedInferAttentionScoreV2, aclnnFusedInferAttentionScoreV2GetWorkspaceSize, FusedAttention;
+            aclnnScatterPaKvCache, aclnnScatterPaKvCacheGetWorkspaceSize, FusedScatter;
         }
     }
 

@@ -41,7 +41,7 @@ pub struct OperatorReport {
 pub fn devices() -> Result<Vec<DeviceReport>> {
     let library = library()?;
     let report = |ordinal| {
-        let device = Device::open(&AscendOptions { device: ordinal })?;
+        let device = Device::open(&AscendOptions { device: ordinal, plain: false })?;
         let _bound = device.bind()?;
         Ok(DeviceReport {
             ordinal,

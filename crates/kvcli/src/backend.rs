@@ -42,7 +42,7 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
         #[cfg(feature = "ascend")]
         BackendName::Ascend(device) => {
-            let options = kvbackend_ascend::AscendOptions { device: *device };
+            let options = kvbackend_ascend::AscendOptions { device: *device, plain: false };
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);

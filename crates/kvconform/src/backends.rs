@@ -37,7 +37,7 @@ fn at(simd: SimdLevel) -> Result<Arc<dyn Backend>> {
 
 #[cfg(feature = "ascend")]
 fn ascend(device: usize) -> Result<Arc<dyn Backend>> {
-    Ok(AscendBackend::with_options(&AscendOptions { device })?)
+    Ok(AscendBackend::with_options(&AscendOptions { device, plain: false })?)
 }
 
 #[cfg(feature = "cuda")]

@@ -49,7 +49,7 @@ fn devices_exchange_what_plain_loops_say(#[values(1, 2, 3, 4)] ranks: usize) {
 #[cfg(feature = "ascend")]
 fn npus(ranks: usize) -> kvcore::Result<Vec<RankUnderTest>> {
     use kvbackend_ascend::{AscendBackend, AscendOptions, HcclCommunicator};
-    let open = |device| AscendBackend::with_options(&AscendOptions { device });
+    let open = |device| AscendBackend::with_options(&AscendOptions { device, plain: false });
     let backends = (0..ranks).map(open).collect::<kvcore::Result<Vec<_>>>()?;
     let group = HcclCommunicator::group(&backends, Duration::from_secs(120))?;
     let rank = |(rank, backend)| (Arc::new(rank) as Arc<dyn Communicator>, backend as Arc<dyn Backend>);

@@ -53,7 +53,11 @@ pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
 pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     let state = lock();
     let Ok(device) = usize::try_from(device) else { return 0 };
-    let shared = state.tensors.len() + state.scalars.len() + state.arrays.len() + state.executors.len();
+    let shared = state.tensors.len()
+        + state.scalars.len()
+        + state.arrays.len()
+        + state.lists.len()
+        + state.executors.len();
     let own = state.streams_of(device)
         + state.events_of(device)
         + state.controls.reservations.live(device)

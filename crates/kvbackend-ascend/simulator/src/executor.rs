@@ -56,6 +56,15 @@ impl First<'_> {
         Ok(view)
     }
 
+    /// Returns the tensor of a list that has only one.
+    pub(crate) fn only(&mut self, list: *const sys::aclTensorList) -> Outcome<View> {
+        match self.state.lists.get(&(list as u64)).map(Vec::as_slice) {
+            Some(&[tensor]) => self.tensor(tensor as *const sys::aclTensor),
+            Some(_) => wrong("a list of several tensors"),
+            None => wrong("a list that was destroyed, or null"),
+        }
+    }
+
     pub(crate) fn scalar(&self, scalar: *const sys::aclScalar) -> Outcome<Scalar> {
         match self.state.scalars.get(&(scalar as u64)) {
             Some(&scalar) => Ok(scalar),

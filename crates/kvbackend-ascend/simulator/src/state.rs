@@ -52,6 +52,8 @@ pub(crate) struct State {
     pub(crate) tensors: HashMap<u64, View>,
     pub(crate) scalars: HashMap<u64, Scalar>,
     pub(crate) arrays: HashMap<u64, Vec<i64>>,
+    /// Lists of tensors, which own them.
+    pub(crate) lists: HashMap<u64, Vec<u64>>,
     pub(crate) executors: HashMap<u64, Executor>,
     pub(crate) pinned: Pinned,
     pub(crate) controls: Controls,
@@ -116,6 +118,7 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
             tensors: HashMap::new(),
             scalars: HashMap::new(),
             arrays: HashMap::new(),
+            lists: HashMap::new(),
             executors: HashMap::new(),
             pinned: Pinned::default(),
             controls: Controls::default(),

@@ -159,7 +159,40 @@ pub unsafe extern "C" fn aclCreateTensor(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
-    call("aclDestroyTensor", |state| known(state.tensors.remove(&(tensor as u64)).is_some(), "tensor"))
+    call("aclDestroyTensor", |state| {
+        if state.lists.values().flatten().any(|&listed| listed == tensor as u64) {
+            return refuse(INVALID, "a tensor that a list owns");
+        }
+        known(state.tensors.remove(&(tensor as u64)).is_some(), "tensor")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aclCreateTensorList(
+    tensors: *const *const sys::aclTensor,
+    count: u64,
+) -> *mut sys::aclTensorList {
+    let mut state = lock();
+    let tensors = std::slice::from_raw_parts(tensors, count as usize).iter().map(|&at| at as u64);
+    let tensors: Vec<u64> = tensors.collect();
+    let known = tensors.iter().all(|tensor| state.tensors.contains_key(tensor));
+    if state.controls.verdict("aclCreateTensorList").is_some() || !known {
+        return std::ptr::null_mut();
+    }
+    let handle = state.handle();
+    state.lists.insert(handle, tensors);
+    handle as *mut sys::aclTensorList
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclDestroyTensorList(list: *const sys::aclTensorList) -> sys::aclnnStatus {
+    call("aclDestroyTensorList", |state| {
+        let tensors = state.lists.remove(&(list as u64));
+        for tensor in tensors.iter().flatten() {
+            state.tensors.remove(tensor);
+        }
+        known(tensors.is_some(), "list of tensors")
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -30,6 +30,12 @@ pub struct Base {
         Result<unsafe extern "C" fn(value: *const i64, size: u64) -> *mut aclIntArray, ::libloading::Error>,
     pub aclDestroyIntArray:
         Result<unsafe extern "C" fn(array: *const aclIntArray) -> aclnnStatus, ::libloading::Error>,
+    pub aclCreateTensorList: Result<
+        unsafe extern "C" fn(value: *const *const aclTensor, size: u64) -> *mut aclTensorList,
+        ::libloading::Error,
+    >,
+    pub aclDestroyTensorList:
+        Result<unsafe extern "C" fn(list: *const aclTensorList) -> aclnnStatus, ::libloading::Error>,
 }
 impl Base {
     pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
@@ -50,6 +56,8 @@ impl Base {
         let aclDestroyScalar = unsafe { __library.get(b"aclDestroyScalar\0") }.map(|sym| *sym);
         let aclCreateIntArray = unsafe { __library.get(b"aclCreateIntArray\0") }.map(|sym| *sym);
         let aclDestroyIntArray = unsafe { __library.get(b"aclDestroyIntArray\0") }.map(|sym| *sym);
+        let aclCreateTensorList = unsafe { __library.get(b"aclCreateTensorList\0") }.map(|sym| *sym);
+        let aclDestroyTensorList = unsafe { __library.get(b"aclDestroyTensorList\0") }.map(|sym| *sym);
         Ok(Base {
             __library,
             aclCreateTensor,
@@ -58,6 +66,8 @@ impl Base {
             aclDestroyScalar,
             aclCreateIntArray,
             aclDestroyIntArray,
+            aclCreateTensorList,
+            aclDestroyTensorList,
         })
     }
     pub unsafe fn aclCreateTensor(
@@ -104,5 +114,15 @@ impl Base {
     }
     pub unsafe fn aclDestroyIntArray(&self, array: *const aclIntArray) -> aclnnStatus {
         unsafe { (self.aclDestroyIntArray.as_ref().expect("Expected function, got error."))(array) }
+    }
+    pub unsafe fn aclCreateTensorList(
+        &self,
+        value: *const *const aclTensor,
+        size: u64,
+    ) -> *mut aclTensorList {
+        unsafe { (self.aclCreateTensorList.as_ref().expect("Expected function, got error."))(value, size) }
+    }
+    pub unsafe fn aclDestroyTensorList(&self, list: *const aclTensorList) -> aclnnStatus {
+        unsafe { (self.aclDestroyTensorList.as_ref().expect("Expected function, got error."))(list) }
     }
 }

@@ -409,19 +409,81 @@ pub struct Operators {
         ) -> aclnnStatus,
         ::libloading::Error,
     >,
-    pub aclnnRotaryPositionEmbeddingGetWorkspaceSize: Result<
+    pub aclnnScatterPaKvCacheGetWorkspaceSize: Result<
         unsafe extern "C" fn(
-            x: *const aclTensor,
-            cos: *const aclTensor,
-            sin: *const aclTensor,
-            mode: i64,
-            out: *mut aclTensor,
+            key: *const aclTensor,
+            keyCacheRef: *mut aclTensor,
+            slotMapping: *const aclTensor,
+            value: *const aclTensor,
+            valueCacheRef: *mut aclTensor,
+            compressLensOptional: *const aclTensor,
+            compressSeqOffsetOptional: *const aclTensor,
+            seqLensOptional: *const aclTensor,
+            cacheModeOptional: *mut ::core::ffi::c_char,
+            scatterModeOptional: *mut ::core::ffi::c_char,
+            stridesOptional: *const aclIntArray,
+            offsetsOptional: *const aclIntArray,
             workspaceSize: *mut u64,
             executor: *mut *mut aclOpExecutor,
         ) -> aclnnStatus,
         ::libloading::Error,
     >,
-    pub aclnnRotaryPositionEmbedding: Result<
+    pub aclnnScatterPaKvCache: Result<
+        unsafe extern "C" fn(
+            workspace: *mut ::core::ffi::c_void,
+            workspaceSize: u64,
+            executor: *mut aclOpExecutor,
+            stream: aclrtStream,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
+    pub aclnnFusedInferAttentionScoreV2GetWorkspaceSize: Result<
+        unsafe extern "C" fn(
+            query: *const aclTensor,
+            key: *const aclTensorList,
+            value: *const aclTensorList,
+            pseShiftOptional: *const aclTensor,
+            attenMaskOptional: *const aclTensor,
+            actualSeqLengthsOptional: *const aclIntArray,
+            actualSeqLengthsKvOptional: *const aclIntArray,
+            deqScale1Optional: *const aclTensor,
+            quantScale1Optional: *const aclTensor,
+            deqScale2Optional: *const aclTensor,
+            quantScale2Optional: *const aclTensor,
+            quantOffset2Optional: *const aclTensor,
+            antiquantScaleOptional: *const aclTensor,
+            antiquantOffsetOptional: *const aclTensor,
+            blockTableOptional: *const aclTensor,
+            queryPaddingSizeOptional: *const aclTensor,
+            kvPaddingSizeOptional: *const aclTensor,
+            keyAntiquantScaleOptional: *const aclTensor,
+            keyAntiquantOffsetOptional: *const aclTensor,
+            valueAntiquantScaleOptional: *const aclTensor,
+            valueAntiquantOffsetOptional: *const aclTensor,
+            keySharedPrefixOptional: *const aclTensor,
+            valueSharedPrefixOptional: *const aclTensor,
+            actualSharedPrefixLenOptional: *const aclIntArray,
+            numHeads: i64,
+            scaleValue: f64,
+            preTokens: i64,
+            nextTokens: i64,
+            inputLayout: *mut ::core::ffi::c_char,
+            numKeyValueHeads: i64,
+            sparseMode: i64,
+            innerPrecise: i64,
+            blockSize: i64,
+            antiquantMode: i64,
+            softmaxLseFlag: bool,
+            keyAntiquantMode: i64,
+            valueAntiquantMode: i64,
+            attentionOut: *const aclTensor,
+            softmaxLse: *const aclTensor,
+            workspaceSize: *mut u64,
+            executor: *mut *mut aclOpExecutor,
+        ) -> aclnnStatus,
+        ::libloading::Error,
+    >,
+    pub aclnnFusedInferAttentionScoreV2: Result<
         unsafe extern "C" fn(
             workspace: *mut ::core::ffi::c_void,
             workspaceSize: u64,
@@ -507,10 +569,13 @@ impl Operators {
         let aclnnSiluGetWorkspaceSize =
             unsafe { __library.get(b"aclnnSiluGetWorkspaceSize\0") }.map(|sym| *sym);
         let aclnnSilu = unsafe { __library.get(b"aclnnSilu\0") }.map(|sym| *sym);
-        let aclnnRotaryPositionEmbeddingGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnRotaryPositionEmbeddingGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnRotaryPositionEmbedding =
-            unsafe { __library.get(b"aclnnRotaryPositionEmbedding\0") }.map(|sym| *sym);
+        let aclnnScatterPaKvCacheGetWorkspaceSize =
+            unsafe { __library.get(b"aclnnScatterPaKvCacheGetWorkspaceSize\0") }.map(|sym| *sym);
+        let aclnnScatterPaKvCache = unsafe { __library.get(b"aclnnScatterPaKvCache\0") }.map(|sym| *sym);
+        let aclnnFusedInferAttentionScoreV2GetWorkspaceSize =
+            unsafe { __library.get(b"aclnnFusedInferAttentionScoreV2GetWorkspaceSize\0") }.map(|sym| *sym);
+        let aclnnFusedInferAttentionScoreV2 =
+            unsafe { __library.get(b"aclnnFusedInferAttentionScoreV2\0") }.map(|sym| *sym);
         Ok(Operators {
             __library,
             aclnnInplaceIndexCopyGetWorkspaceSize,
@@ -555,8 +620,10 @@ impl Operators {
             aclnnRmsNorm,
             aclnnSiluGetWorkspaceSize,
             aclnnSilu,
-            aclnnRotaryPositionEmbeddingGetWorkspaceSize,
-            aclnnRotaryPositionEmbedding,
+            aclnnScatterPaKvCacheGetWorkspaceSize,
+            aclnnScatterPaKvCache,
+            aclnnFusedInferAttentionScoreV2GetWorkspaceSize,
+            aclnnFusedInferAttentionScoreV2,
         })
     }
     pub unsafe fn aclnnInplaceIndexCopyGetWorkspaceSize(
@@ -1285,26 +1352,43 @@ impl Operators {
             )
         }
     }
-    pub unsafe fn aclnnRotaryPositionEmbeddingGetWorkspaceSize(
+    pub unsafe fn aclnnScatterPaKvCacheGetWorkspaceSize(
         &self,
-        x: *const aclTensor,
-        cos: *const aclTensor,
-        sin: *const aclTensor,
-        mode: i64,
-        out: *mut aclTensor,
+        key: *const aclTensor,
+        keyCacheRef: *mut aclTensor,
+        slotMapping: *const aclTensor,
+        value: *const aclTensor,
+        valueCacheRef: *mut aclTensor,
+        compressLensOptional: *const aclTensor,
+        compressSeqOffsetOptional: *const aclTensor,
+        seqLensOptional: *const aclTensor,
+        cacheModeOptional: *mut ::core::ffi::c_char,
+        scatterModeOptional: *mut ::core::ffi::c_char,
+        stridesOptional: *const aclIntArray,
+        offsetsOptional: *const aclIntArray,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
     ) -> aclnnStatus {
         unsafe {
-            (self
-                .aclnnRotaryPositionEmbeddingGetWorkspaceSize
-                .as_ref()
-                .expect("Expected function, got error."))(
-                x, cos, sin, mode, out, workspaceSize, executor
+            (self.aclnnScatterPaKvCacheGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
+                key,
+                keyCacheRef,
+                slotMapping,
+                value,
+                valueCacheRef,
+                compressLensOptional,
+                compressSeqOffsetOptional,
+                seqLensOptional,
+                cacheModeOptional,
+                scatterModeOptional,
+                stridesOptional,
+                offsetsOptional,
+                workspaceSize,
+                executor,
             )
         }
     }
-    pub unsafe fn aclnnRotaryPositionEmbedding(
+    pub unsafe fn aclnnScatterPaKvCache(
         &self,
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
@@ -1312,7 +1396,116 @@ impl Operators {
         stream: aclrtStream,
     ) -> aclnnStatus {
         unsafe {
-            (self.aclnnRotaryPositionEmbedding.as_ref().expect("Expected function, got error."))(
+            (self.aclnnScatterPaKvCache.as_ref().expect("Expected function, got error."))(
+                workspace,
+                workspaceSize,
+                executor,
+                stream,
+            )
+        }
+    }
+    pub unsafe fn aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
+        &self,
+        query: *const aclTensor,
+        key: *const aclTensorList,
+        value: *const aclTensorList,
+        pseShiftOptional: *const aclTensor,
+        attenMaskOptional: *const aclTensor,
+        actualSeqLengthsOptional: *const aclIntArray,
+        actualSeqLengthsKvOptional: *const aclIntArray,
+        deqScale1Optional: *const aclTensor,
+        quantScale1Optional: *const aclTensor,
+        deqScale2Optional: *const aclTensor,
+        quantScale2Optional: *const aclTensor,
+        quantOffset2Optional: *const aclTensor,
+        antiquantScaleOptional: *const aclTensor,
+        antiquantOffsetOptional: *const aclTensor,
+        blockTableOptional: *const aclTensor,
+        queryPaddingSizeOptional: *const aclTensor,
+        kvPaddingSizeOptional: *const aclTensor,
+        keyAntiquantScaleOptional: *const aclTensor,
+        keyAntiquantOffsetOptional: *const aclTensor,
+        valueAntiquantScaleOptional: *const aclTensor,
+        valueAntiquantOffsetOptional: *const aclTensor,
+        keySharedPrefixOptional: *const aclTensor,
+        valueSharedPrefixOptional: *const aclTensor,
+        actualSharedPrefixLenOptional: *const aclIntArray,
+        numHeads: i64,
+        scaleValue: f64,
+        preTokens: i64,
+        nextTokens: i64,
+        inputLayout: *mut ::core::ffi::c_char,
+        numKeyValueHeads: i64,
+        sparseMode: i64,
+        innerPrecise: i64,
+        blockSize: i64,
+        antiquantMode: i64,
+        softmaxLseFlag: bool,
+        keyAntiquantMode: i64,
+        valueAntiquantMode: i64,
+        attentionOut: *const aclTensor,
+        softmaxLse: *const aclTensor,
+        workspaceSize: *mut u64,
+        executor: *mut *mut aclOpExecutor,
+    ) -> aclnnStatus {
+        unsafe {
+            (self
+                .aclnnFusedInferAttentionScoreV2GetWorkspaceSize
+                .as_ref()
+                .expect("Expected function, got error."))(
+                query,
+                key,
+                value,
+                pseShiftOptional,
+                attenMaskOptional,
+                actualSeqLengthsOptional,
+                actualSeqLengthsKvOptional,
+                deqScale1Optional,
+                quantScale1Optional,
+                deqScale2Optional,
+                quantScale2Optional,
+                quantOffset2Optional,
+                antiquantScaleOptional,
+                antiquantOffsetOptional,
+                blockTableOptional,
+                queryPaddingSizeOptional,
+                kvPaddingSizeOptional,
+                keyAntiquantScaleOptional,
+                keyAntiquantOffsetOptional,
+                valueAntiquantScaleOptional,
+                valueAntiquantOffsetOptional,
+                keySharedPrefixOptional,
+                valueSharedPrefixOptional,
+                actualSharedPrefixLenOptional,
+                numHeads,
+                scaleValue,
+                preTokens,
+                nextTokens,
+                inputLayout,
+                numKeyValueHeads,
+                sparseMode,
+                innerPrecise,
+                blockSize,
+                antiquantMode,
+                softmaxLseFlag,
+                keyAntiquantMode,
+                valueAntiquantMode,
+                attentionOut,
+                softmaxLse,
+                workspaceSize,
+                executor,
+            )
+        }
+    }
+    pub unsafe fn aclnnFusedInferAttentionScoreV2(
+        &self,
+        workspace: *mut ::core::ffi::c_void,
+        workspaceSize: u64,
+        executor: *mut aclOpExecutor,
+        stream: aclrtStream,
+    ) -> aclnnStatus {
+        unsafe {
+            (self.aclnnFusedInferAttentionScoreV2.as_ref().expect("Expected function, got error."))(
                 workspace,
                 workspaceSize,
                 executor,

@@ -110,6 +110,11 @@ pub struct aclIntArray {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aclTensorList {
+    _unused: [u8; 0],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aclOpExecutor {
     _unused: [u8; 0],
 }

@@ -135,12 +135,33 @@ impl PlaneRows {
             put(work, self, &numbers.rows, &codes)?;
             return put(work, scales, of_scales, &factors);
         }
+        let rounded = self.rounded(work, rows)?;
+        put(work, self, &numbers.rows, &rounded)
+    }
+
+    /// Returns rows in the type of the plane, dense.
+    pub(super) fn rounded(&self, work: &mut Work<'_>, rows: &Tensor) -> Result<Tensor> {
         if rows.dtype() == self.matrix.dtype() && rows.is_dense() {
-            return put(work, self, &numbers.rows, rows);
+            return Ok(rows.clone());
         }
         let rounded = work.temporary(self.matrix.dtype(), &rows.dims())?;
         work.convert(rows, &rounded)?;
-        put(work, self, &numbers.rows, &rounded)
+        Ok(rounded)
+    }
+
+    /// Returns the layer as what CANN calls a paged cache: blocks one behind the other, `[blocks, heads, block_size, dim]` if
+    /// heads lie apart, else `[blocks, block_size, heads, dim]`. None if blocks have gaps or another order, and for types other
+    /// than f16 and bf16.
+    pub(super) fn pages(&self) -> Option<Tensor> {
+        let Geometry { heads, dim, apart, parts, block, token, head, block_size } = self.geometry;
+        let half = [sys::ACL_FLOAT16, sys::ACL_BF16].contains(&self.matrix.dtype());
+        let of_block = apart * block_size;
+        if !half || (parts, token, block) != (1, 1, of_block) || (apart > 1 && head != block_size) {
+            return None;
+        }
+        let blocks = self.matrix.dim(0) / of_block;
+        let inner = if apart > 1 { [heads, block_size] } else { [block_size, heads] };
+        Some(self.matrix.reshaped(&[blocks, inner[0], inner[1], dim]))
     }
 
     /// Returns the numbers that tell geometries apart.
@@ -212,6 +233,11 @@ impl Geometry {
             }
         }
         index
+    }
+
+    /// Returns whether the tokens of a head lie one behind the other, and those of the next head behind them.
+    pub(super) fn heads_lie_apart(&self) -> bool {
+        self.apart > 1
     }
 
     /// Returns how many rows of the matrix a slot has.

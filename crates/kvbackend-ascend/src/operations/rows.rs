@@ -10,6 +10,7 @@ use super::places::{PlaneRows, RowNumbers, on_device};
 use super::plans::{ListKey, ListOwner, Sent};
 use super::turn::{Angles, in_f32};
 use crate::bindings::types as sys;
+use crate::library::Serves;
 use crate::operators::Tensor;
 use crate::stream::Work;
 
@@ -114,8 +115,36 @@ pub(super) fn scatter(work: &mut Work<'_>, op: &Scatter) -> Result<()> {
         None => None,
         Some(rotation) => Some(angles(work, rotation, &movement)?),
     };
-    put(work, &movement, &planes[0], &op.k, angles.as_deref())?;
-    put(work, &movement, &planes[1], &op.v, None)
+    let rows = [
+        rows_to_put(work, &movement, &planes[0], &op.k, angles.as_deref())?,
+        rows_to_put(work, &movement, &planes[1], &op.v, None)?,
+    ];
+    let places = movement.places(work, &planes[0])?;
+    if put_both(work, &planes, &rows, &places)? {
+        return Ok(());
+    }
+    planes[0].write(work, &places, &rows[0])?;
+    let places = movement.places(work, &planes[1])?;
+    planes[1].write(work, &places, &rows[1])
+}
+
+/// Writes keys and values by the fused operator. Returns whether it could.
+fn put_both(
+    work: &mut Work<'_>,
+    planes: &[PlaneRows; 2],
+    rows: &[Tensor; 2],
+    places: &RowNumbers,
+) -> Result<bool> {
+    let [k, v] = planes;
+    let (Some(keys), Some(values)) = (k.pages(), v.pages()) else { return Ok(false) };
+    let alike = keys.dtype() == values.dtype() && keys.dims()[..3] == values.dims()[..3];
+    if !alike || k.geometry.heads_lie_apart() || !work.device().fuses(Serves::FusedScatter) {
+        return Ok(false);
+    }
+    let rows = [k.rounded(work, &rows[0])?, v.rounded(work, &rows[1])?];
+    // Rows of the matrix are slots here.
+    work.put_paged([&rows[0], &rows[1]], [&keys, &values], &places.rows)?;
+    Ok(true)
 }
 
 /// Enqueues a scatter whose slots each replay brings.
@@ -164,14 +193,14 @@ fn angles<O: Fn() -> ListOwner>(
     Ok(made)
 }
 
-/// Writes rows of K or V to their slots.
-fn put<O: Fn() -> ListOwner>(
+/// Returns the rows of K or V that are moved, at their place.
+fn rows_to_put<O: Fn() -> ListOwner>(
     work: &mut Work<'_>,
     movement: &Movement<'_, O>,
     plane: &PlaneRows,
     view: &TensorView,
     angles: Option<&Angles>,
-) -> Result<()> {
+) -> Result<Tensor> {
     let mut rows = Tensor::of(view)?;
     let (count, heads, dim) = (movement.slots.len(), plane.geometry.heads, plane.geometry.dim);
     if movement.slots.rows.is_some() {
@@ -185,8 +214,7 @@ fn put<O: Fn() -> ListOwner>(
         rows = in_f32(work, &rows)?;
         angles.turn(work, &rows, &[count, 1])?;
     }
-    let places = movement.places(work, plane)?;
-    plane.write(work, &places, &rows)
+    Ok(rows)
 }
 
 /// Returns the rows themselves if they are dense, or a dense copy.

@@ -13,8 +13,10 @@ use crate::bindings::{Operators, types as sys};
 use crate::device::Device;
 use crate::stream::Work;
 
+mod fused;
 mod tensor;
 
+pub(crate) use fused::PagedAttention;
 pub(crate) use tensor::{Tensor, bytes_of, number};
 
 /// Keeps the element types in products of f32.
@@ -44,16 +46,16 @@ impl Drop for Scalar {
     }
 }
 
-/// A list of axes that operators take from the host.
-struct AxisList {
+/// A list of numbers that operators take from the host: axes, or lengths.
+struct NumberList {
     raw: *mut sys::aclIntArray,
     device: Arc<Device>,
 }
 
-impl AxisList {
-    fn new(device: &Arc<Device>, axes: &[i64]) -> Result<Self> {
+impl NumberList {
+    fn new(device: &Arc<Device>, numbers: &[i64]) -> Result<Self> {
         // SAFETY: the array has the given length; the call copies it.
-        let raw = unsafe { device.library.base.aclCreateIntArray(axes.as_ptr(), axes.len() as u64) };
+        let raw = unsafe { device.library.base.aclCreateIntArray(numbers.as_ptr(), numbers.len() as u64) };
         if raw.is_null() {
             return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
         }
@@ -61,7 +63,7 @@ impl AxisList {
     }
 }
 
-impl Drop for AxisList {
+impl Drop for NumberList {
     fn drop(&mut self) {
         // SAFETY: the array was made by `aclCreateIntArray` and goes once.
         unsafe { self.device.library.base.aclDestroyIntArray(self.raw) };
@@ -265,7 +267,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let last = AxisList::new(self.device(), &[-1])?;
+        let last = NumberList::new(self.device(), &[-1])?;
         operator!(self, aclnnAmax, aclnnAmaxGetWorkspaceSize, [x, out], (x.raw(), last.raw, true, out.raw()))
     }
 
@@ -274,7 +276,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let (last, dtype) = (AxisList::new(self.device(), &[-1])?, out.dtype());
+        let (last, dtype) = (NumberList::new(self.device(), &[-1])?, out.dtype());
         operator!(
             self,
             aclnnReduceSum,

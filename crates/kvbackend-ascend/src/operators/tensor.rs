@@ -176,7 +176,7 @@ impl Tensor {
     }
 }
 
-/// A tensor of CANN, which goes with the value.
+/// A tensor of CANN, which goes with the value unless a list has taken it.
 pub(crate) struct TensorHandle {
     raw: *mut sys::aclTensor,
     device: Arc<Device>,
@@ -188,8 +188,47 @@ impl TensorHandle {
     }
 }
 
+/// A list of one tensor, which goes with the value.
+pub(crate) struct TensorList {
+    raw: *mut sys::aclTensorList,
+    device: Arc<Device>,
+}
+
+impl TensorList {
+    /// Makes the list of a tensor.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub(crate) fn of(tensor: &Tensor, device: &Arc<Device>) -> Result<Self> {
+        let mut handle = tensor.handle(device)?;
+        let tensors = [handle.raw.cast_const()];
+        // SAFETY: the array has one handle, which is alive.
+        let raw = unsafe { device.library.base.aclCreateTensorList(tensors.as_ptr(), 1) };
+        if raw.is_null() {
+            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+        }
+        // The list owns the tensor now.
+        handle.raw = std::ptr::null_mut();
+        Ok(Self { raw, device: Arc::clone(device) })
+    }
+
+    pub(crate) fn raw(&self) -> *mut sys::aclTensorList {
+        self.raw
+    }
+}
+
+impl Drop for TensorList {
+    fn drop(&mut self) {
+        // SAFETY: the list was made by `aclCreateTensorList` and goes once, with its tensor.
+        unsafe { self.device.library.base.aclDestroyTensorList(self.raw) };
+    }
+}
+
 impl Drop for TensorHandle {
     fn drop(&mut self) {
+        if self.raw.is_null() {
+            return;
+        }
         // SAFETY: the tensor was made by `aclCreateTensor` and goes once.
         unsafe { self.device.library.base.aclDestroyTensor(self.raw) };
     }

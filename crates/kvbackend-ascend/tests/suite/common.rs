@@ -7,7 +7,9 @@ use kvcore::{Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Stream, Ten
 
 /// Opens a device, or prints a line that says why there is none.
 pub(crate) fn opened(device: usize) -> Option<Arc<AscendBackend>> {
-    AscendBackend::with_options(&AscendOptions { device }).inspect_err(|reason| kvconform::skip(reason)).ok()
+    AscendBackend::with_options(&AscendOptions { device, plain: false })
+        .inspect_err(|reason| kvconform::skip(reason))
+        .ok()
 }
 
 /// Writes bytes of the host to new memory of the device.

@@ -25,7 +25,8 @@ fn is_lost<T>(result: &Result<T>) -> bool {
 fn a_device_that_is_not_there_is_named_beside_those_that_are() {
     let _beside = beside_others();
     let Some(_) = opened(EAGER) else { return };
-    let Err(Error::NoDevice { reason, .. }) = AscendBackend::with_options(&AscendOptions { device: 99 })
+    let Err(Error::NoDevice { reason, .. }) =
+        AscendBackend::with_options(&AscendOptions { device: 99, plain: false })
     else {
         panic!("device 99 was opened")
     };
@@ -138,6 +139,11 @@ fn every_call_that_is_refused_is_an_error_and_nothing_is_held() {
         "aclCreateTensor",
         "aclCreateScalar",
         "aclCreateIntArray",
+        "aclCreateTensorList",
+        "aclnnScatterPaKvCacheGetWorkspaceSize",
+        "aclnnScatterPaKvCache",
+        "aclnnFusedInferAttentionScoreV2GetWorkspaceSize",
+        "aclnnFusedInferAttentionScoreV2",
         "aclnnInplaceIndexCopyGetWorkspaceSize",
         "aclnnInplaceIndexCopy",
         "aclnnIndexSelectGetWorkspaceSize",
@@ -167,35 +173,35 @@ fn every_call_that_is_refused_is_an_error_and_nothing_is_held() {
 
 /// Opens a device and uses each part of the backend once.
 fn everything(device: usize) -> Result<()> {
-    let backend = AscendBackend::with_options(&AscendOptions { device })?;
+    let backend = AscendBackend::with_options(&AscendOptions { device, plain: false })?;
     let (stream, second) = (backend.stream()?, backend.stream()?);
     let shape = KvShape {
         num_layers: 2,
         num_blocks: 4,
-        block_size: 4,
+        block_size: 16,
         k_heads: 2,
         v_heads: 2,
-        k_dim: 8,
-        v_dim: 8,
+        k_dim: 16,
+        v_dim: 16,
         format: DType::BF16.into(),
         order: BlockOrder::TokenMajor,
     };
     let layout = Arc::new(kvcore::KvLayout::new(shape)?);
     let arena = kvcore::KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout)?;
-    let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::BF16, &[3, 2, 8])?;
-    stream.write(&rows, &noise(1, 96))?;
+    let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::BF16, &[3, 2, 16])?;
+    stream.write(&rows, &noise(1, 192))?;
     let slots = WriteSlots::unchecked([1, 5, 9]);
     let (k, v) = (rows.clone(), rows.clone());
     stream.scatter(&Scatter { arena: arena.clone(), layer: 1, k, v, slots, rotation: None })?;
-    let rope = Arc::new(Rope::new(RopeConfig::new(8, 100.0), 16)?);
+    let rope = Arc::new(Rope::new(RopeConfig::new(16, 100.0), 16)?);
     stream.rope(&ApplyRope { rows: rows.clone(), positions: [1, 2, 3].into(), rope })?;
     let pairs = WritePairs::unchecked([(kvcore::BlockId(0), kvcore::BlockId(3))]);
     stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs })?;
     let segment = Segment::new([kvcore::BlockId(3)].into(), 4, 0, 0);
     let queries: Vec<QueryRow> = (0..3).map(|at| QueryRow { logical: at, position: at as i64 }).collect();
     let work = Arc::new(AttendWork::new(queries, [AttendRows::new(0..3, [segment])]));
-    let out = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::BF16, &[3, 2, 8])?;
-    stream.attend(&Attend {
+    let out = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::BF16, &[3, 2, 16])?;
+    let attend = Attend {
         arena: arena.clone(),
         layer: 1,
         q: rows.clone(),
@@ -207,6 +213,16 @@ fn everything(device: usize) -> Result<()> {
         softcap: None,
         out,
         lse: None,
+    };
+    stream.attend(&attend)?;
+    // One row alone, which the fused operator takes.
+    let segment = Segment::new([kvcore::BlockId(3)].into(), 4, 0, 0);
+    let last = QueryRow { logical: 3, position: 3 };
+    stream.attend(&Attend {
+        q: attend.q.slice(0, 0, 1)?,
+        work: Arc::new(AttendWork::new([last], [AttendRows::new(0..1, [segment])])),
+        out: attend.out.slice(0, 0, 1)?,
+        ..attend
     })?;
     let pool = backend.reserve(MemoryKind::Device, 3 << 20)?;
     pool.unmap(0..pool.granularity())?;
@@ -216,7 +232,7 @@ fn everything(device: usize) -> Result<()> {
     event.wait()?;
     let (k, v) = (rows.clone(), rows.clone().contiguous(backend.as_ref(), second.as_ref())?);
     second.gather(&Gather { arena, layer: 1, slots: [1, -1, 9].into(), k, v, rotation: None })?;
-    second.read(&rows, &mut [0; 96])?;
+    second.read(&rows, &mut [0; 192])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
     second.write(&pinned, &[1; 96])?;
     for _ in 0..80 {

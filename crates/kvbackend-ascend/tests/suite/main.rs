@@ -5,6 +5,7 @@
 mod codes;
 mod common;
 mod failure;
+mod fused;
 mod graphs;
 mod hccl;
 mod holds;

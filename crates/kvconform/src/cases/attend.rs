@@ -378,6 +378,47 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     Ok(())
 }
 
+/// One row for each sequence, with queries, cache and output in one type, in extents for which devices have kernels: their
+/// matrix units round the rotated queries and the weights to that type.
+pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome {
+    const DIM: usize = 32;
+    let tolerance = match b.dtype {
+        DType::F32 => 1e-5,
+        DType::F16 => 4.0 / 1024.0,
+        _ => 4.0 / 128.0,
+    };
+    for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
+        let arena = b.arena_of(KvShape {
+            num_layers: 2,
+            num_blocks: 12,
+            block_size: 16,
+            k_heads: 2,
+            v_heads: 2,
+            k_dim: DIM,
+            v_dim: DIM,
+            format: b.dtype.into(),
+            order,
+        })?;
+        // Whole blocks that two rows share, and what each has behind them, all moved by one distance.
+        let of_row = |row: usize, own: &[u32], len: usize| {
+            let shared = segment(&[4, 2], 32, 0, 3).at_offset(5);
+            entry(row..row + 1, vec![shared, segment(own, len, 32, 35).at_offset(5)])
+        };
+        let batch =
+            vec![of_row(0, &[7], 16), of_row(1, &[9, 0], 21), entry(2..3, vec![segment(&[11], 1, 0, 8)])];
+        let at = rows(&[(47, 55), (52, 60), (0, 8)]);
+        let mut trial = Trial::over(b, arena, &at, batch)?;
+        trial.op.out = b.tensor(b.dtype, &[3, HEADS, DIM])?;
+        b.stream.attend(&trial.op)?;
+        let (out, lse) = oracle::attend(&trial.op, &trial.q, &trial.k, &trial.v, UNTOUCHED);
+        close("sequences that decode", &b.download(&trial.op.out)?, &out, tolerance)?;
+        if let Some(view) = &trial.op.lse {
+            close("log-sum-exps of sequences that decode", &b.download(view)?, &lse, tolerance)?;
+        }
+    }
+    Ok(())
+}
+
 /// Results lie one row after the queries, with more rows than a device may take at once.
 pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
     let n = 300;

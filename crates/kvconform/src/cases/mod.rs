@@ -118,6 +118,7 @@ cases! {
     attend::keys_may_lie_unrotated,
     attend::wrong_attends_are_refused,
     attend::output_in_the_element_type,
+    attend::sequences_decode_in_the_type_of_their_cache,
     attend::output_may_lie_where_queries_do,
     quant::rows_read_back_within_the_bound_of_their_format,
     quant::what_is_not_finite_never_becomes_finite,

@@ -34,7 +34,7 @@ fn opened(kind: Kind, device: usize) -> Option<(Arc<dyn Backend>, Arc<dyn Dense>
                 Ok((backend, Arc::new(dense)))
             }
             Kind::Ascend => {
-                let backend = AscendBackend::with_options(&AscendOptions { device })?;
+                let backend = AscendBackend::with_options(&AscendOptions { device, plain: false })?;
                 let dense = AscendDense::new(&backend)?;
                 Ok((backend, Arc::new(dense)))
             }

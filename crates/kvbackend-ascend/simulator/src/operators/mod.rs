@@ -9,6 +9,7 @@ use crate::types as sys;
 mod copy;
 mod elementwise;
 mod index;
+mod paged;
 mod product;
 mod reduce;
 

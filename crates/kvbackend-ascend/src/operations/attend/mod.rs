@@ -1,4 +1,4 @@
-//! Attention, composed of operators in f32.
+//! Attention: by CANN's fused operator where it is one, else composed of operators in f32.
 //!
 //! ```text
 //!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
@@ -21,6 +21,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::stream::Work;
 
+mod fused;
 mod plan;
 mod rows;
 mod softmax;
@@ -73,7 +74,13 @@ pub(super) fn attend(work: &mut Work<'_>, op: &Attend, latent: Option<&TensorVie
         return Ok(());
     }
     // The check of a capture has seen that the work is the step's.
-    if work.captured_step().is_some() || call.is_a_batch() {
+    if work.captured_step().is_some() {
+        return call.side_by_side(work);
+    }
+    if call.fused(work)? {
+        return Ok(());
+    }
+    if call.is_a_batch() {
         return call.side_by_side(work);
     }
     let plan = plan::plan(work, op, &call.planes[0], &call.planes[1])?;

@@ -84,6 +84,9 @@ impl Default for MergeGroup {
 /// the window, and the token is selected if the entry has a [`Selection`](super::Selection). Query head `h`
 /// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such
 /// tokens gives zeros and a log-sum-exp of −∞.
+///
+/// Everything is computed in f32 and rounded once, with one exception: if queries, cache and output all have one type of 16
+/// bits, a device's matrix units may round the rotated queries and the weights of the softmax to that type.
 #[derive(Debug, Clone)]
 pub struct Attend {
     /// Arena of the keys and values.

@@ -1,0 +1,141 @@
+//! Fused operators on paged caches: attention of decoding rows, and writes of keys and values.
+
+use std::ffi::c_char;
+use std::ptr::{null, null_mut};
+
+use kvcore::Result;
+
+use super::tensor::TensorList;
+use super::{NumberList, Tensor};
+use crate::stream::Work;
+
+/// No limit to the distance of tokens.
+const FAR: i64 = 2_147_483_647;
+
+/// The operands of attention of one row for each sequence.
+pub(crate) struct PagedAttention<'a> {
+    /// `[sequences, heads, 1, dim]`, dense.
+    pub(crate) q: &'a Tensor,
+    /// `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size, dim]`, dense.
+    pub(crate) k: &'a Tensor,
+    pub(crate) v: &'a Tensor,
+    /// `[sequences, n]`: the blocks of each sequence, and anything behind them.
+    pub(crate) table: &'a Tensor,
+    /// Tokens of each sequence.
+    pub(crate) lengths: &'a [i64],
+    pub(crate) kv_heads: usize,
+    pub(crate) block_size: usize,
+    pub(crate) scale: f32,
+    /// `[sequences, heads, 1, dim]`, dense.
+    pub(crate) out: &'a Tensor,
+    /// `[sequences, heads, 1, 1]` in f32, or `[1]`, which is not used then.
+    pub(crate) lse: &'a Tensor,
+}
+
+impl Work<'_> {
+    /// `out = softmax(scale · q · k) · v` over the first tokens of each sequence.
+    pub(crate) fn attend_paged(&mut self, op: &PagedAttention<'_>) -> Result<()> {
+        let device = self.device();
+        let (q, table) = (op.q.handle(device)?, op.table.handle(device)?);
+        let (out, lse) = (op.out.handle(device)?, op.lse.handle(device)?);
+        let (k, v) = (TensorList::of(op.k, device)?, TensorList::of(op.v, device)?);
+        let lengths = NumberList::new(device, op.lengths)?;
+        let mut layout = *b"BNSD\0";
+        let layout = layout.as_mut_ptr().cast::<c_char>();
+        let with_lse = op.lse.dims().len() > 1;
+        self.operator(
+            "aclnnFusedInferAttentionScoreV2",
+            // SAFETY: the handles are alive, and null stands for what is optional. Size and executor are places for the answer.
+            &|operators, bytes, executor| unsafe {
+                operators.aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
+                    q.raw(),
+                    k.raw(),
+                    v.raw(),
+                    null(),
+                    null(),
+                    null(),
+                    lengths.raw,
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    table.raw(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    null(),
+                    op.q.dim(1) as i64,
+                    f64::from(op.scale),
+                    FAR,
+                    FAR,
+                    layout,
+                    op.kv_heads as i64,
+                    0,
+                    0,
+                    op.block_size as i64,
+                    0,
+                    with_lse,
+                    0,
+                    0,
+                    out.raw(),
+                    lse.raw(),
+                    bytes,
+                    executor,
+                )
+            },
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            &|operators, workspace, bytes, executor, stream| unsafe {
+                operators.aclnnFusedInferAttentionScoreV2(workspace, bytes, executor, stream)
+            },
+        )
+    }
+
+    /// Writes rows `[rows, heads, dim]` of keys and values to slots of caches `[blocks, block_size, heads, dim]`. Each slot occurs
+    /// once.
+    pub(crate) fn put_paged(
+        &mut self,
+        rows: [&Tensor; 2],
+        caches: [&Tensor; 2],
+        slots: &Tensor,
+    ) -> Result<()> {
+        let device = self.device();
+        let (key, value, slots) = (rows[0].handle(device)?, rows[1].handle(device)?, slots.handle(device)?);
+        let (keys, values) = (caches[0].handle(device)?, caches[1].handle(device)?);
+        let (mut cache_mode, mut scatter_mode) = (*b"Norm\0", *b"None\0");
+        let (cache_mode, scatter_mode) = (cache_mode.as_mut_ptr(), scatter_mode.as_mut_ptr());
+        self.operator(
+            "aclnnScatterPaKvCache",
+            // SAFETY: the handles are alive, and null stands for what is optional. Size and executor are places for the answer.
+            &|operators, bytes, executor| unsafe {
+                operators.aclnnScatterPaKvCacheGetWorkspaceSize(
+                    key.raw(),
+                    keys.raw(),
+                    slots.raw(),
+                    value.raw(),
+                    values.raw(),
+                    null_mut(),
+                    null_mut(),
+                    null_mut(),
+                    cache_mode.cast(),
+                    scatter_mode.cast(),
+                    null_mut(),
+                    null_mut(),
+                    bytes,
+                    executor,
+                )
+            },
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            &|operators, workspace, bytes, executor, stream| unsafe {
+                operators.aclnnScatterPaKvCache(workspace, bytes, executor, stream)
+            },
+        )
+    }
+}
