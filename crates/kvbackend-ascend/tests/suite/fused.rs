@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvShape,
-    MemoryKind, QueryRow, Rope, RopeConfig, Scatter, Segment, Stream, TensorView, WriteSlots,
-    allocate_tensor,
+    MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection, SelectionUnit, Stream,
+    TensorView, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, upload};
@@ -35,6 +35,15 @@ struct Case {
     first: usize,
     with_rope: bool,
     with_lse: bool,
+    /// Rows 3, 4, … have the blocks of rows 0, 1, 2 again.
+    rows: usize,
+    /// Each row sees its first and its third token only.
+    selects: bool,
+    keys: KeyForm,
+    /// The result has the place of the queries.
+    in_place: bool,
+    /// Factor on the log-sum-exp of the only group.
+    lse_scale: f32,
 }
 
 impl Default for Case {
@@ -54,6 +63,11 @@ impl Default for Case {
             first: 32,
             with_rope: true,
             with_lse: true,
+            rows: 3,
+            selects: false,
+            keys: KeyForm::Rotated,
+            in_place: false,
+            lse_scale: 1.0,
         }
     }
 }
@@ -73,26 +87,33 @@ impl Case {
         }
     }
 
-    /// Returns three rows, each over two segments.
+    /// Returns rows, each over two segments.
     fn work(&self) -> Arc<AttendWork> {
         let (offset, size) = (if self.with_rope { 7 } else { 0 }, self.block_size);
         let per_segment = self.first.div_ceil(size);
         let entry = |row: usize| {
             let blocks = |at: usize, n: usize| (at..at + n).map(|b| BlockId(b as u32)).collect::<Vec<_>>();
-            let first = blocks(8 * row, per_segment);
+            let first = blocks(8 * (row % 3), per_segment);
             let mut first = Segment::new(first.into(), self.first, 0, 0).at_offset(offset);
             first.logit_scale = self.logit_scale;
-            let second = blocks(8 * row + per_segment, 2);
+            let second = blocks(8 * (row % 3) + per_segment, 2);
             let offset = if self.with_rope { self.second } else { 0 };
-            let second =
-                Segment::new(second.into(), size + 3 + row, self.first, self.first as i64).at_offset(offset);
-            AttendRows::new(row..row + 1, [first, second])
+            let second = Segment::new(second.into(), size + 3 + row % 3, self.first, self.first as i64)
+                .at_offset(offset);
+            let entry = AttendRows::new(row..row + 1, [first, second]);
+            if !self.selects {
+                return entry;
+            }
+            let (unit, offsets, indices) = (SelectionUnit::Tokens, [0, 2].into(), [0, 2].into());
+            entry.selecting(Selection { unit, offsets, indices })
         };
-        let rows = (0..3).map(|row| {
-            let last = self.first + size + 2 + row;
+        let rows = (0..self.rows).map(|row| {
+            let last = self.first + size + 2 + row % 3;
             QueryRow { logical: last, position: last as i64 + offset }
         });
-        Arc::new(AttendWork::new(rows.collect::<Vec<_>>(), (0..3).map(entry).collect::<Vec<_>>()))
+        let (rows, entries): (Vec<_>, Vec<_>) = (rows.collect(), (0..self.rows).map(entry).collect());
+        let groups = [MergeGroup { lse_scale: self.lse_scale }];
+        Arc::new(AttendWork::with_groups(rows, entries, groups))
     }
 }
 
@@ -141,12 +162,13 @@ fn attend(
     let pool = arena(backend.as_ref(), case.shape());
     fill(stream.as_ref(), &pool, case.dtype);
     let rope = Arc::new(Rope::new(RopeConfig::new(case.dim, 100.0), 1024).unwrap());
-    let dims = [3, case.heads, case.dim];
+    let dims = [case.rows, case.heads, case.dim];
     let q = bytes(case.queries, small(9, dims.iter().product()));
     let q = upload(backend.as_ref(), case.queries, &dims, &q);
     let new =
         |dtype, dims: &[usize]| allocate_tensor(backend.as_ref(), MemoryKind::Device, dtype, dims).unwrap();
-    let (out, lse) = (new(case.queries, &dims), new(DType::F32, &dims[..2]));
+    let out = if case.in_place { q.clone() } else { new(case.queries, &dims) };
+    let lse = new(DType::F32, &dims[..2]);
     stream.synchronize().unwrap();
     simulator.trace(device);
     let work = case.work();
@@ -157,7 +179,7 @@ fn attend(
                 layer,
                 q: q.clone(),
                 rope: case.with_rope.then(|| Arc::clone(&rope)),
-                keys: KeyForm::Rotated,
+                keys: case.keys,
                 work: Arc::clone(&work),
                 scale: 0.25,
                 window: case.window,
@@ -189,6 +211,7 @@ fn rows_that_decode_attend_by_one_operator_with_the_results_of_many() {
         Case { with_lse: false, block_size: 48, first: 48, dim: 512, ..base.clone() },
         Case { kv_heads: 1, heads: 3, ..base.clone() },
         Case { window: Some(200), ..base.clone() },
+        Case { with_rope: false, in_place: true, ..base.clone() },
     ];
     for (number, case) in cases.iter().enumerate() {
         for device in [EAGER, LAZY] {
@@ -215,11 +238,15 @@ fn what_the_operator_cannot_do_is_composed() {
         ("a window", Case { window: Some(9), ..base.clone() }),
         ("a soft-cap", Case { softcap: Some(5.0), ..base.clone() }),
         ("a temperature", Case { logit_scale: 2.0, ..base.clone() }),
+        ("a selection", Case { selects: true, ..base.clone() }),
+        ("keys that were not rotated", Case { keys: KeyForm::Unrotated, ..base.clone() }),
+        ("a scale of the log-sum-exp", Case { lse_scale: 0.9, ..base.clone() }),
         ("several offsets", Case { second: 8, ..base.clone() }),
         ("a segment that ends inside of a block", Case { first: 30, ..base.clone() }),
         ("blocks of 8 tokens", Case { block_size: 8, ..base.clone() }),
         ("heads of 24 elements", Case { dim: 24, ..base.clone() }),
         ("300 heads", Case { heads: 300, kv_heads: 150, ..base.clone() }),
+        ("more blocks in the table than there are", Case { rows: 9, ..base.clone() }),
         ("65 heads for one", Case { heads: 65, kv_heads: 1, ..base.clone() }),
     ];
     for (what, case) in &cases {
@@ -277,4 +304,44 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
         assert_eq!((ran, none), (usize::from(*fused), 0), "{:?}, {:?}", case.dtype, case.order);
         assert!(planes == expected, "{:?}, {:?}", case.dtype, case.order);
     }
+}
+
+#[test]
+fn lists_that_are_used_again_are_held() {
+    let Some((_, _alone)) = alone() else { return };
+    let case = Case::default();
+    let backend = AscendBackend::with_options(&AscendOptions { device: LAZY, plain: false }).unwrap();
+    let stream = backend.stream().unwrap();
+    let pool = arena(backend.as_ref(), KvShape { num_blocks: 256, ..case.shape() });
+    fill(stream.as_ref(), &pool, case.dtype);
+    let rope = Arc::new(Rope::new(RopeConfig::new(case.dim, 100.0), 1024).unwrap());
+    let (work, dims) = (case.work(), [3, case.heads, case.dim]);
+    let rows = |count: usize, heads| {
+        let dims = [count, heads, case.dim];
+        upload(backend.as_ref(), case.dtype, &dims, &bytes(case.dtype, small(3, dims.iter().product())))
+    };
+    for _ in 0..2 {
+        stream.synchronize().unwrap();
+        let attend = Attend {
+            arena: pool.clone(),
+            layer: 0,
+            q: rows(3, case.heads),
+            rope: Some(Arc::clone(&rope)),
+            keys: KeyForm::Rotated,
+            work: Arc::clone(&work),
+            scale: 0.25,
+            window: None,
+            softcap: None,
+            out: allocate_tensor(backend.as_ref(), MemoryKind::Device, case.dtype, &dims).unwrap(),
+            lse: None,
+        };
+        stream.attend(&attend).unwrap();
+    }
+    // So many larger lists that no memory of lists is left to the first.
+    for i in 0..60i64 {
+        let slots = WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>());
+        let (k, v) = (rows(1500, case.kv_heads), rows(1500, case.kv_heads));
+        stream.scatter(&Scatter { arena: pool.clone(), layer: 0, k, v, slots, rotation: None }).unwrap();
+    }
+    stream.synchronize().unwrap();
 }
