@@ -161,6 +161,11 @@ pub unsafe extern "C" fn aclCreateTensor(
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
     call("aclDestroyTensor", |state| {
         if state.lists.values().flatten().any(|&listed| listed == tensor as u64) {
+            // A device frees it twice, and whatever comes after is arbitrary: nothing works from here on.
+            state
+                .devices
+                .iter_mut()
+                .for_each(|device| device.lost = Some("a tensor of a list was destroyed".to_owned()));
             return refuse(INVALID, "a tensor that a list owns");
         }
         known(state.tensors.remove(&(tensor as u64)).is_some(), "tensor")

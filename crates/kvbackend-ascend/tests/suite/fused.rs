@@ -5,9 +5,9 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvcore::{
-    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena, KvShape,
-    MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection, SelectionUnit, Stream,
-    TensorView, WriteSlots, allocate_tensor,
+    Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena,
+    KvShape, MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection, SelectionUnit,
+    Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, upload};
@@ -26,7 +26,15 @@ struct Case {
     dim: usize,
     heads: usize,
     kv_heads: usize,
+    v_heads: usize,
+    v_dim: usize,
+    /// Attention to latents, with queries of their own.
+    latent: bool,
+    /// The entries of rows stand in the reverse order.
+    reversed: bool,
     window: Option<usize>,
+    /// Window of the second layer.
+    second_window: Option<usize>,
     softcap: Option<f32>,
     logit_scale: f32,
     /// Offset of the second segment of each row; that of the first is 7.
@@ -56,7 +64,12 @@ impl Default for Case {
             dim: 32,
             heads: 4,
             kv_heads: 2,
+            v_heads: 2,
+            v_dim: 32,
+            latent: false,
+            reversed: false,
             window: None,
+            second_window: None,
             softcap: None,
             logit_scale: 1.0,
             second: 7,
@@ -79,9 +92,9 @@ impl Case {
             num_blocks: 24,
             block_size: self.block_size,
             k_heads: self.kv_heads,
-            v_heads: self.kv_heads,
+            v_heads: self.v_heads,
             k_dim: self.dim,
-            v_dim: self.dim,
+            v_dim: self.v_dim,
             format: self.dtype.into(),
             order: self.order,
         }
@@ -112,6 +125,8 @@ impl Case {
             QueryRow { logical: last, position: last as i64 + offset }
         });
         let (rows, entries): (Vec<_>, Vec<_>) = (rows.collect(), (0..self.rows).map(entry).collect());
+        let entries: Vec<AttendRows> =
+            if self.reversed { entries.into_iter().rev().collect() } else { entries };
         let groups = [MergeGroup { lse_scale: self.lse_scale }];
         Arc::new(AttendWork::with_groups(rows, entries, groups))
     }
@@ -167,27 +182,30 @@ fn attend(
     let q = upload(backend.as_ref(), case.queries, &dims, &q);
     let new =
         |dtype, dims: &[usize]| allocate_tensor(backend.as_ref(), MemoryKind::Device, dtype, dims).unwrap();
-    let out = if case.in_place { q.clone() } else { new(case.queries, &dims) };
+    let out = if case.in_place { q.clone() } else { new(case.queries, &[dims[0], dims[1], case.v_dim]) };
     let lse = new(DType::F32, &dims[..2]);
     stream.synchronize().unwrap();
     simulator.trace(device);
     let work = case.work();
     for layer in 0..2 {
-        stream
-            .attend(&Attend {
-                arena: pool.clone(),
-                layer,
-                q: q.clone(),
-                rope: case.with_rope.then(|| Arc::clone(&rope)),
-                keys: case.keys,
-                work: Arc::clone(&work),
-                scale: 0.25,
-                window: case.window,
-                softcap: case.softcap,
-                out: out.clone(),
-                lse: case.with_lse.then(|| lse.clone()),
-            })
-            .unwrap();
+        let attend = Attend {
+            arena: pool.clone(),
+            layer,
+            q: q.clone(),
+            rope: case.with_rope.then(|| Arc::clone(&rope)),
+            keys: case.keys,
+            work: Arc::clone(&work),
+            scale: 0.25,
+            window: if layer == 1 { case.second_window.or(case.window) } else { case.window },
+            softcap: case.softcap,
+            out: out.clone(),
+            lse: case.with_lse.then(|| lse.clone()),
+        };
+        if case.latent {
+            stream.attend_mla(&AttendMla { attend, q_latent: q.clone() }).unwrap();
+        } else {
+            stream.attend(&attend).unwrap();
+        }
     }
     let ran = simulator.trace(device).into_iter().filter(|line| line.starts_with("operator")).collect();
     let result = floats(case.queries, &download(stream.as_ref(), &out));
@@ -208,8 +226,8 @@ fn rows_that_decode_attend_by_one_operator_with_the_results_of_many() {
         Case { order: BlockOrder::HeadMajor, ..base.clone() },
         Case { dtype: DType::F16, queries: DType::F16, ..base.clone() },
         Case { with_rope: false, ..base.clone() },
-        Case { with_lse: false, block_size: 48, first: 48, dim: 512, ..base.clone() },
-        Case { kv_heads: 1, heads: 3, ..base.clone() },
+        Case { with_lse: false, block_size: 48, first: 48, dim: 512, v_dim: 512, ..base.clone() },
+        Case { kv_heads: 1, v_heads: 1, heads: 3, ..base.clone() },
         Case { window: Some(200), ..base.clone() },
         Case { with_rope: false, in_place: true, ..base.clone() },
     ];
@@ -241,13 +259,17 @@ fn what_the_operator_cannot_do_is_composed() {
         ("a selection", Case { selects: true, ..base.clone() }),
         ("keys that were not rotated", Case { keys: KeyForm::Unrotated, ..base.clone() }),
         ("a scale of the log-sum-exp", Case { lse_scale: 0.9, ..base.clone() }),
+        ("latents", Case { latent: true, kv_heads: 1, v_heads: 1, ..base.clone() }),
+        ("values of another width", Case { v_dim: 16, ..base.clone() }),
+        ("values of other heads", Case { v_heads: 1, ..base.clone() }),
+        ("entries in another order", Case { reversed: true, ..base.clone() }),
         ("several offsets", Case { second: 8, ..base.clone() }),
         ("a segment that ends inside of a block", Case { first: 30, ..base.clone() }),
         ("blocks of 8 tokens", Case { block_size: 8, ..base.clone() }),
-        ("heads of 24 elements", Case { dim: 24, ..base.clone() }),
-        ("300 heads", Case { heads: 300, kv_heads: 150, ..base.clone() }),
+        ("heads of 24 elements", Case { dim: 24, v_dim: 24, ..base.clone() }),
+        ("300 heads", Case { heads: 300, kv_heads: 150, v_heads: 150, ..base.clone() }),
         ("more blocks in the table than there are", Case { rows: 9, ..base.clone() }),
-        ("65 heads for one", Case { heads: 65, kv_heads: 1, ..base.clone() }),
+        ("65 heads for one", Case { heads: 65, kv_heads: 1, v_heads: 1, ..base.clone() }),
     ];
     for (what, case) in &cases {
         let (out, _, ran) = attend(simulator, EAGER, false, case);
@@ -258,12 +280,24 @@ fn what_the_operator_cannot_do_is_composed() {
 }
 
 #[test]
+fn layers_of_one_step_may_have_windows_of_their_own() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let case = Case { second_window: Some(9), ..Case::default() };
+    let (out, _, ran) = attend(simulator, LAZY, false, &case);
+    assert_eq!(ran.iter().filter(|line| *line == ATTENTION).count(), 1, "the first layer only");
+    let (expected, _, _) = attend(simulator, LAZY, true, &case);
+    assert_eq!(out, expected);
+}
+
+#[test]
 fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
     let Some((simulator, _alone)) = alone() else { return };
     let base = Case::default();
     let cases = [
         (true, base.clone()),
         (true, Case { queries: DType::F32, ..base.clone() }),
+        (true, Case { v_dim: 16, ..base.clone() }),
+        (false, Case { v_heads: 1, ..base.clone() }),
         (false, Case { order: BlockOrder::HeadMajor, ..base.clone() }),
         (false, Case { dtype: DType::F32, queries: DType::F32, ..base.clone() }),
     ];
@@ -273,8 +307,8 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
             let stream = backend.stream().unwrap();
             let pool = arena(backend.as_ref(), case.shape());
             fill(stream.as_ref(), &pool, case.dtype);
-            let dims = [5, case.kv_heads, case.dim];
-            let rows = |seed| {
+            let rows = |seed, heads, dim| {
+                let dims = [5, heads, dim];
                 let rows = bytes(case.queries, small(seed, dims.iter().product()));
                 upload(backend.as_ref(), case.queries, &dims, &rows)
             };
@@ -283,8 +317,8 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
             let scatter = Scatter {
                 arena: pool.clone(),
                 layer: 1,
-                k: rows(3),
-                v: rows(4),
+                k: rows(3, case.kv_heads, case.dim),
+                v: rows(4, case.v_heads, case.v_dim),
                 slots: WriteSlots::unchecked(slots),
                 rotation: None,
             };
@@ -309,7 +343,13 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
 #[test]
 fn lists_that_are_used_again_are_held() {
     let Some((_, _alone)) = alone() else { return };
-    let case = Case::default();
+    // With angles, which may lie beside the block table, and without.
+    for with_rope in [true, false] {
+        used_again(&Case { with_rope, ..Case::default() });
+    }
+}
+
+fn used_again(case: &Case) {
     let backend = AscendBackend::with_options(&AscendOptions { device: LAZY, plain: false }).unwrap();
     let stream = backend.stream().unwrap();
     let pool = arena(backend.as_ref(), KvShape { num_blocks: 256, ..case.shape() });
@@ -326,7 +366,7 @@ fn lists_that_are_used_again_are_held() {
             arena: pool.clone(),
             layer: 0,
             q: rows(3, case.heads),
-            rope: Some(Arc::clone(&rope)),
+            rope: case.with_rope.then(|| Arc::clone(&rope)),
             keys: KeyForm::Rotated,
             work: Arc::clone(&work),
             scale: 0.25,
