@@ -18,9 +18,11 @@ pub(crate) enum Error {
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
     NoBackend(&'static str),
-    /// The path of the model is not a directory.
-    #[error("{0} is not a directory; --model takes one with config.json, *.safetensors and tokenizer.json")]
-    NotADirectory(PathBuf),
+    /// There is nothing at the path of the model.
+    #[error(
+        "there is no {0}; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
+    )]
+    NoModel(PathBuf),
     /// The file of questions cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },

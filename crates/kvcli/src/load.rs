@@ -19,7 +19,7 @@ pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
     }
 }
 
-/// Loads the model of a directory, or the built-in one.
+/// Loads the model of a directory or a GGUF file, or the built-in one.
 pub(crate) fn model(
     dir: Option<&Path>,
     weights: WeightsFormat,
@@ -27,8 +27,8 @@ pub(crate) fn model(
 ) -> Result<ModelDirectory> {
     let format = format(weights);
     let Some(dir) = dir else { return embedded::load(format, dense) };
-    if !dir.is_dir() {
-        return Err(Error::NotADirectory(dir.to_owned()));
+    if !dir.exists() {
+        return Err(Error::NoModel(dir.to_owned()));
     }
     let bar = bar("weights", "{bytes}/{total_bytes}", true);
     let loaded = ModelDirectory::load_with(dir, format, dense, &mut |done, total| {

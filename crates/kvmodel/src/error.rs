@@ -19,6 +19,14 @@ pub enum Error {
     /// The config.json is malformed, contradictory or of an unsupported model.
     #[error("config.json: {0}")]
     Config(String),
+    /// A GGUF file contradicts itself, or holds what is not supported.
+    #[error("{path} is no GGUF file that can be read: {reason}")]
+    Gguf {
+        /// The path of the file.
+        path: PathBuf,
+        /// The field or tensor, and the reason.
+        reason: String,
+    },
     /// A file of weights is truncated, or its header or the index of its shards is wrong.
     #[error("weights: {0}")]
     Weights(String),

@@ -1,4 +1,4 @@
-//! Loading a Hugging Face directory as a model with its text codec.
+//! Loading a Hugging Face directory, or a GGUF file, as a model with its text codec.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,11 +6,12 @@ use std::sync::Arc;
 use crate::config::ModelConfig;
 use crate::dense::{Dense, HostDense, WeightFormat};
 use crate::error::{Error, Result};
+use crate::gguf::Gguf;
 use crate::model::Model;
 use crate::text::TextCodec;
 use crate::weights::Weights;
 
-/// A loaded model directory.
+/// A loaded model.
 #[derive(Debug)]
 pub struct ModelDirectory {
     /// The model.
@@ -20,25 +21,30 @@ pub struct ModelDirectory {
 }
 
 impl ModelDirectory {
-    /// Loads `dir`. Calls `progress` with the bytes of weights read so far and in total.
+    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the bytes of weights read so far and in total.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`],
+    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`], [`Error::Gguf`],
     /// [`Error::Weights`] or [`Error::Tokenizer`], with the reason, if a file is invalid.
-    pub fn load(dir: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
-        Self::load_with(dir, format, Arc::new(HostDense), progress)
+    pub fn load(path: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        Self::load_with(path, format, Arc::new(HostDense), progress)
     }
 
-    /// Loads `dir` as [`load`](Self::load) does, for other dense steps than the host's.
+    /// Loads `path` as [`load`](Self::load) does, for other dense steps than the host's.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load) and of [`Dense::load`].
     pub fn load_with(
-        dir: &Path,
+        path: &Path,
         format: WeightFormat,
         dense: Arc<dyn Dense>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
+        if path.is_file() {
+            let Gguf { config, codec, weights } = Gguf::read(path, progress)?;
+            return Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec });
+        }
+        let dir = path;
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
         let mut config = ModelConfig::from_json(&text)?;

@@ -64,6 +64,13 @@ impl TextCodec {
         Ok(codec)
     }
 
+    /// Reads a `tokenizer.json`, with the chat template and the special tokens of a `tokenizer_config.json`.
+    pub(crate) fn beside(tokenizer: &Path, config: &Value) -> Result<Self> {
+        let bytes =
+            std::fs::read(tokenizer).map_err(|source| Error::Io { path: tokenizer.to_owned(), source })?;
+        Self::from_bytes(&bytes, Some(config.to_string().as_bytes()))
+    }
+
     /// Reads a codec from the bytes of `tokenizer.json` and `tokenizer_config.json`, which holds the chat
     /// template.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {

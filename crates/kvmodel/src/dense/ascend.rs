@@ -14,8 +14,8 @@ device_dense! {
 }
 
 /// Puts a weight on the device.
-fn place(steps: &DenseSteps, stored: &StoredWeight, _: WeightUse) -> kvcore::Result<DeviceWeight> {
+fn place(steps: &DenseSteps, stored: &StoredWeight, _: WeightUse) -> Result<DeviceWeight> {
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();
-    steps.weight(rows, stored.width(), &stored.to_f32())
+    Ok(steps.weight(rows, stored.width(), &stored.to_f32()?)?)
 }

@@ -16,31 +16,32 @@ device_dense! {
 }
 
 /// Puts a weight on the device.
-fn place(steps: &DenseSteps, stored: &StoredWeight, purpose: WeightUse) -> kvcore::Result<DeviceWeight> {
-    let (kind, bytes) = held_as(stored, purpose);
+fn place(steps: &DenseSteps, stored: &StoredWeight, purpose: WeightUse) -> Result<DeviceWeight> {
+    let (kind, bytes) = held_as(stored, purpose)?;
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();
-    steps.weight(kind, rows, stored.width(), &bytes)
+    Ok(steps.weight(kind, rows, stored.width(), &bytes)?)
 }
 
 /// Returns the type under which the device holds a stored weight, and its bytes.
-fn held_as(stored: &StoredWeight, purpose: WeightUse) -> (StoredKind, Vec<u8>) {
-    let in_f32 = || (StoredKind::F32, bytemuck::cast_slice(&stored.to_f32()).to_vec());
-    let as_stored = |kind| (kind, stored.bytes().to_vec());
+fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec<u8>)> {
+    let in_f32 = || Ok((StoredKind::F32, bytemuck::cast_slice(&stored.to_f32()?).to_vec()));
     let own = match stored.dtype() {
         StoredType::F32 => StoredKind::F32,
         StoredType::F16 => StoredKind::F16,
         StoredType::BF16 => StoredKind::BF16,
         StoredType::Q8_0 => StoredKind::Q8_0,
         StoredType::Q4K => StoredKind::Q4K,
+        // No kernel multiplies other blocks as they are.
+        _ => return in_f32(),
     };
     match purpose {
         WeightUse::Projection(WeightFormat::Q8)
             if !stored.dtype().is_blocks() && stored.width().is_multiple_of(BLOCK) =>
         {
-            (StoredKind::Q8_0, q8_0(&stored.to_f32()))
+            Ok((StoredKind::Q8_0, q8_0(&stored.to_f32()?)))
         }
-        WeightUse::Table | WeightUse::Projection(_) => as_stored(own),
+        WeightUse::Table | WeightUse::Projection(_) => Ok((own, stored.bytes().to_vec())),
         _ => in_f32(),
     }
 }

@@ -89,7 +89,7 @@ macro_rules! device_dense {
                     let (name, problem) = (stored.name().to_owned(), WeightProblem::Rank { expected, got });
                     return Err(Error::Weight { name, problem });
                 }
-                let place: fn(&$steps, &StoredWeight, WeightUse) -> kvcore::Result<$weight> = $place;
+                let place: fn(&$steps, &StoredWeight, WeightUse) -> Result<$weight> = $place;
                 let held = Arc::new(place(&self.steps, stored, purpose)?);
                 let transposed = purpose == WeightUse::ByHeadTransposed;
                 Ok(Arc::new(HeldWeight { bytes: held.bytes(), held, transposed }))

@@ -7,7 +7,7 @@ use std::ops::Range;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::blocks::{decode_q4_k, decode_q8_0};
+use super::blocks;
 use crate::error::{Error, Result, WeightProblem};
 
 /// The element type of a stored weight. Blocks are those of ggml, and lie along the last axis.
@@ -26,18 +26,68 @@ pub enum StoredType {
     /// and a minimum of six bits for each of the eight groups of 32 elements; 128 bytes with two elements of four
     /// bits each. An element is `factor · scale · q − factor · minimum`.
     Q4K,
+    /// ggml's `Q4_0`: 32 elements in 18 bytes.
+    Q4_0,
+    /// ggml's `Q4_1`: 32 elements in 20 bytes.
+    Q4_1,
+    /// ggml's `Q5_0`: 32 elements in 22 bytes.
+    Q5_0,
+    /// ggml's `Q5_1`: 32 elements in 24 bytes.
+    Q5_1,
+    /// ggml's `Q2_K`: 256 elements in 84 bytes.
+    Q2K,
+    /// ggml's `Q3_K`: 256 elements in 110 bytes.
+    Q3K,
+    /// ggml's `Q5_K`: 256 elements in 176 bytes.
+    Q5K,
+    /// ggml's `Q6_K`: 256 elements in 210 bytes.
+    Q6K,
 }
 
 impl StoredType {
     /// All element types.
-    pub const ALL: [Self; 5] = [Self::F32, Self::F16, Self::BF16, Self::Q8_0, Self::Q4K];
+    pub const ALL: [Self; 13] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q8_0,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q2K,
+        Self::Q3K,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+    ];
+
+    /// Returns the type with ggml's number, as GGUF files have it.
+    pub(crate) fn of_ggml(number: u32) -> Option<Self> {
+        Some(match number {
+            0 => Self::F32,
+            1 => Self::F16,
+            2 => Self::Q4_0,
+            3 => Self::Q4_1,
+            6 => Self::Q5_0,
+            7 => Self::Q5_1,
+            8 => Self::Q8_0,
+            10 => Self::Q2K,
+            11 => Self::Q3K,
+            12 => Self::Q4K,
+            13 => Self::Q5K,
+            14 => Self::Q6K,
+            30 => Self::BF16,
+            _ => return None,
+        })
+    }
 
     /// Returns the number of elements of a block: 1 for types without blocks.
     pub const fn block_elements(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
-            Self::Q8_0 => 32,
-            Self::Q4K => 256,
+            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 => 32,
+            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => 256,
         }
     }
 
@@ -47,8 +97,27 @@ impl StoredType {
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
             Self::Q8_0 => 34,
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q2K => 84,
+            Self::Q3K => 110,
             Self::Q4K => 144,
+            Self::Q5K => 176,
+            Self::Q6K => 210,
         }
+    }
+
+    /// Returns the bytes of a weight of this type and shape.
+    pub(crate) fn bytes_of(self, shape: &[usize]) -> Result<usize, WeightProblem> {
+        let (width, block) = (shape.last().copied().unwrap_or(1), self.block_elements());
+        if !width.is_multiple_of(block) {
+            return Err(WeightProblem::Blocks { width, block });
+        }
+        let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        let bytes = elements.and_then(|n| (n / block).checked_mul(self.block_bytes()));
+        bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
     }
 
     /// Returns true if several elements share a scale.
@@ -64,7 +133,15 @@ impl fmt::Display for StoredType {
             Self::F16 => "f16",
             Self::BF16 => "bf16",
             Self::Q8_0 => "Q8_0",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q2K => "Q2_K",
+            Self::Q3K => "Q3_K",
             Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
         })
     }
 }
@@ -143,16 +220,12 @@ impl StoredWeight {
     }
 
     /// Returns all elements in f32. Widening from f16 and bf16 is exact.
-    pub fn to_f32(&self) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// Returns [`Error::Dense`] if the library that knows the blocks cannot read them.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
         let elements = self.shape.iter().product();
-        let blocks = |decode: fn(&[u8], &mut Vec<f32>)| {
-            let mut values = Vec::with_capacity(elements);
-            for block in self.bytes.chunks_exact(self.dtype.block_bytes()) {
-                decode(block, &mut values);
-            }
-            values
-        };
-        match self.dtype {
+        Ok(match self.dtype {
             StoredType::F32 => bytemuck::pod_collect_to_vec(&self.bytes),
             StoredType::F16 => {
                 let mut values = vec![0.0; elements];
@@ -164,9 +237,8 @@ impl StoredWeight {
                 numbers::<bf16>(&self.bytes).convert_to_f32_slice(&mut values);
                 values
             }
-            StoredType::Q8_0 => blocks(decode_q8_0),
-            StoredType::Q4K => blocks(decode_q4_k),
-        }
+            _ => blocks::widened(self)?,
+        })
     }
 
     /// Checks that the weight has `shape`.
@@ -212,14 +284,12 @@ fn numbers<T: bytemuck::Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
 
 /// Returns the reason why so many bytes are no weight of this type and shape.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
-    let (width, block) = (shape.last().copied().unwrap_or(1), dtype.block_elements());
-    if !width.is_multiple_of(block) {
-        return Some(WeightProblem::Blocks { width, block });
-    }
-    let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
-    match elements.and_then(|n| (n / block).checked_mul(dtype.block_bytes())) {
-        Some(expected) if expected == got => None,
-        expected => Some(WeightProblem::Length { expected: expected.unwrap_or(usize::MAX), got }),
+    match dtype.bytes_of(shape) {
+        Ok(expected) if expected == got => None,
+        Ok(expected) | Err(WeightProblem::Length { expected, .. }) => {
+            Some(WeightProblem::Length { expected, got })
+        }
+        Err(problem) => Some(problem),
     }
 }
 

@@ -15,6 +15,7 @@ mod exactness;
 mod failure;
 mod faulty;
 mod flops;
+mod gguf;
 mod recompute;
 mod replicas;
 mod rope;

@@ -80,12 +80,12 @@ fn in_blocks(weight: &StoredWeight, dtype: StoredType) -> StoredWeight {
         return weight.clone();
     }
     let of = if dtype == StoredType::Q8_0 { q8_0 } else { q4_k };
-    let bytes = weight.to_f32().chunks(dtype.block_elements()).flat_map(of).collect();
+    let bytes = weight.to_f32().unwrap().chunks(dtype.block_elements()).flat_map(of).collect();
     StoredWeight::new(weight.name(), dtype, weight.shape(), bytes).unwrap()
 }
 
 fn decoded(weight: &StoredWeight) -> StoredWeight {
-    StoredWeight::of_f32(weight.name(), weight.shape(), &weight.to_f32()).unwrap()
+    StoredWeight::of_f32(weight.name(), weight.shape(), &weight.to_f32().unwrap()).unwrap()
 }
 
 fn logits(model: Model) -> Vec<f32> {

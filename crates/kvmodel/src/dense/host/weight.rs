@@ -1,12 +1,11 @@
 //! Weights as candle holds them: numbers in f32, or blocks of quantised numbers.
 
-use std::borrow::Cow;
-
-use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{Device, Tensor};
 
 use super::failed;
-use crate::dense::{StoredType, StoredWeight, Weight, WeightFormat, WeightUse};
+use crate::dense::blocks::{blocks_of, in_blocks};
+use crate::dense::{StoredWeight, Weight, WeightFormat, WeightUse};
 use crate::error::{Error, Result, WeightProblem};
 
 /// A weight on the host.
@@ -103,28 +102,8 @@ fn rank_of(purpose: WeightUse) -> usize {
     }
 }
 
-fn blocks_of(dtype: StoredType) -> Option<GgmlDType> {
-    match dtype {
-        StoredType::Q8_0 => Some(GgmlDType::Q8_0),
-        StoredType::Q4K => Some(GgmlDType::Q4K),
-        StoredType::F32 | StoredType::F16 | StoredType::BF16 => None,
-    }
-}
-
 /// Returns the numbers of a weight in f32.
 fn in_f32(stored: &StoredWeight) -> candle_core::Result<Tensor> {
-    Tensor::from_vec(stored.to_f32(), stored.shape(), &Device::Cpu)
-}
-
-/// Returns the blocks of a weight as they are stored.
-fn in_blocks(stored: &StoredWeight, dtype: GgmlDType) -> candle_core::Result<QTensor> {
-    // candle reads the bytes as blocks, whose scales of two bytes must be aligned.
-    let copy: Vec<u16>;
-    let bytes = if bytemuck::try_cast_slice::<u8, u16>(stored.bytes()).is_ok() {
-        stored.bytes()
-    } else {
-        copy = bytemuck::pod_collect_to_vec(stored.bytes());
-        bytemuck::cast_slice(&copy)
-    };
-    QTensor::new(QStorage::from_data(Cow::Borrowed(bytes), &Device::Cpu, dtype)?, stored.shape())
+    let values = stored.to_f32().map_err(candle_core::Error::wrap)?;
+    Tensor::from_vec(values, stored.shape(), &Device::Cpu)
 }

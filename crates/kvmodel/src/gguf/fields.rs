@@ -1,0 +1,266 @@
+//! The header of a GGUF file: fields and the places of tensors, checked against the length of the file.
+
+use std::collections::HashMap;
+use std::io::Read;
+
+use super::{Failure, wrong};
+
+const MAGIC: [u8; 4] = *b"GGUF";
+
+/// The largest number of bytes of a text, and of axes of a tensor.
+const TEXT: u64 = 1 << 24;
+const AXES: u32 = 4;
+
+/// The value of a field. Whole numbers of all widths are one kind.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Value {
+    Whole(i128),
+    Real(f64),
+    Bool(bool),
+    Text(String),
+    List(Vec<Value>),
+}
+
+/// A tensor of the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) name: String,
+    /// Extents, outermost first.
+    pub(super) shape: Vec<usize>,
+    /// ggml's number of the element type.
+    pub(super) dtype: u32,
+    /// Bytes from the start of the data.
+    pub(super) offset: u64,
+}
+
+/// The header of a file.
+#[derive(Debug)]
+pub(super) struct Header {
+    fields: HashMap<String, Value>,
+    pub(super) tensors: Vec<Place>,
+    /// The first byte of the data.
+    pub(super) data: u64,
+}
+
+/// A file that is read from its start, never past its end.
+pub(super) struct Reader<R> {
+    file: std::io::BufReader<R>,
+    at: u64,
+    length: u64,
+}
+
+impl<R: Read> Reader<R> {
+    pub(super) fn new(file: R, length: u64) -> Self {
+        Self { file: std::io::BufReader::new(file), at: 0, length }
+    }
+
+    fn left(&self) -> u64 {
+        self.length - self.at
+    }
+
+    fn bytes(&mut self, count: u64, what: &str) -> Result<Vec<u8>, Failure> {
+        if count > self.left() {
+            return wrong(format!("{what} has {count} bytes where {} are left in the file", self.left()));
+        }
+        let mut bytes = vec![0; count as usize];
+        self.file.read_exact(&mut bytes).map_err(Failure::Io)?;
+        self.at += count;
+        Ok(bytes)
+    }
+
+    fn number<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Failure> {
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(&self.bytes(N as u64, what)?);
+        Ok(bytes)
+    }
+
+    fn u32(&mut self, what: &str) -> Result<u32, Failure> {
+        Ok(u32::from_le_bytes(self.number(what)?))
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, Failure> {
+        Ok(u64::from_le_bytes(self.number(what)?))
+    }
+
+    fn text(&mut self, what: &str) -> Result<String, Failure> {
+        let length = self.u64(what)?;
+        if length > TEXT {
+            return wrong(format!("{what} is a text of {length} bytes, more than {TEXT}"));
+        }
+        match String::from_utf8(self.bytes(length, what)?) {
+            Ok(text) => Ok(text),
+            Err(error) => wrong(format!("{what} is no UTF-8: {error}")),
+        }
+    }
+
+    fn value(&mut self, kind: u32, what: &str) -> Result<Value, Failure> {
+        Ok(match kind {
+            0 => Value::Whole(self.number::<1>(what)?[0].into()),
+            1 => Value::Whole(i8::from_le_bytes(self.number(what)?).into()),
+            2 => Value::Whole(u16::from_le_bytes(self.number(what)?).into()),
+            3 => Value::Whole(i16::from_le_bytes(self.number(what)?).into()),
+            4 => Value::Whole(self.u32(what)?.into()),
+            5 => Value::Whole(i32::from_le_bytes(self.number(what)?).into()),
+            // The shortest decimal of the f32, which is what its writer meant.
+            6 => Value::Real(f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN)),
+            7 => Value::Bool(self.number::<1>(what)?[0] != 0),
+            8 => Value::Text(self.text(what)?),
+            9 => self.list(what)?,
+            10 => Value::Whole(self.u64(what)?.into()),
+            11 => Value::Whole(i64::from_le_bytes(self.number(what)?).into()),
+            12 => Value::Real(f64::from_le_bytes(self.number(what)?)),
+            other => return wrong(format!("{what} has type {other}, which GGUF does not define")),
+        })
+    }
+
+    fn list(&mut self, what: &str) -> Result<Value, Failure> {
+        let (kind, count) = (self.u32(what)?, self.u64(what)?);
+        if kind == 9 {
+            return wrong(format!("{what} is a list of lists"));
+        }
+        // Each element takes a byte at least.
+        if count > self.left() {
+            return wrong(format!(
+                "{what} has {count} elements where {} bytes are left in the file",
+                self.left()
+            ));
+        }
+        let mut list = Vec::new();
+        for _ in 0..count {
+            list.push(self.value(kind, what)?);
+        }
+        Ok(Value::List(list))
+    }
+
+    fn tensor(&mut self, number: u64) -> Result<Place, Failure> {
+        let name = self.text(&format!("the name of tensor {number}"))?;
+        let what = format!("tensor {name:?}");
+        let axes = self.u32(&what)?;
+        if axes == 0 || axes > AXES {
+            return wrong(format!("{what} has {axes} axes (1 to {AXES} are read)"));
+        }
+        let mut shape = Vec::new();
+        for _ in 0..axes {
+            match usize::try_from(self.u64(&what)?) {
+                Ok(extent) if extent > 0 => shape.insert(0, extent),
+                other => return wrong(format!("{what} has an extent of {}", other.unwrap_or(usize::MAX))),
+            }
+        }
+        Ok(Place { name, shape, dtype: self.u32(&what)?, offset: self.u64(&what)? })
+    }
+}
+
+impl Header {
+    /// Reads the header of a file.
+    pub(super) fn read(reader: &mut Reader<impl Read>) -> Result<Self, Failure> {
+        if reader.number::<4>("the magic")? != MAGIC {
+            return wrong("it does not begin with GGUF");
+        }
+        let version = reader.u32("the version")?;
+        if !(2..=3).contains(&version) {
+            return wrong(format!("GGUF version {version} is not supported (2 and 3 are)"));
+        }
+        let (tensors, count) = (reader.u64("the number of tensors")?, reader.u64("the number of fields")?);
+        let mut fields = HashMap::new();
+        for number in 0..count {
+            let name = reader.text(&format!("the name of field {number}"))?;
+            let kind = reader.u32(&format!("field {name:?}"))?;
+            let value = reader.value(kind, &format!("field {name:?}"))?;
+            fields.insert(name, value);
+        }
+        let tensors = (0..tensors).map(|number| reader.tensor(number)).collect::<Result<_, _>>()?;
+        let mut header = Self { fields, tensors, data: 0 };
+        let alignment = header.whole("general.alignment")?.unwrap_or(32);
+        if alignment == 0 {
+            return wrong("general.alignment is 0");
+        }
+        header.data = reader.at.next_multiple_of(alignment);
+        if header.whole("split.count")?.is_some_and(|parts| parts > 1) {
+            return wrong(
+                "it is one part of a model in several files; join them with llama-gguf-split --merge",
+            );
+        }
+        Ok(header)
+    }
+
+    fn of_kind<'a, T>(
+        &'a self,
+        name: &str,
+        kind: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, Failure> {
+        let Some(value) = self.fields.get(name) else { return Ok(None) };
+        match read(value) {
+            Some(value) => Ok(Some(value)),
+            None => wrong(format!("field {name:?} is no {kind}")),
+        }
+    }
+
+    /// Returns a whole number that is not negative.
+    pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, Failure> {
+        self.of_kind(name, "whole number of 0 or more", |value| match *value {
+            Value::Whole(n) => u64::try_from(n).ok(),
+            _ => None,
+        })
+    }
+
+    pub(super) fn real(&self, name: &str) -> Result<Option<f64>, Failure> {
+        self.of_kind(name, "finite number", |value| match *value {
+            Value::Real(x) => Some(x).filter(|x| x.is_finite()),
+            Value::Whole(n) => Some(n as f64),
+            _ => None,
+        })
+    }
+
+    pub(super) fn bool(&self, name: &str) -> Result<Option<bool>, Failure> {
+        self.of_kind(name, "boolean", |value| match *value {
+            Value::Bool(x) => Some(x),
+            _ => None,
+        })
+    }
+
+    pub(super) fn text(&self, name: &str) -> Result<Option<&str>, Failure> {
+        self.of_kind(name, "text", |value| match value {
+            Value::Text(text) => Some(text.as_str()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, Failure> {
+        let text = |value: &'_ Value| matches!(value, Value::Text(_));
+        self.of_kind(name, "list of texts", |value| match value {
+            Value::List(list) if list.iter().all(text) => Some(
+                list.iter()
+                    .filter_map(|value| match value {
+                        Value::Text(text) => Some(text.as_str()),
+                        _ => None,
+                    })
+                    .collect(),
+            ),
+            _ => None,
+        })
+    }
+
+    pub(super) fn wholes(&self, name: &str) -> Result<Option<Vec<i64>>, Failure> {
+        self.of_kind(name, "list of whole numbers", |value| match value {
+            Value::List(list) => list
+                .iter()
+                .map(|value| match *value {
+                    Value::Whole(n) => i64::try_from(n).ok(),
+                    _ => None,
+                })
+                .collect(),
+            _ => None,
+        })
+    }
+
+    /// Returns the value of a field that must be there.
+    pub(super) fn needed<T>(&self, name: &str, value: Option<T>) -> Result<T, Failure> {
+        value.map_or_else(|| wrong(format!("field {name:?} is missing")), Ok)
+    }
+
+    /// Returns whether a tensor is there.
+    pub(super) fn has(&self, tensor: &str) -> bool {
+        self.tensors.iter().any(|place| place.name == tensor)
+    }
+}

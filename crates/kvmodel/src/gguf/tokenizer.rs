@@ -1,0 +1,135 @@
+//! The tokenizer of a GGUF file, as the `tokenizer.json` and the `tokenizer_config.json` that a Hugging Face model would have.
+
+use serde_json::{Map, Value, json};
+
+use super::fields::Header;
+use super::{Failure, wrong};
+use crate::text::TextCodec;
+
+/// Kinds of tokens, as the file numbers them: control tokens stand for no text, and those that users have added are whole
+/// wherever they stand.
+const CONTROL: i64 = 3;
+const ADDED: i64 = 4;
+
+/// How Llama 3 and Qwen2 cut a text before they merge bytes. They differ in the digits of a number.
+const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Returns the steps that cut a text, the normalizer, and whether whole words that are tokens are not merged.
+fn pre(name: &str) -> Result<(Value, Value, bool), Failure> {
+    let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
+    let split = |digits: &str| {
+        let pattern = WORDS.replace("DIGITS", digits);
+        json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false })
+    };
+    let sequence = |steps: [Value; 2]| json!({ "type": "Sequence", "pretokenizers": steps });
+    Ok(match name {
+        "gpt-2" => (bytes(true), Value::Null, false),
+        "smollm" | "starcoder" | "refact" | "codeshell" => (
+            sequence([json!({ "type": "Digits", "individual_digits": true }), bytes(true)]),
+            Value::Null,
+            false,
+        ),
+        "llama-bpe" | "llama3" => (sequence([split("{1,3}"), bytes(false)]), Value::Null, true),
+        "qwen2" => (sequence([split(""), bytes(false)]), json!({ "type": "NFC" }), false),
+        other => {
+            return wrong(format!(
+                "field \"tokenizer.ggml.pre\" is {other:?} (gpt-2, smollm, starcoder, refact, codeshell, llama-bpe and qwen2 are \
+                 read); put the model's tokenizer.json into the folder of the file"
+            ));
+        }
+    })
+}
+
+/// Returns the texts of special tokens and the chat template, as `tokenizer_config.json` has them.
+pub(super) fn template(header: &Header) -> Result<Value, Failure> {
+    let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
+    let special = |field: &str| -> Result<Value, Failure> {
+        let Some(id) = header.whole(field)? else { return Ok(Value::Null) };
+        match tokens.get(usize::try_from(id).unwrap_or(usize::MAX)) {
+            Some(token) => Ok(json!(token)),
+            None => wrong(format!("field {field:?} is {id}, of {} tokens", tokens.len())),
+        }
+    };
+    Ok(json!({
+        "bos_token": special("tokenizer.ggml.bos_token_id")?,
+        "eos_token": special("tokenizer.ggml.eos_token_id")?,
+        "chat_template": header.text("tokenizer.chat_template")?,
+    }))
+}
+
+/// Returns the codec of a file.
+pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
+    let kind = header.needed("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
+    if kind != "gpt2" {
+        return wrong(format!(
+            "field \"tokenizer.ggml.model\" is {kind:?} (gpt2, which merges bytes, is read); put the model's tokenizer.json into \
+             the folder of the file"
+        ));
+    }
+    let tokens = header.needed("tokenizer.ggml.tokens", header.texts("tokenizer.ggml.tokens")?)?;
+    let merges = header.needed("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
+    let kinds = header.wholes("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![1; tokens.len()]);
+    if kinds.len() != tokens.len() {
+        return wrong(format!(
+            "{} kinds in \"tokenizer.ggml.token_type\" for {} tokens",
+            kinds.len(),
+            tokens.len()
+        ));
+    }
+    if let Some(embeddings) = header.tensors.iter().find(|place| place.name == "token_embd.weight")
+        && embeddings.shape[0] < tokens.len()
+    {
+        let rows = embeddings.shape[0];
+        return wrong(format!(
+            "{} tokens in \"tokenizer.ggml.tokens\", {rows} embeddings in \"token_embd.weight\"",
+            tokens.len()
+        ));
+    }
+    let pre_name = header.needed("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
+    let (pre, normalizer, ignore_merges) = pre(pre_name)?;
+    let added: Vec<Value> = (0..)
+        .zip(tokens.iter().zip(&kinds))
+        .filter(|(_, (_, kind))| [CONTROL, ADDED].contains(kind))
+        .map(|(id, (token, kind)): (u32, _)| {
+            json!({
+                "id": id, "content": token, "special": *kind == CONTROL, "normalized": false,
+                "single_word": false, "lstrip": false, "rstrip": false,
+            })
+        })
+        .collect();
+    let vocabulary: Map<String, Value> =
+        tokens.iter().enumerate().map(|(id, token)| ((*token).to_owned(), json!(id))).collect();
+    if vocabulary.len() != tokens.len() {
+        return wrong(format!(
+            "{} of the {} tokens occur twice",
+            tokens.len() - vocabulary.len(),
+            tokens.len()
+        ));
+    }
+    let config = template(header)?;
+    let begins = header.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(ignore_merges);
+    let processor = match (begins, header.whole("tokenizer.ggml.bos_token_id")?, config["bos_token"].as_str())
+    {
+        (true, Some(id), Some(begin)) => json!({
+            "type": "TemplateProcessing",
+            "single": [{ "SpecialToken": { "id": begin, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+            "special_tokens": { begin: { "id": begin, "ids": [id], "tokens": [begin] } },
+        }),
+        _ => Value::Null,
+    };
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre,
+        "post_processor": processor,
+        "decoder": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
+            "vocab": vocabulary, "merges": merges,
+        },
+    });
+    Ok(TextCodec::from_bytes(tokenizer.to_string().as_bytes(), Some(config.to_string().as_bytes()))?)
+}
