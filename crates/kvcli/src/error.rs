@@ -26,6 +26,12 @@ pub(crate) enum Error {
     /// The file of questions cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
+    /// The gate was asked to judge several strategies at once.
+    #[error("the gate judges one way to answer: give --strategy once")]
+    SeveralStrategies,
+    /// The answers cannot be written.
+    #[error("cannot write the answers to {path}: {source}")]
+    Answers { path: PathBuf, source: std::io::Error },
     /// The file of questions has a wrong line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },

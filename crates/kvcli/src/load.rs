@@ -14,6 +14,7 @@ use crate::progress::bar;
 /// Returns the weight format for the value of `--weights`.
 pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
     match weights {
+        WeightsFormat::Stored => WeightFormat::Stored,
         WeightsFormat::F32 => WeightFormat::F32,
         WeightsFormat::Q8 => WeightFormat::Q8,
     }

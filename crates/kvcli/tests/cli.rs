@@ -263,7 +263,12 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--memory-share", "1.5"], "above 0 and below 1"),
         (&["bench", "rag", "--memory-share", "0"], "above 0 and below 1"),
         (&["eval", "--gate", "--plot", "a.svg"], "cannot be used with"),
-        (&["eval", "--gate", "--strategy", "full"], "cannot be used with"),
+        (&["eval", "--gate", "--measure", "both"], "cannot be used with"),
+        (&["eval", "--gate", "--arm", "full"], "cannot be used with"),
+        (&["eval", "--arm", "sideways,alone,none"], "is no way to answer"),
+        (&["eval", "--texts", "1"], "from 2 to 20"),
+        (&["eval", "--grader", "odd"], "token-f1"),
+        (&["eval", "--within", "3"], "--gate"),
         (&["eval", "--gate", "--context-scale", "0.9"], "cannot be used with"),
         (&["eval", "--gate", "--floor=-1"], "from 0 to 100"),
         (&["eval", "--gate", "--floor", "nan"], "from 0 to 100"),
@@ -433,6 +438,50 @@ fn eval_scores_strategies_and_draws() {
 }
 
 #[test]
+fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("answers.jsonl");
+    let arms = ["--arm", "sequential, alone, full", "--arm", "sequential, alone, none"];
+    let common = ["eval", "--seeds", "1", "--questions", "2", "--measure", "both"];
+    let report = run_json(&[&common[..], &arms, &["--json", "--answers", file.to_str().unwrap()]].concat());
+    let scores = report["scores"].as_array().unwrap();
+    assert_eq!(scores.len(), 3 * 3, "full attention stands before the named arms");
+    let nats = |name: &str| {
+        let of = scores.iter().filter(|s| s["name"] == name && s["kind"] != "local");
+        of.map(|s| s["divergence"]["mean"].as_f64().unwrap()).fold(0.0, f64::max)
+    };
+    assert!(nats("sequential, alone, full") < 1e-6 && nats("sequential, alone, none") > 0.1);
+    let lines = std::fs::read_to_string(&file).unwrap();
+    assert_eq!(lines.lines().count(), 6 * 3);
+    let first: Value = serde_json::from_str(lines.lines().next().unwrap()).unwrap();
+    assert!(first["name"] == "full attention" && first["right"] == true, "{first}");
+    let output = kvc(&[&common[..], &arms, &["--show", "1"]].concat());
+    let shown = String::from_utf8_lossy(&output.stdout).into_owned();
+    for text in ["right: ", "cross, in middle: ", "wrong", "divergence", "Lost: points"] {
+        assert!(shown.contains(text), "{text}: {shown}");
+    }
+    fails(&["eval", "--answers", "/nowhere/a.jsonl"], 1, "/nowhere/a.jsonl");
+    // Texts that kvc writes, in the chat template, with a text behind each document.
+    let texts = [
+        "eval",
+        "--chat",
+        "--separator",
+        " .\\n",
+        "--texts",
+        "3",
+        "--seeds",
+        "1",
+        "--questions",
+        "1",
+        "--arm",
+        "full",
+    ];
+    let output = kvc(&[&texts[..], &["--show", "1"]].concat());
+    let shown = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && shown.contains("reference: In which town"), "{shown}");
+}
+
+#[test]
 fn a_plot_that_cannot_be_written_is_refused_before_anything_is_computed() {
     for args in [&["eval"][..], &["bench", "rag"]] {
         let output = kvc(&[args, &["--json", "--plot", "/nowhere/a.svg"]].concat());
@@ -453,13 +502,13 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     };
     std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
     let file = file.to_str().unwrap();
-    let gate = run_json(&["eval", "--gate", "--json", "--seeds", "2", "--dataset", file]);
+    let gate = run_json(&["eval", "--gate", "--json", "--seeds", "2", "--dataset", file, "--within", "60"]);
     let checks = gate["checks"].as_array().unwrap();
     assert_eq!((checks.len(), &gate["fit"]), (10, &Value::Bool(true)));
     assert!(checks.iter().all(|check| check["holds"] == true));
     let gate = |text: &str| {
         std::fs::write(file, text).unwrap();
-        let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file]);
+        let output = kvc(&["eval", "--gate", "--seeds", "1", "--dataset", file, "--within", "10"]);
         assert_eq!(output.status.code(), Some(1));
         (
             String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -467,18 +516,23 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
         )
     };
     // The answer lies in another document, so that reuse loses it.
-    let (shown, said) = gate(&format!(
+    let lost = format!(
         r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
-    ));
+    );
+    let (shown, said) = gate(&[lost.as_str(); 8].join("\n"));
     assert!(shown.contains("NOT fit"), "{shown}");
     assert!(
-        said.contains("what does not hold: 1 local questions") && !said.contains("recomputing"),
+        said.contains("what does not hold: 8 local questions: 100.0 points lost")
+            && !said.contains("recomputing"),
         "{said}"
     );
-    // Without a right answer, reuse has nothing to lose.
+    // One question bounds nothing.
+    let (shown, said) = gate(&lost);
+    assert!(shown.contains("cannot be judged") && said.contains("1 local questions"), "{shown}{said}");
+    // Without right answers, reuse has nothing to lose.
     let (shown, said) = gate(&line("alba", "nobody"));
     assert!(
-        shown.contains("cannot say") && said.contains("full attention answers none of 1"),
+        shown.contains("cannot say") && said.contains("full attention answers 0.0 % of 1"),
         "{shown}{said}"
     );
     let (_, said) = gate(&line("alba", "red").replace('}', r#", "kind": "cross-start"}"#));

@@ -124,7 +124,7 @@ fn main() -> Result<()> {
         .map_err(|e| Error::Workload(format!("prompts: {e}")))?;
     let config = ModelConfig::from_json(&read(directory.join("config.json"))?)?;
     let weights = Weights::from_directory(&directory, &mut |_, _| ())?;
-    let model = Model::new(config, weights, WeightFormat::F32)?;
+    let model = Model::new(config, weights, WeightFormat::Stored)?;
     let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
     let mut lab = Lab { engine: Engine::new(model, CpuBackend::new(), b"none", &engine)?, prompts };

@@ -20,7 +20,7 @@ fn main() -> kvlab::Result<()> {
     let config = ModelConfig::benchmark(layers, hidden)?;
     for length in [length / 4, length / 2, length] {
         let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
-        let model = Model::new(config.clone(), Weights::random(1), WeightFormat::F32)?;
+        let model = Model::new(config.clone(), Weights::random(1), WeightFormat::Stored)?;
         let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
         let mut engine = Engine::new(model, CpuBackend::new(), b"none", &engine)?;
         for row in ttft_rows(&mut engine, chunks, length.max(1), ReuseCell::default())? {

@@ -15,6 +15,12 @@ pub enum Error {
         /// The reason why the line is refused.
         reason: String,
     },
+    /// The name of a way to answer is unknown.
+    #[error(
+        "{0:?} is no way to answer: write full attention, or positions (overlapped, sequential, absolute), mode (with-system, \
+         alone) and strategy with commas between them, for example sequential,with-system,link:16"
+    )]
+    UnknownArm(String),
     /// An error of the engine that answers.
     #[error(transparent)]
     Model(#[from] kvmodel::Error),

@@ -19,7 +19,10 @@ mod eval;
 mod workload;
 
 pub use error::{Error, Result};
-pub use eval::{Arm, Estimate, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
+pub use eval::{
+    Arm, Estimate, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Grader, Measure, Paired,
+    PromptStyle, Question, QuestionKind, Score, Texts, Trial, Verdict, World, evaluate,
+};
 pub use workload::{
     ArrivalTimes, Popularity, RagReport, RagWorkload, Times, TtftRow, TtftTarget, serve, ttft_rows,
 };

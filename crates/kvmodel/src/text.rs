@@ -156,12 +156,23 @@ impl TextCodec {
         let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
             return Ok(PromptTokens::Plain(self.encode(&self.chat(text)?, false)?));
         };
+        self.chat_prompt_of(system, chunks, question)
+    }
+
+    /// Encodes the parts of a chunked prompt as the single message of a conversation, as
+    /// [`chat_prompt`](Self::chat_prompt) does.
+    pub fn chat_prompt_of<'a>(
+        &self,
+        system: &str,
+        documents: impl IntoIterator<Item = &'a str>,
+        question: &str,
+    ) -> Result<PromptTokens> {
         let frame = self.chat(MESSAGE)?;
         let (before, after) = frame
             .split_once(MESSAGE)
             .filter(|(_, after)| !after.contains(MESSAGE))
             .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
-        self.prompt_of(&format!("{before}{system}"), chunks, &format!("{question}{after}"), false)
+        self.prompt_of(&format!("{before}{system}"), documents, &format!("{question}{after}"), false)
     }
 
     /// Renders the model's chat template with `user` as the single message of a conversation.

@@ -73,7 +73,7 @@ fn model(backend: &Arc<CudaBackend>) -> Model {
     config.eos.clear();
     let weights = Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
     let dense = Arc::new(CudaDense::new(backend).unwrap());
-    Model::with_dense(config, weights, WeightFormat::F32, dense).unwrap()
+    Model::with_dense(config, weights, WeightFormat::Stored, dense).unwrap()
 }
 
 fn engine(backend: Arc<CudaBackend>, graphs: usize) -> Engine {

@@ -100,8 +100,9 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Storage format of weights: f32, or eight-bit blocks.
-    #[arg(long, value_enum, default_value = "f32")]
+    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// eight-bit blocks.
+    #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
     /// Draw the time to first token of each request of the first workload, in order of arrival.

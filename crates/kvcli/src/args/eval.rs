@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::ValueEnum;
 use kvchunk::Recompute;
+use kvlab::{Arm, Grader, Measure, Texts};
 
 use super::{
     BackendName, Chunks, Positions, WeightsFormat, at_least_one, backend, key_form, kv_format, points,
@@ -19,17 +21,20 @@ Examples:
     kvc eval                                         the built-in model, all strategies
     kvc eval --gate                                  is reuse fit for it?
     kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
+    kvc eval --model smollm2.gguf --chat --texts 4 --questions 60 --measure divergence
+    kvc eval --model smollm2.gguf --chat --texts 2 --arm full --arm sequential,with-system,link:16 --show 3
     kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg
 
 A dataset has a JSON object a line:
 
-    {\"system\": \"…\", \"documents\": [\"…\", \"…\"], \"question\": \"…\", \"answer\": \"…\", \"kind\": \"local\"}
+    {\"system\": \"…\", \"documents\": [\"…\", \"…\"], \"question\": \"…\", \"answer\": \"…\", \"kind\": \"local\", \"grader\": \"contains\"}
 
-kind is local (the default), cross-start or cross-middle: what the answer needs to know.")]
+kind is local (the default), cross-start, cross-middle, comparison or reference: what the answer needs to know.
+grader is begins (the default), exact, contains, numbers or token-f1: when an answer is right.")]
 pub(crate) struct EvalArgs {
-    /// A Hugging Face directory. Without it: the built-in model.
-    #[arg(long, value_name = "DIR")]
+    /// A Hugging Face directory or a GGUF file. Without it: the built-in model.
+    #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
     /// File of questions. Without it: dataset.jsonl in the model's directory, or questions drawn from its
@@ -37,18 +42,57 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
+    /// Ask about this many short texts that kvc writes: notes about invented firms, with several facts each.
+    #[arg(long, value_name = "N", value_parser = documents, conflicts_with = "dataset")]
+    pub(crate) texts: Option<usize>,
+
+    /// Put each prompt into the model's chat template, as instruct models want it.
+    #[arg(long)]
+    pub(crate) chat: bool,
+
+    /// Text behind the system prompt and behind each document; \n is a line's end. By default an empty line with --chat, and
+    /// nothing without it.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) separator: Option<String>,
+
+    /// When an answer is right, whatever the dataset says.
+    #[arg(long, value_name = "NAME", value_parser = grader)]
+    pub(crate) grader: Option<Grader>,
+
+    /// Most tokens of an answer. By default a few more than the right one has.
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub(crate) answer_tokens: Option<usize>,
+
+    /// What to measure: right answers; the divergence from full attention along its own answer, which orders strategies by a
+    /// few dozen questions; or both.
+    #[arg(long, value_enum, default_value = "answers", conflicts_with = "gate")]
+    pub(crate) measure: MeasureName,
+
+    /// Way to answer: full, or positions, mode and strategy with commas between them; may be repeated. Without it: full
+    /// attention, every cell, and the strategies.
+    #[arg(long = "arm", value_name = "ARM", value_parser = arm, conflicts_with_all = ["gate", "strategies", "positions"])]
+    pub(crate) arms: Vec<Arm>,
+
+    /// Show the answers to the first questions of each kind side by side.
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "gate")]
+    pub(crate) show: usize,
+
+    /// Write every answer to a file, with a JSON object a line.
+    #[arg(long, value_name = "FILE", conflicts_with = "gate")]
+    pub(crate) answers: Option<PathBuf>,
+
     /// Draws of questions, or parts of the dataset, from which confidence intervals of accuracies are
     /// computed.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
-    /// Questions of each kind in a draw.
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
-    pub(crate) questions: usize,
+    /// Questions of each kind in a draw; 20 by default. Of a dataset: questions in all; by default every one.
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub(crate) questions: Option<usize>,
 
     /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend and random in
-    /// several sizes, and full.
-    #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute, conflicts_with = "gate")]
+    /// several sizes, and full. For the gate: the one strategy to judge, none by default.
+    #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
     pub(crate) strategies: Vec<Recompute>,
 
     /// Check whether reuse is fit for this model: equalities that must hold, and local questions answered as
@@ -74,8 +118,13 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_enum, default_value = "with-system", requires = "gate")]
     pub(crate) chunks: Chunks,
 
-    /// For the gate: most points of accuracy that reuse may lose.
-    #[arg(long, value_name = "POINTS", default_value_t = 1.0, value_parser = points, requires = "gate")]
+    /// For the gate: most points of accuracy that reuse may lose. The gate opens if the answers bound the loss by that, with
+    /// 95 % confidence.
+    #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points, requires = "gate")]
+    pub(crate) within: f64,
+
+    /// For the gate: least percentage of questions that full attention must answer for the loss to be judged.
+    #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
     /// Draw accuracy against the share of recomputed tokens.
@@ -95,8 +144,9 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Storage format of weights: f32, or eight-bit blocks.
-    #[arg(long, value_enum, default_value = "f32")]
+    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// eight-bit blocks.
+    #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
     /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
@@ -107,4 +157,38 @@ pub(crate) struct EvalArgs {
     /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What `kvc eval` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MeasureName {
+    Answers,
+    Divergence,
+    Both,
+}
+
+impl From<MeasureName> for Measure {
+    fn from(measure: MeasureName) -> Self {
+        match measure {
+            MeasureName::Answers => Self::Answers,
+            MeasureName::Divergence => Self::Divergence,
+            MeasureName::Both => Self::Both,
+        }
+    }
+}
+
+fn arm(text: &str) -> Result<Arm, String> {
+    text.parse().map_err(|error: kvlab::Error| error.to_string())
+}
+
+fn grader(text: &str) -> Result<Grader, String> {
+    serde_json::from_value(text.into())
+        .map_err(|_| "begins, exact, contains, numbers or token-f1 is needed".to_owned())
+}
+
+fn documents(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (2..=Texts::MOST).contains(&n) => Ok(n),
+        _ => Err(format!("a whole number from 2 to {} is needed", Texts::MOST)),
+    }
 }

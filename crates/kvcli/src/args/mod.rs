@@ -199,8 +199,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
-    /// Storage format of weights: f32, or eight-bit blocks.
-    #[arg(long, value_enum, default_value = "f32")]
+    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// eight-bit blocks.
+    #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
     /// Tokens per block of the cache.
@@ -311,6 +312,7 @@ impl From<Chunks> for ComputeMode {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum WeightsFormat {
+    Stored,
     F32,
     Q8,
 }

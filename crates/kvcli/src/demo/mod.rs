@@ -42,7 +42,7 @@ struct Answered {
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     let Opened { backend, dense } = backend::open(&args.backend)?;
-    let ModelDirectory { model, codec } = embedded::load(WeightFormat::F32, dense)?;
+    let ModelDirectory { model, codec } = embedded::load(WeightFormat::Stored, dense)?;
     let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
     let trials = trials()?;
     // A request that keeps nothing warms up threads and memory.

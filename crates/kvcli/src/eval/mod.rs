@@ -1,9 +1,13 @@
 //! `kvc eval`: accuracy of every way to answer, and the cost of each.
 
 use std::io::Write;
+use std::path::Path;
 
 use kvchunk::{ChunkCacheConfig, ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use kvlab::{Arm, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, World, evaluate};
+use kvlab::{
+    Arm, EvalOptions, Gate, GateCheck, GateLimits, PromptStyle, Question, QuestionKind, Score, Texts, Trial,
+    World, evaluate,
+};
 use kvmodel::{Engine, EngineConfig, ModelDirectory};
 use serde::Serialize;
 
@@ -46,6 +50,7 @@ impl<'a> GateReport<'a> {
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
+    args.answers.as_deref().map_or(Ok(()), writable)?;
     let Opened { backend, dense } = backend::open(&args.backend)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
@@ -64,11 +69,23 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         bar.set_position(done as u64);
     };
     let out = &mut std::io::stdout().lock();
+    let options =
+        EvalOptions { style: style(args), measure: args.measure.into(), answer_tokens: args.answer_tokens };
     if args.gate {
         let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
         let cell = ReuseCell { mode: args.chunks.into(), strategy };
-        let limits = GateLimits { accuracy: args.floor / 100.0, ..GateLimits::of(args.dtype) };
-        let gate = Gate::check(&mut engine, &codec, &questions, cell, limits, &mut progress)?;
+        let recompute = match args.strategies[..] {
+            [] => Recompute::None,
+            [one] => one,
+            _ => return Err(Error::SeveralStrategies),
+        };
+        let limits = GateLimits {
+            accuracy: args.within / 100.0,
+            floor: args.floor / 100.0,
+            ..GateLimits::of(args.dtype)
+        };
+        let way = (cell, recompute);
+        let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut progress)?;
         bar.finish_and_clear();
         if args.json {
             json(out, &GateReport::of(&gate))?;
@@ -84,25 +101,64 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     }
     let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
     let scaling = ContextScaling { temperature: args.context_temperature, scale: args.context_scale };
-    let arms = arms(&args.strategies, engine.model().config().num_layers(), positions, scaling);
-    let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut progress)?;
+    let arms = match &args.arms[..] {
+        [] => arms(&args.strategies, engine.model().config().num_layers(), positions, scaling),
+        named => with_full_attention(named),
+    };
+    let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut progress)?;
     bar.finish_and_clear();
+    if let Some(path) = &args.answers {
+        write_answers(path, &arms, &evaluation.trials)?;
+    }
+    let (scores, trials) = (&evaluation.scores, &evaluation.trials);
     let (asked, draws) = (questions.iter().map(Vec::len).sum(), questions.len());
     if args.json {
-        json(out, &EvalReport { questions: asked, seeds: draws, scores: &scores })?;
+        json(out, &EvalReport { questions: asked, seeds: draws, scores })?;
     } else {
-        show::table(out, &scores, draws)?;
-        let intervals = if draws < show::DRAWS {
-            "too few for intervals"
-        } else {
-            "± is a 95 % confidence interval over draws"
-        };
-        writeln!(out, "\n{asked} questions in {draws} draws; {intervals}.")?;
+        show::answers(out, &arms, &questions, trials, args.show)?;
+        show::table(out, scores, draws)?;
+        writeln!(out, "\n{asked} questions in {draws} draws.")?;
     }
     match &args.plot {
-        Some(path) => show::plot(path, &scores, positions),
+        Some(path) => show::plot(path, scores, positions),
         None => Ok(()),
     }
+}
+
+/// Returns how questions are put to the model.
+fn style(args: &EvalArgs) -> PromptStyle {
+    let separator = match &args.separator {
+        Some(text) => text.replace("\\n", "\n"),
+        None if args.chat => "\n\n".to_owned(),
+        None => String::new(),
+    };
+    PromptStyle { chat: args.chat, separator }
+}
+
+/// Returns the arms, with full attention before them: all others are compared with it.
+fn with_full_attention(named: &[Arm]) -> Vec<Arm> {
+    let others = named.iter().filter(|arm| arm.cell.is_some());
+    [Arm::full_attention()].into_iter().chain(others.copied()).collect()
+}
+
+/// Writes every answer as a JSON object, with the name of its arm.
+fn write_answers(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
+    #[derive(Serialize)]
+    struct Line<'a> {
+        name: String,
+        #[serde(flatten)]
+        trial: &'a Trial,
+    }
+    let write = || -> std::io::Result<()> {
+        let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
+        for trial in trials {
+            let line = Line { name: arms[trial.arm].name(), trial };
+            serde_json::to_writer(&mut file, &line).map_err(std::io::Error::from)?;
+            writeln!(file)?;
+        }
+        file.flush()
+    };
+    write().map_err(|source| Error::Answers { path: path.to_owned(), source })
 }
 
 fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
@@ -117,9 +173,23 @@ fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
     let read = |path: &std::path::Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
+    let graded = |questions: Vec<Question>| -> Vec<Question> {
+        let grade = |question: Question| match args.grader {
+            Some(grader) => Question { grader, ..question },
+            None => question,
+        };
+        questions.into_iter().map(grade).collect()
+    };
+    let seeds = 0..args.seeds as u64;
+    let per_kind = args.questions.unwrap_or(20);
+    if let Some(documents) = args.texts {
+        return Ok(seeds.map(|seed| graded(Texts::new(documents).questions(seed, per_kind))).collect());
+    }
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let all = Question::read_all(&read(&path)?)
+        let mut all = Question::read_all(&read(&path)?)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
+        all.truncate(args.questions.unwrap_or(usize::MAX));
+        let all = graded(all);
         // Each part takes every n-th question of the dataset, so that the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..args.seeds).map(part).filter(|part| !part.is_empty()).collect());
@@ -129,7 +199,7 @@ fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
         (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
         (Some(dir), None) => return Err(Error::NoDataset(dir.clone())),
     };
-    Ok((0..args.seeds).map(|seed| world.questions(seed as u64, args.questions)).collect())
+    Ok(seeds.map(|seed| graded(world.questions(seed, per_kind))).collect())
 }
 
 /// Returns full attention, and every cell without recomputation; at `positions` also the strategies, and the

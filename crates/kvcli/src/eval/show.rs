@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, PositionStrategy, Recompute};
-use kvlab::{Gate, QuestionKind, Score};
+use kvlab::{Arm, Gate, Question, QuestionKind, Score, Trial, Verdict};
 
 use super::kinds;
 use crate::error::Result;
@@ -15,27 +15,34 @@ use crate::report::table as styled;
 /// range.
 pub(super) const DRAWS: usize = 3;
 
-/// Writes one row per arm and one column per kind of question, with costs relative to full attention.
+/// Writes one row per arm. Each kind of question has a column for what was measured; costs are relative to full attention.
 pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Result<()> {
     let kinds = kinds(scores);
-    let mut header = vec!["positions, mode, recomputed"];
-    header.extend(kinds.iter().map(|kind| kind.name()));
-    header.extend(["tokens anew", "operations", "TTFT"]);
-    let mut table = styled(&header);
+    let (answered, compared) =
+        (scores.iter().any(|s| s.accuracy.is_some()), scores.iter().any(|s| s.divergence.is_some()));
+    let bounded = answered && scores.iter().filter_map(|s| s.paired).any(|p| p.lost + p.gained > 0);
+    let mut header = vec!["positions, mode, recomputed".to_owned()];
+    for kind in &kinds {
+        header.extend(answered.then(|| kind.name().to_owned()));
+        header.extend(bounded.then(|| format!("{}: lost", kind.name())));
+        header.extend(compared.then(|| format!("{}: divergence", kind.name())));
+    }
+    header.extend(["tokens anew", "operations", "TTFT"].map(str::to_owned));
+    let mut table = styled(&header.iter().map(String::as_str).collect::<Vec<_>>());
     let names = distinct(scores.iter().map(|score| score.name.as_str()));
     let full = of(scores, names.first().copied().unwrap_or_default(), &kinds);
     for name in names {
         let row = of(scores, name, &kinds);
-        let accuracy = |score: &&Score| match score.accuracy.half_width.filter(|_| draws >= DRAWS) {
-            Some(half) => format!("{:5.1} ± {:.1} %", 100.0 * score.accuracy.mean, 100.0 * half),
-            None => format!("{:5.1} %", 100.0 * score.accuracy.mean),
-        };
         let mean = |row: &[&Score], of: fn(&Score) -> f64| {
             row.iter().map(|score| of(score)).sum::<f64>() / row.len().max(1) as f64
         };
         let share = |of: fn(&Score) -> f64| format!("{:5.1} %", 100.0 * mean(&row, of) / mean(&full, of));
         let mut cells = vec![name.to_owned()];
-        cells.extend(row.iter().map(accuracy));
+        for score in &row {
+            cells.extend(answered.then(|| accuracy(score, draws)));
+            cells.extend(bounded.then(|| lost(score)));
+            cells.extend(compared.then(|| divergence(score)));
+        }
         cells.push(format!("{:5.1} %", 100.0 * mean(&row, |score| score.recomputed)));
         cells.extend([share(|score| score.flops), share(|score| score.ttft_ms)]);
         table.add_row(cells);
@@ -48,10 +55,80 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
             "\nIn {cold} cells some documents were not found: their costs are not those of reuse."
         )?;
     }
+    if bounded {
+        writeln!(
+            out,
+            "\nLost: points of full attention's right answers that are wrong, less those that it missed; in brackets the least and \
+             the most that the answers do not refute (one-sided 95 % each)."
+        )?;
+    }
+    if compared {
+        writeln!(
+            out,
+            "\nDivergence: Kullback-Leibler, in nats a token along full attention's own answer; in brackets the share of its tokens \
+             that are chosen, too."
+        )?;
+    }
+    if answered && draws >= DRAWS {
+        writeln!(out, "\n± is a 95 % confidence interval over draws.")?;
+    }
     writeln!(
         out,
         "\nOperations of the prefill are counted; they and the time to first token are shares of full attention's."
     )?;
+    Ok(())
+}
+
+fn accuracy(score: &Score, draws: usize) -> String {
+    let Some(accuracy) = score.accuracy else { return String::new() };
+    match accuracy.half_width.filter(|_| draws >= DRAWS) {
+        Some(half) => format!("{:5.1} ± {:.1} %", 100.0 * accuracy.mean, 100.0 * half),
+        None => format!("{:5.1} %", 100.0 * accuracy.mean),
+    }
+}
+
+fn lost(score: &Score) -> String {
+    let Some(paired) = score.paired.filter(|_| score.arm.cell.is_some()) else { return String::new() };
+    let [loss, least, most] = [paired.loss(), paired.at_least(), paired.at_most()].map(|share| 100.0 * share);
+    format!("{loss:5.1} ({least:.1} to {most:.1})")
+}
+
+fn divergence(score: &Score) -> String {
+    let (Some(nats), Some(agreement)) = (score.divergence, score.agreement) else { return String::new() };
+    match nats.half_width {
+        Some(half) => format!("{:.3} ± {half:.3} ({:.3})", nats.mean, agreement.mean),
+        None => format!("{:.3} ({:.3})", nats.mean, agreement.mean),
+    }
+}
+
+/// Writes the answers to the first `count` questions of each kind.
+pub(super) fn answers(
+    out: &mut impl Write,
+    arms: &[Arm],
+    questions: &[Vec<Question>],
+    trials: &[Trial],
+    count: usize,
+) -> Result<()> {
+    let asked = questions.iter().enumerate().flat_map(|(draw, all)| (0..all.len()).map(move |i| (draw, i)));
+    let mut shown: Vec<QuestionKind> = Vec::new();
+    for (draw, number) in asked {
+        let question = &questions[draw][number];
+        if shown.iter().filter(|kind| **kind == question.kind).count() >= count {
+            continue;
+        }
+        shown.push(question.kind);
+        let mut table = styled(&["way to answer", "", "answer"]);
+        for trial in trials.iter().filter(|trial| (trial.draw, trial.question) == (draw, number)) {
+            let mark = match trial.right {
+                Some(true) => "right",
+                Some(false) => "wrong",
+                None => "",
+            };
+            table.add_row([arms[trial.arm].name(), mark.to_owned(), format!("{:?}", trial.answer.trim())]);
+        }
+        let (kind, text, right) = (question.kind.name(), &question.question, &question.answer);
+        writeln!(out, "{kind}: {text}\nright: {right}\n{table}\n")?;
+    }
     Ok(())
 }
 
@@ -101,8 +178,9 @@ pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -
                 let of_part = |r: &Recompute| *r == Recompute::None || member(r) == Some(part);
                 let mine = scores.iter().filter(of_kind).filter(|s| of_part(&s.arm.recompute));
                 let point = |s: &Score| {
-                    let half = s.accuracy.half_width.unwrap_or(0.0);
-                    (100.0 * s.recomputed, 100.0 * s.accuracy.mean, 100.0 * half)
+                    let (mean, half) =
+                        s.accuracy.map_or((0.0, 0.0), |a| (a.mean, a.half_width.unwrap_or(0.0)));
+                    (100.0 * s.recomputed, 100.0 * mean, 100.0 * half)
                 };
                 let label = if name.ends_with("layer") { format!("{name} {part}") } else { name.to_owned() };
                 series.push(Series {
@@ -131,10 +209,10 @@ pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -
 pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
     let mut table = styled(&["what must hold", "measured", "at most", ""]);
     for check in &gate.checks {
-        let verdict = match (check.holds(), check.is_decided()) {
-            (true, _) => "holds",
-            (false, true) => "FAILS",
-            (false, false) => "cannot say",
+        let verdict = match check.verdict {
+            Verdict::Holds => "holds",
+            Verdict::Fails => "FAILS",
+            Verdict::CannotSay => "cannot say",
         };
         table.add_row([
             check.what.clone(),
@@ -156,7 +234,8 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
                 "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
             }
             None =>
-                "Whether reuse is fit for this model cannot be said: ask questions that it answers (--dataset).",
+                "Whether reuse is fit for this model cannot be judged by these questions: ask more of them (--questions), or \
+                 such that it answers (--dataset, --texts).",
         }
     )?;
     Ok(())

@@ -5,7 +5,7 @@ use kvchunk::{DeviationOf, PositionStrategy, Recompute, ReuseCell};
 use kvcore::{DType, KvFormat};
 use serde::Serialize;
 
-use super::{Arm, Question, QuestionKind, evaluate};
+use super::{Arm, EvalOptions, Measure, Paired, PromptStyle, Question, QuestionKind, Trial, evaluate};
 use crate::error::Result;
 use kvmodel::TextCodec;
 use kvmodel::{Engine, Generation, Request};
@@ -21,6 +21,8 @@ pub struct GateLimits {
     pub moved: f64,
     /// The largest loss of accuracy on local questions against full attention, as a share of all questions.
     pub accuracy: f64,
+    /// The least share of local questions that full attention must answer for the loss to be judged.
+    pub floor: f64,
 }
 
 impl GateLimits {
@@ -37,10 +39,22 @@ impl GateLimits {
 }
 
 impl Default for GateLimits {
-    /// Returns a thousandth of the range for both differences, and one percentage point of accuracy.
+    /// Returns a thousandth of the range for both differences, two percentage points of accuracy, and half of the questions.
     fn default() -> Self {
-        Self { logits: 1e-3, moved: 1e-3, accuracy: 0.01 }
+        Self { logits: 1e-3, moved: 1e-3, accuracy: 0.02, floor: 0.5 }
     }
+}
+
+/// What a check says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// The claim holds.
+    Holds,
+    /// The claim is refuted.
+    Fails,
+    /// The data neither show nor refute the claim.
+    CannotSay,
 }
 
 /// One check of the gate.
@@ -48,26 +62,64 @@ impl Default for GateLimits {
 pub struct GateCheck {
     /// The claim that must hold.
     pub what: String,
-    /// The measured value.
+    /// The measured value. For a loss of accuracy, the largest that the answers do not refute.
     pub measured: f64,
     /// The largest allowed value.
     pub limit: f64,
+    /// What the check says.
+    pub verdict: Verdict,
 }
 
 impl GateCheck {
+    /// Checks a difference that must not exceed a limit. NaN does.
+    fn of(what: &str, measured: f64, limit: f64) -> Self {
+        let verdict = if measured <= limit { Verdict::Holds } else { Verdict::Fails };
+        Self { what: what.to_owned(), measured, limit, verdict }
+    }
+
+    /// Checks the loss of right answers against full attention, which answers `right` of the questions.
+    fn of_answers(paired: Paired, right: f64, limits: &GateLimits) -> Self {
+        let (asked, limit) = (paired.asked, limits.accuracy);
+        let points = |share: f64| format!("{:.1}", 100.0 * share);
+        let check = |what, measured, verdict| Self { what, measured, limit, verdict };
+        if right < limits.floor {
+            let what = format!(
+                "full attention answers {} % of {asked} local questions, too few to judge by (at least {} %)",
+                points(right),
+                points(limits.floor)
+            );
+            return check(what, f64::NAN, Verdict::CannotSay);
+        }
+        let lost =
+            format!("{asked} local questions: {} points lost against full attention", points(paired.loss()));
+        let bounds = format!(
+            "at least {} and at most {} (95 %, each)",
+            points(paired.at_least()),
+            points(paired.at_most())
+        );
+        if paired.at_most() <= limit {
+            return check(format!("{lost}, {bounds}"), paired.at_most(), Verdict::Holds);
+        }
+        if paired.at_least() > limit {
+            return check(format!("{lost}, {bounds}"), paired.at_most(), Verdict::Fails);
+        }
+        let more = match paired.needed(limit) {
+            Some(needed) => {
+                format!("about {} more questions would tell", needed.saturating_sub(asked).max(1))
+            }
+            None => "more questions like these would not bound it".to_owned(),
+        };
+        check(format!("{lost}, {bounds}; {more}"), paired.at_most(), Verdict::CannotSay)
+    }
+
     /// Formats the claim with the measured and the allowed value.
     pub fn words(&self) -> String {
         format!("{} (measured {:.2e}, at most {:.2e})", self.what, self.measured, self.limit)
     }
 
-    /// Returns true if the check holds. A measured NaN does not hold.
+    /// Returns true if the check holds.
     pub fn holds(&self) -> bool {
-        self.measured <= self.limit
-    }
-
-    /// Returns true if there was something to measure.
-    pub fn is_decided(&self) -> bool {
-        !self.measured.is_nan()
+        self.verdict == Verdict::Holds
     }
 }
 
@@ -85,9 +137,9 @@ impl Gate {
     }
 
     /// Returns true if reuse in this cell is fit for this model. Returns `None` if no check fails but one
-    /// could not be measured.
+    /// could not be decided.
     pub fn is_fit(&self) -> Option<bool> {
-        let refuted = self.failing().any(GateCheck::is_decided);
+        let refuted = self.checks.iter().any(|check| check.verdict == Verdict::Fails);
         (refuted || self.is_open()).then_some(!refuted)
     }
 
@@ -96,13 +148,13 @@ impl Gate {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks an engine in a cell:
+    /// Checks an arm of reuse on an engine:
     ///
     /// - Reuse equals a computation from scratch under the same mask.
     /// - Recomputing everything, by any strategy, equals full attention at the positions of an ordinary
     ///   prompt. At the cell's own positions, all such strategies equal each other.
     /// - Recomputing nothing changes nothing.
-    /// - Reuse answers local questions as well as full attention does.
+    /// - The arm answers local questions as well as full attention does: the answers bound the loss.
     ///
     /// Documents are cached in another order than the one in which they are used, unless their positions are
     /// part of their keys.
@@ -113,8 +165,9 @@ impl Gate {
         engine: &mut Engine,
         codec: &TextCodec,
         questions: &[Vec<Question>],
-        cell: ReuseCell,
+        (cell, recompute): (ReuseCell, Recompute),
         limits: GateLimits,
+        options: &EvalOptions,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
         let samples: Vec<&Question> = questions.iter().flatten().take(3).collect();
@@ -126,26 +179,33 @@ impl Gate {
         for identity in identities(cell, engine.model().config().num_layers()) {
             let mut worst: f64 = 0.0;
             for question in &samples {
-                worst = larger(worst, identity.measure(engine, codec, question)?);
+                worst = larger(worst, identity.measure(engine, codec, question, &options.style)?);
             }
             let limit = if identity.computes_anew() { limits.moved } else { limits.logits };
-            checks.push(GateCheck { what: identity.what.to_owned(), measured: worst, limit });
+            checks.push(GateCheck::of(identity.what, worst, limit));
         }
-        let arms = [Arm::full_attention(), Arm::reuse(cell, Recompute::None)];
-        let scores = evaluate(engine, codec, &local, &arms, progress)?;
-        // Without a right answer there is nothing to lose, so the check says nothing about quality.
-        let (what, measured) = match &scores[..] {
-            [full, _] if full.accuracy.mean == 0.0 => {
-                (format!("full attention answers none of {} local questions", full.asked), f64::NAN)
-            }
-            [full, reuse] => (
-                format!("{} local questions: loss of accuracy against full attention", full.asked),
-                full.accuracy.mean - reuse.accuracy.mean,
-            ),
-            _ => ("no local question is there to compare accuracies with".to_owned(), f64::NAN),
-        };
-        checks.push(GateCheck { what, measured, limit: limits.accuracy });
+        let arms = [Arm::full_attention(), Arm::reuse(cell, recompute)];
+        let options = EvalOptions { measure: Measure::Answers, ..options.clone() };
+        let evaluation = evaluate(engine, codec, &local, &arms, &options, progress)?;
+        checks.push(Self::of_answers(&evaluation.trials, &limits));
         Ok(Self { checks })
+    }
+
+    /// Judges the answers of two arms, full attention first.
+    pub fn of_answers(trials: &[Trial], limits: &GateLimits) -> GateCheck {
+        let rights =
+            |arm: usize| trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right);
+        let paired = Paired::of(rights(0).zip(rights(1)));
+        if paired.asked == 0 {
+            return GateCheck {
+                what: "no local question is there to compare answers with".to_owned(),
+                measured: f64::NAN,
+                limit: limits.accuracy,
+                verdict: Verdict::CannotSay,
+            };
+        }
+        let right = rights(0).filter(|right| *right).count() as f64 / paired.asked as f64;
+        GateCheck::of_answers(paired, right, limits)
     }
 }
 
@@ -216,14 +276,20 @@ impl Identity {
     }
 
     /// Measures the difference of the logits of both ways, as a share of their range.
-    fn measure(&self, engine: &mut Engine, codec: &TextCodec, question: &Question) -> Result<f64> {
+    fn measure(
+        &self,
+        engine: &mut Engine,
+        codec: &TextCodec,
+        question: &Question,
+        style: &PromptStyle,
+    ) -> Result<f64> {
         let order: Vec<usize> = (0..question.documents.len()).collect();
         let mut elsewhere = order.clone();
         if self.cell.strategy != PositionStrategy::Absolute && order.len() > 1 {
             elsewhere.rotate_left(1);
         }
         let mut ask = |arm: Arm, order: &[usize], reuse: bool| -> Result<Generation> {
-            let request = arm.request(question, order, codec)?;
+            let request = arm.request(question, order, codec, style)?;
             let reuse = reuse && request.reuse;
             Ok(engine
                 .generate(&Request { max_new_tokens: 1, keep_logits: true, reuse, ..request }, &mut ())?)

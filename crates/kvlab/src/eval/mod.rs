@@ -1,208 +1,215 @@
-//! Evaluation: the share of right answers under full attention, under reuse and under each recompute
-//! strategy, with the costs.
+//! Evaluation: answers under full attention, under reuse and under each recompute strategy, with the costs.
 //!
 //! Every answer goes through the real cache. Documents are cached first, by a prompt that has them in another
 //! order, and are found after that. Nothing is emulated by a mask.
 //!
-//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms, and returns a [`Score`] per
-//! arm and kind of question, with confidence intervals over seeds.
+//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms. It measures the share of right answers, or how
+//! far each arm is from full attention along full attention's own answer, token by token: a few dozen prompts order
+//! strategies by divergence where hundreds of right-or-wrong questions do not.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use kvchunk::{ContextScaling, PositionStrategy, Recompute, ReuseCell};
+use kvchunk::{PositionStrategy, Recompute};
+use kvmodel::{Engine, Generation, Request, TextCodec};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use serde::Serialize;
 
 use crate::error::Result;
-use kvmodel::TextCodec;
-use kvmodel::{Engine, Request};
 
+mod arm;
+mod divergence;
 mod gate;
+mod grader;
+mod natural;
+mod paired;
 mod question;
+mod score;
 mod statistics;
+mod style;
 mod world;
 
-pub use gate::{Gate, GateCheck, GateLimits};
+pub use arm::Arm;
+use divergence::Divergence;
+pub use gate::{Gate, GateCheck, GateLimits, Verdict};
+pub use grader::Grader;
+pub use natural::Texts;
+pub use paired::Paired;
 pub use question::{Question, QuestionKind};
+pub use score::{Score, Trial};
 pub use statistics::Estimate;
+pub use style::PromptStyle;
 pub use world::World;
 
-/// One way to answer: a cell, a recompute strategy and a context scaling.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Arm {
-    /// The compute mode and position strategy of reuse; `None` for ordinary full attention.
-    pub cell: Option<ReuseCell>,
-    /// The strategy that chooses tokens to recompute.
-    pub recompute: Recompute,
-    /// The temperature and scale of the question's attention to documents.
-    pub scaling: ContextScaling,
+/// What an evaluation measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Measure {
+    /// Right answers.
+    #[default]
+    Answers,
+    /// Divergence from full attention along its own greedy answer. Needs an arm of full attention.
+    Divergence,
+    /// Both.
+    Both,
 }
 
-impl Arm {
-    /// Creates the arm of ordinary full attention over the whole prompt, with which all other arms are
-    /// compared.
-    pub fn full_attention() -> Self {
-        Self { cell: None, recompute: Recompute::None, scaling: ContextScaling::default() }
-    }
-
-    /// Creates an arm of reuse in a cell.
-    pub fn reuse(cell: ReuseCell, recompute: Recompute) -> Self {
-        Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
-    }
-
-    /// Returns the arm's name in tables.
-    pub fn name(&self) -> String {
-        let Some(cell) = self.cell else { return "full attention".to_owned() };
-        let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
-        let strategy = serde_json::to_value(cell.strategy).map(word).unwrap_or_default();
-        let mode = serde_json::to_value(cell.mode).map(word).unwrap_or_default();
-        let name = format!("{strategy}, {mode}, {}", self.recompute);
-        if self.scaling.is_plain() {
-            return name;
-        }
-        format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
-    }
-
-    /// Creates a request for the answer to a chunked prompt.
-    fn request(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<Request> {
-        let mut request = Request::new(question.prompt(order, codec)?);
-        request.full_attention = self.cell.is_none();
-        // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
-        request.reuse = self.cell.is_some();
-        request.cell = self.cell.unwrap_or_default();
-        request.recompute = Arc::new(self.recompute);
-        request.scaling = self.scaling;
-        Ok(request)
-    }
+/// How an evaluation asks.
+#[derive(Debug, Clone, Default)]
+pub struct EvalOptions {
+    /// How questions are put to the model.
+    pub style: PromptStyle,
+    /// What is measured.
+    pub measure: Measure,
+    /// The most tokens of an answer; by default a few more than the right answer has.
+    pub answer_tokens: Option<usize>,
 }
 
-/// The score of an arm on one kind of question.
-#[derive(Debug, Clone, Serialize)]
-pub struct Score {
-    /// The arm.
-    pub arm: Arm,
-    /// The arm's name.
-    pub name: String,
-    /// The kind of question.
-    pub kind: QuestionKind,
-    /// The number of questions asked, over all seeds.
-    pub asked: usize,
-    /// The share of right answers, over seeds.
-    pub accuracy: Estimate,
-    /// The share of document tokens that were recomputed; 1 under full attention.
-    pub recomputed: f64,
-    /// The share of document tokens that were found in the cache; 0 under full attention.
-    pub found: f64,
-    /// The counted floating-point operations of the prefill, on average.
-    pub flops: f64,
-    /// The median time to first token (TTFT), in milliseconds.
-    pub ttft_ms: f64,
+/// The result of an evaluation.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// A score for each arm and kind of question.
+    pub scores: Vec<Score>,
+    /// Every answer.
+    pub trials: Vec<Trial>,
 }
 
-/// The outcome of one question.
-struct QuestionOutcome {
-    right: bool,
-    recomputed: f64,
-    flops: u64,
-    ttft: Duration,
-    /// The share of the document tokens that were found.
-    found: f64,
+impl Evaluation {
+    /// Scores answers that were given before.
+    pub fn of(arms: &[Arm], trials: Vec<Trial>) -> Self {
+        Self { scores: score::scores(arms, &trials), trials }
+    }
 }
 
 /// Asks the questions of every seed in every arm. `questions` has one list per seed. Calls `progress` with
 /// the number of answers so far and in total.
 ///
 /// # Errors
-/// Returns the errors of the engine, such as that of a prompt that the model cannot take.
+/// Returns the errors of the engine, such as that of a prompt that the model cannot take, and those of the chat template.
 pub fn evaluate(
     engine: &mut Engine,
     codec: &TextCodec,
     questions: &[Vec<Question>],
     arms: &[Arm],
+    options: &EvalOptions,
     progress: &mut dyn FnMut(usize, usize),
-) -> Result<Vec<Score>> {
+) -> Result<Evaluation> {
     let total = arms.len() * questions.iter().map(Vec::len).sum::<usize>();
-    let mut done = 0;
-    let mut scores = Vec::new();
-    for arm in arms {
-        let mut outcomes: Vec<Vec<(QuestionKind, QuestionOutcome)>> = Vec::new();
-        for (seed, asked) in questions.iter().enumerate() {
-            let mut rng = StdRng::seed_from_u64(seed as u64);
-            let mut of_seed = Vec::new();
-            for question in asked {
-                of_seed.push((question.kind, ask(engine, codec, question, arm, &mut rng)?));
-                done += 1;
-                progress(done, total);
+    let mut trials = Vec::new();
+    for (draw, asked) in questions.iter().enumerate() {
+        let mut rng = StdRng::seed_from_u64(draw as u64);
+        for (number, question) in asked.iter().enumerate() {
+            let mut asking = Asking::new(engine, codec, question, options, &mut rng)?;
+            for (at, arm) in arms.iter().enumerate() {
+                trials.push(Trial { draw, question: number, arm: at, ..asking.ask(arm)? });
+                progress(trials.len(), total);
             }
-            outcomes.push(of_seed);
-        }
-        for kind in QuestionKind::ALL {
-            scores.extend(score(arm, kind, &outcomes));
         }
     }
-    Ok(scores)
+    Ok(Evaluation::of(arms, trials))
 }
 
-/// Answers one question, with all its documents cached.
-fn ask(
-    engine: &mut Engine,
-    codec: &TextCodec,
-    question: &Question,
-    arm: &Arm,
-    rng: &mut StdRng,
-) -> Result<QuestionOutcome> {
-    let order: Vec<usize> = (0..question.documents.len()).collect();
-    // The limit is equal for both prompts, since it takes part in the regime of dynamic frequencies.
-    let max_new_tokens = codec.encode(&question.answer, false)?.len() + 2;
-    if let Some(cell) = arm.cell {
+/// One question, asked in one arm after another.
+struct Asking<'a> {
+    engine: &'a mut Engine,
+    codec: &'a TextCodec,
+    question: &'a Question,
+    options: &'a EvalOptions,
+    /// The order of the documents in the prompt, and that in which they are cached before.
+    order: Vec<usize>,
+    elsewhere: Vec<usize>,
+    /// The limit is equal for all prompts, since it takes part in the regime of dynamic frequencies.
+    max_new_tokens: usize,
+    /// Full attention's own answer, and its logits.
+    reference: Option<Generation>,
+}
+
+impl<'a> Asking<'a> {
+    fn new(
+        engine: &'a mut Engine,
+        codec: &'a TextCodec,
+        question: &'a Question,
+        options: &'a EvalOptions,
+        rng: &mut StdRng,
+    ) -> Result<Self> {
+        let order: Vec<usize> = (0..question.documents.len()).collect();
         let mut elsewhere = order.clone();
-        if cell.strategy != PositionStrategy::Absolute && order.len() > 1 {
+        if order.len() > 1 {
             elsewhere.rotate_left(rng.random_range(1..order.len()));
         }
-        let warm = Arm { recompute: Recompute::None, ..*arm };
-        let warm = warm.request(question, &elsewhere, codec)?;
-        engine.generate(&Request { max_new_tokens, ..warm }, &mut ())?;
+        let right = codec.encode(&question.answer, false)?.len();
+        let max_new_tokens = options.answer_tokens.unwrap_or_else(|| question.grader.room(right));
+        Ok(Self { engine, codec, question, options, order, elsewhere, max_new_tokens, reference: None })
     }
-    let request = Request { max_new_tokens, ..arm.request(question, &order, codec)? };
-    let generation = engine.generate(&request, &mut ())?;
-    let document_tokens: usize = generation.chunks.iter().map(|chunk| chunk.tokens).sum();
-    let found: usize = generation.chunks.iter().filter(|chunk| chunk.hit).map(|chunk| chunk.tokens).sum();
-    Ok(QuestionOutcome {
-        found: found as f64 / document_tokens.max(1) as f64,
-        right: question.accepts(&codec.decode(&generation.tokens)?),
-        recomputed: match arm.cell {
-            None => 1.0,
-            Some(_) => generation.recomputed_tokens as f64 / document_tokens.max(1) as f64,
-        },
-        flops: generation.prefill_flops,
-        ttft: generation.ttft,
-    })
-}
 
-/// Scores an arm on a kind of question. Returns `None` if there was no question of this kind.
-fn score(arm: &Arm, kind: QuestionKind, seeds: &[Vec<(QuestionKind, QuestionOutcome)>]) -> Option<Score> {
-    let of_kind = |seed: &Vec<(QuestionKind, QuestionOutcome)>| -> Option<f64> {
-        let rights: Vec<bool> = seed.iter().filter(|(k, _)| *k == kind).map(|(_, o)| o.right).collect();
-        let right = rights.iter().filter(|right| **right).count();
-        (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
-    };
-    let all: Vec<&QuestionOutcome> =
-        seeds.iter().flatten().filter(|(k, _)| *k == kind).map(|(_, o)| o).collect();
-    let mean = |of: fn(&QuestionOutcome) -> f64| all.iter().map(|o| of(o)).sum::<f64>() / all.len() as f64;
-    let mut times: Vec<f64> = all.iter().map(|o| o.ttft.as_secs_f64() * 1e3).collect();
-    times.sort_by(f64::total_cmp);
-    let ttft_ms = *times.get(times.len() / 2)?;
-    Some(Score {
-        arm: *arm,
-        name: arm.name(),
-        kind,
-        asked: all.len(),
-        accuracy: Estimate::of(&seeds.iter().filter_map(of_kind).collect::<Vec<_>>()),
-        recomputed: mean(|o| o.recomputed),
-        found: mean(|o| o.found),
-        flops: mean(|o| o.flops as f64),
-        ttft_ms,
-    })
+    fn request(&self, arm: &Arm, order: &[usize]) -> Result<Request> {
+        let request = arm.request(self.question, order, self.codec, &self.options.style)?;
+        Ok(Request { max_new_tokens: self.max_new_tokens, ..request })
+    }
+
+    /// Caches the documents for an arm, in another order.
+    fn warm(&mut self, arm: &Arm) -> Result<()> {
+        let Some(cell) = arm.cell else { return Ok(()) };
+        let moves = cell.strategy != PositionStrategy::Absolute;
+        let warm = Arm { recompute: Recompute::None, ..*arm };
+        let warm = self.request(&warm, if moves { &self.elsewhere } else { &self.order })?;
+        // The prompt counts, and not its answer.
+        self.engine.generate(&Request { forced: Some([].into()), ..warm }, &mut ())?;
+        Ok(())
+    }
+
+    /// Asks for full attention's own answer with its logits, once for all arms. Returns its tokens.
+    fn reference(&mut self) -> Result<Arc<[u32]>> {
+        let answer = match self.reference.take() {
+            Some(known) => known,
+            None => {
+                let request = self.request(&Arm::full_attention(), &self.order)?;
+                self.engine.generate(&Request { keep_logits: true, ..request }, &mut ())?
+            }
+        };
+        let tokens = answer.tokens.as_slice().into();
+        self.reference = Some(answer);
+        Ok(tokens)
+    }
+
+    /// Asks in one arm, with all documents cached. The caller numbers the trial.
+    fn ask(&mut self, arm: &Arm) -> Result<Trial> {
+        let asks = self.options.measure != Measure::Divergence;
+        let forced = match self.options.measure {
+            Measure::Answers => None,
+            _ => Some(self.reference()?),
+        };
+        self.warm(arm)?;
+        let request = self.request(arm, &self.order)?;
+        let following =
+            forced.map(|forced| Request { forced: Some(forced), keep_logits: true, ..request.clone() });
+        let first = following.as_ref().filter(|_| !asks).unwrap_or(&request);
+        let generation = self.engine.generate(first, &mut ())?;
+        let followed = match &following {
+            Some(following) if asks => Some(self.engine.generate(following, &mut ())?),
+            _ => None,
+        };
+        let logits = &followed.as_ref().unwrap_or(&generation).logits;
+        let divergence = self.reference.as_ref().and_then(|full| Divergence::of(&full.logits, logits));
+        let answer = if asks { Some(self.codec.decode(&generation.tokens)?) } else { None };
+        let tokens = |hits: bool| -> usize {
+            generation.chunks.iter().filter(|chunk| chunk.hit || !hits).map(|chunk| chunk.tokens).sum()
+        };
+        let all = tokens(false).max(1) as f64;
+        Ok(Trial {
+            draw: 0,
+            question: 0,
+            kind: self.question.kind,
+            arm: 0,
+            right: answer.as_deref().map(|answer| self.question.accepts(answer)),
+            answer: answer.unwrap_or_default(),
+            divergence: divergence.map(|d| d.nats),
+            agreement: divergence.map(|d| d.agreement),
+            recomputed: match arm.cell {
+                None => 1.0,
+                Some(_) => generation.recomputed_tokens as f64 / all,
+            },
+            found: tokens(true) as f64 / all,
+            flops: generation.prefill_flops,
+            ttft_ms: generation.ttft.as_secs_f64() * 1e3,
+        })
+    }
 }

@@ -1,8 +1,8 @@
 //! Questions about documents, and files of questions.
 
-use kvmodel::{PromptTokens, TextCodec};
 use serde::{Deserialize, Serialize};
 
+use super::Grader;
 use crate::error::{Error, Result};
 
 /// The documents that an answer depends on.
@@ -16,11 +16,16 @@ pub enum QuestionKind {
     /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle of a
     /// document.
     CrossMiddle,
+    /// Two documents that state what the question compares.
+    Comparison,
+    /// Two documents: one names the other, which has the answer.
+    Reference,
 }
 
 impl QuestionKind {
     /// All kinds.
-    pub const ALL: [Self; 3] = [Self::Local, Self::CrossStart, Self::CrossMiddle];
+    pub const ALL: [Self; 5] =
+        [Self::Local, Self::CrossStart, Self::CrossMiddle, Self::Comparison, Self::Reference];
 
     /// Returns the kind's name in tables.
     pub fn name(self) -> &'static str {
@@ -28,6 +33,8 @@ impl QuestionKind {
             Self::Local => "local",
             Self::CrossStart => "cross, at start",
             Self::CrossMiddle => "cross, in middle",
+            Self::Comparison => "comparison",
+            Self::Reference => "reference",
         }
     }
 }
@@ -51,11 +58,14 @@ pub struct Question {
     pub documents: Vec<String>,
     /// The text of the question.
     pub question: String,
-    /// The beginning of a right answer. Case and surrounding space do not count.
+    /// The right answer.
     pub answer: String,
     /// The kind of the question.
     #[serde(default = "local")]
     pub kind: QuestionKind,
+    /// The rule by which an answer is right.
+    #[serde(default)]
+    pub grader: Grader,
 }
 
 fn local() -> QuestionKind {
@@ -94,20 +104,9 @@ impl Question {
         }
     }
 
-    /// Returns the prompt with its documents in the given order.
-    ///
-    /// # Errors
-    /// Returns the errors of the tokenizer.
-    pub fn prompt(&self, order: &[usize], codec: &TextCodec) -> Result<PromptTokens> {
-        let documents = order.iter().filter_map(|&i| self.documents.get(i).map(String::as_str));
-        Ok(codec.prompt_of(&self.system, documents, &self.question, true)?)
-    }
-
-    /// Returns true if an answer begins with the right one, in whole words.
+    /// Returns true if an answer is right.
     pub fn accepts(&self, answer: &str) -> bool {
-        let (given, right) = (answer.trim().to_lowercase(), self.answer.trim().to_lowercase());
-        let rest = given.strip_prefix(&right);
-        rest.is_some_and(|rest| !rest.chars().next().is_some_and(char::is_alphanumeric))
+        self.grader.accepts(answer, &self.answer)
     }
 }
 

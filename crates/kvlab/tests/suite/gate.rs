@@ -3,24 +3,40 @@
 use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};
-use kvlab::{Gate, GateCheck, GateLimits, Question, World};
+use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, QuestionKind, Trial, Verdict, World};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
 
 fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
     let world = World::from_json(&std::fs::read_to_string(folder.join("world.json")).unwrap()).unwrap();
     let ModelDirectory { model, codec } =
-        ModelDirectory::load(&folder, WeightFormat::F32, &mut |_, _| ()).unwrap();
+        ModelDirectory::load(&folder, WeightFormat::Stored, &mut |_, _| ()).unwrap();
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, kv_memory: Some(16 << 20), ..EngineConfig::default() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
-    (engine, codec, vec![world.questions(3, 2)])
+    (engine, codec, vec![world.questions(3, 10)])
+}
+
+/// Limits under which ten questions bound the loss.
+fn fitting() -> GateLimits {
+    GateLimits { accuracy: 0.25, ..GateLimits::default() }
 }
 
 fn check(engine: &mut Engine, codec: &TextCodec, questions: &[Vec<Question>], limits: GateLimits) -> Gate {
-    Gate::check(engine, codec, questions, ReuseCell::ALL[1], limits, &mut |_, _| ()).unwrap()
+    in_cell(engine, codec, questions, ReuseCell::ALL[1], limits)
+}
+
+fn in_cell(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    questions: &[Vec<Question>],
+    cell: ReuseCell,
+    limits: GateLimits,
+) -> Gate {
+    let (way, options) = ((cell, Recompute::None), EvalOptions::default());
+    Gate::check(engine, codec, questions, way, limits, &options, &mut |_, _| ()).unwrap()
 }
 
 /// Writes zeros over every key and value of the chunk pool.
@@ -43,11 +59,11 @@ fn spoil(engine: &Engine) {
 #[test]
 fn a_failing_identity_closes_the_gate_and_is_named() {
     let (mut engine, codec, questions) = engine();
-    let gate = check(&mut engine, &codec, &questions, GateLimits::default());
+    let gate = check(&mut engine, &codec, &questions, fitting());
     assert!(gate.is_open() && gate.checks.len() == 10, "{gate:?}");
     // The stored contents no longer belong to their keys.
     spoil(&engine);
-    let gate = check(&mut engine, &codec, &questions, GateLimits::default());
+    let gate = check(&mut engine, &codec, &questions, fitting());
     assert!(!gate.is_open());
     let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
     assert!(
@@ -60,15 +76,15 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
     }
     // Forgotten chunks are recomputed, and are right again.
     engine.chunks().unwrap().clear();
-    assert!(check(&mut engine, &codec, &questions, GateLimits::default()).is_open());
+    assert!(check(&mut engine, &codec, &questions, fitting()).is_open());
 }
 
 #[test]
 fn the_gate_is_open_in_every_cell_of_a_model_that_reuse_fits() {
     let (mut engine, codec, questions) = engine();
-    let limits = GateLimits::default();
+    let limits = fitting();
     for cell in ReuseCell::ALL {
-        let gate = Gate::check(&mut engine, &codec, &questions, cell, limits, &mut |_, _| ()).unwrap();
+        let gate = in_cell(&mut engine, &codec, &questions, cell, limits);
         assert!(gate.is_open(), "{cell:?}: {gate:?}");
     }
 }
@@ -76,8 +92,57 @@ fn the_gate_is_open_in_every_cell_of_a_model_that_reuse_fits() {
 #[test]
 fn every_identity_is_measured_and_none_holds_under_a_limit_that_nothing_can_reach() {
     let (mut engine, codec, questions) = engine();
-    let none = GateLimits { logits: -1.0, moved: -1.0, accuracy: -1.1 };
+    let none = GateLimits { logits: -1.0, moved: -1.0, accuracy: -1.1, floor: 0.0 };
     let gate = check(&mut engine, &codec, &questions, none);
     assert_eq!(gate.failing().count(), 10, "{gate:?}");
     assert!(gate.checks.iter().all(|check| check.measured.is_finite()), "{gate:?}");
+}
+
+/// Returns the answers of two arms, from whether each was right.
+fn trials(pairs: impl IntoIterator<Item = (bool, bool)>) -> Vec<Trial> {
+    let of = |question: usize, arm: usize, right: bool| Trial {
+        draw: 0,
+        question,
+        kind: QuestionKind::Local,
+        arm,
+        answer: String::new(),
+        right: Some(right),
+        divergence: None,
+        agreement: None,
+        recomputed: 0.0,
+        found: 1.0,
+        flops: 1,
+        ttft_ms: 1.0,
+    };
+    let each = pairs.into_iter().enumerate();
+    each.flat_map(|(at, (full, other))| [of(at, 0, full), of(at, 1, other)]).collect()
+}
+
+#[test]
+fn answers_are_judged_only_where_they_bound_the_loss() {
+    let judged = |lost: usize, gained: usize, both: usize, neither: usize| {
+        let pairs = std::iter::repeat_n((true, false), lost)
+            .chain(std::iter::repeat_n((false, true), gained))
+            .chain(std::iter::repeat_n((true, true), both))
+            .chain(std::iter::repeat_n((false, false), neither));
+        Gate::of_answers(&trials(pairs), &GateLimits::default())
+    };
+    // Many questions and hardly a loss; a loss beyond doubt; a loss that could be chance; none that could be seen.
+    assert_eq!(judged(2, 2, 300, 96).verdict, Verdict::Holds);
+    let lost = judged(60, 10, 230, 100);
+    assert_eq!(lost.verdict, Verdict::Fails);
+    assert!(lost.what.contains("12.5 points lost"), "{}", lost.what);
+    let unclear = judged(6, 4, 200, 90);
+    assert_eq!(unclear.verdict, Verdict::CannotSay);
+    assert!(unclear.what.contains("more questions would tell"), "{}", unclear.what);
+    let worse = judged(9, 0, 200, 91);
+    assert_eq!(worse.verdict, Verdict::CannotSay);
+    assert!(worse.what.contains("would not bound it"), "{}", worse.what);
+    let clean = judged(0, 0, 50, 0);
+    assert!(clean.verdict == Verdict::CannotSay && clean.what.contains("about 8"), "{}", clean.what);
+    // Full attention itself answers too little.
+    let blind = judged(0, 0, 40, 360);
+    assert_eq!(blind.verdict, Verdict::CannotSay);
+    assert!(blind.what.contains("10.0 % of 400") && blind.what.contains("at least 50.0 %"), "{}", blind.what);
+    assert_eq!(Gate::of_answers(&[], &GateLimits::default()).verdict, Verdict::CannotSay);
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
-use kvlab::{Arm, Question, QuestionKind, World, evaluate};
+use kvlab::{Arm, EvalOptions, Measure, Question, QuestionKind, World, evaluate};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, WeightFormat};
 
 /// System prompts. Most consist of words that are no single tokens.
@@ -17,6 +17,10 @@ const SYSTEMS: [&str; 4] = [
 
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
+}
+
+fn mean(score: &kvlab::Score) -> f64 {
+    score.accuracy.unwrap().mean
 }
 
 /// Returns local questions in five draws, under changing system prompts.
@@ -37,7 +41,7 @@ fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
 #[test]
 fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
     let ModelDirectory { model, codec } =
-        ModelDirectory::load(&folder(), WeightFormat::F32, &mut |_, _| ()).unwrap();
+        ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
     // The pool has room for all documents of a question, so that every one is found.
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, ..EngineConfig::default() };
@@ -45,12 +49,14 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
     let questions = local_questions(40);
     let reuse = ReuseCell::ALL.map(|cell| Arm::reuse(cell, Recompute::None));
     let arms: Vec<Arm> = [Arm::full_attention()].into_iter().chain(reuse).collect();
-    let scores = evaluate(&mut engine, &codec, &questions, &arms, &mut |_, _| ()).unwrap();
+    let options = EvalOptions::default();
+    let scores = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap().scores;
     assert_eq!(scores.len(), 7);
     for score in &scores {
-        println!("{}: {:.1} % of {}", score.name, 100.0 * score.accuracy.mean, score.asked);
-        assert!(score.asked == 200 && score.accuracy.mean >= 0.95, "{}: {:?}", score.name, score.accuracy);
-        let lost = scores[0].accuracy.mean - score.accuracy.mean;
+        println!("{}: {:.1} % of {}", score.name, 100.0 * mean(score), score.asked);
+        assert!(score.asked == 200 && mean(score) >= 0.95, "{}: {:?}", score.name, score.accuracy);
+        let lost = mean(&scores[0]) - mean(score);
+        assert_eq!(score.paired.unwrap().loss(), lost, "{}", score.name);
         assert!(lost <= 0.01, "{} loses {lost}", score.name);
         // Every answer goes through the real cache: every document is found, and none is recomputed.
         let reused = score.arm.cell.is_some();
@@ -63,7 +69,7 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
 #[test]
 fn any_text_encodes_and_long_prompts_fit() {
     let ModelDirectory { model, codec } =
-        ModelDirectory::load(&folder(), WeightFormat::F32, &mut |_, _| ()).unwrap();
+        ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
     assert!(model.config().max_positions >= 1024);
     for text in ["Zürich, 東京 and 🚆!", "\u{0}\u{7f}", "ALBA   is\nred"] {
         let tokens = codec.encode(text, true).unwrap();
@@ -71,4 +77,43 @@ fn any_text_encodes_and_long_prompts_fit() {
         let normalised = text.to_lowercase().split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(codec.decode(&tokens).unwrap().trim(), normalised);
     }
+}
+
+/// Divergences order ways to answer by how much of full attention they keep.
+#[test]
+fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_are_lost() {
+    let ModelDirectory { model, codec } =
+        ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
+    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let config = EngineConfig { chunks, ..EngineConfig::default() };
+    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    let world = World::from_json(&std::fs::read_to_string(folder().join("world.json")).unwrap()).unwrap();
+    let arms: Vec<Arm> =
+        ["full attention", "sequential, alone, full", "sequential, alone, link:2", "sequential, alone, none"]
+            .map(|name| name.parse().unwrap())
+            .into();
+    let options = EvalOptions { measure: Measure::Both, ..EvalOptions::default() };
+    let questions = [world.questions(5, 6)];
+    let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap();
+    assert_eq!(evaluation.trials.len(), 4 * 18);
+    let of = |name: &str, kind: QuestionKind| {
+        let score = evaluation.scores.iter().find(|score| score.name == name && score.kind == kind).unwrap();
+        (score.divergence.unwrap().mean, score.agreement.unwrap().mean)
+    };
+    for kind in [QuestionKind::Local, QuestionKind::CrossStart, QuestionKind::CrossMiddle] {
+        assert_eq!(of("full attention", kind), (0.0, 1.0));
+        let (nats, agreement) = of("sequential, alone, full", kind);
+        assert!(nats < 1e-6 && agreement == 1.0, "{kind:?}: {nats}");
+    }
+    let (kept, _) = of("sequential, alone, link:2", QuestionKind::CrossStart);
+    let (lost, agreement) = of("sequential, alone, none", QuestionKind::CrossStart);
+    assert!(lost > 20.0 * kept && agreement < 0.9, "{lost} and {kept}, {agreement}");
+    // Divergences alone give no answers.
+    let options = EvalOptions { measure: Measure::Divergence, ..EvalOptions::default() };
+    let alone = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap();
+    assert!(alone.scores.iter().all(|score| score.accuracy.is_none() && score.paired.is_none()));
+    for (alone, both) in alone.trials.iter().zip(&evaluation.trials) {
+        assert_eq!((alone.divergence, alone.agreement), (both.divergence, both.agreement));
+    }
+    engine.check_invariants().unwrap();
 }

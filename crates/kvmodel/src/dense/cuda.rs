@@ -41,6 +41,7 @@ fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec
         {
             Ok((StoredKind::Q8_0, q8_0(&stored.to_f32()?)))
         }
+        WeightUse::Projection(WeightFormat::F32) if stored.dtype().is_blocks() => in_f32(),
         WeightUse::Table | WeightUse::Projection(_) => Ok((own, stored.bytes().to_vec())),
         _ => in_f32(),
     }

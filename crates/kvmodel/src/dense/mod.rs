@@ -42,8 +42,10 @@ pub use stored::{StoredType, StoredWeight};
 /// The format in which a model holds the weights of its projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
-    /// f32. Weights that are stored in blocks (`Q8_0`, `Q4_K`) stay in these blocks.
+    /// As they are stored: f32 for f32, f16 and bf16, and the blocks of weights that are stored in blocks (`Q8_0`, `Q4_K`).
     #[default]
+    Stored,
+    /// f32, also for weights that are stored in blocks.
     F32,
     /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
     /// Projections whose input width is no multiple of 32 stay f32. Weights that are stored in blocks stay as they are.

@@ -70,7 +70,7 @@ impl Engine {
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
         self.check_awake()?;
-        self.check_vocabulary(&request.prompt)?;
+        self.check_vocabulary(request)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
                 self.answer_chunked(request, started, prompt, observer)
@@ -113,13 +113,15 @@ impl Engine {
     }
 
     /// Checks the token ids first, since a request that cannot be computed must not evict anything.
-    fn check_vocabulary(&self, prompt: &PromptTokens) -> Result<()> {
+    fn check_vocabulary(&self, request: &Request) -> Result<()> {
         let vocabulary = self.model.config().vocab_size;
         let known = |token: u32| (token as usize) < vocabulary;
-        let stray = match prompt {
+        let forced =
+            request.forced.iter().flat_map(|forced| forced.iter().copied()).find(|&token| !known(token));
+        let stray = forced.or_else(|| match &request.prompt {
             PromptTokens::Plain(tokens) => tokens.iter().copied().find(|&token| !known(token)),
             PromptTokens::Chunked(prompt) => prompt.flatten().into_iter().find(|&token| !known(token)),
-        };
+        });
         stray.map_or(Ok(()), |token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))
     }
 
@@ -228,17 +230,19 @@ impl Engine {
             logits: Vec::new(),
         };
         while generation.tokens.len() < request.max_new_tokens {
-            let token = sampler.sample(&logits);
+            let forced = request.forced.as_ref().map(|forced| forced.get(generation.tokens.len()).copied());
+            let token = forced.unwrap_or_else(|| Some(sampler.sample(&logits)));
             if generation.tokens.is_empty() {
                 generation.ttft = started.elapsed();
             }
             if request.keep_logits {
                 generation.logits.push(logits.clone());
             }
-            if self.model.config().eos.contains(&token) {
+            let ends = |token: &u32| request.forced.is_none() && self.model.config().eos.contains(token);
+            let Some(token) = token.filter(|token| !ends(token)) else {
                 generation.finish = FinishReason::Stop;
                 break;
-            }
+            };
             generation.tokens.push(token);
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);

@@ -241,7 +241,7 @@ impl Engine {
     ///
     /// let mut engines = Vec::new();
     /// for replica in LocalReplica::group(2) {
-    ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::F32)?;
+    ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
     ///     let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
     ///     replica.serve(engine.chunks().unwrap(), &engine.replica_device());
     ///     engine.join(Arc::new(replica));

@@ -30,6 +30,9 @@ pub struct Request {
     pub max_new_tokens: usize,
     /// The settings of sampling.
     pub sampling: Sampling,
+    /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
+    /// logits of the token behind them are kept, too, if there is room for it.
+    pub forced: Option<Arc<[u32]>>,
     /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
@@ -47,6 +50,7 @@ impl Request {
             tenant: None,
             max_new_tokens: 64,
             sampling: Sampling::default(),
+            forced: None,
             keep_logits: false,
         }
     }

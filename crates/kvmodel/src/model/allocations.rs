@@ -26,7 +26,7 @@ fn model(name: &str) -> Model {
     let mut config = ModelConfig::from_json(&config).unwrap();
     config.eos.clear();
     let weights = Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
-    Model::new(config, weights, WeightFormat::F32).unwrap()
+    Model::new(config, weights, WeightFormat::Stored).unwrap()
 }
 
 /// The dense steps of a model, without caches and without attention.

@@ -105,7 +105,7 @@ impl Golden {
 pub(crate) fn load_model(name: &str) -> Model {
     let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
-    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32)
+    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::Stored)
         .expect("a model")
 }
 
@@ -400,5 +400,5 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
 pub(crate) fn model(config: &str, weights: &str) -> Model {
     let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
     let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
-    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::F32).unwrap()
+    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::Stored).unwrap()
 }

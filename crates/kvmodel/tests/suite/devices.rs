@@ -57,7 +57,7 @@ fn on_device(name: &str, dense: Arc<dyn Dense>) -> Model {
     } else {
         Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap()
     };
-    Model::with_dense(config, weights, WeightFormat::F32, dense).unwrap()
+    Model::with_dense(config, weights, WeightFormat::Stored, dense).unwrap()
 }
 
 fn without_experts(config: &str) -> String {

@@ -80,7 +80,7 @@ fn an_fp8_cache_is_calibrated(#[values("fp8-e4m3", "fp8-e4m3:head")] format: &st
         let config = std::fs::read_to_string(folder.join("config.json")).expect("a config");
         let weights = Weights::from_directory(folder, &mut |_, _| ()).expect("weights");
         let model =
-            Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::F32);
+            Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::Stored);
         let kv_format = format.parse().expect("a format");
         let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };
         let mut engine =

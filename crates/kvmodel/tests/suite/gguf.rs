@@ -191,7 +191,7 @@ fn logits(model: Model) -> Vec<Vec<f32>> {
 }
 
 fn load(path: &Path) -> kvmodel::Result<ModelDirectory> {
-    ModelDirectory::load(path, WeightFormat::F32, &mut |_, _| ())
+    ModelDirectory::load(path, WeightFormat::Stored, &mut |_, _| ())
 }
 
 #[rstest]
@@ -203,11 +203,11 @@ fn a_file_is_the_model_of_its_directory(#[values("llama", "qwen2", "qwen3")] nam
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap();
     let mut reports = Vec::new();
     let loaded =
-        ModelDirectory::load(&path, WeightFormat::F32, &mut |done, total| reports.push((done, total)))
+        ModelDirectory::load(&path, WeightFormat::Stored, &mut |done, total| reports.push((done, total)))
             .unwrap();
     let expected = ModelConfig { eos: Vec::new(), ..config.clone() };
     assert_eq!(ModelConfig { eos: Vec::new(), ..loaded.model.config().clone() }, expected);
-    let directory = Model::new(config, weights, WeightFormat::F32).unwrap();
+    let directory = Model::new(config, weights, WeightFormat::Stored).unwrap();
     assert_eq!(logits(loaded.model), logits(directory));
     assert!(reports.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{reports:?}");
     assert!(reports.last().is_some_and(|&(done, total)| done == total && total > 0), "{reports:?}");
@@ -235,7 +235,8 @@ fn divisors_of_frequencies_are_those_of_their_scaling() {
     draft.tensors.push(("rope_freqs.weight".to_owned(), vec![6], 0, divisors));
     let loaded = load(&draft.write(place.path())).unwrap();
     let weights = Weights::from_directory(&folder("llama3"), &mut |_, _| ()).unwrap();
-    let directory = Model::new(ModelConfig::from_json(&text).unwrap(), weights, WeightFormat::F32).unwrap();
+    let directory =
+        Model::new(ModelConfig::from_json(&text).unwrap(), weights, WeightFormat::Stored).unwrap();
     for (a, b) in logits(loaded.model).iter().flatten().zip(logits(directory).iter().flatten()) {
         assert!((a - b).abs() < 1e-4 * b.abs().max(1.0), "{a} and {b}");
     }

@@ -102,11 +102,11 @@ fn logits(model: Model) -> Vec<f32> {
 fn a_model_in_blocks_answers_as_its_decoded_weights(
     #[case] dtype: StoredType,
     #[case] share: f32,
-    #[values(WeightFormat::F32, WeightFormat::Q8)] format: WeightFormat,
+    #[values(WeightFormat::Stored, WeightFormat::Q8)] format: WeightFormat,
 ) {
     let blocks: Vec<_> = weights().iter().map(|weight| in_blocks(weight, dtype)).collect();
     let plain: Vec<_> = blocks.iter().map(decoded).collect();
-    let [blocks, plain] = [(blocks, format), (plain, WeightFormat::F32)]
+    let [blocks, plain] = [(blocks, format), (plain, WeightFormat::Stored)]
         .map(|(weights, format)| Model::new(config(), Weights::from_stored(weights), format).unwrap());
     assert_ne!(blocks.revision(), plain.revision(), "their keys and values must not be shared");
     let held = blocks.weight_bytes() as f32 / plain.weight_bytes() as f32;
@@ -123,7 +123,7 @@ fn a_weight_that_no_model_can_take_is_named() {
     let problem = |weights: Vec<StoredWeight>| match Model::new(
         config(),
         Weights::from_stored(weights),
-        WeightFormat::F32,
+        WeightFormat::Stored,
     ) {
         Err(Error::Weight { name, problem }) => (name, problem),
         other => panic!("{other:?}"),

@@ -246,7 +246,7 @@ fn on_views(name: &str, backend: &Arc<CpuBackend>) -> Model {
     let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap();
     let (config, steps) = (ModelConfig::from_json(&config).unwrap(), Arc::new(Views::new(backend)));
-    Model::with_dense(config, weights, WeightFormat::F32, steps).unwrap()
+    Model::with_dense(config, weights, WeightFormat::Stored, steps).unwrap()
 }
 
 /// Returns two answers to a request of a new engine.

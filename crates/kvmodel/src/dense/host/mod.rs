@@ -24,7 +24,8 @@ use weight::{Held, HostWeight};
 /// The dense steps on the host.
 ///
 /// Weights of f32, f16 and bf16 are held in f32, or in eight-bit blocks if [`WeightFormat::Q8`] asks for them. Weights
-/// that are stored in blocks are multiplied as they are; activations are rounded to eight bits for these products.
+/// that are stored in blocks are multiplied as they are, unless [`WeightFormat::F32`] asks for f32; activations are rounded to
+/// eight bits for these products.
 ///
 /// Programs should set `RAYON_NUM_THREADS`, as `kvc` does. Without it, the library that multiplies counts the machine's
 /// cores at every product.

@@ -54,7 +54,7 @@ fn embeddings_are_rows_of_the_table_tied_or_not() {
     let x = STEPS.embed(table.as_ref(), &[3, 0, 3]).unwrap();
     assert_eq!(x.shape(), [3, 4]);
     assert_eq!(read(&x), [&values[12..16], &values[..4], &values[12..16]].concat());
-    let head = STEPS.tied_head(table.as_ref(), WeightFormat::F32).unwrap();
+    let head = STEPS.tied_head(table.as_ref(), WeightFormat::Stored).unwrap();
     assert_eq!((table.bytes(), head.bytes()), (80, 0), "the head shares the table's memory");
     let logits = STEPS.project(&x, head.as_ref(), None).unwrap();
     close(&read(&logits), &product(&read(&x), &values, 4), 1e-6);
@@ -81,7 +81,7 @@ fn norms_are_over_rows_or_heads(#[case] shape: &[usize]) {
 #[test]
 fn projections_multiply_and_add_a_bias() {
     let (x, m, b) = (numbers(4, 3 * 6), numbers(5, 4 * 6), numbers(6, 4));
-    let matrix = weight(&[4, 6], &m, WeightUse::Projection(WeightFormat::F32));
+    let matrix = weight(&[4, 6], &m, WeightUse::Projection(WeightFormat::Stored));
     let bias = weight(&[4], &b, WeightUse::Vector);
     let y = STEPS.project(&rows(&[3, 6], &x), matrix.as_ref(), Some(bias.as_ref())).unwrap();
     let expected: Vec<f32> = product(&x, &m, 6).iter().zip(b.iter().cycle()).map(|(y, b)| y + b).collect();
@@ -246,7 +246,7 @@ fn blocks_are_decoded_as_ggml_lays_them_out(#[values(StoredType::Q8_0, StoredTyp
 #[rstest]
 fn blocks_multiply_with_the_error_of_eight_bits(
     #[values(StoredType::Q8_0, StoredType::Q4K)] dtype: StoredType,
-    #[values(WeightFormat::F32, WeightFormat::Q8)] format: WeightFormat,
+    #[values(WeightFormat::Stored, WeightFormat::Q8)] format: WeightFormat,
     #[values(1, 5)] count: usize,
 ) {
     let (stored, values) = in_blocks(dtype, 8, 512);
@@ -292,7 +292,7 @@ fn eight_bits_take_a_quarter_where_rows_are_whole_blocks() {
 #[test]
 fn a_weight_of_another_rank_names_the_tensor() {
     let stored = StoredWeight::of_f32("q_proj.weight", &[4], &[0.0; 4]).unwrap();
-    match STEPS.load(&stored, WeightUse::Projection(WeightFormat::F32)) {
+    match STEPS.load(&stored, WeightUse::Projection(WeightFormat::Stored)) {
         Err(Error::Weight { name, problem: WeightProblem::Rank { expected: 2, got: 1 } }) => {
             assert_eq!(name, "q_proj.weight");
         }

@@ -46,11 +46,12 @@ impl HostWeight {
             return Err(Error::Weight { name, problem });
         }
         let load = || match (purpose, blocks_of(stored.dtype())) {
-            (WeightUse::Table | WeightUse::Projection(_), Some(dtype)) => {
-                Self::blocks(in_blocks(stored, dtype)?)
-            }
+            (
+                WeightUse::Table | WeightUse::Projection(WeightFormat::Stored | WeightFormat::Q8),
+                Some(dtype),
+            ) => Self::blocks(in_blocks(stored, dtype)?),
             (WeightUse::Projection(WeightFormat::Q8), None) => Self::quantised(&in_f32(stored)?),
-            (WeightUse::Projection(WeightFormat::F32) | WeightUse::ExactProjection, _) => {
+            (WeightUse::Projection(_) | WeightUse::ExactProjection, _) => {
                 Ok(Self::plain(in_f32(stored)?.t()?))
             }
             (WeightUse::Vector | WeightUse::Table | WeightUse::ByHead, _) => Ok(Self::plain(in_f32(stored)?)),
@@ -66,6 +67,9 @@ impl HostWeight {
         match (table, format) {
             (Held::Plain(table), WeightFormat::Q8) if suits_q8(table)? => Self::quantised(table),
             (Held::Plain(table), _) => Ok(Self { held: Held::Plain(table.t()?), bytes: 0 }),
+            (Held::Blocks(QMatMul::QTensor(table)), WeightFormat::F32) => {
+                Ok(Self::plain(table.dequantize(&Device::Cpu)?.t()?))
+            }
             (Held::Blocks(table), _) => Ok(Self { held: Held::Blocks(table.clone()), bytes: 0 }),
         }
     }

@@ -1,0 +1,98 @@
+//! Arms: the ways to answer that an evaluation compares.
+
+use std::str::FromStr;
+use std::sync::Arc;
+
+use kvchunk::{ContextScaling, Recompute, ReuseCell};
+use kvmodel::{Request, TextCodec};
+use serde::Serialize;
+
+use super::{PromptStyle, Question};
+use crate::error::{Error, Result};
+
+/// One way to answer: a cell, a recompute strategy and a context scaling.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Arm {
+    /// The compute mode and position strategy of reuse; `None` for ordinary full attention.
+    pub cell: Option<ReuseCell>,
+    /// The strategy that chooses tokens to recompute.
+    pub recompute: Recompute,
+    /// The temperature and scale of the question's attention to documents.
+    pub scaling: ContextScaling,
+}
+
+impl Arm {
+    /// Creates the arm of ordinary full attention over the whole prompt, with which all other arms are
+    /// compared.
+    pub fn full_attention() -> Self {
+        Self { cell: None, recompute: Recompute::None, scaling: ContextScaling::default() }
+    }
+
+    /// Creates an arm of reuse in a cell.
+    pub fn reuse(cell: ReuseCell, recompute: Recompute) -> Self {
+        Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
+    }
+
+    /// Returns the arm's name in tables.
+    pub fn name(&self) -> String {
+        let Some(cell) = self.cell else { return "full attention".to_owned() };
+        let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+        let strategy = serde_json::to_value(cell.strategy).map(word).unwrap_or_default();
+        let mode = serde_json::to_value(cell.mode).map(word).unwrap_or_default();
+        let name = format!("{strategy}, {mode}, {}", self.recompute);
+        if self.scaling.is_plain() {
+            return name;
+        }
+        format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
+    }
+
+    /// Creates a request for the answer to a chunked prompt.
+    pub(super) fn request(
+        &self,
+        question: &Question,
+        order: &[usize],
+        codec: &TextCodec,
+        style: &PromptStyle,
+    ) -> Result<Request> {
+        let mut request = Request::new(style.prompt(question, order, codec)?);
+        request.full_attention = self.cell.is_none();
+        // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
+        request.reuse = self.cell.is_some();
+        request.cell = self.cell.unwrap_or_default();
+        request.recompute = Arc::new(self.recompute);
+        request.scaling = self.scaling;
+        Ok(request)
+    }
+}
+
+impl FromStr for Arm {
+    type Err = Error;
+
+    /// Parses an arm without context scaling, as tables name it: `full attention`, or positions, mode and strategy.
+    ///
+    /// ```
+    /// use kvlab::Arm;
+    /// for name in ["full attention", "sequential, with-system, link:16", "overlapped, alone, none"] {
+    ///     assert_eq!(name.parse::<Arm>()?.name(), name);
+    /// }
+    /// assert_eq!("sequential,alone,full".parse::<Arm>()?.name(), "sequential, alone, full");
+    /// # Ok::<(), kvlab::Error>(())
+    /// ```
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::UnknownArm(text.to_owned());
+        fn named<T: serde::de::DeserializeOwned>(name: &str) -> Option<T> {
+            serde_json::from_value(name.into()).ok()
+        }
+        match text.split(',').map(str::trim).collect::<Vec<_>>()[..] {
+            ["full attention" | "full"] => Ok(Self::full_attention()),
+            [strategy, mode, recompute] => {
+                let cell = ReuseCell {
+                    strategy: named(strategy).ok_or_else(bad)?,
+                    mode: named(mode).ok_or_else(bad)?,
+                };
+                Ok(Self::reuse(cell, recompute.parse()?))
+            }
+            _ => Err(bad()),
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Graders: whether an answer is right.
+
+use serde::{Deserialize, Serialize};
+
+/// The rule by which an answer counts as right. Case does not count, nor does space at the ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Grader {
+    /// The answer begins with the right one, in whole words.
+    #[default]
+    Begins,
+    /// The answer is the right one, but for a full stop at its end.
+    Exact,
+    /// The right answer occurs in the answer, in whole words.
+    Contains,
+    /// The first number of the answer is the right one. Commas between digits do not count.
+    Numbers,
+    /// The words of both overlap: their F1 score is 0.5 or more (as in `SQuAD`, Rajpurkar et al., 2016, which averages it).
+    TokenF1,
+}
+
+/// The least F1 score of a right answer.
+const LEAST_F1: f64 = 0.5;
+
+/// Returns the words of a text: runs of letters and digits.
+fn words(text: &str) -> Vec<String> {
+    let words = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
+    words.map(str::to_lowercase).collect()
+}
+
+/// Returns the numbers of a text, without a decimal point at their end.
+fn numbers(text: &str) -> Vec<f64> {
+    let text: Vec<char> = text.chars().collect();
+    let is_inner = |i: usize, c: char| {
+        text[i] == c
+            && i > 0
+            && text[i - 1].is_ascii_digit()
+            && text.get(i + 1).is_some_and(char::is_ascii_digit)
+    };
+    let kept: String = (0..text.len())
+        .filter(|&i| !is_inner(i, ','))
+        .map(|i| if text[i].is_ascii_digit() || is_inner(i, '.') { text[i] } else { ' ' })
+        .collect();
+    kept.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+}
+
+/// Returns the harmonic mean of precision and recall of words.
+fn f1(given: &[String], right: &[String]) -> f64 {
+    let mut left = right.to_vec();
+    let common = given.iter().filter(|word| {
+        let found = left.iter().position(|other| other == *word);
+        found.map(|at| left.swap_remove(at)).is_some()
+    });
+    let common = common.count() as f64;
+    if common == 0.0 { 0.0 } else { 2.0 * common / (given.len() + right.len()) as f64 }
+}
+
+impl Grader {
+    /// Returns true if `answer` is right.
+    ///
+    /// ```
+    /// use kvlab::Grader;
+    /// assert!(Grader::Begins.accepts("Red, of course", "red") && !Grader::Begins.accepts("reddish", "red"));
+    /// assert!(Grader::Exact.accepts("Red.", "red") && !Grader::Exact.accepts("Red it is", "red"));
+    /// assert!(Grader::Contains.accepts("It is in Port Vell.", "port vell"));
+    /// assert!(Grader::Numbers.accepts("About 1,250 people", "1250") && !Grader::Numbers.accepts("12 or 1250", "1250"));
+    /// assert!(Grader::TokenF1.accepts("the old mill", "old mill") && !Grader::TokenF1.accepts("the sea", "old mill"));
+    /// ```
+    pub fn accepts(self, answer: &str, right: &str) -> bool {
+        let (given, right) = (answer.trim().to_lowercase(), right.trim().to_lowercase());
+        match self {
+            Self::Begins => {
+                let rest = given.strip_prefix(&right);
+                rest.is_some_and(|rest| !rest.chars().next().is_some_and(char::is_alphanumeric))
+            }
+            Self::Exact => given.trim_end_matches('.').trim_end() == right.trim_end_matches('.').trim_end(),
+            Self::Contains => {
+                let (given, right) = (words(&given), words(&right));
+                !right.is_empty() && given.windows(right.len()).any(|window| window == right)
+            }
+            Self::Numbers => match (numbers(&given).first(), numbers(&right).first()) {
+                (Some(given), Some(right)) => given == right,
+                _ => false,
+            },
+            Self::TokenF1 => f1(&words(&given), &words(&right)) >= LEAST_F1,
+        }
+    }
+
+    /// Returns how many tokens an answer may have whose right answer has `tokens`.
+    pub(super) fn room(self, tokens: usize) -> usize {
+        match self {
+            Self::Begins | Self::Exact => tokens + 2,
+            // A model may say a sentence around it.
+            Self::Contains | Self::Numbers | Self::TokenF1 => tokens + 24,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_as_people_write_them() {
+        assert_eq!(numbers("1,250 or 3.5, 7."), [1250.0, 3.5, 7.0]);
+        assert_eq!(numbers("none, not one."), [] as [f64; 0]);
+        assert!(!Grader::Numbers.accepts("none", "4") && !Grader::Numbers.accepts("4", "four"));
+    }
+
+    #[test]
+    fn words_are_whole() {
+        assert!(!Grader::Contains.accepts("Portvell", "port") && !Grader::Contains.accepts("any", ""));
+        assert!(Grader::Contains.accepts("In PORT  Vell!", "port vell"));
+        assert!(Grader::Exact.accepts(" 1910. ", "1910") && !Grader::Exact.accepts("In 1910", "1910"));
+        assert!((f1(&words("a b c d"), &words("c d")) - 2.0 / 3.0).abs() < 1e-12);
+        assert!(f1(&words("a a"), &words("a")) < 0.7, "a word counts once");
+    }
+}

@@ -1,0 +1,141 @@
+//! Paired comparisons: the same questions, answered in two ways.
+
+use serde::Serialize;
+
+/// Counts of questions that two ways answered, full attention and another.
+///
+/// ```
+/// use kvlab::Paired;
+/// // 400 questions: the other way lost 12 right answers, and found 6 that full attention missed.
+/// let paired = Paired { asked: 400, lost: 12, gained: 6 };
+/// assert_eq!(paired.loss(), 0.015);
+/// assert!(paired.at_most() > 0.03 && paired.at_least() < 0.0);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Paired {
+    /// The number of questions.
+    pub asked: usize,
+    /// Questions that only full attention answered right.
+    pub lost: usize,
+    /// Questions that only the other way answered right.
+    pub gained: usize,
+}
+
+/// The 95 % quantile of the normal distribution.
+const Z: f64 = 1.645;
+
+impl Paired {
+    /// Counts pairs: whether full attention was right, and whether the other way was.
+    pub fn of(pairs: impl IntoIterator<Item = (bool, bool)>) -> Self {
+        pairs.into_iter().fold(Self::default(), |sum, (full, other)| Self {
+            asked: sum.asked + 1,
+            lost: sum.lost + usize::from(full && !other),
+            gained: sum.gained + usize::from(other && !full),
+        })
+    }
+
+    /// Returns the share of all questions by which the other way is worse. Below 0 it is better.
+    pub fn loss(&self) -> f64 {
+        (self.lost as f64 - self.gained as f64) / self.asked.max(1) as f64
+    }
+
+    /// Returns the largest loss that the data do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
+    /// 1 without questions.
+    pub fn at_most(&self) -> f64 {
+        self.limit(self.loss(), 1.0)
+    }
+
+    /// Returns the smallest loss that the data do not refute: the lower limit of a one-sided 95 % interval. −1 without
+    /// questions.
+    pub fn at_least(&self) -> f64 {
+        self.limit(self.loss(), -1.0)
+    }
+
+    /// Returns about how many questions bound the loss by `within`, if they go on as these; none if they would not.
+    pub fn needed(&self, within: f64) -> Option<usize> {
+        if self.at_most() <= within {
+            return Some(self.asked);
+        }
+        let scaled = |times: f64| {
+            let count = |n: usize| (n as f64 * times).round() as usize;
+            Self { asked: count(self.asked.max(1)), lost: count(self.lost), gained: count(self.gained) }
+        };
+        // Doubling finds the size within a factor of two, halving the distance does the rest.
+        let (mut low, mut high) = (1.0, 2.0);
+        while scaled(high).at_most() > within {
+            (low, high) = (high, 2.0 * high);
+            if scaled(high).asked > 1_000_000 {
+                return None;
+            }
+        }
+        for _ in 0..20 {
+            let middle = f64::midpoint(low, high);
+            if scaled(middle).at_most() > within { low = middle } else { high = middle }
+        }
+        Some(scaled(high).asked)
+    }
+
+    /// Returns the difference between `from` and `end` at which the score test has the quantile.
+    fn limit(&self, from: f64, end: f64) -> f64 {
+        if self.asked == 0 {
+            return end;
+        }
+        let (mut inside, mut outside) = (from, end);
+        for _ in 0..60 {
+            let middle = f64::midpoint(inside, outside);
+            if self.score(middle).abs() <= Z { inside = middle } else { outside = middle }
+        }
+        inside
+    }
+
+    /// Returns the score statistic of a loss `d`: the distance of the observed loss from it, in standard deviations under it.
+    fn score(&self, d: f64) -> f64 {
+        let (n, b, c) = (self.asked as f64, self.lost as f64, self.gained as f64);
+        // The likeliest share of gained answers, if the loss is `d`.
+        let linear = -b - c + (2.0 * n - b + c) * d;
+        let constant = -c * d * (1.0 - d);
+        let gained = ((linear * linear - 8.0 * n * constant).max(0.0).sqrt() - linear) / (4.0 * n);
+        let variance = n * (2.0 * gained + d * (1.0 - d));
+        let distance = b - c - n * d;
+        if distance == 0.0 { 0.0 } else { distance / variance.max(f64::MIN_POSITIVE).sqrt() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_those_of_the_score_test() {
+        // Without a difference the upper limit is z² / (n + z²).
+        let none = Paired { asked: 150, lost: 0, gained: 0 };
+        assert!((none.at_most() - Z * Z / (150.0 + Z * Z)).abs() < 1e-6, "{}", none.at_most());
+        assert!((none.at_least() + none.at_most()).abs() < 1e-9, "both ways are alike");
+        // Both limits lie around the loss, and close in on it as the questions become more.
+        let few = Paired { asked: 100, lost: 20, gained: 10 };
+        let many = Paired { asked: 10_000, lost: 2_000, gained: 1_000 };
+        assert!(few.at_least() < 0.1 && few.at_most() > 0.1);
+        assert!(many.at_most() - many.at_least() < 0.2 * (few.at_most() - few.at_least()));
+        // Wald's interval of many questions is nearly the same.
+        let wald = Z * ((0.3 - 0.01) / 10_000.0f64).sqrt();
+        assert!((many.at_most() - 0.1 - wald).abs() < 1e-4, "{} and {wald}", many.at_most() - 0.1);
+        assert_eq!((Paired::default().at_most(), Paired::default().at_least()), (1.0, -1.0));
+        assert!(Paired { asked: 5, lost: 5, gained: 0 }.at_most() > 0.999);
+    }
+
+    #[test]
+    fn the_number_of_questions_bounds_the_loss() {
+        let clean = Paired { asked: 50, lost: 0, gained: 0 };
+        let needed = clean.needed(0.02).unwrap();
+        assert!((130..140).contains(&needed), "{needed}");
+        assert!(Paired { asked: needed, ..clean }.at_most() <= 0.02);
+        assert_eq!(Paired { asked: 50, lost: 5, gained: 0 }.needed(0.02), None, "it loses more than that");
+        assert_eq!(Paired { asked: 400, lost: 1, gained: 2 }.needed(0.02), Some(400));
+    }
+
+    #[test]
+    fn pairs_are_counted() {
+        let pairs = [(true, true), (true, false), (true, false), (false, true), (false, false)];
+        assert_eq!(Paired::of(pairs), Paired { asked: 5, lost: 2, gained: 1 });
+    }
+}
