@@ -62,7 +62,8 @@ pub enum Error {
     },
     /// The text names no recompute strategy.
     #[error(
-        "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], random:R[@SEED], full"
+        "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], \
+         question:R[@LAYER], random:R[@SEED], full"
     )]
     UnknownStrategy(String),
     /// The text names no form of sleep.

@@ -88,7 +88,10 @@ pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use ranks::{CollectiveRank, RankAgreement};
-pub use recompute::{DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy, TokenSelection};
+pub use recompute::{
+    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Recompute, RecomputeStrategy, TokenScores,
+    TokenSelection,
+};
 pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,
 };

@@ -41,7 +41,8 @@ pub use engine::{
 pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;
 pub use model::{
-    ComputeDevice, DecodeMemory, Forward, FreshKv, LogitRows, Model, Narrowed, Observer, Pass, PassMemory,
+    ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, LogitRows, Model, Narrowed, Observer, Pass,
+    PassMemory,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use sample::{Sampler, Sampling};

@@ -10,7 +10,7 @@ use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::position::MergedRun;
 use crate::prompt::ChunkedPrompt;
-use crate::recompute::TokenSelection;
+use crate::recompute::{TokenScores, TokenSelection};
 
 /// One chunk of an assembled prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,6 +116,18 @@ impl AssembledPrompt {
     /// Returns one report per chunk, in the prompt's order.
     pub fn reports(&self) -> &[ChunkReport] {
         &self.reports
+    }
+
+    /// Sorts numbers by chunk. There is one for each token of the [`segments`](Self::segments) behind the system prompt, in order.
+    pub fn by_chunk(&self, numbers: &[f32]) -> TokenScores {
+        let mut chunks: Vec<Vec<f32>> = self.spans.iter().map(|span| vec![0.0; span.tokens]).collect();
+        let mut left = numbers;
+        for (segment, &(chunk, start)) in self.segments[1..].iter().zip(&self.places) {
+            let (own, rest) = left.split_at(segment.len.min(left.len()));
+            chunks[chunk][start..start + own.len()].copy_from_slice(own);
+            left = rest;
+        }
+        TokenScores::new(chunks)
     }
 
     /// Returns the system prompt and the chunks as one run.

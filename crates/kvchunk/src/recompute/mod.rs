@@ -8,6 +8,7 @@
 //! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache |
 //! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024) |
 //! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
+//! | [`Recompute::Question`] | the share r to which the question attends most | ProphetKV (2026) |
 //! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
@@ -19,6 +20,8 @@
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
 //!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
 //!   all tokens.
+//! - ProphetKV weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of the
+//!   last third of the layers, or of all layers from one on, and computes the question again with the chosen tokens.
 //!
 //! Recomputed tokens go into the request's own blocks; see
 //! [`AssembledPrompt::copy_on_write`](crate::AssembledPrompt::copy_on_write).
@@ -28,16 +31,16 @@ use std::ops::Range;
 
 use crate::assembly::ChunkSpan;
 
-mod deviation;
+mod evidence;
 mod strategy;
 
-pub use deviation::{DeviationCheck, DeviationOf, Deviations};
+pub use evidence::{AttentionCheck, DeviationCheck, DeviationOf, Evidence, TokenScores};
 pub use strategy::Recompute;
 
 /// A strategy that chooses the tokens to recompute.
 ///
 /// ```
-/// use kvchunk::{ChunkSpan, Deviations, RecomputeStrategy, TokenSelection};
+/// use kvchunk::{ChunkSpan, RecomputeStrategy, TokenScores, TokenSelection};
 ///
 /// /// The last token of every chunk.
 /// #[derive(Debug)]
@@ -47,7 +50,7 @@ pub use strategy::Recompute;
 ///     fn name(&self) -> String {
 ///         "ends".to_owned()
 ///     }
-///     fn select(&self, chunks: &[ChunkSpan], _: Option<&Deviations>) -> TokenSelection {
+///     fn select(&self, chunks: &[ChunkSpan], _: Option<&TokenScores>) -> TokenSelection {
 ///         TokenSelection::new(chunks.iter().map(|chunk| vec![chunk.tokens as u32 - 1]))
 ///     }
 /// }
@@ -59,14 +62,13 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
     /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Returns the layer at which the strategy compares stored with fresh rows, or `None` if it needs no
-    /// deviations. The model computes all tokens up to that layer before the strategy chooses.
-    fn check(&self) -> Option<DeviationCheck> {
+    /// Returns what the strategy wants to know of the tokens before it chooses, or `None` if it needs nothing.
+    fn evidence(&self) -> Option<Evidence> {
         None
     }
 
-    /// Chooses the tokens. `deviations` is `Some` if [`check`](Self::check) asked for them.
-    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection;
+    /// Chooses the tokens. `scores` is `Some` if [`evidence`](Self::evidence) asked for them.
+    fn select(&self, chunks: &[ChunkSpan], scores: Option<&TokenScores>) -> TokenSelection;
 }
 
 /// A selection of tokens of a prompt's chunks, by their index in the chunk.

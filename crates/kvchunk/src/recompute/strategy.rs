@@ -5,7 +5,9 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DeviationCheck, DeviationOf, Deviations, RecomputeStrategy, TokenSelection};
+use super::{
+    AttentionCheck, DeviationCheck, DeviationOf, Evidence, RecomputeStrategy, TokenScores, TokenSelection,
+};
 use crate::assembly::ChunkSpan;
 use crate::error::{Error, Result};
 
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 ///
 /// ```
 /// use kvchunk::{DeviationOf, Recompute, RecomputeStrategy};
-/// for text in ["none", "link:8", "blend:0.15@2:both", "random:0.15@7", "full"] {
+/// for text in ["none", "link:8", "blend:0.15@2:both", "question:0.2", "question:0.2@10", "random:0.15@7", "full"] {
 ///     assert_eq!(text.parse::<Recompute>()?.name(), text);
 /// }
 /// let blend = Recompute::Blend { share: 0.15, layer: 1, of: DeviationOf::Values };
@@ -41,6 +43,13 @@ pub enum Recompute {
         /// The rows that are compared there.
         of: DeviationOf,
     },
+    /// Recomputes the tokens to which the question attends most.
+    Question {
+        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
+        share: f64,
+        /// The first layer whose attention counts, from 0; `None` for the last third of the layers.
+        from: Option<usize>,
+    },
     /// Recomputes as many tokens as [`Blend`](Self::Blend), drawn evenly at random: a baseline.
     Random {
         /// The share of all chunk tokens, rounded up.
@@ -57,17 +66,21 @@ impl RecomputeStrategy for Recompute {
         self.to_string()
     }
 
-    fn check(&self) -> Option<DeviationCheck> {
+    fn evidence(&self) -> Option<Evidence> {
+        // At shares 0 and 1 there is nothing to choose.
+        let chooses = |share: f64| share > 0.0 && share < 1.0;
         match *self {
-            // At shares 0 and 1 there is nothing to choose.
-            Self::Blend { share, layer, of } if share > 0.0 && share < 1.0 => {
-                Some(DeviationCheck { layer, of })
+            Self::Blend { share, layer, of } if chooses(share) => {
+                Some(Evidence::Deviations(DeviationCheck { layer, of }))
+            }
+            Self::Question { share, from } if chooses(share) => {
+                Some(Evidence::Attention(AttentionCheck { from }))
             }
             _ => None,
         }
     }
 
-    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection {
+    fn select(&self, chunks: &[ChunkSpan], scores: Option<&TokenScores>) -> TokenSelection {
         let every = |chunk: &ChunkSpan| (0..chunk.tokens as u32).collect();
         match *self {
             Self::None => TokenSelection::new(chunks.iter().map(|_| Vec::new())),
@@ -76,9 +89,9 @@ impl RecomputeStrategy for Recompute {
                 let first = if chunk.is_full { 0 } else { tokens.min(chunk.tokens) };
                 (0..first as u32).collect()
             })),
-            Self::Blend { share, .. } => {
+            Self::Blend { share, .. } | Self::Question { share, .. } => {
                 let of = |chunk: usize, token: usize| {
-                    deviations.and_then(|d| d.chunks().get(chunk)?.get(token).copied()).unwrap_or(0.0)
+                    scores.and_then(|scores| scores.chunks().get(chunk)?.get(token).copied()).unwrap_or(0.0)
                 };
                 largest(chunks, share, of)
             }
@@ -128,6 +141,8 @@ impl fmt::Display for Recompute {
                 };
                 write!(f, "blend:{share}@{layer}:{of}")
             }
+            Self::Question { share, from: None } => write!(f, "question:{share}"),
+            Self::Question { share, from: Some(layer) } => write!(f, "question:{share}@{layer}"),
             Self::Random { share, seed } => write!(f, "random:{share}@{seed}"),
             Self::Full => f.write_str("full"),
         }
@@ -137,8 +152,9 @@ impl fmt::Display for Recompute {
 impl FromStr for Recompute {
     type Err = Error;
 
-    /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer
-    /// defaults to 1, the rows to `values` and the seed to 0.
+    /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`, `random:R[@SEED]` or `full`. The
+    /// layer of a blend defaults to 1, its rows to `values` and the seed to 0. A question counts attention from its layer on, by
+    /// default in the last third of the layers.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
@@ -157,6 +173,11 @@ impl FromStr for Recompute {
                     _ => return Err(bad()),
                 };
                 Ok(Self::Blend { share: share(r)?, layer: layer.parse().map_err(|_| bad())?, of })
+            }
+            ("question", Some(rest)) => {
+                let (r, layer) = rest.split_once('@').map_or((rest, None), |(r, layer)| (r, Some(layer)));
+                let from = layer.map(|layer| layer.parse().map_err(|_| bad())).transpose()?;
+                Ok(Self::Question { share: share(r)?, from })
             }
             ("random", Some(rest)) => {
                 let (r, seed) = rest.split_once('@').unwrap_or((rest, "0"));
@@ -190,8 +211,8 @@ mod tests {
         [span(4, true), span(6, false), span(10, false)]
     }
 
-    fn select(text: &str, deviations: Option<&Deviations>) -> Vec<Vec<u32>> {
-        text.parse::<Recompute>().unwrap().select(&chunks(), deviations).chunks().to_vec()
+    fn select(text: &str, scores: Option<&TokenScores>) -> Vec<Vec<u32>> {
+        text.parse::<Recompute>().unwrap().select(&chunks(), scores).chunks().to_vec()
     }
 
     #[test]
@@ -206,14 +227,34 @@ mod tests {
     fn blend_takes_the_share_that_deviates_most() {
         let mut deviations = vec![vec![0.0; 4], vec![0.0; 6], vec![0.1; 10]];
         (deviations[1][4], deviations[2][9]) = (7.0, f32::INFINITY);
-        let deviations = Deviations::new(deviations);
+        let deviations = TokenScores::new(deviations);
         assert_eq!(select("blend:0.15", Some(&deviations)), [vec![], vec![4], vec![0, 9]]);
         assert_eq!(select("blend:0.01", Some(&deviations)), [vec![], vec![], vec![9]], "rounded up");
         assert_eq!(select("blend:0", Some(&deviations)), select("none", None));
         assert_eq!(select("blend:1", Some(&deviations)), select("full", None));
         for (text, check) in [("blend:0", None), ("blend:1", None), ("blend:0.5@2", Some(2))] {
-            assert_eq!(text.parse::<Recompute>().unwrap().check().map(|c| c.layer), check);
+            let layer = match text.parse::<Recompute>().unwrap().evidence() {
+                Some(Evidence::Deviations(check)) => Some(check.layer),
+                _ => None,
+            };
+            assert_eq!(layer, check);
         }
+    }
+
+    #[test]
+    fn question_takes_the_share_with_the_highest_scores() {
+        let mut attention = vec![vec![9.0; 4], vec![0.0; 6], vec![0.1; 10]];
+        attention[1][4] = 0.7;
+        let scores = TokenScores::new(attention);
+        // The first chunk is full attention's already.
+        assert_eq!(select("question:0.1", Some(&scores)), [vec![], vec![4], vec![0]]);
+        assert_eq!(select("question:1", None), select("full", None));
+        let of = |text: &str| text.parse::<Recompute>().unwrap().evidence();
+        assert_eq!((of("question:0"), of("question:1")), (None, None));
+        let Some(Evidence::Attention(check)) = of("question:0.1") else { panic!() };
+        assert_eq!([1, 3, 30].map(|layers| check.first_layer(layers)), [0, 2, 20]);
+        let Some(Evidence::Attention(check)) = of("question:0.1@7") else { panic!() };
+        assert_eq!(check.first_layer(30), 7);
     }
 
     #[test]
@@ -227,9 +268,19 @@ mod tests {
 
     #[test]
     fn what_is_no_strategy_is_an_error_that_lists_them() {
-        for text in
-            ["", "link", "link:x", "link:-1", "blend:2", "blend:nan", "blend:0.5@x", "blend:0.5:q", "full:1"]
-        {
+        for text in [
+            "",
+            "link",
+            "link:x",
+            "link:-1",
+            "blend:2",
+            "blend:nan",
+            "blend:0.5@x",
+            "blend:0.5:q",
+            "question:2",
+            "question:0.1@x",
+            "full:1",
+        ] {
             let error = text.parse::<Recompute>().unwrap_err().to_string();
             assert!(error.contains("link:K"), "{error}");
         }

@@ -8,7 +8,8 @@
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, ChunkedPrompt, DeviationOf, Deviations, RecomputeStrategy, ScratchBlocks, TokenSelection,
+    AssembledPrompt, ChunkedPrompt, DeviationCheck, DeviationOf, RecomputeStrategy, ScratchBlocks,
+    TokenScores, TokenSelection,
 };
 use kvcore::{
     DType, Gather, MemoryKind, Scatter, SequenceInput, SlotMapping, TensorView, WriteSlots, allocate_tensor,
@@ -41,10 +42,9 @@ impl<'a> Blend<'a> {
         prompt: &'a ChunkedPrompt,
         assembled: &'a mut AssembledPrompt,
         question: SequenceInput,
+        check: DeviationCheck,
     ) -> Result<Self> {
         let strategy = asked.request.recompute.as_ref();
-        let check =
-            strategy.check().unwrap_or(kvchunk::DeviationCheck { layer: 0, of: DeviationOf::default() });
         let scratch = assembled.scratch(prompt, engine.pool()?)?;
         let (layer, of) = (check.layer, check.of);
         Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question })
@@ -90,11 +90,11 @@ impl<'a> Blend<'a> {
     }
 
     /// Returns the distances of the stored rows from the fresh ones, chunk by chunk.
-    fn deviations(&self, fresh: &FreshKv) -> Result<Deviations> {
+    fn deviations(&self, fresh: &FreshKv) -> Result<TokenScores> {
         let slots = SlotMapping::concat(self.scratch.stored());
         // Every chunk may be full attention's already.
         if slots.is_empty() {
-            return Ok(Deviations::new(self.scratch.by_chunk(self.assembled.chunks(), &[])));
+            return Ok(TokenScores::new(self.scratch.by_chunk(self.assembled.chunks(), &[])));
         }
         let rows = self.rows(slots.len())?;
         self.gather(self.layer, &slots, &rows)?;
@@ -110,7 +110,7 @@ impl<'a> Blend<'a> {
         if self.of != DeviationOf::Keys {
             add_deviations(&mut sums, &fresh.v, &host(&rows.1)?);
         }
-        Ok(Deviations::new(self.scratch.by_chunk(self.assembled.chunks(), &sums)))
+        Ok(TokenScores::new(self.scratch.by_chunk(self.assembled.chunks(), &sums)))
     }
 
     /// Moves the chosen tokens' rows of all layers before the checkpoint from scratch to the blocks where
@@ -162,7 +162,7 @@ fn add_deviations(sums: &mut [f32], fresh: &[f32], stored: &[f32]) {
 }
 
 /// Converts rows from the device to f32.
-fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+pub(super) fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => {
             bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()

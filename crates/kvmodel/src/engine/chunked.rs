@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, ChunkedPrompt, PositionPlan, PositionReindexer, TokenSelection,
+    AssembledPrompt, Assembler, Assembly, ChunkedPrompt, Evidence, PositionPlan, PositionReindexer,
+    TokenSelection,
 };
 use kvcore::{
     CopyBlocks, LayerRopes, PagedKvCache, Segment, SequenceId, SequenceInput, SequenceStart, WritePairs,
@@ -14,6 +15,7 @@ use kvcore::{
 use super::blend::Blend;
 use super::caches::Caches;
 use super::generate::{Asked, Context, Prefilled, end_of, last_row};
+use super::inquire::Inquiry;
 use super::{Engine, Generation, Request};
 use crate::error::{Error, Result};
 use crate::model::Observer;
@@ -30,15 +32,14 @@ impl Engine {
         request.scaling.check()?;
         let plan = PositionPlan::new(prompt, request.cell, self.model.config().max_positions)?;
         let ropes = self.ropes(request, plan.question_position as usize + prompt.question().len())?;
-        if let Some(check) = request.recompute.check() {
-            let (what, value, limit) = (
-                "layer of a recompute strategy",
-                check.layer as i128,
-                self.model.config().num_layers() as i128,
-            );
-            if value >= limit {
-                return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
-            }
+        let layers = self.model.config().num_layers();
+        let layer = request.recompute.evidence().map(|evidence| match evidence {
+            Evidence::Deviations(check) => check.layer,
+            Evidence::Attention(check) => check.first_layer(layers),
+        });
+        if let Some(layer) = layer.filter(|&layer| layer >= layers) {
+            let (what, value, limit) = ("layer of a recompute strategy", layer as i128, layers as i128);
+            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
         }
         let reindexer = PositionReindexer::for_layers(&ropes);
         let assembler = self.assembler(request, &ropes, &reindexer)?;
@@ -94,7 +95,8 @@ impl Engine {
             }
         }
         let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
-        let selection = match request.recompute.check() {
+        let evidence = request.recompute.evidence();
+        let selection = match evidence {
             None => request.recompute.select(&assembly.chunks(), None),
             Some(_) => TokenSelection::default(),
         };
@@ -102,7 +104,7 @@ impl Engine {
             segments: request.scaling.apply(segments),
             groups: request.scaling.groups(),
         };
-        if request.recompute.check().is_none() && selection.is_empty() {
+        if evidence.is_none() && selection.is_empty() {
             // One pass computes all missing parts and the question.
             let context = context(assembly.segments());
             let mut batch = assembly.inputs().to_vec();
@@ -121,9 +123,18 @@ impl Engine {
         }
         let mut assembled = assembly.commit()?;
         let question = self.next_input(own, prompt.question(), &context(assembled.segments()))?;
-        let (recomputed_tokens, pass) = if request.recompute.check().is_some() {
-            Blend::new(self, asked, prompt, &mut assembled, question.clone())?.run(observer)?
+        let (recomputed_tokens, pass) = if let Some(Evidence::Deviations(check)) = evidence {
+            Blend::new(self, asked, prompt, &mut assembled, question.clone(), check)?.run(observer)?
         } else {
+            let selection = match evidence {
+                Some(Evidence::Attention(check)) => {
+                    let asked_once = Inquiry { engine: self, ropes: &asked.ropes, question: &question };
+                    let (scores, spent) = asked_once.scores(&assembled, check, observer)?;
+                    flops += spent;
+                    request.recompute.select(assembled.chunks(), Some(&scores))
+                }
+                _ => selection,
+            };
             let anew = assembled.copy_on_write(prompt, &selection, self.main()?.pool())?;
             self.copy(&anew.copies)?;
             let mut batch = anew.inputs;

@@ -18,6 +18,7 @@ mod caches;
 mod calibrate;
 mod chunked;
 mod generate;
+mod inquire;
 mod request;
 mod sleep;
 

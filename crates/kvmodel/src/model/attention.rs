@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, KeyForm, Rope, RowRotation, Scatter, TensorView};
 
 use super::rows::Rows;
-use super::{ComputeDevice, FreshKv, Model};
+use super::{ComputeDevice, FreshKv, FreshQueries, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
 use crate::error::Result;
 use crate::layers::Projected;
@@ -69,12 +69,34 @@ pub(super) fn fresh(
         let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
         device.stream.rope(&ApplyRope { rows: k.clone(), positions, rope })?;
     }
-    let down = |view: &TensorView| -> Result<Vec<f32>> {
-        let mut host = vec![0.0f32; view.len()];
-        device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
-        Ok(host)
-    };
-    Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k: down(&k)?, v: down(&v)? })
+    let (k, v) = (down(device, &k)?, down(device, &v)?);
+    Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k, v })
+}
+
+/// Returns rows in f32 on the host.
+fn down(device: &ComputeDevice, view: &TensorView) -> Result<Vec<f32>> {
+    let mut host = vec![0.0f32; view.len()];
+    device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
+    Ok(host)
+}
+
+/// Returns the queries of [`attend`], rotated to their positions, in f32 on the host.
+pub(super) fn queries(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    rows: &Rows,
+    projected: &Projected,
+) -> Result<FreshQueries> {
+    let q = border.lend_copy(device.stream, AttentionInput::Query, &projected.q)?;
+    let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+    device.stream.rope(&ApplyRope { rows: q.clone(), positions, rope })?;
+    let q = down(device, &q)?;
+    let latent = projected
+        .q_latent
+        .as_ref()
+        .map(|rows| down(device, &border.lend(device.stream, AttentionInput::LatentQuery, rows)?));
+    Ok(FreshQueries { q, latent: latent.transpose()? })
 }
 
 /// Returns the attention of the rows of `work`, `[rows, heads, v_dim]`.

@@ -23,7 +23,7 @@ mod rows;
 
 pub use decode::DecodeMemory;
 pub use logits::LogitRows;
-pub use pass::{Forward, FreshKv, Narrowed, Pass, PassMemory};
+pub use pass::{Forward, FreshKv, FreshQueries, Narrowed, Pass, PassMemory};
 
 /// A decoder-only transformer.
 #[derive(Debug)]

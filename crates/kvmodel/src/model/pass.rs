@@ -32,6 +32,15 @@ pub struct FreshKv {
     pub v: Vec<f32>,
 }
 
+/// The queries of a layer's rows, rotated to their positions.
+#[derive(Debug)]
+pub struct FreshQueries {
+    /// The queries `[rows, heads, k_dim]`; with latent attention, their rotated part.
+    pub q: Vec<f32>,
+    /// With latent attention, the part of the queries that meets latents, `[rows, heads, v_dim]`.
+    pub latent: Option<Vec<f32>>,
+}
+
 /// The rows of a batch that go on in the middle of a pass.
 #[derive(Debug)]
 pub struct Narrowed {
@@ -184,6 +193,18 @@ impl<'a> Pass<'a> {
         let fresh = attention::fresh(self.border, self.device, &layer, self.rows, &projected)?;
         self.projected = Some(projected);
         Ok(fresh)
+    }
+
+    /// Returns the queries that attend in the next layer.
+    ///
+    /// # Errors
+    /// Returns the errors of the backend.
+    pub fn queries(&mut self) -> Result<FreshQueries> {
+        let projected = self.project(None)?;
+        let layer = self.attention();
+        let queries = attention::queries(self.border, self.device, &layer, self.rows, &projected)?;
+        self.projected = Some(projected);
+        Ok(queries)
     }
 
     /// Goes on with some rows of the batch. Their sequences may have other slots and other segments from here

@@ -1,0 +1,67 @@
+//! Evidence: what a strategy wants to know of the tokens of reused chunks before it chooses.
+
+use serde::{Deserialize, Serialize};
+
+/// The rows that deviations compare: keys, values or both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviationOf {
+    /// The keys, both in the form and for the position in which they are stored.
+    Keys,
+    /// The values, as in CacheBlend's code.
+    #[default]
+    Values,
+    /// The sum of the two deviations, each relative to the mean size of its rows.
+    Both,
+}
+
+/// The layer at which a strategy compares stored with fresh rows, and the rows that it compares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviationCheck {
+    /// The layer, from 0. At layer 0 rows deviate only by system prompt and position.
+    pub layer: usize,
+    /// The rows to compare.
+    pub of: DeviationOf,
+}
+
+/// The layers whose attention from the question to the tokens counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AttentionCheck {
+    /// The first of these layers, from 0; all later ones count, too. `None` takes the last third of the model's layers.
+    pub from: Option<usize>,
+}
+
+impl AttentionCheck {
+    /// Returns the first layer that counts in a model of `layers` layers.
+    pub fn first_layer(self, layers: usize) -> usize {
+        self.from.unwrap_or(layers - layers.div_ceil(3))
+    }
+}
+
+/// What a strategy wants to know of each token of reused chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Evidence {
+    /// How far the stored KV is from that of full attention. The model computes all tokens up to the layer that is checked.
+    Deviations(DeviationCheck),
+    /// How much the question attends to the token, over the reused keys. The model computes the question once.
+    Attention(AttentionCheck),
+}
+
+/// One number for every chunk token: the [`Evidence`] that a strategy asked for.
+///
+/// A deviation is `‖fresh − stored‖² / mean ‖fresh‖²`. Attention is the weight of the token after the softmax, summed over the
+/// question's tokens, the heads and the layers that count.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TokenScores(Vec<Vec<f32>>);
+
+impl TokenScores {
+    /// Creates scores from one list per chunk, with one number per token.
+    pub fn new(chunks: Vec<Vec<f32>>) -> Self {
+        Self(chunks)
+    }
+
+    /// Returns one list per chunk, with one number per token.
+    pub fn chunks(&self) -> &[Vec<f32>] {
+        &self.0
+    }
+}
