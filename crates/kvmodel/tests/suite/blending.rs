@@ -5,8 +5,8 @@
 use std::sync::{Arc, Mutex};
 
 use kvchunk::{
-    ChunkSpan, ChunkedPrompt, DeviationCheck, DeviationOf, Deviations, Recompute, RecomputeStrategy,
-    ReuseCell, TokenSelection,
+    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Recompute, RecomputeStrategy, ReuseCell,
+    TokenScores, TokenSelection,
 };
 use rstest::rstest;
 
@@ -41,10 +41,10 @@ impl RecomputeStrategy for Spy {
     fn name(&self) -> String {
         "spy".to_owned()
     }
-    fn check(&self) -> Option<DeviationCheck> {
-        self.blend.as_ref().and_then(RecomputeStrategy::check)
+    fn evidence(&self) -> Option<Evidence> {
+        self.blend.as_ref().and_then(RecomputeStrategy::evidence)
     }
-    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&Deviations>) -> TokenSelection {
+    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&TokenScores>) -> TokenSelection {
         let Some(blend) = &self.blend else { return TokenSelection::new(self.chosen()) };
         let selection = blend.select(chunks, deviations);
         *self.deviations.lock().unwrap() = deviations.unwrap().chunks().to_vec();
