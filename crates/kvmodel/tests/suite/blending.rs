@@ -5,8 +5,8 @@
 use std::sync::{Arc, Mutex};
 
 use kvchunk::{
-    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Recompute, RecomputeStrategy, ReuseCell,
-    TokenScores, TokenSelection,
+    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Recompute, RecomputeStrategy, ReuseCell, TokenScores,
+    TokenSelection,
 };
 use rstest::rstest;
 
