@@ -8,7 +8,7 @@
 //! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache |
 //! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024) |
 //! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
-//! | [`Recompute::Question`] | the share r to which the question attends most | ProphetKV (2026) |
+//! | [`Recompute::Question`] | the share r to which the question attends most | `ProphetKV` (2026) |
 //! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
@@ -20,7 +20,7 @@
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
 //!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
 //!   all tokens.
-//! - ProphetKV weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of the
+//! - `ProphetKV` weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of the
 //!   last third of the layers, or of all layers from one on, and computes the question again with the chosen tokens.
 //!
 //! Recomputed tokens go into the request's own blocks; see
