@@ -16,6 +16,8 @@ fn main() {
     }
     let Some(toolkit) = TOOLKITS.iter().find_map(std::env::var_os) else { return };
     let include = Path::new(&toolkit).join("include");
+    // A toolkit that takes the place of another, under the same name, is compared anew.
+    println!("cargo:rerun-if-changed={}", include.display());
     let folders: Vec<PathBuf> = vec![include];
     if !folders[0].join("acl/acl.h").is_file() {
         println!("cargo:warning=no headers of CANN in {}: nothing is compared", folders[0].display());

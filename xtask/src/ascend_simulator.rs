@@ -53,6 +53,7 @@ pub(crate) fn provide(command: &mut Command) -> Result {
     if Path::new("/dev/davinci_manager").exists() || std::env::var_os(VARIABLE).is_some() {
         return Ok(());
     }
+    println!("no NPU here (no /dev/davinci_manager), and {VARIABLE} is not set: the simulator stands in");
     command.env(VARIABLE, build()?);
     Ok(())
 }

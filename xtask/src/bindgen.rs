@@ -33,7 +33,7 @@ const FILES: [(&str, &[&str]); 5] = [
             "aclInit|aclGetRecentErrMsg|aclrt.*|aclmdlRI.*",
         ],
     ),
-    ("base", &["--dynamic-loading", "Base", "--allowlist-function", "acl(Create|Destroy).*"]),
+    ("base", &["--dynamic-loading", "Base", "--allowlist-function", "acl(Create|Destroy|SetAclOp).*"]),
     ("operators", &["--dynamic-loading", "Operators", "--allowlist-function", "aclnn.*"]),
     ("hccl", &["--dynamic-loading", "Hccl", "--allowlist-function", "Hccl.*"]),
 ];

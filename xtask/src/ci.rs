@@ -9,7 +9,7 @@ use crate::run::Result;
 use crate::step::{self, Outcome, word};
 use crate::test::Sums;
 use crate::tools::{self, Tool};
-use crate::{ascend_headers, cuda_double, cuda_ptx, deep};
+use crate::{ascend_headers, bindgen, cuda_double, cuda_ptx, deep};
 
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
@@ -61,7 +61,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- run --help", budget: 5, needs: &[] },
-    Step { command: "cargo run --release -p kvcli -- eval --gate --questions 10", budget: 5, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- eval --gate --questions 30", budget: 5, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- eval --seeds 2 --questions 4 --strategy link:2 --strategy blend:0.15@2",
         budget: 5,
@@ -96,6 +96,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },
+    Step { command: "cargo xtask bindgen --check", budget: 5, needs: bindgen::NEEDS },
     Step { command: "cargo xtask ascend-headers", budget: 10, needs: ascend_headers::NEEDS },
     Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
     Step { command: "cargo xtask conform --backend wgpu", budget: 90, needs: GPU },

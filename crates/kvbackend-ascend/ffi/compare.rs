@@ -163,6 +163,8 @@ pub(crate) fn compare_with(
     let comparison = compare(&Facts::of(&text), &texts(folders), &headers(folders));
     std::fs::write(page, &comparison.page).map_err(|error| failed(page, error))?;
     let mut command = Command::new(compiler);
+    // What a failed assertion says is looked for in English.
+    command.env("LC_ALL", "C");
     command.args(["-std=c++14", "-fsyntax-only", "-Wno-deprecated", "-I"]).arg(ffi);
     for folder in folders {
         command.arg("-I").arg(folder);

@@ -50,11 +50,25 @@ pub(crate) fn count() -> Result<usize> {
     }
 }
 
-/// Returns whether an error ends a device: those of the runtime's execution, but for work that is not done yet and waits
-/// that took too long.
+/// Returns whether an error ends a device: those of the runtime's execution, but for work that is not done yet, waits that
+/// took too long, full queues, tasks of a kind that the device does not have, and captures that were broken.
 fn is_loss(code: i32) -> bool {
-    const WAITS: [i32; 3] = [sys::ACL_ERROR_RT_STREAM_NOT_COMPLETE as i32, 507_046, 507_047];
-    (507_000..508_000).contains(&code) && !WAITS.contains(&code)
+    const STREAM_TASKS_FULL: i32 = 507_002;
+    const EVENT_NOT_COMPLETE: i32 = 507_006;
+    const TASK_TYPE_NOT_SUPPORTED: i32 = 507_009;
+    const STREAM_SYNC_TIMEOUT: i32 = 507_046;
+    const EVENT_SYNC_TIMEOUT: i32 = 507_047;
+    const CAPTURE_INVALIDATED: i32 = 507_903;
+    const PASSING: [i32; 7] = [
+        sys::ACL_ERROR_RT_STREAM_NOT_COMPLETE as i32,
+        STREAM_TASKS_FULL,
+        EVENT_NOT_COMPLETE,
+        TASK_TYPE_NOT_SUPPORTED,
+        STREAM_SYNC_TIMEOUT,
+        EVENT_SYNC_TIMEOUT,
+        CAPTURE_INVALIDATED,
+    ];
+    (507_000..508_000).contains(&code) && !PASSING.contains(&code)
 }
 
 fn is_out_of_memory(code: i32) -> bool {
@@ -116,6 +130,11 @@ impl Device {
     /// Returns whether a fused operator may be called.
     pub(crate) fn fuses(&self, what: Serves) -> bool {
         !self.plain && self.library.fused.contains(&what)
+    }
+
+    /// Returns whether the device is lost: what was enqueued never runs.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
     }
 
     /// Makes the device's context current on this thread.

@@ -87,8 +87,8 @@ pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, Strin
         }
     }
     Err(format!(
-        "CANN's {name} was not found; install CANN 8.0 or later and run its set_env.sh, or name the folder of its \
-         libraries in {FOLDER} (tried {})",
+        "CANN's {name} cannot be loaded; install CANN 8.0 or later and the NPU's driver, and run CANN's set_env.sh, or name \
+         the folder of its libraries in {FOLDER} (tried {})",
         tried.join("; ")
     ))
 }
@@ -105,6 +105,19 @@ macro_rules! missing {
 pub(crate) use missing;
 
 impl Library {
+    /// Lets go of an operator between its two phases. Where CANN has no call for that, a few bytes of the host stay.
+    pub(crate) fn discard(&self, executor: *mut sys::aclOpExecutor) {
+        if !missing!(self.base, aclSetAclOpExecutorRepeatable, aclDestroyAclOpExecutor).is_empty() {
+            return;
+        }
+        // SAFETY: the caller has the executor of a first phase, for which nothing was called since, and calls nothing more.
+        unsafe {
+            if self.base.aclSetAclOpExecutorRepeatable(executor) == 0 {
+                self.base.aclDestroyAclOpExecutor(executor);
+            }
+        }
+    }
+
     fn load() -> std::result::Result<Self, String> {
         // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares
         // with CANN's headers.
@@ -125,7 +138,10 @@ impl Library {
         };
         let missing = library.missing();
         if !missing.is_empty() {
-            return Err(format!("CANN lacks {}; take CANN 8.0 or later", missing.join(", ")));
+            return Err(format!(
+                "CANN lacks {}; CANN 8.0 and later have them in libascendcl.so, libnnopbase.so and libopapi.so",
+                missing.join(", ")
+            ));
         }
         let lists = missing!(library.base, aclCreateTensorList, aclDestroyTensorList).is_empty();
         let here = |&what: &Serves| library.lacks_for(what).is_empty();

@@ -21,6 +21,8 @@ pub struct DeviceReport {
     pub graphs: bool,
     /// Version of ACL's interface, for example 1.12.0.
     pub interface: (i32, i32, i32),
+    /// Why the backend cannot use the device; what was asked of the device itself is then 0 or false.
+    pub unfit: Option<String>,
 }
 
 /// An operator that operations call.
@@ -40,19 +42,26 @@ pub struct OperatorReport {
 /// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
 pub fn devices() -> Result<Vec<DeviceReport>> {
     let library = library()?;
-    let report = |ordinal| {
+    let facts = |ordinal| -> Result<(usize, bool)> {
         let device = Device::open(&AscendOptions { device: ordinal, plain: false })?;
         let _bound = device.bind()?;
-        Ok(DeviceReport {
+        Ok((device.memory()?.1, crate::memory::maps(&device)))
+    };
+    // A device that another program holds, or that is broken, hides no other.
+    let report = |ordinal| {
+        let known = facts(ordinal);
+        let (total_memory, virtual_memory) = *known.as_ref().unwrap_or(&(0, false));
+        DeviceReport {
             ordinal,
             name: library.processor(),
-            total_memory: device.memory()?.1,
-            virtual_memory: crate::memory::maps(&device),
+            total_memory,
+            virtual_memory,
             graphs: library.captures(),
             interface: library.version,
-        })
+            unfit: known.err().map(|reason| reason.to_string()),
+        }
     };
-    (0..device::count()?).map(report).collect()
+    Ok((0..device::count()?).map(report).collect())
 }
 
 /// Returns the operators that operations call, with whether this machine's CANN has them.

@@ -41,15 +41,15 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
         #[cfg(not(feature = "cuda"))]
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
         #[cfg(feature = "ascend")]
-        BackendName::Ascend(device) => {
-            let options = kvbackend_ascend::AscendOptions { device: *device, plain: false };
+        BackendName::Ascend { device, plain } => {
+            let options = kvbackend_ascend::AscendOptions { device: *device, plain: *plain };
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);
             beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>))
         }
         #[cfg(not(feature = "ascend"))]
-        BackendName::Ascend(_) => Err(crate::error::Error::NoBackend("ascend")),
+        BackendName::Ascend { .. } => Err(crate::error::Error::NoBackend("ascend")),
         #[cfg(feature = "wgpu")]
         BackendName::Wgpu(adapter) => {
             let options = kvbackend_wgpu::WgpuOptions {

@@ -140,7 +140,7 @@ fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
                 ("graphs", device.graphs),
                 ("virtual memory", device.virtual_memory),
             ],
-            unfit: None,
+            unfit: device.unfit,
         });
     }
 }

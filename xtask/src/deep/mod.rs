@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::run::{Result, root};
 use crate::tools::{self, Tool, first_line};
-use crate::{arm, bindgen, cuda_double, instructions, step};
+use crate::{arm, cuda_double, instructions, step};
 
 mod table;
 
@@ -101,12 +101,6 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "the tests of the Ascend backend on the simulator of CANN, under AddressSanitizer",
         command: "cargo xtask sanitize --ascend",
         needs: &[Tool::Sanitizer],
-    },
-    Slice {
-        name: "bindgen",
-        covers: "the Rust of the Ascend backend's C header, made anew",
-        command: "cargo xtask bindgen --check",
-        needs: bindgen::NEEDS,
     },
     Slice {
         name: "cuda-double",

@@ -16,6 +16,8 @@ pub(crate) struct Executor {
     action: Action,
     /// The tensors of the first phase, which must live until the second.
     tensors: Vec<u64>,
+    /// Whether the executor goes by a call of its own.
+    repeatable: bool,
 }
 
 /// The first phase of an operator: finds its operands and notes what will run.
@@ -99,7 +101,9 @@ pub(crate) unsafe fn first(
         // Some operators ask for none.
         let wanted = if elements.is_multiple_of(3) { 0 } else { 1000 + elements as u64 % 4096 };
         let handle = state.handle();
-        state.executors.insert(handle, Executor { name, workspace: wanted, action, tensors });
+        state
+            .executors
+            .insert(handle, Executor { name, workspace: wanted, action, tensors, repeatable: false });
         *workspace = wanted;
         *to = handle as *mut sys::aclOpExecutor;
         Ok(())
@@ -142,5 +146,33 @@ pub(crate) fn second(
             run(state, moment).map_err(|fault| format!("{name}: {fault}"))
         };
         state.enqueue(stream, &format!("operator {name}"), Work::Run(Arc::new(action)))
+    })
+}
+
+/// Lets an executor go by a call of its own, and not by the second phase. (The backend uses none twice, so that no run of
+/// one leaves it here.)
+#[unsafe(no_mangle)]
+pub extern "C" fn aclSetAclOpExecutorRepeatable(executor: *mut sys::aclOpExecutor) -> sys::aclnnStatus {
+    call("aclSetAclOpExecutorRepeatable", |state| match state.executors.get_mut(&(executor as u64)) {
+        Some(executor) => {
+            executor.repeatable = true;
+            Ok(())
+        }
+        None => wrong("an executor that was used, or is none"),
+    })
+}
+
+/// Destroys an executor that was made repeatable.
+#[unsafe(no_mangle)]
+pub extern "C" fn aclDestroyAclOpExecutor(executor: *mut sys::aclOpExecutor) -> sys::aclnnStatus {
+    call("aclDestroyAclOpExecutor", |state| {
+        match state.executors.get(&(executor as u64)).map(|executor| executor.repeatable) {
+            Some(true) => {
+                state.executors.remove(&(executor as u64));
+                Ok(())
+            }
+            Some(false) => wrong("an executor that the second phase consumes"),
+            None => wrong("an executor that was used, or is none"),
+        }
     })
 }

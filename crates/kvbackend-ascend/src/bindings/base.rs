@@ -36,6 +36,10 @@ pub struct Base {
     >,
     pub aclDestroyTensorList:
         Result<unsafe extern "C" fn(list: *const aclTensorList) -> aclnnStatus, ::libloading::Error>,
+    pub aclSetAclOpExecutorRepeatable:
+        Result<unsafe extern "C" fn(executor: *mut aclOpExecutor) -> aclnnStatus, ::libloading::Error>,
+    pub aclDestroyAclOpExecutor:
+        Result<unsafe extern "C" fn(executor: *mut aclOpExecutor) -> aclnnStatus, ::libloading::Error>,
 }
 impl Base {
     pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
@@ -58,6 +62,9 @@ impl Base {
         let aclDestroyIntArray = unsafe { __library.get(b"aclDestroyIntArray\0") }.map(|sym| *sym);
         let aclCreateTensorList = unsafe { __library.get(b"aclCreateTensorList\0") }.map(|sym| *sym);
         let aclDestroyTensorList = unsafe { __library.get(b"aclDestroyTensorList\0") }.map(|sym| *sym);
+        let aclSetAclOpExecutorRepeatable =
+            unsafe { __library.get(b"aclSetAclOpExecutorRepeatable\0") }.map(|sym| *sym);
+        let aclDestroyAclOpExecutor = unsafe { __library.get(b"aclDestroyAclOpExecutor\0") }.map(|sym| *sym);
         Ok(Base {
             __library,
             aclCreateTensor,
@@ -68,6 +75,8 @@ impl Base {
             aclDestroyIntArray,
             aclCreateTensorList,
             aclDestroyTensorList,
+            aclSetAclOpExecutorRepeatable,
+            aclDestroyAclOpExecutor,
         })
     }
     pub unsafe fn aclCreateTensor(
@@ -124,5 +133,13 @@ impl Base {
     }
     pub unsafe fn aclDestroyTensorList(&self, list: *const aclTensorList) -> aclnnStatus {
         unsafe { (self.aclDestroyTensorList.as_ref().expect("Expected function, got error."))(list) }
+    }
+    pub unsafe fn aclSetAclOpExecutorRepeatable(&self, executor: *mut aclOpExecutor) -> aclnnStatus {
+        unsafe {
+            (self.aclSetAclOpExecutorRepeatable.as_ref().expect("Expected function, got error."))(executor)
+        }
+    }
+    pub unsafe fn aclDestroyAclOpExecutor(&self, executor: *mut aclOpExecutor) -> aclnnStatus {
+        unsafe { (self.aclDestroyAclOpExecutor.as_ref().expect("Expected function, got error."))(executor) }
     }
 }

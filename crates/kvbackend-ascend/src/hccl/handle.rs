@@ -19,8 +19,8 @@ pub(super) struct Handle {
     loaded: &'static Loaded,
 }
 
-// SAFETY: handles may be used from any thread that has the device's context current, by one thread at a time, which the
-// communicator's lock sees to.
+// SAFETY: handles may be used from any thread that has the device's context current. Collectives are handed over by one
+// thread at a time, which the communicator's lock sees to.
 unsafe impl Send for Handle {}
 // SAFETY: as for `Send`; asking for a failure changes nothing.
 unsafe impl Sync for Handle {}
@@ -37,8 +37,10 @@ impl Drop for Handle {
 impl Handle {
     /// Returns the failure of the rank's collectives that HCCL knows of.
     pub(super) fn check(&self) -> Result<()> {
+        let _bound = self.device.bind()?;
         let mut failed = sys::HCCL_SUCCESS;
-        // SAFETY: the handle is alive, and `failed` is a place for the answer.
+        // SAFETY: the handle is alive, the context of its device is current, and `failed` is a place for the answer. HCCL
+        // lets any thread ask while collectives run.
         let code = unsafe { self.loaded.hccl.HcclGetCommAsyncError(self.raw, &raw mut failed) };
         self.loaded.check("the state of a group", code)?;
         self.loaded.check("the group has failed", failed)

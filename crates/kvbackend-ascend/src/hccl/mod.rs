@@ -240,6 +240,7 @@ impl Communicator for HcclCommunicator {
         let collective = collective.collective();
         let before = self.record(stream)?;
         let event = ascend(&before)?;
+        event.refuse_capture("a collective")?;
         if !Arc::ptr_eq(event.device(), &self.device) {
             return Err(Error::ForeignHandle { what: "a stream of another device", backend: NAME });
         }
@@ -270,7 +271,7 @@ impl Communicator for HcclCommunicator {
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
         // Collectives are done when their call returns, so that the stream waits for nobody.
-        ascend(&self.record(stream)?)?;
+        ascend(&self.record(stream)?)?.refuse_capture("a wait of the host")?;
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }
@@ -283,8 +284,15 @@ impl Communicator for HcclCommunicator {
 impl Drop for HcclCommunicator {
     fn drop(&mut self) {
         self.group.leave(self.rank);
-        // The handle goes behind the work that uses it.
-        *self.stream.get_mut() = None;
+        // The handle goes when its work is done, and before the stream of this work. After a failure the stream is gone.
+        let own = self.stream.get_mut().take();
+        if let Some(own) = &own
+            && let Ok(_bound) = self.device.bind_lost()
+        {
+            // SAFETY: the stream is the rank's own. It has no work but that of calls that have returned.
+            unsafe { self.device.library.acl.aclrtSynchronizeStream(own.raw) };
+        }
+        self.handle = None;
     }
 }
 

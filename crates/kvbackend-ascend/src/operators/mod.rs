@@ -97,7 +97,7 @@ impl Work<'_> {
         }
         let workspace = match usize::try_from(bytes) {
             Ok(0) => 0,
-            Ok(bytes) => self.bytes(bytes)?,
+            Ok(bytes) => self.bytes(bytes).inspect_err(|_| device.library.discard(executor))?,
             Err(_) => {
                 let what = format!("a workspace of {bytes} bytes for {name}");
                 return Err(Error::Unsupported { backend: NAME, what });

@@ -167,6 +167,21 @@ pub(crate) fn outside<'a>(stream: &'a StreamState, what: &str) -> Result<Capture
     })
 }
 
+/// Refuses what belongs to a capture by its event, of which `number` is the capture; 0 is none.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`], which names the call.
+pub(super) fn refuse(number: u64, what: &str) -> Result<()> {
+    if number == 0 {
+        return Ok(());
+    }
+    let refused = |slot: &mut Option<Recording>| {
+        let error = uncapturable(what);
+        slot.as_mut().map_or(error.clone(), |recording| recording.refuse(error))
+    };
+    Err(RECORDING.with_borrow_mut(refused))
+}
+
 /// Returns whether this thread records what is enqueued on a stream.
 pub(super) fn records(stream: &StreamState) -> bool {
     RECORDING

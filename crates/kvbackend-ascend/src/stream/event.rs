@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvcore::{Event, Result};
 
-use super::capture::uncapturable;
+use super::capture::{self, uncapturable};
 use crate::bindings::types as sys;
 use crate::device::Device;
 
@@ -96,6 +96,14 @@ impl AscendEvent {
     /// Returns the number of the capture that the event is part of, or 0.
     pub(super) fn capture(&self) -> u64 {
         self.0.capture
+    }
+
+    /// Refuses a call that cannot be captured, if the event is part of a capture.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`](kvcore::Error::Unsupported), which names the call.
+    pub(crate) fn refuse_capture(&self, what: &str) -> Result<()> {
+        capture::refuse(self.0.capture, what)
     }
 
     /// Makes a stream of a device wait for the event. The device's context is current.

@@ -85,13 +85,18 @@ impl Drop for StreamState {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind_lost() else { return };
         let acl = &self.device.library.acl;
-        // SAFETY: the stream is alive. It is destroyed once, unless it is lent.
-        unsafe {
-            acl.aclrtSynchronizeStream(self.raw);
-            self.queue.get_mut().in_flight.clear();
-            if self.owner.is_none() {
-                acl.aclrtDestroyStream(self.raw);
-            }
+        let queue = self.queue.get_mut();
+        // SAFETY: the stream is alive.
+        let waited = self.device.check(unsafe { acl.aclrtSynchronizeStream(self.raw) });
+        if waited.is_err() && !self.device.is_lost() && self.owner.is_some() {
+            // The owner's stream still has the work, and nobody will wait for it here: its memory is never freed.
+            std::mem::forget(std::mem::take(queue));
+            return;
+        }
+        queue.in_flight.clear();
+        if self.owner.is_none() {
+            // SAFETY: the stream is this one's own, and is destroyed once.
+            unsafe { acl.aclrtDestroyStream(self.raw) };
         }
     }
 }
@@ -193,7 +198,10 @@ impl StreamState {
     fn synchronize(&self, queue: &mut Queue) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = self.device.check(unsafe { self.device.library.acl.aclrtSynchronizeStream(self.raw) });
-        queue.in_flight.clear();
+        // A wait that was refused says nothing of the work: its memory stays held.
+        if waited.is_ok() || self.device.is_lost() {
+            queue.in_flight.clear();
+        }
         waited
     }
 }

@@ -48,8 +48,13 @@ impl Scratch {
             Some(memory) if memory.len() - self.used >= wanted => Arc::clone(memory),
             known => {
                 // Work that is enqueued holds the memory before.
-                let len = known.as_ref().map_or(LEAST, |memory| 2 * memory.len()).max(wanted);
-                let made = AscendStorage::uninitialised(device, MemoryKind::Device, len)?;
+                let len = known.as_ref().map_or(LEAST, |memory| memory.len().saturating_mul(2)).max(wanted);
+                let allocate = |len| AscendStorage::uninitialised(device, MemoryKind::Device, len);
+                let made = match allocate(len) {
+                    // There may be room for what is wanted, and no more.
+                    Err(Error::Allocation { .. }) if len > wanted => allocate(wanted)?,
+                    made => made?,
+                };
                 self.used = 0;
                 let made: Arc<dyn Storage> = Arc::new(made);
                 self.memory.insert(made).clone()

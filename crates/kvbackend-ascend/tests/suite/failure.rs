@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvcore::{
     ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockOrder, CopyBlocks, CopyTensor, DType, Error,
-    Gather, KeyForm, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig, Scatter, Segment, TensorView,
-    WritePairs, WriteSlots, allocate_tensor,
+    Gather, KeyForm, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig, Scatter, Segment, Stream,
+    TensorView, WritePairs, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, opened, upload};
@@ -79,6 +79,78 @@ fn memory_that_runs_out_within_an_operation_is_an_error_and_the_stream_goes_on()
     simulator.limit(SMALL, 64 << 20);
     stream.rope(&turn).unwrap();
     stream.synchronize().unwrap();
+}
+
+#[test]
+fn an_operator_whose_workspace_finds_no_memory_leaves_nothing() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let backend = opened(SMALL).unwrap();
+    let stream = backend.stream().unwrap();
+    let tensor = || allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 8]).unwrap();
+    // Strides differ, so that an operator copies; a workspace is all the memory that it takes.
+    let copy = CopyTensor { src: tensor().slice(1, 0, 4).unwrap(), dst: tensor().slice(1, 4, 8).unwrap() };
+    let before = simulator.live(SMALL);
+    simulator.limit(SMALL, before[0]);
+    let refused = stream.copy_tensor(&copy);
+    assert!(matches!(refused, Err(Error::Allocation { .. })), "{refused:?}");
+    assert_eq!(simulator.live(SMALL), before, "no executor stays");
+    simulator.limit(SMALL, 64 << 20);
+    stream.copy_tensor(&copy).unwrap();
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn work_keeps_its_memory_if_the_wait_for_it_is_refused() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let backend = opened(LAZY).unwrap();
+    let stream = backend.stream().unwrap();
+    let rows = upload(backend.as_ref(), DType::F32, &[4, 2, 8], &noise(1, 256));
+    let rope = Arc::new(Rope::new(RopeConfig::new(8, 100.0), 16).unwrap());
+    stream.rope(&ApplyRope { rows, positions: [1, 2, 3, 4].into(), rope }).unwrap();
+    simulator.fail("aclrtSynchronizeStream", 1, INVALID_VALUE);
+    let refused = stream.synchronize();
+    assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
+    // The work runs now. Freed memory would lose the device.
+    stream.synchronize().unwrap();
+}
+
+/// In a process of its own: what nobody can wait for is never freed, and keeps the device.
+#[test]
+fn work_on_a_lent_stream_keeps_its_memory_if_nobody_can_wait_for_it() {
+    let Some((simulator, _alone)) = alone() else { return };
+    const CHILD: &str = "KV_ASCEND_TEST_LENT_STREAM";
+    if std::env::var_os(CHILD).is_none() {
+        let name = "failure::work_on_a_lent_stream_keeps_its_memory_if_nobody_can_wait_for_it";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = child.args([name, "--exact"]).env(CHILD, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let backend = opened(LAZY).unwrap();
+    let raw = simulator.stream(LAZY);
+    // SAFETY: the stream lives until it is ended below.
+    let stream: Arc<dyn Stream> = Arc::new(unsafe { backend.lent_stream(raw, Arc::new(())) });
+    let rows = upload(backend.as_ref(), DType::F32, &[4, 2, 8], &noise(1, 256));
+    let rope = Arc::new(Rope::new(RopeConfig::new(8, 100.0), 16).unwrap());
+    stream.rope(&ApplyRope { rows, positions: [1, 2, 3, 4].into(), rope }).unwrap();
+    simulator.fail("aclrtSynchronizeStream", 1, INVALID_VALUE);
+    drop(stream);
+    let wait =
+        simulator.entry::<unsafe extern "C" fn(*mut std::ffi::c_void) -> i32>("aclrtSynchronizeStream");
+    // SAFETY: the entry has this type, and the stream is alive.
+    assert_eq!(unsafe { wait(raw) }, 0, "its owner waits for the work, which finds its memory");
+    simulator.end(LAZY, raw);
+}
+
+#[test]
+fn a_device_that_cannot_be_opened_hides_no_other() {
+    let Some((simulator, _alone)) = alone() else { return };
+    simulator.fail("aclrtSetDevice", 1, 107_001);
+    let devices = kvbackend_ascend::devices().unwrap();
+    assert!(devices[0].unfit.as_ref().is_some_and(|reason| reason.contains("device 0")), "{devices:?}");
+    assert!(devices[1..].iter().all(|device| device.unfit.is_none() && device.total_memory > 0));
+    assert!(devices.len() > 1);
 }
 
 #[test]

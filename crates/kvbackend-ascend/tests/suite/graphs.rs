@@ -105,6 +105,19 @@ fn queued(trace: &[String], kind: &str) -> usize {
 }
 
 #[test]
+fn a_capture_that_is_broken_does_not_lose_the_device() {
+    let Some((simulator, _alone)) = alone() else { return };
+    let bench = Bench::new(EAGER);
+    let step = step(20);
+    const CAPTURE_INVALIDATED: i32 = 507_903;
+    simulator.fail("aclmdlRICaptureEnd", 1, CAPTURE_INVALIDATED);
+    let broken = bench.stream.capture(&step, &mut || bench.enqueue(&step)).map(drop);
+    assert!(matches!(broken, Err(Error::Device { .. })), "{broken:?}");
+    bench.enqueue(&step).unwrap();
+    bench.stream.synchronize().unwrap();
+}
+
+#[test]
 fn a_replay_is_one_copy_and_one_task() {
     let Some((simulator, _alone)) = alone() else { return };
     let bench = Bench::new(LAZY);

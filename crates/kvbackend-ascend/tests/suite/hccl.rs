@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvbackend_ascend::{AscendBackend, HcclCommunicator, HcclId};
 use kvcore::{
-    Backend, Collective, Communicator, CopyTensor, DType, Error, MemoryKind, ReduceOp, Result, Storage,
-    Stream, TensorView, allocate_tensor,
+    AttendWork, Backend, Collective, Communicator, CopyTensor, DType, Error, MemoryKind, QueryRow, ReduceOp,
+    Result, StepInputs, Storage, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{download, opened, upload};
@@ -99,6 +99,28 @@ fn stays_failed(rank: &Rank, error: &Error) {
     rank.stream.write(&rank.view, &[1; 32]).unwrap();
     assert_eq!(download(rank.stream.as_ref(), &rank.view), [1; 32]);
     assert!(since.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn collectives_are_refused_in_captures_and_the_group_goes_on() {
+    let Some((_, _alone)) = alone() else { return };
+    let Some(ranks) = group(&[EAGER], LONG) else { return };
+    let rank = &ranks[0];
+    let step = StepInputs {
+        tokens: [0].into(),
+        positions: [0].into(),
+        slots: WriteSlots::unchecked(vec![0]),
+        work: Arc::new(AttendWork::new([QueryRow { logical: 0, position: 0 }], [])),
+    };
+    for call in [Rank::sum, Rank::wait] {
+        let refused = rank.stream.capture(&step, &mut || call(rank)).map(drop);
+        assert!(matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
+        assert_eq!((rank.of.check(), rank.sum(), rank.wait()), (Ok(()), Ok(()), Ok(())));
+        // A caller that takes no notice gets no graph either.
+        let ignored = rank.stream.capture(&step, &mut || call(rank).or(Ok(()))).map(drop);
+        assert!(matches!(ignored, Err(Error::Unsupported { .. })), "{ignored:?}");
+        assert_eq!((rank.of.check(), rank.sum(), rank.wait()), (Ok(()), Ok(()), Ok(())));
+    }
 }
 
 #[test]

@@ -327,9 +327,14 @@ pub(crate) enum BackendName {
     /// The CUDA backend, with the number of a device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only says what it lacks"))]
     Cuda(usize),
-    /// The Ascend backend, with the number of a device.
+    /// The Ascend backend.
     #[cfg_attr(not(feature = "ascend"), expect(dead_code, reason = "this build only says what it lacks"))]
-    Ascend(usize),
+    Ascend {
+        /// The number of a device.
+        device: usize,
+        /// Whether no fused operator is called.
+        plain: bool,
+    },
 }
 
 fn backend(text: &str) -> Result<BackendName, String> {
@@ -339,8 +344,11 @@ fn backend(text: &str) -> Result<BackendName, String> {
         Some(("wgpu", adapter)) if !adapter.is_empty() => Ok(BackendName::Wgpu(Some(adapter.to_owned()))),
         None if text == "cuda" => Ok(BackendName::Cuda(0)),
         Some(("cuda", number)) => device_number("a CUDA device", number).map(BackendName::Cuda),
-        None if text == "ascend" => Ok(BackendName::Ascend(0)),
-        Some(("ascend", number)) => device_number("an Ascend device", number).map(BackendName::Ascend),
+        None if text == "ascend" => Ok(BackendName::Ascend { device: 0, plain: false }),
+        Some(("ascend", rest)) => {
+            let (number, plain) = rest.strip_suffix(":plain").map_or((rest, false), |number| (number, true));
+            device_number("an Ascend device", number).map(|device| BackendName::Ascend { device, plain })
+        }
         _ => Err("take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, ascend (an NPU), ascend:NUMBER, wgpu (any GPU, NVIDIA's \
                   too) or wgpu:ADAPTER; kvc devices lists them"
             .to_owned()),

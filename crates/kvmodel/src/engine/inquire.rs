@@ -1,7 +1,7 @@
 //! Recomputation by the question: how much the question attends to each reused token.
 //!
 //! The question is computed once over the keys as they are stored. In each layer that counts its queries meet the keys at their
-//! place, and the weights of the softmax are summed for each token. (ProphetKV, 2026.)
+//! place, and the weights of the softmax are summed for each token. (`ProphetKV`, 2026.)
 
 use std::sync::Arc;
 

@@ -2,16 +2,16 @@
 
 use serde_json::{Value, json};
 
-use super::fields::Header;
+use super::fields::{Header, required};
 use super::{Failure, wrong};
 use crate::config::ModelConfig;
 
 /// Returns the config of a file.
 pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
-    let architecture = header.needed("general.architecture", header.text("general.architecture")?)?;
+    let architecture = required("general.architecture", header.text("general.architecture")?)?;
     let name = |field: &str| format!("{architecture}.{field}");
     let whole = |field: &str| header.whole(&name(field));
-    let needed = |field: &str| header.needed(&name(field), whole(field)?);
+    let needed = |field: &str| required(&name(field), whole(field)?);
     if !["llama", "qwen2", "qwen3"].contains(&architecture) {
         return wrong(format!(
             "architecture {architecture:?} is not supported (llama, which mistral is stored as, qwen2 and qwen3 are)"
@@ -51,7 +51,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
         "num_attention_heads": heads,
         "num_key_value_heads": whole("attention.head_count_kv")?.unwrap_or(heads),
         "head_dim": head_dim,
-        "rms_norm_eps": header.needed(&eps, header.real(&eps)?)?,
+        "rms_norm_eps": required(&eps, header.real(&eps)?)?,
         "max_position_embeddings": needed("context_length")?,
         "tie_word_embeddings": !header.has("output.weight"),
         "attention_bias": architecture == "llama" && header.has("blk.0.attn_q.bias"),
@@ -73,7 +73,7 @@ fn scaling(header: &Header, architecture: &str) -> Result<Value, Failure> {
             return wrong(format!("field {:?} is {other:?} (none, linear and yarn are read)", name("type")));
         }
     };
-    let factor = header.needed(&name("factor"), header.real(&name("factor"))?)?;
+    let factor = required(&name("factor"), header.real(&name("factor"))?)?;
     let original = header.whole(&name("original_context_length"))?;
     Ok(match original {
         Some(original) if kind == "yarn" => {

@@ -254,13 +254,13 @@ impl Header {
         })
     }
 
-    /// Returns the value of a field that must be there.
-    pub(super) fn needed<T>(&self, name: &str, value: Option<T>) -> Result<T, Failure> {
-        value.map_or_else(|| wrong(format!("field {name:?} is missing")), Ok)
-    }
-
     /// Returns whether a tensor is there.
     pub(super) fn has(&self, tensor: &str) -> bool {
         self.tensors.iter().any(|place| place.name == tensor)
     }
+}
+
+/// Returns the value of a field that must be there.
+pub(super) fn required<T>(name: &str, value: Option<T>) -> Result<T, Failure> {
+    value.map_or_else(|| wrong(format!("field {name:?} is missing")), Ok)
 }

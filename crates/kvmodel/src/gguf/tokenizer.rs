@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::fields::Header;
+use super::fields::{Header, required};
 use super::{Failure, wrong};
 use crate::text::TextCodec;
 
@@ -59,15 +59,15 @@ pub(super) fn template(header: &Header) -> Result<Value, Failure> {
 
 /// Returns the codec of a file.
 pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
-    let kind = header.needed("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
+    let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {
         return wrong(format!(
             "field \"tokenizer.ggml.model\" is {kind:?} (gpt2, which merges bytes, is read); put the model's tokenizer.json into \
              the folder of the file"
         ));
     }
-    let tokens = header.needed("tokenizer.ggml.tokens", header.texts("tokenizer.ggml.tokens")?)?;
-    let merges = header.needed("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
+    let tokens = required("tokenizer.ggml.tokens", header.texts("tokenizer.ggml.tokens")?)?;
+    let merges = required("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
     let kinds = header.wholes("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![1; tokens.len()]);
     if kinds.len() != tokens.len() {
         return wrong(format!(
@@ -85,7 +85,7 @@ pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
             tokens.len()
         ));
     }
-    let pre_name = header.needed("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
+    let pre_name = required("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
     let (pre, normalizer, ignore_merges) = pre(pre_name)?;
     let added: Vec<Value> = (0..)
         .zip(tokens.iter().zip(&kinds))

@@ -209,13 +209,13 @@ impl Call<'_> {
         };
         let window = op.window.map_or(0, |window| window as u64 + 1);
         let key: ListKey = smallvec![61, op.work.id(), window, Arc::as_ptr(rope) as u64];
-        let angles = match work.plans().get::<Angles>(&key) {
-            Some(known) => known,
-            None => {
-                let made = Arc::new(Angles::send(work, rope, &tables.positions, rope.attention_factor())?);
-                work.plans().keep(key, Box::new(Arc::clone(rope)), &made);
-                made
-            }
+        let known = work.plans().get::<Angles>(&key);
+        let angles = if let Some(known) = known {
+            known
+        } else {
+            let made = Arc::new(Angles::send(work, rope, &tables.positions, rope.attention_factor())?);
+            work.plans().keep(key, Box::new(Arc::clone(rope)), &made);
+            made
         };
         angles.hold(work);
         let turned = in_f32(work, &self.q)?;
