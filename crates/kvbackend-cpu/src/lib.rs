@@ -25,6 +25,12 @@
 struct Readme;
 
 mod communicator;
+#[allow(
+    clippy::inline_always,
+    clippy::cast_ptr_alignment,
+    reason = "what is not inlined is not compiled for the instruction set; results are vectors of f32"
+)]
+pub mod dense;
 mod element;
 #[allow(
     clippy::inline_always,
@@ -89,7 +95,8 @@ pub enum Execution {
 #[derive(Debug)]
 pub struct CpuBackend {
     execution: Execution,
-    simd: SimdLevel,
+    level: AvailableLevel,
+    workers: Arc<Workers>,
     kernels: KernelTable,
     counters: Arc<Counters>,
     streams: AtomicU64,
@@ -126,15 +133,24 @@ impl CpuBackend {
     fn made(options: &CpuOptions, level: AvailableLevel, workers: Arc<Workers>) -> Arc<Self> {
         let kernels = match options.kernels {
             KernelSet::Reference => KernelTable::Reference,
-            KernelSet::Fast => KernelTable::Fast(Arc::new(Fast::new(level, workers, options.thresholds))),
+            KernelSet::Fast => {
+                let workers = Arc::clone(&workers);
+                KernelTable::Fast(Arc::new(Fast::new(level, workers, options.thresholds)))
+            }
         };
-        let (execution, simd) = (options.execution, level.level());
-        Arc::new(Self { execution, simd, kernels, counters: Arc::default(), streams: AtomicU64::new(0) })
+        Arc::new(Self {
+            execution: options.execution,
+            level,
+            workers,
+            kernels,
+            counters: Arc::default(),
+            streams: AtomicU64::new(0),
+        })
     }
 
     /// Returns the instruction set of the fast kernels.
     pub fn simd(&self) -> SimdLevel {
-        self.simd
+        self.level.level()
     }
 }
 

@@ -20,6 +20,12 @@ pub(crate) struct Workers {
     busy: Mutex<()>,
 }
 
+impl std::fmt::Debug for Workers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Workers({})", self.count())
+    }
+}
+
 #[derive(Default)]
 struct Shared {
     state: Mutex<JobState>,

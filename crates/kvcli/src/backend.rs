@@ -18,7 +18,7 @@ impl Opened {
     /// Returns a backend with dense steps on the host.
     #[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu"))]
     fn with_host(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, dense: Arc::new(kvmodel::dense::HostDense) }
+        Self { backend, dense: Arc::new(kvmodel::dense::HostDense::default()) }
     }
 }
 

@@ -27,7 +27,7 @@ impl ModelDirectory {
     /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`], [`Error::Gguf`],
     /// [`Error::Weights`] or [`Error::Tokenizer`], with the reason, if a file is invalid.
     pub fn load(path: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
-        Self::load_with(path, format, Arc::new(HostDense), progress)
+        Self::load_with(path, format, Arc::new(HostDense::default()), progress)
     }
 
     /// Loads `path` as [`load`](Self::load) does, for other dense steps than the host's.

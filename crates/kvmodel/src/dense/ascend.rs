@@ -17,5 +17,5 @@ device_dense! {
 fn place(steps: &DenseSteps, stored: &StoredWeight, _: WeightUse) -> Result<DeviceWeight> {
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();
-    Ok(steps.weight(rows, stored.width(), &stored.to_f32()?)?)
+    Ok(steps.weight(rows, stored.width(), &stored.to_f32())?)
 }

@@ -23,7 +23,6 @@ use crate::error::Result;
 mod activation;
 #[cfg(feature = "ascend")]
 mod ascend;
-mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(feature = "ascend", feature = "cuda"))]
@@ -37,18 +36,20 @@ pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
 pub use host::HostDense;
-pub use stored::{StoredType, StoredWeight};
+pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
+pub use stored::StoredWeight;
+pub(crate) use stored::bytes_of;
 
 /// The format in which a model holds the weights of its projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
-    /// As they are stored: f32 for f32, f16 and bf16, and the blocks of weights that are stored in blocks (`Q8_0`, `Q4_K`).
+    /// As they are stored: f32, f16, bf16, or blocks (`Q8_0`, `Q4_K`, …).
     #[default]
     Stored,
-    /// f32, also for weights that are stored in blocks.
+    /// f32, whatever they are stored in.
     F32,
     /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
-    /// Projections whose input width is no multiple of 32 stay f32. Weights that are stored in blocks stay as they are.
+    /// Projections whose input width is no multiple of 32 stay as they are. Weights that are stored in blocks stay as they are.
     Q8,
 }
 

@@ -1,150 +1,12 @@
 //! Weights as a file stores them: a name, an element type, a shape and bytes.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
+use half::f16;
+use kvbackend_cpu::dense::{SharedBytes, StoredType};
 
-use super::blocks;
 use crate::error::{Error, Result, WeightProblem};
-
-/// The element type of a stored weight. Blocks are those of ggml, and lie along the last axis.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum StoredType {
-    /// IEEE 754 single precision.
-    F32,
-    /// IEEE 754 half precision.
-    F16,
-    /// bfloat16: the upper half of an f32.
-    BF16,
-    /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. An element is the scale times its
-    /// byte.
-    Q8_0,
-    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, for scales and for minima; 12 bytes with a scale
-    /// and a minimum of six bits for each of the eight groups of 32 elements; 128 bytes with two elements of four
-    /// bits each. An element is `factor · scale · q − factor · minimum`.
-    Q4K,
-    /// ggml's `Q4_0`: 32 elements in 18 bytes.
-    Q4_0,
-    /// ggml's `Q4_1`: 32 elements in 20 bytes.
-    Q4_1,
-    /// ggml's `Q5_0`: 32 elements in 22 bytes.
-    Q5_0,
-    /// ggml's `Q5_1`: 32 elements in 24 bytes.
-    Q5_1,
-    /// ggml's `Q2_K`: 256 elements in 84 bytes.
-    Q2K,
-    /// ggml's `Q3_K`: 256 elements in 110 bytes.
-    Q3K,
-    /// ggml's `Q5_K`: 256 elements in 176 bytes.
-    Q5K,
-    /// ggml's `Q6_K`: 256 elements in 210 bytes.
-    Q6K,
-}
-
-impl StoredType {
-    /// All element types.
-    pub const ALL: [Self; 13] = [
-        Self::F32,
-        Self::F16,
-        Self::BF16,
-        Self::Q8_0,
-        Self::Q4_0,
-        Self::Q4_1,
-        Self::Q5_0,
-        Self::Q5_1,
-        Self::Q2K,
-        Self::Q3K,
-        Self::Q4K,
-        Self::Q5K,
-        Self::Q6K,
-    ];
-
-    /// Returns the type with ggml's number, as GGUF files have it.
-    pub(crate) fn of_ggml(number: u32) -> Option<Self> {
-        Some(match number {
-            0 => Self::F32,
-            1 => Self::F16,
-            2 => Self::Q4_0,
-            3 => Self::Q4_1,
-            6 => Self::Q5_0,
-            7 => Self::Q5_1,
-            8 => Self::Q8_0,
-            10 => Self::Q2K,
-            11 => Self::Q3K,
-            12 => Self::Q4K,
-            13 => Self::Q5K,
-            14 => Self::Q6K,
-            30 => Self::BF16,
-            _ => return None,
-        })
-    }
-
-    /// Returns the number of elements of a block: 1 for types without blocks.
-    pub const fn block_elements(self) -> usize {
-        match self {
-            Self::F32 | Self::F16 | Self::BF16 => 1,
-            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 => 32,
-            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => 256,
-        }
-    }
-
-    /// Returns the number of bytes of a block.
-    pub const fn block_bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::BF16 => 2,
-            Self::Q8_0 => 34,
-            Self::Q4_0 => 18,
-            Self::Q4_1 => 20,
-            Self::Q5_0 => 22,
-            Self::Q5_1 => 24,
-            Self::Q2K => 84,
-            Self::Q3K => 110,
-            Self::Q4K => 144,
-            Self::Q5K => 176,
-            Self::Q6K => 210,
-        }
-    }
-
-    /// Returns the bytes of a weight of this type and shape.
-    pub(crate) fn bytes_of(self, shape: &[usize]) -> Result<usize, WeightProblem> {
-        let (width, block) = (shape.last().copied().unwrap_or(1), self.block_elements());
-        if !width.is_multiple_of(block) {
-            return Err(WeightProblem::Blocks { width, block });
-        }
-        let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
-        let bytes = elements.and_then(|n| (n / block).checked_mul(self.block_bytes()));
-        bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
-    }
-
-    /// Returns true if several elements share a scale.
-    pub const fn is_blocks(self) -> bool {
-        self.block_elements() > 1
-    }
-}
-
-impl fmt::Display for StoredType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-            Self::Q8_0 => "Q8_0",
-            Self::Q4_0 => "Q4_0",
-            Self::Q4_1 => "Q4_1",
-            Self::Q5_0 => "Q5_0",
-            Self::Q5_1 => "Q5_1",
-            Self::Q2K => "Q2_K",
-            Self::Q3K => "Q3_K",
-            Self::Q4K => "Q4_K",
-            Self::Q5K => "Q5_K",
-            Self::Q6K => "Q6_K",
-        })
-    }
-}
 
 /// A weight as it is stored: dense and row-major, in little-endian bytes.
 ///
@@ -163,7 +25,7 @@ pub struct StoredWeight {
     name: String,
     dtype: StoredType,
     shape: Vec<usize>,
-    bytes: Vec<u8>,
+    bytes: SharedBytes,
 }
 
 impl fmt::Debug for StoredWeight {
@@ -178,8 +40,13 @@ impl StoredWeight {
     /// # Errors
     /// Returns [`Error::Weight`], with the name, if the rows do not consist of whole blocks, or if there are more or
     /// fewer bytes than the shape asks for.
-    pub fn new(name: impl Into<String>, dtype: StoredType, shape: &[usize], bytes: Vec<u8>) -> Result<Self> {
-        let name = name.into();
+    pub fn new(
+        name: impl Into<String>,
+        dtype: StoredType,
+        shape: &[usize],
+        bytes: impl Into<SharedBytes>,
+    ) -> Result<Self> {
+        let (name, bytes) = (name.into(), bytes.into());
         match problem(dtype, shape, bytes.len()) {
             None => Ok(Self { name, dtype, shape: shape.to_vec(), bytes }),
             Some(problem) => Err(Error::Weight { name, problem }),
@@ -209,8 +76,8 @@ impl StoredWeight {
         &self.shape
     }
 
-    /// Returns the bytes.
-    pub fn bytes(&self) -> &[u8] {
+    /// Returns the bytes, which many may share.
+    pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
     }
 
@@ -220,25 +87,27 @@ impl StoredWeight {
     }
 
     /// Returns all elements in f32. Widening from f16 and bf16 is exact.
-    ///
-    /// # Errors
-    /// Returns [`Error::Dense`] if the library that knows the blocks cannot read them.
-    pub fn to_f32(&self) -> Result<Vec<f32>> {
-        let elements = self.shape.iter().product();
-        Ok(match self.dtype {
-            StoredType::F32 => bytemuck::pod_collect_to_vec(&self.bytes),
-            StoredType::F16 => {
-                let mut values = vec![0.0; elements];
-                numbers::<f16>(&self.bytes).convert_to_f32_slice(&mut values);
-                values
-            }
-            StoredType::BF16 => {
-                let mut values = vec![0.0; elements];
-                numbers::<bf16>(&self.bytes).convert_to_f32_slice(&mut values);
-                values
-            }
-            _ => blocks::widened(self)?,
-        })
+    pub fn to_f32(&self) -> Vec<f32> {
+        let mut values = vec![0.0; self.shape.iter().product()];
+        self.dtype.decode(&self.bytes, &mut values);
+        values
+    }
+
+    /// Returns all elements in blocks of `Q8_0`, rounded as ggml does; none if rows do not consist of whole blocks.
+    pub fn to_q8_0(&self) -> Option<Vec<u8>> {
+        const BLOCK: usize = StoredType::Q8_0.block_elements();
+        if !self.width().is_multiple_of(BLOCK) {
+            return None;
+        }
+        let mut bytes = Vec::with_capacity(self.bytes.len());
+        for block in self.to_f32().as_chunks::<BLOCK>().0 {
+            let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            let step = most / 127.0;
+            let inverse = if step == 0.0 { 0.0 } else { 1.0 / step };
+            bytes.extend_from_slice(&f16::from_f32(step).to_le_bytes());
+            bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
+        }
+        Some(bytes)
     }
 
     /// Checks that the weight has `shape`.
@@ -276,15 +145,20 @@ impl StoredWeight {
     }
 }
 
-/// Returns bytes as numbers, which are copied only if the bytes are not aligned.
-fn numbers<T: bytemuck::Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
-    let aligned = bytemuck::try_cast_slice(bytes);
-    aligned.map_or_else(|_| Cow::Owned(bytemuck::pod_collect_to_vec(bytes)), Cow::Borrowed)
+/// Returns the bytes of a weight of a type and shape.
+pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, WeightProblem> {
+    let width = shape.last().copied().unwrap_or(1);
+    if !width.is_multiple_of(dtype.block_elements()) {
+        return Err(WeightProblem::Blocks { width, block: dtype.block_elements() });
+    }
+    let rows = shape.iter().rev().skip(1).try_fold(1usize, |all, &n| all.checked_mul(n));
+    let bytes = rows.and_then(|rows| rows.checked_mul(dtype.row_bytes(width)?));
+    bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
 }
 
 /// Returns the reason why so many bytes are no weight of this type and shape.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
-    match dtype.bytes_of(shape) {
+    match bytes_of(dtype, shape) {
         Ok(expected) if expected == got => None,
         Ok(expected) | Err(WeightProblem::Length { expected, .. }) => {
             Some(WeightProblem::Length { expected, got })
@@ -335,8 +209,9 @@ mod tests {
         assert_eq!(cut, StoredWeight::of_f32("a", &[2, 2, 2], &expected).unwrap());
         assert!(weight.rows_of_heads(2, 1..4).unwrap_err().to_string().contains("[8, 2]"));
         // Blocks lie along rows, so that rows of blocks are cut in the same way.
-        let blocks = StoredWeight::new("a", StoredType::Q8_0, &[4, 32], (0..136).collect()).unwrap();
+        let blocks =
+            StoredWeight::new("a", StoredType::Q8_0, &[4, 32], (0..136).collect::<Vec<u8>>()).unwrap();
         let cut = blocks.rows_of_heads(2, 0..1).unwrap();
-        assert_eq!(cut.bytes(), [(0..34).collect::<Vec<u8>>(), (68..102).collect()].concat());
+        assert_eq!(cut.bytes()[..], [(0..34).collect::<Vec<u8>>(), (68..102).collect()].concat());
     }
 }

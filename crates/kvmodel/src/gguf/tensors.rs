@@ -8,7 +8,7 @@ use kvcore::RopeScaling;
 use super::fields::{Header, Place};
 use super::{Failure, wrong};
 use crate::config::{Family, ModelConfig};
-use crate::dense::{StoredType, StoredWeight};
+use crate::dense::{StoredType, StoredWeight, bytes_of};
 use crate::weights::Weights;
 
 /// The divisors of frequencies that a rotary embedding was searched or computed with.
@@ -70,6 +70,26 @@ pub(super) fn weights(
     Ok(Weights::from_stored(tensors))
 }
 
+/// Returns the type with ggml's number.
+fn type_of(number: u32) -> Option<StoredType> {
+    Some(match number {
+        0 => StoredType::F32,
+        1 => StoredType::F16,
+        2 => StoredType::Q4_0,
+        3 => StoredType::Q4_1,
+        6 => StoredType::Q5_0,
+        7 => StoredType::Q5_1,
+        8 => StoredType::Q8_0,
+        10 => StoredType::Q2K,
+        11 => StoredType::Q3K,
+        12 => StoredType::Q4K,
+        13 => StoredType::Q5K,
+        14 => StoredType::Q6K,
+        30 => StoredType::BF16,
+        _ => return None,
+    })
+}
+
 fn read(
     header: &Header,
     place: &Place,
@@ -77,7 +97,7 @@ fn read(
     file: &mut File,
     length: u64,
 ) -> Result<StoredWeight, Failure> {
-    let Some(dtype) = StoredType::of_ggml(place.dtype) else {
+    let Some(dtype) = type_of(place.dtype) else {
         let read: Vec<String> = StoredType::ALL.iter().map(ToString::to_string).collect();
         let (name, got) = (&place.name, place.dtype);
         return wrong(format!(
@@ -85,8 +105,7 @@ fn read(
             read.join(", ")
         ));
     };
-    let bytes = dtype
-        .bytes_of(&place.shape)
+    let bytes = bytes_of(dtype, &place.shape)
         .map_err(|problem| Failure::Wrong(format!("{} {problem}", place.name)))?;
     let start = header.data.checked_add(place.offset);
     let Some(start) = start.filter(|start| start.checked_add(bytes as u64).is_some_and(|end| end <= length))
@@ -135,7 +154,7 @@ fn in_order(stored: StoredWeight, place: &Place, config: &ModelConfig) -> Result
 
 /// Divides the frequencies of all layers.
 fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Failure> {
-    let factors: Vec<f64> = stored.to_f32()?.into_iter().map(f64::from).collect();
+    let factors: Vec<f64> = stored.to_f32().into_iter().map(f64::from).collect();
     for layer in &mut config.layers {
         if layer.rope.scaling != RopeScaling::None || factors.len() != layer.rope.rotary_dim / 2 {
             let (n, wanted) = (factors.len(), layer.rope.rotary_dim / 2);

@@ -101,7 +101,7 @@ impl Model {
     /// # Errors
     /// Returns [`Error::Weight`] if a tensor is missing or has another shape.
     pub fn new(config: ModelConfig, weights: Weights, format: WeightFormat) -> Result<Self> {
-        Self::with_dense(config, weights, format, Arc::new(HostDense))
+        Self::with_dense(config, weights, format, Arc::new(HostDense::default()))
     }
 
     /// Builds the model from its config and weights, with dense steps by `dense`.

@@ -362,11 +362,11 @@ fn blocks_have_the_elements_that_ggml_gives_them() {
         let shape: Vec<usize> =
             golden["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
         let hex = golden["bytes"].as_str().unwrap();
-        let bytes =
+        let bytes: Vec<u8> =
             (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap()).collect();
         let weight = StoredWeight::new("a", dtype, &shape, bytes).unwrap();
         let expected = golden["values"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32);
-        for (i, (a, b)) in weight.to_f32().unwrap().into_iter().zip(expected).enumerate() {
+        for (i, (a, b)) in weight.to_f32().into_iter().zip(expected).enumerate() {
             assert!((a - b).abs() <= 1e-6 * b.abs().max(0.01), "{dtype}, element {i}: {a}, expected {b}");
         }
         seen += 1;

@@ -1,11 +1,13 @@
-//! The dense steps on the host, computed by candle in f32 or in blocks of quantised numbers.
+//! The dense steps on the host: projections by the CPU backend's products, all else by candle, in f32.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{D, Device, Module, Storage, Tensor};
+use candle_core::{D, Device, Storage, Tensor};
 // candle multiplies with this crate. Naming it here turns its AVX-512 kernels on.
 use gemm as _;
+use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::dense::Products;
 use kvcore::Backend;
 
 use super::{
@@ -19,18 +21,26 @@ mod tests;
 mod weight;
 
 use border::HostBorder;
-use weight::{Held, HostWeight};
+use weight::{Held, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.
 ///
-/// Weights of f32, f16 and bf16 are held in f32, or in eight-bit blocks if [`WeightFormat::Q8`] asks for them. Weights
-/// that are stored in blocks are multiplied as they are, unless [`WeightFormat::F32`] asks for f32; activations are rounded to
-/// eight bits for these products.
+/// Matrices of projections and embeddings are held as they are stored, unless a [`WeightFormat`] asks for another form, and
+/// multiplied in f32 as they are: no weight is widened in memory, and no activation is rounded.
 ///
-/// Programs should set `RAYON_NUM_THREADS`, as `kvc` does. Without it, the library that multiplies counts the machine's
-/// cores at every product.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct HostDense;
+/// Programs should set `RAYON_NUM_THREADS`, as `kvc` does. Without it, the library that computes the other steps counts the
+/// machine's cores at some of them.
+#[derive(Debug, Clone, Default)]
+pub struct HostDense {
+    products: Products,
+}
+
+impl HostDense {
+    /// Creates the steps on the threads of a backend, with its instruction set.
+    pub fn beside(backend: &CpuBackend) -> Self {
+        Self { products: Products::beside(backend) }
+    }
+}
 
 const NAME: &str = "host";
 
@@ -85,7 +95,15 @@ fn held(weight: &dyn Weight) -> Result<&Held> {
 fn plain(weight: &dyn Weight) -> Result<&Tensor> {
     match held(weight)? {
         Held::Plain(weight) => Ok(weight),
-        Held::Blocks(_) => Err(failed(candle_core::Error::msg("a weight in blocks only projects or embeds"))),
+        Held::Matrix(_) => Err(failed(candle_core::Error::msg("a matrix only projects or embeds"))),
+    }
+}
+
+/// Returns the matrix of a projection or a table.
+fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
+    match held(weight)? {
+        Held::Matrix(matrix) => Ok(matrix),
+        Held::Plain(_) => Err(failed(candle_core::Error::msg("a vector does not project"))),
     }
 }
 
@@ -109,7 +127,7 @@ impl Dense for HostDense {
     }
 
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>> {
-        Ok(Arc::new(HostWeight::tied_head(held(table)?, format).map_err(failed)?))
+        Ok(Arc::new(HostWeight::tied_head(held(table)?, format)?))
     }
 
     fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>> {
@@ -123,15 +141,12 @@ impl Dense for HostDense {
     }
 
     fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
-        let table = held(table)?;
-        let embed = || {
-            let tokens = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
-            match table {
-                Held::Plain(table) => table.index_select(&tokens, 0),
-                Held::Blocks(table) => table.embedding(&tokens),
-            }
-        };
-        activation(embed())
+        let table = matrix(table)?;
+        let mut rows = vec![0.0; tokens.len() * table.input];
+        for (row, &token) in rows.chunks_exact_mut(table.input.max(1)).zip(tokens) {
+            table.row(token as usize, row);
+        }
+        activation(Tensor::from_vec(rows, (tokens.len(), table.input), &Device::Cpu))
     }
 
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
@@ -145,19 +160,19 @@ impl Dense for HostDense {
     }
 
     fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation> {
-        let (x, matrix) = (rows_of(x)?, held(matrix)?);
-        let bias = bias.map(plain).transpose()?;
-        let project = || {
-            let y = match matrix {
-                Held::Plain(matrix) => x.matmul(matrix)?,
-                Held::Blocks(matrix) => matrix.forward(x)?,
-            };
-            match bias {
-                Some(bias) => y.broadcast_add(bias),
-                None => Ok(y),
-            }
-        };
-        activation(project())
+        let (x, matrix) = (rows_of(x)?, self::matrix(matrix)?);
+        let (rows, out) = (x.dim(0).map_err(failed)?, matrix.out);
+        let mut y = vec![0.0; rows * out];
+        with_values(x, |x| Ok(self.products.multiply(x, &matrix.view()?, &mut y)?))?;
+        if let Some(bias) = bias.map(plain).transpose()? {
+            with_values(bias, |bias| {
+                for row in y.chunks_exact_mut(out.max(1)) {
+                    row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+                }
+                Ok(())
+            })?;
+        }
+        activation(Tensor::from_vec(y, (rows, out), &Device::Cpu))
     }
 
     fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation> {

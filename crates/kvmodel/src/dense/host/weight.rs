@@ -1,10 +1,9 @@
-//! Weights as candle holds them: numbers in f32, or blocks of quantised numbers.
+//! Weights on the host: tensors of candle, and matrices as they are stored.
 
-use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{Device, Tensor};
+use kvbackend_cpu::dense::{Matrix, SharedBytes, StoredType};
 
 use super::failed;
-use crate::dense::blocks::{blocks_of, in_blocks};
 use crate::dense::{StoredWeight, Weight, WeightFormat, WeightUse};
 use crate::error::{Error, Result, WeightProblem};
 
@@ -18,10 +17,52 @@ pub(super) struct HostWeight {
 /// The numbers of a weight.
 #[derive(Debug)]
 pub(super) enum Held {
-    /// f32. The matrix of a projection is `[input, out]`, which multiplies rows as it is.
+    /// f32, for steps of candle.
     Plain(Tensor),
-    /// Blocks, `[out, input]` or `[vocabulary, width]`.
-    Blocks(QMatMul),
+    /// The matrix of a projection or a table, `[out, input]`.
+    Matrix(StoredMatrix),
+}
+
+/// A matrix as it is stored. Memory is shared with all that hold the same bytes.
+#[derive(Debug, Clone)]
+pub(super) struct StoredMatrix {
+    dtype: StoredType,
+    pub(super) out: usize,
+    pub(super) input: usize,
+    bytes: SharedBytes,
+}
+
+impl StoredMatrix {
+    pub(super) fn view(&self) -> Result<Matrix<'_>> {
+        Ok(Matrix::new(self.dtype, self.out, self.input, &self.bytes)?)
+    }
+
+    /// Returns a row in f32.
+    pub(super) fn row(&self, row: usize, to: &mut [f32]) {
+        let bytes = self.bytes.len() / self.out.max(1);
+        if let Some(bytes) = self.bytes.get(row * bytes..(row + 1) * bytes) {
+            self.dtype.decode(bytes, to);
+        }
+    }
+
+    /// Returns the matrix in a format, and whether its bytes are new.
+    fn in_format(&self, format: WeightFormat) -> Result<(Self, bool)> {
+        let known = || {
+            let shape = [self.out, self.input];
+            StoredWeight::new("", self.dtype, &shape, self.bytes.clone())
+        };
+        let made = |dtype, bytes: Vec<u8>| (Self { dtype, bytes: bytes.into(), ..*self }, true);
+        match format {
+            WeightFormat::F32 if self.dtype != StoredType::F32 => {
+                Ok(made(StoredType::F32, bytemuck::cast_slice(&known()?.to_f32()).to_vec()))
+            }
+            WeightFormat::Q8 if !self.dtype.is_blocks() => {
+                let blocks = known()?.to_q8_0();
+                Ok(blocks.map_or_else(|| (self.clone(), false), |blocks| made(StoredType::Q8_0, blocks)))
+            }
+            _ => Ok((self.clone(), false)),
+        }
+    }
 }
 
 impl Weight for HostWeight {
@@ -45,33 +86,25 @@ impl HostWeight {
             let (name, problem) = (stored.name().to_owned(), WeightProblem::Rank { expected, got });
             return Err(Error::Weight { name, problem });
         }
-        let load = || match (purpose, blocks_of(stored.dtype())) {
-            (
-                WeightUse::Table | WeightUse::Projection(WeightFormat::Stored | WeightFormat::Q8),
-                Some(dtype),
-            ) => Self::blocks(in_blocks(stored, dtype)?),
-            (WeightUse::Projection(WeightFormat::Q8), None) => Self::quantised(&in_f32(stored)?),
-            (WeightUse::Projection(_) | WeightUse::ExactProjection, _) => {
-                Ok(Self::plain(in_f32(stored)?.t()?))
+        match purpose {
+            WeightUse::Table | WeightUse::ExactProjection => Self::matrix(stored, WeightFormat::Stored),
+            WeightUse::Projection(format) => Self::matrix(stored, format),
+            WeightUse::Vector | WeightUse::ByHead => Ok(Self::plain(in_f32(stored).map_err(failed)?)),
+            WeightUse::ByHeadTransposed => {
+                let turned = || in_f32(stored)?.transpose(1, 2)?.contiguous();
+                Ok(Self::plain(turned().map_err(failed)?))
             }
-            (WeightUse::Vector | WeightUse::Table | WeightUse::ByHead, _) => Ok(Self::plain(in_f32(stored)?)),
-            (WeightUse::ByHeadTransposed, _) => {
-                Ok(Self::plain(in_f32(stored)?.transpose(1, 2)?.contiguous()?))
-            }
-        };
-        load().map_err(failed)
+        }
     }
 
     /// Returns the matrix of a head that is the table of embeddings.
-    pub(super) fn tied_head(table: &Held, format: WeightFormat) -> candle_core::Result<Self> {
-        match (table, format) {
-            (Held::Plain(table), WeightFormat::Q8) if suits_q8(table)? => Self::quantised(table),
-            (Held::Plain(table), _) => Ok(Self { held: Held::Plain(table.t()?), bytes: 0 }),
-            (Held::Blocks(QMatMul::QTensor(table)), WeightFormat::F32) => {
-                Ok(Self::plain(table.dequantize(&Device::Cpu)?.t()?))
-            }
-            (Held::Blocks(table), _) => Ok(Self { held: Held::Blocks(table.clone()), bytes: 0 }),
-        }
+    pub(super) fn tied_head(table: &Held, format: WeightFormat) -> Result<Self> {
+        let Held::Matrix(table) = table else {
+            return Err(failed(candle_core::Error::msg("a table that is no matrix")));
+        };
+        let (matrix, is_new) = table.in_format(format)?;
+        let bytes = if is_new { matrix.bytes.len() } else { 0 };
+        Ok(Self { held: Held::Matrix(matrix), bytes })
     }
 
     fn plain(weight: Tensor) -> Self {
@@ -79,23 +112,12 @@ impl HostWeight {
         Self { held: Held::Plain(weight), bytes }
     }
 
-    fn blocks(weight: QTensor) -> candle_core::Result<Self> {
-        let bytes = weight.storage_size_in_bytes();
-        Ok(Self { held: Held::Blocks(QMatMul::from_qtensor(weight)?), bytes })
+    fn matrix(stored: &StoredWeight, format: WeightFormat) -> Result<Self> {
+        let (out, input) = (stored.shape()[0], stored.width());
+        let as_stored = StoredMatrix { dtype: stored.dtype(), out, input, bytes: stored.bytes().clone() };
+        let (matrix, _) = as_stored.in_format(format)?;
+        Ok(Self { bytes: matrix.bytes.len(), held: Held::Matrix(matrix) })
     }
-
-    /// Rounds a matrix `[out, input]` to eight-bit blocks, if its rows consist of whole blocks.
-    fn quantised(matrix: &Tensor) -> candle_core::Result<Self> {
-        if suits_q8(matrix)? {
-            Self::blocks(QTensor::quantize(matrix, GgmlDType::Q8_0)?)
-        } else {
-            Ok(Self::plain(matrix.t()?))
-        }
-    }
-}
-
-fn suits_q8(matrix: &Tensor) -> candle_core::Result<bool> {
-    Ok(matrix.dim(1)?.is_multiple_of(GgmlDType::Q8_0.block_size()))
 }
 
 fn rank_of(purpose: WeightUse) -> usize {
@@ -108,6 +130,5 @@ fn rank_of(purpose: WeightUse) -> usize {
 
 /// Returns the numbers of a weight in f32.
 fn in_f32(stored: &StoredWeight) -> candle_core::Result<Tensor> {
-    let values = stored.to_f32().map_err(candle_core::Error::wrap)?;
-    Tensor::from_vec(values, stored.shape(), &Device::Cpu)
+    Tensor::from_vec(stored.to_f32(), stored.shape(), &Device::Cpu)
 }

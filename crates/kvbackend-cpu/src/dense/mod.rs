@@ -1,0 +1,237 @@
+//! Products of a few rows, or of many, with the matrices of a model.
+//!
+//! [`Products`] multiplies activations in f32 with a matrix as it is stored: floats, or blocks of ggml. Every element of the
+//! matrix is read once for up to 96 rows; nothing is rounded but the products and their sums.
+//!
+//! ```
+//! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
+//!
+//! let ones = [1.0f32; 2 * 3];
+//! let matrix = Matrix::new(StoredType::F32, 2, 3, bytemuck::cast_slice(&ones))?;
+//! let mut y = [0.0; 4];
+//! Products::new().multiply(&[1.0, 2.0, 3.0, 0.0, 0.5, 0.0], &matrix, &mut y)?;
+//! assert_eq!(y, [6.0, 6.0, 0.5, 0.5]);
+//! # Ok::<(), kvcore::Error>(())
+//! ```
+
+use std::cell::RefCell;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvcore::{Error, Result};
+
+use crate::raw::Target;
+use crate::simd::{AvailableLevel, Simd, Task};
+use crate::workers::Workers;
+use crate::{CpuBackend, CpuOptions};
+
+mod bytes;
+mod single;
+mod stored;
+mod tile;
+
+pub use bytes::SharedBytes;
+pub use stored::StoredType;
+
+/// Rows that are multiplied at a time.
+const ROWS: usize = 96;
+/// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
+const BYTES_PER_THREAD: usize = 64 << 10;
+
+/// A matrix `[out, input]` as it is stored, row by row.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    dtype: StoredType,
+    out: usize,
+    input: usize,
+    row_bytes: usize,
+    bytes: &'a [u8],
+}
+
+impl fmt::Debug for Matrix<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Matrix([{}, {}] {})", self.out, self.input, self.dtype)
+    }
+}
+
+impl<'a> Matrix<'a> {
+    /// Describes the bytes of a matrix.
+    ///
+    /// # Errors
+    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, and [`Error::Mismatch`] if there are more or
+    /// fewer bytes than the extents ask for.
+    pub fn new(dtype: StoredType, out: usize, input: usize, bytes: &'a [u8]) -> Result<Self> {
+        let row_bytes = dtype.row_bytes(input).ok_or(Error::NotMultiple {
+            what: "the width of a matrix in blocks",
+            value: input,
+            of: dtype.block_elements(),
+        })?;
+        let expected = out.checked_mul(row_bytes).unwrap_or(usize::MAX);
+        if bytes.len() != expected {
+            return Err(Error::Mismatch { what: "bytes of a matrix", expected, got: bytes.len() });
+        }
+        Ok(Self { dtype, out, input, row_bytes, bytes })
+    }
+
+    /// Returns the bytes of some rows.
+    fn rows(&self, rows: Range<usize>) -> &'a [u8] {
+        &self.bytes[rows.start * self.row_bytes..rows.end * self.row_bytes]
+    }
+
+    /// Returns rows in f32, decoded into `scratch` unless the matrix has them.
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set of `S`.
+    #[inline(always)]
+    unsafe fn in_f32<'s, S: Simd>(&self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        let bytes = self.rows(rows.clone());
+        if self.dtype == StoredType::F32
+            && let Ok(values) = bytemuck::try_cast_slice(bytes)
+        {
+            return values;
+        }
+        let len = rows.len() * self.input;
+        if scratch.len() < len {
+            scratch.resize(len, 0.0);
+        }
+        // SAFETY: the caller is compiled for `S`, by contract.
+        unsafe { stored::decode::<S>(self.dtype, bytes, &mut scratch[..len]) };
+        &scratch[..len]
+    }
+}
+
+thread_local! {
+    /// Decoded rows of a matrix.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Multiplies rows with matrices, on the threads of a backend.
+#[derive(Clone)]
+pub struct Products {
+    level: AvailableLevel,
+    workers: Arc<Workers>,
+}
+
+impl fmt::Debug for Products {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Products({}, {} threads)", self.level.level(), self.workers.count())
+    }
+}
+
+impl Default for Products {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Products {
+    /// Creates products by the best instructions of the processor, on the threads that backends without a thread count
+    /// of their own share.
+    pub fn new() -> Self {
+        Self { level: AvailableLevel::best(), workers: Workers::of_the_machine() }
+    }
+
+    /// Creates products by the instructions and on the threads of a backend.
+    pub fn beside(backend: &CpuBackend) -> Self {
+        Self { level: backend.level, workers: Arc::clone(&backend.workers) }
+    }
+
+    /// Creates products with the instruction set and the threads of options; their other fields do not count.
+    ///
+    /// # Errors
+    /// Returns the errors of [`CpuBackend::with_options`].
+    pub fn with_options(options: &CpuOptions) -> Result<Self> {
+        Ok(Self::beside(CpuBackend::with_options(options)?.as_ref()))
+    }
+
+    /// Computes `y = x · matrixᵀ`: `[rows, out]` of `[rows, input]`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if `x` or `y` does not have whole rows, or the two have not equally many.
+    pub fn multiply(&self, x: &[f32], matrix: &Matrix<'_>, y: &mut [f32]) -> Result<()> {
+        let (out, input) = (matrix.out, matrix.input);
+        let rows = x.len().checked_div(input).or_else(|| y.len().checked_div(out)).unwrap_or(0);
+        let check = |what, expected: usize, got: usize| {
+            let mismatch = Error::Mismatch { what, expected, got };
+            if expected == got { Ok(()) } else { Err(mismatch) }
+        };
+        check("elements of the rows to multiply", rows * input, x.len())?;
+        check("elements of the products", rows * out, y.len())?;
+        if rows == 0 || out == 0 {
+            return Ok(());
+        }
+        if input == 0 {
+            y.fill(0.0);
+            return Ok(());
+        }
+        let parts = self.workers.parts(out, out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD);
+        // Several parts for each thread, so that a thread that is late takes fewer.
+        let parts = if parts > 1 { (4 * parts).min(out.div_ceil(tile::COLUMNS)) } else { 1 };
+        let y = Target::new(bytemuck::cast_slice_mut(y));
+        self.workers.run(parts, &|part| {
+            let at = |part: usize| (out * part / parts).next_multiple_of(tile::COLUMNS).min(out);
+            let columns = at(part)..if part + 1 == parts { out } else { at(part + 1) };
+            SCRATCH.with_borrow_mut(|scratch| {
+                let part = Part { x, rows, matrix, columns, y, scratch };
+                // SAFETY: `y` has `rows` rows of `out` elements, and no other part has these columns.
+                unsafe { self.level.run(part) };
+            });
+        });
+        Ok(())
+    }
+}
+
+/// The products of all rows with some rows of the matrix, which are columns of the result.
+///
+/// `y` has `rows` rows of `matrix.out` elements of f32, of whose `columns` no other thread writes any.
+struct Part<'a> {
+    x: &'a [f32],
+    rows: usize,
+    matrix: &'a Matrix<'a>,
+    columns: Range<usize>,
+    y: Target<'a>,
+    scratch: &'a mut Vec<f32>,
+}
+
+impl Task for Part<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { x, rows, matrix, columns, y, scratch } = self;
+        let (out, input) = (matrix.out, matrix.input);
+        let y = y.at(0, rows * out * size_of::<f32>()).cast::<f32>();
+        // SAFETY: the caller is compiled for `S`, and the columns of `y` belong to this part by contract.
+        if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y) } {
+            return;
+        }
+        let in_place = matrix.dtype == StoredType::F32;
+        // Rows in runs of equal length, which stay in the second-level cache.
+        let runs = rows.div_ceil(ROWS);
+        for run in 0..runs {
+            let (at, end) = (rows * run / runs, rows * (run + 1) / runs);
+            let x = &x[at * input..end * input];
+            for from in columns.clone().step_by(tile::COLUMNS) {
+                let taken = from..(from + tile::COLUMNS).min(columns.end);
+                // SAFETY: the caller is compiled for `S`. `w` has the rows `taken` of `input` elements, `x` has those of the
+                // run, and `y` has `rows` rows of `out` elements, of which the columns `taken` belong to this part by
+                // contract.
+                unsafe {
+                    let w = matrix.in_f32::<S>(taken, scratch);
+                    tile::columns::<S>(
+                        x,
+                        end - at,
+                        w,
+                        input,
+                        (y.add(at * out + from), out),
+                        in_place && run == 0,
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Tiles: the products of up to six rows with four or eight rows of a matrix, summed in registers.
+
+use crate::simd::Simd;
+
+/// Rows of the matrix that are taken at a time.
+pub(super) const COLUMNS: usize = 8;
+/// Elements of a row that are taken at a time, so that the rows of the matrix stay in the first-level cache.
+const DEPTH: usize = 1024;
+
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. With `ahead`, asks for the memory behind
+/// `w`, which is next.
+///
+/// # Safety
+/// `y` is valid for writes of as many elements as `w` has rows, at each of `rows` strides, and nobody else accesses them.
+/// The caller is compiled for the instruction set of `S`.
+#[inline(always)]
+pub(super) unsafe fn columns<S: Simd>(
+    x: &[f32],
+    rows: usize,
+    w: &[f32],
+    input: usize,
+    (y, stride): (*mut f32, usize),
+    ahead: bool,
+) {
+    let columns = w.len() / input;
+    assert!(x.len() == rows * input && w.len() == columns * input, "whole rows");
+    // Rows are taken in runs of equal length, none longer than registers allow.
+    let most = if S::REGISTERS >= 32 { 6 } else { 3 };
+    let runs = rows.div_ceil(most);
+    for from in (0..input).step_by(DEPTH) {
+        let depth = DEPTH.min(input - from);
+        for run in 0..runs {
+            let at = rows * run / runs;
+            let taken = rows * (run + 1) / runs - at;
+            // SAFETY: `at + taken <= rows`, `from + depth <= input`, and a tile reads `taken` rows of `x` and as many of
+            // `w` as it has columns, `depth` elements of each.
+            unsafe {
+                let tile = Tile {
+                    x: x.as_ptr().add(at * input + from),
+                    w: w.as_ptr().add(from),
+                    input,
+                    depth,
+                    y: y.add(at * stride),
+                    stride,
+                    add: from > 0,
+                    ahead: ahead && run == 0,
+                };
+                tile.run::<S>(taken, columns);
+            }
+        }
+    }
+}
+
+/// Rows and columns of one tile.
+///
+/// `x` and `w` point to `depth` elements at each of their rows, which are `input` elements apart; `y` to the products, whose
+/// rows are `stride` elements apart.
+#[derive(Clone, Copy)]
+struct Tile {
+    x: *const f32,
+    w: *const f32,
+    input: usize,
+    depth: usize,
+    y: *mut f32,
+    stride: usize,
+    /// Adds to the products that are there.
+    add: bool,
+    /// Asks for the memory of the next rows of `w`.
+    ahead: bool,
+}
+
+impl Tile {
+    /// Computes `rows × columns` products, at most six rows.
+    ///
+    /// # Safety
+    /// `x` has `rows` rows and `w` has `columns`, and `y` is valid for their products. The caller is compiled for `S`.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, rows: usize, columns: usize) {
+        // SAFETY: a tile of `R × C` reads `R` rows of `x` and `C` of `w`: `R` is `rows`, and the columns taken are at most
+        // `columns`.
+        unsafe {
+            let fours = columns / 4 * 4;
+            for c in (0..fours).step_by(4) {
+                let tile = self.at(c);
+                match rows {
+                    1 => tile.products::<S, 1, 4>(),
+                    2 => tile.products::<S, 2, 4>(),
+                    3 => tile.products::<S, 3, 4>(),
+                    4 => tile.products::<S, 4, 4>(),
+                    5 => tile.products::<S, 5, 4>(),
+                    _ => tile.products::<S, 6, 4>(),
+                }
+            }
+            for c in fours..columns {
+                for r in 0..rows {
+                    let tile = self.at(c);
+                    let (x, y) = (tile.x.add(r * self.input), tile.y.add(r * self.stride));
+                    Self { x, y, ..tile }.one::<S>();
+                }
+            }
+        }
+    }
+
+    /// Moves to a column.
+    ///
+    /// # Safety
+    /// `w` and `y` have the column.
+    #[inline(always)]
+    unsafe fn at(self, column: usize) -> Self {
+        // SAFETY: by contract, both have this column.
+        unsafe { Self { w: self.w.add(column * self.input), y: self.y.add(column), ..self } }
+    }
+
+    /// Computes `R × C` products; `C` is a multiple of 4.
+    ///
+    /// # Safety
+    /// As for [`run`](Self::run), for `R` rows and `C` columns.
+    #[inline(always)]
+    unsafe fn products<S: Simd, const R: usize, const C: usize>(self) {
+        let Self { x, w, input, depth, y, stride, add, ahead } = self;
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, of `R` rows of `x`
+        // and `C` of `w`; `y` is valid for `C` products at each of `R` strides by contract.
+        unsafe {
+            let mut sums = [[S::splat(0.0); C]; R];
+            let mut i = 0;
+            while i + S::LANES <= depth {
+                let mut of_w = [S::splat(0.0); C];
+                for (c, of_w) in of_w.iter_mut().enumerate() {
+                    *of_w = S::load(w.add(c * input + i));
+                    if ahead {
+                        S::prefetch(w.wrapping_add((COLUMNS + c) * input + i).cast());
+                    }
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let of_x = S::load(x.add(r * input + i));
+                    for (sum, of_w) in sums.iter_mut().zip(of_w) {
+                        *sum = S::mul_add(of_x, of_w, *sum);
+                    }
+                }
+                i += S::LANES;
+            }
+            for (r, sums) in sums.iter().enumerate() {
+                for c in (0..C).step_by(4) {
+                    let mut four = S::sum_four(sums[c], sums[c + 1], sums[c + 2], sums[c + 3]);
+                    for (c, sum) in (c..).zip(&mut four) {
+                        for i in i..depth {
+                            *sum += *x.add(r * input + i) * *w.add(c * input + i);
+                        }
+                    }
+                    let to = y.add(r * stride + c).cast::<[f32; 4]>();
+                    if add {
+                        let before = to.read_unaligned();
+                        four = std::array::from_fn(|j| before[j] + four[j]);
+                    }
+                    to.write_unaligned(four);
+                }
+            }
+        }
+    }
+
+    /// Computes one product.
+    ///
+    /// # Safety
+    /// As for [`run`](Self::run), for one row and one column.
+    #[inline(always)]
+    unsafe fn one<S: Simd>(self) {
+        let Self { x, w, depth, y, add, .. } = self;
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is; `y` is valid for one
+        // product by contract.
+        unsafe {
+            let mut sum = S::splat(0.0);
+            let mut i = 0;
+            while i + S::LANES <= depth {
+                sum = S::mul_add(S::load(x.add(i)), S::load(w.add(i)), sum);
+                i += S::LANES;
+            }
+            let mut sum = S::sum(sum);
+            for i in i..depth {
+                sum += *x.add(i) * *w.add(i);
+            }
+            *y = if add { *y + sum } else { sum };
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Products with matrices of every stored type against plain sums in f64: on every instruction set that the processor has, on
+//! one thread and on several.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use kvbackend_cpu::dense::{Matrix, Products, StoredType};
+use kvbackend_cpu::{CpuOptions, SimdLevel};
+use kvcore::Error;
+use proptest::prelude::*;
+use rstest::rstest;
+
+/// Returns every way to multiply, with its name.
+fn ways() -> Vec<(String, Products)> {
+    let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_available());
+    let ways = levels.flat_map(|level| [(level, 1), (level, 3)]);
+    let made = |(level, threads)| {
+        let options = CpuOptions { simd: Some(level), threads: Some(threads), ..CpuOptions::default() };
+        (format!("{level}, {threads} threads"), Products::with_options(&options).unwrap())
+    };
+    ways.map(made).collect()
+}
+
+/// Returns bytes that depend only on the seed.
+fn noise(seed: u64, n: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as u8
+    };
+    std::iter::repeat_with(next).take(n).collect()
+}
+
+fn numbers(seed: u64, n: usize) -> Vec<f32> {
+    noise(seed, 2 * n).as_chunks().0.iter().map(|&b| f32::from(i16::from_le_bytes(b)) / 16384.0).collect()
+}
+
+/// Returns the bytes of a matrix whose elements are of moderate size.
+fn stored(dtype: StoredType, rows: usize, width: usize, seed: u64) -> Vec<u8> {
+    let blocks = rows * width / dtype.block_elements();
+    let mut bytes = noise(seed, blocks * dtype.block_bytes());
+    // The places of scales in f16, and of floats: their exponents are set to small numbers.
+    let places: &[usize] = match dtype {
+        StoredType::F32 => return bytemuck::cast_slice(&numbers(seed, rows * width)).to_vec(),
+        StoredType::BF16 => {
+            return numbers(seed, rows * width)
+                .iter()
+                .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
+                .collect();
+        }
+        StoredType::F16 | StoredType::Q8_0 | StoredType::Q4_0 | StoredType::Q5_0 => &[0],
+        StoredType::Q4_1 | StoredType::Q5_1 | StoredType::Q4K | StoredType::Q5K => &[0, 2],
+        StoredType::Q2K => &[80, 82],
+        StoredType::Q3K => &[108],
+        StoredType::Q6K => &[208],
+    };
+    for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+        for &at in places {
+            block[at + 1] = (block[at + 1] & 0x80) | 0x24 | (block[at + 1] & 3);
+        }
+    }
+    bytes
+}
+
+/// Returns the products, each with the sum of the magnitudes that it is made of.
+fn expected(x: &[f32], w: &[f32], input: usize) -> Vec<(f64, f64)> {
+    let dot = |x: &[f32], w: &[f32]| {
+        let products = x.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b));
+        products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
+    };
+    x.chunks_exact(input).flat_map(|x| w.chunks_exact(input).map(move |w| dot(x, w))).collect()
+}
+
+fn check(dtype: StoredType, rows: usize, out: usize, input: usize, seed: u64) {
+    let (x, bytes) = (numbers(seed, rows * input), stored(dtype, out, input, seed + 1));
+    let mut w = vec![0.0; out * input];
+    dtype.decode(&bytes, &mut w);
+    assert!(w.iter().all(|x| x.is_finite()), "{dtype}");
+    let expected = expected(&x, &w, input);
+    let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
+    let mut known: Vec<(String, Vec<f32>)> = Vec::new();
+    for (name, products) in ways() {
+        // What lies there before does not count.
+        let mut y = vec![f32::NAN; rows * out];
+        products.multiply(&x, &matrix, &mut y).unwrap();
+        for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
+            assert!(
+                (f64::from(*y) - sum).abs() <= 2e-6 * size + 1e-30,
+                "{name}, {dtype} {rows} x {out} x {input}, {i}: {y} and {sum}"
+            );
+        }
+        let level = name.split(',').next().unwrap().to_owned();
+        match known.iter().find(|(known, _)| *known == level) {
+            Some((_, alone)) => assert_eq!(&y, alone, "{name}: threads change no bit"),
+            None => known.push((level, y)),
+        }
+    }
+}
+
+#[rstest]
+fn every_type_multiplies_any_number_of_rows(#[values(1, 2, 3, 5, 6, 7, 13, 96, 97, 200)] rows: usize) {
+    for (seed, dtype) in StoredType::ALL.into_iter().enumerate() {
+        check(dtype, rows, 21, 512, seed as u64);
+    }
+}
+
+#[test]
+fn rows_longer_than_a_step_are_summed_in_parts() {
+    for dtype in [StoredType::F32, StoredType::BF16, StoredType::Q8_0, StoredType::Q6K] {
+        for rows in [1, 4] {
+            check(dtype, rows, 9, 2560, 3);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn floats_of_any_width_multiply(
+        dtype in prop::sample::select(vec![StoredType::F32, StoredType::F16, StoredType::BF16]),
+        rows in 0usize..20,
+        out in 0usize..40,
+        input in 1usize..70,
+        seed in 0u64..1000,
+    ) {
+        check(dtype, rows, out, input, seed);
+    }
+
+    #[test]
+    fn blocks_of_any_number_multiply(
+        dtype in prop::sample::select(StoredType::ALL[3..].to_vec()),
+        rows in 0usize..20,
+        out in 0usize..40,
+        blocks in 1usize..4,
+        seed in 0u64..1000,
+    ) {
+        check(dtype, rows, out, blocks * dtype.block_elements(), seed);
+    }
+}
+
+#[test]
+fn bytes_at_odd_addresses_are_numbers_too() {
+    for dtype in StoredType::ALL {
+        let bytes = stored(dtype, 8, 256, 5);
+        let moved: Vec<u8> = std::iter::once(0).chain(bytes.iter().copied()).collect();
+        let x = numbers(1, 256);
+        let [a, b] = [&bytes[..], &moved[1..]].map(|bytes| {
+            let mut y = vec![0.0; 8];
+            Products::new().multiply(&x, &Matrix::new(dtype, 8, 256, bytes).unwrap(), &mut y).unwrap();
+            y
+        });
+        for (a, b) in a.iter().zip(&b) {
+            assert!((a - b).abs() <= 1e-5 * (a.abs() + 1.0), "{dtype}: {a} and {b}");
+        }
+    }
+}
+
+#[test]
+fn extents_that_do_not_fit_are_errors() {
+    let wrong = Matrix::new(StoredType::Q8_0, 2, 40, &[0; 85]);
+    assert!(matches!(wrong, Err(Error::NotMultiple { value: 40, of: 32, .. })), "{wrong:?}");
+    let wrong = Matrix::new(StoredType::F32, 2, 3, &[0; 23]);
+    assert!(matches!(wrong, Err(Error::Mismatch { expected: 24, got: 23, .. })), "{wrong:?}");
+    assert!(Matrix::new(StoredType::F32, usize::MAX, 3, &[0; 23]).is_err());
+    let bytes = [0; 24];
+    let matrix = Matrix::new(StoredType::F32, 2, 3, &bytes).unwrap();
+    for (x, y) in [(4, 2), (3, 3), (6, 2), (3, 0), (0, 2)] {
+        let result = Products::new().multiply(&vec![0.0; x], &matrix, &mut vec![0.0; y]);
+        assert!(matches!(result, Err(Error::Mismatch { .. })), "{x} and {y}: {result:?}");
+    }
+    let none = Matrix::new(StoredType::F32, 2, 0, &[]).unwrap();
+    let mut y = [1.0; 4];
+    Products::new().multiply(&[], &none, &mut y).unwrap();
+    assert_eq!(y, [0.0; 4], "sums of nothing");
+}
