@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
@@ -33,6 +33,21 @@ struct Shared {
     done: Condvar,
     /// Number of the next part that no thread has taken.
     next: AtomicUsize,
+    /// The count of jobs and the number of threads inside one, as `state` has them, for threads that look without a lock.
+    posted: AtomicU64,
+    inside: AtomicUsize,
+}
+
+/// Looks at a value before a thread sleeps: about thirty microseconds. Steps of a model follow one another faster than a thread
+/// that sleeps is woken.
+const LOOKS: usize = 1000;
+
+/// Looks until `ready` is true, or for a while. Returns whether it was.
+fn look(ready: impl Fn() -> bool) -> bool {
+    (0..LOOKS).any(|_| {
+        std::hint::spin_loop();
+        ready()
+    })
 }
 
 #[derive(Default)]
@@ -70,7 +85,7 @@ impl Shared {
     }
 
     fn serve(&self) {
-        let mut seen = 0;
+        let (mut seen, mut looked) = (0, true);
         let mut state = self.state.lock();
         loop {
             if state.stop {
@@ -78,8 +93,9 @@ impl Shared {
             }
             match state.job {
                 Some(job) if state.number != seen => {
-                    seen = state.number;
+                    (seen, looked) = (state.number, false);
                     state.inside += 1;
+                    self.inside.store(state.inside, Ordering::Relaxed);
                     drop(state);
                     // SAFETY: `job.work` was read under the lock while the job was set, and `inside` was
                     // counted up under the same lock; `run` keeps the closure alive until `inside` is 0.
@@ -87,6 +103,7 @@ impl Shared {
                     let result = catch_unwind(AssertUnwindSafe(|| self.take_parts(work, job.parts)));
                     state = self.state.lock();
                     state.inside -= 1;
+                    self.inside.store(state.inside, Ordering::Relaxed);
                     if let Err(panic) = result {
                         state.panic.get_or_insert(panic);
                     }
@@ -94,7 +111,17 @@ impl Shared {
                         self.done.notify_one();
                     }
                 }
-                _ => self.wake.wait(&mut state),
+                _ if looked => {
+                    self.wake.wait(&mut state);
+                    looked = false;
+                }
+                _ => {
+                    // A job that ended without this thread is none to wait for.
+                    seen = state.number;
+                    drop(state);
+                    looked = !look(|| self.posted.load(Ordering::Relaxed) != seen);
+                    state = self.state.lock();
+                }
             }
         }
     }
@@ -151,11 +178,13 @@ impl Workers {
             let mut state = shared.state.lock();
             state.job = Some(Job { work: erased, parts });
             state.number += 1;
+            shared.posted.store(state.number, Ordering::Relaxed);
         }
         shared.wake.notify_all();
         let own = catch_unwind(AssertUnwindSafe(|| shared.take_parts(work, parts)));
+        shared.state.lock().job = None;
+        look(|| shared.inside.load(Ordering::Relaxed) == 0);
         let mut state = shared.state.lock();
-        state.job = None;
         while state.inside > 0 {
             shared.done.wait(&mut state);
         }

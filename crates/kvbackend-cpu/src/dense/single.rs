@@ -4,12 +4,57 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::stored::half_at;
+use super::stored::{self, Sink};
 use super::{Matrix, StoredType};
 use crate::simd::{Simd, SimdElement};
 
-/// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for matrices that have to be decoded
-/// first.
+/// Multiplies rows of blocks, each of so many bytes and elements.
+macro_rules! blocks {
+    ($read:ident, $bytes:literal, $elements:literal, $x:expr, $rows:expr, $count:expr, $y:expr) => {{
+        let blocks = $x.len() / $elements;
+        for c in 0..$count {
+            let row = $rows.add(c * blocks * $bytes);
+            let mut dot = Dot::<S> { x: $x.as_ptr(), sums: [S::splat(0.0); 2] };
+            for b in 0..blocks {
+                stored::$read::<S, Dot<S>>(&*row.add(b * $bytes).cast(), &mut dot);
+                dot.x = dot.x.add($elements);
+            }
+            *$y.add(c) = S::sum(S::add(dot.sums[0], dot.sums[1]));
+        }
+    }};
+}
+
+/// Sums the products of a row's elements with those of `x`, which has as many. The products of a group are summed before
+/// its factor multiplies them.
+struct Dot<S: Simd> {
+    x: *const f32,
+    sums: [S::V; 2],
+}
+
+impl<S: Simd> Sink<S> for Dot<S> {
+    #[inline(always)]
+    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32) {
+        // SAFETY: `i + LANES <= N`: all `N` are multiples of 16, which all numbers of lanes divide; `x` has the elements of
+        // the block by contract.
+        unsafe {
+            let x = self.x.add(at);
+            let mut of_x = S::load(x);
+            let mut products = S::mul(of_x, S::load_i8(q.as_ptr()));
+            for i in (S::LANES..N).step_by(S::LANES) {
+                let next = S::load(x.add(i));
+                products = S::mul_add(next, S::load_i8(q.as_ptr().add(i)), products);
+                of_x = S::add(of_x, next);
+            }
+            self.sums[0] = S::mul_add(products, S::splat(d), self.sums[0]);
+            if m != 0.0 {
+                self.sums[1] = S::mul_add(of_x, S::splat(m), self.sums[1]);
+            }
+        }
+    }
+}
+
+/// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for floats that do not lie at addresses
+/// for floats.
 ///
 /// # Safety
 /// `y` is valid for writes of the elements `columns`, and nobody else accesses them. The caller is compiled for `S`.
@@ -32,7 +77,16 @@ pub(super) unsafe fn columns<S: Simd>(
             StoredType::BF16 if rows.cast::<bf16>().is_aligned() => {
                 floats::<S, bf16>(x, rows.cast(), count, y)
             }
-            StoredType::Q8_0 => bytes::<S>(x, rows, matrix.row_bytes, count, y),
+            StoredType::Q8_0 => blocks!(q8_0, 34, 32, x, rows, count, y),
+            StoredType::Q4_0 => blocks!(q4_0, 18, 32, x, rows, count, y),
+            StoredType::Q4_1 => blocks!(q4_1, 20, 32, x, rows, count, y),
+            StoredType::Q5_0 => blocks!(q5_0, 22, 32, x, rows, count, y),
+            StoredType::Q5_1 => blocks!(q5_1, 24, 32, x, rows, count, y),
+            StoredType::Q2K => blocks!(q2_k, 84, 256, x, rows, count, y),
+            StoredType::Q3K => blocks!(q3_k, 110, 256, x, rows, count, y),
+            StoredType::Q4K => blocks!(q4_k, 144, 256, x, rows, count, y),
+            StoredType::Q5K => blocks!(q5_k, 176, 256, x, rows, count, y),
+            StoredType::Q6K => blocks!(q6_k, 210, 256, x, rows, count, y),
             _ => return false,
         }
     }
@@ -70,40 +124,6 @@ unsafe fn floats<S: Simd, E: SimdElement>(x: &[f32], w: *const E, count: usize, 
                 sum += *x.add(i) * w.add(i).read().to_f32();
             }
             *y.add(c) = sum;
-        }
-    }
-}
-
-/// Bytes and elements of a block of `Q8_0`.
-const BLOCK: usize = 34;
-const ELEMENTS: usize = 32;
-
-/// Multiplies rows of `Q8_0`. The products of a block are summed before its factor multiplies them.
-///
-/// # Safety
-/// `w` has `count` rows of `row` bytes, whole blocks of `x.len()` elements, and `y` is valid for writes of `count`. The
-/// caller is compiled for `S`.
-#[inline(always)]
-unsafe fn bytes<S: Simd>(x: &[f32], w: *const u8, row: usize, count: usize, y: *mut f32) {
-    let blocks = x.len() / ELEMENTS;
-    let x = x.as_ptr();
-    for c in 0..count {
-        // SAFETY: `b < blocks` and `i + LANES <= ELEMENTS`, for which `x` and row `c < count` have elements by contract, as
-        // `y` has `count`.
-        unsafe {
-            let w = w.add(c * row);
-            let mut sums = [S::splat(0.0); 2];
-            for b in 0..blocks {
-                let block = w.add(b * BLOCK);
-                let (x, q) = (x.add(b * ELEMENTS), block.add(2).cast::<i8>());
-                let mut products = S::mul(S::load(x), S::load_i8(q));
-                for i in (S::LANES..ELEMENTS).step_by(S::LANES) {
-                    products = S::mul_add(S::load(x.add(i)), S::load_i8(q.add(i)), products);
-                }
-                let d = half_at(&block.cast::<[u8; 2]>().read(), 0);
-                sums[b % 2] = S::mul_add(products, S::splat(d), sums[b % 2]);
-            }
-            *y.add(c) = S::sum(S::add(sums[0], sums[1]));
         }
     }
 }

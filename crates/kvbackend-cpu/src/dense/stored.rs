@@ -160,6 +160,11 @@ macro_rules! each_block {
             $decode(block, y);
         }
     };
+    ($bytes:expr, $to:expr, $read:ident of $elements:literal) => {
+        for (block, y) in $bytes.as_chunks().0.iter().zip($to.as_chunks_mut().0) {
+            $read::<S, Store<'_, $elements>>(block, &mut Store(y));
+        }
+    };
 }
 
 /// Decodes rows, as [`StoredType::decode`] does.
@@ -168,7 +173,7 @@ macro_rules! each_block {
 /// The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [f32]) {
-    // SAFETY: the caller is compiled for `S`. `widen` gets as many elements as both sides have.
+    // SAFETY: the caller is compiled for `S`, and a block's elements are as many as its sink has.
     unsafe {
         match dtype {
             StoredType::F32 => {
@@ -177,16 +182,16 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
             }
             StoredType::F16 => each_block!(bytes, to, halves::<S>),
             StoredType::BF16 => each_block!(bytes, to, brains::<S>),
-            StoredType::Q8_0 => each_block!(bytes, to, q8_0::<S>),
-            StoredType::Q4_0 => each_block!(bytes, to, q4_0::<S>),
-            StoredType::Q4_1 => each_block!(bytes, to, q4_1::<S>),
-            StoredType::Q5_0 => each_block!(bytes, to, q5_0::<S>),
-            StoredType::Q5_1 => each_block!(bytes, to, q5_1::<S>),
-            StoredType::Q2K => each_block!(bytes, to, q2_k::<S>),
-            StoredType::Q3K => each_block!(bytes, to, q3_k::<S>),
-            StoredType::Q4K => each_block!(bytes, to, q4_k::<S>),
-            StoredType::Q5K => each_block!(bytes, to, q5_k::<S>),
-            StoredType::Q6K => each_block!(bytes, to, q6_k::<S>),
+            StoredType::Q8_0 => each_block!(bytes, to, q8_0 of 32),
+            StoredType::Q4_0 => each_block!(bytes, to, q4_0 of 32),
+            StoredType::Q4_1 => each_block!(bytes, to, q4_1 of 32),
+            StoredType::Q5_0 => each_block!(bytes, to, q5_0 of 32),
+            StoredType::Q5_1 => each_block!(bytes, to, q5_1 of 32),
+            StoredType::Q2K => each_block!(bytes, to, q2_k of 256),
+            StoredType::Q3K => each_block!(bytes, to, q3_k of 256),
+            StoredType::Q4K => each_block!(bytes, to, q4_k of 256),
+            StoredType::Q5K => each_block!(bytes, to, q5_k of 256),
+            StoredType::Q6K => each_block!(bytes, to, q6_k of 256),
         }
         // Floats that fill no vector.
         let (width, done) = match dtype {
@@ -227,22 +232,6 @@ unsafe fn brains<S: Simd>(block: &[u8; 2 * FLOATS], y: &mut [f32; FLOATS]) {
     }
 }
 
-/// Computes `y = d · q + m`, rounded after each step.
-///
-/// # Safety
-/// The caller is compiled for `S`.
-#[inline(always)]
-unsafe fn scaled<S: Simd, const N: usize>(q: &[i8; N], d: f32, m: f32, y: &mut [f32; N]) {
-    // SAFETY: `i + LANES <= N`: all `N` are multiples of 16, which all numbers of lanes divide.
-    unsafe {
-        let (d, m) = (S::splat(d), S::splat(m));
-        for i in (0..N).step_by(S::LANES) {
-            let q = S::load_i8(q.as_ptr().add(i));
-            S::store(y.as_mut_ptr().add(i), S::add(S::mul(d, q), m));
-        }
-    }
-}
-
 /// Returns the f16 at a byte of a block, without a branch.
 ///
 /// (Marat Dukhan's FP16 library describes the arithmetic: normal numbers by a change of the exponent's bias, denormal ones by
@@ -278,16 +267,43 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     q
 }
 
-/// Defines the decoder of a format, `unsafe` because the caller is compiled for `S`.
+/// What becomes of the elements of a block.
+pub(super) trait Sink<S: Simd> {
+    /// Takes the elements `d · q + m` from `at` on, counted from the start of the block. `N` is 16 or 32.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`. The sink has room for the block.
+    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32);
+}
+
+/// Stores elements, rounded after each step.
+struct Store<'a, const N: usize>(&'a mut [f32; N]);
+
+impl<S: Simd, const B: usize> Sink<S> for Store<'_, B> {
+    #[inline(always)]
+    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32) {
+        let y = &mut self.0[at..at + N];
+        // SAFETY: `i + LANES <= N`: all `N` are multiples of 16, which all numbers of lanes divide.
+        unsafe {
+            let (d, m) = (S::splat(d), S::splat(m));
+            for i in (0..N).step_by(S::LANES) {
+                let q = S::load_i8(q.as_ptr().add(i));
+                S::store(y.as_mut_ptr().add(i), S::add(S::mul(d, q), m));
+            }
+        }
+    }
+}
+
+/// Defines the reader of a format, `unsafe` because the caller is compiled for `S`, and the sink has room for the block.
 macro_rules! format {
-    ($(#[$doc:meta])* $name:ident($block:ident: $bytes:literal, $y:ident: $elements:literal) $body:block) => {
+    ($(#[$doc:meta])* $name:ident($block:ident: $bytes:literal, $sink:ident) $body:block) => {
         $(#[$doc])*
         ///
         /// # Safety
-        /// The caller is compiled for `S`.
+        /// The caller is compiled for `S`. The sink has room for the block.
         #[inline(always)]
-        unsafe fn $name<S: Simd>($block: &[u8; $bytes], $y: &mut [f32; $elements]) {
-            // SAFETY: the caller is compiled for `S`, which is all that `scaled` asks for.
+        pub(super) unsafe fn $name<S: Simd, G: Sink<S>>($block: &[u8; $bytes], $sink: &mut G) {
+            // SAFETY: the caller is compiled for `S`, and groups lie within the block.
             unsafe { $body }
         }
     };
@@ -295,51 +311,51 @@ macro_rules! format {
 
 format! {
     /// A factor, and 32 signed bytes.
-    q8_0(block: 34, y: 32) {
+    q8_0(block: 34, sink) {
         let mut q = [0; 32];
         q.copy_from_slice(bytemuck::cast_slice(&block[2..]));
-        scaled::<S, 32>(&q, half_at(block, 0), 0.0, y);
+        sink.group(0, &q, half_at(block, 0), 0.0);
     }
 }
 
 format! {
     /// A factor, and 32 elements of four bits, 8 for zero.
-    q4_0(block: 18, y: 32) {
+    q4_0(block: 18, sink) {
         let mut q = nibbles(&block[2..]);
         q.iter_mut().for_each(|q| *q -= 8);
-        scaled::<S, 32>(&q, half_at(block, 0), 0.0, y);
+        sink.group(0, &q, half_at(block, 0), 0.0);
     }
 }
 
 format! {
     /// A factor, a minimum, and 32 elements of four bits.
-    q4_1(block: 20, y: 32) {
-        scaled::<S, 32>(&nibbles(&block[4..]), half_at(block, 0), half_at(block, 2), y);
+    q4_1(block: 20, sink) {
+        sink.group(0, &nibbles(&block[4..]), half_at(block, 0), half_at(block, 2));
     }
 }
 
 format! {
     /// A factor, 32 fifth bits, and 32 elements of four bits, 16 for zero.
-    q5_0(block: 22, y: 32) {
+    q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
         q.iter_mut().for_each(|q| *q -= 16);
-        scaled::<S, 32>(&q, half_at(block, 0), 0.0, y);
+        sink.group(0, &q, half_at(block, 0), 0.0);
     }
 }
 
 format! {
     /// A factor, a minimum, 32 fifth bits, and 32 elements of four bits.
-    q5_1(block: 24, y: 32) {
+    q5_1(block: 24, sink) {
         let q = fives(&block[8..], pod_read_unaligned(&block[4..8]));
-        scaled::<S, 32>(&q, half_at(block, 0), half_at(block, 2), y);
+        sink.group(0, &q, half_at(block, 0), half_at(block, 2));
     }
 }
 
 format! {
     /// 16 scales with minima in four bits each, 64 bytes of two bits, and two factors.
-    q2_k(block: 84, y: 256) {
+    q2_k(block: 84, sink) {
         let (d, minimum) = (half_at(block, 80), half_at(block, 82));
-        for (group, y) in y.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        for group in 0..16 {
             let (half, pair, side) = (group / 8, group % 8 / 2, group % 2);
             let bytes = &block[16 + 32 * half + 16 * side..];
             let mut q = [0; 16];
@@ -347,16 +363,16 @@ format! {
                 *q = ((byte >> (2 * pair)) & 3).cast_signed();
             }
             let scale = block[group];
-            scaled::<S, 16>(&q, d * f32::from(scale & 15), -(minimum * f32::from(scale >> 4)), y);
+            sink.group::<16>(16 * group, &q, d * f32::from(scale & 15), -(minimum * f32::from(scale >> 4)));
         }
     }
 }
 
 format! {
     /// 32 bytes of third bits, 64 bytes of two bits, 16 scales of six bits, and a factor.
-    q3_k(block: 110, y: 256) {
+    q3_k(block: 110, sink) {
         let (d, packed) = (half_at(block, 108), &block[96..108]);
-        for (group, y) in y.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        for group in 0..16 {
             let (half, pair, side) = (group / 8, group % 8 / 2, group % 2);
             let (low, high) = (&block[32 + 32 * half + 16 * side..], &block[16 * side..]);
             let mut q = [0; 16];
@@ -366,7 +382,7 @@ format! {
             }
             let low = (packed[group % 8] >> (4 * (group / 8))) & 15;
             let high = (packed[8 + group % 4] >> (2 * (group / 4))) & 3;
-            scaled::<S, 16>(&q, d * (f32::from(low | (high << 4)) - 32.0), 0.0, y);
+            sink.group::<16>(16 * group, &q, d * (f32::from(low | (high << 4)) - 32.0), 0.0);
         }
     }
 }
@@ -385,24 +401,24 @@ fn scale_and_minimum(packed: &[u8], group: usize) -> (f32, f32) {
 
 format! {
     /// Two factors, eight scales with minima in six bits each, and 256 elements of four bits.
-    q4_k(block: 144, y: 256) {
+    q4_k(block: 144, sink) {
         let (d, minimum) = (half_at(block, 0), half_at(block, 2));
-        for (group, y) in y.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        for group in 0..8 {
             let mut q = [0; 32];
             for (q, byte) in q.iter_mut().zip(&block[16 + 32 * (group / 2)..]) {
                 *q = ((byte >> (4 * (group % 2))) & 15).cast_signed();
             }
             let (scale, least) = scale_and_minimum(&block[4..16], group);
-            scaled::<S, 32>(&q, d * scale, -(minimum * least), y);
+            sink.group::<32>(32 * group, &q, d * scale, -(minimum * least));
         }
     }
 }
 
 format! {
     /// As `Q4_K`, with 32 bytes of fifth bits.
-    q5_k(block: 176, y: 256) {
+    q5_k(block: 176, sink) {
         let (d, minimum) = (half_at(block, 0), half_at(block, 2));
-        for (group, y) in y.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        for group in 0..8 {
             let (low, high) = (&block[48 + 32 * (group / 2)..], &block[16..48]);
             let mut q = [0; 32];
             for (l, q) in q.iter_mut().enumerate() {
@@ -410,16 +426,16 @@ format! {
                 *q = (((low[l] >> (4 * (group % 2))) & 15) | (fifth << 4)).cast_signed();
             }
             let (scale, least) = scale_and_minimum(&block[4..16], group);
-            scaled::<S, 32>(&q, d * scale, -(minimum * least), y);
+            sink.group::<32>(32 * group, &q, d * scale, -(minimum * least));
         }
     }
 }
 
 format! {
     /// 128 bytes of four bits, 64 of two, 16 signed scales, and a factor.
-    q6_k(block: 210, y: 256) {
+    q6_k(block: 210, sink) {
         let d = half_at(block, 208);
-        for (group, y) in y.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        for group in 0..16 {
             // A half has four runs of 32 elements: the low nibbles of 64 bytes, and after them the high ones.
             let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
             let low = &block[64 * half + 32 * (run % 2) + 16 * side..];
@@ -429,7 +445,7 @@ format! {
                 let six = ((low[l] >> (4 * (run / 2))) & 15) | (((high[l] >> (2 * run)) & 3) << 4);
                 *q = six.cast_signed() - 32;
             }
-            scaled::<S, 16>(&q, d * f32::from(block[192 + group].cast_signed()), 0.0, y);
+            sink.group::<16>(16 * group, &q, d * f32::from(block[192 + group].cast_signed()), 0.0);
         }
     }
 }

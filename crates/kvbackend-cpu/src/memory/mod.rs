@@ -1,6 +1,6 @@
 //! Host storage: owned, lent or reserved bytes behind a lock, so that safe code cannot race.
 
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
@@ -25,6 +25,7 @@ const ALIGN: usize = 64;
 
 /// Bytes of a large page. Rows of a pool are accessed in any order: with small pages, most accesses would
 /// also miss the TLB.
+#[cfg(target_os = "linux")]
 const LARGE_PAGE: usize = 2 << 20;
 
 // Decision: docs/decisions/backend-cpu.md#the-cpu-backend-locks-storages
@@ -84,7 +85,7 @@ impl Bytes {
 }
 
 impl CpuStorage {
-    /// Allocates `bytes` zeroed bytes.
+    /// Allocates `bytes` zeroed bytes. On Linux, many bytes take memory only as they are touched.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
@@ -92,19 +93,17 @@ impl CpuStorage {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
-        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
-        let align = if bytes < 2 * LARGE_PAGE { ALIGN } else { LARGE_PAGE };
-        let layout =
-            Layout::from_size_align(bytes, align).map_err(|_| refused("larger than the address space"))?;
-        // SAFETY: the size of `layout` is `bytes`, which is not 0.
-        let ptr =
-            NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| refused("the system is out of memory"))?;
         #[cfg(target_os = "linux")]
-        if align == LARGE_PAGE {
-            pages::prefer(ptr, bytes);
+        if bytes >= 2 * LARGE_PAGE {
+            let (ptr, _, mapping) = reserved::Mapping::new(kind, bytes)?;
+            return Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Reserved(mapping) }, kind));
         }
-        // SAFETY: `ptr` was just allocated for `bytes` bytes.
-        unsafe { ptr.write_bytes(0, bytes) };
+        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
+        let layout =
+            Layout::from_size_align(bytes, ALIGN).map_err(|_| refused("larger than the address space"))?;
+        // SAFETY: the size of `layout` is `bytes`, which is not 0.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })
+            .ok_or_else(|| refused("the system is out of memory"))?;
         Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
     }
 

@@ -24,7 +24,7 @@ pub struct CpuReserved {
     page: usize,
 }
 
-/// An anonymous mapping, unmapped when dropped.
+/// An anonymous mapping of zeros, unmapped when dropped. The system gives it pages when they are first touched.
 pub(super) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -37,10 +37,36 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `ptr` and `len` are those of a mapping that `CpuReserved::reserve` made, and nothing refers
-        // to it any more. `munmap` can fail only for a range that is no mapping; in that case memory is
+        // SAFETY: `ptr` and `len` are those of a mapping that `Mapping::new` made, and nothing refers to it any more. `munmap` can fail only for a range that is no mapping; in that case memory is
         // leaked, not freed twice.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
+    }
+}
+
+impl Mapping {
+    /// Maps `bytes` bytes, rounded up to whole pages. Returns them with the mapping; many bytes begin at a large page.
+    pub(super) fn new(kind: MemoryKind, bytes: usize) -> Result<(NonNull<u8>, usize, Self)> {
+        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
+        let fits = |len: &usize| isize::try_from(*len).is_ok();
+        let usable = bytes.checked_next_multiple_of(page_size()).filter(fits);
+        let usable = usable.ok_or_else(|| refused("larger than the address space"))?;
+        let large = usable >= 2 * LARGE_PAGE;
+        let len = usable.checked_add(if large { LARGE_PAGE } else { 0 }).filter(fits);
+        let len = len.ok_or_else(|| refused("larger than the address space"))?;
+        // SAFETY: with a null address the system chooses an unused range, so that the new private mapping
+        // touches no other memory.
+        let ptr =
+            unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
+        let ptr = NonNull::new(ptr.cast::<u8>()).ok_or_else(|| refused("the system gave no address"))?;
+        let mapping = Self { ptr, len };
+        if !large {
+            return Ok((ptr, usable, mapping));
+        }
+        // SAFETY: the distance to the next large page is less than `LARGE_PAGE`, by which the mapping is longer.
+        let start = unsafe { ptr.add(ptr.as_ptr().align_offset(LARGE_PAGE)) };
+        pages::prefer(start, usable);
+        Ok((start, usable, mapping))
     }
 }
 
@@ -53,21 +79,9 @@ impl CpuReserved {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
         }
-        let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let page = page_size();
-        let len = bytes.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
-        let len = len.ok_or_else(|| refused("larger than the address space"))?;
-        // SAFETY: with a null address the system chooses an unused range, so that the new private mapping
-        // touches no other memory.
-        let ptr =
-            unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
-        let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
-        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| refused("the system gave no address"))?;
-        if len >= 2 * LARGE_PAGE {
-            pages::prefer(ptr, len);
-        }
-        let owner = Owner::Reserved(Mapping { ptr, len });
-        let storage = CpuStorage::new(Bytes { ptr, len, owner }, kind);
+        let (ptr, len, mapping) = Mapping::new(kind, bytes)?;
+        let storage = CpuStorage::new(Bytes { ptr, len, owner: Owner::Reserved(mapping) }, kind);
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
     }
 

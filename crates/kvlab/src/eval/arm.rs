@@ -68,11 +68,12 @@ impl Arm {
 impl FromStr for Arm {
     type Err = Error;
 
-    /// Parses an arm without context scaling, as tables name it: `full attention`, or positions, mode and strategy.
+    /// Parses an arm as tables name it: `full attention`, or positions, mode and strategy, and after these a temperature and a
+    /// scale if the question's attention to documents is scaled.
     ///
     /// ```
     /// use kvlab::Arm;
-    /// for name in ["full attention", "sequential, with-system, link:16", "overlapped, alone, none"] {
+    /// for name in ["full attention", "sequential, with-system, link:16", "overlapped, alone, none, T 0.9 S 0.8"] {
     ///     assert_eq!(name.parse::<Arm>()?.name(), name);
     /// }
     /// assert_eq!("sequential,alone,full".parse::<Arm>()?.name(), "sequential, alone, full");
@@ -85,6 +86,14 @@ impl FromStr for Arm {
         }
         match text.split(',').map(str::trim).collect::<Vec<_>>()[..] {
             ["full attention" | "full"] => Ok(Self::full_attention()),
+            [strategy, mode, recompute, scaling] => {
+                let number = |text: &str, name| text.strip_prefix(name)?.trim().parse::<f32>().ok();
+                let (temperature, scale) = scaling.split_once(" S").ok_or_else(bad)?;
+                let temperature = number(temperature, "T").ok_or_else(bad)?;
+                let scaling = ContextScaling { temperature, scale: number(scale, "").ok_or_else(bad)? };
+                scaling.check()?;
+                Ok(Self { scaling, ..[strategy, mode, recompute].join(",").parse()? })
+            }
             [strategy, mode, recompute] => {
                 let cell = ReuseCell {
                     strategy: named(strategy).ok_or_else(bad)?,

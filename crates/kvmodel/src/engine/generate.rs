@@ -185,6 +185,11 @@ impl Engine {
         Ok(())
     }
 
+    /// Returns the number of positions that a request may have.
+    pub(super) fn longest(&self) -> usize {
+        self.model.config().max_positions.min(self.caches.longest())
+    }
+
     /// Answers a request after its prefill.
     pub(super) fn decode(
         &mut self,
@@ -211,38 +216,38 @@ impl Engine {
         observer: &mut dyn Observer,
     ) -> Result<Generation> {
         let Asked { request, started, ropes } = asked;
-        let Prefilled { context, mut logits, mut next, cached_tokens, recomputed_tokens, flops, chunks } =
-            prefilled;
-        let mut sampler = Sampler::new(request.sampling);
-        let mut step = None;
-        let longest = self.model.config().max_positions.min(self.caches.longest());
-        let left = (longest as i64).saturating_sub(next.position).max(0) as usize;
+        let longest = self.longest();
+        let left = (longest as i64).saturating_sub(prefilled.next.position).max(0) as usize;
         let mut generation = Generation {
             tokens: Vec::with_capacity(request.max_new_tokens.min(left.saturating_add(1))),
             finish: FinishReason::Length,
             prompt_tokens,
-            cached_tokens,
-            recomputed_tokens,
-            prefill_flops: flops,
+            cached_tokens: prefilled.cached_tokens,
+            recomputed_tokens: prefilled.recomputed_tokens,
+            prefill_flops: prefilled.flops,
             ttft: started.elapsed(),
             total: started.elapsed(),
-            chunks,
+            chunks: prefilled.chunks.clone(),
             logits: Vec::new(),
         };
+        if let Some(answer) = &request.forced {
+            return self.follow(asked, answer, own, prefilled, generation, observer);
+        }
+        let Prefilled { context, mut logits, mut next, .. } = prefilled;
+        let mut sampler = Sampler::new(request.sampling);
+        let mut step = None;
         while generation.tokens.len() < request.max_new_tokens {
-            let forced = request.forced.as_ref().map(|forced| forced.get(generation.tokens.len()).copied());
-            let token = forced.unwrap_or_else(|| Some(sampler.sample(&logits)));
+            let token = sampler.sample(&logits);
             if generation.tokens.is_empty() {
                 generation.ttft = started.elapsed();
             }
             if request.keep_logits {
                 generation.logits.push(logits.clone());
             }
-            let ends = |token: &u32| request.forced.is_none() && self.model.config().eos.contains(token);
-            let Some(token) = token.filter(|token| !ends(token)) else {
+            if self.model.config().eos.contains(&token) {
                 generation.finish = FinishReason::Stop;
                 break;
-            };
+            }
             generation.tokens.push(token);
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);

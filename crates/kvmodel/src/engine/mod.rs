@@ -17,6 +17,7 @@ mod blend;
 mod caches;
 mod calibrate;
 mod chunked;
+mod follow;
 mod generate;
 mod inquire;
 mod request;
