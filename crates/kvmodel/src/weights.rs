@@ -1,7 +1,6 @@
 //! Weights from safetensors: one file or an index with shards, as they are stored.
 
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::path::Path;
 
 use rand::rngs::StdRng;
@@ -9,14 +8,14 @@ use rand::{RngExt, SeedableRng};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use crate::dense::{StoredType, StoredWeight};
+use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::error::{Error, Result, WeightProblem};
 
 /// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
 /// shape.
 ///
-/// Tensors stay in the format in which they are stored until the model takes them, one after the other. So a model
-/// takes no more memory while it loads than its weights in both formats, and the stored ones shrink meanwhile.
+/// Files are mapped, and tensors are parts of them until the model takes them, one after the other. Dense steps that use
+/// weights as they are stored keep these parts: nothing is copied, and programs that run one model share its memory.
 #[derive(Debug)]
 pub struct Weights {
     source: Source,
@@ -32,7 +31,8 @@ enum Source {
 
 impl Weights {
     /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. Calls `progress`
-    /// with the bytes read so far and in total.
+    /// with the bytes read so far and in total. The files must not change while the model is in use
+    /// ([`SharedBytes::map`]).
     ///
     /// # Errors
     /// - Returns [`Error::Io`] if a file cannot be read.
@@ -55,12 +55,11 @@ impl Weights {
         for path in files {
             progress(done, total);
             let io = |source| Error::Io { path: path.clone(), source };
-            let file = std::fs::File::open(&path).map_err(io)?;
-            let length = size(&path);
-            let mut reader = FileReader { file, left: length, hasher: &mut hasher };
-            let mut report = |left: u64| progress(done + length - left, total);
+            let file = std::fs::File::open(&path).and_then(|file| SharedBytes::map(&file)).map_err(io)?;
+            let length = file.len() as u64;
+            let mut reader = FileReader { file, at: 0, hasher: &mut hasher };
+            let mut report = |at: usize| progress(done + at as u64, total);
             let of_file = reader.tensors(&mut report).map_err(|failure| match failure {
-                ReadFailure::Io(source) => io(source),
                 ReadFailure::Header(text) => Error::Weights(format!("{}: {text}", path.display())),
                 ReadFailure::Weight(error) => error,
             })?;
@@ -77,9 +76,8 @@ impl Weights {
     /// Returns [`Error::Weights`] and [`Error::Weight`] as [`from_directory`](Self::from_directory) does.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
-        let mut reader = FileReader { file: bytes, left: bytes.len() as u64, hasher: &mut hasher };
+        let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
         let tensors = reader.tensors(&mut |_| ()).map_err(|failure| match failure {
-            ReadFailure::Io(error) => Error::Weights(not_safetensors(error)),
             ReadFailure::Header(text) => Error::Weights(text),
             ReadFailure::Weight(error) => error,
         })?;
@@ -156,42 +154,45 @@ fn shards(text: &str) -> Result<Vec<String>> {
     if names.is_empty() { Err(bad("no shards")) } else { Ok(names) }
 }
 
-/// A safetensors file that is read tensor by tensor, so that it never lies in memory as a whole.
-struct FileReader<'a, R> {
-    file: R,
-    /// The bytes that are not read yet.
-    left: u64,
+/// A safetensors file that is read tensor by tensor.
+struct FileReader<'a> {
+    file: SharedBytes,
+    /// The bytes that were read.
+    at: usize,
     hasher: &'a mut blake3::Hasher,
 }
 
 /// The reason why a file cannot be read.
 enum ReadFailure {
-    Io(std::io::Error),
     /// The header does not describe the file.
     Header(String),
     Weight(Error),
 }
 
-/// The largest number of bytes that are read between two reports of progress.
+/// The largest number of bytes that are read, and hashed, between two reports of progress.
 const PART: usize = 16 << 20;
 
 fn not_safetensors(reason: impl std::fmt::Display) -> String {
     format!("not a valid safetensors file: {reason}")
 }
 
-impl<R: Read> FileReader<'_, R> {
-    /// Reads the next `len` bytes. Calls `progress` with the bytes that are left.
-    fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(u64)) -> Result<Vec<u8>, ReadFailure> {
-        if len > self.left {
-            let reason = format!("{len} bytes are expected where {} are left", self.left);
+impl FileReader<'_> {
+    /// Returns the number of bytes that were not read yet.
+    fn left(&self) -> usize {
+        self.file.len() - self.at
+    }
+
+    /// Reads the next `len` bytes. Calls `progress` with the bytes that were read so far.
+    fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(usize)) -> Result<SharedBytes, ReadFailure> {
+        let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
+        let Some(bytes) = end.and_then(|end| self.file.part(self.at..end)) else {
+            let reason = format!("{len} bytes are expected where {} are left", self.left());
             return Err(ReadFailure::Header(not_safetensors(reason)));
-        }
-        let mut bytes = vec![0; len as usize];
-        for part in bytes.chunks_mut(PART) {
-            self.file.read_exact(part).map_err(ReadFailure::Io)?;
+        };
+        for part in bytes.chunks(PART) {
             self.hasher.update(part);
-            self.left -= part.len() as u64;
-            progress(self.left);
+            self.at += part.len();
+            progress(self.at);
         }
         Ok(bytes)
     }
@@ -199,16 +200,16 @@ impl<R: Read> FileReader<'_, R> {
     /// Reads all tensors of the file.
     fn tensors(
         &mut self,
-        progress: &mut dyn FnMut(u64),
+        progress: &mut dyn FnMut(usize),
     ) -> Result<BTreeMap<String, StoredWeight>, ReadFailure> {
         let header = |reason: &dyn std::fmt::Display| ReadFailure::Header(not_safetensors(reason));
         let length = self.bytes(8, progress)?;
-        let length = length.try_into().map(u64::from_le_bytes).map_err(|_| header(&"no header"))?;
+        let length = length[..].try_into().map(u64::from_le_bytes).map_err(|_| header(&"no header"))?;
         let text = self.bytes(length, progress)?;
         // Checks that tensors have the bytes of their shapes, and lie one after the other.
         let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| header(&error))?;
-        if self.left > metadata.data_len() as u64 {
-            let reason = format!("{} bytes of tensors, {} in the file", metadata.data_len(), self.left);
+        if self.left() > metadata.data_len() {
+            let reason = format!("{} bytes of tensors, {} in the file", metadata.data_len(), self.left());
             return Err(header(&reason));
         }
         let mut tensors = BTreeMap::new();
@@ -225,8 +226,8 @@ impl<R: Read> FileReader<'_, R> {
             };
             let (start, end) = info.data_offsets;
             let expected = end - start;
-            if expected as u64 > self.left {
-                let problem = WeightProblem::Length { expected, got: self.left as usize };
+            if expected > self.left() {
+                let problem = WeightProblem::Length { expected, got: self.left() };
                 return Err(header(&format!("{name} {problem}")));
             }
             let bytes = self.bytes(expected as u64, progress)?;

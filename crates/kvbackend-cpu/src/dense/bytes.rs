@@ -30,6 +30,9 @@ impl SharedBytes {
     /// # Errors
     /// Returns the error of the system.
     pub fn map(file: &File) -> std::io::Result<Self> {
+        if file.metadata()?.len() == 0 {
+            return Ok(Vec::new().into());
+        }
         // SAFETY: the caller guarantees that the file stays as it is.
         let mapped = unsafe { memmap2::Mmap::map(file)? };
         let range = 0..mapped.len();

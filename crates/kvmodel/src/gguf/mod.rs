@@ -13,6 +13,7 @@
 use std::path::Path;
 
 use crate::config::ModelConfig;
+use crate::dense::SharedBytes;
 use crate::error::{Error, Result};
 use crate::text::TextCodec;
 use crate::weights::Weights;
@@ -34,7 +35,8 @@ pub(crate) struct Gguf {
 
 impl Gguf {
     /// Reads a file. Calls `progress` with the bytes of tensors read so far and in total. A `tokenizer.json` in the same folder
-    /// takes the place of the tokenizer of the file.
+    /// takes the place of the tokenizer of the file. The file must not change while the model is in use
+    /// ([`SharedBytes::map`]).
     ///
     /// # Errors
     /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Gguf`], with the path and the field or tensor, if it is no
@@ -52,7 +54,8 @@ impl Gguf {
             } else {
                 tokenizer::codec(&header)?
             };
-            let weights = tensors::weights(&header, &mut config, file, length, progress)?;
+            let mapped = SharedBytes::map(file).map_err(Failure::Io)?;
+            let weights = tensors::weights(&header, &mut config, &mapped, progress)?;
             Ok(Self { config, codec, weights })
         };
         read(&mut file, progress).map_err(|failure| match failure {

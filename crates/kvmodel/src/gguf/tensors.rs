@@ -1,14 +1,11 @@
 //! The tensors of a GGUF file under the names, and in the order of rows, that Hugging Face models have.
 
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
-
 use kvcore::RopeScaling;
 
 use super::fields::{Header, Place};
 use super::{Failure, wrong};
 use crate::config::{Family, ModelConfig};
-use crate::dense::{StoredType, StoredWeight, bytes_of};
+use crate::dense::{SharedBytes, StoredType, StoredWeight, bytes_of};
 use crate::weights::Weights;
 
 /// The divisors of frequencies that a rotary embedding was searched or computed with.
@@ -47,18 +44,17 @@ fn name_of(tensor: &str) -> Option<String> {
 pub(super) fn weights(
     header: &Header,
     config: &mut ModelConfig,
-    file: &mut File,
-    length: u64,
+    file: &SharedBytes,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Weights, Failure> {
     let mut places: Vec<&Place> = header.tensors.iter().collect();
     places.sort_by_key(|place| place.offset);
-    let total = length.saturating_sub(header.data);
+    let total = (file.len() as u64).saturating_sub(header.data);
     let mut tensors = Vec::new();
     for place in places {
         let name = if place.name == FACTORS { Some(FACTORS.to_owned()) } else { name_of(&place.name) };
         let Some(name) = name else { continue };
-        let stored = read(header, place, name, file, length)?;
+        let stored = read(header, place, name, file)?;
         progress(place.offset + stored.bytes().len() as u64, total);
         if place.name == FACTORS {
             add_factors(config, &stored)?;
@@ -90,13 +86,7 @@ fn type_of(number: u32) -> Option<StoredType> {
     })
 }
 
-fn read(
-    header: &Header,
-    place: &Place,
-    name: String,
-    file: &mut File,
-    length: u64,
-) -> Result<StoredWeight, Failure> {
+fn read(header: &Header, place: &Place, name: String, file: &SharedBytes) -> Result<StoredWeight, Failure> {
     let Some(dtype) = type_of(place.dtype) else {
         let read: Vec<String> = StoredType::ALL.iter().map(ToString::to_string).collect();
         let (name, got) = (&place.name, place.dtype);
@@ -107,17 +97,14 @@ fn read(
     };
     let bytes = bytes_of(dtype, &place.shape)
         .map_err(|problem| Failure::Wrong(format!("{} {problem}", place.name)))?;
-    let start = header.data.checked_add(place.offset);
-    let Some(start) = start.filter(|start| start.checked_add(bytes as u64).is_some_and(|end| end <= length))
-    else {
-        let (name, at) = (&place.name, place.offset);
+    let start = header.data.checked_add(place.offset).and_then(|start| usize::try_from(start).ok());
+    let range = start.and_then(|start| Some(start..start.checked_add(bytes)?));
+    let Some(contents) = range.and_then(|range| file.part(range)) else {
+        let (name, at, length) = (&place.name, place.offset, file.len());
         return wrong(format!(
             "tensor {name:?} of {bytes} bytes at {at} ends behind the file of {length} bytes"
         ));
     };
-    let mut contents = vec![0; bytes];
-    file.seek(SeekFrom::Start(start)).map_err(Failure::Io)?;
-    file.read_exact(&mut contents).map_err(Failure::Io)?;
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
 

@@ -115,7 +115,9 @@ fn a_model_in_blocks_answers_as_its_decoded_weights(
     let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let gap = distance(&got, &expected) / largest;
     println!("{dtype}, {format:?}: {gap:.2e} of the largest logit, {held:.3} of the memory");
-    assert!(gap < 1e-5, "{gap}");
+    // Of Q4_K, the down projection stays in f32, which the format of eight bits rounds.
+    let rounded = dtype == StoredType::Q4K && format == WeightFormat::Q8;
+    assert!(gap < if rounded { 0.02 } else { 1e-5 }, "{gap}");
 }
 
 #[test]
