@@ -13,7 +13,7 @@ use crate::error::{Error, Result, WeightProblem};
 /// ```
 /// use kvmodel::dense::{StoredType, StoredWeight};
 ///
-/// let ones = [1.0f32; 6].iter().flat_map(|x| x.to_le_bytes()).collect();
+/// let ones: Vec<u8> = [1.0f32; 6].iter().flat_map(|x| x.to_le_bytes()).collect();
 /// let weight = StoredWeight::new("model.norm.weight", StoredType::F32, &[6], ones)?;
 /// assert_eq!((weight.shape(), weight.bytes().len()), (&[6][..], 24));
 /// let short = StoredWeight::new("model.norm.weight", StoredType::F32, &[6], vec![0; 23]);
