@@ -21,6 +21,7 @@ mod licences;
 mod links;
 mod loom;
 mod page;
+mod published;
 mod rooms;
 mod run;
 mod sanitize;
@@ -69,6 +70,8 @@ enum XtaskCommand {
     /// Check the CUDA backend on a real card and write one report: conformance, sanitizers, speed, peers, answers. Runs
     /// elsewhere too, with the programs that `--collect` gathers.
     GpuCheck(gpu_check::GpuCheckArgs),
+    /// Ask a published model in every way of reuse, and write the table of docs/quality.md (needs the model's wheel).
+    Published(published::PublishedArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
     /// Count the instructions that hot paths take and compare them with the committed baseline (needs valgrind and
@@ -100,6 +103,7 @@ fn main() -> ExitCode {
         XtaskCommand::AscendHeaders => ascend_headers::ascend_headers(),
         XtaskCommand::Bench(args) => bench::bench(&args),
         XtaskCommand::GpuCheck(args) => gpu_check::gpu_check(&args),
+        XtaskCommand::Published(args) => published::published(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),
         XtaskCommand::Instructions(args) => instructions::instructions(&args),
         XtaskCommand::Loom(args) => loom::loom(&args),

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use crate::run::{Result, cargo_command};
-use crate::{ascend_headers, cuda_ptx};
+use crate::{ascend_headers, cuda_ptx, published};
 
 /// One tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub(crate) enum Tool {
     CudaCompiler,
     /// Headers of CANN, from Python wheels.
     AscendHeaders,
+    /// A published model, from a Python wheel.
+    PublishedModel,
 }
 
 impl Tool {
@@ -44,6 +46,7 @@ impl Tool {
             Self::Sanitizer => nightly() || runs("valgrind", &["--version"]),
             Self::CudaCompiler => cuda_ptx::is_here(),
             Self::AscendHeaders => ascend_headers::is_here(),
+            Self::PublishedModel => published::is_here(),
         }
     }
 
@@ -71,6 +74,7 @@ impl Tool {
             }
             Self::CudaCompiler => cuda_ptx::bring(),
             Self::AscendHeaders => ascend_headers::bring(),
+            Self::PublishedModel => published::bring(),
         }
     }
 }

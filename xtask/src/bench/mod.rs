@@ -137,6 +137,7 @@ fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
         ]
     };
     let mut rows = run_bench("kernels_against_memcpy", kernels)?;
+    rows.extend(run_bench("products", if quick { &["--mib", "16"] } else { &[] })?);
     rows.extend(run_bench("quantized_caches", formats)?);
     rows.extend(run_bench("chunk_reuse", &["--tokens", "4096"])?);
     rows.extend(run_bench("ttft", ttft)?);

@@ -121,6 +121,12 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: &[],
     },
     Slice {
+        name: "published",
+        covers: "strategies of reuse on a published model: the question chooses well",
+        command: "cargo xtask published --quick",
+        needs: &[Tool::PublishedModel],
+    },
+    Slice {
         name: "benches-cpu",
         covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
         command: "cargo xtask bench --quick",

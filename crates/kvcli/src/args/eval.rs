@@ -86,6 +86,10 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
+    /// Number of the first draw. A long evaluation goes on where another ended, with other questions.
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "dataset")]
+    pub(crate) first_seed: usize,
+
     /// Questions of each kind in a draw; 20 by default. Of a dataset: questions in all; by default every one.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) questions: Option<usize>,

@@ -69,8 +69,12 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         bar.set_position(done as u64);
     };
     let out = &mut std::io::stdout().lock();
-    let options =
-        EvalOptions { style: style(args), measure: args.measure.into(), answer_tokens: args.answer_tokens };
+    let options = EvalOptions {
+        style: style(args),
+        measure: args.measure.into(),
+        answer_tokens: args.answer_tokens,
+        first_draw: args.first_seed,
+    };
     if args.gate {
         let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
         let cell = ReuseCell { mode: args.chunks.into(), strategy };
@@ -115,7 +119,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     if args.json {
         json(out, &EvalReport { questions: asked, seeds: draws, scores })?;
     } else {
-        show::answers(out, &arms, &questions, trials, args.show)?;
+        show::answers(out, &arms, (args.first_seed, &questions), trials, args.show)?;
         show::table(out, scores, draws)?;
         writeln!(out, "\n{asked} questions in {draws} draws.")?;
     }
@@ -180,7 +184,8 @@ fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
         };
         questions.into_iter().map(grade).collect()
     };
-    let seeds = 0..args.seeds as u64;
+    let first = args.first_seed as u64;
+    let seeds = first..first + args.seeds as u64;
     let per_kind = args.questions.unwrap_or(20);
     if let Some(documents) = args.texts {
         return Ok(seeds.map(|seed| graded(Texts::new(documents).questions(seed, per_kind))).collect());

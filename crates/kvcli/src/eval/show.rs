@@ -101,11 +101,11 @@ fn divergence(score: &Score) -> String {
     }
 }
 
-/// Writes the answers to the first `count` questions of each kind.
+/// Writes the answers to the first `count` questions of each kind. `first` is the number of the first list of questions.
 pub(super) fn answers(
     out: &mut impl Write,
     arms: &[Arm],
-    questions: &[Vec<Question>],
+    (first, questions): (usize, &[Vec<Question>]),
     trials: &[Trial],
     count: usize,
 ) -> Result<()> {
@@ -118,7 +118,7 @@ pub(super) fn answers(
         }
         shown.push(question.kind);
         let mut table = styled(&["way to answer", "", "answer"]);
-        for trial in trials.iter().filter(|trial| (trial.draw, trial.question) == (draw, number)) {
+        for trial in trials.iter().filter(|trial| (trial.draw, trial.question) == (first + draw, number)) {
             let mark = match trial.right {
                 Some(true) => "right",
                 Some(false) => "wrong",

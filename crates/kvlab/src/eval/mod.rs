@@ -61,6 +61,8 @@ pub struct EvalOptions {
     pub measure: Measure,
     /// The most tokens of an answer; by default a few more than the right answer has.
     pub answer_tokens: Option<usize>,
+    /// The number of the first list of questions, from which orders of documents are drawn, too.
+    pub first_draw: usize,
 }
 
 /// The result of an evaluation.
@@ -94,7 +96,7 @@ pub fn evaluate(
 ) -> Result<Evaluation> {
     let total = arms.len() * questions.iter().map(Vec::len).sum::<usize>();
     let mut trials = Vec::new();
-    for (draw, asked) in questions.iter().enumerate() {
+    for (draw, asked) in (options.first_draw..).zip(questions) {
         let mut rng = StdRng::seed_from_u64(draw as u64);
         for (number, question) in asked.iter().enumerate() {
             let mut asking = Asking::new(engine, codec, question, options, &mut rng)?;

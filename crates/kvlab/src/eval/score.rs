@@ -80,14 +80,14 @@ fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: 
         let values: Vec<f64> = all.iter().filter_map(|trial| of(trial)).collect();
         (!values.is_empty()).then(|| Estimate::of(&values))
     };
-    let draws = all.iter().map(|trial| trial.draw + 1).max().unwrap_or(0);
+    let draws: std::collections::BTreeSet<usize> = all.iter().map(|trial| trial.draw).collect();
     let of_draw = |draw: usize| {
         let rights = all.iter().filter(|trial| trial.draw == draw).filter_map(|trial| trial.right);
         let rights: Vec<bool> = rights.collect();
         let right = rights.iter().filter(|right| **right).count();
         (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
     };
-    let accuracies: Vec<f64> = (0..draws).filter_map(of_draw).collect();
+    let accuracies: Vec<f64> = draws.into_iter().filter_map(of_draw).collect();
     let pair = |trial: &&Trial| {
         let same = |other: &&Trial| (other.draw, other.question) == (trial.draw, trial.question);
         let full = of_arm(full?).find(same)?;
