@@ -44,12 +44,15 @@ const ARMS: &[&str] = &[
     "overlapped, alone, none",
     "sequential, alone, none",
     "sequential, with-system, none",
+    "sequential, sink:1, none",
+    "sequential, sink:4, none",
     "sequential, alone, none, T 0.9 S 0.9",
     "sequential, with-system, none, T 0.9 S 0.9",
     "sequential, with-system, none, T 0.8 S 0.8",
     "sequential, alone, link:4",
     "sequential, alone, link:16",
     "sequential, alone, link:32",
+    "sequential, sink:4, link:16",
     "sequential, with-system, link:4",
     "sequential, with-system, link:16",
     "sequential, with-system, link:32",
@@ -70,6 +73,7 @@ const ARMS: &[&str] = &[
     "sequential, with-system, question:0.2@10",
     "sequential, with-system, question:0.2@25",
     "sequential, alone, question:0.2",
+    "sequential, sink:4, question:0.2",
     "overlapped, with-system, question:0.2",
 ];
 

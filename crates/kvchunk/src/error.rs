@@ -66,6 +66,9 @@ pub enum Error {
          question:R[@LAYER], random:R[@SEED], full"
     )]
     UnknownStrategy(String),
+    /// The text names no compute mode.
+    #[error("{0:?} is no compute mode: with-system, alone, sink:TOKENS with at least one")]
+    UnknownMode(String),
     /// The text names no form of sleep.
     #[error(
         "{0:?} is no form of sleep: plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \

@@ -7,7 +7,7 @@ use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 use super::lookup::{FoundPiece, PromptLookup};
 use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece};
 use crate::cache::Acquired;
-use crate::config::{ComputeMode, PositionStrategy};
+use crate::config::PositionStrategy;
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
 use crate::position::{PositionPlan, PositionReindexer};
@@ -189,7 +189,7 @@ impl Assembly {
     }
 
     /// Adds the input for the last piece that a chunk has so far. The piece sees the chunk's earlier pieces,
-    /// and the system prompt if the mode says so, at the positions at which their keys are stored.
+    /// and what the mode says of the system prompt, at the positions at which their keys are stored.
     fn add_input(
         &mut self,
         reindexer: &PositionReindexer,
@@ -198,10 +198,9 @@ impl Assembly {
         tokens: &[u32],
     ) -> Result<()> {
         let chunk = &self.chunks[chunk];
-        let mut segments = match self.mode {
-            ComputeMode::WithSystem => vec![self.system.segment()],
-            ComputeMode::Alone => Vec::new(),
-        };
+        let mut system = self.system.segment();
+        system.len = self.mode.seen(system.len);
+        let mut segments = if system.len > 0 { vec![system] } else { Vec::new() };
         let (logical, stored) = (chunk.place.logical_start, chunk.place.stored_start);
         for (start, piece) in chunk.with_starts() {
             segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);

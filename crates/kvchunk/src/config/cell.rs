@@ -1,10 +1,25 @@
 //! Compute modes, position strategies, and the exactness of reuse in each combination.
 
+use std::fmt;
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
+
 /// The tokens that a chunk sees while its KV is computed.
+///
+/// ```
+/// use kvchunk::ComputeMode;
+/// for name in ["with-system", "alone", "sink:4"] {
+///     assert_eq!(name.parse::<ComputeMode>()?.to_string(), name);
+/// }
+/// assert_eq!(ComputeMode::Sink(4).seen(100), 4);
+/// assert!("sink:0".parse::<ComputeMode>().is_err(), "that is alone");
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(try_from = "String", into = "String")]
 pub enum ComputeMode {
     /// A chunk sees the system prompt and itself. It is stored at the positions right after the system
     /// prompt, and its key contains the system prompt.
@@ -12,6 +27,58 @@ pub enum ComputeMode {
     WithSystem,
     /// A chunk sees only itself. It is stored at positions `0..n` and serves under any system prompt.
     Alone,
+    /// A chunk sees the first tokens of the system prompt, at least one, and itself. It is stored at the positions right after
+    /// them, and serves under any system prompt that begins with them: they take the attention that a model gives to the first
+    /// tokens of a text (Xiao et al., 2023), so that no chunk has to.
+    Sink(u32),
+}
+
+impl ComputeMode {
+    /// Returns the number of tokens that a chunk sees of a system prompt of `system` tokens.
+    pub fn seen(self, system: usize) -> usize {
+        match self {
+            Self::WithSystem => system,
+            Self::Alone => 0,
+            Self::Sink(tokens) => system.min(tokens as usize),
+        }
+    }
+}
+
+impl fmt::Display for ComputeMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::WithSystem => f.write_str("with-system"),
+            Self::Alone => f.write_str("alone"),
+            Self::Sink(tokens) => write!(f, "sink:{tokens}"),
+        }
+    }
+}
+
+impl FromStr for ComputeMode {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let sink = || text.strip_prefix("sink:")?.parse().ok().filter(|&tokens| tokens > 0);
+        match text {
+            "with-system" => Ok(Self::WithSystem),
+            "alone" => Ok(Self::Alone),
+            _ => sink().map(Self::Sink).ok_or_else(|| Error::UnknownMode(text.to_owned())),
+        }
+    }
+}
+
+impl TryFrom<String> for ComputeMode {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+impl From<ComputeMode> for String {
+    fn from(mode: ComputeMode) -> Self {
+        mode.to_string()
+    }
 }
 
 /// The positions that chunks take when they are used.
@@ -51,7 +118,7 @@ pub struct ReuseCell {
 }
 
 impl ReuseCell {
-    /// All six cells: each of the two modes with each of the three strategies.
+    /// The six cells of the modes without a number: each of them with each of the three strategies.
     pub const ALL: [Self; 6] = {
         use ComputeMode::{Alone, WithSystem};
         use PositionStrategy::{Absolute, Overlapped, Sequential};
@@ -69,6 +136,10 @@ impl ReuseCell {
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
+            // The distance from the first tokens to the chunk is another one where it is used.
+            (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
+                Exactness::TwoPhase
+            }
             _ => Exactness::Exact,
         }
     }

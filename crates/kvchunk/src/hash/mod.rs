@@ -52,20 +52,16 @@ impl std::hash::Hash for ChunkHash {
 pub struct ChunkContext {
     root: BlockKey,
     mode: ComputeMode,
-    /// The system prompt's tokens; empty if chunks are computed alone.
+    /// The system prompt's tokens that chunks see.
     system: Arc<[u32]>,
     /// The chunk's position, if the hash covers it.
     position: Option<i64>,
 }
 
 impl ChunkContext {
-    /// Creates the context of chunks under the key `root` in `mode`. The tokens `system` are ignored in
-    /// [`ComputeMode::Alone`].
+    /// Creates the context of chunks under the key `root` in `mode`. Tokens of `system` that chunks do not see are ignored.
     pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
-        let system = match mode {
-            ComputeMode::WithSystem => system.into(),
-            ComputeMode::Alone => Arc::default(),
-        };
+        let system = system[..mode.seen(system.len())].into();
         Self { root, mode, system, position: None }
     }
 
@@ -106,6 +102,7 @@ impl ChunkHasher {
         let purpose = match context.mode {
             ComputeMode::WithSystem => "kvchunk with-system v2",
             ComputeMode::Alone => "kvchunk alone v2",
+            ComputeMode::Sink(_) => "kvchunk sink v2",
         };
         let mut base = algorithm.child(&context.root.derive(purpose), &context.system);
         let mut any_system = context.root.derive("kvchunk any system v2");

@@ -1,6 +1,6 @@
 //! The position plan: logical order and positions of a chunked prompt's parts.
 
-use crate::config::{ComputeMode, PositionStrategy, ReuseCell};
+use crate::config::{PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};
 use crate::prompt::ChunkedPrompt;
 
@@ -52,8 +52,7 @@ impl PositionPlan {
             };
             let stored_start = match (cell.strategy, cell.mode) {
                 (PositionStrategy::Absolute, _) => used_start,
-                (_, ComputeMode::WithSystem) => system as i64,
-                (_, ComputeMode::Alone) => 0,
+                (_, mode) => mode.seen(system) as i64,
             };
             chunks.push(ChunkPlace { logical_start: logical, stored_start, used_start, len: tokens.len() });
             logical += tokens.len();
@@ -81,6 +80,7 @@ impl PositionPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::ComputeMode;
 
     fn prompt() -> ChunkedPrompt {
         ChunkedPrompt::new(vec![0; 3], vec![vec![1; 5], vec![2; 8]], vec![3; 2]).unwrap()
@@ -92,6 +92,9 @@ mod tests {
         let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
         assert!(plan.chunks.iter().all(|c| c.used_start == 3 && c.offset() == 3));
         assert_eq!((plan.question_position, plan.question_logical), (11, 16));
+        let sink = ReuseCell { mode: ComputeMode::Sink(2), ..cell };
+        let plan = PositionPlan::new(&prompt(), sink, 64).unwrap();
+        assert!(plan.chunks.iter().all(|chunk| (chunk.stored_start, chunk.used_start) == (2, 3)));
         let cell = ReuseCell { mode: ComputeMode::WithSystem, ..cell };
         assert!(PositionPlan::new(&prompt(), cell, 100).unwrap().chunks.iter().all(|c| c.offset() == 0));
     }

@@ -38,8 +38,7 @@ impl Arm {
         let Some(cell) = self.cell else { return "full attention".to_owned() };
         let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
         let strategy = serde_json::to_value(cell.strategy).map(word).unwrap_or_default();
-        let mode = serde_json::to_value(cell.mode).map(word).unwrap_or_default();
-        let name = format!("{strategy}, {mode}, {}", self.recompute);
+        let name = format!("{strategy}, {}, {}", cell.mode, self.recompute);
         if self.scaling.is_plain() {
             return name;
         }
@@ -73,7 +72,7 @@ impl FromStr for Arm {
     ///
     /// ```
     /// use kvlab::Arm;
-    /// for name in ["full attention", "sequential, with-system, link:16", "overlapped, alone, none, T 0.9 S 0.8"] {
+    /// for name in ["full attention", "sequential, with-system, link:16", "overlapped, sink:4, none, T 0.9 S 0.8"] {
     ///     assert_eq!(name.parse::<Arm>()?.name(), name);
     /// }
     /// assert_eq!("sequential,alone,full".parse::<Arm>()?.name(), "sequential, alone, full");
@@ -97,7 +96,7 @@ impl FromStr for Arm {
             [strategy, mode, recompute] => {
                 let cell = ReuseCell {
                     strategy: named(strategy).ok_or_else(bad)?,
-                    mode: named(mode).ok_or_else(bad)?,
+                    mode: mode.parse().map_err(|_| bad())?,
                 };
                 Ok(Self::reuse(cell, recompute.parse()?))
             }

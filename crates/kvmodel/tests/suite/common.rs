@@ -393,6 +393,7 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
         (Sequential | Absolute, Alone) => "sequential_alone",
         (Sequential, WithSystem) => "sequential_with_system_two_phase",
         (Absolute, WithSystem) => "sequential_with_system_single",
+        (_, ComputeMode::Sink(_)) => panic!("no golden is of a sink"),
     }
 }
 

@@ -23,6 +23,7 @@ mod rotated;
 mod rules;
 mod scaling;
 mod sharing;
+mod sinks;
 mod sleep_mode;
 mod sleeping;
 mod stored;
