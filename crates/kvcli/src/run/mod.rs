@@ -86,7 +86,7 @@ fn request(args: &RunArgs, engine: &Engine, codec: &TextCodec, text: &str) -> Re
         recompute: Arc::new(args.recompute),
         scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
         max_new_tokens: args.max_new_tokens,
-        sampling: Sampling { temperature: args.temperature, seed: args.seed },
+        sampling: Sampling { temperature: args.temperature, seed: args.seed, ..Sampling::default() },
         ..engine.request(prompt)
     })
 }
