@@ -72,6 +72,22 @@ impl Message {
         messages.iter().enumerate().map(|(i, message)| Self::of(i + 1, message)).collect()
     }
 
+    /// Checks that a conversation ends with a message of the user.
+    ///
+    /// # Errors
+    /// Returns [`Error::Messages`] if it does not, or is empty.
+    pub fn check_answerable(messages: &[Self]) -> Result<()> {
+        match messages.last() {
+            Some(last) if last.role == Role::User => Ok(()),
+            Some(last) => Err(Error::Messages(format!(
+                "the last message, {}, has the role {}; it must be the user's, which is answered",
+                messages.len(),
+                last.role.word()
+            ))),
+            None => Err(Error::Messages("the list is empty; give it a message of the user".to_owned())),
+        }
+    }
+
     /// Reads message `number`, counted from 1.
     fn of(number: usize, message: &Value) -> Result<Self> {
         let wrong = |what: String| Error::Messages(format!("message {number}: {what}"));

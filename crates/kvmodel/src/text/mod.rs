@@ -198,21 +198,16 @@ impl TextCodec {
         messages: &[Message],
         documents: impl IntoIterator<Item = &'a str>,
     ) -> Result<PromptTokens> {
-        let Some((last, earlier)) = messages.split_last() else {
-            return Err(Error::Messages("the list is empty; give it a message of the user".to_owned()));
-        };
-        if last.role != Role::User {
-            let (number, role) = (messages.len(), last.role.word());
-            return Err(Error::Messages(format!(
-                "the last message, {number}, has the role {role}; it must be the user's, which is answered"
-            )));
-        }
+        Message::check_answerable(messages)?;
         let mut documents = documents.into_iter().peekable();
         if documents.peek().is_none() {
             return Ok(PromptTokens::Plain(self.encode(&self.template.render(messages)?, false)?));
         }
+        let (earlier, last) = messages.split_at(messages.len() - 1);
         let (before, after) = self.frame(earlier)?;
-        self.prompt_of(&before, documents, &format!("{}{after}", last.content), false)
+        let question: String =
+            last.iter().map(|last| last.content.as_str()).chain([after.as_str()]).collect();
+        self.prompt_of(&before, documents, &question, false)
     }
 
     /// Returns the text of the chat template before and after a message of the user that follows `earlier` ones.
