@@ -56,7 +56,12 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: TEST, budget: 450, needs: DEVICES },
     Step { command: "cargo run --release -p kvcli -- demo", budget: 15, needs: &[] },
     Step {
-        command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\"",
+        command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\" --separator \"##\"",
+        budget: 5,
+        needs: &[],
+    },
+    Step {
+        command: "cargo run --release -p kvcli -- run --system \"you answer questions\" --document examples/documents/harbour.txt --document examples/documents/market.txt -p \"alba ?\"",
         budget: 5,
         needs: &[],
     },

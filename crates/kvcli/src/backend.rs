@@ -16,24 +16,35 @@ pub(crate) struct Opened {
 
 impl Opened {
     /// Returns a backend with dense steps on the host.
-    #[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu"))]
+    #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
     fn with_host(backend: Arc<dyn Backend>) -> Self {
         Self { backend, dense: Arc::new(kvmodel::dense::HostDense::default()) }
     }
 }
 
-/// Opens the backend of the given name.
+/// Opens the backend of the given name with its usual number of threads, as [`open_with`] does.
+pub(crate) fn open(name: &BackendName) -> Result<Opened> {
+    open_with(name, None)
+}
+
+/// Opens the backend of the given name. The CPU backend takes `threads`, where it is given, in place of one per processor.
 ///
 /// # Errors
 /// Returns an error if this program was built without the backend, or if the machine has no such device.
 #[cfg_attr(
-    all(feature = "cpu", not(any(feature = "ascend", feature = "cuda", feature = "wgpu"))),
-    allow(clippy::unnecessary_wraps, reason = "other builds lack a backend")
+    not(feature = "cpu"),
+    allow(unused_variables, reason = "other backends have threads of their own")
 )]
-pub(crate) fn open(name: &BackendName) -> Result<Opened> {
+pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Opened> {
     match name {
         #[cfg(feature = "cpu")]
-        BackendName::Cpu => Ok(Opened::with_host(kvbackend_cpu::CpuBackend::new())),
+        BackendName::Cpu => {
+            let options = kvbackend_cpu::CpuOptions { threads, ..kvbackend_cpu::CpuOptions::default() };
+            let backend = kvbackend_cpu::CpuBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+            // Both work on the same threads.
+            let dense = Arc::new(kvmodel::dense::HostDense::beside(&backend));
+            Ok(Opened { backend, dense })
+        }
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
         #[cfg(feature = "cuda")]

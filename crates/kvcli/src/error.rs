@@ -14,6 +14,18 @@ pub(crate) enum Error {
     /// The prompt file cannot be read.
     #[error("cannot read the prompt from {from}: {source}")]
     Prompt { from: String, source: std::io::Error },
+    /// A document cannot be read.
+    #[error("cannot read the document {path}: {source}")]
+    Document { path: PathBuf, source: std::io::Error },
+    /// A document has no text.
+    #[error("the document {0} is empty; take it out, or give it a text")]
+    EmptyDocument(PathBuf),
+    /// Documents stand at the start of a prompt, where the model has nothing that they could follow.
+    #[error("documents need a text before them: give --system TEXT, or --chat for the model's template")]
+    NoSystem,
+    /// A file of messages is malformed, or its conversation cannot be answered.
+    #[error("{path}: {source}")]
+    Messages { path: PathBuf, source: kvmodel::Error },
     /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]

@@ -23,8 +23,9 @@ use std::process::ExitCode;
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
-    threads::settle();
-    let result = match Cli::of_the_program().command {
+    let cli = Cli::of_the_program();
+    threads::settle(cli.threads());
+    let result = match cli.command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),

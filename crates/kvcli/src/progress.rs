@@ -4,7 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvmodel::{Observer, TextCodec};
+use kvmodel::{Observer, TextCodec, TextStream};
 
 use crate::error::Result;
 
@@ -17,36 +17,41 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
 }
 
-/// Shows the prefill as a bar, and after it prints the text of the answer token by token.
+/// Shows the prefill as a bar, and after it prints the text of the answer as it becomes certain.
 pub(crate) struct Live<'a> {
-    codec: &'a TextCodec,
+    text: TextStream<'a>,
     prefill: ProgressBar,
-    stream: bool,
-    tokens: Vec<u32>,
-    printed: usize,
+    print: bool,
+    /// True once something was printed; white space before it is left out.
+    begun: bool,
+    failure: Option<kvmodel::Error>,
 }
 
 impl<'a> Live<'a> {
-    /// Creates an observer. With `stream` it prints text to standard output; otherwise it shows only the bar.
-    pub(crate) fn new(codec: &'a TextCodec, stream: bool) -> Self {
-        Self {
-            codec,
+    /// Creates an observer that ends the answer at a text of `stop`. With `print` it prints text to standard output;
+    /// otherwise it shows only the bar.
+    pub(crate) fn new(codec: &'a TextCodec, stop: &[String], print: bool) -> Result<Self> {
+        Ok(Self {
+            text: TextStream::new(codec, stop.iter().cloned())?,
             prefill: bar("prefill", "{pos}/{len} layers", true),
-            stream,
-            tokens: Vec::new(),
-            printed: 0,
-        }
+            print,
+            begun: false,
+            failure: None,
+        })
     }
 }
 
 impl Live<'_> {
-    /// Prints the text that is still held back: bytes that never became a character.
-    pub(crate) fn finish(self) -> Result<()> {
-        let text = self.codec.decode(&self.tokens)?;
-        if let Some(rest) = text.get(self.printed..) {
-            std::io::stdout().write_all(rest.as_bytes())?;
+    /// Prints the text that is still held back, such as bytes that never became a character, and returns the whole text.
+    pub(crate) fn finish(mut self) -> Result<String> {
+        if let Some(failure) = self.failure {
+            return Err(failure.into());
         }
-        Ok(())
+        let rest = self.text.rest();
+        if self.print {
+            std::io::stdout().write_all(if self.begun { rest } else { rest.trim_start() }.as_bytes())?;
+        }
+        Ok(self.text.finish()?)
     }
 }
 
@@ -61,22 +66,25 @@ impl Observer for Live<'_> {
     }
 
     fn token(&mut self, token: u32) -> ControlFlow<()> {
-        if !self.stream {
-            return ControlFlow::Continue(());
-        }
-        self.tokens.push(token);
-        // A character may need more than one token; an incomplete character decodes to a replacement
-        // character.
-        if let Ok(text) = self.codec.decode(&self.tokens)
-            && !text.ends_with('\u{FFFD}')
-            && let Some(fresh) = text.get(self.printed..)
-        {
-            let shown = if self.printed == 0 { fresh.trim_start() } else { fresh };
-            let mut out = std::io::stdout();
-            // A closed pipe ends the program when the answer is complete, and nothing is lost before that.
-            let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
-            self.printed = text.len();
+        match self.text.push(token) {
+            Ok(fresh) if self.print => {
+                let shown = if self.begun { fresh } else { fresh.trim_start() };
+                if !shown.is_empty() {
+                    self.begun = true;
+                    let mut out = std::io::stdout();
+                    // A closed pipe ends the program when the answer is complete, and nothing is lost before that.
+                    let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
+                }
+            }
+            Ok(_) => (),
+            Err(error) => {
+                self.failure.get_or_insert(error);
+            }
         }
         ControlFlow::Continue(())
+    }
+
+    fn is_complete(&self) -> bool {
+        self.text.is_stopped()
     }
 }

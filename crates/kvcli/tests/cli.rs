@@ -12,8 +12,11 @@ const SYSTEM: &str = "you answer questions from short documents .";
 const A: &str = "alba is red . bora is same .";
 const B: &str = "cedo is blue . dilan is small .";
 
+/// Runs the program. A prompt in parts, which [`prompt`] joins, is cut at its separator.
 fn kvc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
+    let in_parts = args[0] == "run" && args.iter().any(|arg| arg.contains("##"));
+    let cut = if in_parts && !args.contains(&"--separator") { &["--separator", "##"][..] } else { &[] };
+    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).args(cut).stdin(Stdio::null()).output().unwrap()
 }
 
 fn prompt(parts: &[&str]) -> String {
@@ -195,9 +198,9 @@ fn prompts_come_from_files_and_standard_input_too() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("prompt.txt");
     fs::write(&file, &text).unwrap();
-    let from_file = json(&["--prompt-file", file.to_str().unwrap()]);
+    let from_file = json(&["--prompt-file", file.to_str().unwrap(), "--separator", "##"]);
     let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
-        .args(["run", "--prompt", "-"])
+        .args(["run", "--prompt", "-", "--separator", "##"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -58,7 +58,18 @@ fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("ascend", "cud
     for format in formats.into_iter().take(if gpu == "ascend" { 4 } else { formats.len() }) {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
-            let run = ["run", "--json", "--dtype", format, "--backend", backend, "--prompt", prompt];
+            let run = [
+                "run",
+                "--json",
+                "--separator",
+                "##",
+                "--dtype",
+                format,
+                "--backend",
+                backend,
+                "--prompt",
+                prompt,
+            ];
             json(&run).map(|answer| answer["tokens"].clone())
         };
         let Some(there) = tokens(gpu) else { return };
@@ -72,7 +83,8 @@ fn graphs_give_the_answer_of_single_launches(#[values("ascend", "cuda")] gpu: &s
     let prompt = |name: &str| format!("you answer questions ## alba is red . ## cedo is blue . ## {name} ?");
     let (ask, warm) = (prompt("cedo"), prompt("alba"));
     let answer = |graphs: &str| {
-        let run = ["run", "--json", "--backend", gpu, "--graphs", graphs, "--prompt", &ask];
+        let run =
+            ["run", "--json", "--separator", "##", "--backend", gpu, "--graphs", graphs, "--prompt", &ask];
         json(&[&run[..], &["--warm", &warm, "--warm", &ask, "--warm", &warm]].concat())
     };
     let Some(by_graphs) = answer("4") else { return };
@@ -90,7 +102,18 @@ fn chunks_sleep_and_wake_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: 
     let warm = format!("{system} ## {b} ## {a} ## alba ?");
     for form in ["plain", "compressed", "int8"] {
         let answer = |backend: &str| {
-            let run = ["run", "--json", "--backend", backend, "--prompt", &ask, "--warm", &warm];
+            let run = [
+                "run",
+                "--json",
+                "--separator",
+                "##",
+                "--backend",
+                backend,
+                "--prompt",
+                &ask,
+                "--warm",
+                &warm,
+            ];
             json(&[&run[..], &["--chunk-sleep", form, "--chunk-sleep-memory", "1"]].concat())
         };
         let Some(there) = answer(gpu) else { return };

@@ -44,6 +44,22 @@ pub enum Error {
     /// The chat template is missing or fails.
     #[error("chat template: {0}")]
     Template(String),
+    /// The messages of a conversation cannot be answered.
+    #[error("messages: {0}")]
+    Messages(String),
+    /// A setting of sampling is outside its range.
+    #[error("sampling: {setting} is {value}; it must be {needed}")]
+    Sampling {
+        /// The name of the setting.
+        setting: &'static str,
+        /// Its value.
+        value: f32,
+        /// The values that it may have.
+        needed: &'static str,
+    },
+    /// A stop string is empty, so that it would end every answer before its first token.
+    #[error("a stop string is empty and would end every answer at once; leave it out")]
+    EmptyStop,
     /// An operation needs chunks, but the engine has a static cache. The text says what to do instead.
     #[error("a static cache keeps no chunks: {0}")]
     NoChunks(&'static str),

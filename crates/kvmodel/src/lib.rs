@@ -46,5 +46,5 @@ pub use model::{
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use sample::{Sampler, Sampling};
-pub use text::{PromptTokens, TextCodec};
+pub use text::{Message, PromptTokens, Role, TextCodec, TextStream};
 pub use weights::Weights;

@@ -321,7 +321,18 @@ impl Site {
         for (i, ((prompt, warm), graphs)) in runs.enumerate() {
             // The second run of a step is captured, and later ones are replays.
             let args = [
-                "run", "--graphs", graphs, "--prompt", prompt, "--warm", warm, "--warm", prompt, "--warm",
+                "run",
+                "--separator",
+                "##",
+                "--graphs",
+                graphs,
+                "--prompt",
+                prompt,
+                "--warm",
+                warm,
+                "--warm",
+                prompt,
+                "--warm",
                 warm,
             ];
             let [cpu, cuda] = self.twice(here, &format!("{i}-"), &args)?;

@@ -4,15 +4,19 @@ use std::path::PathBuf;
 
 mod bench;
 mod eval;
+mod prompt;
+mod sampling;
 mod sleep;
 
 pub(crate) use bench::{BenchArgs, BenchKind, RagArgs};
 pub(crate) use eval::EvalArgs;
+pub(crate) use prompt::PromptArgs;
+pub(crate) use sampling::SamplingArgs;
 pub(crate) use sleep::SleepArgs;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
-use kvchunk::{ComputeMode, DEFAULT_SEPARATOR, HashAlgorithm, PositionStrategy, Recompute};
+use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 use kvmodel::engine::DEFAULT_GRAPHS;
 
@@ -20,13 +24,14 @@ use kvmodel::engine::DEFAULT_GRAPHS;
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
-A prompt in parts is written with a separator, by default ##:
+A prompt in parts has a system prompt, documents and a question, given one by one or cut at a separator:
 
-    SYSTEM ## DOCUMENT ## DOCUMENT ## QUESTION
+    kvc run --system SYSTEM --document FILE --document FILE --prompt QUESTION
+    kvc run --separator '##' --prompt 'SYSTEM ## DOCUMENT ## DOCUMENT ## QUESTION'
 
 Documents do not see each other; the question sees everything. Each document's keys and values are
 computed once and found again in other prompts, in any order and at any position, without a copy.
-With fewer than two separators a prompt is an ordinary one.
+Any other prompt is an ordinary one.
 
 Start with:  kvc demo")]
 pub(crate) struct Cli {
@@ -39,11 +44,19 @@ impl Cli {
     pub(crate) fn of_the_program() -> Self {
         let cli = Self::parse();
         if let Command::Run(args) = &cli.command
-            && let Some(what) = args.without_effect()
+            && let Some(what) = args.without_effect().or_else(|| args.sampling.without_effect())
         {
             Self::command().error(ErrorKind::ArgumentConflict, what).exit();
         }
         cli
+    }
+
+    /// Returns the number of threads that the command line asks for.
+    pub(crate) fn threads(&self) -> Option<usize> {
+        match &self.command {
+            Command::Run(args) => args.threads,
+            _ => None,
+        }
     }
 }
 
@@ -98,43 +111,24 @@ pub(crate) struct DemoArgs {
 #[command(after_help = "\
 Examples:
 
-    kvc run --prompt 'you answer questions ## alba is red . ## bora is blue . ## alba ?'
-    kvc run --model ./Qwen3-0.6B --chat --prompt 'Why is the sky blue?'
+    kvc run --system 'you answer questions' --document a.txt --document b.txt -p 'alba ?'
+    kvc run --separator '##' -p 'you answer questions ## alba is red . ## bora is blue . ## alba ?'
+    kvc run --model ./Qwen3-0.6B --chat -p 'Why is the sky blue?'
+    kvc run --model ./Qwen3-0.6B --messages chat.json --temperature 0.7 --top-p 0.9
     cat prompt.txt | kvc run --model ./model --json -
 
 With --chunk-sleep all documents fall asleep after each --warm prompt, and those that the prompt has are woken.")]
-#[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin"]))]
+#[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
     /// A Hugging Face directory: config.json, safetensors, tokenizer.json. Without it: the built-in model.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
-    /// The prompt; `-` reads it from standard input.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
-    pub(crate) prompt: Option<String>,
-
-    /// File that contains the prompt.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) prompt_file: Option<PathBuf>,
-
-    /// `-` reads the prompt from standard input.
-    #[arg(value_name = "-", value_parser = ["-"])]
-    pub(crate) stdin: Option<String>,
-
-    /// An earlier prompt, answered silently first so that its chunks are cached. May be repeated.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
-    pub(crate) warm: Vec<String>,
+    #[command(flatten)]
+    pub(crate) asked: PromptArgs,
 
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
-
-    /// Put the prompt into the model's chat template; otherwise it is raw text.
-    #[arg(long)]
-    pub(crate) chat: bool,
-
-    /// Separator between the parts of a prompt.
-    #[arg(long, value_name = "STR", default_value = DEFAULT_SEPARATOR, allow_hyphen_values = true, value_parser = separator)]
-    pub(crate) separator: String,
 
     /// Positions of documents: all right after the system prompt; one after the other; or one after the
     /// other, and found again only at the same position.
@@ -177,17 +171,8 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep"])]
     pub(crate) full_attention: bool,
 
-    /// Most tokens of the answer.
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub(crate) max_new_tokens: usize,
-
-    /// Temperature: 0 takes the most likely token; above 0, tokens are drawn.
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
-    pub(crate) temperature: f32,
-
-    /// Seed of the draw.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
 
     /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:16` has one
     /// scale per 16 elements of a head instead of 32.
@@ -235,6 +220,10 @@ pub(crate) struct RunArgs {
     /// Others take no notice. 0 launches every kernel by itself; the answer is the same.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
+
+    /// Threads of the CPU backend and of matrix products, each; by default one per processor and one per physical core.
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub(crate) threads: Option<usize>,
 
     /// Show how time was spent.
     #[arg(long)]
@@ -411,13 +400,6 @@ fn max_len(text: &str) -> Result<MaxLen, String> {
         Ok(tokens) => Ok(tokens.into()),
         Err(_) if text == "max" => Ok(MaxLen::Model),
         Err(_) => Err("a number of tokens or max is needed".to_owned()),
-    }
-}
-
-fn temperature(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
-        _ => Err("a number from 0 up is needed".to_owned()),
     }
 }
 

@@ -1,25 +1,28 @@
 //! `kvc run`: one prompt, one answer.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
-use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, Request, Sampling, TextCodec};
+use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, PromptTokens, Request};
 
 use crate::args::RunArgs;
 use crate::backend::Opened;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::Live;
 use crate::report::{GraphsJson, SleepJson, answer_json, ms};
 use crate::{backend, load};
+use prompts::Prompts;
+
+mod prompts;
 
 /// Share of the KV memory in which documents are kept, without an option.
 const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    let text = prompt_text(args)?;
-    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let prompts = Prompts::read(&args.asked)?;
+    let Opened { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -42,64 +45,58 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
-    for earlier in &args.warm {
-        let request = request(args, &engine, &codec, earlier)?;
-        engine.generate(&request, &mut Live::new(&codec, false))?;
+    for earlier in prompts.warm(&codec) {
+        let request = request(args, &engine, earlier?);
+        engine.generate(&request, &mut Live::new(&codec, &[], false)?)?;
         if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
             chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvmodel::Error::from)?;
         }
     }
     let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
-    if !args.json && text.matches(args.separator.as_str()).count() == 1 {
-        eprintln!("One {:?} only: taken as an ordinary prompt, which has no documents.", args.separator);
+    if let Some(note) = prompts.note() {
+        eprintln!("{note}");
     }
-    let request = request(args, &engine, &codec, &text)?;
-    let mut live = Live::new(&codec, !args.json);
+    let request = request(args, &engine, prompts.asked(&codec)?);
+    let mut live = Live::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
-    live.finish()?;
-    show(args, &engine, &codec, &generation, asleep)
+    let text = live.finish()?;
+    show(args, &engine, text, &generation, asleep)
 }
 
-fn prompt_text(args: &RunArgs) -> Result<String> {
-    let failed = |from: String| move |source| Error::Prompt { from, source };
-    if let Some(text) = args.prompt.as_ref().filter(|text| *text != "-") {
-        return Ok(text.clone());
-    }
-    if let Some(path) = &args.prompt_file {
-        return std::fs::read_to_string(path).map_err(failed(path.display().to_string()));
-    }
-    let mut text = String::new();
-    std::io::stdin().read_to_string(&mut text).map_err(failed("standard input".to_owned()))?;
-    Ok(text)
-}
-
-fn request(args: &RunArgs, engine: &Engine, codec: &TextCodec, text: &str) -> Result<Request> {
-    let prompt = if args.chat {
-        codec.chat_prompt(text, &args.separator)?
-    } else {
-        codec.prompt(text, &args.separator, true)?
-    };
-    Ok(Request {
+fn request(args: &RunArgs, engine: &Engine, prompt: PromptTokens) -> Request {
+    Request {
         reuse: !args.no_chunk_cache,
         full_attention: args.full_attention,
         recompute: Arc::new(args.recompute),
         scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
-        max_new_tokens: args.max_new_tokens,
-        sampling: Sampling { temperature: args.temperature, seed: args.seed },
+        max_new_tokens: args.sampling.max_new_tokens,
+        sampling: args.sampling.settings(),
         ..engine.request(prompt)
-    })
+    }
 }
 
 fn cell(args: &RunArgs) -> ReuseCell {
     ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() }
 }
 
-/// Prints the answer. `asleep` counts the documents that slept before the prompt was asked.
+/// Says why an answer was cut.
+fn cut(args: &RunArgs, generation: &Generation) -> String {
+    let tokens = generation.tokens.len();
+    if tokens == args.sampling.max_new_tokens {
+        return format!("The answer was cut after {tokens} tokens: raise --max-new-tokens for more.");
+    }
+    format!(
+        "The answer was cut after {tokens} tokens, at the last position of the model or of a static cache: a shorter prompt \
+         leaves room for more."
+    )
+}
+
+/// Prints the answer, whose text already stands there unless it goes into an object. `asleep` counts the documents that slept before the prompt was asked.
 fn show(
     args: &RunArgs,
     engine: &Engine,
-    codec: &TextCodec,
+    text: String,
     generation: &Generation,
     asleep: Option<SleepUsage>,
 ) -> Result<()> {
@@ -107,7 +104,6 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let text = codec.decode(&generation.tokens)?;
         let json = answer_json(text, generation, cell(args), engine, sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
@@ -118,6 +114,9 @@ fn show(
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
         eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
+    }
+    if generation.finish == FinishReason::Length {
+        eprintln!("{}", cut(args, generation));
     }
     let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
     if no_room > 0 {

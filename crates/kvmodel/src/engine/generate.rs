@@ -56,12 +56,14 @@ pub(super) struct Prefilled {
 
 impl Engine {
     /// Answers a request. Calls `observer` for the layers of the prefill and for each token of the answer.
-    /// The observer may stop the request at each call.
+    /// The observer may stop the request at each call, and end the answer after each token, as a
+    /// [`TextStream`](crate::TextStream) does at a stop string.
     ///
     /// # Errors
     /// After each of these errors no block stays held.
     ///
     /// - Returns [`Error::Cancelled`] if the observer stops the request.
+    /// - Returns [`Error::Sampling`] for a setting of sampling outside its range.
     /// - Returns [`Error::EmptyPrompt`], [`Error::TokenOutOfVocabulary`] or [`kvchunk::Error::TooLong`] for a
     ///   prompt that cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
@@ -70,6 +72,7 @@ impl Engine {
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let started = Instant::now();
         self.check_awake()?;
+        request.sampling.check()?;
         self.check_vocabulary(request)?;
         match &request.prompt {
             PromptTokens::Chunked(prompt) if !request.full_attention => {
@@ -235,6 +238,7 @@ impl Engine {
         }
         let Prefilled { context, mut logits, mut next, .. } = prefilled;
         let mut sampler = Sampler::new(request.sampling);
+        sampler.see(request.prompt.iter());
         let mut step = None;
         while generation.tokens.len() < request.max_new_tokens {
             let token = sampler.sample(&logits);
@@ -249,8 +253,13 @@ impl Engine {
                 break;
             }
             generation.tokens.push(token);
+            sampler.see([token]);
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);
+            }
+            if observer.is_complete() {
+                generation.finish = FinishReason::StopString;
+                break;
             }
             let full = next.position >= longest as i64;
             if full || generation.tokens.len() == request.max_new_tokens {

@@ -62,6 +62,9 @@ impl Request {
 pub enum FinishReason {
     /// The model gave an end token.
     Stop,
+    /// The observer saw that the answer is complete: its text has a stop string.
+    #[serde(rename = "stop-string")]
+    StopString,
     /// The answer reached the token limit, the model's last position or the end of a static cache.
     Length,
 }
@@ -69,7 +72,7 @@ pub enum FinishReason {
 /// An answer, with its costs.
 #[derive(Debug, Clone)]
 pub struct Generation {
-    /// The new tokens, without the end token.
+    /// The new tokens, without the end token, and with those of a stop string.
     pub tokens: Vec<u32>,
     /// The reason why the answer ended.
     pub finish: FinishReason,

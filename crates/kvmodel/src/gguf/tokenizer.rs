@@ -53,6 +53,8 @@ pub(super) fn template(header: &Header) -> Result<Value, Failure> {
     Ok(json!({
         "bos_token": special("tokenizer.ggml.bos_token_id")?,
         "eos_token": special("tokenizer.ggml.eos_token_id")?,
+        "unk_token": special("tokenizer.ggml.unknown_token_id")?,
+        "pad_token": special("tokenizer.ggml.padding_token_id")?,
         "chat_template": header.text("tokenizer.chat_template")?,
     }))
 }

@@ -41,8 +41,8 @@ pub struct Model {
 
 /// An observer of a request: it is told of the request's progress, and may stop the request.
 ///
-/// A break ends the request with [`Error::Cancelled`]; nothing stays held for it. The default of both methods
-/// is to continue. `()` is the observer that never stops a request.
+/// A break ends the request with [`Error::Cancelled`]; nothing stays held for it. An observer that finds the answer
+/// complete ends it early, and the answer is returned. By default a request goes on. `()` is the observer that never ends one.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -75,6 +75,11 @@ pub trait Observer {
     fn token(&mut self, token: u32) -> ControlFlow<()> {
         let _ = token;
         ControlFlow::Continue(())
+    }
+
+    /// Returns true if the answer is complete, as at a stop string. Asked after each token.
+    fn is_complete(&self) -> bool {
+        false
     }
 }
 

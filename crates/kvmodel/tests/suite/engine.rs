@@ -182,7 +182,7 @@ fn sampling_follows_its_seed() {
     let prompt = Golden::load("llama").prompt;
     let mut engine = engine("llama", &EngineConfig::default());
     let mut draw = |seed| {
-        let sampling = Sampling { temperature: 1.5, seed };
+        let sampling = Sampling { temperature: 1.5, seed, ..Sampling::default() };
         run(&mut engine, &Request { sampling, ..ask(&prompt, ReuseCell::default()) }).tokens
     };
     assert_eq!(draw(1), draw(1));

@@ -10,6 +10,7 @@ mod blending;
 mod cancel;
 mod common;
 mod devices;
+mod endings;
 mod engine;
 mod exactness;
 mod failure;

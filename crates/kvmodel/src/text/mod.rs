@@ -1,23 +1,34 @@
 //! Text to tokens and back, and chat templates.
+//!
+//! ```text
+//! messages ── template ──► text ── codec ──► tokens ── engine ──► tokens ── stream ──► text, up to a stop string
+//! ```
+
+mod clock;
+mod generation;
+mod json;
+mod message;
+mod stream;
+mod template;
 
 use std::path::Path;
 
 use kvchunk::{ChunkedPrompt, SplitPrompt};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, context};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+pub use message::{Message, Role};
+pub use stream::TextStream;
+
 use crate::error::{Error, Result};
+use template::ChatTemplate;
 
 /// A tokenizer.json, with the chat template beside it.
 #[derive(Debug)]
 pub struct TextCodec {
     tokenizer: Tokenizer,
     digest: blake3::Hash,
-    template: Option<String>,
-    bos: String,
-    eos: String,
+    template: ChatTemplate,
 }
 
 /// The stand-in for the message when a template is applied to parts: a private-use character that no template
@@ -46,6 +57,17 @@ impl PromptTokens {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Iterates over all tokens in the prompt's order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u32> {
+        let (plain, parts) = match self {
+            Self::Plain(tokens) => (tokens.as_slice(), None),
+            Self::Chunked(prompt) => (prompt.system(), Some(prompt)),
+        };
+        let rest =
+            parts.into_iter().flat_map(|prompt| prompt.chunks().iter().flatten().chain(prompt.question()));
+        plain.iter().chain(rest).copied()
+    }
 }
 
 impl TextCodec {
@@ -59,7 +81,7 @@ impl TextCodec {
         let config = read("tokenizer_config.json").ok();
         let mut codec = Self::from_bytes(&read("tokenizer.json")?, config.as_deref())?;
         if let Ok(template) = read("chat_template.jinja") {
-            codec.template = Some(String::from_utf8_lossy(&template).into_owned());
+            codec.template = codec.template.with_text(String::from_utf8_lossy(&template).into_owned());
         }
         Ok(codec)
     }
@@ -85,14 +107,7 @@ impl TextCodec {
                 .map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
             None => Value::Null,
         };
-        // A special token is a string, or an object with the string as its content.
-        let special = |name: &str| {
-            let value = config.get(name);
-            let text = value.and_then(Value::as_str).or_else(|| value?.get("content")?.as_str());
-            text.unwrap_or_default().to_owned()
-        };
-        let template = config.get("chat_template").and_then(Value::as_str).map(str::to_owned);
-        Ok(Self { tokenizer, digest, template, bos: special("bos_token"), eos: special("eos_token") })
+        Ok(Self { tokenizer, digest, template: ChatTemplate::of(&config) })
     }
 
     /// Returns the hash of tokenizer.json: the tokenizer's revision in keys.
@@ -154,7 +169,7 @@ impl TextCodec {
     /// question. The template writes its own special tokens; none are added.
     pub fn chat_prompt(&self, text: &str, separator: &str) -> Result<PromptTokens> {
         let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
-            return Ok(PromptTokens::Plain(self.encode(&self.chat(text)?, false)?));
+            return self.conversation(&[Message::new(Role::User, text)], []);
         };
         self.chat_prompt_of(system, chunks, question)
     }
@@ -167,38 +182,50 @@ impl TextCodec {
         documents: impl IntoIterator<Item = &'a str>,
         question: &str,
     ) -> Result<PromptTokens> {
-        let frame = self.chat(MESSAGE)?;
-        let (before, after) = frame
-            .split_once(MESSAGE)
-            .filter(|(_, after)| !after.contains(MESSAGE))
-            .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
+        let (before, after) = self.frame(&[])?;
         self.prompt_of(&format!("{before}{system}"), documents, &format!("{question}{after}"), false)
     }
 
-    /// Renders the model's chat template with `user` as the single message of a conversation.
-    fn chat(&self, user: &str) -> Result<String> {
-        let Some(template) = &self.template else {
-            return Err(Error::Template("this model has none; run without it".to_owned()));
-        };
-        let mut environment = Environment::new();
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        // transformers uses these settings for chat templates.
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| Error::Template(e.to_string()))?);
-        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
-            Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))
-        });
-        environment
-            .render_str(
-                template,
-                context! {
-                    messages => [context! { role => "user", content => user }],
-                    add_generation_prompt => true,
-                    bos_token => self.bos.as_str(),
-                    eos_token => self.eos.as_str(),
-                },
-            )
-            .map_err(|e| Error::Template(e.to_string()))
+    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents stand before the text of
+    /// the last message, which is the question; everything before the documents is the system prompt. Without documents the
+    /// prompt is an ordinary one.
+    ///
+    /// # Errors
+    /// Returns [`Error::Messages`] if the last message is not the user's. Returns [`Error::Template`] if the template fails
+    /// or refuses the conversation, or if there are documents and it does not write the last message exactly once.
+    pub fn conversation<'a>(
+        &self,
+        messages: &[Message],
+        documents: impl IntoIterator<Item = &'a str>,
+    ) -> Result<PromptTokens> {
+        Message::check_answerable(messages)?;
+        let mut documents = documents.into_iter().peekable();
+        if documents.peek().is_none() {
+            return Ok(PromptTokens::Plain(self.encode(&self.template.render(messages)?, false)?));
+        }
+        let (earlier, last) = messages.split_at(messages.len() - 1);
+        let (before, after) = self.frame(earlier)?;
+        let question: String =
+            last.iter().map(|last| last.content.as_str()).chain([after.as_str()]).collect();
+        self.prompt_of(&before, documents, &question, false)
+    }
+
+    /// Returns the text of the chat template before and after a message of the user that follows `earlier` ones.
+    fn frame(&self, earlier: &[Message]) -> Result<(String, String)> {
+        let mut messages = earlier.to_vec();
+        messages.push(Message::new(Role::User, MESSAGE));
+        let rendered = self.template.render(&messages)?;
+        let (before, after) = rendered
+            .split_once(MESSAGE)
+            .filter(|(_, after)| !after.contains(MESSAGE))
+            .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
+        Ok((before.to_owned(), after.to_owned()))
+    }
+
+    /// Returns the id of a text that is a special token.
+    fn special_token(&self, text: &str) -> Option<u32> {
+        let id = self.tokenizer.token_to_id(text)?;
+        self.tokenizer.get_added_tokens_decoder().get(&id).filter(|token| token.special).map(|_| id)
     }
 }
 
@@ -246,13 +273,34 @@ mod tests {
     }
 
     #[test]
-    fn a_template_is_rendered_and_a_missing_one_is_an_error() {
+    fn a_chat_is_in_the_template_and_a_missing_template_is_an_error() {
         let config = r#"{"bos_token":{"content":"<s>"},"chat_template":
-            "{{ bos_token }}{% for m in messages %}{{ m['role'].upper() }}: {{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"}"#;
-        assert_eq!(codec(Some(config)).chat(" hi ").unwrap(), "<s>USER: hi!");
-        assert!(matches!(codec(None).chat("hi"), Err(Error::Template(_))));
-        let raising = r#"{"chat_template":"{{ raise_exception('no system role') }}"}"#;
-        assert!(codec(Some(raising)).chat("hi").unwrap_err().to_string().contains("no system role"));
+            "{{ bos_token }}{% for m in messages %}{{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %} c{% endif %}"}"#;
+        let prompt = codec(Some(config)).chat_prompt(" a ", "##").unwrap();
+        assert_eq!(prompt, PromptTokens::Plain(vec![0, 3, 5]));
+        assert!(matches!(codec(None).chat_prompt("a", "##"), Err(Error::Template(_))));
+    }
+
+    #[test]
+    fn documents_of_a_conversation_stand_before_the_last_message() {
+        let config = r#"{"chat_template":"{% for m in messages %}{{ m.content }} {% if m.role == 'user' %}b {% endif %}{% endfor %}"}"#;
+        let codec = codec(Some(config));
+        let messages = [Message::new(Role::System, "c"), Message::new(Role::User, "a")];
+        let parts = codec.conversation(&messages, ["a b", "c"]).unwrap();
+        let expected = ChunkedPrompt::new(vec![5], vec![vec![3, 4], vec![5]], vec![3, 4]).unwrap();
+        assert_eq!(parts, PromptTokens::Chunked(expected));
+        assert_eq!(parts.iter().collect::<Vec<_>>(), [5, 3, 4, 5, 3, 4]);
+        assert_eq!(codec.conversation(&messages, []).unwrap(), PromptTokens::Plain(vec![5, 3, 4]));
+    }
+
+    #[test]
+    fn a_conversation_that_nobody_asks_to_answer_is_refused() {
+        let codec = codec(Some(r#"{"chat_template":"a"}"#));
+        let error = codec.conversation(&[], []).unwrap_err().to_string();
+        assert!(error.contains("the list is empty"), "{error}");
+        let messages = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "b")];
+        let error = codec.conversation(&messages, []).unwrap_err().to_string();
+        assert!(error.contains("the last message, 2, has the role assistant"), "{error}");
     }
 
     #[test]

@@ -1,0 +1,94 @@
+//! Options of `kvc run` that say how the tokens of an answer are chosen, and where it ends.
+
+use clap::Args;
+use kvmodel::Sampling;
+
+/// The choice of tokens, and the end of an answer.
+#[derive(Debug, Args)]
+pub(crate) struct SamplingArgs {
+    /// Most tokens of the answer.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) max_new_tokens: usize,
+
+    /// End the answer before this text, which is not printed. May be repeated.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = stop)]
+    pub(crate) stop: Vec<String>,
+
+    /// Temperature: 0 takes the most likely token; above 0, tokens are drawn.
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
+    temperature: f32,
+
+    /// Draw from the K most likely tokens; 0 draws from all.
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
+    top_k: usize,
+
+    /// Draw from the fewest most likely tokens whose probabilities add up to P; 1 draws from all.
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
+    top_p: f32,
+
+    /// Draw from tokens at least P times as likely as the most likely one; 0 draws from all.
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = min_p, allow_negative_numbers = true)]
+    min_p: f32,
+
+    /// Make tokens of the prompt and the answer less likely: above 1; 1 changes nothing.
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = super::positive, allow_negative_numbers = true)]
+    repetition_penalty: f32,
+
+    /// Seed of the draw.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+impl SamplingArgs {
+    /// Returns the settings of sampling.
+    pub(crate) fn settings(&self) -> Sampling {
+        Sampling {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
+
+    /// Returns the first filter that has no effect because the most likely token is taken anyway.
+    pub(crate) fn without_effect(&self) -> Option<&'static str> {
+        if self.temperature > 0.0 {
+            return None;
+        }
+        let neutral = Sampling::default();
+        [
+            (self.top_k != neutral.top_k, "--top-k has no effect at temperature 0; add --temperature"),
+            (self.top_p != neutral.top_p, "--top-p has no effect at temperature 0; add --temperature"),
+            (self.min_p != neutral.min_p, "--min-p has no effect at temperature 0; add --temperature"),
+        ]
+        .into_iter()
+        .find_map(|(given, what)| given.then_some(what))
+    }
+}
+
+fn stop(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("it would end every answer at once".to_owned()) } else { Ok(text.to_owned()) }
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        _ => Err("a number from 0 up is needed".to_owned()),
+    }
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
+        _ => Err("a number above 0 and at most 1 is needed".to_owned()),
+    }
+}
+
+fn min_p(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
+        _ => Err("a number from 0 to 1 is needed".to_owned()),
+    }
+}

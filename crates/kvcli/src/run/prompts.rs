@@ -1,0 +1,164 @@
+//! The prompts of a run: its files, and the tokens of each prompt in the form that the options ask for.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use kvchunk::DEFAULT_SEPARATOR;
+use kvmodel::{Message, PromptTokens, Role, TextCodec};
+
+use crate::args::PromptArgs;
+use crate::error::{Error, Result};
+
+/// What is asked, read from options and files.
+#[derive(Debug)]
+pub(super) struct Prompts {
+    form: Form,
+    /// The text of the prompt, or of the last message.
+    text: String,
+    /// Texts of earlier prompts, in the order in which they are answered.
+    warm: Vec<String>,
+}
+
+/// How a text becomes a prompt.
+#[derive(Debug)]
+enum Form {
+    /// The text is cut at a separator.
+    Cut { separator: String, chat: bool },
+    /// The text follows a system prompt and documents.
+    Raw { system: Option<String>, documents: Vec<String> },
+    /// The text is the last message of a conversation, and follows documents.
+    Chat { earlier: Vec<Message>, documents: Vec<String>, file: Option<PathBuf> },
+}
+
+impl Prompts {
+    /// Reads everything that the options name.
+    pub(super) fn read(args: &PromptArgs) -> Result<Self> {
+        let documents = args.documents.iter().map(|path| document(path)).collect::<Result<Vec<_>>>()?;
+        let system = args.system.clone();
+        let (text, form) = if let Some(file) = &args.messages {
+            let mut earlier = messages(file)?;
+            let text = earlier.pop().map(|last| last.content).unwrap_or_default();
+            (text, Form::Chat { earlier, documents, file: Some(file.clone()) })
+        } else {
+            let form = match &args.separator {
+                Some(separator) => Form::Cut { separator: separator.clone(), chat: args.chat },
+                None if args.chat => {
+                    let earlier = system.map(|text| Message::new(Role::System, text));
+                    Form::Chat { earlier: earlier.into_iter().collect(), documents, file: None }
+                }
+                None => Form::Raw { system, documents },
+            };
+            (prompt(args)?, form)
+        };
+        let files = args.warm_file.iter().map(|path| text_of(path));
+        let warm = args.warm.iter().cloned().map(Ok).chain(files).collect::<Result<_>>()?;
+        Ok(Self { form, text, warm })
+    }
+
+    /// Returns the tokens of the prompt.
+    pub(super) fn asked(&self, codec: &TextCodec) -> Result<PromptTokens> {
+        self.tokens(codec, &self.text)
+    }
+
+    /// Iterates over the tokens of the earlier prompts.
+    pub(super) fn warm<'a>(
+        &'a self,
+        codec: &'a TextCodec,
+    ) -> impl Iterator<Item = Result<PromptTokens>> + 'a {
+        self.warm.iter().map(|text| self.tokens(codec, text))
+    }
+
+    /// Says what a separator did not do: it was not asked for, or stands in the prompt less than twice.
+    pub(super) fn note(&self) -> Option<String> {
+        match &self.form {
+            Form::Cut { separator, .. } => {
+                let how_often = match self.text.matches(separator.as_str()).count() {
+                    0 => format!("No {separator:?} in the prompt"),
+                    1 => format!("One {separator:?} only"),
+                    _ => return None,
+                };
+                Some(format!("{how_often}: taken as an ordinary prompt, which has no documents."))
+            }
+            Form::Raw { system: None, documents } | Form::Chat { earlier: _, documents, file: None }
+                if documents.is_empty() =>
+            {
+                let twice = |text: &String| text.matches(DEFAULT_SEPARATOR).count() >= 2;
+                [&self.text].into_iter().chain(&self.warm).any(twice).then(|| {
+                    format!(
+                        "note: the text contains {DEFAULT_SEPARATOR}; give --separator '{DEFAULT_SEPARATOR}' to take its \
+                         parts as documents"
+                    )
+                })
+            }
+            Form::Raw { .. } | Form::Chat { .. } => None,
+        }
+    }
+
+    fn tokens(&self, codec: &TextCodec, text: &str) -> Result<PromptTokens> {
+        match &self.form {
+            Form::Cut { separator, chat: true } => Ok(codec.chat_prompt(text, separator)?),
+            Form::Cut { separator, chat: false } => Ok(codec.prompt(text, separator, true)?),
+            Form::Raw { system, documents } if documents.is_empty() => {
+                let system = system.as_deref().map(ended).unwrap_or_default();
+                Ok(PromptTokens::Plain(codec.encode(&format!("{system}{text}"), true)?))
+            }
+            Form::Raw { system, documents } => {
+                let system = system.as_deref().map(ended).unwrap_or_default();
+                if codec.encode(&system, true)?.is_empty() {
+                    return Err(Error::NoSystem);
+                }
+                Ok(codec.prompt_of(&system, documents.iter().map(String::as_str), text, true)?)
+            }
+            Form::Chat { earlier, documents, file } => {
+                let last = Message::new(Role::User, text);
+                let messages: Vec<Message> = earlier.iter().cloned().chain([last]).collect();
+                let tokens = codec.conversation(&messages, documents.iter().map(String::as_str));
+                tokens.map_err(|source| match file {
+                    Some(path) => Error::Messages { path: path.clone(), source },
+                    None => source.into(),
+                })
+            }
+        }
+    }
+}
+
+/// Reads the prompt.
+fn prompt(args: &PromptArgs) -> Result<String> {
+    if let Some(text) = args.prompt.as_ref().filter(|text| *text != "-") {
+        return Ok(text.clone());
+    }
+    if let Some(path) = &args.prompt_file {
+        return text_of(path);
+    }
+    let mut text = String::new();
+    let from = "standard input".to_owned();
+    std::io::stdin().read_to_string(&mut text).map_err(|source| Error::Prompt { from, source })?;
+    Ok(text)
+}
+
+fn text_of(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|source| Error::Prompt { from: path.display().to_string(), source })
+}
+
+/// Reads a document.
+fn document(path: &Path) -> Result<String> {
+    let text =
+        std::fs::read_to_string(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
+    if text.trim().is_empty() {
+        return Err(Error::EmptyDocument(path.to_owned()));
+    }
+    Ok(ended(&text))
+}
+
+/// Reads a conversation that ends with a message of the user.
+fn messages(path: &Path) -> Result<Vec<Message>> {
+    let wrong = |source| Error::Messages { path: path.to_owned(), source };
+    let messages = Message::list(&text_of(path)?).map_err(wrong)?;
+    Message::check_answerable(&messages).map_err(wrong)?;
+    Ok(messages)
+}
+
+/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last word.
+fn ended(text: &str) -> String {
+    if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
+}

@@ -1,0 +1,302 @@
+//! What `kvc run` is asked, and how its answer is chosen and ended: prompts in each form, conversations, documents, sampling,
+//! stop strings, threads.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const SYSTEM: &str = "you answer questions from short documents .";
+const A: &str = "alba is red . bora is same .";
+const B: &str = "cedo is blue . dilan is small .";
+
+fn kvc(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn run(args: &[&str]) -> (String, String) {
+    let output = kvc(&[&["run"], args].concat());
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {err}");
+    (out, err)
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&run(&[&["--json"], args].concat()).0).expect("exactly one JSON object")
+}
+
+/// Checks that `kvc run` fails with `code`, prints `expected` on standard error, and nothing on standard output.
+fn fails(args: &[&str], code: i32, expected: &str) {
+    let output = kvc(&[&["run"], args].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+    assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+}
+
+/// A folder with files, and their paths as arguments.
+struct Files(TempDir);
+
+impl Files {
+    fn new(files: &[(&str, &str)]) -> Self {
+        let folder = Self(tempfile::tempdir().unwrap());
+        for (name, text) in files {
+            fs::write(folder.path(name), text).unwrap();
+        }
+        folder
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn arg(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+}
+
+/// Returns a copy of the shipped model with another chat template, and without an end token if `endless`.
+fn model(template: &str, endless: bool) -> Files {
+    let files = Files::new(&[]);
+    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(shipped.join(name), files.path(name)).unwrap();
+    }
+    let edit = |name: &str, field: &str, value: Value| {
+        let mut json: Value = serde_json::from_slice(&fs::read(files.path(name)).unwrap()).unwrap();
+        json[field] = value;
+        fs::write(files.path(name), json.to_string()).unwrap();
+    };
+    edit("tokenizer_config.json", "chat_template", template.into());
+    if endless {
+        edit("config.json", "eos_token_id", Value::Null);
+    }
+    files
+}
+
+#[test]
+fn a_text_with_separators_is_ordinary_until_they_are_asked_for() {
+    let markdown = "## alba\nalba is red .\n## bora\nalba ?";
+    let (_, said) = run(&["-p", markdown]);
+    assert!(said.contains("note: the text contains ##; give --separator '##'"), "{said}");
+    assert!(said.contains("0 of 0 chunks hit"), "{said}");
+    let parts = [SYSTEM, A, B, "bora ?"].join("##");
+    let plain = json(&["-p", &parts]);
+    assert_eq!(plain["chunks"], Value::Array(vec![]), "standard output stays one object beside the note");
+    let cut = json(&["-p", &parts, "--separator", "##"]);
+    assert_eq!((cut["chunks"].as_array().unwrap().len(), &cut["text"]), (2, &Value::from(" red")));
+    // No note where nothing was lost, or the form is explicit.
+    for quiet in [&["-p", "one ## only"][..], &["-p", markdown, "--system", "a"]] {
+        assert!(!run(quiet).1.contains("note:"), "{quiet:?}");
+    }
+    assert!(!run(&["-p", &parts, "--separator", "##"]).1.contains("note:"));
+    let (_, said) = run(&["-p", "alba ?", "--separator", "##"]);
+    assert!(said.contains("No \"##\" in the prompt: taken as an ordinary prompt"), "{said}");
+}
+
+#[test]
+fn documents_are_files_and_are_hits_in_later_prompts() {
+    let files = Files::new(&[("a.txt", A), ("b.txt", &format!("{B}\n")), ("warm.txt", "cedo ?")]);
+    let (a, b, warm) = (files.arg("a.txt"), files.arg("b.txt"), files.arg("warm.txt"));
+    let ask = ["--system", SYSTEM, "--document", &a, "--document", &b, "--prompt", "bora ?"];
+    let cold = json(&ask);
+    assert_eq!(cold["text"], " red");
+    // The parts are those of the same text cut at a separator, each with a line break at its end.
+    let parts = format!("{SYSTEM}\n|{A}\n|{B}\n|bora ?");
+    let cut = json(&["--prompt", &parts, "--separator", "|"]);
+    assert_eq!((&cut["prompt_tokens"], &cut["tokens"]), (&cold["prompt_tokens"], &cold["tokens"]));
+    assert_eq!(cut["chunks"], cold["chunks"]);
+    for more in [&["--warm", "cedo ?"], &["--warm-file", warm.as_str()]] {
+        let warmed = json(&[&ask[..], more].concat());
+        assert!(warmed["chunks"].as_array().unwrap().iter().all(|chunk| chunk["hit"] == true), "{more:?}");
+        assert_eq!(warmed["tokens"], cold["tokens"]);
+    }
+    assert!(cold["chunks"].as_array().unwrap().iter().all(|chunk| chunk["hit"] == false));
+}
+
+#[test]
+fn a_system_prompt_stands_before_the_prompt() {
+    let joined = json(&["--system", SYSTEM, "-p", "alba ?"]);
+    let written = json(&["-p", &format!("{SYSTEM}\nalba ?")]);
+    assert_eq!(
+        (&joined["prompt_tokens"], &joined["tokens"]),
+        (&written["prompt_tokens"], &written["tokens"])
+    );
+}
+
+#[test]
+fn a_conversation_is_rendered_in_the_chat_template() {
+    let template = "{% for m in messages %}{{ m.role }} says {{ m.content }} . {% endfor %}{% if add_generation_prompt %}alba ?{% endif %}";
+    let model = model(template, false);
+    let messages = r#"[{"role": "system", "content": "be brief"}, {"role": "user", "content": "alba is blue"},
+        {"role": "assistant", "content": "yes"}, {"role": "user", "content": "alba is red"}]"#;
+    let files = Files::new(&[("chat.json", messages), ("a.txt", A), ("b.txt", B)]);
+    let (dir, chat) = (model.arg(""), files.arg("chat.json"));
+    let rendered =
+        "system says be brief . user says alba is blue . assistant says yes . user says alba is red . alba ?";
+    let told = json(&["--model", &dir, "--messages", &chat]);
+    let raw = json(&["--model", &dir, "-p", rendered]);
+    assert_eq!((&told["tokens"], &told["prompt_tokens"]), (&raw["tokens"], &raw["prompt_tokens"]));
+    // A system prompt is a message of its own.
+    let system = json(&["--model", &dir, "--chat", "--system", "be brief", "-p", "alba is red"]);
+    let raw = json(&["--model", &dir, "-p", "system says be brief . user says alba is red . alba ?"]);
+    assert_eq!((&system["tokens"], &system["prompt_tokens"]), (&raw["tokens"], &raw["prompt_tokens"]));
+    // Documents stand at the start of the last message.
+    let documents = ["--document", &files.arg("a.txt"), "--document", &files.arg("b.txt")];
+    let told = json(&[&["--model", &dir, "--messages", &chat], &documents[..]].concat());
+    let parts = rendered.replace("user says alba is red", &format!("user says |{A}\n|{B}\n|alba is red"));
+    let cut = json(&["--model", &dir, "--separator", "|", "-p", &parts]);
+    assert_eq!((&told["chunks"], &told["tokens"]), (&cut["chunks"], &cut["tokens"]));
+    assert_eq!(told["prompt_tokens"], cut["prompt_tokens"]);
+    let hit = json(&[&["--model", &dir, "--messages", &chat, "--warm", "cedo ?"], &documents[..]].concat());
+    assert!(hit["chunks"].as_array().unwrap().iter().all(|chunk| chunk["hit"] == true));
+}
+
+#[test]
+fn a_stop_string_ends_the_answer_and_is_not_printed() {
+    let dir = model("", true).0.keep();
+    let dir = dir.to_str().unwrap();
+    let ask = ["--model", dir, "-p", "alba is red . alba ?", "--max-new-tokens", "8"];
+    let whole = json(&ask);
+    let (text, tokens) = (whole["text"].as_str().unwrap(), whole["tokens"].as_array().unwrap().len());
+    assert_eq!((&whole["finish"], tokens), (&Value::from("length"), 8));
+    // From the middle of one word to the middle of another one.
+    let (start, end) = (text.len() / 3, text.len() / 2);
+    let stop = &text[start..end];
+    let before = text.find(stop).unwrap();
+    let ended = json(&[&ask[..], &["--stop", "never", "--stop", stop]].concat());
+    assert_eq!(
+        (&ended["text"], &ended["finish"]),
+        (&Value::from(&text[..before]), &Value::from("stop-string"))
+    );
+    assert!(ended["tokens"].as_array().unwrap().len() < tokens);
+    let (out, said) = run(&[&ask[..], &["--stop", stop]].concat());
+    assert_eq!(out.trim_end_matches('\n'), text[..before].trim_start());
+    assert!(!said.contains("cut"), "{said}");
+    let (out, _) = run(&[&ask[..], &["--stop", "never"]].concat());
+    assert_eq!(out.trim_end_matches('\n'), text.trim_start());
+    fs::remove_dir_all(dir).unwrap();
+}
+
+#[test]
+fn an_answer_that_was_cut_says_so() {
+    let dir = model("", true);
+    let dir = dir.arg("");
+    let ask = ["--model", &dir, "-p", "alba is red . alba ?"];
+    let (_, said) = run(&[&ask[..], &["--max-new-tokens", "5"]].concat());
+    assert!(said.contains("The answer was cut after 5 tokens: raise --max-new-tokens"), "{said}");
+    let fixed = ["--cache", "static", "--max-len", "16", "--max-new-tokens", "100"];
+    let (_, said) = run(&[&ask[..], &fixed].concat());
+    assert!(said.contains("at the last position of the model or of a static cache"), "{said}");
+    let (_, said) = run(&["-p", "alba is red . alba ?"]);
+    assert!(!said.contains("cut"), "{said}");
+}
+
+#[test]
+fn sampling_options_reach_the_choice_of_tokens() {
+    let draw = |more: &[&str]| {
+        let ask = ["-p", "alba", "--temperature", "50", "--seed", "3", "--max-new-tokens", "12"];
+        json(&[&ask[..], more].concat())["tokens"].clone()
+    };
+    let greedy = json(&["-p", "alba", "--max-new-tokens", "12"])["tokens"].clone();
+    let free = draw(&[]);
+    assert_ne!(free, greedy);
+    // Each filter at its strictest leaves the most likely token.
+    for one in [["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]] {
+        assert_eq!(draw(&one), greedy, "{one:?}");
+    }
+    let endless = model("", true);
+    let ask = ["--model", &endless.arg(""), "-p", "alba is red . alba ?", "--max-new-tokens", "4"];
+    let (plain, punished) = (json(&ask), json(&[&ask[..], &["--repetition-penalty", "100"]].concat()));
+    assert_ne!(plain["tokens"], punished["tokens"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn threads_are_as_many_as_asked_for() {
+    /// Returns the largest number of threads that a run had.
+    fn most(threads: &str) -> usize {
+        let long = "alba is red . ".repeat(450);
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
+            .args(["run", "--threads", threads, "-p", &long, "--max-new-tokens", "30"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut most = 0;
+        while child.try_wait().unwrap().is_none() {
+            let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).map_or(0, Iterator::count);
+            most = most.max(tasks);
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(child.wait().unwrap().success());
+        most
+    }
+    assert_eq!(most("1"), 1);
+    assert!(most("6") >= 6);
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    for (args, expected) in [
+        (&["-p", "a", "--messages", "b"][..], "cannot be used with"),
+        (&["--messages", "a", "--system", "b"], "cannot be used with"),
+        (&["--messages", "a", "--separator", "##"], "cannot be used with"),
+        (&["-p", "a", "--document", "b", "--separator", "##"], "cannot be used with"),
+        (&["-p", "a", "--stop", ""], "end every answer at once"),
+        (&["-p", "a", "--threads", "0"], "from 1 up"),
+        (&["-p", "a", "--temperature", "1", "--top-k", "-1"], "--top-k"),
+        (&["-p", "a", "--temperature", "1", "--top-p", "-0.5"], "above 0 and at most 1"),
+        (&["-p", "a", "--temperature", "1", "--top-p", "0"], "above 0 and at most 1"),
+        (&["-p", "a", "--temperature", "1", "--top-p", "nan"], "above 0 and at most 1"),
+        (&["-p", "a", "--temperature", "1", "--min-p", "1.5"], "from 0 to 1"),
+        (&["-p", "a", "--repetition-penalty", "0"], "above 0"),
+        (&["-p", "a", "--repetition-penalty", "-1"], "above 0"),
+        (&["-p", "a", "--top-k", "5"], "--top-k has no effect at temperature 0"),
+        (&["-p", "a", "--top-p", "0.5"], "--top-p has no effect at temperature 0"),
+        (&["-p", "a", "--min-p", "0.5"], "--min-p has no effect at temperature 0"),
+    ] {
+        fails(args, 2, expected);
+    }
+}
+
+#[test]
+fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
+    let wrong = |text: &str, expected: &str| {
+        let files = Files::new(&[("chat.json", text)]);
+        let path = files.arg("chat.json");
+        fails(&["--messages", &path], 1, &format!("{path}: messages: {expected}"));
+    };
+    wrong("[\n{]", "key must be a string at line 2 column 2");
+    wrong("{}", "an object stands where a JSON list");
+    wrong("[]", "the list is empty");
+    wrong(r#"[{"role": "user"}]"#, "message 1: field \"content\" is missing");
+    wrong(r#"[{"role": "wizard", "content": "a"}]"#, "message 1: field \"role\" is \"wizard\"");
+    wrong(r#"[{"role": "user", "content": 1}]"#, "message 1: field \"content\" is a number");
+    wrong(r#"[{"role": "assistant", "content": "a"}]"#, "the last message, 1, has the role assistant");
+    fails(&["--messages", "/no/such/chat.json"], 1, "/no/such/chat.json");
+    fails(&["-p", "a", "--warm-file", "/no/such/warm.txt"], 1, "/no/such/warm.txt");
+    fails(&["-p", "a", "--system", "b", "--document", "/no/such/a.txt"], 1, "the document /no/such/a.txt");
+    let files = Files::new(&[("empty.txt", " \n"), ("a.txt", A)]);
+    let (empty, a) = (files.arg("empty.txt"), files.arg("a.txt"));
+    fails(&["-p", "a", "--system", "b", "--document", &empty], 1, &format!("the document {empty} is empty"));
+    fails(&["-p", "a", "--document", &a], 1, "give --system TEXT, or --chat");
+}
+
+#[test]
+fn a_template_that_fails_names_its_line_or_its_own_words() {
+    let fails_with = |template: &str, expected: &str| {
+        let model = model(template, false);
+        fails(&["--model", &model.arg(""), "--chat", "-p", "a"], 1, expected);
+    };
+    fails_with(
+        "a\n{{ raise_exception('only pirates, please') }}",
+        "line 2: it refuses the conversation: only pirates, please",
+    );
+    fails_with("a\nb\n{% for %}", "chat template: line 3: syntax error");
+}

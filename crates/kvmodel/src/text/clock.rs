@@ -1,0 +1,29 @@
+//! The time of day, as chat templates ask for it.
+
+use std::sync::Arc;
+
+use jiff::Zoned;
+use jiff::fmt::strtime;
+
+/// A clock: the local time of this machine, or a fixed time.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Clock(Option<Arc<Zoned>>);
+
+impl Clock {
+    /// Creates a clock that stands still.
+    #[cfg(test)]
+    pub(super) fn fixed(time: Zoned) -> Self {
+        Self(Some(Arc::new(time)))
+    }
+
+    /// Writes the time in a format of C's `strftime`, in English.
+    pub(super) fn strftime(&self, format: &str) -> Result<String, minijinja::Error> {
+        let now = self.0.as_deref().map_or_else(Zoned::now, Zoned::clone);
+        strtime::format(format, &now).map_err(|error| {
+            minijinja::Error::new(
+                minijinja::ErrorKind::InvalidOperation,
+                format!("strftime_now({format:?}): {error}"),
+            )
+        })
+    }
+}

@@ -1,0 +1,98 @@
+//! The tag `generation` of chat templates, which marks what the model says in training data.
+//!
+//! Rendering takes the block as its content in a scope of its own, as transformers does without a mask of the model's tokens.
+//! The template engine has no tags of others, so the source is rewritten: the words become `with` and `endwith`, and every
+//! line stays where it is.
+
+/// Returns the source of a template with `with` and `endwith` in place of the tags `generation` and `endgeneration`.
+pub(super) fn as_scopes(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    let mut raw = false;
+    while let Some(start) = rest.find('{') {
+        let (before, tag) = rest.split_at(start);
+        out.push_str(before);
+        let end = match tag.get(..2) {
+            Some("{%") => expression(tag, "%}"),
+            Some("{{") if !raw => expression(tag, "}}"),
+            Some("{#") if !raw => tag.find("#}").map_or(tag.len(), |end| end + 2),
+            _ => 1,
+        };
+        let (tag, after) = tag.split_at(end);
+        let word = word(tag);
+        match word {
+            "endraw" => raw = false,
+            // Within a raw block, only its end is a tag: the text goes on behind the two characters.
+            _ if raw && tag.len() > 2 => {
+                out.push_str(&tag[..2]);
+                rest = &rest[start + 2..];
+                continue;
+            }
+            "raw" => raw = true,
+            _ => (),
+        }
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Returns the length of the tag or expression that `text` starts with. A closing mark within a text in quotes closes nothing.
+fn expression(text: &str, close: &str) -> usize {
+    let mut quote = None;
+    let mut chars = text.char_indices().skip(2);
+    while let Some((at, c)) = chars.next() {
+        match quote {
+            Some(_) if c == '\\' => {
+                chars.next();
+            }
+            Some(open) if c == open => quote = None,
+            Some(_) => (),
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if text[at..].starts_with(close) => return at + close.len(),
+            None => (),
+        }
+    }
+    text.len()
+}
+
+/// Returns the word of a tag that consists of one word, without its marks; nothing for what is no complete tag.
+fn word(tag: &str) -> &str {
+    let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else { return "" };
+    inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("a{% generation %}b{%- endgeneration -%}c", "a{% with %}b{%- endwith -%}c")]
+    #[case("{%-generation+%}\n{%\ngeneration\n%}", "{%-with+%}\n{%\nwith\n%}")]
+    #[case(
+        "{{ '{% generation %}' }} {# {% generation %} #}",
+        "{{ '{% generation %}' }} {# {% generation %} #}"
+    )]
+    #[case(r#"{{ "\"{% generation %}" }}{% generation %}"#, r#"{{ "\"{% generation %}" }}{% with %}"#)]
+    #[case(
+        "{% set generation = '%}' %}{% if generation %}",
+        "{% set generation = '%}' %}{% if generation %}"
+    )]
+    #[case(
+        "{% raw %}{{ ' {% generation %}{% endraw %}{% generation %}",
+        "{% raw %}{{ ' {% generation %}{% endraw %}{% with %}"
+    )]
+    #[case("{ é {{ 1", "{ é {{ 1")]
+    #[case("{% generation", "{% generation")]
+    #[case("{", "{")]
+    fn only_the_tags_change(#[case] source: &str, #[case] expected: &str) {
+        assert_eq!(as_scopes(source), expected);
+    }
+}

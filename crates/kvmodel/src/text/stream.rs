@@ -1,0 +1,236 @@
+//! The text of an answer as it grows, and stop strings that end it.
+
+use std::ops::ControlFlow;
+
+use super::TextCodec;
+use crate::error::{Error, Result};
+use crate::model::Observer;
+
+/// The text of an answer, token by token, up to a stop string.
+///
+/// Text is held back while it may change or be the beginning of a stop string; a stop string itself is never given out. As
+/// an [`Observer`] of a request, a stream ends the answer at a stop string, with
+/// [`FinishReason::StopString`](crate::FinishReason::StopString).
+///
+/// ```no_run
+/// # fn ask(engine: &mut kvmodel::Engine, codec: &kvmodel::TextCodec, request: &kvmodel::Request) -> kvmodel::Result<()> {
+/// let mut stream = kvmodel::TextStream::new(codec, ["\n\n".to_owned()])?;
+/// engine.generate(request, &mut stream)?;
+/// println!("{}", stream.finish()?);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    codec: &'a TextCodec,
+    stop: Vec<String>,
+    /// Tokens that end the answer by themselves: those whose whole text is a stop string.
+    stop_tokens: Vec<u32>,
+    tokens: Vec<u32>,
+    text: String,
+    /// The length of the text that was given out.
+    given: usize,
+    /// The length of the text in which no stop string begins.
+    searched: usize,
+    stopped: bool,
+    failure: Option<Error>,
+}
+
+impl<'a> TextStream<'a> {
+    /// Creates a stream for an answer that ends before any of `stop`. A special token, which has no text of its own in an
+    /// answer, may be a stop string, too.
+    ///
+    /// # Errors
+    /// Returns [`Error::EmptyStop`] if a stop string is empty.
+    pub fn new(codec: &'a TextCodec, stop: impl IntoIterator<Item = String>) -> Result<Self> {
+        let stop: Vec<String> = stop.into_iter().collect();
+        if stop.iter().any(String::is_empty) {
+            return Err(Error::EmptyStop);
+        }
+        let stop_tokens = stop.iter().filter_map(|text| codec.special_token(text)).collect();
+        Ok(Self {
+            codec,
+            stop,
+            stop_tokens,
+            tokens: Vec::new(),
+            text: String::new(),
+            given: 0,
+            searched: 0,
+            stopped: false,
+            failure: None,
+        })
+    }
+
+    /// Takes the next token of the answer, and returns the text that is certain by now and was not returned before. After a
+    /// stop string no text follows.
+    ///
+    /// # Errors
+    /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
+    pub fn push(&mut self, token: u32) -> Result<&str> {
+        if self.stopped {
+            return Ok("");
+        }
+        self.stopped = self.stop_tokens.contains(&token);
+        self.tokens.push(token);
+        // Decoding all tokens, and not the new one alone, gives the text that the whole answer has: a character may need
+        // several tokens, and decoders treat the first token in their own way.
+        self.text = self.codec.decode(&self.tokens)?;
+        // An incomplete character decodes to a replacement character.
+        let certain = self.text.trim_end_matches('\u{FFFD}').len();
+        if let Some(at) = self.stop_string(certain) {
+            self.text.truncate(at);
+            self.stopped = true;
+        }
+        let free = if self.stopped { self.text.len() } else { certain - self.held_back(certain) };
+        self.searched = self.searched.max(free.min(certain));
+        Ok(self.give_out(free))
+    }
+
+    /// Returns true once the answer has a stop string.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Returns the text that was held back and not returned before; the answer has no more tokens.
+    pub fn rest(&mut self) -> &str {
+        self.give_out(self.text.len())
+    }
+
+    /// Returns the whole text of the answer, without the stop string.
+    ///
+    /// # Errors
+    /// Returns the first error of decoding that the stream met as an observer.
+    pub fn finish(self) -> Result<String> {
+        self.failure.map_or(Ok(self.text), Err)
+    }
+
+    /// Returns the place of the first stop string in the first `end` bytes of the text.
+    fn stop_string(&self, end: usize) -> Option<usize> {
+        let text = self.text.get(self.searched..end)?;
+        self.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().map(|at| self.searched + at)
+    }
+
+    /// Returns the length of the longest end of the text, within its first `end` bytes, with which a stop string begins.
+    fn held_back(&self, end: usize) -> usize {
+        let text = &self.text[..end];
+        let beginning = |stop: &String| {
+            let longest = stop.len().min(end + 1) - 1;
+            (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]))
+        };
+        self.stop.iter().filter_map(beginning).max().unwrap_or(0)
+    }
+
+    fn give_out(&mut self, end: usize) -> &str {
+        let start = self.given.min(end);
+        self.given = self.given.max(end);
+        self.text.get(start..end).unwrap_or_default()
+    }
+}
+
+impl Observer for TextStream<'_> {
+    fn token(&mut self, token: u32) -> ControlFlow<()> {
+        if let Err(error) = self.push(token) {
+            self.failure.get_or_insert(error);
+        }
+        ControlFlow::Continue(())
+    }
+
+    fn is_complete(&self) -> bool {
+        self.stopped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tokenizer of bytes, with a special token behind them.
+    fn codec() -> TextCodec {
+        // ByteLevel writes bytes as characters: printable ones as themselves, the others from U+0100 on.
+        let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
+        let mut next = 256;
+        let vocabulary: serde_json::Map<String, serde_json::Value> = (0..256)
+            .map(|byte| {
+                let c = if printable(byte) {
+                    byte
+                } else {
+                    next += 1;
+                    next - 1
+                };
+                (char::from_u32(c).unwrap().to_string(), byte.into())
+            })
+            .collect();
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null,
+            "added_tokens": [{ "id": 256, "content": "<end>", "special": true, "normalized": false,
+                "single_word": false, "lstrip": false, "rstrip": false }],
+            "normalizer": null, "post_processor": null,
+            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+            "decoder": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+            "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                "vocab": vocabulary, "merges": [] },
+        });
+        TextCodec::from_bytes(tokenizer.to_string().as_bytes(), None).unwrap()
+    }
+
+    /// Streams a text byte by byte, and returns the pieces joined by `|`, the rest behind `/`, and whether it stopped.
+    fn stream(text: &str, stop: &[&str]) -> (String, bool) {
+        let codec = codec();
+        let mut stream = TextStream::new(&codec, stop.iter().map(|&s| s.to_owned())).unwrap();
+        let tokens = codec.encode(text, false).unwrap();
+        let pieces: Vec<String> =
+            tokens.into_iter().map(|token| stream.push(token).unwrap().to_owned()).collect();
+        let given = format!("{}/{}", pieces.join("|"), stream.rest());
+        assert_eq!(given.replace(['|', '/'], ""), stream.text, "nothing is given out twice or lost");
+        (given, stream.is_stopped())
+    }
+
+    #[test]
+    fn without_stop_strings_text_is_given_out_as_soon_as_characters_are_complete() {
+        assert_eq!(stream("aé😀b", &[]), ("a||é||||😀|b/".to_owned(), false));
+    }
+
+    #[test]
+    fn a_stop_string_over_several_tokens_ends_the_text_before_it() {
+        assert_eq!(stream("ab\n\ncd", &["\n\n"]), ("a|b||||/".to_owned(), true));
+    }
+
+    #[test]
+    fn what_may_begin_a_stop_string_is_held_back_until_it_does_not() {
+        assert_eq!(stream("ab\nc", &["\n\n"]), ("a|b||\nc/".to_owned(), false));
+        assert_eq!(stream("aSTO", &["STOP"]), ("a||||/STO".replace("||||", "|||"), false));
+        assert_eq!(stream("SSTOP", &["STOP"]), ("|S|||/".to_owned(), true));
+        assert_eq!(stream("aé", &["éb"]), ("a||/é".to_owned(), false));
+    }
+
+    #[test]
+    fn of_several_stop_strings_the_first_in_the_text_counts() {
+        assert_eq!(stream("one two", &["two", "ne"]), ("o||".to_owned() + "||||/", true));
+        let (given, stopped) = stream("abcd", &["bcd", "c"]);
+        assert_eq!((given.replace('|', ""), stopped), ("ab/".to_owned(), true));
+    }
+
+    #[test]
+    fn a_special_token_may_be_a_stop_string() {
+        let codec = codec();
+        let mut stream = TextStream::new(&codec, ["<end>".to_owned()]).unwrap();
+        assert_eq!(stream.push(u32::from(b'a')).unwrap(), "a");
+        assert!(!stream.is_stopped());
+        assert_eq!(stream.push(256).unwrap(), "");
+        assert!(stream.is_stopped() && stream.is_complete());
+    }
+
+    #[test]
+    fn bytes_that_never_become_a_character_are_the_rest() {
+        let codec = codec();
+        let mut stream = TextStream::new(&codec, []).unwrap();
+        assert_eq!(stream.push(0xC3).unwrap(), "");
+        assert_eq!(stream.rest(), "\u{FFFD}");
+    }
+
+    #[test]
+    fn an_empty_stop_string_is_refused() {
+        assert!(matches!(TextStream::new(&codec(), [String::new()]), Err(Error::EmptyStop)));
+    }
+}
