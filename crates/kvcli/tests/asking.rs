@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -94,8 +95,27 @@ fn a_text_with_separators_is_ordinary_until_they_are_asked_for() {
         assert!(!run(quiet).1.contains("note:"), "{quiet:?}");
     }
     assert!(!run(&["-p", &parts, "--separator", "##"]).1.contains("note:"));
-    let (_, said) = run(&["-p", "alba ?", "--separator", "##"]);
-    assert!(said.contains("No \"##\" in the prompt: taken as an ordinary prompt"), "{said}");
+}
+
+#[test]
+fn prompts_come_from_files_and_standard_input_too() {
+    let text = [SYSTEM, A, B, "dilan ?"].join("##");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompt.txt");
+    fs::write(&file, &text).unwrap();
+    let from_file = json(&["--prompt-file", file.to_str().unwrap(), "--separator", "##"]);
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
+        .args(["run", "--prompt", "-", "--separator", "##"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(from_file["text"], " small");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "small\n");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("first token after"));
 }
 
 #[test]
@@ -180,6 +200,22 @@ fn a_stop_string_ends_the_answer_and_is_not_printed() {
     let (out, _) = run(&[&ask[..], &["--stop", "never"]].concat());
     assert_eq!(out.trim_end_matches('\n'), text.trim_start());
     fs::remove_dir_all(dir).unwrap();
+}
+
+#[test]
+fn what_a_prompt_did_not_get_is_said() {
+    let documents: Vec<String> =
+        (0..40).map(|n| format!("alba is red . {}", "bora is blue . ".repeat(n))).collect();
+    let parts: Vec<&str> =
+        [SYSTEM].into_iter().chain(documents.iter().map(String::as_str)).chain(["alba ?"]).collect();
+    let (ask, no_room) = (parts.join("##"), "no room beside the others");
+    let ask = ["--prompt", &ask, "--separator", "##", "--kv-memory", "16", "--memory-share"];
+    assert!(run(&[&ask[..], &["0.05"]].concat()).1.contains(no_room));
+    assert!(!run(&[&ask[..], &["0.5"]].concat()).1.contains(no_room));
+    let said = |text: &str| run(&["--separator", "##", "--prompt", text]).1;
+    assert!(said("alba is red . ## alba ?").contains("One \"##\" only: taken as an ordinary prompt"));
+    assert!(said("alba ?").contains("No \"##\" in the prompt: taken as an ordinary prompt"));
+    assert!(!said(&[SYSTEM, A, "alba ?"].join("##")).contains("ordinary"));
 }
 
 #[test]

@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -193,27 +192,6 @@ fn fewer_than_two_separators_are_an_ordinary_prompt() {
 }
 
 #[test]
-fn prompts_come_from_files_and_standard_input_too() {
-    let text = prompt(&[SYSTEM, A, B, "dilan ?"]);
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("prompt.txt");
-    fs::write(&file, &text).unwrap();
-    let from_file = json(&["--prompt-file", file.to_str().unwrap(), "--separator", "##"]);
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
-        .args(["run", "--prompt", "-", "--separator", "##"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(from_file["text"], " small");
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "small\n");
-    assert!(String::from_utf8_lossy(&output.stderr).contains("first token after"));
-}
-
-#[test]
 fn model_directories_load_with_shards_chat_and_eight_bit_weights() {
     let dir = broken(|dir| {
         let bytes = fs::read(dir.join("model.safetensors")).unwrap();
@@ -298,22 +276,6 @@ fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
     fails(&["run", "--prompt-file", "/no/such/file"], 1, "/no/such/file");
     let chunks = prompt(&[SYSTEM, &"alba is red . ".repeat(200), "alba ?"]);
     fails(&["run", "--prompt", &chunks, "--kv-memory", "1"], 1, "out of blocks");
-}
-
-#[test]
-fn what_a_prompt_did_not_get_is_said() {
-    let said = |args: &[&str]| String::from_utf8(kvc(&[&["run"], args].concat()).stderr).unwrap();
-    let documents: Vec<String> =
-        (0..40).map(|n| format!("alba is red . {}", "bora is blue . ".repeat(n))).collect();
-    let parts: Vec<&str> =
-        [SYSTEM].into_iter().chain(documents.iter().map(String::as_str)).chain(["alba ?"]).collect();
-    let (ask, no_room) = (prompt(&parts), "no room beside the others");
-    let ask = ["--prompt", &ask, "--kv-memory", "16", "--memory-share"];
-    assert!(said(&[&ask[..], &["0.05"]].concat()).contains(no_room));
-    assert!(!said(&[&ask[..], &["0.5"]].concat()).contains(no_room));
-    let ordinary = "taken as an ordinary prompt";
-    assert!(said(&["--prompt", "alba is red . ## alba ?"]).contains(ordinary));
-    assert!(!said(&["--prompt", &prompt(&[SYSTEM, A, "alba ?"])]).contains(ordinary));
 }
 
 #[test]

@@ -19,6 +19,7 @@ pub(super) struct Prompts {
     warm: Vec<String>,
 }
 
+// Decision: docs/decisions/models.md#a-text-is-cut-only-when-asked
 /// How a text becomes a prompt.
 #[derive(Debug)]
 enum Form {
@@ -158,6 +159,7 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
     Ok(messages)
 }
 
+// Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
 /// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }

@@ -4,6 +4,7 @@
 //! The template engine has no tags of others, so the source is rewritten: the words become `with` and `endwith`, and every
 //! line stays where it is.
 
+// Decision: docs/decisions/models.md#a-block-of-generation-becomes-a-scope
 /// Returns the source of a template with `with` and `endwith` in place of the tags `generation` and `endgeneration`.
 pub(super) fn as_scopes(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
@@ -52,10 +53,9 @@ fn expression(text: &str, close: &str) -> usize {
                 chars.next();
             }
             Some(open) if c == open => quote = None,
-            Some(_) => (),
             None if c == '"' || c == '\'' => quote = Some(c),
             None if text[at..].starts_with(close) => return at + close.len(),
-            None => (),
+            Some(_) | None => (),
         }
     }
     text.len()

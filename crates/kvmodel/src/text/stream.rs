@@ -6,6 +6,7 @@ use super::TextCodec;
 use crate::error::{Error, Result};
 use crate::model::Observer;
 
+// Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
 /// The text of an answer, token by token, up to a stop string.
 ///
 /// Text is held back while it may change or be the beginning of a stop string; a stop string itself is never given out. As
