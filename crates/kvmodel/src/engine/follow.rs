@@ -27,7 +27,7 @@ impl Engine {
         }
         let wanted = answer.len().min(request.max_new_tokens);
         // The last token of a whole answer is fed, too, for the logits behind it.
-        let fed = if answer.len() < request.max_new_tokens { wanted } else { wanted - 1 }.min(left);
+        let mut fed = if answer.len() < request.max_new_tokens { wanted } else { wanted - 1 }.min(left);
         if fed == answer.len() {
             generation.finish = FinishReason::Stop;
         }
@@ -35,6 +35,11 @@ impl Engine {
             generation.tokens.push(token);
             if observer.token(token).is_break() {
                 return Err(Error::Cancelled);
+            }
+            if observer.is_complete() {
+                generation.finish = FinishReason::StopString;
+                fed = fed.min(generation.tokens.len() - 1);
+                break;
             }
         }
         if request.keep_logits {
