@@ -34,6 +34,7 @@ mod tile;
 pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
+// Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
 /// Rows that are multiplied at a time.
 const ROWS: usize = 96;
 /// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
