@@ -15,10 +15,16 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
-    /// Returns a backend with dense steps on the host.
+    /// Returns a backend with dense steps on the host, on so many threads.
     #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
-    fn with_host(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, dense: Arc::new(kvmodel::dense::HostDense::default()) }
+    fn with_host(backend: Arc<dyn Backend>, threads: Option<usize>) -> Result<Self> {
+        #[cfg(feature = "cpu")]
+        if threads.is_some() {
+            let dense = kvmodel::dense::HostDense::beside(cpu(threads)?.as_ref());
+            return Ok(Self { backend, dense: Arc::new(dense) });
+        }
+        let _ = threads;
+        Ok(Self { backend, dense: Arc::new(kvmodel::dense::HostDense::default()) })
     }
 }
 
@@ -27,28 +33,26 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
     open_with(name, None)
 }
 
-/// Opens the backend of the given name. The CPU backend takes `threads`, where it is given, in place of one per processor.
+/// Opens the backend of the given name. The CPU backend and dense steps on the host take `threads`, where it is given, in
+/// place of one per processor.
 ///
 /// # Errors
 /// Returns an error if this program was built without the backend, or if the machine has no such device.
 #[cfg_attr(
-    not(feature = "cpu"),
-    allow(unused_variables, reason = "other backends have threads of their own")
+    not(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")),
+    allow(unused_variables, reason = "this build has no backend")
 )]
 pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Opened> {
     match name {
         #[cfg(feature = "cpu")]
         BackendName::Cpu => {
-            let options = kvbackend_cpu::CpuOptions { threads, ..kvbackend_cpu::CpuOptions::default() };
-            let backend = kvbackend_cpu::CpuBackend::with_options(&options).map_err(kvmodel::Error::from)?;
-            // Both work on the same threads.
-            let dense = Arc::new(kvmodel::dense::HostDense::beside(&backend));
-            Ok(Opened { backend, dense })
+            let backend = cpu(threads)?;
+            Ok(Opened { dense: Arc::new(kvmodel::dense::HostDense::beside(&backend)), backend })
         }
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
         #[cfg(feature = "cuda")]
-        BackendName::Cuda(device) => cuda(*device),
+        BackendName::Cuda(device) => cuda(*device, threads),
         #[cfg(not(feature = "cuda"))]
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
         #[cfg(feature = "ascend")]
@@ -57,7 +61,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);
-            beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>))
+            beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
         }
         #[cfg(not(feature = "ascend"))]
         BackendName::Ascend { .. } => Err(crate::error::Error::NoBackend("ascend")),
@@ -69,33 +73,44 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             };
             let backend =
                 kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvmodel::Error::from)?;
-            Ok(Opened::with_host(backend))
+            Opened::with_host(backend, threads)
         }
         #[cfg(not(feature = "wgpu"))]
         BackendName::Wgpu(_) => Err(crate::error::Error::NoBackend("wgpu")),
     }
 }
 
+/// Opens the CPU backend.
+#[cfg(feature = "cpu")]
+fn cpu(threads: Option<usize>) -> Result<Arc<kvbackend_cpu::CpuBackend>> {
+    let options = kvbackend_cpu::CpuOptions { threads, ..kvbackend_cpu::CpuOptions::default() };
+    Ok(kvbackend_cpu::CpuBackend::with_options(&options).map_err(kvmodel::Error::from)?)
+}
+
 /// Opens a CUDA device.
 #[cfg(feature = "cuda")]
-fn cuda(device: usize) -> Result<Opened> {
+fn cuda(device: usize, threads: Option<usize>) -> Result<Opened> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
     let dense = kvmodel::dense::CudaDense::new(&backend);
-    beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>))
+    beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
 }
 
 /// Returns a backend with the dense steps of its device. Where the device's libraries lack something, the steps stay on
 /// the host, and a note says so.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
-fn beside(backend: Arc<dyn Backend>, dense: kvmodel::Result<Arc<dyn Dense>>) -> Result<Opened> {
+fn beside(
+    backend: Arc<dyn Backend>,
+    dense: kvmodel::Result<Arc<dyn Dense>>,
+    threads: Option<usize>,
+) -> Result<Opened> {
     match dense {
         Ok(dense) => Ok(Opened { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             eprintln!(
                 "note: norms and products run on the CPU, slowly and without graphs of decode steps, because {reason}"
             );
-            Ok(Opened::with_host(backend))
+            Opened::with_host(backend, threads)
         }
         Err(other) => Err(other.into()),
     }
