@@ -68,7 +68,7 @@ impl<'a> Matrix<'a> {
             value: input,
             of: dtype.block_elements(),
         })?;
-        let expected = out.checked_mul(row_bytes).unwrap_or(usize::MAX);
+        let expected = out.saturating_mul(row_bytes);
         if bytes.len() != expected {
             return Err(Error::Mismatch { what: "bytes of a matrix", expected, got: bytes.len() });
         }
