@@ -105,7 +105,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo xtask ascend-headers", budget: 10, needs: ascend_headers::NEEDS },
     Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
     Step { command: "cargo xtask conform --backend wgpu", budget: 85, needs: GPU },
-    Step { command: "cargo xtask sanitize", budget: 145, needs: &[Tool::Sanitizer] },
+    Step { command: "cargo xtask sanitize", budget: 140, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 55, needs: &[] },
     Step { command: "cargo xtask deep", budget: 170, needs: &[] },
 ];
