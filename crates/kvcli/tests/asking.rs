@@ -119,6 +119,19 @@ fn prompts_come_from_files_and_standard_input_too() {
 }
 
 #[test]
+fn documents_behind_a_sink_are_hits_under_each_system_prompt_that_begins_with_it() {
+    let ask = format!("{SYSTEM} ## {A} ## {B} ## bora ?");
+    let warm = format!("you answer questions ## {B} ## {A} ## cedo ?");
+    let hits = |mode: &str| {
+        let asked = ["--separator", "##", "--positions", "sequential", "--chunks", mode, "--prompt", &ask];
+        let answer = json(&[&asked[..], &["--warm", &warm]].concat());
+        answer["chunks"].as_array().unwrap().iter().filter(|chunk| chunk["hit"] == true).count()
+    };
+    assert_eq!((hits("sink:2"), hits("sink:3"), hits("with-system"), hits("alone")), (2, 2, 0, 2));
+    assert_eq!(hits("sink:4"), 0, "the other system prompt has three tokens");
+}
+
+#[test]
 fn documents_are_files_and_are_hits_in_later_prompts() {
     let files = Files::new(&[("a.txt", A), ("b.txt", &format!("{B}\n")), ("warm.txt", "cedo ?")]);
     let (a, b, warm) = (files.arg("a.txt"), files.arg("b.txt"), files.arg("warm.txt"));
@@ -284,6 +297,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["--messages", "a", "--system", "b"], "cannot be used with"),
         (&["--messages", "a", "--separator", "##"], "cannot be used with"),
         (&["-p", "a", "--document", "b", "--separator", "##"], "cannot be used with"),
+        (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS with at least one"),
         (&["-p", "a", "--stop", ""], "end every answer at once"),
         (&["-p", "a", "--threads", "0"], "from 1 up"),
         (&["-p", "a", "--temperature", "1", "--top-k", "-1"], "--top-k"),

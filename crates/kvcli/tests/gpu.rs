@@ -22,8 +22,6 @@ fn json(args: &[&str]) -> Option<Value> {
 
 #[rstest]
 fn the_demo_answers_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] backend: &str) {
-    let Some(there) = json(&["demo", "--json", "--backend", backend]) else { return };
-    let here = json(&["demo", "--json", "--backend", "cpu"]).unwrap();
     let without_times = |answers: &Value| -> Vec<Value> {
         let strip = |answer: &Value| {
             let mut answer = answer.clone();
@@ -33,8 +31,19 @@ fn the_demo_answers_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] backend: &
         };
         answers.as_array().unwrap().iter().map(strip).collect()
     };
-    assert_eq!(without_times(&there), without_times(&here));
-    assert!(here.as_array().unwrap().len() > 3);
+    for format in formats(backend) {
+        let demo = |backend: &str| json(&["demo", "--json", "--dtype", format, "--backend", backend]);
+        let Some(there) = demo(backend) else { return };
+        let here = demo("cpu").unwrap();
+        assert_eq!(without_times(&there), without_times(&here), "{format}");
+        assert!(here.as_array().unwrap().len() > 3);
+    }
+}
+
+/// Returns the formats of a backend's caches. Of quantised ones, the Ascend backend has those of int8.
+fn formats(backend: &str) -> &'static [&'static str] {
+    let formats: &[&str] = &["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"];
+    &formats[..if backend == "ascend" { 4 } else { formats.len() }]
 }
 
 #[rstest]
@@ -53,9 +62,7 @@ fn the_demo_names_the_device(#[values("ascend", "cuda", "wgpu")] backend: &str) 
 
 #[rstest]
 fn every_format_of_the_cache_gives_the_tokens_of_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: &str) {
-    let formats = ["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"];
-    // Of quantised caches, the Ascend backend has those of int8.
-    for format in formats.into_iter().take(if gpu == "ascend" { 4 } else { formats.len() }) {
+    for format in formats(gpu) {
         let tokens = |backend: &str| {
             let prompt = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?";
             let run = [

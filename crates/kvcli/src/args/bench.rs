@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use kvchunk::ComputeMode;
 use kvcore::KvFormat;
 
 use super::{
-    BackendName, Chunks, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format, share,
+    BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format, mode, share,
 };
 
 /// Options of `kvc bench`.
@@ -82,8 +83,8 @@ pub(crate) struct RagArgs {
     pub(crate) positions: Positions,
 
     /// Tokens that documents see while they are computed, see `kvc run --help`.
-    #[arg(long, value_enum, default_value = "with-system")]
-    pub(crate) chunks: Chunks,
+    #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode)]
+    pub(crate) chunks: ComputeMode,
 
     /// Share of the KV memory reserved for documents.
     #[arg(long, value_name = "SHARE", default_value_t = 0.5, value_parser = share)]

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::ValueEnum;
-use kvchunk::Recompute;
+use kvchunk::{ComputeMode, Recompute};
 use kvlab::{Arm, Grader, Measure, Texts};
 
 use super::{
-    BackendName, Chunks, Positions, WeightsFormat, at_least_one, backend, key_form, kv_format, points,
+    BackendName, Positions, WeightsFormat, at_least_one, backend, key_form, kv_format, mode, points,
     positive, recompute,
 };
 use kvcore::{KeyForm, KvFormat};
@@ -119,8 +119,8 @@ pub(crate) struct EvalArgs {
     pub(crate) context_scale: f32,
 
     /// For the gate: tokens that documents see while they are computed.
-    #[arg(long, value_enum, default_value = "with-system", requires = "gate")]
-    pub(crate) chunks: Chunks,
+    #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode, requires = "gate")]
+    pub(crate) chunks: ComputeMode,
 
     /// For the gate: most points of accuracy that reuse may lose. The gate opens if the answers bound the loss by that, with
     /// 95 % confidence.

@@ -100,6 +100,10 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
+    /// Storage format of keys and values, see `kvc run --help`.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
+
     /// Print a JSON array with one object per request on standard output, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
@@ -135,10 +139,11 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "overlapped")]
     pub(crate) positions: Positions,
 
-    /// Tokens that documents see while they are computed: the system prompt and themselves, or only
-    /// themselves. Reuse is exact in every combination except `sequential` with `with-system`.
-    #[arg(long, value_enum, default_value = "with-system")]
-    pub(crate) chunks: Chunks,
+    /// Tokens that documents see while they are computed, beside themselves: the system prompt (with-system), nothing
+    /// (alone), or the first K tokens of the system prompt (sink:K), so that they serve under each that begins with these. Reuse
+    /// equals one pass in every combination except `sequential` with `with-system`, and `sink:K` with moving positions.
+    #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode)]
+    pub(crate) chunks: ComputeMode,
 
     /// Document tokens to recompute with everything before them in sight: none; the first K of each document
     /// (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
@@ -285,21 +290,6 @@ impl From<Cache> for CacheKind {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub(crate) enum Chunks {
-    WithSystem,
-    Alone,
-}
-
-impl From<Chunks> for ComputeMode {
-    fn from(chunks: Chunks) -> Self {
-        match chunks {
-            Chunks::WithSystem => Self::WithSystem,
-            Chunks::Alone => Self::Alone,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum WeightsFormat {
     Stored,
     F32,
@@ -358,6 +348,10 @@ fn at_least_one(text: &str) -> Result<usize, String> {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("a whole number from 1 up is needed".to_owned()),
     }
+}
+
+fn mode(text: &str) -> Result<ComputeMode, String> {
+    text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
 fn recompute(text: &str) -> Result<Recompute, String> {

@@ -31,7 +31,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
 
 fn rag(args: &RagArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
-    let cell = ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() };
+    let cell = ReuseCell { mode: args.chunks, strategy: args.positions.into() };
     let mut reports = Vec::new();
     for popularity in popularities(args) {
         let workload = workload(args, popularity);

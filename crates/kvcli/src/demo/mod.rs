@@ -43,7 +43,8 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     let Opened { backend, dense } = backend::open(&args.backend)?;
     let ModelDirectory { model, codec } = embedded::load(WeightFormat::Stored, dense)?;
-    let mut engine = Engine::new(model, backend, codec.digest(), &EngineConfig::default())?;
+    let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
+    let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let trials = trials()?;
     // A request that keeps nothing warms up threads and memory.
     let first = trials[0].prompt(&codec)?;

@@ -77,7 +77,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     };
     if args.gate {
         let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
-        let cell = ReuseCell { mode: args.chunks.into(), strategy };
+        let cell = ReuseCell { mode: args.chunks, strategy };
         let recompute = match args.strategies[..] {
             [] => Recompute::None,
             [one] => one,

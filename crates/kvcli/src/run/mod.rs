@@ -36,7 +36,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunks: ChunkCacheConfig {
             hash_algorithm: args.hash.into(),
             cross_system_reuse: args.cross_system_reuse,
-            compute_mode: args.chunks.into(),
+            compute_mode: args.chunks,
             position_strategy: args.positions.into(),
             memory_share: args.memory_share.unwrap_or(DEFAULT_SHARE),
             ..ChunkCacheConfig::default()
@@ -77,7 +77,7 @@ fn request(args: &RunArgs, engine: &Engine, prompt: PromptTokens) -> Request {
 }
 
 fn cell(args: &RunArgs) -> ReuseCell {
-    ReuseCell { mode: args.chunks.into(), strategy: args.positions.into() }
+    ReuseCell { mode: args.chunks, strategy: args.positions.into() }
 }
 
 /// Says why an answer was cut.
