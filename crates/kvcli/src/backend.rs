@@ -17,6 +17,10 @@ pub(crate) struct Opened {
 impl Opened {
     /// Returns a backend with dense steps on the host, on so many threads.
     #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
+    #[cfg_attr(
+        not(feature = "cpu"),
+        allow(clippy::unnecessary_wraps, reason = "a build with the CPU backend may fail")
+    )]
     fn with_host(backend: Arc<dyn Backend>, threads: Option<usize>) -> Result<Self> {
         #[cfg(feature = "cpu")]
         if threads.is_some() {
