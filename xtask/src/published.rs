@@ -94,7 +94,6 @@ struct Answer {
     agreement: Option<f64>,
     recomputed: f64,
     flops: f64,
-    ttft_ms: f64,
 }
 
 /// What the answers of a way amount to.
@@ -105,7 +104,6 @@ struct Sum {
     agreement: f64,
     recomputed: f64,
     operations: f64,
-    ttft: f64,
 }
 
 /// Returns whether the model is here.
@@ -184,11 +182,11 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
         let same = |other: &&Answer| {
             other.name == "full attention" && (other.draw, other.question) == (one.draw, one.question)
         };
-        answers.iter().find(same).map(|full| (full.flops, full.ttft_ms))
+        answers.iter().find(same).map(|full| full.flops)
     };
     let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
     for answer in answers {
-        let (Some((flops, ttft)), Some(divergence), Some(agreement)) =
+        let (Some(flops), Some(divergence), Some(agreement)) =
             (full(answer), answer.divergence, answer.agreement)
         else {
             continue;
@@ -199,13 +197,10 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
         sum.agreement += agreement;
         sum.recomputed += answer.recomputed;
         sum.operations += answer.flops / flops;
-        sum.ttft += answer.ttft_ms / ttft;
     }
     for sum in sums.values_mut() {
         let asked = sum.asked as f64;
-        for part in
-            [&mut sum.divergence, &mut sum.agreement, &mut sum.recomputed, &mut sum.operations, &mut sum.ttft]
-        {
+        for part in [&mut sum.divergence, &mut sum.agreement, &mut sum.recomputed, &mut sum.operations] {
             *part /= asked;
         }
     }
@@ -222,13 +217,18 @@ fn plain(name: &str) -> String {
 
 /// Writes the table of docs/quality.md.
 fn write() -> Result {
-    let all: Vec<_> =
-        DOCUMENTS.iter().map(|&documents| Ok(sums(&read(&answers(documents))?))).collect::<Result<_>>()?;
+    let all: Vec<_> = DOCUMENTS
+        .iter()
+        .map(|&documents| match answers(documents) {
+            file if file.exists() => Ok(sums(&read(&file)?)),
+            _ => Ok(BTreeMap::new()),
+        })
+        .collect::<Result<_>>()?;
     let mut table = String::from("| positions, mode, recomputed |");
     for documents in DOCUMENTS {
         let _ = write!(table, " {documents} documents |");
     }
-    table += " tokens anew | operations | TTFT |\n|---|---|---|---|---|---|\n";
+    table += " tokens anew | operations |\n|---|---|---|---|---|\n";
     for arm in ARMS {
         let of: Vec<Option<&Sum>> = all.iter().map(|sums| sums.get(*arm)).collect();
         let Some(last) = of.iter().rev().copied().flatten().next() else { continue };
@@ -242,13 +242,7 @@ fn write() -> Result {
             }
         }
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-        let _ = writeln!(
-            table,
-            " {} | {} | {} |",
-            percent(last.recomputed),
-            percent(last.operations),
-            percent(last.ttft)
-        );
+        let _ = writeln!(table, " {} | {} |", percent(last.recomputed), percent(last.operations));
     }
     let path = root().join("docs/quality.md");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -271,7 +265,6 @@ mod tests {
             agreement: Some(1.0 - divergence),
             recomputed: 0.5,
             flops,
-            ttft_ms: flops,
         }
     }
 

@@ -1,7 +1,7 @@
 //! A few threads that wait for work, so that a kernel can be cut into parts.
 //!
-//! Kernels are short: a decode step runs some ten of them per millisecond. Therefore the caller works too, a
-//! call allocates nothing, and a caller that finds the threads busy with another stream's work does its own
+//! Kernels are short: a decode step runs some ten of them per millisecond. Therefore threads look for a while before
+//! they sleep, the caller works too, a call allocates nothing, and a caller that finds the threads busy with another stream's work does its own
 //! work alone.
 
 use std::any::Any;
@@ -38,6 +38,7 @@ struct Shared {
     inside: AtomicUsize,
 }
 
+// Decision: docs/decisions/backend-cpu.md#threads-look-for-a-while-before-they-sleep
 /// Looks at a value before a thread sleeps: about thirty microseconds. Steps of a model follow one another faster than a thread
 /// that sleeps is woken.
 const LOOKS: usize = 1000;

@@ -114,11 +114,13 @@ fn work_keeps_its_memory_if_the_wait_for_it_is_refused() {
     stream.synchronize().unwrap();
 }
 
+/// Set for the process in which the memory of a lent stream stays.
+const CHILD: &str = "KV_ASCEND_TEST_LENT_STREAM";
+
 /// In a process of its own: what nobody can wait for is never freed, and keeps the device.
 #[test]
 fn work_on_a_lent_stream_keeps_its_memory_if_nobody_can_wait_for_it() {
     let Some((simulator, _alone)) = alone() else { return };
-    const CHILD: &str = "KV_ASCEND_TEST_LENT_STREAM";
     if std::env::var_os(CHILD).is_none() {
         let name = "failure::work_on_a_lent_stream_keeps_its_memory_if_nobody_can_wait_for_it";
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());

@@ -18,6 +18,7 @@ const SCATTER: &str = "operator aclnnScatterPaKvCache";
 
 /// What a test varies of attention.
 #[derive(Clone)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a condition of its own")]
 struct Case {
     dtype: DType,
     queries: DType,

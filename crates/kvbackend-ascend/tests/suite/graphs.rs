@@ -16,6 +16,9 @@ use crate::simulator::{EAGER, LAZY, alone};
 const DIM: usize = 64;
 const LAYERS: usize = 3;
 
+/// Code of ACL for a capture that was broken.
+const CAPTURE_INVALIDATED: i32 = 507_903;
+
 struct Bench {
     backend: Arc<AscendBackend>,
     stream: Arc<dyn Stream>,
@@ -109,7 +112,6 @@ fn a_capture_that_is_broken_does_not_lose_the_device() {
     let Some((simulator, _alone)) = alone() else { return };
     let bench = Bench::new(EAGER);
     let step = step(20);
-    const CAPTURE_INVALIDATED: i32 = 507_903;
     simulator.fail("aclmdlRICaptureEnd", 1, CAPTURE_INVALIDATED);
     let broken = bench.stream.capture(&step, &mut || bench.enqueue(&step)).map(drop);
     assert!(matches!(broken, Err(Error::Device { .. })), "{broken:?}");

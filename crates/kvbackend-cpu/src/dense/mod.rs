@@ -34,6 +34,7 @@ mod tile;
 pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
+// Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
 /// Rows that are multiplied at a time.
 const ROWS: usize = 96;
 /// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
@@ -67,7 +68,7 @@ impl<'a> Matrix<'a> {
             value: input,
             of: dtype.block_elements(),
         })?;
-        let expected = out.checked_mul(row_bytes).unwrap_or(usize::MAX);
+        let expected = out.saturating_mul(row_bytes);
         if bytes.len() != expected {
             return Err(Error::Mismatch { what: "bytes of a matrix", expected, got: bytes.len() });
         }

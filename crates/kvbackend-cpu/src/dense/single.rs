@@ -75,7 +75,7 @@ pub(super) unsafe fn columns<S: Simd>(
             StoredType::F32 if rows.cast::<f32>().is_aligned() => floats::<S, f32>(x, rows.cast(), count, y),
             StoredType::F16 if rows.cast::<f16>().is_aligned() => floats::<S, f16>(x, rows.cast(), count, y),
             StoredType::BF16 if rows.cast::<bf16>().is_aligned() => {
-                floats::<S, bf16>(x, rows.cast(), count, y)
+                floats::<S, bf16>(x, rows.cast(), count, y);
             }
             StoredType::Q8_0 => blocks!(q8_0, 34, 32, x, rows, count, y),
             StoredType::Q4_0 => blocks!(q4_0, 18, 32, x, rows, count, y),

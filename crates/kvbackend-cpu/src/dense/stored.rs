@@ -322,7 +322,9 @@ format! {
     /// A factor, and 32 elements of four bits, 8 for zero.
     q4_0(block: 18, sink) {
         let mut q = nibbles(&block[2..]);
-        q.iter_mut().for_each(|q| *q -= 8);
+        for q in &mut q {
+            *q -= 8;
+        }
         sink.group(0, &q, half_at(block, 0), 0.0);
     }
 }
@@ -338,7 +340,9 @@ format! {
     /// A factor, 32 fifth bits, and 32 elements of four bits, 16 for zero.
     q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
-        q.iter_mut().for_each(|q| *q -= 16);
+        for q in &mut q {
+            *q -= 16;
+        }
         sink.group(0, &q, half_at(block, 0), 0.0);
     }
 }

@@ -80,9 +80,6 @@ impl FromStr for Arm {
     /// ```
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownArm(text.to_owned());
-        fn named<T: serde::de::DeserializeOwned>(name: &str) -> Option<T> {
-            serde_json::from_value(name.into()).ok()
-        }
         match text.split(',').map(str::trim).collect::<Vec<_>>()[..] {
             ["full attention" | "full"] => Ok(Self::full_attention()),
             [strategy, mode, recompute, scaling] => {
@@ -95,7 +92,7 @@ impl FromStr for Arm {
             }
             [strategy, mode, recompute] => {
                 let cell = ReuseCell {
-                    strategy: named(strategy).ok_or_else(bad)?,
+                    strategy: serde_json::from_value(strategy.into()).map_err(|_| bad())?,
                     mode: mode.parse().map_err(|_| bad())?,
                 };
                 Ok(Self::reuse(cell, recompute.parse()?))

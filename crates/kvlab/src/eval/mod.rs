@@ -160,12 +160,11 @@ impl<'a> Asking<'a> {
 
     /// Asks for full attention's own answer with its logits, once for all arms. Returns its tokens.
     fn reference(&mut self) -> Result<Arc<[u32]>> {
-        let answer = match self.reference.take() {
-            Some(known) => known,
-            None => {
-                let request = self.request(&Arm::full_attention(), &self.order)?;
-                self.engine.generate(&Request { keep_logits: true, ..request }, &mut ())?
-            }
+        let answer = if let Some(known) = self.reference.take() {
+            known
+        } else {
+            let request = self.request(&Arm::full_attention(), &self.order)?;
+            self.engine.generate(&Request { keep_logits: true, ..request }, &mut ())?
         };
         let tokens = answer.tokens.as_slice().into();
         self.reference = Some(answer);

@@ -179,7 +179,7 @@ impl Texts {
         questions
     }
 
-    fn question(&self, kind: QuestionKind, rng: &mut StdRng) -> Question {
+    fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {
         let firms = self.firms(rng);
         let mut numbers: Vec<usize> = (0..firms.len()).collect();
         numbers.shuffle(rng);
@@ -207,7 +207,7 @@ impl Texts {
     }
 
     /// Draws firms that have nothing in common.
-    fn firms(&self, rng: &mut StdRng) -> Vec<Firm> {
+    fn firms(self, rng: &mut StdRng) -> Vec<Firm> {
         fn shuffled<T: Clone>(all: &[T], rng: &mut StdRng) -> Vec<T> {
             let mut all = all.to_vec();
             all.shuffle(rng);

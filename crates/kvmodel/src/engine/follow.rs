@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Observer;
 
 impl Engine {
+    // Decision: docs/decisions/models.md#a-given-answer-is-read-back-in-one-pass
     /// Reads an answer back after the prefill, in one pass, and keeps the logits of each of its tokens and of the one behind
     /// it, as far as the request and the model have room for them.
     pub(super) fn follow(

@@ -228,7 +228,9 @@ impl Attention {
                 values.iter_mut().zip(value).for_each(|(to, x)| *to += weight * x);
             }
         }
-        values.iter_mut().for_each(|x| *x /= sum);
+        for x in &mut values {
+            *x /= sum;
+        }
         (values, most + sum.ln())
     }
 }
