@@ -57,15 +57,15 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo run --release -p kvcli -- demo", budget: 15, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\" --separator \"##\"",
-        budget: 5,
+        budget: 4,
         needs: &[],
     },
     Step {
         command: "cargo run --release -p kvcli -- run --system \"you answer questions\" --document examples/documents/harbour.txt --document examples/documents/market.txt -p \"alba ?\"",
-        budget: 5,
+        budget: 4,
         needs: &[],
     },
-    Step { command: "cargo run --release -p kvcli -- run --help", budget: 5, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- run --help", budget: 2, needs: &[] },
     Step { command: "cargo run --release -p kvcli -- eval --gate --questions 30", budget: 5, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli -- eval --seeds 2 --questions 4 --strategy link:2 --strategy blend:0.15@2",
