@@ -284,15 +284,11 @@ impl Communicator for HcclCommunicator {
 impl Drop for HcclCommunicator {
     fn drop(&mut self) {
         self.group.leave(self.rank);
-        // The handle goes when its work is done, and before the stream of this work. After a failure the stream is gone.
+        // Calls have waited for their work, so that there is none. The handle goes before the stream, as HCCL asks; after a
+        // failure the stream is gone.
         let own = self.stream.get_mut().take();
-        if let Some(own) = &own
-            && let Ok(_bound) = self.device.bind_lost()
-        {
-            // SAFETY: the stream is the rank's own. It has no work but that of calls that have returned.
-            unsafe { self.device.library.acl.aclrtSynchronizeStream(own.raw) };
-        }
         self.handle = None;
+        drop(own);
     }
 }
 
