@@ -16,24 +16,29 @@ use crate::common::{Golden, distance, golden_name};
 /// A strategy that chooses as a blend does and remembers the choice. Without a blend it chooses the given
 /// tokens.
 #[derive(Debug)]
-struct Spy {
+pub(crate) struct Spy {
     blend: Option<Recompute>,
     chosen: Mutex<Vec<Vec<u32>>>,
     deviations: Mutex<Vec<Vec<f32>>>,
 }
 
 impl Spy {
-    fn on(blend: &str) -> Arc<Self> {
+    pub(crate) fn on(blend: &str) -> Arc<Self> {
         let blend = Some(blend.parse().unwrap());
         Arc::new(Self { blend, chosen: Mutex::default(), deviations: Mutex::default() })
     }
 
-    fn told(chosen: Vec<Vec<u32>>) -> Arc<Self> {
+    pub(crate) fn told(chosen: Vec<Vec<u32>>) -> Arc<Self> {
         Arc::new(Self { blend: None, chosen: Mutex::new(chosen), deviations: Mutex::default() })
     }
 
-    fn chosen(&self) -> Vec<Vec<u32>> {
+    pub(crate) fn chosen(&self) -> Vec<Vec<u32>> {
         self.chosen.lock().unwrap().clone()
+    }
+
+    /// Returns what the strategy was told of the tokens.
+    pub(crate) fn scores(&self) -> Vec<Vec<f32>> {
+        self.deviations.lock().unwrap().clone()
     }
 }
 
@@ -146,7 +151,7 @@ fn deviations_are_of_what_was_asked_for(
         let spy = Spy::on(&format!("blend:0.4@1:{what}"));
         let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
         ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell));
-        spy.deviations.lock().unwrap().clone()
+        spy.scores()
     };
     for (what, of_this, of_the_other) in
         [("keys", [true, false], [false, true]), ("values", [false, true], [true, false])]

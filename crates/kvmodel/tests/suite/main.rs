@@ -17,6 +17,7 @@ mod failure;
 mod faulty;
 mod flops;
 mod gguf;
+mod questions;
 mod recompute;
 mod replicas;
 mod rope;
