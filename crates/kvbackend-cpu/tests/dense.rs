@@ -21,14 +21,11 @@ fn ways() -> Vec<(String, Products)> {
 
 /// Returns bytes that depend only on the seed.
 fn noise(seed: u64, n: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as u8
+    let mixed = |i: usize| {
+        let x = (i as u64 + (seed << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        ((x ^ (x >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40) as u8
     };
-    std::iter::repeat_with(next).take(n).collect()
+    (0..n).map(mixed).collect()
 }
 
 fn numbers(seed: u64, n: usize) -> Vec<f32> {

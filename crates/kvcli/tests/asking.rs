@@ -1,4 +1,4 @@
-//! What `kvc run` is asked, and how its answer is chosen and ended: prompts in each form, conversations, documents, sampling,
+//! Questions to `kvc run`, and the choice and the end of its answers: prompts in each form, conversations, documents, sampling,
 //! stop strings, threads.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

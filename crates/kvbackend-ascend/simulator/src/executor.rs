@@ -16,7 +16,7 @@ pub(crate) struct Executor {
     action: Action,
     /// The tensors of the first phase, which must live until the second.
     tensors: Vec<u64>,
-    /// Whether the executor goes by a call of its own.
+    /// True if the executor goes by a call of its own.
     repeatable: bool,
 }
 

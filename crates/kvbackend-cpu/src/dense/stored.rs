@@ -267,7 +267,7 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     q
 }
 
-/// What becomes of the elements of a block.
+/// Takes the elements of a block: stores them, or multiplies them.
 pub(super) trait Sink<S: Simd> {
     /// Takes the elements `d · q + m` from `at` on, counted from the start of the block. `N` is 16 or 32.
     ///

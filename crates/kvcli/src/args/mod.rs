@@ -311,7 +311,7 @@ pub(crate) enum BackendName {
     Ascend {
         /// The number of a device.
         device: usize,
-        /// Whether no fused operator is called.
+        /// True if no fused operator is called.
         plain: bool,
     },
 }

@@ -9,7 +9,7 @@ use kvmodel::{Message, PromptTokens, Role, TextCodec};
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
 
-/// What is asked, read from options and files.
+/// The prompt and earlier prompts, read from options and files.
 #[derive(Debug)]
 pub(super) struct Prompts {
     form: Form,
@@ -20,7 +20,7 @@ pub(super) struct Prompts {
 }
 
 // Decision: docs/decisions/models.md#a-text-is-cut-only-when-asked
-/// How a text becomes a prompt.
+/// The way from a text to a prompt.
 #[derive(Debug)]
 enum Form {
     /// The text is cut at a separator.

@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Whoever deploys the model.
+    /// The one who deploys the model.
     System,
-    /// Whoever asks.
+    /// The one who asks.
     User,
     /// The model.
     Assistant,
