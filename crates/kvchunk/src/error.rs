@@ -63,7 +63,7 @@ pub enum Error {
     /// The text names no recompute strategy.
     #[error(
         "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], \
-         question:R[@LAYER], random:R[@SEED], full"
+         question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED], full"
     )]
     UnknownStrategy(String),
     /// The text names no compute mode.

@@ -89,8 +89,8 @@ pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionRei
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use ranks::{CollectiveRank, RankAgreement};
 pub use recompute::{
-    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Recompute, RecomputeStrategy, TokenScores,
-    TokenSelection,
+    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, Recompute, RecomputeStrategy,
+    TokenScores, TokenSelection,
 };
 pub use replica::{
     ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,

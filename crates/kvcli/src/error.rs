@@ -52,6 +52,12 @@ pub(crate) enum Error {
         "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
     )]
     NoDataset(PathBuf),
+    /// No question is of the kinds that are asked for.
+    #[error(
+        "there is no question of the kinds that --kind asks for: texts have local, comparison and reference, and world.json has \
+             local, cross-start and cross-middle"
+    )]
+    NoKind,
     /// The gate found that reuse is not fit for the model.
     #[error("reuse is not fit for this model; what does not hold: {0}")]
     GateClosed(String),

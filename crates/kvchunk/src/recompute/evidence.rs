@@ -38,16 +38,29 @@ impl AttentionCheck {
     }
 }
 
-/// What a strategy wants to know of each token of reused chunks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Evidence {
-    /// How far the stored KV is from that of full attention. The model computes all tokens up to the layer that is checked.
-    Deviations(DeviationCheck),
+/// What a strategy wants to know of each token of reused chunks before it chooses: nothing, one of these, or both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Evidence {
     /// How much the question attends to the token, over the reused keys. The model computes the question once.
-    Attention(AttentionCheck),
+    pub attention: Option<AttentionCheck>,
+    /// How far the stored KV is from that of full attention. The model computes all tokens up to the layer that is checked.
+    pub deviations: Option<DeviationCheck>,
 }
 
-/// One number for every chunk token: the [`Evidence`] that a strategy asked for.
+impl Evidence {
+    /// Returns true if there is nothing to find out.
+    pub fn is_none(&self) -> bool {
+        self.attention.is_none() && self.deviations.is_none()
+    }
+
+    /// Returns the last of the layers that are looked at first, from 0, in a model of `layers` layers.
+    pub fn deepest_start(&self, layers: usize) -> Option<usize> {
+        let attention = self.attention.map(|check| check.first_layer(layers));
+        attention.max(self.deviations.map(|check| check.layer))
+    }
+}
+
+/// One number for every chunk token.
 ///
 /// A deviation is `‖fresh − stored‖² / mean ‖fresh‖²`. Attention is the weight of the token after the softmax, summed over the
 /// question's tokens, the heads and the layers that count.
@@ -64,4 +77,18 @@ impl TokenScores {
     pub fn chunks(&self) -> &[Vec<f32>] {
         &self.0
     }
+
+    /// Returns the number of a token of a chunk, or 0 if there is none.
+    pub fn of(&self, chunk: usize, token: usize) -> f32 {
+        self.0.get(chunk).and_then(|chunk| chunk.get(token)).copied().unwrap_or(0.0)
+    }
+}
+
+/// What was found of the [`Evidence`] that a strategy asked for.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Findings {
+    /// The attention to each token, if it was asked for.
+    pub attention: Option<TokenScores>,
+    /// The deviation of each token, if it was asked for.
+    pub deviations: Option<TokenScores>,
 }

@@ -9,6 +9,7 @@
 //! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024) |
 //! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
 //! | [`Recompute::Question`] | the share r to which the question attends most | `ProphetKV` (2026) |
+//! | [`Recompute::Joint`] | the share r of which a question that attends to them would see the largest error | none: both of the above |
 //! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
@@ -23,6 +24,9 @@
 //! - `ProphetKV` weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of the
 //!   last third of the layers, or of all layers from one on, and computes the question again with the chosen tokens.
 //!
+//! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation: to first order, the error that the
+//!   question's attention takes from the token.
+//!
 //! Recomputed tokens go into the request's own blocks; see
 //! [`AssembledPrompt::copy_on_write`](crate::AssembledPrompt::copy_on_write).
 
@@ -34,13 +38,13 @@ use crate::assembly::ChunkSpan;
 mod evidence;
 mod strategy;
 
-pub use evidence::{AttentionCheck, DeviationCheck, DeviationOf, Evidence, TokenScores};
+pub use evidence::{AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, TokenScores};
 pub use strategy::Recompute;
 
 /// A strategy that chooses the tokens to recompute.
 ///
 /// ```
-/// use kvchunk::{ChunkSpan, RecomputeStrategy, TokenScores, TokenSelection};
+/// use kvchunk::{ChunkSpan, Findings, RecomputeStrategy, TokenSelection};
 ///
 /// /// The last token of every chunk.
 /// #[derive(Debug)]
@@ -50,25 +54,25 @@ pub use strategy::Recompute;
 ///     fn name(&self) -> String {
 ///         "ends".to_owned()
 ///     }
-///     fn select(&self, chunks: &[ChunkSpan], _: Option<&TokenScores>) -> TokenSelection {
+///     fn select(&self, chunks: &[ChunkSpan], _: &Findings) -> TokenSelection {
 ///         TokenSelection::new(chunks.iter().map(|chunk| vec![chunk.tokens as u32 - 1]))
 ///     }
 /// }
 ///
 /// let chunk = ChunkSpan { tokens: 7, logical_start: 3, position: 3, is_full: false };
-/// assert_eq!(Ends.select(&[chunk], None).chunks()[0], [6]);
+/// assert_eq!(Ends.select(&[chunk], &Findings::default()).chunks()[0], [6]);
 /// ```
 pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
     /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Returns what the strategy wants to know of the tokens before it chooses, or `None` if it needs nothing.
-    fn evidence(&self) -> Option<Evidence> {
-        None
+    /// Returns what the strategy wants to know of the tokens before it chooses; by default nothing.
+    fn evidence(&self) -> Evidence {
+        Evidence::default()
     }
 
-    /// Chooses the tokens. `scores` is `Some` if [`evidence`](Self::evidence) asked for them.
-    fn select(&self, chunks: &[ChunkSpan], scores: Option<&TokenScores>) -> TokenSelection;
+    /// Chooses the tokens. `found` has what [`evidence`](Self::evidence) asked for.
+    fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection;
 }
 
 /// A selection of tokens of a prompt's chunks, by their index in the chunk.

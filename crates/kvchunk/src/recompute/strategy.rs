@@ -6,7 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttentionCheck, DeviationCheck, DeviationOf, Evidence, RecomputeStrategy, TokenScores, TokenSelection,
+    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, RecomputeStrategy, TokenScores,
+    TokenSelection,
 };
 use crate::assembly::ChunkSpan;
 use crate::error::{Error, Result};
@@ -15,7 +16,7 @@ use crate::error::{Error, Result};
 ///
 /// ```
 /// use kvchunk::{DeviationOf, Recompute, RecomputeStrategy};
-/// for text in ["none", "link:8", "blend:0.15@2:both", "question:0.2", "question:0.2@10", "random:0.15@7", "full"] {
+/// for text in ["none", "link:8", "blend:0.15@2:both", "question:0.2", "question:0.2@10", "joint:0.2@2:keys", "random:0.15@7", "full"] {
 ///     assert_eq!(text.parse::<Recompute>()?.name(), text);
 /// }
 /// let blend = Recompute::Blend { share: 0.15, layer: 1, of: DeviationOf::Values };
@@ -50,6 +51,16 @@ pub enum Recompute {
         /// The first layer whose attention counts, from 0; `None` for the last third of the layers.
         from: Option<usize>,
     },
+    /// Recomputes the tokens whose KV deviates most, weighed by how much the question attends to them in the last third of the
+    /// layers.
+    Joint {
+        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
+        share: f64,
+        /// The layer at which deviations are taken, from 0.
+        layer: usize,
+        /// The rows that are compared there.
+        of: DeviationOf,
+    },
     /// Recomputes as many tokens as [`Blend`](Self::Blend), drawn evenly at random: a baseline.
     Random {
         /// The share of all chunk tokens, rounded up.
@@ -66,22 +77,29 @@ impl RecomputeStrategy for Recompute {
         self.to_string()
     }
 
-    fn evidence(&self) -> Option<Evidence> {
+    fn evidence(&self) -> Evidence {
         // At shares 0 and 1 there is nothing to choose.
         let chooses = |share: f64| share > 0.0 && share < 1.0;
+        let deviations = |layer, of| Some(DeviationCheck { layer, of });
         match *self {
             Self::Blend { share, layer, of } if chooses(share) => {
-                Some(Evidence::Deviations(DeviationCheck { layer, of }))
+                Evidence { deviations: deviations(layer, of), ..Evidence::default() }
             }
             Self::Question { share, from } if chooses(share) => {
-                Some(Evidence::Attention(AttentionCheck { from }))
+                Evidence { attention: Some(AttentionCheck { from }), ..Evidence::default() }
             }
-            _ => None,
+            Self::Joint { share, layer, of } if chooses(share) => {
+                Evidence { attention: Some(AttentionCheck::default()), deviations: deviations(layer, of) }
+            }
+            _ => Evidence::default(),
         }
     }
 
-    fn select(&self, chunks: &[ChunkSpan], scores: Option<&TokenScores>) -> TokenSelection {
+    fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection {
         let every = |chunk: &ChunkSpan| (0..chunk.tokens as u32).collect();
+        fn of(scores: &Option<TokenScores>) -> impl Fn(usize, usize) -> f32 {
+            move |chunk, token| scores.as_ref().map_or(0.0, |scores| scores.of(chunk, token))
+        }
         match *self {
             Self::None => TokenSelection::new(chunks.iter().map(|_| Vec::new())),
             Self::Full => TokenSelection::new(chunks.iter().map(every)),
@@ -89,11 +107,13 @@ impl RecomputeStrategy for Recompute {
                 let first = if chunk.is_full { 0 } else { tokens.min(chunk.tokens) };
                 (0..first as u32).collect()
             })),
-            Self::Blend { share, .. } | Self::Question { share, .. } => {
-                let of = |chunk: usize, token: usize| {
-                    scores.and_then(|scores| scores.chunks().get(chunk)?.get(token).copied()).unwrap_or(0.0)
-                };
-                largest(chunks, share, of)
+            Self::Blend { share, .. } => largest(chunks, share, of(&found.deviations)),
+            Self::Question { share, .. } => largest(chunks, share, of(&found.attention)),
+            Self::Joint { share, .. } => {
+                let (attention, deviation) = (of(&found.attention), of(&found.deviations));
+                largest(chunks, share, |chunk, token| {
+                    attention(chunk, token) * deviation(chunk, token).sqrt()
+                })
             }
             Self::Random { share, seed } => largest(chunks, share, |chunk, token| {
                 let mixed = mix(seed ^ mix((chunk as u64) << 32 | token as u64));
@@ -128,19 +148,22 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// Returns the word of the rows that are compared.
+fn rows(of: DeviationOf) -> &'static str {
+    match of {
+        DeviationOf::Keys => "keys",
+        DeviationOf::Values => "values",
+        DeviationOf::Both => "both",
+    }
+}
+
 impl fmt::Display for Recompute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.write_str("none"),
             Self::Link { tokens } => write!(f, "link:{tokens}"),
-            Self::Blend { share, layer, of } => {
-                let of = match of {
-                    DeviationOf::Keys => "keys",
-                    DeviationOf::Values => "values",
-                    DeviationOf::Both => "both",
-                };
-                write!(f, "blend:{share}@{layer}:{of}")
-            }
+            Self::Blend { share, layer, of } => write!(f, "blend:{share}@{layer}:{}", rows(*of)),
+            Self::Joint { share, layer, of } => write!(f, "joint:{share}@{layer}:{}", rows(*of)),
             Self::Question { share, from: None } => write!(f, "question:{share}"),
             Self::Question { share, from: Some(layer) } => write!(f, "question:{share}@{layer}"),
             Self::Random { share, seed } => write!(f, "random:{share}@{seed}"),
@@ -152,9 +175,9 @@ impl fmt::Display for Recompute {
 impl FromStr for Recompute {
     type Err = Error;
 
-    /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`, `random:R[@SEED]` or `full`. The
-    /// layer of a blend defaults to 1, its rows to `values` and the seed to 0. A question counts attention from its layer on, by
-    /// default in the last third of the layers.
+    /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`,
+    /// `joint:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer of `blend` and `joint` defaults to 1, their rows
+    /// to `values` and the seed to 0. A question counts attention from its layer on, by default in the last third of the layers.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
@@ -163,7 +186,7 @@ impl FromStr for Recompute {
             ("none", None) => Ok(Self::None),
             ("full", None) => Ok(Self::Full),
             ("link", Some(tokens)) => Ok(Self::Link { tokens: tokens.parse().map_err(|_| bad())? }),
-            ("blend", Some(rest)) => {
+            ("blend" | "joint", Some(rest)) => {
                 let (rest, of) = rest.split_once(':').unwrap_or((rest, "values"));
                 let (r, layer) = rest.split_once('@').unwrap_or((rest, "1"));
                 let of = match of {
@@ -172,7 +195,12 @@ impl FromStr for Recompute {
                     "both" => DeviationOf::Both,
                     _ => return Err(bad()),
                 };
-                Ok(Self::Blend { share: share(r)?, layer: layer.parse().map_err(|_| bad())?, of })
+                let (share, layer) = (share(r)?, layer.parse().map_err(|_| bad())?);
+                Ok(if name == "blend" {
+                    Self::Blend { share, layer, of }
+                } else {
+                    Self::Joint { share, layer, of }
+                })
             }
             ("question", Some(rest)) => {
                 let (r, layer) = rest.split_once('@').map_or((rest, None), |(r, layer)| (r, Some(layer)));
@@ -211,33 +239,35 @@ mod tests {
         [span(4, true), span(6, false), span(10, false)]
     }
 
-    fn select(text: &str, scores: Option<&TokenScores>) -> Vec<Vec<u32>> {
-        text.parse::<Recompute>().unwrap().select(&chunks(), scores).chunks().to_vec()
+    fn select(text: &str, found: &Findings) -> Vec<Vec<u32>> {
+        text.parse::<Recompute>().unwrap().select(&chunks(), found).chunks().to_vec()
+    }
+
+    fn nothing() -> Findings {
+        Findings::default()
     }
 
     #[test]
     fn link_takes_the_first_of_every_chunk_that_has_not_seen_all() {
-        assert_eq!(select("link:2", None), [vec![], vec![0, 1], vec![0, 1]]);
-        let long = select("link:100", None);
+        assert_eq!(select("link:2", &nothing()), [vec![], vec![0, 1], vec![0, 1]]);
+        let long = select("link:100", &nothing());
         assert_eq!(long.iter().map(Vec::len).collect::<Vec<_>>(), [0, 6, 10]);
-        assert_eq!(select("link:0", None), select("none", None));
+        assert_eq!(select("link:0", &nothing()), select("none", &nothing()));
     }
 
     #[test]
     fn blend_takes_the_share_that_deviates_most() {
         let mut deviations = vec![vec![0.0; 4], vec![0.0; 6], vec![0.1; 10]];
         (deviations[1][4], deviations[2][9]) = (7.0, f32::INFINITY);
-        let deviations = TokenScores::new(deviations);
-        assert_eq!(select("blend:0.15", Some(&deviations)), [vec![], vec![4], vec![0, 9]]);
-        assert_eq!(select("blend:0.01", Some(&deviations)), [vec![], vec![], vec![9]], "rounded up");
-        assert_eq!(select("blend:0", Some(&deviations)), select("none", None));
-        assert_eq!(select("blend:1", Some(&deviations)), select("full", None));
+        let deviations = Findings { deviations: Some(TokenScores::new(deviations)), ..nothing() };
+        assert_eq!(select("blend:0.15", &deviations), [vec![], vec![4], vec![0, 9]]);
+        assert_eq!(select("blend:0.01", &deviations), [vec![], vec![], vec![9]], "rounded up");
+        assert_eq!(select("blend:0", &deviations), select("none", &nothing()));
+        assert_eq!(select("blend:1", &deviations), select("full", &nothing()));
         for (text, check) in [("blend:0", None), ("blend:1", None), ("blend:0.5@2", Some(2))] {
-            let layer = match text.parse::<Recompute>().unwrap().evidence() {
-                Some(Evidence::Deviations(check)) => Some(check.layer),
-                _ => None,
-            };
-            assert_eq!(layer, check);
+            let evidence = text.parse::<Recompute>().unwrap().evidence();
+            assert_eq!(evidence.deviations.map(|check| check.layer), check);
+            assert_eq!((evidence.attention, evidence.is_none()), (None, check.is_none()));
         }
     }
 
@@ -245,25 +275,44 @@ mod tests {
     fn question_takes_the_share_with_the_highest_scores() {
         let mut attention = vec![vec![9.0; 4], vec![0.0; 6], vec![0.1; 10]];
         attention[1][4] = 0.7;
-        let scores = TokenScores::new(attention);
+        let scores = Findings { attention: Some(TokenScores::new(attention)), ..nothing() };
         // The first chunk is full attention's already.
-        assert_eq!(select("question:0.1", Some(&scores)), [vec![], vec![4], vec![0]]);
-        assert_eq!(select("question:1", None), select("full", None));
+        assert_eq!(select("question:0.1", &scores), [vec![], vec![4], vec![0]]);
+        assert_eq!(select("question:1", &nothing()), select("full", &nothing()));
         let of = |text: &str| text.parse::<Recompute>().unwrap().evidence();
-        assert_eq!((of("question:0"), of("question:1")), (None, None));
-        let Some(Evidence::Attention(check)) = of("question:0.1") else { panic!() };
-        assert_eq!([1, 3, 30].map(|layers| check.first_layer(layers)), [0, 2, 20]);
-        let Some(Evidence::Attention(check)) = of("question:0.1@7") else { panic!() };
-        assert_eq!(check.first_layer(30), 7);
+        assert!(of("question:0").is_none() && of("question:1").is_none());
+        let first = |text: &str, layers| of(text).attention.unwrap().first_layer(layers);
+        assert_eq!([1, 3, 30].map(|layers| first("question:0.1", layers)), [0, 2, 20]);
+        assert_eq!(first("question:0.1@7", 30), 7);
+    }
+
+    #[test]
+    fn joint_takes_what_deviates_where_the_question_looks() {
+        let scores = |of: [(usize, usize, f32); 3]| {
+            let mut scores = vec![vec![0.01; 4], vec![0.01; 6], vec![0.01; 10]];
+            of.into_iter().for_each(|(chunk, token, x)| scores[chunk][token] = x);
+            Some(TokenScores::new(scores))
+        };
+        let found = Findings {
+            // Looked at and right; looked at and wrong; not looked at and wrong.
+            attention: scores([(1, 0, 9.0), (1, 4, 0.7), (2, 9, 0.0)]),
+            deviations: scores([(1, 0, 0.0), (1, 4, 0.25), (2, 9, 8.0)]),
+        };
+        assert_eq!(select("joint:0.05", &found), [vec![], vec![4], vec![]]);
+        assert_eq!(select("question:0.05", &found), [vec![], vec![0], vec![]]);
+        assert_eq!(select("blend:0.05", &found), [vec![], vec![], vec![9]]);
+        let evidence = "joint:0.05@3".parse::<Recompute>().unwrap().evidence();
+        assert_eq!((evidence.deviations.unwrap().layer, evidence.deepest_start(30)), (3, Some(20)));
+        assert_eq!("joint:1".parse::<Recompute>().unwrap().evidence().deepest_start(30), None);
     }
 
     #[test]
     fn random_takes_as_many_and_others_under_another_seed() {
         let count = |selected: &[Vec<u32>]| selected.iter().map(Vec::len).sum::<usize>();
-        let (a, b) = (select("random:0.3@1", None), select("random:0.3@2", None));
+        let (a, b) = (select("random:0.3@1", &nothing()), select("random:0.3@2", &nothing()));
         assert_eq!((count(&a), count(&b)), (6, 6));
         assert_ne!(a, b);
-        assert_eq!(a, select("random:0.3@1", None));
+        assert_eq!(a, select("random:0.3@1", &nothing()));
     }
 
     #[test]
@@ -278,6 +327,7 @@ mod tests {
             "blend:0.5@x",
             "blend:0.5:q",
             "question:2",
+            "joint:2",
             "question:0.1@x",
             "full:1",
         ] {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::ValueEnum;
 use kvchunk::{ComputeMode, Recompute};
-use kvlab::{Arm, Grader, Measure, Texts};
+use kvlab::{Arm, Grader, Measure, QuestionKind, Texts};
 
 use super::{
     BackendName, Positions, WeightsFormat, at_least_one, backend, key_form, kv_format, mode, points,
@@ -45,6 +45,10 @@ pub(crate) struct EvalArgs {
     /// Ask about this many short texts that kvc writes: notes about invented firms, with several facts each.
     #[arg(long, value_name = "N", value_parser = documents, conflicts_with = "dataset")]
     pub(crate) texts: Option<usize>,
+
+    /// Kind of question to ask: local, cross-start, cross-middle, comparison or reference; may be repeated. Without it: all.
+    #[arg(long = "kind", value_name = "KIND", value_parser = kind)]
+    pub(crate) kinds: Vec<QuestionKind>,
 
     /// Put each prompt into the model's chat template, as instruct models want it.
     #[arg(long)]
@@ -183,6 +187,11 @@ impl From<MeasureName> for Measure {
 
 fn arm(text: &str) -> Result<Arm, String> {
     text.parse().map_err(|error: kvlab::Error| error.to_string())
+}
+
+fn kind(text: &str) -> Result<QuestionKind, String> {
+    serde_json::from_value(text.into())
+        .map_err(|_| "local, cross-start, cross-middle, comparison or reference is needed".to_owned())
 }
 
 fn grader(text: &str) -> Result<Grader, String> {

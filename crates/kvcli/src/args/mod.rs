@@ -147,7 +147,8 @@ pub(crate) struct RunArgs {
 
     /// Document tokens to recompute with everything before them in sight: none; the first K of each document
     /// (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
-    /// blend:R@LAYER:keys|values|both); a random share (random:R@SEED); or full.
+    /// blend:R@LAYER:keys|values|both); the share R that the question attends to most (question:R), or of which it would
+    /// see the largest error (joint:R@LAYER); a random share (random:R@SEED); or full.
     #[arg(long, value_name = "STRATEGY", default_value = "none", value_parser = recompute)]
     pub(crate) recompute: Recompute,
 

@@ -73,6 +73,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         style: style(args),
         measure: args.measure.into(),
         answer_tokens: args.answer_tokens,
+        whole_answers: args.show > 0,
         first_draw: args.first_seed,
     };
     if args.gate {
@@ -173,6 +174,13 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
 
 /// Returns the questions for each seed.
 fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
+    let mut draws = drawn(args)?;
+    draws.retain(|questions| !questions.is_empty());
+    if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
+}
+
+/// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
+fn drawn(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| args.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &std::path::Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
@@ -182,22 +190,25 @@ fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
             Some(grader) => Question { grader, ..question },
             None => question,
         };
-        questions.into_iter().map(grade).collect()
+        let asked = |question: &Question| args.kinds.is_empty() || args.kinds.contains(&question.kind);
+        questions.into_iter().filter(asked).map(grade).collect()
     };
     let first = args.first_seed as u64;
     let seeds = first..first + args.seeds as u64;
     let per_kind = args.questions.unwrap_or(20);
     if let Some(documents) = args.texts {
-        return Ok(seeds.map(|seed| graded(Texts::new(documents).questions(seed, per_kind))).collect());
+        let kinds = if args.kinds.is_empty() { &Texts::KINDS[..] } else { &args.kinds };
+        let draw = |seed| graded(Texts::new(documents).questions_of(kinds, seed, per_kind));
+        return Ok(seeds.map(draw).collect());
     }
     if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
         let mut all = Question::read_all(&read(&path)?)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
+        all = graded(all);
         all.truncate(args.questions.unwrap_or(usize::MAX));
-        let all = graded(all);
         // Each part takes every n-th question of the dataset, so that the parts are alike.
         let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
-        return Ok((0..args.seeds).map(part).filter(|part| !part.is_empty()).collect());
+        return Ok((0..args.seeds).map(part).collect());
     }
     let world = match (&args.model, beside("world.json")) {
         (None, _) => World::from_json(embedded::WORLD)?,

@@ -86,6 +86,22 @@ impl Grader {
         }
     }
 
+    /// Returns true if nothing that may follow `answer` changes whether it is right.
+    ///
+    /// The last word and the last number of an answer may still grow, so that they decide nothing.
+    pub(super) fn is_decided(self, answer: &str, right: &str) -> bool {
+        let given = answer.trim_start();
+        match self {
+            Self::Begins => given.chars().count() > right.trim().chars().count(),
+            Self::Exact | Self::TokenF1 => false,
+            Self::Contains => self.accepts(given.trim_end_matches(char::is_alphanumeric), right),
+            Self::Numbers => {
+                let grows = |c: char| c.is_ascii_digit() || matches!(c, '.' | ',');
+                !numbers(given.trim_end_matches(grows)).is_empty()
+            }
+        }
+    }
+
     /// Returns how many tokens an answer may have whose right answer has `tokens`.
     pub(super) fn room(self, tokens: usize) -> usize {
         match self {
@@ -105,6 +121,26 @@ mod tests {
         assert_eq!(numbers("1,250 or 3.5, 7."), [1250.0, 3.5, 7.0]);
         assert_eq!(numbers("none, not one."), [] as [f64; 0]);
         assert!(!Grader::Numbers.accepts("none", "4") && !Grader::Numbers.accepts("4", "four"));
+    }
+
+    #[test]
+    fn what_follows_a_decided_answer_changes_nothing() {
+        let texts =
+            ["It is in Port Vell, I think. Or 1,250, or 12?", "port vell", "1250 people", " Red. Or not"];
+        let rights = ["Port Vell", "1250", "red", "port"];
+        let all = [Grader::Begins, Grader::Exact, Grader::Contains, Grader::Numbers, Grader::TokenF1];
+        let mut decided = 0;
+        for (text, right, grader) in
+            texts.iter().flat_map(|t| rights.iter().flat_map(move |r| all.map(|g| (*t, *r, g))))
+        {
+            let ends = (0..=text.len()).filter(|&end| text.is_char_boundary(end));
+            for end in ends.filter(|&end| grader.is_decided(&text[..end], right)) {
+                decided += 1;
+                let (early, late) = (grader.accepts(&text[..end], right), grader.accepts(text, right));
+                assert_eq!(early, late, "{grader:?}: {:?} of {text:?}, right is {right:?}", &text[..end]);
+            }
+        }
+        assert!(decided > 100, "{decided}");
     }
 
     #[test]

@@ -7,10 +7,11 @@
 //! far each arm is from full attention along full attention's own answer, token by token: a few dozen prompts order
 //! strategies by divergence where hundreds of right-or-wrong questions do not.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use kvchunk::{PositionStrategy, Recompute};
-use kvmodel::{Engine, Generation, Request, TextCodec};
+use kvchunk::{PositionStrategy, Recompute, ReuseCell};
+use kvmodel::{Engine, Generation, Observer, Request, TextCodec};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -61,6 +62,8 @@ pub struct EvalOptions {
     pub measure: Measure,
     /// The most tokens of an answer; by default a few more than the right answer has.
     pub answer_tokens: Option<usize>,
+    /// Lets each answer go on after its grade is decided.
+    pub whole_answers: bool,
     /// The number of the first list of questions, from which orders of documents are drawn, too.
     pub first_draw: usize,
 }
@@ -122,6 +125,27 @@ struct Asking<'a> {
     max_new_tokens: usize,
     /// Full attention's own answer, and its logits.
     reference: Option<Generation>,
+    /// The cells in which the documents are cached.
+    warm: Vec<ReuseCell>,
+}
+
+/// Ends an answer where nothing that follows can change its grade.
+struct UntilDecided<'a> {
+    codec: &'a TextCodec,
+    question: &'a Question,
+    tokens: Vec<u32>,
+}
+
+impl Observer for UntilDecided<'_> {
+    fn token(&mut self, token: u32) -> ControlFlow<()> {
+        self.tokens.push(token);
+        ControlFlow::Continue(())
+    }
+
+    fn is_complete(&self) -> bool {
+        let decided = |text: String| self.question.grader.is_decided(&text, &self.question.answer);
+        self.codec.decode(&self.tokens).is_ok_and(decided)
+    }
 }
 
 impl<'a> Asking<'a> {
@@ -139,7 +163,8 @@ impl<'a> Asking<'a> {
         }
         let right = codec.encode(&question.answer, false)?.len();
         let max_new_tokens = options.answer_tokens.unwrap_or_else(|| question.grader.room(right));
-        Ok(Self { engine, codec, question, options, order, elsewhere, max_new_tokens, reference: None })
+        let (reference, warm) = (None, Vec::new());
+        Ok(Self { engine, codec, question, options, order, elsewhere, max_new_tokens, reference, warm })
     }
 
     fn request(&self, arm: &Arm, order: &[usize]) -> Result<Request> {
@@ -147,14 +172,15 @@ impl<'a> Asking<'a> {
         Ok(Request { max_new_tokens: self.max_new_tokens, ..request })
     }
 
-    /// Caches the documents for an arm, in another order.
+    /// Caches the documents for an arm, in another order. Arms of one cell share them.
     fn warm(&mut self, arm: &Arm) -> Result<()> {
-        let Some(cell) = arm.cell else { return Ok(()) };
+        let Some(cell) = arm.cell.filter(|cell| !self.warm.contains(cell)) else { return Ok(()) };
         let moves = cell.strategy != PositionStrategy::Absolute;
         let warm = Arm { recompute: Recompute::None, ..*arm };
         let warm = self.request(&warm, if moves { &self.elsewhere } else { &self.order })?;
         // The prompt counts, and not its answer.
         self.engine.generate(&Request { forced: Some([].into()), ..warm }, &mut ())?;
+        self.warm.push(cell);
         Ok(())
     }
 
@@ -183,7 +209,12 @@ impl<'a> Asking<'a> {
         let following =
             forced.map(|forced| Request { forced: Some(forced), keep_logits: true, ..request.clone() });
         let first = following.as_ref().filter(|_| !asks).unwrap_or(&request);
-        let generation = self.engine.generate(first, &mut ())?;
+        let generation = if asks && !self.options.whole_answers {
+            let (codec, question) = (self.codec, self.question);
+            self.engine.generate(first, &mut UntilDecided { codec, question, tokens: Vec::new() })?
+        } else {
+            self.engine.generate(first, &mut ())?
+        };
         let followed = match &following {
             Some(following) if asks => Some(self.engine.generate(following, &mut ())?),
             _ => None,

@@ -171,12 +171,16 @@ impl Texts {
 
     /// Draws `per_kind` questions of each kind. Equal seeds give equal questions.
     pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
+        self.questions_of(&Self::KINDS, seed, per_kind)
+    }
+
+    /// Draws `per_kind` questions of each of these kinds, of which those that texts do not have are left out. Equal seeds and
+    /// kinds give equal questions.
+    pub fn questions_of(&self, kinds: &[QuestionKind], seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut questions = Vec::new();
-        for _ in 0..per_kind {
-            questions.extend(Self::KINDS.map(|kind| self.question(kind, &mut rng)));
-        }
-        questions
+        let kinds = Self::KINDS.into_iter().filter(|kind| kinds.contains(kind));
+        let round = || kinds.clone();
+        (0..per_kind).flat_map(|_| round()).map(|kind| self.question(kind, &mut rng)).collect()
     }
 
     fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {
@@ -330,5 +334,7 @@ mod tests {
             assert!(openings.len() > 10, "the wording varies");
         }
         assert_ne!(Texts::new(4).questions(1, 3), Texts::new(4).questions(2, 3));
+        let some = Texts::new(4).questions_of(&[QuestionKind::Local, QuestionKind::CrossStart], 1, 3);
+        assert!(some.len() == 3 && some.iter().all(|q| q.kind == QuestionKind::Local));
     }
 }

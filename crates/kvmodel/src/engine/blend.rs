@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, ChunkedPrompt, DeviationCheck, DeviationOf, RecomputeStrategy, ScratchBlocks,
+    AssembledPrompt, ChunkedPrompt, DeviationCheck, DeviationOf, Findings, RecomputeStrategy, ScratchBlocks,
     TokenScores, TokenSelection,
 };
 use kvcore::{
@@ -33,6 +33,8 @@ pub(super) struct Blend<'a> {
     assembled: &'a mut AssembledPrompt,
     scratch: ScratchBlocks,
     question: SequenceInput,
+    /// What was found out before the pass.
+    found: Findings,
 }
 
 impl<'a> Blend<'a> {
@@ -42,12 +44,12 @@ impl<'a> Blend<'a> {
         prompt: &'a ChunkedPrompt,
         assembled: &'a mut AssembledPrompt,
         question: SequenceInput,
-        check: DeviationCheck,
+        (check, found): (DeviationCheck, Findings),
     ) -> Result<Self> {
         let strategy = asked.request.recompute.as_ref();
         let scratch = assembled.scratch(prompt, engine.pool()?)?;
         let (layer, of) = (check.layer, check.of);
-        Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question })
+        Ok(Self { engine, strategy, of, layer, asked, prompt, assembled, scratch, question, found })
     }
 
     /// Runs the pass: all rows up to the checkpoint, and after it the chosen ones. Returns the number of chunk
@@ -129,8 +131,8 @@ impl<'a> Blend<'a> {
     /// Chooses the tokens that go on, and moves their rows to the blocks where they stay. Returns the number
     /// of chosen tokens, and all rows that go on.
     fn narrow(&mut self, fresh: &FreshKv) -> Result<(usize, Narrowed)> {
-        let deviations = self.deviations(fresh)?;
-        let chosen = self.strategy.select(self.assembled.chunks(), Some(&deviations));
+        self.found.deviations = Some(self.deviations(fresh)?);
+        let chosen = self.strategy.select(self.assembled.chunks(), &self.found);
         // Chunks that are full attention's already have no rows here.
         let spans = self.assembled.chunks().iter().zip(chosen.chunks());
         let chosen = spans.map(|(span, tokens)| if span.is_full { Vec::new() } else { tokens.clone() });

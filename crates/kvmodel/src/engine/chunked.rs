@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, ChunkedPrompt, Evidence, PositionPlan, PositionReindexer,
+    AssembledPrompt, Assembler, Assembly, ChunkedPrompt, Findings, PositionPlan, PositionReindexer,
     TokenSelection,
 };
 use kvcore::{
@@ -33,10 +33,7 @@ impl Engine {
         let plan = PositionPlan::new(prompt, request.cell, self.model.config().max_positions)?;
         let ropes = self.ropes(request, plan.question_position as usize + prompt.question().len())?;
         let layers = self.model.config().num_layers();
-        let layer = request.recompute.evidence().map(|evidence| match evidence {
-            Evidence::Deviations(check) => check.layer,
-            Evidence::Attention(check) => check.first_layer(layers),
-        });
+        let layer = request.recompute.evidence().deepest_start(layers);
         if let Some(layer) = layer.filter(|&layer| layer >= layers) {
             let (what, value, limit) = ("layer of a recompute strategy", layer as i128, layers as i128);
             return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
@@ -96,9 +93,10 @@ impl Engine {
         }
         let (cached_tokens, chunks) = (assembly.reused_tokens(), assembly.reports());
         let evidence = request.recompute.evidence();
-        let selection = match evidence {
-            None => request.recompute.select(&assembly.chunks(), None),
-            Some(_) => TokenSelection::default(),
+        let selection = if evidence.is_none() {
+            request.recompute.select(&assembly.chunks(), &Findings::default())
+        } else {
+            TokenSelection::default()
         };
         let context = |segments: &Arc<[Segment]>| Context {
             segments: request.scaling.apply(segments),
@@ -123,17 +121,24 @@ impl Engine {
         }
         let mut assembled = assembly.commit()?;
         let question = self.next_input(own, prompt.question(), &context(assembled.segments()))?;
-        let (recomputed_tokens, pass) = if let Some(Evidence::Deviations(check)) = evidence {
-            Blend::new(self, asked, prompt, &mut assembled, question.clone(), check)?.run(observer)?
+        let attention = match evidence.attention {
+            Some(check) => {
+                let asked_once = Inquiry { engine: self, ropes: &asked.ropes, question: &question };
+                let (scores, spent) = asked_once.scores(&assembled, check, observer)?;
+                flops += spent;
+                Some(scores)
+            }
+            None => None,
+        };
+        let found = Findings { attention, deviations: None };
+        let (recomputed_tokens, pass) = if let Some(check) = evidence.deviations {
+            Blend::new(self, asked, prompt, &mut assembled, question.clone(), (check, found))?
+                .run(observer)?
         } else {
-            let selection = match evidence {
-                Some(Evidence::Attention(check)) => {
-                    let asked_once = Inquiry { engine: self, ropes: &asked.ropes, question: &question };
-                    let (scores, spent) = asked_once.scores(&assembled, check, observer)?;
-                    flops += spent;
-                    request.recompute.select(assembled.chunks(), Some(&scores))
-                }
-                _ => selection,
+            let selection = if evidence.is_none() {
+                selection
+            } else {
+                request.recompute.select(assembled.chunks(), &found)
             };
             let anew = assembled.copy_on_write(prompt, &selection, self.main()?.pool())?;
             self.copy(&anew.copies)?;

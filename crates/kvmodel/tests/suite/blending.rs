@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex};
 
 use kvchunk::{
-    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Recompute, RecomputeStrategy, ReuseCell, TokenScores,
+    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Findings, Recompute, RecomputeStrategy, ReuseCell,
     TokenSelection,
 };
 use rstest::rstest;
@@ -19,17 +19,17 @@ use crate::common::{Golden, distance, golden_name};
 pub(crate) struct Spy {
     blend: Option<Recompute>,
     chosen: Mutex<Vec<Vec<u32>>>,
-    deviations: Mutex<Vec<Vec<f32>>>,
+    found: Mutex<Findings>,
 }
 
 impl Spy {
     pub(crate) fn on(blend: &str) -> Arc<Self> {
         let blend = Some(blend.parse().unwrap());
-        Arc::new(Self { blend, chosen: Mutex::default(), deviations: Mutex::default() })
+        Arc::new(Self { blend, chosen: Mutex::default(), found: Mutex::default() })
     }
 
     pub(crate) fn told(chosen: Vec<Vec<u32>>) -> Arc<Self> {
-        Arc::new(Self { blend: None, chosen: Mutex::new(chosen), deviations: Mutex::default() })
+        Arc::new(Self { blend: None, chosen: Mutex::new(chosen), found: Mutex::default() })
     }
 
     pub(crate) fn chosen(&self) -> Vec<Vec<u32>> {
@@ -37,8 +37,12 @@ impl Spy {
     }
 
     /// Returns what the strategy was told of the tokens.
-    pub(crate) fn scores(&self) -> Vec<Vec<f32>> {
-        self.deviations.lock().unwrap().clone()
+    pub(crate) fn found(&self) -> Findings {
+        self.found.lock().unwrap().clone()
+    }
+
+    fn deviations(&self) -> Vec<Vec<f32>> {
+        self.found().deviations.unwrap().chunks().to_vec()
     }
 }
 
@@ -46,13 +50,13 @@ impl RecomputeStrategy for Spy {
     fn name(&self) -> String {
         "spy".to_owned()
     }
-    fn evidence(&self) -> Option<Evidence> {
-        self.blend.as_ref().and_then(RecomputeStrategy::evidence)
+    fn evidence(&self) -> Evidence {
+        self.blend.as_ref().map(RecomputeStrategy::evidence).unwrap_or_default()
     }
-    fn select(&self, chunks: &[ChunkSpan], deviations: Option<&TokenScores>) -> TokenSelection {
+    fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection {
         let Some(blend) = &self.blend else { return TokenSelection::new(self.chosen()) };
-        let selection = blend.select(chunks, deviations);
-        *self.deviations.lock().unwrap() = deviations.unwrap().chunks().to_vec();
+        let selection = blend.select(chunks, found);
+        *self.found.lock().unwrap() = found.clone();
         *self.chosen.lock().unwrap() = selection.chunks().to_vec();
         selection
     }
@@ -151,7 +155,7 @@ fn deviations_are_of_what_was_asked_for(
         let spy = Spy::on(&format!("blend:0.4@1:{what}"));
         let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
         ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell));
-        spy.scores()
+        spy.deviations()
     };
     for (what, of_this, of_the_other) in
         [("keys", [true, false], [false, true]), ("values", [false, true], [true, false])]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{RecomputeStrategy, ReuseCell};
+use kvchunk::{ChunkSpan, Evidence, Findings, RecomputeStrategy, ReuseCell, TokenSelection};
 use kvcore::KeyForm;
 use rstest::rstest;
 
@@ -26,7 +26,7 @@ fn scores(
     let asking: Arc<dyn RecomputeStrategy> = spy.clone();
     let got = ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (asking, cell));
     assert!(got.chunks.iter().all(|chunk| chunk.hit));
-    let found = spy.scores();
+    let found = spy.found().attention.unwrap().chunks().to_vec();
     assert!(found.iter().flatten().all(|score| score.is_finite() && *score >= 0.0));
     let lengths: Vec<usize> = golden.prompt.chunks().iter().map(Vec::len).collect();
     assert_eq!(found.iter().map(Vec::len).collect::<Vec<_>>(), lengths, "a score a token");
@@ -83,4 +83,49 @@ fn equal_keys_are_attended_to_equally(#[values("llama", "qwen3", "deepseek-v3")]
     for all in [&equal, &usual] {
         assert!(all.iter().sum::<f32>() < most, "system prompt and question have their part");
     }
+}
+
+/// A strategy that has the deviations of a blend taken and chooses the given tokens.
+#[derive(Debug)]
+struct Told(Evidence, Vec<Vec<u32>>);
+
+impl RecomputeStrategy for Told {
+    fn name(&self) -> String {
+        "told".to_owned()
+    }
+    fn evidence(&self) -> Evidence {
+        self.0
+    }
+    fn select(&self, _: &[ChunkSpan], found: &Findings) -> TokenSelection {
+        assert!(found.attention.is_none() && found.deviations.is_some());
+        TokenSelection::new(self.1.clone())
+    }
+}
+
+#[rstest]
+fn a_joint_choice_knows_what_the_question_and_a_blend_know(
+    #[values("llama-deep", "qwen3", "deepseek-v3")] name: &str,
+    #[values(1, 2)] cell: usize,
+) {
+    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
+    ask(&mut engine, &golden.prompt, with("none", cell));
+    let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
+        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
+    };
+    let [question, blend, joint] = ["question:0.4", "blend:0.4@1", "joint:0.4@1"].map(Spy::on);
+    let [by_question, by_blend, by_both] =
+        [&question, &blend, &joint].map(|spy| run(Arc::clone(spy) as Arc<dyn RecomputeStrategy>));
+    let (found, told) = (joint.found(), [question.found().attention, blend.found().deviations]);
+    for (both, alone) in [found.attention, found.deviations].into_iter().zip(told) {
+        let [both, alone] = [both, alone].map(|scores| scores.unwrap().chunks().concat());
+        assert!(distance(&both, &alone) < 1e-4, "{name} {cell:?}");
+    }
+    assert_eq!(by_both.recomputed_tokens, by_question.recomputed_tokens);
+    // The first pass of the question leaves no trace in what the second computes.
+    let evidence = RecomputeStrategy::evidence(&"blend:0.4@1".parse::<kvchunk::Recompute>().unwrap());
+    let expected = run(Arc::new(Told(evidence, joint.chosen())));
+    let gap = distance(&by_both.logits[0], &expected.logits[0]);
+    assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+    assert!(by_both.prefill_flops > by_blend.prefill_flops, "the question is counted twice");
 }
