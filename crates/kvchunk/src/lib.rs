@@ -81,7 +81,7 @@ pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
     PieceHold, Tenant, TenantId, WeakChunkCache,
 };
-pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, ReuseCell};
+pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, Reuse, ReuseCell};
 pub use error::{Error, Result};
 pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
 pub use pool::ChunkBlockPool;

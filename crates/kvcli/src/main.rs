@@ -3,6 +3,7 @@
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 
 mod args;
+mod asking;
 mod backend;
 mod bench;
 mod demo;
@@ -17,6 +18,7 @@ mod progress;
 mod report;
 mod run;
 mod threads;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -29,6 +31,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),
+        Command::Tune(args) => tune::tune(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Devices(args) => devices::devices(&args),
     };

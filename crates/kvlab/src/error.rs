@@ -21,6 +21,11 @@ pub enum Error {
          alone) and strategy with commas between them, for example sequential,with-system,link:16"
     )]
     UnknownArm(String),
+    /// A search has no candidate, or nothing to judge it by.
+    #[error(
+        "there is nothing to tune: a search needs at least one way of reuse, and questions of kind local to judge it by"
+    )]
+    NothingToTune,
     /// An error of the engine that answers.
     #[error(transparent)]
     Model(#[from] kvmodel::Error),

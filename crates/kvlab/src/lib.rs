@@ -2,7 +2,7 @@
 //! and decides if reuse fits a model.
 //!
 //! [`evaluate`] asks questions through a real [`kvmodel::Engine`] in several [`Arm`]s and scores each.
-//! [`Gate`] checks the identities that exact reuse must keep. [`RagWorkload`] draws the prompts of a
+//! [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest way that answers as full attention does. [`RagWorkload`] draws the prompts of a
 //! retrieval service, and [`serve`] measures the costs of serving them.
 //!
 //! ```no_run
@@ -21,7 +21,8 @@ mod workload;
 pub use error::{Error, Result};
 pub use eval::{
     Arm, Estimate, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Grader, Measure, Paired,
-    PromptStyle, Question, QuestionKind, Score, Texts, Trial, Verdict, World, evaluate,
+    PromptStyle, Question, QuestionKind, Score, Texts, Trial, TuneOptions, TuneRow, Tuning, Verdict, World,
+    evaluate,
 };
 pub use workload::{
     ArrivalTimes, Popularity, RagReport, RagWorkload, Times, TtftRow, TtftTarget, serve, ttft_rows,

@@ -16,6 +16,32 @@ pub enum Error {
         /// The reason that the system gave.
         source: std::io::Error,
     },
+    /// A file cannot be written.
+    #[error("cannot write {path}: {source}")]
+    Write {
+        /// The path of the file.
+        path: PathBuf,
+        /// The reason that the system gave.
+        source: std::io::Error,
+    },
+    /// A file of tuned reuse is malformed.
+    #[error("{path} holds no tuned reuse: {reason}")]
+    Tuned {
+        /// The path of the file.
+        path: PathBuf,
+        /// The field, and its line.
+        reason: String,
+    },
+    /// A way of reuse was tuned for another model.
+    #[error(
+        "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
+    )]
+    TunedForOther {
+        /// The first digits of the identity of the model that it was tuned for.
+        tuned: String,
+        /// Those of this model.
+        model: String,
+    },
     /// The config.json is malformed, contradictory or of an unsupported model.
     #[error("config.json: {0}")]
     Config(String),

@@ -37,6 +37,7 @@ pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
 pub use dense::WeightFormat;
 pub use engine::{
     CacheReport, ChunkSleep, Engine, EngineConfig, FinishReason, Generation, PoolTag, Request, Slept,
+    TunedBy, TunedReuse,
 };
 pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;

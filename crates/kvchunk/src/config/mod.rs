@@ -10,8 +10,10 @@ use crate::hash::HashAlgorithm;
 use crate::prompt::DEFAULT_SEPARATOR;
 
 mod cell;
+mod reuse;
 
 pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
+pub use reuse::Reuse;
 
 /// The settings of a chunk cache. A setting that a stored config leaves out has its default.
 ///

@@ -2,17 +2,21 @@
 
 use std::path::PathBuf;
 
+mod asking;
 mod bench;
 mod eval;
 mod prompt;
 mod sampling;
 mod sleep;
+mod tune;
 
+pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, RagArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
 pub(crate) use sleep::SleepArgs;
+pub(crate) use tune::TuneArgs;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
@@ -78,6 +82,8 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Measures the accuracy of answers with and without reuse, and the cost of each way.
     Eval(Box<EvalArgs>),
+    /// Searches the cheapest way of reuse that answers as full attention does, and writes it to a file for --reuse.
+    Tune(Box<TuneArgs>),
     /// Measures a workload.
     Bench(Box<BenchArgs>),
     /// Lists the devices that --backend can name on this machine, with limits and features.
@@ -151,6 +157,11 @@ pub(crate) struct RunArgs {
     /// see the largest error (joint:R@LAYER); a random share (random:R@SEED); or full.
     #[arg(long, value_name = "STRATEGY", default_value = "none", value_parser = recompute)]
     pub(crate) recompute: Recompute,
+
+    /// The way of reuse that kvc tune wrote for this model, in place of the options above and the two below.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
+        "context_scale", "full_attention"])]
+    pub(crate) reuse: Option<PathBuf>,
 
     /// Divides the question's logits over documents; below 1, attention to them is sharper (APE).
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive)]

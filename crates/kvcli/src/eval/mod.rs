@@ -3,20 +3,16 @@
 use std::io::Write;
 use std::path::Path;
 
-use kvchunk::{ChunkCacheConfig, ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use kvlab::{
-    Arm, EvalOptions, Gate, GateCheck, GateLimits, PromptStyle, Question, QuestionKind, Score, Texts, Trial,
-    World, evaluate,
-};
-use kvmodel::{Engine, EngineConfig, ModelDirectory};
+use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, ReuseCell};
+use kvlab::{Arm, EvalOptions, Gate, GateCheck, GateLimits, QuestionKind, Score, Trial, evaluate};
+use kvmodel::TunedReuse;
 use serde::Serialize;
 
 use crate::args::EvalArgs;
-use crate::backend::Opened;
+use crate::asking::{self, questions};
 use crate::error::{Error, Result};
 use crate::plot::writable;
 use crate::progress::bar;
-use crate::{backend, embedded, load};
 
 mod show;
 
@@ -51,18 +47,12 @@ impl<'a> GateReport<'a> {
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
     args.answers.as_deref().map_or(Ok(()), writable)?;
-    let Opened { backend, dense } = backend::open(&args.backend)?;
-    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
-    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
-    let questions = questions(args)?;
-    let config = EngineConfig {
-        kv_format: args.dtype,
-        keys: args.keys,
-        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
-        chunks,
-        ..EngineConfig::default()
+    let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
+    let questions = questions(&args.asking)?;
+    let tuned = match &args.reuse {
+        Some(path) => Some(TunedReuse::read(path)?.of(engine.model())?),
+        None => None,
     };
-    let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = |done: usize, total: usize| {
         bar.set_length(total as u64);
@@ -70,11 +60,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     };
     let out = &mut std::io::stdout().lock();
     let options = EvalOptions {
-        style: style(args),
         measure: args.measure.into(),
-        answer_tokens: args.answer_tokens,
         whole_answers: args.show > 0,
-        first_draw: args.first_seed,
+        ..asking::options(&args.asking)
     };
     if args.gate {
         let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
@@ -87,9 +75,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         let limits = GateLimits {
             accuracy: args.within / 100.0,
             floor: args.floor / 100.0,
-            ..GateLimits::of(args.dtype)
+            ..GateLimits::of(args.engine.dtype)
         };
-        let way = (cell, recompute);
+        let way = tuned.unwrap_or(Reuse { cell, recompute, scaling: ContextScaling::default() });
         let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut progress)?;
         bar.finish_and_clear();
         if args.json {
@@ -106,10 +94,12 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     }
     let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
     let scaling = ContextScaling { temperature: args.context_temperature, scale: args.context_scale };
-    let arms = match &args.arms[..] {
+    let mut arms = match &args.arms[..] {
+        [] if tuned.is_some() => vec![Arm::full_attention()],
         [] => arms(&args.strategies, engine.model().config().num_layers(), positions, scaling),
         named => with_full_attention(named),
     };
+    arms.extend(tuned.map(Arm::from));
     let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut progress)?;
     bar.finish_and_clear();
     if let Some(path) = &args.answers {
@@ -120,7 +110,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     if args.json {
         json(out, &EvalReport { questions: asked, seeds: draws, scores })?;
     } else {
-        show::answers(out, &arms, (args.first_seed, &questions), trials, args.show)?;
+        show::answers(out, &arms, (args.asking.first_seed, &questions), trials, args.show)?;
         show::table(out, scores, draws)?;
         writeln!(out, "\n{asked} questions in {draws} draws.")?;
     }
@@ -128,16 +118,6 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         Some(path) => show::plot(path, scores, positions),
         None => Ok(()),
     }
-}
-
-/// Returns how questions are put to the model.
-fn style(args: &EvalArgs) -> PromptStyle {
-    let separator = match &args.separator {
-        Some(text) => text.replace("\\n", "\n"),
-        None if args.chat => "\n\n".to_owned(),
-        None => String::new(),
-    };
-    PromptStyle { chat: args.chat, separator }
 }
 
 /// Returns the arms, with full attention before them: all others are compared with it.
@@ -170,52 +150,6 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
     serde_json::to_writer(&mut *out, value).map_err(std::io::Error::from)?;
     writeln!(out)?;
     Ok(())
-}
-
-/// Returns the questions for each seed.
-fn questions(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
-    let mut draws = drawn(args)?;
-    draws.retain(|questions| !questions.is_empty());
-    if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
-}
-
-/// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
-fn drawn(args: &EvalArgs) -> Result<Vec<Vec<Question>>> {
-    let beside = |name: &str| args.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
-    let read = |path: &std::path::Path| {
-        std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
-    };
-    let graded = |questions: Vec<Question>| -> Vec<Question> {
-        let grade = |question: Question| match args.grader {
-            Some(grader) => Question { grader, ..question },
-            None => question,
-        };
-        let asked = |question: &Question| args.kinds.is_empty() || args.kinds.contains(&question.kind);
-        questions.into_iter().filter(asked).map(grade).collect()
-    };
-    let first = args.first_seed as u64;
-    let seeds = first..first + args.seeds as u64;
-    let per_kind = args.questions.unwrap_or(20);
-    if let Some(documents) = args.texts {
-        let kinds = if args.kinds.is_empty() { &Texts::KINDS[..] } else { &args.kinds };
-        let draw = |seed| graded(Texts::new(documents).questions_of(kinds, seed, per_kind));
-        return Ok(seeds.map(draw).collect());
-    }
-    if let Some(path) = args.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let mut all = Question::read_all(&read(&path)?)
-            .map_err(|source| Error::Questions { path: path.clone(), source })?;
-        all = graded(all);
-        all.truncate(args.questions.unwrap_or(usize::MAX));
-        // Each part takes every n-th question of the dataset, so that the parts are alike.
-        let part = |seed: usize| all.iter().skip(seed).step_by(args.seeds).cloned().collect::<Vec<_>>();
-        return Ok((0..args.seeds).map(part).collect());
-    }
-    let world = match (&args.model, beside("world.json")) {
-        (None, _) => World::from_json(embedded::WORLD)?,
-        (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
-        (Some(dir), None) => return Err(Error::NoDataset(dir.clone())),
-    };
-    Ok(seeds.map(|seed| graded(world.questions(seed, per_kind))).collect())
 }
 
 /// Returns full attention, and every cell without recomputation; at `positions` also the strategies, and the

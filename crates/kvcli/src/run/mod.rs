@@ -1,10 +1,11 @@
 //! `kvc run`: one prompt, one answer.
 
 use std::io::Write;
-use std::sync::Arc;
 
-use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, ReuseCell, SleepUsage};
-use kvmodel::{Engine, EngineConfig, FinishReason, Generation, ModelDirectory, PromptTokens, Request};
+use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, Reuse, ReuseCell, SleepUsage};
+use kvmodel::{
+    Engine, EngineConfig, FinishReason, Generation, ModelDirectory, PromptTokens, Request, TunedReuse,
+};
 
 use crate::args::RunArgs;
 use crate::backend::Opened;
@@ -24,6 +25,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = Prompts::read(&args.asked)?;
     let Opened { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
+    let way = match &args.reuse {
+        Some(path) => TunedReuse::read(path)?.of(&model)?,
+        None => asked_for(args),
+    };
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,
@@ -36,8 +41,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunks: ChunkCacheConfig {
             hash_algorithm: args.hash.into(),
             cross_system_reuse: args.cross_system_reuse,
-            compute_mode: args.chunks,
-            position_strategy: args.positions.into(),
+            compute_mode: way.cell.mode,
+            position_strategy: way.cell.strategy,
             memory_share: args.memory_share.unwrap_or(DEFAULT_SHARE),
             ..ChunkCacheConfig::default()
         },
@@ -46,7 +51,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     for earlier in prompts.warm(&codec) {
-        let request = request(args, &engine, earlier?);
+        let request = request(args, &way, &engine, earlier?);
         engine.generate(&request, &mut Live::new(&codec, &[], false)?)?;
         if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
             chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvmodel::Error::from)?;
@@ -57,27 +62,30 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if let Some(note) = prompts.note() {
         eprintln!("{note}");
     }
-    let request = request(args, &engine, prompts.asked(&codec)?);
+    let request = request(args, &way, &engine, prompts.asked(&codec)?);
     let mut live = Live::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
     let text = live.finish()?;
-    show(args, &engine, text, &generation, asleep)
+    show(args, &way, &engine, text, &generation, asleep)
 }
 
-fn request(args: &RunArgs, engine: &Engine, prompt: PromptTokens) -> Request {
-    Request {
-        reuse: !args.no_chunk_cache,
-        full_attention: args.full_attention,
-        recompute: Arc::new(args.recompute),
+/// Returns the way of reuse that the options ask for.
+fn asked_for(args: &RunArgs) -> Reuse {
+    Reuse {
+        cell: ReuseCell { mode: args.chunks, strategy: args.positions.into() },
+        recompute: args.recompute,
         scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
-        max_new_tokens: args.sampling.max_new_tokens,
-        sampling: args.sampling.settings(),
-        ..engine.request(prompt)
     }
 }
 
-fn cell(args: &RunArgs) -> ReuseCell {
-    ReuseCell { mode: args.chunks, strategy: args.positions.into() }
+fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -> Request {
+    Request {
+        reuse: !args.no_chunk_cache,
+        full_attention: args.full_attention,
+        max_new_tokens: args.sampling.max_new_tokens,
+        sampling: args.sampling.settings(),
+        ..engine.request(prompt).reusing(way)
+    }
 }
 
 /// Says why an answer was cut.
@@ -95,6 +103,7 @@ fn cut(args: &RunArgs, generation: &Generation) -> String {
 /// Prints the answer, whose text already stands there unless it goes into an object. `asleep` counts the documents that slept before the prompt was asked.
 fn show(
     args: &RunArgs,
+    way: &Reuse,
     engine: &Engine,
     text: String,
     generation: &Generation,
@@ -104,7 +113,7 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let json = answer_json(text, generation, cell(args), engine, sleep);
+        let json = answer_json(text, generation, way.cell, engine, sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
@@ -125,7 +134,7 @@ fn show(
         );
     }
     if generation.recomputed_tokens > 0 {
-        eprintln!("{} document tokens computed anew ({})", generation.recomputed_tokens, args.recompute);
+        eprintln!("{} document tokens computed anew ({})", generation.recomputed_tokens, way.recompute);
     }
     eprintln!(
         "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",

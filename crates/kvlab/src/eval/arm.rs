@@ -1,9 +1,8 @@
 //! Arms: the ways to answer that an evaluation compares.
 
 use std::str::FromStr;
-use std::sync::Arc;
 
-use kvchunk::{ContextScaling, Recompute, ReuseCell};
+use kvchunk::{ContextScaling, Recompute, Reuse, ReuseCell};
 use kvmodel::{Request, TextCodec};
 use serde::Serialize;
 
@@ -33,6 +32,12 @@ impl Arm {
         Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
     }
 
+    /// Returns the way of reuse, or `None` for ordinary full attention.
+    pub fn reused(&self) -> Option<Reuse> {
+        let (recompute, scaling) = (self.recompute, self.scaling);
+        self.cell.map(|cell| Reuse { cell, recompute, scaling })
+    }
+
     /// Returns the arm's name in tables.
     pub fn name(&self) -> String {
         let Some(cell) = self.cell else { return "full attention".to_owned() };
@@ -54,13 +59,18 @@ impl Arm {
         style: &PromptStyle,
     ) -> Result<Request> {
         let mut request = Request::new(style.prompt(question, order, codec)?);
-        request.full_attention = self.cell.is_none();
         // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
-        request.reuse = self.cell.is_some();
-        request.cell = self.cell.unwrap_or_default();
-        request.recompute = Arc::new(self.recompute);
-        request.scaling = self.scaling;
-        Ok(request)
+        (request.full_attention, request.reuse) = (self.cell.is_none(), self.cell.is_some());
+        Ok(match self.reused() {
+            Some(way) => request.reusing(&way),
+            None => request,
+        })
+    }
+}
+
+impl From<Reuse> for Arm {
+    fn from(way: Reuse) -> Self {
+        Self { cell: Some(way.cell), recompute: way.recompute, scaling: way.scaling }
     }
 }
 

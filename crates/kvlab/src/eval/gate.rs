@@ -1,7 +1,7 @@
 //! The gate: it decides if reuse is fit for a model, by identities that must hold and a floor under its
 //! quality.
 
-use kvchunk::{DeviationOf, PositionStrategy, Recompute, ReuseCell};
+use kvchunk::{DeviationOf, PositionStrategy, Recompute, Reuse, ReuseCell};
 use kvcore::{DType, KvFormat};
 use serde::Serialize;
 
@@ -148,13 +148,13 @@ impl Gate {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks an arm of reuse on an engine:
+    /// Checks a way of reuse on an engine:
     ///
     /// - Reuse equals a computation from scratch under the same mask.
     /// - Recomputing everything, by any strategy, equals full attention at the positions of an ordinary
     ///   prompt. At the cell's own positions, all such strategies equal each other.
     /// - Recomputing nothing changes nothing.
-    /// - The arm answers local questions as well as full attention does: the answers bound the loss.
+    /// - It answers local questions as well as full attention does: the answers bound the loss.
     ///
     /// Documents are cached in another order than the one in which they are used, unless their positions are
     /// part of their keys.
@@ -165,7 +165,7 @@ impl Gate {
         engine: &mut Engine,
         codec: &TextCodec,
         questions: &[Vec<Question>],
-        (cell, recompute): (ReuseCell, Recompute),
+        way: Reuse,
         limits: GateLimits,
         options: &EvalOptions,
         progress: &mut dyn FnMut(usize, usize),
@@ -176,7 +176,7 @@ impl Gate {
             .map(|seed| seed.iter().filter(|q| q.kind == QuestionKind::Local).cloned().collect())
             .collect();
         let mut checks = Vec::new();
-        for identity in identities(cell, engine.model().config().num_layers()) {
+        for identity in identities(way.cell, engine.model().config().num_layers()) {
             let mut worst: f64 = 0.0;
             for question in &samples {
                 worst = larger(worst, identity.measure(engine, codec, question, &options.style)?);
@@ -184,18 +184,21 @@ impl Gate {
             let limit = if identity.computes_anew() { limits.moved } else { limits.logits };
             checks.push(GateCheck::of(identity.what, worst, limit));
         }
-        let arms = [Arm::full_attention(), Arm::reuse(cell, recompute)];
+        let arms = [Arm::full_attention(), way.into()];
         let options = EvalOptions { measure: Measure::Answers, ..options.clone() };
         let evaluation = evaluate(engine, codec, &local, &arms, &options, progress)?;
         checks.push(Self::of_answers(&evaluation.trials, &limits));
         Ok(Self { checks })
     }
 
+    /// Pairs the answers of two arms, full attention first, in the order of their trials.
+    pub fn pairs(trials: &[Trial]) -> Paired {
+        Paired::of(rights(trials, 0).zip(rights(trials, 1)))
+    }
+
     /// Judges the answers of two arms, full attention first.
     pub fn of_answers(trials: &[Trial], limits: &GateLimits) -> GateCheck {
-        let rights =
-            |arm: usize| trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right);
-        let paired = Paired::of(rights(0).zip(rights(1)));
+        let paired = Self::pairs(trials);
         if paired.asked == 0 {
             return GateCheck {
                 what: "no local question is there to compare answers with".to_owned(),
@@ -204,9 +207,14 @@ impl Gate {
                 verdict: Verdict::CannotSay,
             };
         }
-        let right = rights(0).filter(|right| *right).count() as f64 / paired.asked as f64;
+        let right = rights(trials, 0).filter(|right| *right).count() as f64 / paired.asked as f64;
         GateCheck::of_answers(paired, right, limits)
     }
+}
+
+/// Returns whether the answers of an arm are right, in the order of its trials.
+fn rights(trials: &[Trial], arm: usize) -> impl Iterator<Item = bool> {
+    trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right)
 }
 
 /// Two ways to compute one result.

@@ -27,6 +27,7 @@ mod question;
 mod score;
 mod statistics;
 mod style;
+mod tune;
 mod world;
 
 pub use arm::Arm;
@@ -39,6 +40,7 @@ pub use question::{Question, QuestionKind};
 pub use score::{Score, Trial};
 pub use statistics::Estimate;
 pub use style::PromptStyle;
+pub use tune::{TuneOptions, TuneRow, Tuning};
 pub use world::World;
 
 /// What an evaluation measures.

@@ -1,21 +1,14 @@
 //! The gate closes when an identity fails, and names the identity.
 
-use std::path::PathBuf;
-
-use kvbackend_cpu::CpuBackend;
-use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
+use kvchunk::{Reuse, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};
-use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, QuestionKind, Trial, Verdict, World};
-use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
+use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, QuestionKind, Trial, Verdict};
+use kvmodel::{Engine, TextCodec};
+
+use crate::common::tiny_rag;
 
 fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
-    let world = World::from_json(&std::fs::read_to_string(folder.join("world.json")).unwrap()).unwrap();
-    let ModelDirectory { model, codec } =
-        ModelDirectory::load(&folder, WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
-    let config = EngineConfig { chunks, kv_memory: Some(16 << 20), ..EngineConfig::default() };
-    let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    let (engine, codec, world) = tiny_rag();
     (engine, codec, vec![world.questions(3, 10)])
 }
 
@@ -35,7 +28,7 @@ fn in_cell(
     cell: ReuseCell,
     limits: GateLimits,
 ) -> Gate {
-    let (way, options) = ((cell, Recompute::None), EvalOptions::default());
+    let (way, options) = (Reuse { cell, ..Reuse::default() }, EvalOptions::default());
     Gate::check(engine, codec, questions, way, limits, &options, &mut |_, _| ()).unwrap()
 }
 

@@ -22,12 +22,14 @@ mod generate;
 mod inquire;
 mod request;
 mod sleep;
+mod tuned;
 
 pub use caches::CacheReport;
 use caches::Caches;
 use calibrate::{StaticScales, calibrate};
 pub use request::{FinishReason, Generation, Request};
 pub use sleep::{PoolTag, Slept};
+pub use tuned::{TunedBy, TunedReuse};
 
 /// The settings of an engine: the memory of its caches, and their layout.
 #[derive(Debug, Clone, PartialEq)]

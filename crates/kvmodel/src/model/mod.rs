@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use kvcore::{Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, RopeConfig, RopeFamily, Stream};
+use serde::Serialize;
 
 use crate::config::ModelConfig;
 use crate::dense::{Dense, HostDense, Weight, WeightFormat};
@@ -36,6 +37,7 @@ pub struct Model {
     head: Linear,
     ropes: RopeFamily,
     revision: [u8; 32],
+    identity: [u8; 32],
     weight_bytes: usize,
 }
 
@@ -120,7 +122,9 @@ impl Model {
         format: WeightFormat,
         dense: Arc<dyn Dense>,
     ) -> Result<Self> {
-        let revision = revision(&config, weights.digest(), format, dense.name())?;
+        // Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-everything-that-computes-it
+        let revision = hashed("kvmodel revision v1", weights.digest(), &(&config, format, dense.name()))?;
+        let identity = hashed("kvmodel identity v1", weights.digest(), &config)?;
         let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);
         let mut loader = Loader::new(&mut weights, dense.as_ref(), format);
         let embedding = loader.table("model.embed_tokens", vocabulary, hidden)?;
@@ -136,7 +140,7 @@ impl Model {
         let weight_bytes = loader.held();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
-        Ok(Self { config, dense, embedding, layers, norm, head, ropes, revision, weight_bytes })
+        Ok(Self { config, dense, embedding, layers, norm, head, ropes, revision, identity, weight_bytes })
     }
 
     /// Returns the bytes of the weights, in the formats in which they are held.
@@ -165,6 +169,11 @@ impl Model {
         &self.revision
     }
 
+    /// Returns the hash of weights and configuration: of the model itself, whatever computes it.
+    pub fn identity(&self) -> &[u8; 32] {
+        &self.identity
+    }
+
     /// Returns the extents that a cache for this model needs.
     ///
     /// With latent attention, a token has one row in each plane: the rotated part in K and the latent in V.
@@ -186,11 +195,10 @@ impl Model {
     }
 }
 
-// Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-everything-that-computes-it
-/// Returns the hash that tells this model's keys and values from those of any other model.
-fn revision(config: &ModelConfig, weights: &[u8; 32], format: WeightFormat, dense: &str) -> Result<[u8; 32]> {
-    let text = serde_json::to_vec(&(config, format, dense)).map_err(|e| Error::Config(e.to_string()))?;
-    let mut hasher = blake3::Hasher::new_derive_key("kvmodel revision v1");
+/// Returns the hash of weights and of what else computes keys and values.
+fn hashed(context: &str, weights: &[u8; 32], beside: &impl Serialize) -> Result<[u8; 32]> {
+    let text = serde_json::to_vec(beside).map_err(|e| Error::Config(e.to_string()))?;
+    let mut hasher = blake3::Hasher::new_derive_key(context);
     hasher.update(weights);
     hasher.update(&text);
     Ok(*hasher.finalize().as_bytes())

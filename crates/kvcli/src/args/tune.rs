@@ -1,0 +1,56 @@
+//! Options of `kvc tune`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use kvlab::Arm;
+
+use super::asking::{AskingArgs, EngineArgs};
+use super::eval::arm;
+use super::{at_least_one, points};
+
+/// Options of `kvc tune`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc tune --model ./SmolLM2-135M-Instruct --chat --texts 4 --within 2
+    kvc tune --model ./model --chat --dataset questions.jsonl --out reuse.json
+    kvc run --model ./model --chat --reuse reuse.json --document a.txt --document b.txt -p 'Who leads?'
+
+A few questions order all candidates by their divergence from full attention. Those that come nearer to it than every cheaper
+one answer the local questions beside it, the cheapest first, until the answers of one bound its loss. Where none does, the
+file has the one with the least bound, and says so.")]
+pub(crate) struct TuneArgs {
+    #[command(flatten)]
+    pub(crate) asking: AskingArgs,
+
+    /// Most points of accuracy that reuse may lose against full attention. A way is taken if its answers bound the loss by that,
+    /// with 95 % confidence.
+    #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points)]
+    pub(crate) within: f64,
+
+    /// Least percentage of questions that full attention must answer for a loss to be judged.
+    #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points)]
+    pub(crate) floor: f64,
+
+    /// Questions that order the candidates by divergence.
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = at_least_one)]
+    pub(crate) screen: usize,
+
+    /// Candidate: positions, mode and strategy with commas between them; may be repeated. Without it: every mode without
+    /// recomputation, and link, blend, question and joint in several sizes.
+    #[arg(long = "candidate", value_name = "ARM", value_parser = arm)]
+    pub(crate) candidates: Vec<Arm>,
+
+    /// File to write.
+    #[arg(long, value_name = "FILE", default_value = "reuse.json")]
+    pub(crate) out: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+
+    /// Print one JSON object on standard output, and nothing else.
+    #[arg(long)]
+    pub(crate) json: bool,
+}

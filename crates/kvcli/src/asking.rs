@@ -1,0 +1,88 @@
+//! What commands share which ask questions of a model: the engine, the questions and their form.
+
+use std::path::Path;
+
+use kvchunk::ChunkCacheConfig;
+use kvlab::{EvalOptions, PromptStyle, Question, Texts, World};
+use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec};
+
+use crate::args::{AskingArgs, EngineArgs};
+use crate::backend::Opened;
+use crate::error::{Error, Result};
+use crate::{backend, embedded, load};
+
+/// Loads the model that is asked, with its caches.
+pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
+    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let ModelDirectory { model, codec } = load::model(asking.model.as_deref(), args.weights, dense)?;
+    let config = EngineConfig {
+        kv_format: args.dtype,
+        keys: args.keys,
+        kv_memory: args.kv_memory.map(|mib| mib.saturating_mul(1 << 20)),
+        chunks: ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() },
+        ..EngineConfig::default()
+    };
+    let engine = Engine::new(model, backend, codec.digest(), &config)?;
+    Ok((engine, codec))
+}
+
+/// Returns how questions are asked; what is measured is up to the command.
+pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
+    let separator = match &asking.separator {
+        Some(text) => text.replace("\\n", "\n"),
+        None if asking.chat => "\n\n".to_owned(),
+        None => String::new(),
+    };
+    EvalOptions {
+        style: PromptStyle { chat: asking.chat, separator },
+        answer_tokens: asking.answer_tokens,
+        first_draw: asking.first_seed,
+        ..EvalOptions::default()
+    }
+}
+
+/// Returns the questions for each seed.
+pub(crate) fn questions(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
+    let mut draws = drawn(asking)?;
+    draws.retain(|questions| !questions.is_empty());
+    if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
+}
+
+/// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
+fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
+    let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
+    let read = |path: &Path| {
+        std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
+    };
+    let graded = |questions: Vec<Question>| -> Vec<Question> {
+        let grade = |question: Question| match asking.grader {
+            Some(grader) => Question { grader, ..question },
+            None => question,
+        };
+        let asked = |question: &Question| asking.kinds.is_empty() || asking.kinds.contains(&question.kind);
+        questions.into_iter().filter(asked).map(grade).collect()
+    };
+    let first = asking.first_seed as u64;
+    let seeds = first..first + asking.seeds as u64;
+    let per_kind = asking.questions.unwrap_or(20);
+    if let Some(documents) = asking.texts {
+        let kinds = if asking.kinds.is_empty() { &Texts::KINDS[..] } else { &asking.kinds };
+        let draw = |seed| graded(Texts::new(documents).questions_of(kinds, seed, per_kind));
+        return Ok(seeds.map(draw).collect());
+    }
+    if let Some(path) = asking.dataset.clone().or_else(|| beside("dataset.jsonl")) {
+        let mut all = Question::read_all(&read(&path)?)
+            .map_err(|source| Error::Questions { path: path.clone(), source })?;
+        all = graded(all);
+        all.truncate(asking.questions.unwrap_or(usize::MAX));
+        // Each part takes every n-th question of the dataset, so that the parts are alike.
+        let part = |seed: usize| all.iter().skip(seed).step_by(asking.seeds).cloned().collect::<Vec<_>>();
+        return Ok((0..asking.seeds).map(part).collect());
+    }
+    let world = match (&asking.model, beside("world.json")) {
+        (None, _) => World::from_json(embedded::WORLD)?,
+        (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
+        (Some(dir), None) => return Err(Error::NoDataset(dir.clone())),
+    };
+    Ok(seeds.map(|seed| graded(world.questions(seed, per_kind))).collect())
+}

@@ -1,0 +1,204 @@
+//! `kvc tune`: the cheapest way of reuse that answers as full attention does.
+
+use std::io::Write;
+
+use kvlab::{Arm, GateLimits, Question, QuestionKind, TuneOptions, TuneRow, Tuning, Verdict};
+use kvmodel::{TunedBy, TunedReuse};
+use serde::Serialize;
+
+use crate::args::TuneArgs;
+use crate::asking;
+use crate::error::Result;
+use crate::plot::writable;
+use crate::progress::bar;
+use crate::report::table;
+
+#[derive(Serialize)]
+struct TuneReport<'a> {
+    #[serde(flatten)]
+    tuning: &'a Tuning,
+    /// True if the answers bound the loss, false if they refute it, null if they do neither.
+    fits: Option<bool>,
+    file: &'a std::path::Path,
+}
+
+pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
+    writable(&args.out)?;
+    let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
+    let questions = asking::questions(&args.asking)?;
+    let screened = screened(&questions, args.screen);
+    let local = |draw: Vec<Question>| -> Vec<Question> {
+        draw.into_iter().filter(|question| question.kind == QuestionKind::Local).collect()
+    };
+    let judged: Vec<Vec<Question>> = questions.into_iter().map(local).collect();
+    let candidates = match &args.candidates[..] {
+        [] => usual(engine.model().config().num_layers()),
+        named => named.to_vec(),
+    };
+    let limits = GateLimits {
+        accuracy: args.within / 100.0,
+        floor: args.floor / 100.0,
+        ..GateLimits::of(args.engine.dtype)
+    };
+    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking) };
+    let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
+    let mut progress = |done: usize, total: usize| {
+        bar.set_length(total as u64);
+        bar.set_position(done as u64);
+    };
+    let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;
+    bar.finish_and_clear();
+    let choice = tuning.choice();
+    let fits = fits(choice);
+    // A search takes candidates of reuse only.
+    let way = choice.arm.reused().unwrap_or_default();
+    let paired = choice.paired.unwrap_or_default();
+    let measured = TunedBy {
+        questions: paired.asked,
+        lost: paired.lost,
+        gained: paired.gained,
+        within: args.within,
+        fits,
+        divergence: choice.divergence,
+        operations: choice.operations,
+    };
+    TunedReuse::new(engine.model(), way, measured).write(&args.out)?;
+    let out = &mut std::io::stdout().lock();
+    if args.json {
+        let report = TuneReport { tuning: &tuning, fits, file: &args.out };
+        serde_json::to_writer(&mut *out, &report).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    show(out, &tuning, args)
+}
+
+fn fits(row: &TuneRow) -> Option<bool> {
+    match row.verdict {
+        Some(Verdict::Holds) => Some(true),
+        Some(Verdict::Fails) => Some(false),
+        Some(Verdict::CannotSay) | None => None,
+    }
+}
+
+/// Returns the first questions of all draws, as many of each as of the others.
+fn screened(draws: &[Vec<Question>], count: usize) -> Vec<Question> {
+    let longest = draws.iter().map(Vec::len).max().unwrap_or(0);
+    let each = (0..longest).flat_map(|at| draws.iter().filter_map(move |draw| draw.get(at)));
+    each.take(count).cloned().collect()
+}
+
+/// Returns candidates of several costs. Deviations are compared at layer 1 and at a third of the layers.
+fn usual(layers: usize) -> Vec<Arm> {
+    let third = (layers / 3).max(1);
+    let blend = |share: f64| format!("blend:{share}@{third}");
+    let mut ways: Vec<String> =
+        ["overlapped,with-system,none", "sequential,alone,none", "sequential,with-system,none"]
+            .map(str::to_owned)
+            .into();
+    let strategies = [
+        "link:4",
+        "link:16",
+        "link:32",
+        "question:0.05",
+        "question:0.1",
+        "question:0.2",
+        "question:0.3",
+        "question:0.5",
+        "joint:0.1@1",
+        "joint:0.2@1",
+    ];
+    let blends = [blend(0.1), blend(0.2), blend(0.3)];
+    ways.extend(
+        strategies
+            .map(str::to_owned)
+            .into_iter()
+            .chain(blends)
+            .map(|s| format!("sequential,with-system,{s}")),
+    );
+    ways.iter().filter_map(|way| way.parse().ok()).collect()
+}
+
+/// Prints the candidates, the cheapest first, and what was written.
+fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
+    let mut rows = table(&[
+        "",
+        "positions, mode, recomputed",
+        "divergence",
+        "operations",
+        "TTFT",
+        "asked",
+        "points lost",
+        "",
+    ]);
+    let percent = |share: f64| format!("{:5.1} %", 100.0 * share);
+    for (at, row) in tuning.rows.iter().enumerate() {
+        let (asked, lost) = match row.paired {
+            Some(p) => {
+                let [loss, least, most] = [p.loss(), p.at_least(), p.at_most()].map(|share| 100.0 * share);
+                (p.asked.to_string(), format!("{loss:.1} ({least:.1} to {most:.1})"))
+            }
+            None => (String::new(), String::new()),
+        };
+        let verdict = match row.verdict {
+            Some(Verdict::Holds) => "bounded",
+            Some(Verdict::Fails) => "loses more",
+            Some(Verdict::CannotSay) => "cannot be said",
+            None => "",
+        };
+        rows.add_row([
+            if at == tuning.chosen { "→".to_owned() } else { String::new() },
+            row.name.clone(),
+            format!("{:.3}", row.divergence),
+            percent(row.operations),
+            percent(row.ttft),
+            asked,
+            lost,
+            verdict.to_owned(),
+        ]);
+    }
+    writeln!(out, "{rows}")?;
+    writeln!(
+        out,
+        "\nDivergence from full attention is in nats a token; operations of the prefill and the time to first token are shares of \
+         full attention's. Points lost: in brackets the least and the most that the answers do not refute (one-sided 95 % each)."
+    )?;
+    let (choice, file) = (tuning.choice(), args.out.display());
+    let right = 100.0 * tuning.right;
+    if right < args.floor {
+        writeln!(
+            out,
+            "\nFull attention answers {right:.0} % of the questions, too few to judge by (at least {:.0} %). {file} has the way \
+             nearest to it: {}",
+            args.floor, choice.name
+        )?;
+    } else if fits(choice) == Some(true) {
+        writeln!(
+            out,
+            "\n{file} has the cheapest way whose loss is at most {} points: {}",
+            args.within, choice.name
+        )?;
+    } else {
+        writeln!(
+            out,
+            "\nNo way bounds its loss by {} points. {file} has the one with the least bound: {}. Ask more questions, or allow more \
+             points.",
+            args.within, choice.name
+        )?;
+    }
+    Ok(writeln!(out, "Use it:  kvc run --reuse {file}")?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_usual_candidate_is_a_way_of_reuse() {
+        for layers in [1, 2, 30] {
+            let all = usual(layers);
+            assert_eq!(all.len(), 16, "{layers} layers");
+            assert!(all.iter().all(|arm| arm.reused().is_some()));
+        }
+    }
+}

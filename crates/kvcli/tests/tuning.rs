@@ -1,0 +1,82 @@
+//! `kvc tune`, and the files that it writes for `--reuse`.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn kvc(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn fails(args: &[&str], code: i32, expected: &[&str]) {
+    let output = kvc(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+    assert!(expected.iter().all(|text| stderr.contains(text)), "{args:?}: {stderr}");
+    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+}
+
+/// Tunes the built-in model among two ways, and returns the folder with the file, its path, and the report.
+fn tuned() -> (TempDir, String, Value) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("reuse.json").to_str().unwrap().to_owned();
+    let ways = ["--candidate", "sequential,alone,none", "--candidate", "sequential,with-system,link:16"];
+    let asked =
+        ["--screen", "4", "--seeds", "2", "--questions", "40", "--within", "5", "--json", "--out", &file];
+    let output = kvc(&[&["tune"][..], &ways, &asked].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report = serde_json::from_slice(&output.stdout).expect("exactly one JSON object");
+    (folder, file, report)
+}
+
+#[test]
+fn what_tune_writes_is_what_run_and_eval_take() {
+    let (_folder, file, report) = tuned();
+    assert_eq!((&report["fits"], report["rows"].as_array().unwrap().len()), (&true.into(), 2));
+    let chosen = &report["rows"][report["chosen"].as_u64().unwrap() as usize];
+    assert_eq!(chosen["name"], "sequential, alone, none", "the cheapest keeps the answers");
+    let prompt =
+        ["--json", "--separator", "##", "-p", "be brief ## alba is red . ## cedo is blue . ## alba ?"];
+    let output = kvc(&[&["run", "--reuse", &file][..], &prompt].concat());
+    let by_file: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let output = kvc(&[&["run", "--positions", "sequential", "--chunks", "alone"][..], &prompt].concat());
+    let by_hand: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(by_file["positions"], "sequential", "{by_file}");
+    for field in ["text", "positions", "exactness", "recomputed_tokens"] {
+        assert_eq!(by_file[field], by_hand[field], "{field}");
+    }
+    let output = kvc(&["eval", "--reuse", &file, "--seeds", "1", "--questions", "2", "--json"]);
+    let scores: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let names: Vec<&str> =
+        scores["scores"].as_array().unwrap().iter().map(|score| score["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"full attention") && names.contains(&"sequential, alone, none"), "{names:?}");
+    let gate = ["eval", "--gate", "--reuse", &file, "--questions", "30", "--seeds", "5"];
+    assert!(kvc(&gate).status.success(), "{}", String::from_utf8_lossy(&kvc(&gate).stderr));
+}
+
+#[test]
+fn files_that_are_no_tuned_reuse_of_this_model_say_why() {
+    let (folder, file, _) = tuned();
+    let run = |file: &str, expected: &[&str]| fails(&["run", "-p", "hi", "--reuse", file], 1, expected);
+    let text = fs::read_to_string(&file).unwrap();
+    let changed = |from: &str, to: &str| {
+        assert!(text.contains(from));
+        let file = folder.path().join("changed.json");
+        fs::write(&file, text.replace(from, to)).unwrap();
+        file.to_str().unwrap().to_owned()
+    };
+    run("/nowhere/reuse.json", &["/nowhere/reuse.json", "No such file"]);
+    run(&changed("\"version\": 1", "\"version\": 9"), &["version 9", "kvc tune"]);
+    run(&changed("\"recompute\"", "\"recomputed\""), &["changed.json", "recomputed", "line "]);
+    run(&changed("\"none\"", "\"some\""), &["some", "link:K", "line "]);
+    run(&changed("\"temperature\": 1.0", "\"temperature\": 0.0"), &["temperature"]);
+    let model: Value = serde_json::from_str(&text).unwrap();
+    let model = model["model"].as_str().unwrap();
+    run(&changed(model, &"0".repeat(64)), &["tuned for the model 000000000000", &model[..12], "kvc tune"]);
+    fails(&["run", "-p", "hi", "--reuse", &file, "--recompute", "full"], 2, &["--reuse", "--recompute"]);
+    fails(&["tune", "--out", "/nowhere/reuse.json"], 1, &["/nowhere/reuse.json"]);
+    fails(&["tune", "--kind", "cross-start", "--seeds", "1", "--questions", "1"], 1, &["local"]);
+}

@@ -1,0 +1,259 @@
+//! Tuning: the cheapest way of reuse that answers as full attention does.
+//!
+//! A few questions order all candidates by divergence; of those, the ones stay that come nearer to full attention than every cheaper
+//! one. They answer many questions, the cheapest first and each against full attention, until the answers of one bound its loss.
+
+use kvmodel::{Engine, TextCodec};
+use serde::Serialize;
+
+use super::{
+    Arm, EvalOptions, Evaluation, Gate, GateLimits, Measure, Paired, Question, Trial, Verdict, evaluate,
+};
+use crate::error::{Error, Result};
+
+/// How ways of reuse are searched.
+#[derive(Debug, Clone)]
+pub struct TuneOptions {
+    /// The candidates, in any order.
+    pub candidates: Vec<Arm>,
+    /// The most that may be lost, and the least that full attention must answer.
+    pub limits: GateLimits,
+    /// How questions are asked.
+    pub eval: EvalOptions,
+}
+
+/// What was found out about one candidate.
+#[derive(Debug, Clone, Serialize)]
+pub struct TuneRow {
+    /// The candidate.
+    pub arm: Arm,
+    /// The candidate's name.
+    pub name: String,
+    /// The Kullback–Leibler divergence from full attention along its own answers, in nats a token.
+    pub divergence: f64,
+    /// Operations of the prefill, as a share of full attention's.
+    pub operations: f64,
+    /// The median time to first token, as a share of full attention's.
+    pub ttft: f64,
+    /// The answers beside full attention's; none if a cheaper candidate comes as near to it, or if a cheaper one was taken.
+    pub paired: Option<Paired>,
+    /// What the answers say of the loss.
+    pub verdict: Option<Verdict>,
+}
+
+/// The result of a search.
+#[derive(Debug, Clone, Serialize)]
+pub struct Tuning {
+    /// The candidates, the cheapest first.
+    pub rows: Vec<TuneRow>,
+    /// The number of the row that was chosen.
+    pub chosen: usize,
+    /// The share of right answers under full attention.
+    pub right: f64,
+}
+
+impl Tuning {
+    /// Returns the chosen row.
+    pub fn choice(&self) -> &TuneRow {
+        &self.rows[self.chosen]
+    }
+
+    /// Searches the cheapest way of reuse whose answers bound the loss. `screened` are the questions that order candidates by
+    /// divergence, `judged` the draws of questions whose answers are compared; `progress` is told of what is done of the most that
+    /// may be asked.
+    ///
+    /// Where no candidate's loss is bounded, the one with the least upper bound is chosen; where full attention answers too little
+    /// to judge by, the one with the least divergence.
+    ///
+    /// # Errors
+    /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of the engine.
+    pub fn search(
+        engine: &mut Engine,
+        codec: &TextCodec,
+        (screened, judged): (&[Question], &[Vec<Question>]),
+        options: &TuneOptions,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
+        let asked: usize = judged.iter().map(Vec::len).sum();
+        let mut arms = vec![Arm::full_attention()];
+        arms.extend(options.candidates.iter().filter(|arm| arm.cell.is_some()));
+        if arms.len() < 2 || asked == 0 || screened.is_empty() {
+            return Err(Error::NothingToTune);
+        }
+        let screening = screened.len() * arms.len();
+        let eval = EvalOptions { measure: Measure::Divergence, ..options.eval.clone() };
+        let screened = [screened.to_vec()];
+        let seen = evaluate(engine, codec, &screened, &arms, &eval, &mut |done, _| {
+            progress(done, screening + asked);
+        })?;
+        let mut rows = rows(&arms, &seen);
+        let nearest = front(&rows);
+        let (total, mut done) = (screening + asked * (1 + nearest.len()), screening);
+        let mut judge = Judge { engine, codec, judged, options, full: Vec::new() };
+        for &row in &nearest {
+            let (paired, verdict) = judge.judge(rows[row].arm, &mut || {
+                done += 1;
+                progress(done, total);
+            })?;
+            (rows[row].paired, rows[row].verdict) = (Some(paired), Some(verdict));
+            // Where full attention answers too little, nobody can be judged.
+            if verdict == Verdict::Holds || judge.right() < options.limits.floor {
+                break;
+            }
+        }
+        let right = judge.right();
+        let blind = right < options.limits.floor;
+        Ok(Self { chosen: choose(&rows, blind), rows, right })
+    }
+}
+
+/// Returns the rows of the candidates, the cheapest first.
+fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
+    let of = |arm: usize, of: fn(&Trial) -> f64| -> Vec<f64> {
+        seen.trials.iter().filter(|trial| trial.arm == arm).map(of).collect()
+    };
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let median = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    };
+    let flops = |trial: &Trial| trial.flops as f64;
+    let ttft = |trial: &Trial| trial.ttft_ms;
+    let (all, first) = (mean(&of(0, flops)), median(of(0, ttft)));
+    let row = |(at, arm): (usize, &Arm)| TuneRow {
+        arm: *arm,
+        name: arm.name(),
+        divergence: mean(&of(at, |trial| trial.divergence.unwrap_or(f64::NAN))),
+        operations: mean(&of(at, flops)) / all,
+        ttft: median(of(at, ttft)) / first,
+        paired: None,
+        verdict: None,
+    };
+    let mut rows: Vec<TuneRow> = arms.iter().enumerate().skip(1).map(row).collect();
+    rows.sort_by(|a, b| a.operations.total_cmp(&b.operations).then(a.divergence.total_cmp(&b.divergence)));
+    rows
+}
+
+/// Returns the rows that come nearer to full attention than every cheaper one.
+fn front(rows: &[TuneRow]) -> Vec<usize> {
+    let mut least = f64::INFINITY;
+    let nearer = |(at, row): (usize, &TuneRow)| {
+        (row.divergence < least).then(|| {
+            least = row.divergence;
+            at
+        })
+    };
+    rows.iter().enumerate().filter_map(nearer).collect()
+}
+
+/// Returns the row to take: the first whose loss is bounded, else the one with the least bound, or of the nearest to full
+/// attention if nobody can be judged.
+fn choose(rows: &[TuneRow], blind: bool) -> usize {
+    if let Some(holds) = rows.iter().position(|row| row.verdict == Some(Verdict::Holds)) {
+        return holds;
+    }
+    let badness = |row: &TuneRow| match row.paired {
+        _ if blind => row.divergence,
+        Some(paired) => paired.at_most(),
+        None => f64::INFINITY,
+    };
+    let least = |&a: &usize, &b: &usize| badness(&rows[a]).total_cmp(&badness(&rows[b])).then(a.cmp(&b));
+    (0..rows.len()).min_by(least).unwrap_or(0)
+}
+
+/// Answers of candidates beside those of full attention, which are asked for once.
+struct Judge<'a> {
+    engine: &'a mut Engine,
+    codec: &'a TextCodec,
+    judged: &'a [Vec<Question>],
+    options: &'a TuneOptions,
+    /// Full attention's answers to the first draws.
+    full: Vec<Vec<Trial>>,
+}
+
+impl Judge<'_> {
+    fn ask(&mut self, arm: Arm, draw: usize, step: &mut dyn FnMut()) -> Result<Vec<Trial>> {
+        let eval = EvalOptions {
+            measure: Measure::Answers,
+            first_draw: self.options.eval.first_draw + draw,
+            ..self.options.eval.clone()
+        };
+        let questions = &self.judged[draw..=draw];
+        Ok(evaluate(self.engine, self.codec, questions, &[arm], &eval, &mut |_, _| step())?.trials)
+    }
+
+    /// Returns the share of full attention's answers that are right, of those asked for so far.
+    fn right(&self) -> f64 {
+        let all: Vec<bool> = self.full.iter().flatten().filter_map(|trial| trial.right).collect();
+        all.iter().filter(|right| **right).count() as f64 / all.len().max(1) as f64
+    }
+
+    /// Asks a candidate, draw by draw, until its loss is refuted or all draws are asked.
+    fn judge(&mut self, arm: Arm, step: &mut dyn FnMut()) -> Result<(Paired, Verdict)> {
+        let mut trials: Vec<Trial> = Vec::new();
+        let mut last = (Paired::default(), Verdict::CannotSay);
+        for draw in 0..self.judged.len() {
+            if self.full.len() == draw {
+                let full = self.ask(Arm::full_attention(), draw, step)?;
+                self.full.push(full);
+            }
+            let candidate = self.ask(arm, draw, step)?;
+            trials.extend(self.full[draw].iter().cloned());
+            trials.extend(candidate.into_iter().map(|trial| Trial { arm: 1, ..trial }));
+            last = (Gate::pairs(&trials), Gate::of_answers(&trials, &self.options.limits).verdict);
+            if last.1 == Verdict::Fails {
+                break;
+            }
+        }
+        Ok(last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(name: &str, operations: f64, divergence: f64) -> TuneRow {
+        let arm: Arm = name.parse().unwrap();
+        TuneRow {
+            arm,
+            name: arm.name(),
+            divergence,
+            operations,
+            ttft: operations,
+            paired: None,
+            verdict: None,
+        }
+    }
+
+    fn some() -> Vec<TuneRow> {
+        vec![
+            row("overlapped,with-system,none", 0.05, 0.26),
+            row("sequential,with-system,none", 0.06, 0.24),
+            row("sequential,with-system,link:16", 0.15, 0.25),
+            row("sequential,with-system,question:0.2", 0.3, 0.1),
+        ]
+    }
+
+    #[test]
+    fn only_what_comes_nearer_than_all_that_is_cheaper_is_asked() {
+        assert_eq!(front(&some()), [0, 1, 3]);
+    }
+
+    #[test]
+    fn the_cheapest_that_holds_is_chosen_and_the_nearest_where_none_does() {
+        let mut rows = some();
+        let judged = |row: &mut TuneRow, lost: usize, verdict: Verdict| {
+            row.paired = Some(Paired { asked: 400, lost, gained: 2 });
+            row.verdict = Some(verdict);
+        };
+        judged(&mut rows[0], 90, Verdict::Fails);
+        judged(&mut rows[1], 60, Verdict::Fails);
+        judged(&mut rows[3], 12, Verdict::CannotSay);
+        assert_eq!(choose(&rows, false), 3);
+        judged(&mut rows[1], 3, Verdict::Holds);
+        assert_eq!(choose(&rows, false), 1);
+        // Nobody was judged.
+        assert_eq!(choose(&some(), true), 3);
+    }
+}
