@@ -11,7 +11,7 @@ use crate::backend::Opened;
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::Live;
-use crate::report::{GraphsJson, SleepJson, answer_json, ms};
+use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, ms};
 use crate::{backend, load};
 use prompts::Prompts;
 
@@ -57,11 +57,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if let Some(note) = prompts.note() {
         eprintln!("{note}");
     }
-    let request = request(args, &engine, prompts.asked(&codec)?);
+    let forced = args.sampling.answer();
+    let request =
+        Request { keep_logits: forced.is_some(), forced, ..request(args, &engine, prompts.asked(&codec)?) };
     let mut live = Live::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
     let text = live.finish()?;
-    show(args, &engine, text, &generation, asleep)
+    let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
+    show(args, &engine, (text, read_back), &generation, asleep)
 }
 
 fn request(args: &RunArgs, engine: &Engine, prompt: PromptTokens) -> Request {
@@ -96,7 +99,7 @@ fn cut(args: &RunArgs, generation: &Generation) -> String {
 fn show(
     args: &RunArgs,
     engine: &Engine,
-    text: String,
+    (text, read_back): (String, Option<ReadBackJson>),
     generation: &Generation,
     asleep: Option<SleepUsage>,
 ) -> Result<()> {
@@ -104,7 +107,7 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let json = answer_json(text, generation, cell(args), engine, sleep);
+        let json = answer_json((text, read_back), generation, cell(args), engine, sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
