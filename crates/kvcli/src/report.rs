@@ -6,7 +6,9 @@ use std::time::Duration;
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{GraphCounts, PoolCounts};
-use kvmodel::{CacheReport, Engine, FinishReason, Generation, ProfileReport};
+use kvmodel::{
+    CacheReport, Engine, FinishReason, Generation, ProfileReport, PromptTokens, Sampler, Sampling,
+};
 use serde::Serialize;
 
 use crate::memory::MemoryJson;
@@ -28,6 +30,8 @@ pub(crate) struct AnswerJson<'a> {
     blocks: BlocksJson,
     memory: MemoryJson,
     #[serde(skip_serializing_if = "Option::is_none")]
+    read_back: Option<ReadBackJson>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     graphs: Option<GraphsJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sleep: Option<SleepJson>,
@@ -42,6 +46,27 @@ struct BlocksJson {
     all: PoolCounts,
     #[serde(flatten)]
     pools: CacheReport,
+}
+
+/// What the model makes of an answer that was given to it.
+#[derive(Serialize)]
+pub(crate) struct ReadBackJson {
+    /// The tokens of the prompt.
+    prompt: Vec<u32>,
+    /// The likeliest token at the place of each token of the answer, and behind the last if there was room for it.
+    likeliest: Vec<u32>,
+}
+
+impl ReadBackJson {
+    /// Creates the report of an answer whose logits were kept.
+    pub(crate) fn new(prompt: &PromptTokens, generation: &Generation) -> Self {
+        let prompt = match prompt {
+            PromptTokens::Plain(tokens) => tokens.clone(),
+            PromptTokens::Chunked(prompt) => prompt.flatten(),
+        };
+        let mut greedy = Sampler::new(Sampling::default());
+        Self { prompt, likeliest: generation.logits.iter().map(|row| greedy.sample(row)).collect() }
+    }
 }
 
 /// Documents that slept before a prompt was asked, and their state afterwards.
@@ -119,7 +144,7 @@ impl fmt::Display for GraphsJson {
 
 /// Returns the JSON object of one answer.
 pub(crate) fn answer_json<'a>(
-    text: String,
+    (text, read_back): (String, Option<ReadBackJson>),
     generation: &'a Generation,
     cell: ReuseCell,
     engine: &Engine,
@@ -141,6 +166,7 @@ pub(crate) fn answer_json<'a>(
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),
+        read_back,
         graphs: GraphsJson::of(engine),
         sleep,
         profile: profiler.is_enabled().then(|| profiler.report()),

@@ -265,6 +265,24 @@ fn sampling_options_reach_the_choice_of_tokens() {
 }
 
 #[test]
+fn a_given_answer_is_read_back_token_by_token() {
+    let ids = |value: &Value| value.as_array().unwrap().iter().map(ToString::to_string).collect::<Vec<_>>();
+    let ask = ["-p", "alba is red . alba ?", "--max-new-tokens", "6"];
+    let chosen = json(&ask);
+    assert_eq!(chosen["read_back"], Value::Null);
+    let tokens = ids(&chosen["tokens"]);
+    let read = |answer: &[String]| json(&[&ask[..], &["--answer", &answer.join(",")]].concat());
+    let back = read(&tokens);
+    assert_eq!(back["tokens"], chosen["tokens"]);
+    assert_eq!(ids(&back["read_back"]["likeliest"])[..tokens.len()], tokens);
+    assert_eq!(ids(&back["read_back"]["prompt"]).len() as u64, back["prompt_tokens"].as_u64().unwrap());
+    // The first place is that of the prompt, whatever is given there.
+    let other = read(&ids(&back["read_back"]["prompt"])[..1]);
+    assert_eq!(ids(&other["read_back"]["likeliest"])[0], tokens[0]);
+    assert_ne!(other["tokens"][0], chosen["tokens"][0]);
+}
+
+#[test]
 #[cfg(target_os = "linux")]
 fn threads_are_as_many_as_asked_for() {
     /// Returns the largest number of threads that a run had.
@@ -300,6 +318,8 @@ fn wrong_usage_is_exit_code_2() {
         (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS with at least one"),
         (&["-p", "a", "--stop", ""], "end every answer at once"),
         (&["-p", "a", "--threads", "0"], "from 1 up"),
+        (&["-p", "a", "--answer", "1"], "--json"),
+        (&["--json", "-p", "a", "--answer", "1,b"], "invalid digit"),
         (&["-p", "a", "--temperature", "1", "--top-k", "-1"], "--top-k"),
         (&["-p", "a", "--temperature", "1", "--top-p", "-0.5"], "above 0 and at most 1"),
         (&["-p", "a", "--temperature", "1", "--top-p", "0"], "above 0 and at most 1"),

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::run::{Result, root};
 use crate::tools::{self, Tool, first_line};
-use crate::{arm, cuda_double, instructions, step};
+use crate::{arm, cuda_double, instructions, published, step};
 
 mod table;
 
@@ -125,6 +125,12 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "strategies of reuse on a published model: the question chooses well",
         command: "cargo xtask published --quick",
         needs: &[Tool::PublishedModel],
+    },
+    Slice {
+        name: "published-goldens",
+        covers: "greedy answers of a published model against transformers, as floats and as blocks",
+        command: "cargo xtask published --goldens",
+        needs: published::goldens::NEEDS,
     },
     Slice {
         name: "benches-cpu",

@@ -1,5 +1,7 @@
 //! Options of `kvc run` that say how the tokens of an answer are chosen, and where it ends.
 
+use std::sync::Arc;
+
 use clap::Args;
 use kvmodel::Sampling;
 
@@ -37,6 +39,11 @@ pub(crate) struct SamplingArgs {
     /// Seed of the draw.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+
+    /// Read this answer back instead of choosing one: ids of tokens, as in `504,2988`. The object of --json then has the ids of
+    /// the prompt and the likeliest token at each place, under `read_back`.
+    #[arg(long, value_name = "IDS", value_delimiter = ',', requires = "json", conflicts_with_all = ["temperature", "stop"])]
+    answer: Vec<u32>,
 }
 
 impl SamplingArgs {
@@ -50,6 +57,11 @@ impl SamplingArgs {
             repetition_penalty: self.repetition_penalty,
             seed: self.seed,
         }
+    }
+
+    /// Returns the answer that is read back, if one is.
+    pub(crate) fn answer(&self) -> Option<Arc<[u32]>> {
+        (!self.answer.is_empty()).then(|| self.answer.as_slice().into())
     }
 
     /// Returns the first filter that has no effect because the most likely token is taken anyway.

@@ -12,7 +12,7 @@ use crate::backend::Opened;
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::Live;
-use crate::report::{GraphsJson, SleepJson, answer_json, ms};
+use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, ms};
 use crate::{backend, load};
 use prompts::Prompts;
 
@@ -62,11 +62,17 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if let Some(note) = prompts.note() {
         eprintln!("{note}");
     }
-    let request = request(args, &way, &engine, prompts.asked(&codec)?);
+    let forced = args.sampling.answer();
+    let request = Request {
+        keep_logits: forced.is_some(),
+        forced,
+        ..request(args, &way, &engine, prompts.asked(&codec)?)
+    };
     let mut live = Live::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
     let text = live.finish()?;
-    show(args, &way, &engine, text, &generation, asleep)
+    let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
+    show(args, &way, &engine, (text, read_back), &generation, asleep)
 }
 
 /// Returns the way of reuse that the options ask for.
@@ -105,7 +111,7 @@ fn show(
     args: &RunArgs,
     way: &Reuse,
     engine: &Engine,
-    text: String,
+    (text, read_back): (String, Option<ReadBackJson>),
     generation: &Generation,
     asleep: Option<SleepUsage>,
 ) -> Result<()> {
@@ -113,7 +119,7 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let json = answer_json(text, generation, way.cell, engine, sleep);
+        let json = answer_json((text, read_back), generation, way.cell, engine, sleep);
         serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
         writeln!(out)?;
         return Ok(());
