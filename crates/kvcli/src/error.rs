@@ -44,6 +44,15 @@ pub(crate) enum Error {
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
     Answers { path: PathBuf, source: std::io::Error },
+    /// A file of answers cannot be read.
+    #[error("cannot read {path}: {source}")]
+    ReadAnswers { path: PathBuf, source: std::io::Error },
+    /// A line of a file of answers is none.
+    #[error("{path}, line {line}: {reason}; kvc eval --answers writes such files")]
+    Answer { path: PathBuf, line: usize, reason: String },
+    /// Files of answers have none.
+    #[error("the files that --read names have no answers")]
+    NoAnswers,
     /// The file of questions has a wrong line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },

@@ -4,14 +4,14 @@
 //! directory in f32, where it must choose the same tokens (no golden has a tie), and from the GGUF file, whose blocks it multiplies as
 //! they are stored. There the golden's answer is read back, so that a place counts by itself and not by what was chosen before it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::{FOLDER, folder, model};
+use super::{FOLDER, folder, model, program};
 use crate::run::{Result, cargo, root};
 use crate::tools::{Tool, require};
 
@@ -155,8 +155,7 @@ fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> 
         _ => return Err(format!("{:?} is neither a text nor a conversation", prompt.name)),
     };
     std::fs::write(&asked, text).map_err(|e| format!("{}: {e}", asked.display()))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
-    let mut command = Command::new(target.join("release/kvc"));
+    let mut command = Command::new(program());
     command.args(["run", "--json", "--kv-memory", "1024", option]).arg(&asked).arg("--model").arg(model);
     command.args(["--max-new-tokens", &tokens.to_string()]);
     if let Some(answer) = answer {

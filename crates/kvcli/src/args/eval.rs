@@ -19,6 +19,7 @@ Examples:
     kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
     kvc eval --model smollm2.gguf --chat --texts 4 --questions 60 --measure divergence
     kvc eval --model smollm2.gguf --chat --texts 2 --arm full --arm sequential,with-system,link:16 --show 3
+    kvc eval --read monday.jsonl --read tuesday.jsonl
     kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg
 
@@ -53,6 +54,10 @@ pub(crate) struct EvalArgs {
     /// Write every answer to a file, with a JSON object a line.
     #[arg(long, value_name = "FILE", conflicts_with = "gate")]
     pub(crate) answers: Option<PathBuf>,
+
+    /// Score the answers that earlier evaluations wrote by --answers, and ask nothing; may be repeated.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies"])]
+    pub(crate) read: Vec<PathBuf>,
 
     /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend and random in
     /// several sizes, and full. For the gate: the one strategy to judge, none by default.

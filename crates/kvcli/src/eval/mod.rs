@@ -1,10 +1,10 @@
 //! `kvc eval`: accuracy of every way to answer, and the cost of each.
 
+use std::collections::BTreeSet;
 use std::io::Write;
-use std::path::Path;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, ReuseCell};
-use kvlab::{Arm, EvalOptions, Gate, GateCheck, GateLimits, QuestionKind, Score, Trial, evaluate};
+use kvlab::{Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, evaluate};
 use kvmodel::TunedReuse;
 use serde::Serialize;
 
@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::plot::writable;
 use crate::progress::bar;
 
+mod answers;
 mod show;
 
 #[derive(Serialize)]
@@ -46,6 +47,9 @@ impl<'a> GateReport<'a> {
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
+    if !args.read.is_empty() {
+        return read(args);
+    }
     args.answers.as_deref().map_or(Ok(()), writable)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
     let questions = questions(&args.asking)?;
@@ -103,14 +107,38 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut progress)?;
     bar.finish_and_clear();
     if let Some(path) = &args.answers {
-        write_answers(path, &arms, &evaluation.trials)?;
+        answers::write(path, &arms, &evaluation.trials)?;
     }
     let (scores, trials) = (&evaluation.scores, &evaluation.trials);
-    let (asked, draws) = (questions.iter().map(Vec::len).sum(), questions.len());
+    if !args.json {
+        show::answers(out, &arms, (args.asking.first_seed, &questions), trials, args.show)?;
+    }
+    let asked = questions.iter().map(Vec::len).sum();
+    report(args, out, scores, (asked, questions.len()), positions)
+}
+
+/// Scores the answers of files.
+fn read(args: &EvalArgs) -> Result<()> {
+    let (arms, trials) = answers::read(&args.read)?;
+    let asked: BTreeSet<(usize, usize)> = trials.iter().map(|trial| (trial.draw, trial.question)).collect();
+    let draws: BTreeSet<usize> = asked.iter().map(|(draw, _)| *draw).collect();
+    let evaluation = Evaluation::of(&arms, trials);
+    let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
+    let out = &mut std::io::stdout().lock();
+    report(args, out, &evaluation.scores, (asked.len(), draws.len()), positions)
+}
+
+/// Prints and draws scores.
+fn report(
+    args: &EvalArgs,
+    out: &mut impl Write,
+    scores: &[Score],
+    (asked, draws): (usize, usize),
+    positions: PositionStrategy,
+) -> Result<()> {
     if args.json {
         json(out, &EvalReport { questions: asked, seeds: draws, scores })?;
     } else {
-        show::answers(out, &arms, (args.asking.first_seed, &questions), trials, args.show)?;
         show::table(out, scores, draws)?;
         writeln!(out, "\n{asked} questions in {draws} draws.")?;
     }
@@ -124,26 +152,6 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
 fn with_full_attention(named: &[Arm]) -> Vec<Arm> {
     let others = named.iter().filter(|arm| arm.cell.is_some());
     [Arm::full_attention()].into_iter().chain(others.copied()).collect()
-}
-
-/// Writes every answer as a JSON object, with the name of its arm.
-fn write_answers(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
-    #[derive(Serialize)]
-    struct Line<'a> {
-        name: String,
-        #[serde(flatten)]
-        trial: &'a Trial,
-    }
-    let write = || -> std::io::Result<()> {
-        let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
-        for trial in trials {
-            let line = Line { name: arms[trial.arm].name(), trial };
-            serde_json::to_writer(&mut file, &line).map_err(std::io::Error::from)?;
-            writeln!(file)?;
-        }
-        file.flush()
-    };
-    write().map_err(|source| Error::Answers { path: path.to_owned(), source })
 }
 
 fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {

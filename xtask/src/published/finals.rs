@@ -1,0 +1,322 @@
+//! The finals: the cells and a few strategies answer hundreds of local questions beside full attention.
+//!
+//! Answers are kept in a file a draw, so that a run goes on where another one was stopped. What was right is written to
+//! `crates/kvlab/tests/published`, by which a test holds the gate to its verdicts.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Answer, Asked, ask, folder, plain, program, read, write_table};
+use crate::run::{Result, root};
+
+/// The name under which the page has the table.
+const TABLE: &str = "cargo xtask published --answers";
+
+/// Where what was right is kept, below the root of the workspace.
+const KEPT: &str = "crates/kvlab/tests/published";
+
+/// The name of the way with which all others are compared.
+const FULL: &str = "full attention";
+
+/// Questions in a draw.
+const QUESTIONS: usize = 20;
+
+/// The first draw of the questions by which times are measured: others than those that are judged.
+const TIMED: usize = 1000;
+
+/// What is asked about so many documents.
+struct Final {
+    documents: usize,
+    draws: usize,
+    ways: &'static [&'static str],
+}
+
+/// The ways to answer beside full attention: the cells, and then the finalists of the screen.
+const WAYS: &[&str] = &[
+    "overlapped, with-system, none",
+    "overlapped, alone, none",
+    "sequential, alone, none",
+    "sequential, with-system, none",
+    "sequential, with-system, link:16",
+    "sequential, with-system, blend:0.2@10",
+    "sequential, with-system, question:0.2",
+    "sequential, with-system, question:0.3",
+    "sequential, with-system, question:0.5",
+];
+
+/// With eight documents full attention itself answers too little to judge anything by: a few questions show it.
+const FINALS: [Final; 3] = [
+    Final { documents: 2, draws: 20, ways: WAYS },
+    Final { documents: 4, draws: 20, ways: WAYS },
+    Final { documents: 8, draws: 3, ways: &["sequential, with-system, question:0.3"] },
+];
+
+/// What was right of the answers about so many documents.
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    documents: usize,
+    questions: usize,
+    /// Full attention first.
+    ways: Vec<Way>,
+}
+
+/// The answers given in one way: a 1 for each that is right and a 0 for each that is not, in the order of draws and questions.
+#[derive(Serialize, Deserialize)]
+struct Way {
+    name: String,
+    right: String,
+    /// The share of document tokens computed anew.
+    anew: f64,
+    /// Operations of the prefill, as a share of full attention's.
+    operations: f64,
+    /// The median time to first token in milliseconds, of questions asked one after another on an idle machine.
+    ttft_ms: Option<f64>,
+}
+
+/// Asks what has not been answered yet, and measures times.
+pub(super) fn run() -> Result {
+    std::fs::create_dir_all(folder().join("finals")).map_err(|e| e.to_string())?;
+    for Final { documents, draws, ways } in FINALS {
+        for draw in 0..draws {
+            println!("{documents} documents, draw {} of {draws}", draw + 1);
+            complete(documents, draw, ways)?;
+        }
+        let asked = Asked { documents, first: TIMED, draws: 1, questions: QUESTIONS, local: true };
+        ask(ways, asked, "answers", &times(documents))?;
+    }
+    keep()
+}
+
+/// Asks a draw in the ways in which it was not asked before.
+fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
+    let file = answers(documents, draw);
+    let old = std::fs::read_to_string(&file).unwrap_or_default();
+    let known: Vec<String> = if old.is_empty() { Vec::new() } else { names(&read(&file)?) };
+    let missing: Vec<&str> =
+        ways.iter().copied().filter(|way| !known.iter().any(|known| known == way)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: true };
+    let more = file.with_extension("more");
+    ask(&missing, asked, "answers", &more)?;
+    let new = std::fs::read_to_string(&more).map_err(|e| format!("{}: {e}", more.display()))?;
+    std::fs::write(&file, old + &new).map_err(|e| format!("{}: {e}", file.display()))?;
+    std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))
+}
+
+/// Returns the file of the answers to a draw.
+fn answers(documents: usize, draw: usize) -> PathBuf {
+    folder().join(format!("finals/answers-{documents}-{draw}.jsonl"))
+}
+
+/// Returns the file of the answers by which times are measured.
+fn times(documents: usize) -> PathBuf {
+    folder().join(format!("finals/times-{documents}.jsonl"))
+}
+
+/// Returns the names of ways, in the order in which they first occur.
+fn names(answers: &[Answer]) -> Vec<String> {
+    let mut names = Vec::new();
+    for answer in answers {
+        let name = plain(&answer.name);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// Returns the path of what is kept about so many documents.
+fn kept(documents: usize) -> PathBuf {
+    root().join(KEPT).join(format!("{documents}.json"))
+}
+
+/// Keeps what was right of the draws that were asked in all ways.
+fn keep() -> Result {
+    for Final { documents, draws, ways } in FINALS {
+        let mut draw_answers = Vec::new();
+        for draw in (0..draws).filter(|&draw| answers(documents, draw).exists()) {
+            let answers = read(&answers(documents, draw))?;
+            let known = names(&answers);
+            if ways.iter().all(|way| known.iter().any(|known| known == way)) {
+                draw_answers.push(answers);
+            }
+        }
+        if draw_answers.is_empty() {
+            continue;
+        }
+        let timed = times(documents);
+        let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
+        let kept_ways = std::iter::once(FULL).chain(ways.iter().copied());
+        let ways: Vec<Way> = kept_ways.map(|way| of_way(way, &draw_answers, &timed)).collect();
+        let questions = ways.first().map_or(0, |way| way.right.len());
+        let text =
+            serde_json::to_string_pretty(&Kept { documents, questions, ways }).map_err(|e| e.to_string())?;
+        let path = kept(documents);
+        std::fs::create_dir_all(root().join(KEPT)).map_err(|e| e.to_string())?;
+        std::fs::write(&path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Gathers the answers of a way, question by question. Of several answers to one question, the first counts.
+fn of_way(way: &str, draws: &[Vec<Answer>], timed: &[Answer]) -> Way {
+    let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
+    let mut full: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+    for answer in draws.iter().flatten() {
+        let question = (answer.draw, answer.question);
+        let name = plain(&answer.name);
+        if name == FULL {
+            full.entry(question).or_insert(answer.flops);
+        }
+        if name == way {
+            let right = answer.right.unwrap_or(false);
+            of_questions.entry(question).or_insert((right, answer.recomputed, answer.flops));
+        }
+    }
+    let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / of_questions.len().max(1) as f64;
+    let anew = mean(&mut of_questions.values().map(|(_, recomputed, _)| *recomputed));
+    let shares =
+        of_questions.iter().map(|(question, (_, _, flops))| flops / full.get(question).unwrap_or(&f64::NAN));
+    let operations = mean(&mut shares.into_iter());
+    let mut times: Vec<f64> =
+        timed.iter().filter(|answer| plain(&answer.name) == way).map(|answer| answer.ttft_ms).collect();
+    times.sort_by(f64::total_cmp);
+    Way {
+        name: way.to_owned(),
+        right: of_questions.values().map(|(right, ..)| if *right { '1' } else { '0' }).collect(),
+        anew: rounded(anew),
+        operations: rounded(operations),
+        ttft_ms: times.get(times.len() / 2).map(|ms| (ms * 10.0).round() / 10.0),
+    }
+}
+
+fn rounded(share: f64) -> f64 {
+    (share * 1e4).round() / 1e4
+}
+
+/// What `kvc eval --read --json` says of a way.
+#[derive(Deserialize)]
+struct Scores {
+    scores: Vec<Score>,
+}
+
+#[derive(Deserialize)]
+struct Score {
+    name: String,
+    paired: Option<Bounds>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+struct Bounds {
+    loss: f64,
+    at_least: f64,
+    at_most: f64,
+}
+
+/// Returns what the answers say of the loss of each way.
+fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, Bounds>> {
+    let mut command = Command::new(program());
+    command.args(["eval", "--json"]);
+    for draw in (0..draws).filter(|&draw| answers(documents, draw).exists()) {
+        command.arg("--read").arg(answers(documents, draw));
+    }
+    let output = command.output().map_err(|e| format!("`kvc eval` cannot be run: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("`kvc eval` says {}", String::from_utf8_lossy(&output.stderr)));
+    }
+    let scores: Scores =
+        serde_json::from_slice(&output.stdout).map_err(|e| format!("`kvc eval` printed {e}"))?;
+    let of = |score: Score| Some((plain(&score.name), score.paired?));
+    Ok(scores.scores.into_iter().filter_map(of).collect())
+}
+
+/// Writes the table of docs/quality.md.
+pub(super) fn write() -> Result {
+    keep()?;
+    let mut table = String::from(
+        "| documents | positions, mode, recomputed | right | points lost | tokens anew | operations | time to first token |\n\
+         |---|---|---|---|---|---|---|\n",
+    );
+    for Final { documents, draws, .. } in FINALS {
+        let path = kept(documents);
+        let Ok(text) = std::fs::read_to_string(&path) else { continue };
+        let kept: Kept = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+        let bounds = bounds(documents, draws)?;
+        let full = kept.ways.iter().find(|way| way.name == FULL).and_then(|way| way.ttft_ms);
+        for way in &kept.ways {
+            let right = way.right.matches('1').count();
+            let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
+                Some(Bounds { loss, at_least, at_most }) => {
+                    let [loss, least, most] = [loss, at_least, at_most].map(|share| 100.0 * share);
+                    format!("{loss:.1} ({least:.1} to {most:.1})")
+                }
+                None => "–".to_owned(),
+            };
+            let time = match (way.ttft_ms, full) {
+                (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
+                _ => "–".to_owned(),
+            };
+            let (name, asked) = (&way.name, kept.questions);
+            let _ = writeln!(
+                table,
+                "| {documents} | {name} | {right} of {asked} | {lost} | {:.0} % | {:.0} % | {time} |",
+                100.0 * way.anew,
+                100.0 * way.operations
+            );
+        }
+    }
+    write_table(TABLE, &table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(name: &str, question: usize, right: bool, flops: f64) -> Answer {
+        Answer {
+            name: name.to_owned(),
+            draw: 3,
+            question,
+            right: Some(right),
+            divergence: None,
+            agreement: None,
+            recomputed: 0.25,
+            flops,
+            ttft_ms: flops,
+        }
+    }
+
+    #[test]
+    fn what_is_kept_of_a_way_is_in_the_order_of_questions_and_counts_once() {
+        let way = "sequential, alone, blend:0.2@10:values";
+        let draws = [vec![
+            answer(FULL, 0, true, 100.0),
+            answer(FULL, 1, true, 200.0),
+            answer(way, 1, false, 100.0),
+            answer(way, 0, true, 10.0),
+            // A second call asks full attention again.
+            answer(FULL, 0, false, 100.0),
+        ]];
+        let kept = of_way("sequential, alone, blend:0.2@10", &draws, &draws[0]);
+        assert_eq!((kept.right.as_str(), kept.anew, kept.ttft_ms), ("10", 0.25, Some(100.0)));
+        assert!((kept.operations - 0.3).abs() < 1e-9, "{}", kept.operations);
+        assert_eq!(of_way(FULL, &draws, &[]).right, "11");
+        assert_eq!(names(&draws[0]), [FULL, "sequential, alone, blend:0.2@10"]);
+    }
+
+    #[test]
+    fn finals_that_were_kept_are_whole() {
+        for Final { documents, ways, .. } in FINALS {
+            let Ok(text) = std::fs::read_to_string(kept(documents)) else { continue };
+            let kept: Kept = serde_json::from_str(&text).unwrap();
+            assert_eq!(kept.ways.len(), ways.len() + 1);
+            assert!(kept.ways.iter().all(|way| way.right.len() == kept.questions), "{documents} documents");
+        }
+    }
+}
