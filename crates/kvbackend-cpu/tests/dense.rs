@@ -171,3 +171,51 @@ fn extents_that_do_not_fit_are_errors() {
     Products::new().multiply(&[], &none, &mut y).unwrap();
     assert_eq!(y, [0.0; 4], "sums of nothing");
 }
+
+/// Multiplies by each way, and checks every product against plain sums: none may be further away than sums of f32 are.
+fn check_numbers(x: &[f32], w: &[f32], input: usize) {
+    let (rows, out) = (x.len() / input, w.len() / input);
+    let matrix = Matrix::new(StoredType::F32, out, input, bytemuck::cast_slice(w)).unwrap();
+    let expected = expected(x, w, input);
+    for (name, products) in ways() {
+        let mut y = vec![f32::NAN; rows * out];
+        products.multiply(x, &matrix, &mut y).unwrap();
+        for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
+            let near = (f64::from(*y) - sum).abs() <= 2e-6 * size + 1e-30;
+            assert!(
+                near || sum.is_nan() && y.is_nan() || f64::from(*y) == *sum,
+                "{name}, {i}: {y} and {sum}"
+            );
+        }
+    }
+}
+
+#[test]
+fn numbers_of_any_size_keep_their_digits_however_many_rows_there_are() {
+    let (rows, out, input) = (70, 75, 1120);
+    let scaled = |seed: u64, n: usize, spread: i32| -> Vec<f32> {
+        let sizes = noise(seed + 9, n);
+        let scale = |byte: u8| 2f32.powi(i32::from(byte) % (2 * spread) - spread);
+        numbers(seed, n).iter().zip(sizes).map(|(x, byte)| (x + 1e-3) * scale(byte)).collect()
+    };
+    for (seed, spread) in [(1, 1), (2, 20), (3, 60)] {
+        check_numbers(&scaled(seed, rows * input, spread), &scaled(seed + 50, out * input, spread), input);
+    }
+    // All of one sign, so that no error hides behind what cancels out.
+    let positive = |seed, n| -> Vec<f32> { numbers(seed, n).iter().map(|x| x.abs() + 0.1).collect() };
+    check_numbers(&positive(4, rows * input), &positive(5, out * input), input);
+}
+
+#[test]
+fn what_is_not_finite_stays_where_it_belongs() {
+    let (rows, out, input) = (40, 70, 64);
+    let (x, w) = (numbers(6, rows * input), numbers(7, out * input));
+    for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        let mut of_matrix = w.clone();
+        (of_matrix[3 * input + 5], of_matrix[69 * input]) = (bad, bad);
+        check_numbers(&x, &of_matrix, input);
+        let mut of_rows = x.clone();
+        of_rows[39 * input + 1] = bad;
+        check_numbers(&of_rows, &w, input);
+    }
+}

@@ -42,10 +42,11 @@ const WAYS: &[&str] = &[
     "sequential, alone, none",
     "sequential, with-system, none",
     "sequential, with-system, link:16",
-    "sequential, with-system, blend:0.2@10",
     "sequential, with-system, question:0.2",
     "sequential, with-system, question:0.3",
     "sequential, with-system, question:0.5",
+    "sequential, alone, link:16",
+    "sequential, alone, question:0.3",
 ];
 
 /// With eight documents full attention itself answers too little to judge anything by: a few questions show it.
