@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ReuseCell;
+use super::{ComputeMode, PositionStrategy, ReuseCell};
 use crate::recompute::Recompute;
 use crate::scaling::ContextScaling;
 
@@ -16,7 +16,10 @@ use crate::scaling::ContextScaling;
 /// ).unwrap();
 /// assert!(way.scaling.is_plain());
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+///
+/// The default is what was measured to answer most as full attention does on a published model (docs/quality.md). It is not exact
+/// for any mask; [`plain`](Self::plain) reuse is, in most cells.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reuse {
     /// The compute mode and the position strategy.
@@ -27,4 +30,26 @@ pub struct Reuse {
     /// The temperature and scale of the question's attention to chunks.
     #[serde(default)]
     pub scaling: ContextScaling,
+}
+
+impl Reuse {
+    /// Returns reuse in a cell as it is: nothing is recomputed or scaled.
+    ///
+    /// ```
+    /// use kvchunk::{Exactness, Recompute, Reuse, ReuseCell};
+    /// let plain = Reuse::plain(ReuseCell::default());
+    /// assert_eq!((plain.recompute, plain.cell.exactness()), (Recompute::None, Exactness::Exact));
+    /// assert_ne!(Reuse::default().recompute, Recompute::None);
+    /// ```
+    pub fn plain(cell: ReuseCell) -> Self {
+        Self { cell, recompute: Recompute::None, scaling: ContextScaling::default() }
+    }
+}
+
+// Decision: docs/decisions/chunks.md#the-default-is-what-was-measured
+impl Default for Reuse {
+    fn default() -> Self {
+        let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
+        Self { recompute: Recompute::Question { share: 0.5, from: None }, ..Self::plain(cell) }
+    }
 }

@@ -60,7 +60,7 @@ pub(crate) struct EvalArgs {
     pub(crate) read: Vec<PathBuf>,
 
     /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend and random in
-    /// several sizes, and full. For the gate: the one strategy to judge, none by default.
+    /// several sizes, and full. For the gate: the one strategy to judge.
     #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
     pub(crate) strategies: Vec<Recompute>,
 
@@ -69,8 +69,8 @@ pub(crate) struct EvalArgs {
     #[arg(long)]
     pub(crate) gate: bool,
 
-    /// Positions of documents. By default overlapped for the gate, and sequential for answers with recompute
-    /// strategies or a context scaling.
+    /// Positions of documents, sequential without the option. Without this one, --strategy and --chunks, the gate judges what kvc
+    /// run does by default.
     #[arg(long, value_enum)]
     pub(crate) positions: Option<Positions>,
 
@@ -84,8 +84,8 @@ pub(crate) struct EvalArgs {
     pub(crate) context_scale: f32,
 
     /// For the gate: tokens that documents see while they are computed.
-    #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode, requires = "gate")]
-    pub(crate) chunks: ComputeMode,
+    #[arg(long, value_name = "MODE", value_parser = mode, requires = "gate")]
+    pub(crate) chunks: Option<ComputeMode>,
 
     /// For the gate: most points of accuracy that reuse may lose. The gate opens if the answers bound the loss by that, with
     /// 95 % confidence.

@@ -9,6 +9,7 @@ mod prompt;
 mod sampling;
 mod sleep;
 mod tune;
+mod way;
 
 pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, RagArgs};
@@ -17,6 +18,7 @@ pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
 pub(crate) use sleep::SleepArgs;
 pub(crate) use tune::TuneArgs;
+pub(crate) use way::{WayArgs, way};
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
@@ -140,36 +142,8 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
 
-    /// Positions of documents: all right after the system prompt; one after the other; or one after the
-    /// other, and found again only at the same position.
-    #[arg(long, value_enum, default_value = "overlapped")]
-    pub(crate) positions: Positions,
-
-    /// Tokens that documents see while they are computed, beside themselves: the system prompt (with-system), nothing
-    /// (alone), or the first K tokens of the system prompt (sink:K), so that they serve under each that begins with these. Reuse
-    /// equals one pass in every combination except `sequential` with `with-system`, and `sink:K` with moving positions.
-    #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode)]
-    pub(crate) chunks: ComputeMode,
-
-    /// Document tokens to recompute with everything before them in sight: none; the first K of each document
-    /// (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
-    /// blend:R@LAYER:keys|values|both); the share R that the question attends to most (question:R), or of which it would
-    /// see the largest error (joint:R@LAYER); a random share (random:R@SEED); or full.
-    #[arg(long, value_name = "STRATEGY", default_value = "none", value_parser = recompute)]
-    pub(crate) recompute: Recompute,
-
-    /// The way of reuse that kvc tune wrote for this model, in place of the options above and the two below.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
-        "context_scale", "full_attention"])]
-    pub(crate) reuse: Option<PathBuf>,
-
-    /// Divides the question's logits over documents; below 1, attention to them is sharper (APE).
-    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive)]
-    pub(crate) context_temperature: f32,
-
-    /// Multiplies the log-sum-exp of all documents together (APE).
-    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive)]
-    pub(crate) context_scale: f32,
+    #[command(flatten)]
+    pub(crate) way: WayArgs,
 
     /// Hash function of documents. Every hit compares tokens; under xxh3-128 it compares everything else too.
     #[arg(long, value_enum, default_value = "blake3")]
@@ -185,7 +159,7 @@ pub(crate) struct RunArgs {
     pub(crate) no_chunk_cache: bool,
 
     /// Let documents see each other: treat the parts as one ordinary prompt.
-    #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep"])]
+    #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep", "reuse"])]
     pub(crate) full_attention: bool,
 
     #[command(flatten)]

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::io::Write;
 
-use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, ReuseCell};
+use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
 use kvlab::{Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, evaluate};
 use kvmodel::TunedReuse;
 use serde::Serialize;
 
-use crate::args::EvalArgs;
+use crate::args::{EvalArgs, way};
 use crate::asking::{self, questions};
 use crate::error::{Error, Result};
 use crate::plot::writable;
@@ -69,11 +69,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         ..asking::options(&args.asking)
     };
     if args.gate {
-        let strategy = args.positions.map_or(PositionStrategy::Overlapped, Into::into);
-        let cell = ReuseCell { mode: args.chunks, strategy };
         let recompute = match args.strategies[..] {
-            [] => Recompute::None,
-            [one] => one,
+            [] => None,
+            [one] => Some(one),
             _ => return Err(Error::SeveralStrategies),
         };
         let limits = GateLimits {
@@ -81,7 +79,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             floor: args.floor / 100.0,
             ..GateLimits::of(args.engine.dtype)
         };
-        let way = tuned.unwrap_or(Reuse { cell, recompute, scaling: ContextScaling::default() });
+        let way = tuned.unwrap_or_else(|| way(args.positions, args.chunks, recompute));
         let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut progress)?;
         bar.finish_and_clear();
         if args.json {

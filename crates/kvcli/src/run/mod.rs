@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use kvchunk::{ChunkCacheConfig, ColdRule, ContextScaling, Reuse, ReuseCell, SleepUsage};
+use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
 use kvmodel::{
     Engine, EngineConfig, FinishReason, Generation, ModelDirectory, PromptTokens, Request, TunedReuse,
 };
@@ -25,9 +25,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = Prompts::read(&args.asked)?;
     let Opened { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
-    let way = match &args.reuse {
+    let way = match &args.way.reuse {
         Some(path) => TunedReuse::read(path)?.of(&model)?,
-        None => asked_for(args),
+        None => args.way.asked_for(),
     };
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -73,15 +73,6 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let text = live.finish()?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
     show(args, &way, &engine, (text, read_back), &generation, asleep)
-}
-
-/// Returns the way of reuse that the options ask for.
-fn asked_for(args: &RunArgs) -> Reuse {
-    Reuse {
-        cell: ReuseCell { mode: args.chunks, strategy: args.positions.into() },
-        recompute: args.recompute,
-        scaling: ContextScaling { temperature: args.context_temperature, scale: args.context_scale },
-    }
 }
 
 fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -> Request {

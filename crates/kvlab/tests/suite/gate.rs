@@ -28,7 +28,7 @@ fn in_cell(
     cell: ReuseCell,
     limits: GateLimits,
 ) -> Gate {
-    let (way, options) = (Reuse { cell, ..Reuse::default() }, EvalOptions::default());
+    let (way, options) = (Reuse::plain(cell), EvalOptions::default());
     Gate::check(engine, codec, questions, way, limits, &options, &mut |_, _| ()).unwrap()
 }
 
