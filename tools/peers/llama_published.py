@@ -132,7 +132,7 @@ def keep_best(best: dict, rows: list[tuple[tuple[str, int], float]]) -> None:
 
 
 def lines(kind: str, us: dict, them: dict) -> list[list[str]]:
-    names = {"prefill": "prefill, {} tokens", "rows": "pass, {} rows", "decode": "decode, a token"}
+    names = {"prefill": "prefill, {} tokens", "rows": "pass, rows: {}", "decode": "decode, a token of {}"}
     table = [
         [kind, names[what].format(size), common.duration(seconds), common.duration(us[what, size]),
          f"{seconds / us[what, size]:.2f}"]
