@@ -1,0 +1,107 @@
+//! Measures a model file as `tools/peers/llama_published.py` also lets llama.cpp compute it: prefills, passes of a few rows
+//! behind a context, decoding, and prompts of documents.
+//!
+//! `--model FILE` is a GGUF file or a Hugging Face directory. `--prefill N,N`, `--rows N,N` and `--decode N` say what is computed,
+//! `--context N` how many tokens stand before rows and answers, `--kv FORMAT` how keys and values are stored. Tokens are random, and other ones each time. Prints one JSON object
+//! per line: a name, a size, and the best time in seconds; of decoding, the time of a token.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvcore::DType;
+use kvlab::{Error, Result, ttft_rows};
+use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, WeightFormat};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+/// The number of repetitions of what takes less than a second. The best counts.
+const REPETITIONS: usize = 5;
+
+/// Documents of the prompt that is asked with all chunks cached, and the tokens of each.
+const DOCUMENTS: (usize, usize) = (5, 512);
+
+fn argument(flag: &str) -> Option<String> {
+    std::env::args().skip_while(|arg| arg != flag).nth(1)
+}
+
+fn numbers(flag: &str) -> Result<Vec<usize>> {
+    let wrong = |_| Error::Workload(format!("{flag} wants numbers with commas between them"));
+    argument(flag).unwrap_or_default().split_terminator(',').map(|n| n.parse().map_err(wrong)).collect()
+}
+
+struct Lab {
+    engine: Engine,
+    rng: StdRng,
+}
+
+impl Lab {
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        let vocabulary = self.engine.model().config().vocab_size as u32;
+        (0..count).map(|_| self.rng.random_range(0..vocabulary)).collect()
+    }
+
+    fn ask(&mut self, prompt: Vec<u32>, max_new_tokens: usize, reuse: bool) -> Result<Generation> {
+        let request = Request { max_new_tokens, reuse, ..Request::new(PromptTokens::Plain(prompt)) };
+        Ok(self.engine.generate(&request, &mut ())?)
+    }
+
+    /// Returns the time of a pass of new tokens behind a context that is cached.
+    fn pass(&mut self, context: &[u32], rows: usize) -> Result<Duration> {
+        let prompt = [context, &self.tokens(rows)].concat();
+        Ok(self.ask(prompt, 1, true)?.ttft)
+    }
+
+    /// Returns the time of a token of an answer, which the model may have ended before `tokens`.
+    fn step(&mut self, context: &[u32], tokens: usize) -> Result<Duration> {
+        let prompt = [context, &self.tokens(1)].concat();
+        let answer = self.ask(prompt, tokens + 1, true)?;
+        let steps = answer.tokens.len().saturating_sub(1) as u32;
+        Ok(answer.total.saturating_sub(answer.ttft).checked_div(steps).unwrap_or(Duration::MAX))
+    }
+
+    fn best(&mut self, times: usize, one: impl Fn(&mut Self) -> Result<Duration>) -> Result<Duration> {
+        (0..times).try_fold(Duration::MAX, |best, _| Ok(best.min(one(self)?)))
+    }
+}
+
+fn show(what: &str, size: usize, took: Duration) {
+    println!("{}", serde_json::json!({ "what": what, "size": size, "seconds": took.as_secs_f64() }));
+}
+
+fn main() -> Result<()> {
+    let path = argument("--model").ok_or_else(|| Error::Workload("--model FILE is missing".to_owned()))?;
+    let ModelDirectory { model, .. } =
+        ModelDirectory::load(&PathBuf::from(path), WeightFormat::Stored, &mut |_, _| ())?;
+    let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let kv_format = argument("--kv").map_or(Ok(DType::F32.into()), |word| word.parse())?;
+    let engine = EngineConfig { chunks: half, kv_format, ..EngineConfig::default() };
+    let engine = Engine::new(model, CpuBackend::new(), b"none", &engine)?;
+    let mut lab = Lab { engine, rng: StdRng::seed_from_u64(7) };
+
+    let context = lab.tokens(numbers("--context")?.first().copied().unwrap_or(512));
+    lab.ask(context.clone(), 1, true)?;
+    for tokens in numbers("--prefill")? {
+        let times = if tokens > 1000 { 1 } else { REPETITIONS };
+        let took = lab.best(times, |lab| {
+            let prompt = lab.tokens(tokens);
+            Ok(lab.ask(prompt, 1, false)?.ttft)
+        })?;
+        show("prefill", tokens, took);
+    }
+    for rows in numbers("--rows")? {
+        show("rows", rows, lab.best(REPETITIONS, |lab| lab.pass(&context, rows))?);
+    }
+    for tokens in numbers("--decode")? {
+        show("decode", tokens, lab.best(REPETITIONS, |lab| lab.step(&context, tokens))?);
+    }
+    if std::env::args().any(|arg| arg == "--chunks") {
+        let (documents, length) = DOCUMENTS;
+        for row in ttft_rows(&mut lab.engine, documents, length, ReuseCell::default())? {
+            show(row.what, row.tokens, row.took);
+            show(row.limit, row.tokens, row.limit_took);
+        }
+    }
+    Ok(())
+}
