@@ -7,17 +7,18 @@ use std::arch::x86_64::{
     _mm_prefetch, _mm_set1_epi16, _mm_setzero_si128, _mm_sfence, _mm_slli_epi16, _mm_storeu_ps,
     _mm_storeu_si128, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
     _mm256_blendv_epi8, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128,
-    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps,
-    _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps,
-    _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps,
-    _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_ps,
+    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi8, _mm256_cvtepi8_epi32,
+    _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph,
+    _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_epi8, _mm256_mul_ps,
+    _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi8,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_si256, _mm256_shuffle_ps,
     _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
     _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::level::with_avx2;
-use super::{Simd, Task};
+use super::{E4M3_NAN, Simd, Task};
 
 /// The AVX2 instruction set, with FMA and F16C.
 #[derive(Clone, Copy)]
@@ -177,6 +178,26 @@ impl Simd for Avx2 {
         unsafe {
             let wide = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast::<__m128i>())));
             _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(!0x4000)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool {
+        unsafe {
+            let nan = _mm256_set1_epi8(E4M3_NAN.cast_signed());
+            let (mut largest, mut last) = (_mm256_setzero_si256(), 0);
+            for row in rows {
+                let (row, mut i) = (row.add(offset), 0);
+                while i + 32 <= n {
+                    let codes = _mm256_loadu_si256(row.add(i).cast::<__m256i>());
+                    largest = _mm256_max_epu8(largest, _mm256_and_si256(codes, nan));
+                    i += 32;
+                }
+                for i in i..n {
+                    last = last.max(*row.add(i) & E4M3_NAN);
+                }
+            }
+            last == E4M3_NAN || _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, nan)) != 0
         }
     }
 

@@ -7,18 +7,20 @@ use std::arch::x86_64::{
     _mm256_cvtepu8_epi16, _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_epi16,
     _mm256_slli_epi16, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512,
     _mm512_castps_si512, _mm512_castps256_ps512, _mm512_castps512_ps256, _mm512_castsi128_si512,
-    _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps,
-    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_extractf32x8_ps,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_epi32, _mm512_max_ps,
-    _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps, _mm512_permutex2var_epi16,
-    _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
-    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_shuffle_f32x4,
-    _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_srlv_epi32, _mm512_storeu_ps,
-    _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+    _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cmpeq_epi8_mask, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32,
+    _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_mov_epi32, _mm512_maskz_loadu_epi8, _mm512_max_epu8, _mm512_max_ps, _mm512_min_ps,
+    _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps, _mm512_permutex2var_epi16, _mm512_permutexvar_epi32,
+    _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps, _mm512_roundscale_ps,
+    _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_si512,
+    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_srlv_epi32,
+    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps,
+    _mm512_unpacklo_ps,
 };
 
 use super::level::with_avx512;
-use super::{Simd, Task};
+use super::{E4M3_NAN, Simd, Task};
 
 /// The AVX-512 instruction set: F, BW, DQ and VL.
 #[derive(Clone, Copy)]
@@ -229,6 +231,23 @@ impl Simd for Avx512 {
             let codes = _mm_loadu_si128(from.cast::<__m128i>());
             let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(codes));
             _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(!0x4000)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool {
+        unsafe {
+            let nan = _mm512_set1_epi8(E4M3_NAN.cast_signed());
+            let mut largest = _mm512_setzero_si512();
+            for row in rows {
+                let row = row.add(offset).cast::<i8>();
+                for i in (0..n).step_by(64) {
+                    let here = u64::MAX >> (64 - (n - i).min(64));
+                    let codes = _mm512_maskz_loadu_epi8(here, row.add(i));
+                    largest = _mm512_max_epu8(largest, _mm512_and_si512(codes, nan));
+                }
+            }
+            _mm512_cmpeq_epi8_mask(largest, nan) != 0
         }
     }
 

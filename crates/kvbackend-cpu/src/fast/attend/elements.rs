@@ -161,17 +161,8 @@ impl Task for AnyNan<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> bool {
-        const NAN: u8 = 0x7f;
-        let mut largest = [0; 64];
-        for t in 0..self.rows.len() {
-            // SAFETY: each row has `dim` codes by contract.
-            let row = unsafe { std::slice::from_raw_parts(self.rows.row::<u8>(t), self.dim) };
-            for codes in row.chunks(largest.len()) {
-                for (largest, code) in largest.iter_mut().zip(codes) {
-                    *largest = (*largest).max(code & NAN);
-                }
-            }
-        }
-        largest.contains(&NAN)
+        let RowPointers { at, offset, .. } = self.rows;
+        // SAFETY: each row has `dim` codes, and the caller is compiled for `S`, by contract.
+        unsafe { S::any_nan_e4m3(at, offset, self.dim) }
     }
 }
