@@ -342,6 +342,7 @@ impl ItemContext<'_> {
         )
     }
 
+    // Decision: docs/decisions/backend-cpu.md#few-queries-read-codes-in-registers
     /// Processes all queries of a unit against rows where they lie.
     ///
     /// # Safety
