@@ -2,20 +2,23 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
-    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128,
-    _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32, _mm_prefetch, _mm_sfence,
-    _mm_storeu_ps, _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8,
-    _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_ps,
-    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32,
-    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256,
-    _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_min_ps,
-    _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_and_si128, _mm_cvtepi8_epi16, _mm_cvtss_f32, _mm_loadl_epi64,
+    _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32,
+    _mm_prefetch, _mm_set1_epi16, _mm_setzero_si128, _mm_sfence, _mm_slli_epi16, _mm_storeu_ps,
+    _mm_storeu_si128, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
+    _mm256_blendv_epi8, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128,
+    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi8, _mm256_cvtepi8_epi32,
+    _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph,
+    _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_epi8, _mm256_mul_ps,
+    _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi8,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_si256, _mm256_shuffle_ps,
+    _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
+    _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::level::with_avx2;
-use super::{Simd, Task};
+use super::{E4M3_NAN, Simd, Task};
 
 /// The AVX2 instruction set, with FMA and F16C.
 #[derive(Clone, Copy)]
@@ -157,6 +160,54 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast::<__m128i>()))) }
+    }
+
+    /// Shifts each code to the top of its lane and back, which extends its sign.
+    #[inline(always)]
+    unsafe fn load_i4(from: *const u8) -> __m256 {
+        unsafe {
+            let codes = _mm256_set1_epi32(from.cast::<i32>().read_unaligned());
+            let top = _mm256_sllv_epi32(codes, _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+            _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(top))
+        }
+    }
+
+    /// Moves the seven bits of the magnitude to the upper bits of an f16, below the top bit of its exponent.
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> __m256 {
+        unsafe {
+            let wide = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast::<__m128i>())));
+            _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(!0x4000)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool {
+        unsafe {
+            let nan = _mm256_set1_epi8(E4M3_NAN.cast_signed());
+            let (mut largest, mut last) = (_mm256_setzero_si256(), 0);
+            for row in rows {
+                let (row, mut i) = (row.add(offset), 0);
+                while i + 32 <= n {
+                    let codes = _mm256_loadu_si256(row.add(i).cast::<__m256i>());
+                    largest = _mm256_max_epu8(largest, _mm256_and_si256(codes, nan));
+                    i += 32;
+                }
+                for i in i..n {
+                    last = last.max(*row.add(i) & E4M3_NAN);
+                }
+            }
+            last == E4M3_NAN || _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, nan)) != 0
+        }
+    }
+
+    /// Makes each code the upper half of an f16.
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const u8) -> __m256 {
+        unsafe {
+            let codes = _mm_loadl_epi64(from.cast::<__m128i>());
+            _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes))
+        }
     }
 
     #[inline(always)]

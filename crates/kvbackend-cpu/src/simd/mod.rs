@@ -65,6 +65,13 @@ pub use level::SimdLevel;
 pub(crate) use level::{AvailableLevel, Task};
 pub(crate) use math::exp;
 
+/// The number by which [`Simd::load_e4m3`] divides: a code with its exponent widened to that of f16 is an f16
+/// this many times too small.
+pub(crate) const E4M3_UNIT: f32 = 256.0;
+
+/// The magnitude of a code of NaN of format E4M3, which is the largest.
+const E4M3_NAN: u8 = 0x7f;
+
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
@@ -139,6 +146,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
     unsafe fn load_i8(from: *const i8) -> Self::V;
+    /// Loads signed integers of four bits, two in a byte, the first in the low half: `LANES / 2` bytes.
+    unsafe fn load_i4(from: *const u8) -> Self::V;
+    /// Loads 8-bit floats of format E4M3, divided by [`E4M3_UNIT`]. What a code of NaN gives is not defined.
+    unsafe fn load_e4m3(from: *const u8) -> Self::V;
+    /// Returns whether any of `n` codes of format E4M3, `offset` bytes behind each address of `rows`, is NaN.
+    unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool;
+    /// Loads 8-bit floats of format E5M2.
+    unsafe fn load_e5m2(from: *const u8) -> Self::V;
     /// Copies 64 bytes and bypasses the caches if [`STREAMS`](Self::STREAMS); `to` must be aligned to 64
     /// bytes.
     unsafe fn stream_line(to: *mut u8, from: *const u8);

@@ -2,8 +2,9 @@
 //! compiled for.
 
 use half::{bf16, f16};
+use kvcore::Fp8Kind;
 
-use super::{Simd, Task};
+use super::{E4M3_NAN, E4M3_UNIT, Simd, Task};
 
 /// The instruction set that the program is compiled for.
 #[derive(Clone, Copy)]
@@ -152,6 +153,34 @@ impl Simd for Portable {
     unsafe fn load_i8(from: *const i8) -> Self::V {
         // SAFETY: by contract, `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from(from.add(i).read()) })
+    }
+
+    #[inline(always)]
+    unsafe fn load_i4(from: *const u8) -> Self::V {
+        // SAFETY: by contract, `from` is valid for reads of `LANES / 2` bytes.
+        let codes = u32::from_le_bytes(unsafe { from.cast::<[u8; LANES / 2]>().read() });
+        each(|i| (((codes << (28 - 4 * i)).cast_signed()) >> 28) as f32)
+    }
+
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> Self::V {
+        // SAFETY: by contract, `from` is valid for reads of `LANES` codes, and `i < LANES`.
+        each(|i| Fp8Kind::E4M3.decode(unsafe { from.add(i).read() }) / E4M3_UNIT)
+    }
+
+    #[inline(always)]
+    unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool {
+        rows.iter().any(|row| {
+            // SAFETY: by contract, each row is valid for reads of `n` codes behind `offset`.
+            let codes = unsafe { std::slice::from_raw_parts(row.add(offset), n) };
+            codes.iter().fold(0, |largest, code| (code & E4M3_NAN).max(largest)) == E4M3_NAN
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const u8) -> Self::V {
+        // SAFETY: by contract, `from` is valid for reads of `LANES` codes, and `i < LANES`.
+        each(|i| Fp8Kind::E5M2.decode(unsafe { from.add(i).read() }))
     }
 
     #[inline(always)]

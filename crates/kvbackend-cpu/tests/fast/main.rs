@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod attention;
+mod codes;
 mod large;
 mod movement;
 mod quantised;

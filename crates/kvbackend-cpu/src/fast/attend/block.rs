@@ -6,11 +6,12 @@ use std::ops::Range;
 
 use kvcore::{Attend, AttendRows};
 
-use super::pointers::{Prefetch, RowPointers};
+use super::elements::{RowElement, Scaling};
+use super::pointers::{Prefetch, RowPointers, RowScales};
 use super::products::{accumulate, dots};
 use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
 use super::tile::{TILE, Tile};
-use crate::simd::{Simd, SimdElement, Task};
+use crate::simd::{Simd, Task};
 
 /// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
@@ -66,7 +67,7 @@ impl TileAttention<'_> {
     /// The conditions of [`TileAttention`] hold, the rows have elements of type `E`, and the caller is
     /// compiled for the instruction set of `S`.
     #[inline(always)]
-    pub(super) unsafe fn in_place<S: Simd, E: SimdElement>(&self) {
+    pub(super) unsafe fn in_place<S: Simd, E: RowElement>(&self) {
         let (mut m, count) = (0, self.queries());
         // SAFETY: `m` plus the queries of a block is at most `count`, and the rows have elements of `E` by
         // contract.
@@ -173,7 +174,7 @@ impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> QueryBlock<'a, E
     }
 }
 
-impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task
+impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> Task
     for QueryBlock<'_, E, Q, N, PACKED>
 {
     type Output = ();
@@ -201,7 +202,7 @@ impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task
             if PACKED {
                 row.write_bytes(0, Q * STRIDE);
                 let (keys, latent_keys) = attention.columns.split_at(k_dim);
-                let columns = |at| RowPointers { at, offset: 0 };
+                let columns = |at| RowPointers { at, ..RowPointers::default() };
                 accumulate::<S, f32, Q, N>(
                     q,
                     k_dim,
@@ -234,7 +235,12 @@ impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task
                 let state = attention.state_of(self.first + a);
                 let row = row.add(a * STRIDE + seen.start);
                 match S::call(OnlineSoftmax { row, n: seen.len(), scaling, state }) {
-                    Some(by) if seen.start < seen.end => shrink[a] = by,
+                    Some(by) if seen.start < seen.end => {
+                        shrink[a] = by;
+                        if matches!(E::SCALING, Scaling::Rows) {
+                            scale_weights::<S>(row, seen.len(), attention.values.scales, seen.start);
+                        }
+                    }
                     _ => {
                         *seen = 0..0;
                         common = 0..0;
@@ -276,6 +282,22 @@ impl<E: SimdElement, const Q: usize, const N: usize, const PACKED: bool> Task
     }
 }
 
+/// Multiplies the weights of `n` tokens by the scales of their values, those of tokens from `first` on.
+///
+/// # Safety
+/// `weights` and, from token `first` on, `scales` are initialised for `n` tokens and `S::LANES` more, with one
+/// scale for each token. The caller is compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales, first: usize) {
+    for t in (0..n).step_by(S::LANES) {
+        // SAFETY: `t < n`, so that the vectors end before `n + LANES`, for which there is room by contract.
+        unsafe {
+            let (weight, scale) = (S::load(weights.add(t)), S::load(scales.row(first + t)));
+            S::store(weights.add(t), S::mul(weight, scale));
+        }
+    }
+}
+
 /// Accumulates the weighted values of one query, after its earlier values are multiplied by `shrink`.
 ///
 /// # Safety
@@ -290,7 +312,7 @@ pub(super) struct AccumulateValues<'a, E, const N: usize> {
     pub(super) element: PhantomData<E>,
 }
 
-impl<E: SimdElement, const N: usize> Task for AccumulateValues<'_, E, N> {
+impl<E: RowElement, const N: usize> Task for AccumulateValues<'_, E, N> {
     type Output = ();
 
     #[inline(always)]

@@ -28,6 +28,11 @@ impl Inputs<'_> {
         let head = unit * self.units.size;
         (head * s.k_heads / self.units.heads, head * s.v_heads / self.units.heads)
     }
+
+    /// Returns whether a group is a whole row, of keys and of values.
+    pub(super) fn one_scale_a_row(&self, group: usize) -> bool {
+        group == self.keys.dim && group == self.values.dim
+    }
 }
 
 /// Query rows in place.

@@ -1,14 +1,18 @@
 //! One item of a call: its tokens one tile at a time, with partial softmax states kept from tile to tile.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
-use kvcore::{DType, KeyForm};
+use kvcore::{DType, Fp8Kind, KeyForm, KvFormat};
 
 use super::block::TileAttention;
+use super::elements::{AnyNan, E4M3, E5M2, Grouped, Int4, Int8};
 use super::finish::{Finish, Outputs};
 use super::inputs::{Inputs, QueryRows};
 use super::matrix::{MatrixBuffers, MatrixForm};
 use super::plan::{MANY_QUERIES, TokenRun, WorkItem, number_of_states};
 use super::pointers::RowPointers;
+use super::scales::{ReadScales, TileScales};
 use super::softmax::StateLayout;
 use super::tile::{TILE, Tile, TileBuffers, TileForm, adjacent_rows};
 use crate::fast::rotate::rotate;
@@ -66,6 +70,7 @@ pub(super) struct Scratch {
     keys: Vec<f32>,
     values: Vec<f32>,
     packed: Vec<f32>,
+    scales: [Vec<f32>; 2],
     columns: Vec<*const u8>,
     matrices: Vec<f32>,
 }
@@ -103,6 +108,8 @@ struct ItemBuffers<'a> {
     states: *mut f32,
     layout: StateLayout,
     tile: TileBuffers<'a>,
+    /// The scales of keys and of values, for rows in place.
+    scales: [TileScales; 2],
     matrix: Option<MatrixBuffers>,
 }
 
@@ -138,7 +145,7 @@ impl Task for ComputeItem<'_> {
         let queries = item.units.len() * inputs.units.size * item.rows.len();
         let layout = StateLayout { v_dim, count: queries };
         let size = number_of_states(op, inputs.units, item) * layout.stride();
-        let form = context.form();
+        let form = context.form::<S>();
         scratch.columns.clear();
         if form == TileForm::Packed {
             let columns = k_dim + inputs.latent.as_ref().map_or(0, |_| v_dim);
@@ -159,6 +166,12 @@ impl Task for ComputeItem<'_> {
                 values: grown(&mut scratch.values, TILE * v_dim),
                 columns: &scratch.columns,
             },
+            scales: [(&inputs.keys, 0), (&inputs.values, 1)].map(|(source, which)| {
+                let heads = context.kv_heads(which);
+                let memory = &mut scratch.scales[which];
+                let n = if form == TileForm::InPlace { TileScales::elements(source, heads.len()) } else { 0 };
+                TileScales::new(source, heads.start, grown(memory, n))
+            }),
             // SAFETY: `MatrixForm::of` gives a form only at the level `Amx`, which is available. A thread
             // computes one item at a time and drops the buffers at its end, before the memory changes, so
             // that no other `Tiles` of this thread lives.
@@ -206,15 +219,26 @@ impl Task for ComputeItem<'_> {
 
 impl ItemContext<'_> {
     /// Returns the form in which keys and values come to the products.
-    fn form(&self) -> TileForm {
+    fn form<S: Simd>(&self) -> TileForm {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
-            self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix)
-        } else if inputs.keys.dense.is_none() || inputs.op.keys == KeyForm::Unrotated {
-            TileForm::Widened
-        } else {
-            TileForm::InPlace
+            return self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix);
         }
+        // A vector lies in one group.
+        let whole = match inputs.keys.format {
+            KvFormat::Int8 { group } | KvFormat::Int4 { group } => {
+                inputs.one_scale_a_row(group) || group.is_multiple_of(S::LANES)
+            }
+            _ => true,
+        };
+        if whole && inputs.op.keys == KeyForm::Rotated { TileForm::InPlace } else { TileForm::Widened }
+    }
+
+    /// Returns the heads of K, or of V if `which` is 1, that the item reads.
+    fn kv_heads(&self, which: usize) -> Range<usize> {
+        let of = |unit| <[usize; 2]>::from(self.inputs.kv_heads(unit))[which];
+        let units = &self.item.units;
+        if units.is_empty() { 0..0 } else { of(units.start)..of(units.end - 1) + 1 }
     }
 
     /// Processes all units of heads against a tile.
@@ -229,8 +253,18 @@ impl ItemContext<'_> {
         let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
         let (keys, values) =
             (adjacent_rows(tile_buffers.keys, k_dim), adjacent_rows(tile_buffers.values, v_dim));
-        let rows = |at| RowPointers { at, offset: 0 };
+        let rows = |at| RowPointers { at, ..RowPointers::default() };
         let units = item.units.len();
+        if form == TileForm::InPlace {
+            let both = [(&inputs.keys, 0), (&inputs.values, 1)];
+            for (source, which) in both {
+                let (heads, to) = (self.kv_heads(which), buffers.scales[which]);
+                let (rows, next) = (&tile.scales[which][..tile.len()], &next.scales[which][..next.len()]);
+                // SAFETY: `buffers.scales` has room for the scales of the heads of this item, and `tile` the
+                // addresses of scales that lie inside.
+                unsafe { S::call(ReadScales { source, rows, next, heads, to }) };
+            }
+        }
         for (i, unit) in item.units.clone().enumerate() {
             let heads = inputs.kv_heads(unit);
             let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
@@ -260,15 +294,21 @@ impl ItemContext<'_> {
                     ],
                 };
                 if matches!(form, TileForm::InPlace | TileForm::Matrix) {
-                    attention.keys = RowPointers { at: &tile.keys[..tile.len()], offset: at.0 };
-                    attention.values = RowPointers { at: &tile.values[..tile.len()], offset: at.1 };
+                    let scales = [buffers.scales[0].of(heads.0), buffers.scales[1].of(heads.1)];
+                    attention.keys =
+                        RowPointers { at: &tile.keys[..tile.len()], offset: at.0, scales: scales[0] };
+                    attention.values =
+                        RowPointers { at: &tile.values[..tile.len()], offset: at.1, scales: scales[1] };
                 }
+                let form = match form {
+                    TileForm::InPlace if !self.is_readable::<S>(&attention) => {
+                        (attention.keys, attention.values) = (rows(&keys), rows(&values));
+                        TileForm::Widened
+                    }
+                    form => form,
+                };
                 match form {
-                    TileForm::InPlace => match inputs.keys.dense {
-                        Some(DType::BF16) => attention.in_place::<S, bf16>(),
-                        Some(DType::F16) => attention.in_place::<S, f16>(),
-                        _ => attention.in_place::<S, f32>(),
-                    },
+                    TileForm::InPlace => self.in_place::<S>(&attention),
                     TileForm::Widened => {
                         inputs.widen::<S>(tile, heads, tile_buffers);
                         attention.in_place::<S, f32>();
@@ -283,6 +323,45 @@ impl ItemContext<'_> {
                         attention.packed::<S>();
                     }
                 }
+            }
+        }
+    }
+
+    /// Returns whether vectors of codes can be read: without NaN in `fp8-e4m3`, and with scales that stay
+    /// finite in the unit of [`Simd::load_e4m3`].
+    ///
+    /// # Safety
+    /// `attention` has rows of the format of the arena, and the caller is compiled for the instruction set of
+    /// `S`.
+    #[inline(always)]
+    unsafe fn is_readable<S: Simd>(&self, attention: &TileAttention<'_>) -> bool {
+        let KvFormat::Fp8 { kind: Fp8Kind::E4M3, .. } = self.inputs.keys.format else { return true };
+        [(attention.keys, attention.dims.0), (attention.values, attention.dims.1)].into_iter().all(
+            // SAFETY: each row has a scale and `dim` codes, by contract.
+            |(rows, dim)| unsafe { (*rows.scales.row(0)).is_finite() && !S::call(AnyNan { rows, dim }) },
+        )
+    }
+
+    // Decision: docs/decisions/backend-cpu.md#few-queries-read-codes-in-registers
+    /// Processes all queries of a unit against rows where they lie.
+    ///
+    /// # Safety
+    /// As for [`TileAttention::in_place`], with rows of the format of the arena.
+    #[inline(always)]
+    unsafe fn in_place<S: Simd>(&self, attention: &TileAttention<'_>) {
+        let inputs = self.inputs;
+        // SAFETY: passed on to the caller, with the element type that the format names.
+        unsafe {
+            match inputs.keys.format {
+                KvFormat::Dense(DType::BF16) => attention.in_place::<S, bf16>(),
+                KvFormat::Dense(DType::F16) => attention.in_place::<S, f16>(),
+                KvFormat::Int8 { group } if inputs.one_scale_a_row(group) => attention.in_place::<S, Int8>(),
+                KvFormat::Int8 { .. } => attention.in_place::<S, Grouped<Int8>>(),
+                KvFormat::Int4 { group } if inputs.one_scale_a_row(group) => attention.in_place::<S, Int4>(),
+                KvFormat::Int4 { .. } => attention.in_place::<S, Grouped<Int4>>(),
+                KvFormat::Fp8 { kind: Fp8Kind::E4M3, .. } => attention.in_place::<S, E4M3>(),
+                KvFormat::Fp8 { kind: Fp8Kind::E5M2, .. } => attention.in_place::<S, E5M2>(),
+                _ => attention.in_place::<S, f32>(),
             }
         }
     }

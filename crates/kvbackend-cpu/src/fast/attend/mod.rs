@@ -11,6 +11,8 @@
 //!    ▼
 //!   block     queries against a tile, in registers: logits, weights, weighted values
 //!    ▼
+//!   scales    the scales of a tile of codes, as f32
+//!    ▼
 //!   tile      tokens of a segment: rows where they lie, or widened or transposed once for many queries
 //!    ▼
 //!   inputs    the operation, its queries, and both planes
@@ -18,16 +20,18 @@
 //!   source    K or V as rows, in place or decoded
 //! ────────────────────────────────────────────────────────────────────────────────────────────────────────
 //!   products  queries · keys, and weights · values        finish    states of a query merged; output
+//!   elements  floats and codes as vectors, without scales
 //!   pointers  addresses of rows    softmax  logits to weights, the states    heads  heads that share K and V
 //! ```
 //!
-//! A file imports only from files below it. The files below the line import from `pointers` and `softmax` at
-//! most, and any file above may use them.
+//! A file imports only from files below it. The files below the line import from `pointers`, `softmax` and
+//! `elements` at most, and any file above may use them.
 //!
 //! Between tiles, the softmax of a query is a *partial softmax state*: running maximum, sum of weights,
 //! weighted sum of values.
 
 mod block;
+mod elements;
 mod finish;
 mod heads;
 mod inputs;
@@ -40,6 +44,7 @@ mod matrix;
 mod plan;
 mod pointers;
 mod products;
+mod scales;
 mod softmax;
 mod source;
 mod tile;

@@ -4,6 +4,39 @@ use std::ops::Range;
 
 use crate::simd::Simd;
 
+/// The scales of rows of one head as f32, those of a row beside each other; none for rows that have no scales.
+#[derive(Clone, Copy)]
+pub(super) struct RowScales {
+    at: *const f32,
+    per_row: usize,
+    /// Elements that share a scale.
+    pub(super) group: usize,
+}
+
+impl Default for RowScales {
+    fn default() -> Self {
+        Self { at: std::ptr::null(), per_row: 0, group: 1 }
+    }
+}
+
+impl RowScales {
+    pub(super) fn new(at: *const f32, per_row: usize, group: usize) -> Self {
+        Self { at, per_row, group }
+    }
+
+    /// Returns the address of the scales of row `t`.
+    #[inline(always)]
+    pub(super) fn row(self, t: usize) -> *const f32 {
+        self.at.wrapping_add(t * self.per_row)
+    }
+
+    /// Returns the address of the scale of element `i` of row `t`.
+    #[inline(always)]
+    pub(super) fn element(self, t: usize, i: usize) -> *const f32 {
+        self.row(t).wrapping_add(i / self.group)
+    }
+}
+
 /// The addresses of rows of one head, which need not be adjacent.
 #[derive(Clone, Copy, Default)]
 pub(super) struct RowPointers<'a> {
@@ -11,13 +44,15 @@ pub(super) struct RowPointers<'a> {
     pub(super) at: &'a [*const u8],
     /// Bytes from the row of head 0 to the row of the current head.
     pub(super) offset: usize,
+    pub(super) scales: RowScales,
 }
 
 impl RowPointers<'_> {
     /// Returns the rows of some tokens.
     #[inline(always)]
     pub(super) fn part(self, tokens: Range<usize>) -> Self {
-        Self { at: &self.at[tokens], ..self }
+        let scales = RowScales { at: self.scales.row(tokens.start), ..self.scales };
+        Self { at: &self.at[tokens], offset: self.offset, scales }
     }
 
     pub(super) fn len(self) -> usize {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::elements::{RowElement, Scaling};
 use super::pointers::{Prefetch, RowPointers};
 use crate::simd::{Simd, SimdElement};
 
@@ -11,11 +12,11 @@ const TOKENS: usize = 4;
 /// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each row has `dim` elements of `E`, and `logits` has room for
-/// `rows.len() + 3` elements at each of `Q` strides; with `add`, these elements are initialised. The caller
-/// is compiled for `S`.
+/// `queries` has `Q * dim` elements, each row has `dim` elements of `E` and the scales of these, with room for
+/// three more rows' scales, and `logits` has room for `rows.len() + 3` elements at each of `Q` strides; with
+/// `add`, these elements are initialised. The caller is compiled for `S`.
 #[inline(always)]
-pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
+pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
     rows: RowPointers<'_>,
@@ -31,54 +32,57 @@ pub(super) unsafe fn dots<S: Simd, E: SimdElement, const Q: usize>(
     unsafe {
         while t < rows.len() {
             ahead.issue::<S>(lines);
-            let last = rows.len() - 1;
-            let four = [
-                rows.row::<E>(t),
-                rows.row((t + 1).min(last)),
-                rows.row((t + 2).min(last)),
-                rows.row((t + 3).min(last)),
-            ];
-            block::<S, E, Q>(queries, dim, four, (logits.add(t), stride), add);
+            block::<S, E, Q>(queries, dim, (rows, t), (logits.add(t), stride), add);
             t += TOKENS;
         }
     }
 }
 
-/// Computes the products of `Q` queries with four rows.
+/// Computes the products of `Q` queries with four rows from row `t` on.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each of `rows` has `dim` elements, and `to` has room for four elements
-/// at each of `Q` strides, initialised with `add`. The caller is compiled for the instruction set of `S`.
+/// `queries` has `Q * dim` elements, each of `rows` has `dim` elements with their scales, of which there is
+/// room for three more rows, `t` is a row, and `to` has room for four elements at each of `Q` strides,
+/// initialised with `add`. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn block<S: Simd, E: SimdElement, const Q: usize>(
+unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
     dim: usize,
-    rows: [*const E; TOKENS],
+    (rows, t): (RowPointers<'_>, usize),
     (to, stride): (*mut f32, usize),
     add: bool,
 ) {
+    let four: [usize; TOKENS] = std::array::from_fn(|j| (t + j).min(rows.len() - 1));
     // SAFETY: `i + LANES <= dim` where a vector is loaded, `rest` gets the elements `i..dim`, and by contract
-    // `queries`, `rows` and `to` have room for `Q` queries of `dim` elements and four products each.
+    // `queries`, `rows` and `to` have room for `Q` queries of `dim` elements and four products each, and
+    // scales for four rows from `t` on.
     unsafe {
+        let at = four.map(|t| rows.row::<u8>(t));
         let mut acc = [[S::splat(0.0); TOKENS]; Q];
         let mut i = 0;
-        while i + S::LANES <= dim {
-            let keys = [
-                E::load::<S>(rows[0].add(i)),
-                E::load::<S>(rows[1].add(i)),
-                E::load::<S>(rows[2].add(i)),
-                E::load::<S>(rows[3].add(i)),
-            ];
-            for (a, acc) in acc.iter_mut().enumerate() {
-                let q = S::load(queries.add(a * dim + i));
-                for (acc, key) in acc.iter_mut().zip(keys) {
-                    *acc = S::mul_add(q, key, *acc);
+        if matches!(E::SCALING, Scaling::Groups) {
+            let mut scales = four.map(|t| rows.scales.row(t));
+            while i < dim {
+                let factors =
+                    [S::splat(*scales[0]), S::splat(*scales[1]), S::splat(*scales[2]), S::splat(*scales[3])];
+                for _ in 0..rows.scales.group / S::LANES {
+                    multiply::<S, E, Q>((queries, dim), (at, factors), i, &mut acc);
+                    i += S::LANES;
                 }
+                scales = scales.map(|scale| scale.add(1));
             }
+        }
+        let one = [S::splat(1.0); TOKENS];
+        while i + S::LANES <= dim {
+            multiply::<S, E, Q>((queries, dim), (at, one), i, &mut acc);
             i += S::LANES;
         }
         for (a, [w, x, y, z]) in acc.iter().enumerate() {
-            let sums = S::sum_four(*w, *x, *y, *z);
+            let mut sums = S::sum_four(*w, *x, *y, *z);
+            if matches!(E::SCALING, Scaling::Rows) {
+                let scales = rows.scales.row(t).cast::<[f32; TOKENS]>().read_unaligned();
+                sums = std::array::from_fn(|j| sums[j] * scales[j]);
+            }
             let to = to.add(a * stride).cast::<[f32; TOKENS]>();
             if add {
                 let before = to.read_unaligned();
@@ -88,7 +92,38 @@ unsafe fn block<S: Simd, E: SimdElement, const Q: usize>(
             }
         }
         if i < dim {
-            rest::<E>((queries, Q), i..dim, rows, (to, stride));
+            rest::<E>((queries, Q), i..dim, (rows, four), (to, stride));
+        }
+    }
+}
+
+/// Adds the products of one vector of each of `Q` queries and of four rows, from element `i` on. Elements that
+/// are scaled group by group are multiplied by the factors of their rows.
+///
+/// # Safety
+/// `queries` has `Q * dim` elements, each of `rows` has `dim`, and `i + S::LANES <= dim`. The caller is
+/// compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
+    (queries, dim): (*const f32, usize),
+    (rows, factors): ([*const u8; TOKENS], [S::V; TOKENS]),
+    i: usize,
+    acc: &mut [[S::V; TOKENS]; Q],
+) {
+    // SAFETY: by contract, the vector from element `i` on lies in each row and in each of the `Q` queries.
+    unsafe {
+        let mut keys = [S::splat(0.0); TOKENS];
+        for (key, (row, factor)) in keys.iter_mut().zip(rows.into_iter().zip(factors)) {
+            *key = E::load::<S>(row, i);
+            if matches!(E::SCALING, Scaling::Groups) {
+                *key = S::mul(*key, factor);
+            }
+        }
+        for (a, acc) in acc.iter_mut().enumerate() {
+            let q = S::load(queries.add(a * dim + i));
+            for (acc, key) in acc.iter_mut().zip(keys) {
+                *acc = S::mul_add(q, key, *acc);
+            }
         }
     }
 }
@@ -96,13 +131,13 @@ unsafe fn block<S: Simd, E: SimdElement, const Q: usize>(
 /// Adds the products of the last elements, fewer than a vector.
 ///
 /// # Safety
-/// `queries` has `count * elements.end` elements, each of `rows` has `elements.end`, and `to` has room for
-/// four initialised elements at each of `count` strides.
+/// `queries` has `count * elements.end` elements, each of `rows` has `elements.end` and their scales, `four`
+/// are rows, and `to` has room for four initialised elements at each of `count` strides.
 #[inline(never)]
-unsafe fn rest<E: SimdElement>(
+unsafe fn rest<E: RowElement>(
     (queries, count): (*const f32, usize),
     elements: Range<usize>,
-    rows: [*const E; TOKENS],
+    (rows, four): (RowPointers<'_>, [usize; TOKENS]),
     (to, stride): (*mut f32, usize),
 ) {
     for a in 0..count {
@@ -111,8 +146,12 @@ unsafe fn rest<E: SimdElement>(
             // have room by contract.
             unsafe {
                 let q = *queries.add(a * elements.end + i);
-                for (j, row) in rows.iter().enumerate() {
-                    *to.add(a * stride + j) += q * row.add(i).read().to_f32();
+                for (j, t) in four.into_iter().enumerate() {
+                    let scale = match E::SCALING {
+                        Scaling::None => 1.0,
+                        Scaling::Rows | Scaling::Groups => *rows.scales.element(t, i),
+                    };
+                    *to.add(a * stride + j) += q * (E::one(rows.row(t), i) * scale);
                 }
             }
         }
@@ -120,14 +159,14 @@ unsafe fn rest<E: SimdElement>(
 }
 
 /// Computes `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows
-/// of output of `dim` elements each, `N` vectors at a time.
+/// of output of `dim` elements each, `N` vectors at a time. Weights are multiplied by the scales of rows before.
 ///
 /// # Safety
-/// Each row has `dim` elements of `E`, `weights` has `rows.len()` elements at each of `Q` strides, and `out`
+/// Each row has `dim` elements of `E` and the scales of their groups, `weights` has `rows.len()` elements at each of `Q` strides, and `out`
 /// has `dim` initialised elements at each of its `Q` strides. The caller is compiled for the instruction set
 /// of `S`.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
+pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
     rows: RowPointers<'_>,
@@ -153,7 +192,11 @@ pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N
             for (a, shrink) in shrink.into_iter().enumerate() {
                 let mut sum = *out.add(a * out_stride + i) * shrink;
                 for t in 0..rows.len() {
-                    sum += *weights.add(a * stride + t) * rows.row::<E>(t).add(i).read().to_f32();
+                    let mut value = E::one(rows.row(t), i);
+                    if matches!(E::SCALING, Scaling::Groups) {
+                        value *= *rows.scales.element(t, i);
+                    }
+                    sum += *weights.add(a * stride + t) * value;
                 }
                 *out.add(a * out_stride + i) = sum;
             }
@@ -166,7 +209,7 @@ pub(super) unsafe fn accumulate<S: Simd, E: SimdElement, const Q: usize, const N
 /// # Safety
 /// As for [`accumulate`], with rows and outputs of at least `i + N * S::LANES` elements.
 #[inline(always)]
-unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
+unsafe fn strip<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     weights: *const f32,
     stride: usize,
     rows: RowPointers<'_>,
@@ -175,8 +218,12 @@ unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
     shrink: [f32; Q],
     (ahead, lines): (&mut Prefetch<'_>, usize),
 ) {
+    let groups: [usize; N] = std::array::from_fn(|n| match E::SCALING {
+        Scaling::Groups => (i + n * S::LANES) / rows.scales.group,
+        Scaling::None | Scaling::Rows => 0,
+    });
     // SAFETY: `n < N`, `t < rows.len()` and `a < Q`; by contract each row and each output has `i + N * LANES`
-    // elements, and `weights` has `rows.len()` at each stride.
+    // elements, each row the scales of `groups`, and `weights` has `rows.len()` at each stride.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; Q];
         for (a, acc) in acc.iter_mut().enumerate() {
@@ -187,10 +234,13 @@ unsafe fn strip<S: Simd, E: SimdElement, const Q: usize, const N: usize>(
         }
         for t in 0..rows.len() {
             ahead.issue::<S>(lines);
-            let row = rows.row::<E>(t).add(i);
+            let row = rows.row::<u8>(t);
             let mut values = [S::splat(0.0); N];
             for (n, value) in values.iter_mut().enumerate() {
-                *value = E::load::<S>(row.add(n * S::LANES));
+                *value = E::load::<S>(row, i + n * S::LANES);
+                if matches!(E::SCALING, Scaling::Groups) {
+                    *value = S::mul(*value, S::splat(*rows.scales.row(t).add(groups[n])));
+                }
             }
             for (a, acc) in acc.iter_mut().enumerate() {
                 let weight = S::splat(*weights.add(a * stride + t));
@@ -231,7 +281,8 @@ pub(super) unsafe fn transpose<S: Simd, E: SimdElement>(
             while i + S::LANES <= dim {
                 let mut square = [S::splat(0.0); 16];
                 for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
-                    *vector = E::load::<S>(rows.row::<E>((t + lane).min(rows.len() - 1)).add(i));
+                    *vector =
+                        <E as SimdElement>::load::<S>(rows.row::<E>((t + lane).min(rows.len() - 1)).add(i));
                 }
                 S::transpose(&mut square);
                 for (lane, vector) in square[..S::LANES].iter().enumerate() {

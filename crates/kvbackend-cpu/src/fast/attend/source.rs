@@ -14,7 +14,7 @@ use crate::simd::Simd;
 pub(super) struct SourcePlane<'a> {
     codes: (RowLayout, Origin<'a>),
     scales: Option<(RowLayout, Origin<'a>)>,
-    format: KvFormat,
+    pub(super) format: KvFormat,
     /// The element type of a dense plane; none for a quantised plane.
     pub(super) dense: Option<DType>,
     /// Number of elements of a row.
@@ -47,14 +47,19 @@ impl<'a> SourcePlane<'a> {
     /// Writes the addresses of the codes of consecutive tokens of one block, beginning with `first`, which is
     /// a row of head 0. The rows of all heads are checked to lie inside.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
-        let head = (self.heads - 1) * self.head_bytes;
-        let step = self.codes.0.token_bytes();
-        let start = self.codes.0.bytes(first).start;
-        let all = (to.len().max(1) - 1) * step + head + self.row_bytes();
-        let start = self.codes.1.at(start, all);
-        for (t, row) in to.iter_mut().enumerate() {
-            *row = start.wrapping_add(t * step);
+        addresses(&self.codes, self.heads, first, to);
+    }
+
+    /// Writes the addresses of the scales of the rows of [`rows`](Self::rows), if the plane has scales.
+    pub(super) fn rows_of_scales(&self, first: RowAt, to: &mut [*const u8]) {
+        if let Some(scales) = &self.scales {
+            addresses(scales, self.heads, first, to);
         }
+    }
+
+    /// Returns the layout of the scales, if the plane has scales.
+    pub(super) fn scales(&self) -> Option<&RowLayout> {
+        self.scales.as_ref().map(|(layout, _)| layout)
     }
 
     /// Returns the rows to prefetch while unit `i` of `units` works on `head`.
@@ -67,12 +72,13 @@ impl<'a> SourcePlane<'a> {
         (i, units): (usize, usize),
         head: usize,
     ) -> Prefetch<'b> {
-        let (rows, bytes) = if self.head_bytes == self.row_bytes() && units > 1 {
+        let (at, offset, bytes) = if self.head_bytes == self.row_bytes() && units > 1 {
             let tokens = share(0..rows.len(), i, units);
-            (RowPointers { at: &rows[tokens], offset: 0 }, self.heads * self.head_bytes)
+            (&rows[tokens], 0, self.heads * self.head_bytes)
         } else {
-            (RowPointers { at: rows, offset: head * self.head_bytes }, self.row_bytes())
+            (rows, head * self.head_bytes, self.row_bytes())
         };
+        let rows = RowPointers { at, offset, ..RowPointers::default() };
         Prefetch { rows, bytes, next: (0, 0) }
     }
 
@@ -103,5 +109,17 @@ impl<'a> SourcePlane<'a> {
         // SAFETY: `origin.at` checked that codes and scales lie inside, `check` accepted the format in `new`,
         // the layout has whole groups, and `to` has room for `dim` elements by contract.
         unsafe { S::call(DecodeRow { format: self.format, codes, scales, to, dim: self.dim }) }
+    }
+}
+
+/// Writes the addresses of the rows of consecutive tokens of one block, beginning with `first`, which is a row
+/// of head 0. The rows of all `heads` heads are checked to lie inside.
+fn addresses((layout, origin): &(RowLayout, Origin<'_>), heads: usize, first: RowAt, to: &mut [*const u8]) {
+    let step = layout.token_bytes();
+    let start = layout.bytes(first).start;
+    let all = (to.len().max(1) - 1) * step + (heads - 1) * layout.head_bytes() + layout.row_bytes();
+    let start = origin.at(start, all);
+    for (t, row) in to.iter_mut().enumerate() {
+        *row = start.wrapping_add(t * step);
     }
 }

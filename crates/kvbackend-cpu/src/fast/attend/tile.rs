@@ -23,6 +23,8 @@ pub(super) struct Tile<'a> {
     /// Addresses of the codes of head 0, token by token.
     pub(super) keys: [*const u8; TILE],
     pub(super) values: [*const u8; TILE],
+    /// Addresses of the scales of head 0 of keys and of values, token by token, if there are scales.
+    pub(super) scales: [[*const u8; TILE]; 2],
 }
 
 impl<'a> Tile<'a> {
@@ -30,13 +32,16 @@ impl<'a> Tile<'a> {
     pub(super) fn new(inputs: &Inputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
         let tokens = start..(start + TILE).min(end).max(start);
         let nothing = [std::ptr::null(); TILE];
-        let mut tile = Self { op: inputs.op, segment, tokens, keys: nothing, values: nothing };
+        let scales = [nothing; 2];
+        let mut tile = Self { op: inputs.op, segment, tokens, keys: nothing, values: nothing, scales };
         let mut t = 0;
         while t < tile.len() {
             let at = tile.row(t);
             let run = (inputs.op.arena.layout().shape().block_size - at.token).min(tile.len() - t);
             inputs.keys.rows(at, &mut tile.keys[t..t + run]);
             inputs.values.rows(at, &mut tile.values[t..t + run]);
+            inputs.keys.rows_of_scales(at, &mut tile.scales[0][t..t + run]);
+            inputs.values.rows_of_scales(at, &mut tile.scales[1][t..t + run]);
             t += run;
         }
         tile
@@ -233,17 +238,21 @@ impl Inputs<'_> {
             self.widen_values::<S>(tile, v_head, buffers);
             if self.latent.is_some() {
                 let rows = adjacent_rows(buffers.values, self.values.dim);
-                let rows = RowPointers { at: &rows[..n], offset: 0 };
+                let rows = RowPointers { at: &rows[..n], ..RowPointers::default() };
                 S::call(TransposeRows { rows, dtype: None, dim: self.values.dim, to: to.add(dim * TILE) });
             }
             if self.keys.dense.is_some() && self.key_rotation().is_none() {
-                let rows = RowPointers { at: &tile.keys[..n], offset: k_head * self.keys.head_bytes };
+                let rows = RowPointers {
+                    at: &tile.keys[..n],
+                    offset: k_head * self.keys.head_bytes,
+                    ..RowPointers::default()
+                };
                 S::call(TransposeRows { rows, dtype: self.keys.dense, dim, to });
             } else {
                 self.widen_keys::<S>(tile, k_head, buffers);
                 let rows = adjacent_rows(buffers.keys, dim);
                 S::call(TransposeRows {
-                    rows: RowPointers { at: &rows[..n], offset: 0 },
+                    rows: RowPointers { at: &rows[..n], ..RowPointers::default() },
                     dtype: None,
                     dim,
                     to,

@@ -1,0 +1,168 @@
+//! The elements of rows as a cache stores them, read as f32 without their scales.
+
+use std::marker::PhantomData;
+
+use kvcore::Fp8Kind;
+
+use super::pointers::RowPointers;
+use crate::simd::{E4M3_UNIT, Simd, SimdElement, Task};
+
+/// The place where elements meet their scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scaling {
+    /// Elements have no scales.
+    None,
+    /// All elements of a row share a scale, by which the row's logits and weights are multiplied.
+    Rows,
+    /// Groups of elements of a row share a scale, by which each element is multiplied. A group is a whole
+    /// number of vectors.
+    Groups,
+}
+
+/// An element type of rows.
+///
+/// # Safety
+/// Every function requires a row with element `i`, [`load`](Self::load) one with `S::LANES` elements from `i`
+/// on, of which `i` is a multiple, and a caller that is compiled for the instruction set of `S`.
+#[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
+pub(super) trait RowElement: Copy + 'static {
+    const SCALING: Scaling;
+
+    /// Returns a vector of elements, from element `i` on.
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V;
+
+    /// Returns element `i`.
+    unsafe fn one(row: *const u8, i: usize) -> f32;
+}
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl<E: SimdElement> RowElement for E {
+    const SCALING: Scaling = Scaling::None;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { <E as SimdElement>::load::<S>(row.cast::<E>().add(i)) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        unsafe { row.cast::<E>().add(i).read() }.to_f32()
+    }
+}
+
+/// A code of `int8`, in rows with one scale.
+#[derive(Clone, Copy)]
+pub(super) struct Int8;
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl RowElement for Int8 {
+    const SCALING: Scaling = Scaling::Rows;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { S::load_i8(row.cast::<i8>().add(i)) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        f32::from(unsafe { row.cast::<i8>().add(i).read() })
+    }
+}
+
+/// A code of `int4`, two in a byte, in rows with one scale.
+#[derive(Clone, Copy)]
+pub(super) struct Int4;
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl RowElement for Int4 {
+    const SCALING: Scaling = Scaling::Rows;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { S::load_i4(row.add(i / 2)) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        let byte = unsafe { row.add(i / 2).read() };
+        // An arithmetic shift extends the sign of the upper half.
+        f32::from((if i.is_multiple_of(2) { byte << 4 } else { byte }).cast_signed() >> 4)
+    }
+}
+
+/// A code of `fp8-e4m3` that is not NaN, divided by [`E4M3_UNIT`].
+#[derive(Clone, Copy)]
+pub(super) struct E4M3;
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl RowElement for E4M3 {
+    const SCALING: Scaling = Scaling::Rows;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { S::load_e4m3(row.add(i)) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        Fp8Kind::E4M3.decode(unsafe { row.add(i).read() }) / E4M3_UNIT
+    }
+}
+
+/// A code of `fp8-e5m2`.
+#[derive(Clone, Copy)]
+pub(super) struct E5M2;
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl RowElement for E5M2 {
+    const SCALING: Scaling = Scaling::Rows;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { S::load_e5m2(row.add(i)) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        Fp8Kind::E5M2.decode(unsafe { row.add(i).read() })
+    }
+}
+
+/// A code in rows whose groups have scales of their own.
+#[derive(Clone, Copy)]
+pub(super) struct Grouped<E>(PhantomData<E>);
+
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+impl<E: RowElement> RowElement for Grouped<E> {
+    const SCALING: Scaling = Scaling::Groups;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V {
+        unsafe { E::load::<S>(row, i) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(row: *const u8, i: usize) -> f32 {
+        unsafe { E::one(row, i) }
+    }
+}
+
+/// Returns whether any code of some rows of `fp8-e4m3` is NaN.
+///
+/// # Safety
+/// Each row has `dim` codes.
+pub(super) struct AnyNan<'a> {
+    pub(super) rows: RowPointers<'a>,
+    pub(super) dim: usize,
+}
+
+impl Task for AnyNan<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> bool {
+        let RowPointers { at, offset, .. } = self.rows;
+        // SAFETY: each row has `dim` codes, and the caller is compiled for `S`, by contract.
+        unsafe { S::any_nan_e4m3(at, offset, self.dim) }
+    }
+}
