@@ -1,6 +1,6 @@
 """Writes the goldens of a published model: its greedy answers, by Hugging Face transformers.
 
-    pip install torch==2.15.0 transformers==5.24.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
+    pip install torch==2.15.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
     python tools/published_model/convert.py target/published/smollm2.gguf target/published/hf
     python tools/published_model/goldens.py target/published/hf target/published/smollm2.gguf
 

@@ -222,7 +222,18 @@ fn what_a_prompt_did_not_get_is_said() {
     let parts: Vec<&str> =
         [SYSTEM].into_iter().chain(documents.iter().map(String::as_str)).chain(["alba ?"]).collect();
     let (ask, no_room) = (parts.join("##"), "no room beside the others");
-    let ask = ["--prompt", &ask, "--separator", "##", "--kv-memory", "16", "--memory-share"];
+    // Overlapped, so that all of them fit into the model's positions.
+    let ask = [
+        "--prompt",
+        &ask,
+        "--positions",
+        "overlapped",
+        "--separator",
+        "##",
+        "--kv-memory",
+        "16",
+        "--memory-share",
+    ];
     assert!(run(&[&ask[..], &["0.05"]].concat()).1.contains(no_room));
     assert!(!run(&[&ask[..], &["0.5"]].concat()).1.contains(no_room));
     let said = |text: &str| run(&["--separator", "##", "--prompt", text]).1;

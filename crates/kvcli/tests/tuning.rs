@@ -44,8 +44,8 @@ fn what_tune_writes_is_what_run_and_eval_take() {
     let by_file: Value = serde_json::from_slice(&output.stdout).unwrap();
     let output = kvc(&[&["run", "--positions", "sequential", "--chunks", "alone"][..], &prompt].concat());
     let by_hand: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(by_file["positions"], "sequential", "{by_file}");
-    for field in ["text", "positions", "exactness", "recomputed_tokens"] {
+    assert_eq!(by_file["cell"]["strategy"], "sequential", "{by_file}");
+    for field in ["text", "cell", "recomputed_tokens"] {
         assert_eq!(by_file[field], by_hand[field], "{field}");
     }
     let output = kvc(&["eval", "--reuse", &file, "--seeds", "1", "--questions", "2", "--json"]);

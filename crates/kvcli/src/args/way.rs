@@ -7,6 +7,9 @@ use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, R
 
 use super::{Positions, mode, positive, recompute};
 
+/// The heading of these options in the help.
+const WAY: &str = "How documents are reused (as --positions sequential --chunks with-system --recompute question:0.5, if none is given)";
+
 /// The way in which documents are reused.
 #[derive(Debug, Args)]
 #[command(
@@ -15,33 +18,33 @@ use super::{Positions, mode, positive, recompute};
 pub(crate) struct WayArgs {
     /// Positions of documents: all right after the system prompt; one after the other; or one after the
     /// other, and found again only at the same position. Sequential, if another option of these is given.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = WAY)]
     positions: Option<Positions>,
 
     /// Tokens that documents see while they are computed, beside themselves: the system prompt (with-system, without the
     /// option), nothing (alone), or the first K tokens of the system prompt (sink:K), so that they serve under each that begins
     /// with these. What equals one pass: docs/exactness.md.
-    #[arg(long, value_name = "MODE", value_parser = mode)]
+    #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
     /// Document tokens to recompute with everything before them in sight: none (if another option of these is given); the first
     /// K of each document (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
     /// blend:R@LAYER:keys|values|both); the share R that the question attends to most (question:R), or of which it would
     /// see the largest error (joint:R@LAYER); a random share (random:R@SEED); or full.
-    #[arg(long, value_name = "STRATEGY", value_parser = recompute)]
+    #[arg(long, help_heading = WAY, value_name = "STRATEGY", value_parser = recompute)]
     recompute: Option<Recompute>,
 
     /// The way that kvc tune wrote for this model, in place of the other options.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
+    #[arg(long, help_heading = WAY, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
         "context_scale"])]
     pub(crate) reuse: Option<PathBuf>,
 
     /// Divides the question's logits over documents; below 1, attention to them is sharper (APE).
-    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive)]
+    #[arg(long, help_heading = WAY, value_name = "T", default_value_t = 1.0, value_parser = positive)]
     context_temperature: f32,
 
     /// Multiplies the log-sum-exp of all documents together (APE).
-    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive)]
+    #[arg(long, help_heading = WAY, value_name = "S", default_value_t = 1.0, value_parser = positive)]
     context_scale: f32,
 }
 
