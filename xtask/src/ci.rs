@@ -72,6 +72,16 @@ pub(crate) const STEPS: &[Step] = &[
         budget: 5,
         needs: &[],
     },
+    Step {
+        command: "cargo run --release -p kvcli -- tune --seeds 5 --questions 40 --out target/reuse.json",
+        budget: 5,
+        needs: &[],
+    },
+    Step {
+        command: "cargo run --release -p kvcli -- run --reuse target/reuse.json --system \"you answer questions\" --document examples/documents/harbour.txt -p \"alba ?\"",
+        budget: 4,
+        needs: &[],
+    },
     Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- devices",

@@ -53,7 +53,7 @@ const WAYS: &[&str] = &[
 const FINALS: [Final; 3] = [
     Final { documents: 2, draws: 20, ways: WAYS },
     Final { documents: 4, draws: 20, ways: WAYS },
-    Final { documents: 8, draws: 3, ways: &["sequential, with-system, question:0.3"] },
+    Final { documents: 8, draws: 2, ways: &["sequential, with-system, question:0.5"] },
 ];
 
 /// What was right of the answers about so many documents.

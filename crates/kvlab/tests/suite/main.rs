@@ -3,5 +3,6 @@
 
 mod common;
 mod gate;
+mod published;
 mod tiny_rag;
 mod tuning;

@@ -38,7 +38,9 @@ pub struct Request {
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact.
+    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact for its mask. That is not to say that it
+    /// answers as full attention does: [`reusing`](Self::reusing) takes a way that was measured, such as [`kvchunk::Reuse`]'s
+    /// default.
     pub fn new(prompt: PromptTokens) -> Self {
         Self {
             prompt,

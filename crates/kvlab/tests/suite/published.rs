@@ -1,0 +1,89 @@
+//! The gate on a published model: its verdicts on the answers that `cargo xtask published --answers` keeps.
+
+use std::path::PathBuf;
+
+use kvlab::{Gate, GateCheck, GateLimits, QuestionKind, Trial, Verdict};
+use serde::Deserialize;
+
+const FULL: &str = "full attention";
+const OLD_DEFAULT: &str = "overlapped, with-system, none";
+
+/// What was right of the answers about some documents.
+#[derive(Deserialize)]
+struct Kept {
+    questions: usize,
+    ways: Vec<Way>,
+}
+
+#[derive(Deserialize)]
+struct Way {
+    name: String,
+    /// A 1 for each right answer, a 0 for each wrong one.
+    right: String,
+}
+
+fn kept(documents: usize) -> Kept {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/published");
+    let text = std::fs::read_to_string(folder.join(format!("{documents}.json"))).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+impl Kept {
+    fn rights(&self, way: &str) -> impl Iterator<Item = bool> {
+        let way = self.ways.iter().find(|known| known.name == way).unwrap();
+        assert_eq!(way.right.len(), self.questions);
+        way.right.chars().map(|right| right == '1')
+    }
+
+    fn judged(&self, way: &str, limits: &GateLimits) -> GateCheck {
+        let of_arm = |arm, rights: Vec<bool>| {
+            let trial = move |(question, right): (usize, bool)| Trial {
+                draw: 0,
+                question,
+                kind: QuestionKind::Local,
+                arm,
+                answer: String::new(),
+                right: Some(right),
+                divergence: None,
+                agreement: None,
+                recomputed: 0.0,
+                found: 1.0,
+                flops: 1,
+                ttft_ms: 1.0,
+            };
+            rights.into_iter().enumerate().map(trial)
+        };
+        let full = of_arm(0, self.rights(FULL).collect());
+        let trials: Vec<Trial> = full.chain(of_arm(1, self.rights(way).collect())).collect();
+        Gate::of_answers(&trials, limits)
+    }
+}
+
+#[test]
+fn plain_reuse_is_not_fit_for_a_published_model() {
+    for documents in [2, 4] {
+        let check = kept(documents).judged(OLD_DEFAULT, &GateLimits::default());
+        assert_eq!(check.verdict, Verdict::Fails, "{documents} documents: {}", check.what);
+        assert!(check.what.contains("points lost against full attention"), "{}", check.what);
+    }
+}
+
+#[test]
+fn answers_that_bound_the_loss_are_fit_and_those_that_do_not_say_how_many_more_would_tell() {
+    // The floor is below what full attention answers of these questions.
+    let limits = |points: f64| GateLimits { accuracy: points / 100.0, floor: 0.4, ..GateLimits::default() };
+    let (kept, way) = (kept(2), "sequential, with-system, question:0.5");
+    let wide = kept.judged(way, &limits(10.0));
+    assert_eq!(wide.verdict, Verdict::Holds, "{}", wide.what);
+    assert!(wide.measured <= 0.1);
+    let narrow = kept.judged(way, &limits(100.0 * wide.measured - 0.1));
+    assert_eq!(narrow.verdict, Verdict::CannotSay, "{}", narrow.what);
+    assert!(narrow.what.contains("more questions"), "{}", narrow.what);
+}
+
+#[test]
+fn eight_documents_cannot_be_judged_since_full_attention_answers_too_little() {
+    let check = kept(8).judged("sequential, with-system, question:0.5", &GateLimits::default());
+    assert_eq!(check.verdict, Verdict::CannotSay, "{}", check.what);
+    assert!(check.what.contains("too few to judge by"), "{}", check.what);
+}
