@@ -30,6 +30,11 @@ mod bytes;
 mod single;
 mod stored;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod unit;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "no_unit.rs"]
+mod unit;
 
 pub use bytes::SharedBytes;
 pub use stored::StoredType;
@@ -78,6 +83,13 @@ impl<'a> Matrix<'a> {
     /// Returns the bytes of some rows.
     fn rows(&self, rows: Range<usize>) -> &'a [u8] {
         &self.bytes[rows.start * self.row_bytes..rows.end * self.row_bytes]
+    }
+
+    /// Returns the bytes of some elements of a row, in whole blocks.
+    #[cfg(target_arch = "x86_64")]
+    fn elements(&self, row: usize, elements: &Range<usize>) -> &'a [u8] {
+        let at = |element: usize| element / self.dtype.block_elements() * self.dtype.block_bytes();
+        &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
     /// Returns rows in f32, decoded into `scratch` unless the matrix has them.
@@ -169,13 +181,12 @@ impl Products {
             y.fill(0.0);
             return Ok(());
         }
-        let parts = self.workers.parts(out, out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD);
-        // Several parts for each thread, so that a thread that is late takes fewer.
-        let parts = if parts > 1 { (4 * parts).min(out.div_ceil(tile::COLUMNS)) } else { 1 };
+        let threads = self.workers.parts(out, out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD);
         let y = Target::new(bytemuck::cast_slice_mut(y));
-        self.workers.run(parts, &|part| {
-            let at = |part: usize| (out * part / parts).next_multiple_of(tile::COLUMNS).min(out);
-            let columns = at(part)..if part + 1 == parts { out } else { at(part + 1) };
+        if unit::multiply(self.level.level(), (&self.workers, threads), (x, rows), matrix, y) {
+            return Ok(());
+        }
+        in_parts((&self.workers, threads), out, tile::COLUMNS, &|columns| {
             SCRATCH.with_borrow_mut(|scratch| {
                 let part = Part { x, rows, matrix, columns, y, scratch };
                 // SAFETY: `y` has `rows` rows of `out` elements, and no other part has these columns.
@@ -184,6 +195,21 @@ impl Products {
         });
         Ok(())
     }
+}
+
+/// Calls `work` with every column once, in ranges that begin at multiples of `unit`, on so many threads.
+fn in_parts(
+    (workers, threads): (&Workers, usize),
+    out: usize,
+    unit: usize,
+    work: &(dyn Fn(Range<usize>) + Sync),
+) {
+    // Several parts for each thread, so that a thread that is late takes fewer.
+    let parts = if threads > 1 { (4 * threads).min(out.div_ceil(unit)) } else { 1 };
+    workers.run(parts, &|part| {
+        let at = |part: usize| (out * part / parts).next_multiple_of(unit).min(out);
+        work(at(part)..if part + 1 == parts { out } else { at(part + 1) });
+    });
 }
 
 /// The products of all rows with some rows of the matrix, which are columns of the result.

@@ -12,6 +12,8 @@ use std::arch::x86_64::{
 };
 use std::sync::OnceLock;
 
+pub(crate) mod squares;
+
 /// Rows of a tile.
 pub(crate) const ROWS: usize = 16;
 /// Bytes of a row of a tile.

@@ -29,8 +29,8 @@ pub enum SimdLevel {
     /// AVX-512 F, BW, DQ and VL. Conversions to bf16 use integer arithmetic, because the instruction for them
     /// (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
-    /// AVX-512 and AMX with bf16. Attention over keys and values of bf16 multiplies tiles of them; queries
-    /// and weights are split into as many parts of bf16 as their numbers need.
+    /// AVX-512 and AMX with bf16. Attention over keys and values of bf16 multiplies tiles of them, and so do
+    /// products of many rows with stored matrices; numbers are split into as many parts of bf16 as they need.
     Amx,
 }
 

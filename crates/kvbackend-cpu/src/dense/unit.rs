@@ -1,0 +1,352 @@
+//! Products of many rows by the matrix unit (AMX), as exact as sums in f32: both sides come as sums of numbers of bf16.
+//!
+//! Rows of `x` become the columns of tiles, once for the whole matrix. Rows of the matrix are the rows of tiles, 32 at a time, which
+//! stay in the second-level cache while they meet all rows of `x`.
+
+use std::arch::x86_64::{
+    __m512, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_fpclass_ps_mask, _mm512_loadu_ps,
+    _mm512_mask_storeu_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps, _mm512_setzero_ps,
+    _mm512_storeu_ps, _mm512_storeu_si512,
+};
+use std::cell::RefCell;
+use std::ops::Range;
+
+use super::{Matrix, StoredType, in_parts, stored, tile};
+use crate::raw::Target;
+use crate::simd::amx::squares::{SQUARES, Square, split, two_by_two};
+use crate::simd::amx::{PARTS, ROW, ROWS, TILE_BYTES, Tiles};
+use crate::simd::avx512::Avx512;
+use crate::simd::{Simd, SimdLevel};
+use crate::workers::Workers;
+
+// Decision: docs/decisions/backend-cpu.md#many-rows-go-to-the-matrix-unit-in-parts-of-bf16
+/// The fewest rows that the matrix unit multiplies faster than vectors do, by the parts of an element of the matrix.
+const LEAST: [usize; PARTS] = [8, 16, 20];
+/// Elements of a row of a tile of bf16.
+const PAIRS: usize = 2 * ROWS;
+/// Rows of the matrix that are taken at a time.
+const COLUMNS: usize = 2 * ROWS;
+/// Elements of a row that are taken at a time. Sums of more lose digits.
+const DEPTH: usize = 1024;
+/// A multiple of the elements of every block.
+const BLOCK: usize = 256;
+/// Bytes of the parts of `x` that are taken at a time. With those of the matrix they fit in the second-level cache.
+const BYTES: usize = 1280 << 10;
+
+thread_local! {
+    /// Rows of `x` in parts, which all threads of a call read.
+    static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// Memory of one thread for rows of the matrix and for sums.
+    static MEMORY: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Returns the first `bytes` bytes of a vector that begin a cache line, after it has grown to have them.
+fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
+    let len = (bytes + ROW).div_ceil(size_of::<f32>());
+    if memory.len() < len {
+        memory.resize(len, 0.0);
+    }
+    let memory = bytemuck::cast_slice_mut::<f32, u8>(memory);
+    let start = memory.as_ptr().align_offset(ROW);
+    &mut memory[start..start + bytes]
+}
+
+/// Returns how many numbers of bf16 any element of a type is the sum of.
+fn parts(dtype: StoredType) -> usize {
+    match dtype {
+        StoredType::BF16 => 1,
+        // Elements of 11 digits, and factors of 11 times codes of at most 4.
+        StoredType::F16 | StoredType::Q4_0 | StoredType::Q5_0 => 2,
+        _ => PARTS,
+    }
+}
+
+/// Computes `y = x · matrixᵀ` on so many threads, unless the level has no matrix unit or rows are few. Returns whether it did.
+///
+/// `x` has `rows` rows, and `y` those of the result.
+pub(super) fn multiply(
+    level: SimdLevel,
+    (workers, threads): (&Workers, usize),
+    (x, rows): (&[f32], usize),
+    matrix: &Matrix<'_>,
+    y: Target<'_>,
+) -> bool {
+    if level < SimdLevel::Amx || rows < LEAST[parts(matrix.dtype) - 1] {
+        return false;
+    }
+    let input = matrix.input;
+    assert!(x.len() == rows * input, "whole rows");
+    // Runs of elements and of rows, each about equally long.
+    let depths = input.div_ceil(DEPTH);
+    let depth = |i: usize| (input * i / depths).next_multiple_of(BLOCK).min(input);
+    let most = (0..depths).map(|i| depth(i + 1) - depth(i)).max().unwrap_or(0);
+    let tile_bytes = most.div_ceil(PAIRS) * PARTS * TILE_BYTES;
+    let tiles = rows.div_ceil(ROWS);
+    let runs = tiles.div_ceil((BYTES / tile_bytes).next_multiple_of(2));
+    let row = |i: usize| ((tiles * i / runs).next_multiple_of(2) * ROWS).min(rows);
+    PACKED.with_borrow_mut(|packed| {
+        let packed = Target::new(lines(packed, tile_bytes * (tiles.div_ceil(runs) + 1)));
+        for rows in (0..runs).map(|run| row(run)..row(run + 1)) {
+            for depth in (0..depths).map(|i| depth(i)..depth(i + 1)) {
+                let pass = Pass { x, matrix, rows: rows.clone(), depth, packed, y };
+                let tiles = rows.len().div_ceil(ROWS);
+                let parts = if threads > 1 { tiles } else { 1 };
+                workers.run(parts, &|part| {
+                    for tile in tiles * part / parts..tiles * (part + 1) / parts {
+                        // SAFETY: the level says that the processor has AMX, and with it AVX-512. The rows of the tile are
+                        // rows of `x`, `packed` has room for it, and no other part writes it.
+                        unsafe { pass.put_rows(tile) };
+                    }
+                });
+                in_parts((workers, threads), matrix.out, COLUMNS, &|columns| {
+                    // SAFETY: as above; all tiles of the pass have been written, nobody writes them now, and no other part
+                    // has these columns of `y`.
+                    MEMORY.with_borrow_mut(|memory| unsafe { pass.multiply(columns, memory) });
+                });
+            }
+        }
+    });
+    true
+}
+
+/// Some elements of some rows of `x`, times those of all rows of the matrix.
+///
+/// `packed` has room for the tiles of the rows, and `y` has rows of `matrix.out` elements of f32, `rows` among them.
+struct Pass<'a> {
+    x: &'a [f32],
+    matrix: &'a Matrix<'a>,
+    rows: Range<usize>,
+    depth: Range<usize>,
+    packed: Target<'a>,
+    y: Target<'a>,
+}
+
+impl Pass<'_> {
+    /// Returns the number of steps of 32 elements.
+    fn steps(&self) -> usize {
+        self.depth.len().div_ceil(PAIRS)
+    }
+
+    /// Returns the parts of a tile of rows of `x`.
+    fn tile(&self, tile: usize) -> *mut u8 {
+        let bytes = self.steps() * PARTS * TILE_BYTES;
+        self.packed.at(tile * bytes, bytes)
+    }
+
+    /// Puts the rows of a tile into columns, with zeros for rows that there are not.
+    ///
+    /// # Safety
+    /// The processor supports AVX-512. `rows` and `depth` lie in `x`, and nobody else accesses the tile.
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn put_rows(&self, tile: usize) {
+        let first = self.rows.start + tile * ROWS;
+        let count = ROWS.min(self.rows.end - first);
+        let mut to = self.tile(tile);
+        for step in 0..self.steps() {
+            // SAFETY: `first + j` is one of the rows, of which `halves` reads elements of `depth`, and `to` moves through the
+            // `steps() * PARTS` tiles.
+            unsafe {
+                let mut squares = [[_mm512_setzero_ps(); ROWS]; PARTS];
+                for j in 0..count {
+                    let row = self.x.as_ptr().add((first + j) * self.matrix.input + self.depth.start);
+                    let halves = halves::<PARTS>(row, self.depth.len(), step);
+                    for (square, half) in squares.iter_mut().zip(halves) {
+                        square[j] = _mm512_castsi512_ps(half);
+                    }
+                }
+                for square in &mut squares {
+                    Avx512::transpose(square);
+                    for (row, vector) in square.iter().enumerate() {
+                        _mm512_storeu_ps(to.add(row * ROW).cast(), *vector);
+                    }
+                    to = to.add(TILE_BYTES);
+                }
+            }
+        }
+    }
+
+    /// Computes some columns of `y`, or adds to them if elements before these have been multiplied.
+    ///
+    /// # Safety
+    /// The processor supports AMX with bf16, and this thread has no [`Tiles`]. `put_rows` has written all tiles, which nobody
+    /// writes now, and nobody else accesses these columns of `y`.
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn multiply(&self, columns: Range<usize>, memory: &mut Vec<f32>) {
+        let (steps, parts) = (self.steps(), parts(self.matrix.dtype));
+        let tile_bytes = steps * parts * TILE_BYTES;
+        let (sums_bytes, decoded_bytes) = (SQUARES * TILE_BYTES, self.depth.len() * size_of::<f32>());
+        let memory = lines(memory, sums_bytes + 2 * tile_bytes + decoded_bytes);
+        let (sums, memory) = memory.split_at_mut(sums_bytes);
+        let (weights, decoded) = memory.split_at_mut(2 * tile_bytes);
+        let (sums, weights) = (sums.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr());
+        let decoded = bytemuck::cast_slice_mut(decoded);
+        let row_tiles = self.rows.len().div_ceil(ROWS);
+        // SAFETY: AMX is available, and these tiles are the only ones of this thread, by contract. `weights` has two tiles in
+        // `parts` parts for each step, `packed` has those of `row_tiles` tiles, and `sums` has room for `SQUARES`. The
+        // columns and rows that are stored are those of `y` in this part and this pass.
+        unsafe {
+            let tiles = Tiles::new();
+            for from in columns.clone().step_by(COLUMNS) {
+                let taken = from..(from + COLUMNS).min(columns.end);
+                match parts {
+                    1 => self.put_brains(taken.clone(), weights),
+                    2 => self.put_columns::<2>(taken.clone(), weights, decoded),
+                    _ => self.put_columns::<PARTS>(taken.clone(), weights, decoded),
+                }
+                // A tile that there is not is the first once more, whose sums nobody reads.
+                let second = if taken.len() > ROWS { tile_bytes } else { 0 };
+                let rows = [weights.cast_const(), weights.add(second).cast_const()];
+                for i in (0..row_tiles).step_by(2) {
+                    let columns =
+                        [self.tile(i).cast_const(), self.tile((i + 1).min(row_tiles - 1)).cast_const()];
+                    two_by_two(&tiles, Square { rows, columns, parts }, steps, sums);
+                    for j in 0..2.min(row_tiles - i) {
+                        for (k, from) in taken.clone().step_by(ROWS).enumerate() {
+                            let sums = sums.add((2 * k + j) * ROWS * ROWS);
+                            self.store(sums, i + j, from..(from + ROWS).min(taken.end));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Puts the rows `columns` of the matrix, at most [`COLUMNS`], into tiles in `N` parts, with zeros for elements that there
+    /// are not.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of two tiles in `N` parts for each step, and `decoded` has room for `depth`. The caller is
+    /// compiled for AVX-512.
+    #[inline(always)]
+    unsafe fn put_columns<const N: usize>(&self, columns: Range<usize>, to: *mut u8, decoded: &mut [f32]) {
+        let (dtype, steps) = (self.matrix.dtype, self.steps());
+        for (i, column) in columns.enumerate() {
+            let bytes = self.matrix.elements(column, &self.depth);
+            // SAFETY: `bytes` are `depth` elements, and `decoded` has them in f32 if they are not. `i` is one of the rows of
+            // two tiles.
+            unsafe {
+                let row = if dtype == StoredType::F32 {
+                    bytes.as_ptr().cast::<f32>()
+                } else {
+                    stored::decode::<Avx512>(dtype, bytes, decoded);
+                    decoded.as_ptr()
+                };
+                let to = to.add(i / ROWS * steps * N * TILE_BYTES + i % ROWS * ROW);
+                for step in 0..steps {
+                    for (part, half) in halves::<N>(row, self.depth.len(), step).into_iter().enumerate() {
+                        _mm512_storeu_si512(to.add((step * N + part) * TILE_BYTES).cast::<__m512i>(), half);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Puts rows of a matrix of bf16 into tiles as they are, as [`put_columns`](Self::put_columns) does.
+    ///
+    /// # Safety
+    /// As for `put_columns`, with one part, for elements of bf16.
+    #[inline(always)]
+    unsafe fn put_brains(&self, columns: Range<usize>, to: *mut u8) {
+        for (i, column) in columns.enumerate() {
+            let row = self.matrix.elements(column, &self.depth).as_ptr().cast::<i16>();
+            // SAFETY: the mask loads elements of `depth` only, and `i` is one of the rows of two tiles.
+            unsafe {
+                let to = to.add(i / ROWS * self.steps() * TILE_BYTES + i % ROWS * ROW);
+                for step in 0..self.steps() {
+                    let lanes = first_lanes(self.depth.len() - step * PAIRS);
+                    let half = _mm512_maskz_loadu_epi16(lanes, row.wrapping_add(step * PAIRS));
+                    _mm512_storeu_si512(to.add(step * TILE_BYTES).cast::<__m512i>(), half);
+                }
+            }
+        }
+    }
+
+    /// Stores a tile of sums, whose rows are `columns` of `y`, at most 16, and whose columns are the rows of a tile of `x`.
+    /// A sum that is not finite is computed once more, from numbers in f32.
+    ///
+    /// # Safety
+    /// `sums` is a tile of f32. The rows are among those of this pass, and nobody else accesses these columns of `y`.
+    /// The caller is compiled for AVX-512.
+    #[inline(always)]
+    unsafe fn store(&self, sums: *const f32, tile: usize, columns: Range<usize>) {
+        let (out, lanes) = (self.matrix.out, first_lanes(columns.len()) as u16);
+        let first = self.rows.start + tile * ROWS;
+        let count = ROWS.min(self.rows.end - first);
+        let y = self.y.at(first * out * size_of::<f32>(), count * out * size_of::<f32>()).cast::<f32>();
+        // SAFETY: `sums` has `ROWS` rows, and row `j < count` of `y` has the columns, which `lanes` are.
+        unsafe {
+            let y = y.add(columns.start);
+            let mut square = [_mm512_setzero_ps(); ROWS];
+            for (row, vector) in square.iter_mut().enumerate() {
+                *vector = _mm512_loadu_ps(sums.add(row * ROWS));
+            }
+            Avx512::transpose(&mut square);
+            let (mut not_finite, mut any) = ([0; ROWS], 0);
+            for (j, vector) in square[..count].iter().enumerate() {
+                let y = y.add(j * out);
+                let mut sum = *vector;
+                if self.depth.start > 0 {
+                    sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, y), sum);
+                }
+                _mm512_mask_storeu_ps(y, lanes, sum);
+                // NaN of both kinds, and both infinities.
+                not_finite[j] = _mm512_fpclass_ps_mask::<0b1001_1001>(sum) & lanes;
+                any |= not_finite[j];
+            }
+            if any != 0 && self.depth.end == self.matrix.input {
+                self.once_more(&not_finite[..count], first, columns.start);
+            }
+        }
+    }
+
+    /// Computes products without parts, of which infinity times 0 would give NaN: of rows of `x` from `first` on, each with
+    /// the columns that its mask has, counted from `from`.
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), of whose tile these products are. The processor supports AVX-512.
+    #[cold]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn once_more(&self, masks: &[u16], first: usize, from: usize) {
+        let (out, input) = (self.matrix.out, self.matrix.input);
+        let mut decoded = Vec::new();
+        for i in (0..ROWS).filter(|i| masks.iter().any(|mask| (mask >> i) & 1 == 1)) {
+            let column = from + i;
+            // SAFETY: the caller is compiled for AVX-512, and the product at `column` in a row of the tile is one of those
+            // of this part.
+            unsafe {
+                let w = self.matrix.in_f32::<Avx512>(column..column + 1, &mut decoded);
+                for row in (0..masks.len()).filter(|row| (masks[*row] >> i) & 1 == 1).map(|row| first + row) {
+                    let y = self.y.at((row * out + column) * size_of::<f32>(), size_of::<f32>()).cast();
+                    tile::columns::<Avx512>(&self.x[row * input..][..input], 1, w, input, (y, out), false);
+                }
+            }
+        }
+    }
+}
+
+/// Returns a mask of the first `n` lanes, or of all.
+#[inline(always)]
+fn first_lanes(n: usize) -> u32 {
+    ((1u64 << n.min(PAIRS)) - 1) as u32
+}
+
+/// Returns the elements of a step of a row of `depth` elements in `N` parts, with zeros beyond the row.
+///
+/// # Safety
+/// The row is valid for reads, and has the first element of the step. The caller is compiled for AVX-512.
+#[inline(always)]
+unsafe fn halves<const N: usize>(row: *const f32, depth: usize, step: usize) -> [__m512i; N] {
+    let at = step * PAIRS;
+    // SAFETY: whole vectors are loaded if the row has them, and by masks otherwise only elements that it has.
+    unsafe {
+        let row = row.add(at);
+        let (a, b): (__m512, __m512) = if at + PAIRS <= depth {
+            (_mm512_loadu_ps(row), _mm512_loadu_ps(row.add(ROWS)))
+        } else {
+            let lanes = first_lanes(depth - at);
+            let upper = _mm512_maskz_loadu_ps((lanes >> ROWS) as u16, row.wrapping_add(ROWS));
+            (_mm512_maskz_loadu_ps(lanes as u16, row), upper)
+        };
+        split::<N>(a, b)
+    }
+}
