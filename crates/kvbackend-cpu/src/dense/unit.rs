@@ -21,7 +21,7 @@ use crate::workers::Workers;
 
 // Decision: docs/decisions/backend-cpu.md#many-rows-go-to-the-matrix-unit-in-parts-of-bf16
 /// The fewest rows that the matrix unit multiplies faster than vectors do, by the parts of an element of the matrix.
-const LEAST: [usize; PARTS] = [8, 16, 20];
+const LEAST: [usize; PARTS] = [16, 20, 24];
 /// Elements of a row of a tile of bf16.
 const PAIRS: usize = 2 * ROWS;
 /// Rows of the matrix that are taken at a time.
