@@ -468,12 +468,11 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
     let file = file.to_str().unwrap();
     let overlapped = ["--positions", "overlapped"];
-    // Overlapped positions have identities of their own; sequential ones, the default, are an ordinary prompt's.
     for (way, identities) in [(&[][..], 7), (&overlapped, 9)] {
         let asked = ["eval", "--gate", "--json", "--seeds", "2", "--dataset", file, "--within", "60"];
         let gate = run_json(&[&asked[..], way].concat());
         let checks = gate["checks"].as_array().unwrap();
-        assert_eq!((checks.len(), &gate["fit"]), (identities + 1, &Value::Bool(true)));
+        assert!(checks.len() == identities + 1 && gate["fit"] == true, "{gate}");
         assert!(checks.iter().all(|check| check["holds"] == true));
     }
     let gate = |text: &str| {

@@ -18,6 +18,7 @@ pub(crate) mod goldens;
 mod screen;
 
 /// Options of `cargo xtask published`.
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Args)]
 pub(crate) struct PublishedArgs {
     /// Write the tables of docs/quality.md from the answers of the last runs, and ask nothing.

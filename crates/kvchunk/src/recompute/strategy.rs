@@ -97,9 +97,6 @@ impl RecomputeStrategy for Recompute {
 
     fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection {
         let every = |chunk: &ChunkSpan| (0..chunk.tokens as u32).collect();
-        fn of(scores: &Option<TokenScores>) -> impl Fn(usize, usize) -> f32 {
-            move |chunk, token| scores.as_ref().map_or(0.0, |scores| scores.of(chunk, token))
-        }
         match *self {
             Self::None => TokenSelection::new(chunks.iter().map(|_| Vec::new())),
             Self::Full => TokenSelection::new(chunks.iter().map(every)),
@@ -107,10 +104,11 @@ impl RecomputeStrategy for Recompute {
                 let first = if chunk.is_full { 0 } else { tokens.min(chunk.tokens) };
                 (0..first as u32).collect()
             })),
-            Self::Blend { share, .. } => largest(chunks, share, of(&found.deviations)),
-            Self::Question { share, .. } => largest(chunks, share, of(&found.attention)),
+            Self::Blend { share, .. } => largest(chunks, share, score_of(found.deviations.as_ref())),
+            Self::Question { share, .. } => largest(chunks, share, score_of(found.attention.as_ref())),
             Self::Joint { share, .. } => {
-                let (attention, deviation) = (of(&found.attention), of(&found.deviations));
+                let (attention, deviation) =
+                    (score_of(found.attention.as_ref()), score_of(found.deviations.as_ref()));
                 largest(chunks, share, |chunk, token| {
                     attention(chunk, token) * deviation(chunk, token).sqrt()
                 })
@@ -121,6 +119,11 @@ impl RecomputeStrategy for Recompute {
             }),
         }
     }
+}
+
+/// Returns the scores of tokens, 0 where there are none.
+fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
+    move |chunk, token| scores.map_or(0.0, |scores| scores.of(chunk, token))
 }
 
 /// Selects the share of all tokens with the highest scores, and the earlier of two equal ones. Chunks whose
@@ -290,7 +293,9 @@ mod tests {
     fn joint_takes_what_deviates_where_the_question_looks() {
         let scores = |of: [(usize, usize, f32); 3]| {
             let mut scores = vec![vec![0.01; 4], vec![0.01; 6], vec![0.01; 10]];
-            of.into_iter().for_each(|(chunk, token, x)| scores[chunk][token] = x);
+            for (chunk, token, x) in of {
+                scores[chunk][token] = x;
+            }
             Some(TokenScores::new(scores))
         };
         let found = Findings {

@@ -44,13 +44,13 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
         for (number, line) in text.lines().enumerate() {
             let bad = |reason: String| Error::Answer { path: path.clone(), line: number + 1, reason };
             let Line { name, trial } = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
-            let arm = match names.iter().position(|known| *known == name) {
-                Some(arm) => arm,
-                None => {
-                    arms.push(name.parse::<Arm>().map_err(|e| bad(e.to_string()))?);
-                    names.push(name);
-                    arms.len() - 1
-                }
+            let found = names.iter().position(|known| *known == name);
+            let arm = if let Some(arm) = found {
+                arm
+            } else {
+                arms.push(name.parse::<Arm>().map_err(|e| bad(e.to_string()))?);
+                names.push(name);
+                arms.len() - 1
             };
             if known.insert((arm, trial.draw, trial.question)) {
                 trials.push(Trial { arm, ..trial });
