@@ -117,7 +117,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo xtask conform --backend wgpu", budget: 85, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 140, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 55, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 170, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 160, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.
