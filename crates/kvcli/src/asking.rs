@@ -1,4 +1,4 @@
-//! What commands share which ask questions of a model: the engine, the questions and their form.
+//! Asking questions of a model, as `eval` and `tune` do: the engine, the questions and their form.
 
 use std::path::Path;
 

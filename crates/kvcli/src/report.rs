@@ -48,7 +48,7 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-/// What the model makes of an answer that was given to it.
+/// The model's own choice at each token of an answer that was given to it.
 #[derive(Serialize)]
 pub(crate) struct ReadBackJson {
     /// The tokens of the prompt.

@@ -99,8 +99,8 @@ pub(super) fn multiply(
                     }
                 });
                 in_parts((workers, threads), matrix.out, COLUMNS, &|columns| {
-                    // SAFETY: as above; all tiles of the pass have been written, nobody writes them now, and no other part
-                    // has these columns of `y`.
+                    // SAFETY: a level from `Amx` on has AMX and AVX-512. All tiles of the pass have been written, nobody writes them
+                    // now, and no other part has these columns of `y`.
                     MEMORY.with_borrow_mut(|memory| unsafe { pass.multiply(columns, memory) });
                 });
             }

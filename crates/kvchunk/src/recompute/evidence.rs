@@ -38,12 +38,12 @@ impl AttentionCheck {
     }
 }
 
-/// What a strategy wants to know of each token of reused chunks before it chooses: nothing, one of these, or both.
+/// The evidence that a strategy wants on each token of reused chunks before it chooses: nothing, one of these, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
-    /// How much the question attends to the token, over the reused keys. The model computes the question once.
+    /// The question's attention to the token, over the reused keys. The model computes the question once.
     pub attention: Option<AttentionCheck>,
-    /// How far the stored KV is from that of full attention. The model computes all tokens up to the layer that is checked.
+    /// The distance of the stored KV from that of full attention. The model computes all tokens up to the layer that is checked.
     pub deviations: Option<DeviationCheck>,
 }
 
@@ -84,7 +84,7 @@ impl TokenScores {
     }
 }
 
-/// What was found of the [`Evidence`] that a strategy asked for.
+/// The findings for the [`Evidence`] that a strategy asked for.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Findings {
     /// The attention to each token, if it was asked for.

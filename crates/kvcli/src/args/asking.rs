@@ -8,7 +8,7 @@ use kvlab::{Grader, QuestionKind, Texts};
 
 use super::{BackendName, WeightsFormat, at_least_one, backend, key_form, kv_format};
 
-/// Which questions are asked of which model, and how.
+/// Options of the questions, and of the model that is asked.
 #[derive(Debug, Args)]
 pub(crate) struct AskingArgs {
     /// A Hugging Face directory or a GGUF file. Without it: the built-in model.
@@ -59,7 +59,7 @@ pub(crate) struct AskingArgs {
     pub(crate) questions: Option<usize>,
 }
 
-/// What answers: caches, weights and the backend.
+/// Options of the engine that answers: caches, weights and the backend.
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
     /// Storage format of keys and values, see `kvc run --help`.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// How ways of reuse are searched.
+/// Settings of a search.
 #[derive(Debug, Clone)]
 pub struct TuneOptions {
     /// The candidates, in any order.

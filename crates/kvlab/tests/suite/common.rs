@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkCacheConfig;
-use kvlab::World;
+use kvlab::{QuestionKind, Trial, World};
 use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
 
 pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
@@ -16,4 +16,24 @@ pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
     let config = EngineConfig { chunks, kv_memory: Some(16 << 20), ..EngineConfig::default() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
     (engine, codec, world)
+}
+
+/// Returns the answers of two arms to local questions, from whether each was right: full attention's, then the other's.
+pub(crate) fn trials(pairs: impl IntoIterator<Item = (bool, bool)>) -> Vec<Trial> {
+    let of = |question: usize, arm: usize, right: bool| Trial {
+        draw: 0,
+        question,
+        kind: QuestionKind::Local,
+        arm,
+        answer: String::new(),
+        right: Some(right),
+        divergence: None,
+        agreement: None,
+        recomputed: 0.0,
+        found: 1.0,
+        flops: 1,
+        ttft_ms: 1.0,
+    };
+    let each = pairs.into_iter().enumerate();
+    each.flat_map(|(at, (full, other))| [of(at, 0, full), of(at, 1, other)]).collect()
 }

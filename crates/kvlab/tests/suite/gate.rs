@@ -2,10 +2,10 @@
 
 use kvchunk::{Reuse, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};
-use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, QuestionKind, Trial, Verdict};
+use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, Verdict};
 use kvmodel::{Engine, TextCodec};
 
-use crate::common::tiny_rag;
+use crate::common::{tiny_rag, trials};
 
 fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
     let (engine, codec, world) = tiny_rag();
@@ -89,26 +89,6 @@ fn every_identity_is_measured_and_none_holds_under_a_limit_that_nothing_can_reac
     let gate = check(&mut engine, &codec, &questions, none);
     assert_eq!(gate.failing().count(), 10, "{gate:?}");
     assert!(gate.checks.iter().all(|check| check.measured.is_finite()), "{gate:?}");
-}
-
-/// Returns the answers of two arms, from whether each was right.
-fn trials(pairs: impl IntoIterator<Item = (bool, bool)>) -> Vec<Trial> {
-    let of = |question: usize, arm: usize, right: bool| Trial {
-        draw: 0,
-        question,
-        kind: QuestionKind::Local,
-        arm,
-        answer: String::new(),
-        right: Some(right),
-        divergence: None,
-        agreement: None,
-        recomputed: 0.0,
-        found: 1.0,
-        flops: 1,
-        ttft_ms: 1.0,
-    };
-    let each = pairs.into_iter().enumerate();
-    each.flat_map(|(at, (full, other))| [of(at, 0, full), of(at, 1, other)]).collect()
 }
 
 #[test]

@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
-use kvlab::{Gate, GateCheck, GateLimits, QuestionKind, Trial, Verdict};
+use kvlab::{Gate, GateCheck, GateLimits, Verdict};
 use serde::Deserialize;
+
+use crate::common::trials;
 
 const FULL: &str = "full attention";
 const OLD_DEFAULT: &str = "overlapped, with-system, none";
@@ -36,26 +38,8 @@ impl Kept {
     }
 
     fn judged(&self, way: &str, limits: &GateLimits) -> GateCheck {
-        let of_arm = |arm, rights: Vec<bool>| {
-            let trial = move |(question, right): (usize, bool)| Trial {
-                draw: 0,
-                question,
-                kind: QuestionKind::Local,
-                arm,
-                answer: String::new(),
-                right: Some(right),
-                divergence: None,
-                agreement: None,
-                recomputed: 0.0,
-                found: 1.0,
-                flops: 1,
-                ttft_ms: 1.0,
-            };
-            rights.into_iter().enumerate().map(trial)
-        };
-        let full = of_arm(0, self.rights(FULL).collect());
-        let trials: Vec<Trial> = full.chain(of_arm(1, self.rights(way).collect())).collect();
-        Gate::of_answers(&trials, limits)
+        let pairs = self.rights(FULL).zip(self.rights(way));
+        Gate::of_answers(&trials(pairs), limits)
     }
 }
 
