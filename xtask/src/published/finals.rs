@@ -1,7 +1,7 @@
 //! The finals: the cells and a few strategies answer hundreds of local questions beside full attention.
 //!
 //! Answers are kept in a file a draw, so that a run goes on where another one was stopped. What was right is written to
-//! `crates/kvlab/tests/published`, by which a test holds the gate to its verdicts.
+//! `crates/kvlab/tests/published`, by which a test holds the gate to its verdicts. A run on another machine goes on from there.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,6 +24,9 @@ const FULL: &str = "full attention";
 
 /// Questions in a draw.
 const QUESTIONS: usize = 20;
+
+/// Operations of full attention in answers that are unpacked: of these, as of others, only shares count.
+const FLOPS: f64 = 1e9;
 
 /// The first draw of the questions by which times are measured: others than those that are judged.
 const TIMED: usize = 1000;
@@ -80,11 +83,14 @@ struct Way {
 
 /// Asks what has not been answered yet, and measures times.
 pub(super) fn run() -> Result {
-    std::fs::create_dir_all(folder().join("finals")).map_err(|e| e.to_string())?;
+    unpack()?;
     for Final { documents, draws, ways } in FINALS {
         for draw in 0..draws {
             println!("{documents} documents, draw {} of {draws}", draw + 1);
             complete(documents, draw, ways)?;
+        }
+        if read_kept(documents)?.is_some_and(|kept| kept.times(ways)) {
+            continue;
         }
         let asked = Asked { documents, first: TIMED, draws: 1, questions: QUESTIONS, local: true };
         ask(ways, asked, "answers", &times(documents))?;
@@ -108,6 +114,22 @@ fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
     let new = std::fs::read_to_string(&more).map_err(|e| format!("{}: {e}", more.display()))?;
     std::fs::write(&file, old + &new).map_err(|e| format!("{}: {e}", file.display()))?;
     std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))
+}
+
+/// Writes the answers to draws that were asked elsewhere, as far as they are kept: whether each was right, and the cost of each way
+/// on average.
+fn unpack() -> Result {
+    std::fs::create_dir_all(folder().join("finals")).map_err(|e| e.to_string())?;
+    for Final { documents, draws, .. } in FINALS {
+        let Some(kept) = read_kept(documents)? else { continue };
+        for draw in (0..draws).filter(|draw| (draw + 1) * QUESTIONS <= kept.questions) {
+            let file = answers(documents, draw);
+            if !file.exists() {
+                std::fs::write(&file, kept.draw(draw)).map_err(|e| format!("{}: {e}", file.display()))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the file of the answers to a draw.
@@ -137,6 +159,44 @@ fn kept(documents: usize) -> PathBuf {
     root().join(KEPT).join(format!("{documents}.json"))
 }
 
+/// Returns what is kept about so many documents.
+fn read_kept(documents: usize) -> Result<Option<Kept>> {
+    let path = kept(documents);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    serde_json::from_str(&text).map(Some).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+impl Kept {
+    /// Returns the answers to a draw, a line each.
+    fn draw(&self, draw: usize) -> String {
+        let mut text = String::new();
+        for Way { name, right, anew, operations, .. } in &self.ways {
+            for (question, right) in right.bytes().skip(draw * QUESTIONS).take(QUESTIONS).enumerate() {
+                let answer = serde_json::json!({
+                    "name": name, "draw": draw, "question": question, "kind": "local", "arm": 0, "answer": "",
+                    "right": right == b'1', "divergence": null, "agreement": null, "recomputed": anew, "found": 0.0,
+                    "flops": (operations * FLOPS).round() as u64, "ttft_ms": 0.0,
+                });
+                let _ = writeln!(text, "{answer}");
+            }
+        }
+        text
+    }
+
+    /// Returns the median time to first token of a way.
+    fn time(&self, way: &str) -> Option<f64> {
+        self.ways.iter().find(|known| known.name == way)?.ttft_ms
+    }
+
+    /// Returns whether there are times of all ways.
+    fn times(&self, ways: &[&str]) -> bool {
+        ways.iter().chain([&FULL]).all(|way| self.time(way).is_some())
+    }
+}
+
 /// Keeps what was right of the draws that were asked in all ways.
 fn keep() -> Result {
     for Final { documents, draws, ways } in FINALS {
@@ -153,8 +213,13 @@ fn keep() -> Result {
         }
         let timed = times(documents);
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
-        let kept_ways = std::iter::once(FULL).chain(ways.iter().copied());
-        let ways: Vec<Way> = kept_ways.map(|way| of_way(way, &draw_answers, &timed)).collect();
+        let before = read_kept(documents)?;
+        let of = |way| {
+            let new = of_way(way, &draw_answers, &timed);
+            let kept = before.as_ref().and_then(|kept| kept.time(way));
+            Way { ttft_ms: new.ttft_ms.or(kept), ..new }
+        };
+        let ways: Vec<Way> = std::iter::once(FULL).chain(ways.iter().copied()).map(of).collect();
         let questions = ways.first().map_or(0, |way| way.right.len());
         let text =
             serde_json::to_string_pretty(&Kept { documents, questions, ways }).map_err(|e| e.to_string())?;
@@ -239,17 +304,16 @@ fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, Bounds>> {
 
 /// Writes the table of docs/quality.md.
 pub(super) fn write() -> Result {
+    unpack()?;
     keep()?;
     let mut table = String::from(
         "| documents | positions, mode, recomputed | right | points lost | tokens anew | operations | time to first token |\n\
          |---|---|---|---|---|---|---|\n",
     );
     for Final { documents, draws, .. } in FINALS {
-        let path = kept(documents);
-        let Ok(text) = std::fs::read_to_string(&path) else { continue };
-        let kept: Kept = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+        let Some(kept) = read_kept(documents)? else { continue };
         let bounds = bounds(documents, draws)?;
-        let full = kept.ways.iter().find(|way| way.name == FULL).and_then(|way| way.ttft_ms);
+        let full = kept.time(FULL);
         for way in &kept.ways {
             let right = way.right.matches('1').count();
             let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
@@ -309,6 +373,30 @@ mod tests {
         assert!((kept.operations - 0.3).abs() < 1e-9, "{}", kept.operations);
         assert_eq!(of_way(FULL, &draws, &[]).right, "11");
         assert_eq!(names(&draws[0]), [FULL, "sequential, alone, blend:0.2@10"]);
+    }
+
+    #[test]
+    fn answers_that_are_unpacked_are_kept_again_as_they_were() {
+        let way = |name: &str, draws: [&str; 2], anew, operations| Way {
+            name: name.to_owned(),
+            right: draws.concat(),
+            anew,
+            operations,
+            ttft_ms: None,
+        };
+        let (first, second) = ("10".repeat(QUESTIONS / 2), "0".repeat(QUESTIONS));
+        let ways = vec![
+            way(FULL, [&second, &first], 1.0, 1.0),
+            way("sequential, alone, none", [&first, &second], 0.0, 0.0372),
+        ];
+        let kept = Kept { documents: 4, questions: 2 * QUESTIONS, ways };
+        let read = |draw| kept.draw(draw).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let draws: Vec<Vec<Answer>> = (0..2).map(read).collect();
+        for way in &kept.ways {
+            let again = of_way(&way.name, &draws, &[]);
+            assert_eq!((&again.right, again.anew), (&way.right, way.anew));
+            assert!((again.operations - way.operations).abs() < 1e-6, "{}", again.operations);
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kvchunk::{AssembledPrompt, AttentionCheck, TokenScores};
 use kvcore::{
-    ApplyRope, DType, Gather, KeyForm, KvFormat, LayerRopes, MemoryKind, Rotation, Segment, SequenceInput,
+    ApplyRope, DType, Gather, KeyForm, KvFormat, LayerRopes, Logits, MemoryKind, Rotation, Segment, SequenceInput,
     TensorView, allocate_tensor,
 };
 
@@ -50,8 +50,9 @@ impl Inquiry<'_> {
         let system = self.question.segments.first().map_or(0, |segment| segment.len);
         let context: usize = self.question.segments[..own].iter().map(|segment| segment.len).sum();
         let mut sums = vec![0.0f32; context];
-        let batch = std::slice::from_ref(self.question);
-        let mut pass = Some(model.begin(&device, self.ropes, batch, &mut memory)?);
+        // Nothing follows the last layer's queries: no row of it goes on to the head.
+        let batch = [SequenceInput { logits: Logits::None, ..self.question.clone() }];
+        let mut pass = Some(model.begin(&device, self.ropes, &batch, &mut memory)?);
         let mut flops = 0;
         for layer in check.first_layer(layers)..layers {
             let Some(mut running) = pass.take() else { break };
