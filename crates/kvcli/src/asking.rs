@@ -48,6 +48,18 @@ pub(crate) fn questions(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
     if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
 }
 
+/// Returns the first question that holds the separator, and the field that does. Space keeps nothing apart, and may stand anywhere.
+fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
+    let separator = separator.trim();
+    let holds = |(at, question): (usize, &Question)| {
+        let documents =
+            question.documents.iter().enumerate().map(|(i, text)| (format!("documents[{i}]"), text));
+        let mut parts = documents.chain([("system".to_owned(), &question.system)]);
+        parts.find(|(_, text)| text.contains(separator)).map(|(field, _)| (at, field))
+    };
+    if separator.is_empty() { None } else { questions.iter().enumerate().find_map(holds) }
+}
+
 /// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
 fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
@@ -71,8 +83,14 @@ fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
         return Ok(seeds.map(draw).collect());
     }
     if let Some(path) = asking.dataset.clone().or_else(|| beside("dataset.jsonl")) {
-        let mut all = Question::read_all(&read(&path)?)
+        let text = read(&path)?;
+        let mut all = Question::read_all(&text, asking.grader)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
+        if let Some((at, field)) = holding(&all, &options(asking).style.separator) {
+            let mut lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
+            let line = lines.nth(at).map_or(0, |(_, line)| line);
+            return Err(Error::Separator { path, line, field });
+        }
         all = graded(all);
         all.truncate(asking.questions.unwrap_or(usize::MAX));
         // Each part takes every n-th question of the dataset, so that the parts are alike.

@@ -61,6 +61,12 @@ pub(crate) enum Error {
         "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
     )]
     NoDataset(PathBuf),
+    /// A part of a question holds the text that stands behind parts.
+    #[error(
+        "{path}, line {line}: {field} holds the separator, so that its end could not be told from its middle: choose another one with \
+         --separator, or change the text"
+    )]
+    Separator { path: PathBuf, line: usize, field: String },
     /// No question is of the kinds that are asked for.
     #[error(
         "there is no question of the kinds that --kind asks for: texts have local, comparison and reference, and world.json has \

@@ -8,7 +8,7 @@ pub enum Error {
     #[error("workload: {0}")]
     Workload(String),
     /// A file of questions cannot be parsed.
-    #[error("questions{}: {reason}", of_line(*line))]
+    #[error("questions{}: {reason}{}", of_line(*line), form(*line))]
     Dataset {
         /// The line, counted from 1; 0 for the whole file.
         line: usize,
@@ -18,7 +18,8 @@ pub enum Error {
     /// The name of a way to answer is unknown.
     #[error(
         "{0:?} is no way to answer: write full attention, or positions (overlapped, sequential, absolute), mode (with-system, \
-         alone) and strategy with commas between them, for example sequential,with-system,link:16"
+         alone, sink:K) and strategy with commas between them, for example sequential,with-system,link:16, and behind these, if wanted, \
+         the temperature and scale of attention to documents: T 0.9 S 0.9"
     )]
     UnknownArm(String),
     /// A search has no candidate, or nothing to judge it by.
@@ -43,4 +44,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Returns ", line N" for a line, and nothing for the whole file.
 fn of_line(line: usize) -> String {
     if line == 0 { String::new() } else { format!(", line {line}") }
+}
+
+/// Returns the form of a line, for the error of one.
+fn form(line: usize) -> &'static str {
+    if line == 0 {
+        ""
+    } else {
+        "; a line is a JSON object with system, documents (a list), question and answer, and may have kind and grader"
+    }
 }

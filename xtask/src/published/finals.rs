@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Asked, ask, folder, plain, program, read, write_table};
+use super::{Answer, Asked, FULL, ask, folder, plain, program, read, with_shares, write_table};
 use crate::run::{Result, root};
 
 /// The name under which the page has the table.
@@ -18,9 +18,6 @@ const TABLE: &str = "cargo xtask published --answers";
 
 /// Where what was right is kept, below the root of the workspace.
 const KEPT: &str = "crates/kvlab/tests/published";
-
-/// The name of the way with which all others are compared.
-const FULL: &str = "full attention";
 
 /// Questions in a draw.
 const QUESTIONS: usize = 20;
@@ -200,26 +197,29 @@ impl Kept {
 /// Keeps what was right of the draws that were asked in all ways.
 fn keep() -> Result {
     for Final { documents, draws, ways } in FINALS {
+        // Draws are numbered by their order here: none after a gap counts.
         let mut draw_answers = Vec::new();
-        for draw in (0..draws).filter(|&draw| answers(documents, draw).exists()) {
+        for draw in (0..draws).take_while(|&draw| answers(documents, draw).exists()) {
             let answers = read(&answers(documents, draw))?;
             let known = names(&answers);
-            if ways.iter().all(|way| known.iter().any(|known| known == way)) {
-                draw_answers.push(answers);
+            if !ways.iter().all(|way| known.iter().any(|known| known == way)) {
+                break;
             }
+            draw_answers.push(answers);
         }
         if draw_answers.is_empty() {
             continue;
         }
         let timed = times(documents);
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
-        let before = read_kept(documents)?;
-        let of = |way| {
-            let new = of_way(way, &draw_answers, &timed);
-            let kept = before.as_ref().and_then(|kept| kept.time(way));
-            Way { ttft_ms: new.ttft_ms.or(kept), ..new }
-        };
-        let ways: Vec<Way> = std::iter::once(FULL).chain(ways.iter().copied()).map(of).collect();
+        let all = || std::iter::once(FULL).chain(ways.iter().copied());
+        let mut ways: Vec<Way> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
+        // Times of one machine only: those that were kept go when all are new.
+        if let Some(before) = read_kept(documents)?
+            && ways.iter().any(|way| way.ttft_ms.is_none())
+        {
+            ways.iter_mut().for_each(|way| way.ttft_ms = before.time(&way.name));
+        }
         let questions = ways.first().map_or(0, |way| way.right.len());
         let text =
             serde_json::to_string_pretty(&Kept { documents, questions, ways }).map_err(|e| e.to_string())?;
@@ -233,23 +233,16 @@ fn keep() -> Result {
 /// Gathers the answers of a way, question by question. Of several answers to one question, the first counts.
 fn of_way(way: &str, draws: &[Vec<Answer>], timed: &[Answer]) -> Way {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
-    let mut full: BTreeMap<(usize, usize), f64> = BTreeMap::new();
-    for answer in draws.iter().flatten() {
-        let question = (answer.draw, answer.question);
-        let name = plain(&answer.name);
-        if name == FULL {
-            full.entry(question).or_insert(answer.flops);
-        }
-        if name == way {
+    for (answer, share) in draws.iter().flat_map(|answers| with_shares(answers)) {
+        if plain(&answer.name) == way {
             let right = answer.right.unwrap_or(false);
-            of_questions.entry(question).or_insert((right, answer.recomputed, answer.flops));
+            let question = (answer.draw, answer.question);
+            of_questions.entry(question).or_insert((right, answer.recomputed, share));
         }
     }
     let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / of_questions.len().max(1) as f64;
     let anew = mean(&mut of_questions.values().map(|(_, recomputed, _)| *recomputed));
-    let shares =
-        of_questions.iter().map(|(question, (_, _, flops))| flops / full.get(question).unwrap_or(&f64::NAN));
-    let operations = mean(&mut shares.into_iter());
+    let operations = mean(&mut of_questions.values().map(|(_, _, share)| *share));
     let mut times: Vec<f64> =
         timed.iter().filter(|answer| plain(&answer.name) == way).map(|answer| answer.ttft_ms).collect();
     times.sort_by(f64::total_cmp);
@@ -364,9 +357,9 @@ mod tests {
             answer(FULL, 0, true, 100.0),
             answer(FULL, 1, true, 200.0),
             answer(way, 1, false, 100.0),
-            answer(way, 0, true, 10.0),
-            // A second call asks full attention again.
-            answer(FULL, 0, false, 100.0),
+            // A second call asks full attention again, which costs its own units there.
+            answer(FULL, 0, false, 1000.0),
+            answer(way, 0, true, 100.0),
         ]];
         let kept = of_way("sequential, alone, blend:0.2@10", &draws, &draws[0]);
         assert_eq!((kept.right.as_str(), kept.anew, kept.ttft_ms), ("10", 0.25, Some(100.0)));

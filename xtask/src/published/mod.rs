@@ -1,9 +1,10 @@
 //! `cargo xtask published`: strategies of reuse on a published model, as docs/quality.md has them.
 //!
 //! The model is SmolLM2-135M-Instruct, which a wheel of the Python package index holds as a GGUF file. Questions are those of
-//! `kvc eval --texts`. Divergence from full attention's own answer orders all strategies by sixty prompts ([`screen`], half an hour
+//! `kvc eval --texts`. Divergence from full attention's own answer orders all strategies by sixty prompts ([`screen`], an hour
 //! on two cores); the cells and a few finalists answer 400 questions beside full attention ([`finals`], hours).
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -142,6 +143,22 @@ fn read(file: &Path) -> Result<Vec<Answer>> {
     let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
     let answer = |line: &str| serde_json::from_str(line).map_err(|e| format!("{}: {e}", file.display()));
     text.lines().map(answer).collect()
+}
+
+/// The name of the way with which all others are compared.
+const FULL: &str = "full attention";
+
+/// Returns the answers whose question full attention was asked before, each with its operations as a share of full attention's. Each
+/// call asks full attention first, and an answer is compared with the call that gave it.
+fn with_shares(answers: &[Answer]) -> impl Iterator<Item = (&Answer, f64)> {
+    let mut full = BTreeMap::new();
+    answers.iter().filter_map(move |answer| {
+        let question = (answer.draw, answer.question);
+        if answer.name == FULL {
+            full.insert(question, answer.flops);
+        }
+        full.get(&question).map(|full| (answer, answer.flops / full))
+    })
 }
 
 /// Returns the name of a way as tables have it, without what strategies add that was not asked for.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use super::{Answer, Asked, ask, folder, plain, read, write_table};
+use super::{Answer, Asked, FULL, ask, folder, plain, read, with_shares, write_table};
 use crate::run::Result;
 
 /// The name under which the page has the table.
@@ -44,13 +44,19 @@ const ARMS: &[&str] = &[
     "sequential, with-system, question:0.1",
     "sequential, with-system, question:0.2",
     "sequential, with-system, question:0.3",
+    "sequential, with-system, question:0.5",
     "sequential, with-system, question:0.2@0",
     "sequential, with-system, question:0.2@10",
     "sequential, with-system, question:0.2@25",
     "sequential, alone, question:0.2",
     "sequential, sink:4, question:0.2",
     "overlapped, with-system, question:0.2",
+    "sequential, with-system, joint:0.2@1",
+    "sequential, with-system, joint:0.2@5",
 ];
+
+/// The way from which the distance of all others is measured, prompt by prompt.
+const NEAR: &str = "sequential, with-system, question:0.2";
 
 /// What `--quick` asks: the nearest of them last.
 const QUICK: [&str; 3] = [
@@ -63,10 +69,12 @@ const QUICK: [&str; 3] = [
 const SIZE: (usize, usize) = (5, 4);
 
 /// What the answers of a way amount to.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Sum {
     asked: usize,
     divergence: f64,
+    /// The divergence of each question.
+    each: BTreeMap<(usize, usize), f64>,
     agreement: f64,
     recomputed: f64,
     operations: f64,
@@ -107,25 +115,16 @@ fn answers(documents: usize) -> PathBuf {
 
 /// Sums answers by the way in which they were given. Costs are shares of full attention's, question by question.
 fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
-    let full = |one: &Answer| {
-        let same = |other: &&Answer| {
-            other.name == "full attention" && (other.draw, other.question) == (one.draw, one.question)
-        };
-        answers.iter().find(same).map(|full| full.flops)
-    };
     let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
-    for answer in answers {
-        let (Some(flops), Some(divergence), Some(agreement)) =
-            (full(answer), answer.divergence, answer.agreement)
-        else {
-            continue;
-        };
+    for (answer, share) in with_shares(answers) {
+        let (Some(divergence), Some(agreement)) = (answer.divergence, answer.agreement) else { continue };
         let sum = sums.entry(plain(&answer.name)).or_default();
         sum.asked += 1;
         sum.divergence += divergence;
         sum.agreement += agreement;
         sum.recomputed += answer.recomputed;
-        sum.operations += answer.flops / flops;
+        sum.operations += share;
+        sum.each.insert((answer.draw, answer.question), divergence);
     }
     for sum in sums.values_mut() {
         let asked = sum.asked as f64;
@@ -134,6 +133,17 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
         }
     }
     sums
+}
+
+/// Returns how much farther from full attention a way is than another one, prompt by prompt: the mean, and half the width of its
+/// 95 % confidence interval.
+fn beyond(way: &Sum, other: &Sum) -> Option<(f64, f64)> {
+    let differences: Vec<f64> =
+        way.each.iter().filter_map(|(question, x)| Some(x - other.each.get(question)?)).collect();
+    let n = differences.len() as f64;
+    let mean = differences.iter().sum::<f64>() / n;
+    let variance = differences.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0);
+    (n > 1.0).then(|| (mean, 1.96 * (variance / n).sqrt()))
 }
 
 /// Writes the table of docs/quality.md.
@@ -148,17 +158,24 @@ pub(super) fn write() -> Result {
         there.iter().map(|&documents| Ok(sums(&read(&answers(documents))?))).collect::<Result<_>>()?;
     let mut table = String::from("| positions, mode, recomputed |");
     for documents in &there {
-        let _ = write!(table, " {documents} documents |");
+        let _ = write!(table, " {documents} documents | beyond `question:0.2` |");
     }
-    let _ = writeln!(table, " tokens anew | operations |\n|---|{}---|---|", "---|".repeat(there.len()));
+    let _ = writeln!(table, " tokens anew | operations |\n|---|{}---|---|", "---|".repeat(2 * there.len()));
     for arm in ARMS {
         let of: Vec<Option<&Sum>> = all.iter().map(|sums| sums.get(*arm)).collect();
         let Some(last) = of.iter().rev().copied().flatten().next() else { continue };
         let _ = write!(table, "| {arm} |");
-        for sum in &of {
+        for (sum, sums) in of.iter().zip(&all) {
             match sum {
                 Some(sum) => {
                     let _ = write!(table, " {:.3} ({:.3}) |", sum.divergence, sum.agreement);
+                }
+                None => table += " – |",
+            }
+            let near = sums.get(NEAR).filter(|_| *arm != NEAR);
+            match sum.and_then(|sum| beyond(sum, near?)) {
+                Some((mean, half)) => {
+                    let _ = write!(table, " {mean:+.3} ± {half:.3} |");
                 }
                 None => table += " – |",
             }
@@ -198,10 +215,28 @@ mod tests {
             answer(way, 2, 9.0, 100.0),
         ];
         let sums = sums(&answers);
-        let sum = sums["sequential, alone, blend:0.2@10"];
+        let sum = &sums["sequential, alone, blend:0.2@10"];
         assert_eq!(sum.asked, 2, "what full attention was not asked counts for nothing");
         assert!((sum.divergence - 0.2).abs() < 1e-12 && (sum.operations - 0.3).abs() < 1e-12);
         assert_eq!(sums["full attention"].operations, 1.0);
+    }
+
+    #[test]
+    fn distances_between_ways_are_paired_by_question() {
+        let of = |name, answers: &[(usize, f64)]| -> Sum {
+            let answers: Vec<Answer> = answers
+                .iter()
+                .flat_map(|&(question, far)| {
+                    [answer(FULL, question, 0.0, 1.0), answer(name, question, far, 1.0)]
+                })
+                .collect();
+            sums(&answers)[name].clone()
+        };
+        let (near, far) =
+            (of("a", &[(0, 0.1), (1, 0.5), (2, 0.2)]), of("b", &[(0, 0.2), (1, 0.6), (3, 9.0)]));
+        let (mean, half) = beyond(&far, &near).unwrap();
+        assert!((mean - 0.1).abs() < 1e-12 && half.abs() < 1e-12, "{mean} ± {half}");
+        assert!(beyond(&of("c", &[(2, 1.0)]), &near).is_none(), "one question has no spread");
     }
 
     #[test]
@@ -209,6 +244,6 @@ mod tests {
         assert_eq!(plain("a, b, random:0.2@0"), "a, b, random:0.2");
         assert_eq!(plain("a, b, question:0.2@0"), "a, b, question:0.2@0");
         assert_eq!(plain("a, b, blend:0.2@10:keys"), "a, b, blend:0.2@10:keys");
-        assert!(QUICK.iter().all(|way| ARMS.contains(way)));
+        assert!(QUICK.iter().chain([&NEAR]).all(|way| ARMS.contains(way)));
     }
 }

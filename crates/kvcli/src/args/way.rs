@@ -12,9 +12,6 @@ const WAY: &str = "How documents are reused (as --positions sequential --chunks 
 
 /// The way in which documents are reused.
 #[derive(Debug, Args)]
-#[command(
-    next_help_heading = "How documents are reused (by default as `--positions sequential --chunks with-system --recompute question:0.5`)"
-)]
 pub(crate) struct WayArgs {
     /// Positions of documents: all right after the system prompt; one after the other; or one after the
     /// other, and found again only at the same position. Sequential, if another option of these is given.

@@ -138,12 +138,18 @@ fn report(
         json(out, &EvalReport { questions: asked, seeds: draws, scores })?;
     } else {
         show::table(out, scores, draws)?;
-        writeln!(out, "\n{asked} questions in {draws} draws.")?;
+        writeln!(out, "\n{}.", counted(asked, draws))?;
     }
     match &args.plot {
         Some(path) => show::plot(path, scores, positions),
         None => Ok(()),
     }
+}
+
+/// Returns the numbers of questions and draws in words.
+fn counted(asked: usize, draws: usize) -> String {
+    let of = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+    format!("{} in {}", of(asked, "question"), of(draws, "draw"))
 }
 
 /// Returns the arms, with full attention before them: all others are compared with it.

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, PositionStrategy, Recompute};
-use kvlab::{Arm, Gate, Question, QuestionKind, Score, Trial, Verdict};
+use kvlab::{Arm, Gate, GateLimits, Question, QuestionKind, Score, Trial, Verdict};
 
 use super::kinds;
 use crate::error::Result;
@@ -20,7 +20,7 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     let kinds = kinds(scores);
     let (answered, compared) =
         (scores.iter().any(|s| s.accuracy.is_some()), scores.iter().any(|s| s.divergence.is_some()));
-    let bounded = answered && scores.iter().filter_map(|s| s.paired).any(|p| p.lost + p.gained > 0);
+    let bounded = scores.iter().any(|s| s.arm.cell.is_some() && s.paired.is_some());
     let mut header = vec!["positions, mode, recomputed".to_owned()];
     for kind in &kinds {
         header.extend(answered.then(|| kind.name().to_owned()));
@@ -58,9 +58,21 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     if bounded {
         writeln!(
             out,
-            "\nLost: points of full attention's right answers that are wrong, less those that it missed; in brackets the least and \
-             the most that the answers do not refute (one-sided 95 % each)."
+            "\nLost, in points of a hundred questions: those that only full attention answered, less those that only this way \
+             answered; in brackets the least and the most that the answers do not refute (one-sided 95 % each)."
         )?;
+    }
+    for score in scores.iter().filter(|score| bounded && score.arm.cell.is_none()) {
+        let (right, floor) = (score.accuracy.map_or(1.0, |right| right.mean), GateLimits::default().floor);
+        if right < floor {
+            writeln!(
+                out,
+                "\nFull attention answers {:.0} % of the {} questions, less than {:.0} %: a small loss says little about reuse.",
+                100.0 * right,
+                score.kind.name(),
+                100.0 * floor
+            )?;
+        }
     }
     if compared {
         writeln!(
@@ -89,8 +101,7 @@ fn accuracy(score: &Score, draws: usize) -> String {
 
 fn lost(score: &Score) -> String {
     let Some(paired) = score.paired.filter(|_| score.arm.cell.is_some()) else { return String::new() };
-    let [loss, least, most] = [paired.loss(), paired.at_least(), paired.at_most()].map(|share| 100.0 * share);
-    format!("{loss:5.1} ({least:.1} to {most:.1})")
+    paired.points()
 }
 
 fn divergence(score: &Score) -> String {

@@ -87,12 +87,13 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
 
 /// Says why an answer was cut.
 fn cut(args: &RunArgs, generation: &Generation) -> String {
-    let tokens = generation.tokens.len();
-    if tokens == args.sampling.max_new_tokens {
-        return format!("The answer was cut after {tokens} tokens: raise --max-new-tokens for more.");
+    let count = generation.tokens.len();
+    let tokens = if count == 1 { "1 token".to_owned() } else { format!("{count} tokens") };
+    if count == args.sampling.max_new_tokens {
+        return format!("The answer was cut after {tokens}: raise --max-new-tokens for more.");
     }
     format!(
-        "The answer was cut after {tokens} tokens, at the last position of the model or of a static cache: a shorter prompt \
+        "The answer was cut after {tokens}, at the last position of the model or of a static cache: a shorter prompt \
          leaves room for more."
     )
 }

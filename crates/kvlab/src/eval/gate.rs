@@ -152,7 +152,7 @@ impl Gate {
     /// Checks a way of reuse on an engine:
     ///
     /// - Reuse equals a computation from scratch under the same mask.
-    /// - Recomputing everything, by any strategy, equals full attention at the positions of an ordinary
+    /// - Recomputing everything, by any strategy that chooses, equals full attention at the positions of an ordinary
     ///   prompt. At the cell's own positions, all such strategies equal each other.
     /// - Recomputing nothing changes nothing.
     /// - It answers local questions as well as full attention does: the answers bound the loss.
@@ -242,12 +242,12 @@ enum Against {
 fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     let of = DeviationOf::default();
     let blend = |share| Recompute::Blend { share, layer: 0, of };
-    // A share just below 1 takes every token, because it is rounded up, but still compares deviations.
-    let through = (layers > 1).then_some(Recompute::Blend {
-        share: 1.0 - f64::EPSILON,
-        layer: (layers / 2).max(1),
-        of,
-    });
+    // A share just below 1 takes every token, because it is rounded up, but still asks for the evidence.
+    let almost = 1.0 - f64::EPSILON;
+    let middle = (layers > 1).then_some((layers / 2).max(1));
+    let through = middle.map(|layer| Recompute::Blend { share: almost, layer, of });
+    let question = Recompute::Question { share: almost, from: None };
+    let joint = Recompute::Joint { share: almost, layer: middle.unwrap_or(0), of };
     let whole = Recompute::Link { tokens: usize::MAX };
     let none = |what, recompute| (what, cell, recompute, Against::Strategy(Recompute::None));
     let overlapped = cell.strategy == PositionStrategy::Overlapped;
@@ -261,6 +261,8 @@ fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
         full("recomputing every token is full attention", Recompute::Full),
         full("linking whole documents is full attention", whole),
         full("blending every token is full attention", blend(1.0)),
+        full("recomputing every token by the question's attention is full attention", question),
+        full("recomputing every token by attention and deviation is full attention", joint),
     ];
     all.extend(through.map(|blend| full("blending every token at a checkpoint is full attention", blend)));
     if overlapped {
@@ -330,10 +332,10 @@ mod tests {
                 let all = identities(cell, layers);
                 let checkpoints = usize::from(layers > 1);
                 let overlapped = usize::from(cell.strategy == PositionStrategy::Overlapped);
-                let expected = 6 + checkpoints + overlapped * (1 + checkpoints);
+                let expected = 8 + checkpoints + overlapped * (1 + checkpoints);
                 assert_eq!(all.len(), expected, "{cell:?}, {layers} layers");
                 let elsewhere = all.iter().filter(|identity| identity.cell != cell).count();
-                assert_eq!(elsewhere, overlapped * (3 + checkpoints), "{cell:?}, {layers} layers");
+                assert_eq!(elsewhere, overlapped * (5 + checkpoints), "{cell:?}, {layers} layers");
                 for identity in &all {
                     let Recompute::Blend { share, layer, .. } = identity.recompute else { continue };
                     assert!(layer < layers, "{identity:?}");

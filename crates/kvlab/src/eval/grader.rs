@@ -13,7 +13,7 @@ pub enum Grader {
     Exact,
     /// The right answer occurs in the answer, in whole words.
     Contains,
-    /// The first number of the answer is the right one. Commas between digits do not count.
+    /// The first number of the answer is the right one. A sign counts, commas between digits do not.
     Numbers,
     /// The words of both overlap: their F1 score is 0.5 or more (as in `SQuAD`, Rajpurkar et al., 2016, which averages it).
     TokenF1,
@@ -22,13 +22,35 @@ pub enum Grader {
 /// The least F1 score of a right answer.
 const LEAST_F1: f64 = 0.5;
 
-/// Returns the words of a text: runs of letters and digits.
-fn words(text: &str) -> Vec<String> {
-    let words = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
-    words.map(str::to_lowercase).collect()
+/// Returns true for a character of a script that has no spaces between words: each counts as a word.
+fn is_word(c: char) -> bool {
+    matches!(c,
+        '\u{0e00}'..='\u{0eff}' | '\u{1000}'..='\u{109f}' | '\u{1780}'..='\u{17ff}' // Thai, Lao, Burmese, Khmer
+        | '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{4dbf}' | '\u{4e00}'..='\u{9fff}' // Kana, Han
+        | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
 }
 
-/// Returns the numbers of a text, without a decimal point at their end.
+/// Returns true for a character that goes on a word which stands before it.
+fn goes_on(c: char) -> bool {
+    c.is_alphanumeric() && !is_word(c)
+}
+
+/// Returns the words of a text: runs of letters and digits, and the characters of scripts without spaces.
+fn words(text: &str) -> Vec<String> {
+    let (mut words, mut open) = (Vec::<String>::new(), false);
+    for c in text.chars() {
+        match words.last_mut() {
+            Some(word) if open && goes_on(c) => word.push(c),
+            _ if c.is_alphanumeric() || is_word(c) => words.push(c.into()),
+            _ => {}
+        }
+        open = goes_on(c);
+    }
+    words.iter().map(|word| word.to_lowercase()).collect()
+}
+
+/// Returns the numbers of a text, without a decimal point at their end. A minus sign counts where no letter and no digit stands
+/// before it.
 fn numbers(text: &str) -> Vec<f64> {
     let text: Vec<char> = text.chars().collect();
     let is_inner = |i: usize, c: char| {
@@ -37,9 +59,16 @@ fn numbers(text: &str) -> Vec<f64> {
             && text[i - 1].is_ascii_digit()
             && text.get(i + 1).is_some_and(char::is_ascii_digit)
     };
+    let is_sign = |i: usize| {
+        text.get(i + 1).is_some_and(char::is_ascii_digit) && !(i > 0 && text[i - 1].is_alphanumeric())
+    };
     let kept: String = (0..text.len())
         .filter(|&i| !is_inner(i, ','))
-        .map(|i| if text[i].is_ascii_digit() || is_inner(i, '.') { text[i] } else { ' ' })
+        .map(|i| match text[i] {
+            c if c.is_ascii_digit() || is_inner(i, '.') => c,
+            '-' | '−' if is_sign(i) => '-',
+            _ => ' ',
+        })
         .collect();
     kept.split_whitespace().filter_map(|number| number.parse().ok()).collect()
 }
@@ -71,7 +100,7 @@ impl Grader {
         match self {
             Self::Begins => {
                 let rest = given.strip_prefix(&right);
-                rest.is_some_and(|rest| !rest.chars().next().is_some_and(char::is_alphanumeric))
+                rest.is_some_and(|rest| !rest.chars().next().is_some_and(goes_on))
             }
             Self::Exact => given.trim_end_matches('.').trim_end() == right.trim_end_matches('.').trim_end(),
             Self::Contains => {
@@ -86,6 +115,15 @@ impl Grader {
         }
     }
 
+    /// Returns what is wrong with a right answer that no answer can meet.
+    pub(super) fn objection(self, right: &str) -> Option<&'static str> {
+        match self {
+            Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no word"),
+            Self::Numbers if numbers(right).is_empty() => Some("it has no number"),
+            _ => None,
+        }
+    }
+
     /// Returns true if nothing that may follow `answer` changes whether it is right.
     ///
     /// The last word and the last number of an answer may still grow, so that they decide nothing.
@@ -94,7 +132,7 @@ impl Grader {
         match self {
             Self::Begins => given.chars().count() > right.trim().chars().count(),
             Self::Exact | Self::TokenF1 => false,
-            Self::Contains => self.accepts(given.trim_end_matches(char::is_alphanumeric), right),
+            Self::Contains => self.accepts(given.trim_end_matches(goes_on), right),
             Self::Numbers => {
                 let grows = |c: char| c.is_ascii_digit() || matches!(c, '.' | ',');
                 !numbers(given.trim_end_matches(grows)).is_empty()
@@ -120,14 +158,21 @@ mod tests {
     fn numbers_are_read_as_people_write_them() {
         assert_eq!(numbers("1,250 or 3.5, 7."), [1250.0, 3.5, 7.0]);
         assert_eq!(numbers("none, not one."), [] as [f64; 0]);
+        assert_eq!(numbers("-5 or −3.5, 3-5, a-1"), [-5.0, -3.5, 3.0, 5.0, 1.0]);
+        assert!(!Grader::Numbers.accepts("-5 degrees", "5") && Grader::Numbers.accepts("It is -5.", "-5"));
         assert!(!Grader::Numbers.accepts("none", "4") && !Grader::Numbers.accepts("4", "four"));
     }
 
     #[test]
     fn what_follows_a_decided_answer_changes_nothing() {
-        let texts =
-            ["It is in Port Vell, I think. Or 1,250, or 12?", "port vell", "1250 people", " Red. Or not"];
-        let rights = ["Port Vell", "1250", "red", "port"];
+        let texts = [
+            "It is in Port Vell, I think. Or 1,250, or 12?",
+            "port vell",
+            "1250 people",
+            " Red. Or not",
+            "在北京市, -12",
+        ];
+        let rights = ["Port Vell", "1250", "red", "port", "北京", "-12"];
         let all = [Grader::Begins, Grader::Exact, Grader::Contains, Grader::Numbers, Grader::TokenF1];
         let mut decided = 0;
         for (text, right, grader) in
@@ -141,6 +186,23 @@ mod tests {
             }
         }
         assert!(decided > 100, "{decided}");
+    }
+
+    #[test]
+    fn scripts_without_spaces_have_a_word_a_character() {
+        assert_eq!(words("在Berlin市 ok"), ["在", "berlin", "市", "ok"]);
+        assert!(
+            Grader::Contains.accepts("它在北京市。", "北京")
+                && !Grader::Contains.accepts("它在南京市。", "北京")
+        );
+        assert!(Grader::Begins.accepts("北京市", "北京") && Grader::TokenF1.accepts("在北京", "北京"));
+    }
+
+    #[test]
+    fn right_answers_that_nothing_meets_are_objected_to() {
+        assert!(Grader::Numbers.objection("four").is_some() && Grader::Numbers.objection("4 men").is_none());
+        assert!(Grader::Contains.objection("!!!").is_some() && Grader::TokenF1.objection("a!").is_none());
+        assert!(Grader::Exact.objection("!!!").is_none());
     }
 
     #[test]

@@ -68,6 +68,13 @@ impl Paired {
         self.limit(self.loss(), -1.0)
     }
 
+    /// Returns the loss in points, a hundredth of the questions each, and in brackets the smallest and the largest that the data do not
+    /// refute.
+    pub fn points(&self) -> String {
+        let [loss, least, most] = [self.loss(), self.at_least(), self.at_most()].map(|share| 100.0 * share);
+        format!("{loss:.1} ({least:.1} to {most:.1})")
+    }
+
     /// Returns about how many questions bound the loss by `within`, if they go on as these; none if they would not.
     pub fn needed(&self, within: f64) -> Option<usize> {
         if self.at_most() <= within {

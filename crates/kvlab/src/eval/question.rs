@@ -44,7 +44,7 @@ impl QuestionKind {
 /// ```
 /// use kvlab::{Question, QuestionKind};
 /// let line = r#"{"system": "be brief", "documents": ["a is b", "c is d"], "question": "c?", "answer": "d"}"#;
-/// let [question] = &Question::read_all(line)?[..] else { panic!() };
+/// let [question] = &Question::read_all(line, None)?[..] else { panic!() };
 /// assert_eq!(question.kind, QuestionKind::Local);
 /// assert!(question.accepts(" D.") && !question.accepts("dd"));
 /// # Ok::<(), kvlab::Error>(())
@@ -73,27 +73,19 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, with one JSON object per line.
+    /// Reads a file of questions, with one JSON object per line. With a grader, answers are right by this one, whatever lines say.
     ///
     /// # Errors
-    /// Returns [`Error::Dataset`], with the number of the line, if a line is no such object, has no document,
-    /// or has an empty part. Returns it with line 0 if there is no question.
-    pub fn read_all(text: &str) -> Result<Vec<Self>> {
+    /// Returns [`Error::Dataset`], with the number of the line, if a line is no such object, has no document
+    /// or an empty part, or if its grader accepts no answer as the right one. Returns it with line 0 if there is no question.
+    pub fn read_all(text: &str, grader: Option<Grader>) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
             .map(|(i, line)| {
                 let bad = |reason: String| Error::Dataset { line: i + 1, reason };
-                let question: Self = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
-                let parts = [&question.system, &question.question, &question.answer];
-                if question.documents.is_empty() {
-                    return Err(bad("no documents".to_owned()));
-                }
-                for part in parts.into_iter().chain(&question.documents) {
-                    if part.trim().is_empty() {
-                        return Err(bad("a part is empty".to_owned()));
-                    }
-                }
-                Ok(question)
+                let mut question: Self = serde_json::from_str(line).map_err(|e| bad(of_one_line(&e)))?;
+                question.grader = grader.unwrap_or(question.grader);
+                question.objection().map_or(Ok(question), |reason| Err(bad(reason)))
             })
             .collect();
         match questions {
@@ -104,9 +96,34 @@ impl Question {
         }
     }
 
+    /// Returns what is wrong with a question that parses.
+    fn objection(&self) -> Option<String> {
+        if self.documents.is_empty() {
+            return Some("documents: there is none".to_owned());
+        }
+        let documents = self.documents.iter().enumerate().map(|(i, text)| (format!("documents[{i}]"), text));
+        let parts = [("system", &self.system), ("question", &self.question), ("answer", &self.answer)];
+        let parts = parts.into_iter().map(|(name, text)| (name.to_owned(), text)).chain(documents);
+        let empty = parts.into_iter().find(|(_, text)| text.trim().is_empty());
+        if let Some((name, _)) = empty {
+            return Some(format!("{name} is empty"));
+        }
+        let objection = self.grader.objection(&self.answer)?;
+        Some(format!("answer {:?}: {objection}, so that no answer is right by this grader", self.answer))
+    }
+
     /// Returns true if an answer is right.
     pub fn accepts(&self, answer: &str) -> bool {
         self.grader.accepts(answer, &self.answer)
+    }
+}
+
+/// Returns what is wrong with a line that is JSON by itself.
+fn of_one_line(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.rsplit_once(" at line ") {
+        Some((reason, _)) => format!("{reason} at column {}", error.column()),
+        None => text,
     }
 }
 
@@ -117,16 +134,26 @@ mod tests {
     #[test]
     fn lines_that_are_no_questions_are_named_by_their_number() {
         let good = r#"{"system":"s","documents":["d"],"question":"q","answer":"a","kind":"cross-start"}"#;
-        assert_eq!(Question::read_all(good).unwrap()[0].kind, QuestionKind::CrossStart);
+        assert_eq!(Question::read_all(good, None).unwrap()[0].kind, QuestionKind::CrossStart);
         for (bad, reason) in [
-            ("{", "EOF"),
-            (r#"{"system":"s","documents":[],"question":"q","answer":"a"}"#, "no documents"),
-            (r#"{"system":" ","documents":["d"],"question":"q","answer":"a"}"#, "empty"),
+            ("{", "EOF while parsing an object at column 1"),
+            (r#"{"system":"s","documents":["d"],"question":"q"}"#, "missing field `answer` at column"),
+            (r#"{"system":"s","documents":[],"question":"q","answer":"a"}"#, "documents"),
+            (r#"{"system":" ","documents":["d"],"question":"q","answer":"a"}"#, "system is empty"),
+            (r#"{"system":"s","documents":["d"," "],"question":"q","answer":"a"}"#, "documents[1] is empty"),
+            (
+                r#"{"system":"s","documents":["d"],"question":"q","answer":"four","grader":"numbers"}"#,
+                "answer \"four\": it has no number",
+            ),
             (r#"{"system":"s","documents":["d"],"question":"q","answer":"a","more":1}"#, "more"),
         ] {
-            let error = Question::read_all(&format!("{good}\n\n{bad}")).unwrap_err().to_string();
+            let error = Question::read_all(&format!("{good}\n\n{bad}"), None).unwrap_err().to_string();
             assert!(error.contains("line 3") && error.contains(reason), "{error}");
         }
-        assert!(Question::read_all("\n").is_err());
+        assert!(Question::read_all("\n", None).is_err());
+        assert!(
+            Question::read_all(good, Some(Grader::Numbers)).is_err(),
+            "no answer has the number of \"a\""
+        );
     }
 }

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::statistics::median;
 use super::{Arm, Estimate, Paired, QuestionKind};
 
 /// The answer of one arm to one question.
@@ -72,9 +73,9 @@ pub(super) fn scores(arms: &[Arm], trials: &[Trial]) -> Vec<Score> {
 fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: &[Trial]) -> Option<Score> {
     let of_arm = |wanted: usize| trials.iter().filter(move |t| t.arm == wanted && t.kind == kind);
     let all: Vec<&Trial> = of_arm(at).collect();
-    let mut times: Vec<f64> = all.iter().map(|trial| trial.ttft_ms).collect();
-    times.sort_by(f64::total_cmp);
-    let ttft_ms = *times.get(times.len() / 2)?;
+    if all.is_empty() {
+        return None;
+    }
     let mean = |of: fn(&Trial) -> f64| all.iter().map(|trial| of(trial)).sum::<f64>() / all.len() as f64;
     let over = |of: fn(&Trial) -> Option<f64>| {
         let values: Vec<f64> = all.iter().filter_map(|trial| of(trial)).collect();
@@ -106,6 +107,6 @@ fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: 
         recomputed: mean(|trial| trial.recomputed),
         found: mean(|trial| trial.found),
         flops: mean(|trial| trial.flops as f64),
-        ttft_ms,
+        ttft_ms: median(all.iter().map(|trial| trial.ttft_ms).collect()),
     })
 }

@@ -1,13 +1,16 @@
 //! Tuning: the cheapest way of reuse that answers as full attention does.
 //!
-//! A few questions order all candidates by divergence; of those, the ones stay that come nearer to full attention than every cheaper
-//! one. They answer many questions, the cheapest first and each against full attention, until the answers of one bound its loss.
+//! A few questions measure how far all candidates are from full attention. A candidate stays unless a cheaper one whose chunks are
+//! computed in the same mode is nearer to it beyond doubt. Those that stay answer many questions, the cheapest first and each against
+//! full attention, until the answers of one bound its loss.
 
 use kvmodel::{Engine, TextCodec};
 use serde::Serialize;
 
+use super::statistics::median;
 use super::{
-    Arm, EvalOptions, Evaluation, Gate, GateLimits, Measure, Paired, Question, Trial, Verdict, evaluate,
+    Arm, Estimate, EvalOptions, Evaluation, Gate, GateLimits, Measure, Paired, Question, Trial, Verdict,
+    evaluate,
 };
 use crate::error::{Error, Result};
 
@@ -35,7 +38,10 @@ pub struct TuneRow {
     pub operations: f64,
     /// The median time to first token, as a share of full attention's.
     pub ttft: f64,
-    /// The answers beside full attention's; none if a cheaper candidate comes as near to it, or if a cheaper one was taken.
+    /// The divergence of each question.
+    #[serde(skip)]
+    pub each: Vec<f64>,
+    /// The answers beside full attention's; none if a cheaper candidate is nearer to it, or if a cheaper one was taken.
     pub paired: Option<Paired>,
     /// What the answers say of the loss.
     pub verdict: Option<Verdict>,
@@ -113,37 +119,44 @@ fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
         seen.trials.iter().filter(|trial| trial.arm == arm).map(of).collect()
     };
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
-    let median = |mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-    };
     let flops = |trial: &Trial| trial.flops as f64;
     let ttft = |trial: &Trial| trial.ttft_ms;
     let (all, first) = (mean(&of(0, flops)), median(of(0, ttft)));
-    let row = |(at, arm): (usize, &Arm)| TuneRow {
-        arm: *arm,
-        name: arm.name(),
-        divergence: mean(&of(at, |trial| trial.divergence.unwrap_or(f64::NAN))),
-        operations: mean(&of(at, flops)) / all,
-        ttft: median(of(at, ttft)) / first,
-        paired: None,
-        verdict: None,
+    let row = |(at, arm): (usize, &Arm)| {
+        let each = of(at, |trial| trial.divergence.unwrap_or(f64::NAN));
+        TuneRow {
+            arm: *arm,
+            name: arm.name(),
+            divergence: mean(&each),
+            operations: mean(&of(at, flops)) / all,
+            ttft: median(of(at, ttft)) / first,
+            each,
+            paired: None,
+            verdict: None,
+        }
     };
     let mut rows: Vec<TuneRow> = arms.iter().enumerate().skip(1).map(row).collect();
     rows.sort_by(|a, b| a.operations.total_cmp(&b.operations).then(a.divergence.total_cmp(&b.divergence)));
     rows
 }
 
-/// Returns the rows that come nearer to full attention than every cheaper one.
+// Decision: docs/decisions/chunks.md#divergence-orders-ways-of-one-mode
+/// Returns the rows to ask: those that no cheaper row of their mode is nearer to full attention than, beyond doubt.
 fn front(rows: &[TuneRow]) -> Vec<usize> {
-    let mut least = f64::INFINITY;
-    let nearer = |(at, row): (usize, &TuneRow)| {
-        (row.divergence < least).then(|| {
-            least = row.divergence;
-            at
-        })
+    let mode = |row: &TuneRow| row.arm.cell.map(|cell| cell.mode);
+    let beaten = |at: usize| {
+        let cheaper = rows[..at].iter().filter(|other| mode(other) == mode(&rows[at]));
+        cheaper.into_iter().any(|other| is_nearer(&other.each, &rows[at].each))
     };
-    rows.iter().enumerate().filter_map(nearer).collect()
+    (0..rows.len()).filter(|&at| !beaten(at)).collect()
+}
+
+/// Returns true if one way is nearer to full attention than another, question by question: the 95 % interval of the mean difference
+/// does not hold 0.
+fn is_nearer(one: &[f64], other: &[f64]) -> bool {
+    let differences: Vec<f64> = one.iter().zip(other).map(|(one, other)| other - one).collect();
+    let Estimate { mean, half_width } = Estimate::of(&differences);
+    half_width.is_some_and(|half| mean > half)
 }
 
 /// Returns the row to take: the first whose loss is bounded, else the one with the least bound, or of the nearest to full
@@ -221,6 +234,7 @@ mod tests {
             divergence,
             operations,
             ttft: operations,
+            each: [0.9, 1.0, 1.1].map(|share| share * divergence).into(),
             paired: None,
             verdict: None,
         }
@@ -230,14 +244,24 @@ mod tests {
         vec![
             row("overlapped,with-system,none", 0.05, 0.26),
             row("sequential,with-system,none", 0.06, 0.24),
-            row("sequential,with-system,link:16", 0.15, 0.25),
+            row("sequential,with-system,link:16", 0.15, 0.3),
             row("sequential,with-system,question:0.2", 0.3, 0.1),
         ]
     }
 
     #[test]
-    fn only_what_comes_nearer_than_all_that_is_cheaper_is_asked() {
+    fn what_is_farther_than_something_cheaper_of_its_mode_is_not_asked() {
         assert_eq!(front(&some()), [0, 1, 3]);
+        let mut alone = some();
+        alone.insert(3, row("sequential,alone,link:16", 0.2, 0.3));
+        assert_eq!(front(&alone), [0, 1, 3, 4], "no other mode tells about it");
+    }
+
+    #[test]
+    fn a_difference_that_may_be_chance_excludes_nothing() {
+        let near = [0.1, 0.5, 0.1, 0.4];
+        assert!(is_nearer(&near, &near.map(|x| x + 0.1)) && !is_nearer(&near, &near));
+        assert!(!is_nearer(&near, &[0.4, 0.1, 0.5, 0.2]) && !is_nearer(&[0.1], &[9.0]), "too few to tell");
     }
 
     #[test]

@@ -55,12 +55,14 @@ fn plain_reuse_is_not_fit_for_a_published_model() {
 #[test]
 fn answers_that_bound_the_loss_are_fit_and_those_that_do_not_say_how_many_more_would_tell() {
     let way = "sequential, with-system, question:0.5";
-    // The floors are below what full attention answers of these questions.
-    let limits = |floor| GateLimits { floor, ..GateLimits::default() };
-    let fit = kept(2).judged(way, &limits(0.4));
+    let fit = kept(2).judged(way, &GateLimits::default());
     assert_eq!(fit.verdict, Verdict::Holds, "{}", fit.what);
     assert!(fit.measured <= 0.02, "{}", fit.what);
-    let open = kept(4).judged(way, &limits(0.2));
+    // Full attention answers fewer than the floor asks for, of four notes.
+    let blind = kept(4).judged(way, &GateLimits::default());
+    assert_eq!(blind.verdict, Verdict::CannotSay, "{}", blind.what);
+    assert!(blind.what.contains("too few to judge by"), "{}", blind.what);
+    let open = kept(4).judged(way, &GateLimits { floor: 0.2, ..GateLimits::default() });
     assert_eq!(open.verdict, Verdict::CannotSay, "{}", open.what);
     assert!(open.what.contains("more questions"), "{}", open.what);
 }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kvchunk::{AssembledPrompt, AttentionCheck, TokenScores};
 use kvcore::{
-    ApplyRope, DType, Gather, KeyForm, KvFormat, LayerRopes, Logits, MemoryKind, Rotation, Segment, SequenceInput,
-    TensorView, allocate_tensor,
+    ApplyRope, DType, Gather, KeyForm, KvFormat, LayerRopes, Logits, MemoryKind, Rotation, Segment,
+    SequenceInput, TensorView, allocate_tensor,
 };
 
 use super::Engine;
