@@ -12,11 +12,13 @@ pub struct Estimate {
 }
 
 /// The 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom.
-const T: [f64; 10] = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228];
+const T: [f64; 15] = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+];
 /// The 97.5 % quantile of the normal distribution.
 const NORMAL: f64 = 1.959_964;
 
-/// Returns the 97.5 % quantile of Student's t, above ten degrees of freedom by its expansion around the normal quantile (Abramowitz
+/// Returns the 97.5 % quantile of Student's t, above fifteen degrees of freedom by its expansion around the normal quantile (Abramowitz
 /// and Stegun, 26.7.5).
 fn quantile(degrees: usize) -> f64 {
     T.get(degrees.saturating_sub(1)).copied().unwrap_or_else(|| {

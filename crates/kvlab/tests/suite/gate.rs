@@ -53,7 +53,7 @@ fn spoil(engine: &Engine) {
 fn a_failing_identity_closes_the_gate_and_is_named() {
     let (mut engine, codec, questions) = engine();
     let gate = check(&mut engine, &codec, &questions, fitting());
-    assert!(gate.is_open() && gate.checks.len() == 10, "{gate:?}");
+    assert!(gate.is_open() && gate.checks.len() == 12, "{gate:?}");
     // The stored contents no longer belong to their keys.
     spoil(&engine);
     let gate = check(&mut engine, &codec, &questions, fitting());
@@ -87,7 +87,7 @@ fn every_identity_is_measured_and_none_holds_under_a_limit_that_nothing_can_reac
     let (mut engine, codec, questions) = engine();
     let none = GateLimits { logits: -1.0, moved: -1.0, accuracy: -1.1, floor: 0.0 };
     let gate = check(&mut engine, &codec, &questions, none);
-    assert_eq!(gate.failing().count(), 10, "{gate:?}");
+    assert_eq!(gate.failing().count(), 12, "{gate:?}");
     assert!(gate.checks.iter().all(|check| check.measured.is_finite()), "{gate:?}");
 }
 
