@@ -91,15 +91,20 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns advice for a cache that is too small or has no chunks, if an option of the command can help.
+    /// Returns advice for a cache that is too small or has no chunks, and for a chat template that fails, if an option of the
+    /// command or a change of its input can help.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
-        use kvmodel::Error::{Chunk, Core};
+        use kvmodel::Error::{Chunk, Core, Template};
+        if let Self::Messages { source: Template { .. }, .. } = self {
+            return Some("change the conversation or the template, or give the prompt without --messages");
+        }
         let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
         match error {
             kvmodel::Error::NoChunks(_) => {
                 Some("take --cache paged, or --full-attention without --chunk-sleep")
             }
+            Template { .. } => Some("change the prompt or the template, or leave --chat out"),
             // Only a sleeping document has a memory budget of its own.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")

@@ -373,11 +373,17 @@ fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
 fn a_template_that_fails_names_its_line_or_its_own_words() {
     let fails_with = |template: &str, expected: &str| {
         let model = model(template, false);
-        fails(&["--model", &model.arg(""), "--chat", "-p", "a"], 1, expected);
+        let place = format!("chat template of {}: {expected}", model.arg("tokenizer_config.json"));
+        let (dir, chat) =
+            (model.arg(""), Files::new(&[("chat.json", r#"[{"role": "user", "content": "a"}]"#)]));
+        fails(&["--model", &dir, "--chat", "-p", "a"], 1, &place);
+        fails(&["--model", &dir, "--chat", "-p", "a"], 1, "or leave --chat out");
+        fails(&["--model", &dir, "--messages", &chat.arg("chat.json")], 1, &place);
+        fails(&["--model", &dir, "--messages", &chat.arg("chat.json")], 1, "hint: change the conversation");
     };
     fails_with(
         "a\n{{ raise_exception('only pirates, please') }}",
         "line 2: it refuses the conversation: only pirates, please",
     );
-    fails_with("a\nb\n{% for %}", "chat template: line 3: syntax error");
+    fails_with("a\nb\n{% for %}", "line 3: syntax error");
 }

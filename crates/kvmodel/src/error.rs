@@ -42,8 +42,16 @@ pub enum Error {
         /// Those of this model.
         model: String,
     },
-    /// The config.json is malformed, contradictory or of an unsupported model.
-    #[error("config.json: {0}")]
+    /// A file of a model is not as it must be.
+    #[error("{path}: {}", .source.reason())]
+    File {
+        /// The path of the file.
+        path: PathBuf,
+        /// The error of its contents.
+        source: Box<Error>,
+    },
+    /// A config is malformed, contradictory or of an unsupported model.
+    #[error("config: {0}")]
     Config(String),
     /// A GGUF file contradicts itself, or holds what is not supported.
     #[error("{path} is no GGUF file that can be read: {reason}")]
@@ -68,8 +76,13 @@ pub enum Error {
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// The chat template is missing or fails.
-    #[error("chat template: {0}")]
-    Template(String),
+    #[error("chat template of {place}: {reason}")]
+    Template {
+        /// The file that the template is from, or would be from, and its field there.
+        place: String,
+        /// The line, and the reason or the template's own words.
+        reason: String,
+    },
     /// The messages of a conversation cannot be answered.
     #[error("messages: {0}")]
     Messages(String),
@@ -135,6 +148,28 @@ pub enum Error {
     Core(#[from] kvcore::Error),
 }
 
+impl Error {
+    /// Returns an error of the contents of a file with the path of this file. An error that names its file, or that no file
+    /// is to blame for, stays as it is.
+    pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> Self {
+        match self {
+            Self::Config(_) | Self::Weights(_) | Self::Weight { .. } | Self::Tokenizer(_) => {
+                Self::File { path: path.into(), source: Box::new(self) }
+            }
+            other => other,
+        }
+    }
+
+    /// Returns the message without the kind of the file, for messages that begin with the path.
+    fn reason(&self) -> String {
+        match self {
+            Self::Config(reason) | Self::Weights(reason) | Self::Tokenizer(reason) => reason.clone(),
+            Self::Weight { name, problem } => format!("tensor {name:?} {problem}"),
+            other => other.to_string(),
+        }
+    }
+}
+
 /// The reason why a weight cannot be taken.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -143,7 +178,9 @@ pub enum WeightProblem {
     #[error("is missing")]
     Missing,
     /// The element type is none that models are stored in.
-    #[error("has element type {0} (f32, f16, bf16 are read)")]
+    #[error(
+        "has element type {0} (F32, F16 and BF16 are read); convert the model to one of them, or take it as a GGUF file"
+    )]
     Type(String),
     /// The tensor has another shape than the config asks for.
     #[error("has shape {got:?}, the config asks for {expected:?}")]

@@ -24,6 +24,7 @@ mod config;
 pub mod dense;
 pub mod engine;
 mod error;
+mod files;
 mod gguf;
 mod layers;
 mod load;

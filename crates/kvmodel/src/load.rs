@@ -6,10 +6,11 @@ use std::sync::Arc;
 use crate::config::ModelConfig;
 use crate::dense::{Dense, HostDense, WeightFormat};
 use crate::error::{Error, Result};
-use crate::gguf::Gguf;
+use crate::files::SmallFile;
+use crate::gguf;
 use crate::model::Model;
 use crate::text::TextCodec;
-use crate::weights::Weights;
+use crate::weights::{self, Weights};
 
 /// A loaded model.
 #[derive(Debug)]
@@ -24,8 +25,8 @@ impl ModelDirectory {
     /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the bytes of weights read so far and in total.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::Config`], [`Error::Gguf`],
-    /// [`Error::Weights`] or [`Error::Tokenizer`], with the reason, if a file is invalid.
+    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::File`] or [`Error::Gguf`], with the
+    /// path and the field or tensor, if one is invalid.
     pub fn load(path: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         Self::load_with(path, format, Arc::new(HostDense::default()), progress)
     }
@@ -41,19 +42,10 @@ impl ModelDirectory {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
         if path.is_file() {
-            let Gguf { config, codec, weights } = Gguf::read(path, progress)?;
-            return Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec });
+            gguf::load(path, format, dense, progress)
+        } else {
+            directory(path, format, dense, progress)
         }
-        let dir = path;
-        let path = dir.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
-        let mut config = ModelConfig::from_json(&text)?;
-        if let Ok(text) = std::fs::read_to_string(dir.join("generation_config.json")) {
-            config.add_generation_config(&text)?;
-        }
-        let codec = TextCodec::from_directory(dir)?;
-        let weights = Weights::from_directory(dir, progress)?;
-        Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec })
     }
 
     /// Loads a model from the bytes of its files, for models that are part of a program. Unlike
@@ -70,4 +62,27 @@ impl ModelDirectory {
         let codec = TextCodec::from_bytes(tokenizer, tokenizer_config)?;
         Ok(Self { model: Model::with_dense(config, Weights::from_bytes(weights)?, format, dense)?, codec })
     }
+}
+
+/// Loads a Hugging Face directory.
+fn directory(
+    dir: &Path,
+    format: WeightFormat,
+    dense: Arc<dyn Dense>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<ModelDirectory> {
+    let mut config = SmallFile::read(dir.join("config.json"))?.parse(ModelConfig::from_json)?;
+    if let Some(generation) = SmallFile::read_if_there(dir.join("generation_config.json"))? {
+        generation.parse(|text| config.add_generation_config(text))?;
+    }
+    let codec = TextCodec::from_directory(dir)?;
+    let weights = Weights::from_directory(dir, progress)?;
+    let model = Model::with_dense(config, weights, format, dense).map_err(|error| match &error {
+        Error::Weight { name, .. } => {
+            let file = weights::file_of(dir, name);
+            error.in_file(file)
+        }
+        _ => error,
+    })?;
+    Ok(ModelDirectory { model, codec })
 }

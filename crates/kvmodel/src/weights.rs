@@ -1,7 +1,7 @@
 //! Weights from safetensors: one file or an index with shards, as they are stored.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -10,6 +10,14 @@ use safetensors::tensor::Metadata;
 
 use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::error::{Error, Result, WeightProblem};
+use crate::files::SmallFile;
+
+/// The names of the file with all weights, and of the one that names the shards.
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors.index.json; convert weights of another format, \
+                          such as pytorch_model.bin, to safetensors";
 
 /// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
 /// shape.
@@ -35,18 +43,18 @@ impl Weights {
     /// ([`SharedBytes::map`]).
     ///
     /// # Errors
-    /// - Returns [`Error::Io`] if a file cannot be read.
-    /// - Returns [`Error::Weights`], with the path, if a file is truncated or its header is wrong. It names the tensor
-    ///   that is truncated.
-    /// - Returns [`Error::Weight`], with the name, for a tensor of an element type that no model is stored in.
+    /// - Returns [`Error::Io`], with the path, if a file cannot be read.
+    /// - Returns [`Error::File`], with the path, if there are no weights, a file is truncated, or its header or the index of
+    ///   shards is wrong. It names the tensor that is truncated, or of an element type that no model is stored in.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
-        let single = dir.join("model.safetensors");
+        let single = dir.join(SINGLE);
         let files = if single.exists() {
             vec![single]
         } else {
-            let index = dir.join("model.safetensors.index.json");
-            let text = std::fs::read_to_string(&index).map_err(|source| Error::Io { path: index, source })?;
-            shards(&text)?.into_iter().map(|name| dir.join(name)).collect()
+            let index = SmallFile::read_if_there(dir.join(INDEX))?;
+            let index = index.ok_or_else(|| Error::Weights(NO_WEIGHTS.to_owned()).in_file(dir))?;
+            let names: BTreeSet<String> = index.parse(shards)?.into_values().collect();
+            names.into_iter().map(|name| dir.join(name)).collect()
         };
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
         let total = files.iter().map(|file| size(file)).sum();
@@ -59,11 +67,7 @@ impl Weights {
             let length = file.len() as u64;
             let mut reader = FileReader { file, at: 0, hasher: &mut hasher };
             let mut report = |at: usize| progress(done + at as u64, total);
-            let of_file = reader.tensors(&mut report).map_err(|failure| match failure {
-                ReadFailure::Header(text) => Error::Weights(format!("{}: {text}", path.display())),
-                ReadFailure::Weight(error) => error,
-            })?;
-            tensors.extend(of_file);
+            tensors.extend(reader.tensors(&mut report).map_err(|error| error.in_file(path))?);
             done += length;
         }
         progress(done, total);
@@ -73,14 +77,12 @@ impl Weights {
     /// Reads the bytes of one safetensors file.
     ///
     /// # Errors
-    /// Returns [`Error::Weights`] and [`Error::Weight`] as [`from_directory`](Self::from_directory) does.
+    /// - Returns [`Error::Weights`] if the bytes are truncated or their header is wrong.
+    /// - Returns [`Error::Weight`], with the name, for a tensor of an element type that no model is stored in.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
         let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
-        let tensors = reader.tensors(&mut |_| ()).map_err(|failure| match failure {
-            ReadFailure::Header(text) => Error::Weights(text),
-            ReadFailure::Weight(error) => error,
-        })?;
+        let tensors = reader.tensors(&mut |_| ())?;
         Ok(Self { source: Source::Stored(tensors), digest: hasher.finalize() })
     }
 
@@ -136,22 +138,30 @@ fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Result<StoredWeight>
     StoredWeight::of_f32(name, shape, &values.collect::<Vec<_>>())
 }
 
-/// Returns the distinct names of the shards of an index.
-fn shards(text: &str) -> Result<Vec<String>> {
-    let bad = |what: &str| Error::Weights(format!("model.safetensors.index.json: {what}"));
+/// Returns the file in a directory that a tensor is in, or should be named in.
+pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
+    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+    if single.exists() {
+        return single;
+    }
+    let shards = std::fs::read_to_string(&index).ok().and_then(|text| shards(&text).ok());
+    shards.and_then(|shards| shards.get(tensor).map(|name| dir.join(name))).unwrap_or(index)
+}
+
+/// Returns the names of tensors in an index, with the shards that they are in.
+fn shards(text: &str) -> Result<BTreeMap<String, String>> {
+    let bad = |what: &str| Error::Weights(what.to_owned());
     let index: serde_json::Value = serde_json::from_str(text).map_err(|e| bad(&e.to_string()))?;
     let map = index.get("weight_map").and_then(|map| map.as_object()).ok_or_else(|| bad("no weight_map"))?;
-    let mut names = Vec::new();
-    for name in map.values() {
+    let mut shards = BTreeMap::new();
+    for (tensor, name) in map {
         let name = name.as_str().ok_or_else(|| bad("a shard's name is no string"))?;
         if Path::new(name).components().count() != 1 {
             return Err(bad(&format!("shard {name:?} is not a plain file name")));
         }
-        names.push(name.to_owned());
+        shards.insert(tensor.clone(), name.to_owned());
     }
-    names.sort();
-    names.dedup();
-    if names.is_empty() { Err(bad("no shards")) } else { Ok(names) }
+    if shards.is_empty() { Err(bad("no shards")) } else { Ok(shards) }
 }
 
 /// A safetensors file that is read tensor by tensor.
@@ -162,18 +172,12 @@ struct FileReader<'a> {
     hasher: &'a mut blake3::Hasher,
 }
 
-/// The reason why a file cannot be read.
-enum ReadFailure {
-    /// The header does not describe the file.
-    Header(String),
-    Weight(Error),
-}
-
 /// The largest number of bytes that are read, and hashed, between two reports of progress.
 const PART: usize = 16 << 20;
 
-fn not_safetensors(reason: impl std::fmt::Display) -> String {
-    format!("not a valid safetensors file: {reason}")
+/// Returns the error of a header that does not describe its file.
+fn not_safetensors(reason: impl std::fmt::Display) -> Error {
+    Error::Weights(format!("not a valid safetensors file: {reason}"))
 }
 
 impl FileReader<'_> {
@@ -183,11 +187,11 @@ impl FileReader<'_> {
     }
 
     /// Reads the next `len` bytes. Calls `progress` with the bytes that were read so far.
-    fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(usize)) -> Result<SharedBytes, ReadFailure> {
+    fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(usize)) -> Result<SharedBytes> {
         let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
         let Some(bytes) = end.and_then(|end| self.file.part(self.at..end)) else {
             let reason = format!("{len} bytes are expected where {} are left", self.left());
-            return Err(ReadFailure::Header(not_safetensors(reason)));
+            return Err(not_safetensors(reason));
         };
         for part in bytes.chunks(PART) {
             self.hasher.update(part);
@@ -198,19 +202,16 @@ impl FileReader<'_> {
     }
 
     /// Reads all tensors of the file.
-    fn tensors(
-        &mut self,
-        progress: &mut dyn FnMut(usize),
-    ) -> Result<BTreeMap<String, StoredWeight>, ReadFailure> {
-        let header = |reason: &dyn std::fmt::Display| ReadFailure::Header(not_safetensors(reason));
+    fn tensors(&mut self, progress: &mut dyn FnMut(usize)) -> Result<BTreeMap<String, StoredWeight>> {
         let length = self.bytes(8, progress)?;
-        let length = length[..].try_into().map(u64::from_le_bytes).map_err(|_| header(&"no header"))?;
+        let length =
+            length[..].try_into().map(u64::from_le_bytes).map_err(|_| not_safetensors("no header"))?;
         let text = self.bytes(length, progress)?;
         // Checks that tensors have the bytes of their shapes, and lie one after the other.
-        let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| header(&error))?;
+        let metadata: Metadata = serde_json::from_slice(&text).map_err(not_safetensors)?;
         if self.left() > metadata.data_len() {
             let reason = format!("{} bytes of tensors, {} in the file", metadata.data_len(), self.left());
-            return Err(header(&reason));
+            return Err(not_safetensors(reason));
         }
         let mut tensors = BTreeMap::new();
         for name in metadata.offset_keys() {
@@ -221,17 +222,17 @@ impl FileReader<'_> {
                 Dtype::BF16 => StoredType::BF16,
                 other => {
                     let problem = WeightProblem::Type(format!("{other:?}"));
-                    return Err(ReadFailure::Weight(Error::Weight { name, problem }));
+                    return Err(Error::Weight { name, problem });
                 }
             };
             let (start, end) = info.data_offsets;
             let expected = end - start;
             if expected > self.left() {
                 let problem = WeightProblem::Length { expected, got: self.left() };
-                return Err(header(&format!("{name} {problem}")));
+                return Err(not_safetensors(format!("{name} {problem}")));
             }
             let bytes = self.bytes(expected as u64, progress)?;
-            let stored = StoredWeight::new(&*name, dtype, &info.shape, bytes).map_err(ReadFailure::Weight)?;
+            let stored = StoredWeight::new(&*name, dtype, &info.shape, bytes)?;
             tensors.insert(name, stored);
         }
         Ok(tensors)
@@ -324,7 +325,11 @@ mod tests {
 
     #[test]
     fn an_index_names_plain_files_only() {
-        assert_eq!(shards(r#"{"weight_map":{"a":"x","b":"y","c":"x"}}"#).unwrap(), ["x", "y"]);
+        let named = shards(r#"{"weight_map":{"a":"x","b":"y","c":"x"}}"#).unwrap();
+        assert_eq!(
+            named.into_iter().map(|(tensor, file)| tensor + &file).collect::<Vec<_>>(),
+            ["ax", "by", "cx"]
+        );
         for bad in [r#"{"weight_map":{"a":"../x"}}"#, r#"{"weight_map":{}}"#, "{}", "["] {
             assert!(shards(bad).is_err());
         }

@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 
 mod deepseek;
+mod quantised;
 mod rope;
 mod window;
 
@@ -167,6 +168,7 @@ impl ModelConfig {
     pub fn from_json(text: &str) -> Result<Self> {
         let json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         refuse_other_positions(&json)?;
+        quantised::refuse(&json)?;
         let family = family(&json)?;
         let raw = Raw::deserialize(&json).map_err(|e| Error::Config(e.to_string()))?;
         let kv_heads = raw.check()?;
@@ -179,7 +181,11 @@ impl ModelConfig {
             None => raw.head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads),
         };
         if head_dim == 0 || head_dim > MAX_WIDTH {
-            return bad(format!("head_dim {head_dim} is not in 1..={MAX_WIDTH}"));
+            let derived = match raw.head_dim {
+                None if latent.is_none() => " (hidden_size over num_attention_heads)",
+                _ => "",
+            };
+            return bad(format!("head_dim {head_dim}{derived} is not in 1..={MAX_WIDTH}"));
         }
         // A projection has no more elements per head than a query's and a value's together.
         if raw.num_attention_heads.checked_mul(2 * MAX_WIDTH).is_none() {
@@ -232,8 +238,7 @@ impl ModelConfig {
 
     /// Adds the end tokens of a `generation_config.json`.
     pub fn add_generation_config(&mut self, text: &str) -> Result<()> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|e| Error::Config(format!("generation: {e}")))?;
+        let value: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         for id in token_ids(value.get("eos_token_id").unwrap_or(&Value::Null))? {
             if !self.eos.contains(&id) {
                 self.eos.push(id);
@@ -282,7 +287,9 @@ impl Raw {
             return bad(format!("num_hidden_layers {} is above {MAX_LAYERS}", self.num_hidden_layers));
         }
         if !heads.is_multiple_of(kv_heads) {
-            return bad(format!("{heads} query heads are not a multiple of {kv_heads} key/value heads"));
+            return bad(format!(
+                "num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            ));
         }
         Ok(kv_heads)
     }

@@ -5,6 +5,27 @@ use serde_json::{Value, json};
 use super::fields::{Header, required};
 use super::{Failure, wrong};
 use crate::config::ModelConfig;
+use crate::error::Error;
+
+/// Whole numbers that a file must have: the field below its architecture, and the one of a config.json.
+const NEEDED: [(&str, &str); 5] = [
+    ("embedding_length", "hidden_size"),
+    ("feed_forward_length", "intermediate_size"),
+    ("block_count", "num_hidden_layers"),
+    ("attention.head_count", "num_attention_heads"),
+    ("context_length", "max_position_embeddings"),
+];
+
+/// Whole numbers that have a default.
+const OPTIONAL: [(&str, &str); 2] =
+    [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
+
+/// Numbers of the rotary embedding, and the words that its errors have for them.
+const ROPE: [(&str, &str); 3] = [
+    ("rope.freq_base", "theta"),
+    ("rope.scaling.factor", "factor"),
+    ("rope.scaling.original_context_length", "original_max_position"),
+];
 
 /// Returns the config of a file.
 pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
@@ -23,15 +44,15 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
             whole("expert_count")?.unwrap_or(0)
         ));
     }
-    let heads = needed("attention.head_count")?;
-    let head_dim = whole("attention.key_length")?;
-    if let (Some(rotated), Some(width)) = (whole("rope.dimension_count")?, needed("embedding_length").ok()) {
-        let head_dim = head_dim.unwrap_or(width / heads.max(1));
-        if rotated != head_dim {
-            return wrong(format!(
-                "{rotated} of {head_dim} elements of a head are rotated; all are supported"
-            ));
-        }
+    // No heads are refused with the other extents.
+    let derived = needed("embedding_length")?.checked_div(needed("attention.head_count")?);
+    if let (Some(rotated), Some(head_dim)) =
+        (whole("rope.dimension_count")?, whole("attention.key_length")?.or(derived))
+        && rotated != head_dim
+    {
+        return wrong(format!(
+            "{rotated} of {head_dim} elements of a head are rotated ({architecture}.rope.dimension_count); all are supported"
+        ));
     }
     let vocabulary = header.tensors.iter().find(|place| place.name == "token_embd.weight");
     let Some(vocabulary) = vocabulary.map(|place| place.shape[0]) else {
@@ -42,17 +63,10 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
         ends.extend(header.whole(field)?.filter(|end| !ends.contains(end)));
     }
     let eps = name("attention.layer_norm_rms_epsilon");
-    let config = json!({
+    let mut config = json!({
         "model_type": architecture,
         "vocab_size": vocabulary,
-        "hidden_size": needed("embedding_length")?,
-        "intermediate_size": needed("feed_forward_length")?,
-        "num_hidden_layers": needed("block_count")?,
-        "num_attention_heads": heads,
-        "num_key_value_heads": whole("attention.head_count_kv")?.unwrap_or(heads),
-        "head_dim": head_dim,
         "rms_norm_eps": required(&eps, header.real(&eps)?)?,
-        "max_position_embeddings": needed("context_length")?,
         "tie_word_embeddings": !header.has("output.weight"),
         "attention_bias": architecture == "llama" && header.has("blk.0.attn_q.bias"),
         "mlp_bias": header.has("blk.0.ffn_up.bias"),
@@ -60,7 +74,28 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
         "rope_scaling": scaling(header, architecture)?,
         "eos_token_id": ends,
     });
-    Ok(ModelConfig::from_json(&config.to_string())?)
+    for (field, own) in NEEDED {
+        config[own] = json!(needed(field)?);
+    }
+    for (field, own) in OPTIONAL {
+        config[own] = json!(whole(field)?);
+    }
+    ModelConfig::from_json(&config.to_string()).map_err(|error| match error {
+        Error::Config(reason) => Failure::Wrong(in_fields(&reason, architecture)),
+        other => other.into(),
+    })
+}
+
+/// Returns an error of a config with the fields of the file in place of those of a config.json.
+fn in_fields(reason: &str, architecture: &str) -> String {
+    let in_word = |c: char| c.is_alphanumeric() || c == '_';
+    let renamed = |part: &str| {
+        let word = part.trim_end_matches(|c| !in_word(c));
+        let mut known = NEEDED.iter().chain(&OPTIONAL).chain(&ROPE);
+        let field = known.find(|(_, own)| *own == word).map(|(field, _)| format!("{architecture}.{field}"));
+        field.map_or_else(|| part.to_owned(), |field| field + &part[word.len()..])
+    };
+    reason.split_inclusive(|c| !in_word(c)).map(renamed).collect()
 }
 
 /// Returns the scaling of the rotary embedding, null if there is none.

@@ -7,6 +7,9 @@ use super::{Failure, wrong};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
+/// The alignment of a file that gives none.
+const ALIGNMENT: u64 = 32;
+
 /// The largest number of bytes of a text, and of axes of a tensor.
 const TEXT: u64 = 1 << 24;
 const AXES: u32 = 4;
@@ -38,6 +41,8 @@ pub(super) struct Place {
 pub(super) struct Header {
     fields: HashMap<String, Value>,
     pub(super) tensors: Vec<Place>,
+    /// The number of bytes that tensors lie at multiples of.
+    pub(super) alignment: u64,
     /// The first byte of the data.
     pub(super) data: u64,
 }
@@ -166,15 +171,21 @@ impl Header {
             let name = reader.text(&format!("the name of field {number}"))?;
             let kind = reader.u32(&format!("field {name:?}"))?;
             let value = reader.value(kind, &format!("field {name:?}"))?;
+            if fields.contains_key(&name) {
+                return wrong(format!("field {name:?} occurs twice"));
+            }
             fields.insert(name, value);
         }
         let tensors = (0..tensors).map(|number| reader.tensor(number)).collect::<Result<_, _>>()?;
-        let mut header = Self { fields, tensors, data: 0 };
-        let alignment = header.whole("general.alignment")?.unwrap_or(32);
-        if alignment == 0 {
-            return wrong("general.alignment is 0");
+        let mut header = Self { fields, tensors, alignment: ALIGNMENT, data: 0 };
+        header.alignment = header.whole("general.alignment")?.unwrap_or(ALIGNMENT);
+        if !header.alignment.is_power_of_two() {
+            return wrong(format!("general.alignment is {}, no power of two", header.alignment));
         }
-        header.data = reader.at.next_multiple_of(alignment);
+        let Some(data) = reader.at.checked_next_multiple_of(header.alignment) else {
+            return wrong(format!("general.alignment is {}, far above the file", header.alignment));
+        };
+        header.data = data;
         if header.whole("split.count")?.is_some_and(|parts| parts > 1) {
             return wrong(
                 "it is one part of a model in several files; join them with llama-gguf-split --merge",

@@ -3,13 +3,21 @@
 use kvcore::RopeScaling;
 
 use super::fields::{Header, Place};
-use super::{Failure, wrong};
+use super::places::{Placed, placed};
+use super::{AGAIN, Failure, wrong};
 use crate::config::{Family, ModelConfig};
-use crate::dense::{SharedBytes, StoredType, StoredWeight, bytes_of};
+use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::weights::Weights;
 
 /// The divisors of frequencies that a rotary embedding was searched or computed with.
 const FACTORS: &str = "rope_freqs.weight";
+
+/// The tensors outside of layers: their names in the file, and in a Hugging Face model.
+const WHOLE: [(&str, &str); 3] = [
+    ("token_embd.weight", "model.embed_tokens.weight"),
+    ("output_norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+];
 
 /// The parts of a layer: their names in the file, and below `model.layers.N`.
 const PARTS: [(&str, &str); 11] = [
@@ -28,16 +36,25 @@ const PARTS: [(&str, &str); 11] = [
 
 /// Returns the name of a tensor in a Hugging Face model; none for tensors that no model here has.
 fn name_of(tensor: &str) -> Option<String> {
-    match tensor {
-        "token_embd.weight" => return Some("model.embed_tokens.weight".to_owned()),
-        "output_norm.weight" => return Some("model.norm.weight".to_owned()),
-        "output.weight" => return Some("lm_head.weight".to_owned()),
-        _ => {}
+    if let Some((_, name)) = WHOLE.iter().find(|(known, _)| *known == tensor) {
+        return Some((*name).to_owned());
     }
     let (layer, rest) = tensor.strip_prefix("blk.")?.split_once('.')?;
     let (part, kind) = rest.rsplit_once('.')?;
     let (_, name) = PARTS.iter().find(|(known, _)| *known == part)?;
     Some(format!("model.layers.{layer}.{name}.{kind}"))
+}
+
+/// Returns the name in the file of a tensor of a Hugging Face model.
+pub(super) fn name_in_file(name: &str) -> String {
+    let of_layer = || {
+        let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        let (part, kind) = rest.rsplit_once('.')?;
+        let (short, _) = PARTS.iter().find(|(_, known)| *known == part)?;
+        Some(format!("blk.{layer}.{short}.{kind}"))
+    };
+    let whole = WHOLE.iter().find(|(_, known)| *known == name).map(|(short, _)| (*short).to_owned());
+    whole.or_else(of_layer).unwrap_or_else(|| name.to_owned())
 }
 
 /// Reads the tensors. Divisors of frequencies go into the config.
@@ -47,14 +64,13 @@ pub(super) fn weights(
     file: &SharedBytes,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Weights, Failure> {
-    let mut places: Vec<&Place> = header.tensors.iter().collect();
-    places.sort_by_key(|place| place.offset);
     let total = (file.len() as u64).saturating_sub(header.data);
     let mut tensors = Vec::new();
-    for place in places {
+    for placed in placed(header, file.len())? {
+        let place = placed.place;
         let name = if place.name == FACTORS { Some(FACTORS.to_owned()) } else { name_of(&place.name) };
         let Some(name) = name else { continue };
-        let stored = read(header, place, name, file)?;
+        let stored = read(&placed, name, file)?;
         progress(place.offset + stored.bytes().len() as u64, total);
         if place.name == FACTORS {
             add_factors(config, &stored)?;
@@ -66,44 +82,18 @@ pub(super) fn weights(
     Ok(Weights::from_stored(tensors))
 }
 
-/// Returns the type with ggml's number.
-fn type_of(number: u32) -> Option<StoredType> {
-    Some(match number {
-        0 => StoredType::F32,
-        1 => StoredType::F16,
-        2 => StoredType::Q4_0,
-        3 => StoredType::Q4_1,
-        6 => StoredType::Q5_0,
-        7 => StoredType::Q5_1,
-        8 => StoredType::Q8_0,
-        10 => StoredType::Q2K,
-        11 => StoredType::Q3K,
-        12 => StoredType::Q4K,
-        13 => StoredType::Q5K,
-        14 => StoredType::Q6K,
-        30 => StoredType::BF16,
-        _ => return None,
-    })
-}
-
-fn read(header: &Header, place: &Place, name: String, file: &SharedBytes) -> Result<StoredWeight, Failure> {
-    let Some(dtype) = type_of(place.dtype) else {
+fn read(placed: &Placed<'_>, name: String, file: &SharedBytes) -> Result<StoredWeight, Failure> {
+    let place = placed.place;
+    let Some(dtype) = placed.dtype else {
         let read: Vec<String> = StoredType::ALL.iter().map(ToString::to_string).collect();
         let (name, got) = (&place.name, place.dtype);
         return wrong(format!(
-            "tensor {name:?} has ggml's element type {got} ({} are read)",
+            "tensor {name:?} has ggml's element type {got} ({} are read); take a file of one of these",
             read.join(", ")
         ));
     };
-    let bytes = bytes_of(dtype, &place.shape)
-        .map_err(|problem| Failure::Wrong(format!("{} {problem}", place.name)))?;
-    let start = header.data.checked_add(place.offset).and_then(|start| usize::try_from(start).ok());
-    let range = start.and_then(|start| Some(start..start.checked_add(bytes)?));
-    let Some(contents) = range.and_then(|range| file.part(range)) else {
-        let (name, at, length) = (&place.name, place.offset, file.len());
-        return wrong(format!(
-            "tensor {name:?} of {bytes} bytes at {at} ends behind the file of {length} bytes"
-        ));
+    let Some(contents) = file.part(placed.bytes.clone()) else {
+        return wrong(format!("tensor {:?} ends behind the file; {AGAIN}", place.name));
     };
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
@@ -125,7 +115,7 @@ fn in_order(stored: StoredWeight, place: &Place, config: &ModelConfig) -> Result
     if rows != heads * dim {
         let (name, shape) = (&place.name, &place.shape);
         return wrong(format!(
-            "tensor {name:?} has shape {shape:?}, {heads} heads of {dim} rows are expected"
+            "tensor {name:?} has shape {shape:?}, {heads} heads of {dim} rows are expected; {AGAIN}"
         ));
     }
     let row = stored.bytes().len() / rows;
@@ -146,7 +136,7 @@ fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Fa
         if layer.rope.scaling != RopeScaling::None || factors.len() != layer.rope.rotary_dim / 2 {
             let (n, wanted) = (factors.len(), layer.rope.rotary_dim / 2);
             return wrong(format!(
-                "{n} divisors in {FACTORS:?} for {wanted} frequencies that are not scaled otherwise"
+                "{n} divisors in {FACTORS:?} for {wanted} frequencies that are not scaled otherwise; {AGAIN}"
             ));
         }
         layer.rope.scaling = RopeScaling::LongRope {
@@ -155,6 +145,10 @@ fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Fa
             attention_factor: 1.0,
             original_max_position: config.max_positions,
         };
+        layer
+            .rope
+            .check()
+            .map_err(|error| Failure::Wrong(format!("tensor {FACTORS:?}: {error}; {AGAIN}")))?;
     }
     Ok(())
 }

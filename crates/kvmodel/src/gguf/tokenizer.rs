@@ -1,9 +1,13 @@
 //! The tokenizer of a GGUF file, as the `tokenizer.json` and the `tokenizer_config.json` that a Hugging Face model would have.
 
+use std::path::Path;
+
 use serde_json::{Map, Value, json};
 
 use super::fields::{Header, required};
 use super::{Failure, wrong};
+use crate::error::Error;
+use crate::files::{Contents, SmallFile};
 use crate::text::TextCodec;
 
 /// Kinds of tokens, as the file numbers them: control tokens stand for no text, and those that users have added are whole
@@ -41,7 +45,7 @@ fn pre(name: &str) -> Result<(Value, Value, bool), Failure> {
 }
 
 /// Returns the texts of special tokens and the chat template, as `tokenizer_config.json` has them.
-pub(super) fn template(header: &Header) -> Result<Value, Failure> {
+fn template(header: &Header) -> Result<Value, Failure> {
     let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
     let special = |field: &str| -> Result<Value, Failure> {
         let Some(id) = header.whole(field)? else { return Ok(Value::Null) };
@@ -59,8 +63,24 @@ pub(super) fn template(header: &Header) -> Result<Value, Failure> {
     }))
 }
 
-/// Returns the codec of a file.
-pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
+/// Returns the codec of the file at `path`, with the `tokenizer.json` beside it if there is one.
+pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, Failure> {
+    let config = template(header)?;
+    let place = format!("{}, field \"tokenizer.chat_template\"", path.display());
+    if let Some(beside) = SmallFile::read_if_there(path.with_file_name("tokenizer.json"))? {
+        return Ok(TextCodec::of(beside.contents(), &config, &place)?);
+    }
+    let tokenizer = tokenizer(header, config["bos_token"].as_str())?.to_string();
+    TextCodec::of(Contents { path, bytes: tokenizer.as_bytes() }, &config, &place).map_err(
+        |error| match error {
+            Error::File { source, .. } => Failure::Other(*source),
+            other => other.into(),
+        },
+    )
+}
+
+/// Returns the `tokenizer.json` that the fields stand for. `begin` is the text of the token that begins a text.
+fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, Failure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {
         return wrong(format!(
@@ -108,10 +128,9 @@ pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
             tokens.len()
         ));
     }
-    let config = template(header)?;
+    check_merges(&merges, &vocabulary)?;
     let begins = header.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(ignore_merges);
-    let processor = match (begins, header.whole("tokenizer.ggml.bos_token_id")?, config["bos_token"].as_str())
-    {
+    let processor = match (begins, header.whole("tokenizer.ggml.bos_token_id")?, begin) {
         (true, Some(id), Some(begin)) => json!({
             "type": "TemplateProcessing",
             "single": [{ "SpecialToken": { "id": begin, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
@@ -120,7 +139,7 @@ pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
         }),
         _ => Value::Null,
     };
-    let tokenizer = json!({
+    Ok(json!({
         "version": "1.0", "truncation": null, "padding": null,
         "added_tokens": added,
         "normalizer": normalizer,
@@ -132,6 +151,26 @@ pub(super) fn codec(header: &Header) -> Result<TextCodec, Failure> {
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
             "vocab": vocabulary, "merges": merges,
         },
-    });
-    Ok(TextCodec::from_bytes(tokenizer.to_string().as_bytes(), Some(config.to_string().as_bytes()))?)
+    }))
+}
+
+/// Checks that each merge is of two tokens, and that they are a token together.
+fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), Failure> {
+    for (number, merge) in merges.iter().enumerate() {
+        let problem = match merge.split_once(' ') {
+            Some((left, right)) if !right.contains(' ') => {
+                let joined = format!("{left}{right}");
+                let unknown = [left, right, &joined].into_iter().find(|text| !vocabulary.contains_key(*text));
+                unknown.map(|text| format!("{text:?} is no token"))
+            }
+            _ => Some("it is not two texts with a space between".to_owned()),
+        };
+        if let Some(problem) = problem {
+            return wrong(format!(
+                "merge {number} of \"tokenizer.ggml.merges\" is {merge:?}: {problem}; put the model's tokenizer.json into the \
+                 folder of the file"
+            ));
+        }
+    }
+    Ok(())
 }

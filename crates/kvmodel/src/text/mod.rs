@@ -21,6 +21,7 @@ pub use message::{Message, Role};
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
+use crate::files::{Contents, SmallFile};
 use template::ChatTemplate;
 
 /// A tokenizer.json, with the chat template beside it.
@@ -30,6 +31,10 @@ pub struct TextCodec {
     digest: blake3::Hash,
     template: ChatTemplate,
 }
+
+/// The names of the files in the directory of a model.
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// The stand-in for the message when a template is applied to parts: a private-use character that no template
 /// writes and no prompt needs.
@@ -73,41 +78,45 @@ impl PromptTokens {
 impl TextCodec {
     /// Reads `tokenizer.json`, and the chat template of `chat_template.jinja` or else of
     /// `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if a file cannot be read, and [`Error::File`] if one is malformed, with its path.
     pub fn from_directory(dir: &Path) -> Result<Self> {
-        let read = |name: &str| {
-            let path = dir.join(name);
-            std::fs::read(&path).map_err(|source| Error::Io { path, source })
+        let config_path = dir.join(TOKENIZER_CONFIG);
+        let config = SmallFile::read_if_there(config_path.clone())?;
+        let config = config_of(config.as_ref().map(SmallFile::contents))?;
+        let tokenizer = SmallFile::read(dir.join(TOKENIZER))?;
+        let codec = Self::of(tokenizer.contents(), &config, &config_path.display().to_string())?;
+        let Some(template) = SmallFile::read_if_there(dir.join("chat_template.jinja"))? else {
+            return Ok(codec);
         };
-        let config = read("tokenizer_config.json").ok();
-        let mut codec = Self::from_bytes(&read("tokenizer.json")?, config.as_deref())?;
-        if let Ok(template) = read("chat_template.jinja") {
-            codec.template = codec.template.with_text(String::from_utf8_lossy(&template).into_owned());
-        }
-        Ok(codec)
-    }
-
-    /// Reads a `tokenizer.json`, with the chat template and the special tokens of a `tokenizer_config.json`.
-    pub(crate) fn beside(tokenizer: &Path, config: &Value) -> Result<Self> {
-        let bytes =
-            std::fs::read(tokenizer).map_err(|source| Error::Io { path: tokenizer.to_owned(), source })?;
-        Self::from_bytes(&bytes, Some(config.to_string().as_bytes()))
+        let Contents { path, bytes } = template.contents();
+        let text = String::from_utf8_lossy(bytes).into_owned();
+        Ok(Self { template: codec.template.with_text(text, path.display().to_string()), ..codec })
     }
 
     /// Reads a codec from the bytes of `tokenizer.json` and `tokenizer_config.json`, which holds the chat
     /// template.
+    ///
+    /// # Errors
+    /// Returns [`Error::File`], with the name of the file, if one is malformed.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
-        let digest = blake3::hash(tokenizer);
-        let bad = |e: tokenizers::Error| Error::Tokenizer(format!("tokenizer.json: {e}"));
-        let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(bad)?;
+        let contents = |name, bytes| Contents { path: Path::new(name), bytes };
+        let config = config_of(config.map(|bytes| contents(TOKENIZER_CONFIG, bytes)))?;
+        Self::of(contents(TOKENIZER, tokenizer), &config, TOKENIZER_CONFIG)
+    }
+
+    /// Reads a `tokenizer.json`, with the special tokens and the chat template of a `tokenizer_config.json`. `place` is the
+    /// file, and the field if it is another one, that the chat template is from.
+    pub(crate) fn of(tokenizer: Contents<'_>, config: &Value, place: &str) -> Result<Self> {
+        let Contents { path, bytes } = tokenizer;
+        let digest = blake3::hash(bytes);
+        let bad = |e: tokenizers::Error| Error::Tokenizer(e.to_string()).in_file(path);
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(bad)?;
         // Some files carry limits that were set for training. A prompt is never cut silently.
         tokenizer.with_truncation(None).map_err(bad)?;
         tokenizer.with_padding(None);
-        let config: Value = match config {
-            Some(bytes) => serde_json::from_slice(bytes)
-                .map_err(|e| Error::Tokenizer(format!("tokenizer_config.json: {e}")))?,
-            None => Value::Null,
-        };
-        Ok(Self { tokenizer, digest, template: ChatTemplate::of(&config) })
+        Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
     /// Returns the hash of tokenizer.json: the tokenizer's revision in keys.
@@ -218,7 +227,7 @@ impl TextCodec {
         let (before, after) = rendered
             .split_once(MESSAGE)
             .filter(|(_, after)| !after.contains(MESSAGE))
-            .ok_or_else(|| Error::Template("it does not write the message exactly once".to_owned()))?;
+            .ok_or_else(|| self.template.failure("it does not write the message exactly once"))?;
         Ok((before.to_owned(), after.to_owned()))
     }
 
@@ -229,12 +238,18 @@ impl TextCodec {
     }
 }
 
+/// Reads a `tokenizer_config.json`, which a model need not have.
+fn config_of(file: Option<Contents<'_>>) -> Result<Value> {
+    let Some(Contents { path, bytes }) = file else { return Ok(Value::Null) };
+    serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(e.to_string()).in_file(path))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
-    const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,
+    const WORDS: &str = r#"{"version":"1.0","truncation":null,"padding":null,
         "added_tokens":[{"id":0,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
                         {"id":1,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
         "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},
@@ -246,7 +261,7 @@ mod tests {
         "model":{"type":"WordLevel","unk_token":"?","vocab":{"<s>":0,"</s>":1,"?":2,"a":3,"b":4,"c":5}}}"#;
 
     fn codec(config: Option<&str>) -> TextCodec {
-        TextCodec::from_bytes(TOKENIZER.as_bytes(), config.map(str::as_bytes)).unwrap()
+        TextCodec::from_bytes(WORDS.as_bytes(), config.map(str::as_bytes)).unwrap()
     }
 
     #[test]
@@ -262,7 +277,7 @@ mod tests {
     #[test]
     fn rule_1_a_separator_within_a_token_delimits() {
         let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;
-        let text = TOKENIZER.replace(r#""a":3,"b":4,"c":5"#, words);
+        let text = WORDS.replace(r#""a":3,"b":4,"c":5"#, words);
         let text = text.replace(r#"{"type":"Whitespace"}"#, r#"{"type":"WhitespaceSplit"}"#);
         let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
         assert_eq!(codec.encode("a##b ##b b## ##", false).unwrap(), [6, 7, 9, 8], "one token each");
@@ -278,7 +293,7 @@ mod tests {
             "{{ bos_token }}{% for m in messages %}{{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %} c{% endif %}"}"#;
         let prompt = codec(Some(config)).chat_prompt(" a ", "##").unwrap();
         assert_eq!(prompt, PromptTokens::Plain(vec![0, 3, 5]));
-        assert!(matches!(codec(None).chat_prompt("a", "##"), Err(Error::Template(_))));
+        assert!(matches!(codec(None).chat_prompt("a", "##"), Err(Error::Template { .. })));
     }
 
     #[test]
@@ -311,21 +326,24 @@ mod tests {
         let expected = ChunkedPrompt::new(vec![3, 2, 4, 3], vec![vec![4]], vec![5, 5]).unwrap();
         assert_eq!(prompt, PromptTokens::Chunked(expected));
         let twice = r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#;
-        assert!(matches!(codec(Some(twice)).chat_prompt("a##b##c", "##"), Err(Error::Template(_))));
+        assert!(matches!(codec(Some(twice)).chat_prompt("a##b##c", "##"), Err(Error::Template { .. })));
     }
 
     #[test]
     fn prompts_are_never_cut_by_the_tokenizer() {
         let limit =
             r#""truncation":{"direction":"Right","max_length":2,"strategy":"LongestFirst","stride":0}"#;
-        let text = TOKENIZER.replace(r#""truncation":null"#, limit);
+        let text = WORDS.replace(r#""truncation":null"#, limit);
         let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
         assert_eq!(codec.encode("a b c a b", false).unwrap(), [3, 4, 5, 3, 4]);
     }
 
     #[test]
     fn broken_files_are_errors() {
-        assert!(matches!(TextCodec::from_bytes(b"{}", None), Err(Error::Tokenizer(_))));
-        assert!(matches!(TextCodec::from_bytes(TOKENIZER.as_bytes(), Some(b"[")), Err(Error::Tokenizer(_))));
+        let said = |result: Result<TextCodec>| result.map(drop).unwrap_err().to_string();
+        let error = said(TextCodec::from_bytes(b"{}", None));
+        assert!(error.starts_with("tokenizer.json: "), "{error}");
+        let error = said(TextCodec::from_bytes(WORDS.as_bytes(), Some(b"[")));
+        assert!(error.starts_with("tokenizer_config.json: "), "{error}");
     }
 }

@@ -23,6 +23,8 @@ const MORE_TOKENS: &str = "additional_special_tokens";
 /// The chat template of a model, with the variables that do not depend on the conversation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatTemplate {
+    /// The file, and the field if it is another one than usual, that the text is from.
+    place: String,
     source: Source,
     special: Vec<(&'static str, Variable)>,
     clock: Clock,
@@ -44,8 +46,8 @@ enum Source {
 struct Refusal(String);
 
 impl ChatTemplate {
-    /// Reads the template and the special tokens of a `tokenizer_config.json`.
-    pub(super) fn of(config: &Value) -> Self {
+    /// Reads the template and the special tokens of a `tokenizer_config.json`, for errors that name `place`.
+    pub(super) fn of(config: &Value, place: &str) -> Self {
         // A special token is a text, or an object with the text as its content.
         let text =
             |value: &Value| value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned);
@@ -56,12 +58,18 @@ impl ChatTemplate {
         if let Some(more) = config.get(MORE_TOKENS).and_then(Value::as_array) {
             special.push((MORE_TOKENS, more.iter().filter_map(text).collect()));
         }
-        Self { source: Source::of(config.get("chat_template")), special, clock: Clock::default() }
+        let (source, place) = (Source::of(config.get("chat_template")), place.to_owned());
+        Self { place, source, special, clock: Clock::default() }
     }
 
-    /// Returns the same with another text.
-    pub(super) fn with_text(self, text: String) -> Self {
-        Self { source: Source::Text(text), ..self }
+    /// Returns the same with another text, from another place.
+    pub(super) fn with_text(self, text: String, place: String) -> Self {
+        Self { source: Source::Text(text), place, ..self }
+    }
+
+    /// Returns the error of this template for a reason.
+    pub(super) fn failure(&self, reason: impl Into<String>) -> Error {
+        Error::Template { place: self.place.clone(), reason: reason.into() }
     }
 
     #[cfg(test)]
@@ -72,24 +80,23 @@ impl ChatTemplate {
     /// Renders a conversation, up to where the model's answer begins.
     ///
     /// # Errors
-    /// Returns [`Error::Template`] if there is no template, with the line if the template is malformed or fails, and with
+    /// Returns [`Error::Template`], with the place of the template, if there is none, with the line if the template is malformed or fails, and with
     /// the template's own words if it refuses the conversation.
     pub(super) fn render(&self, messages: &[Message]) -> Result<String> {
         let source = match &self.source {
             Source::Text(text) => generation::as_scopes(text),
-            Source::Missing => {
-                return Err(Error::Template("this model has none; run without it".to_owned()));
-            }
+            Source::Missing => return Err(self.failure("this model has none; run without it")),
             Source::NoDefault(names) => {
-                return Err(Error::Template(format!(
+                return Err(self.failure(format!(
                     "this model has several ({}) and none named \"default\"; put the one to use into chat_template.jinja \
                      beside its tokenizer.json",
                     names.join(", ")
                 )));
             }
         };
-        let environment = self.environment().map_err(|error| described(&error))?;
-        let template = environment.template_from_str(&source).map_err(|error| described(&error))?;
+        let failed = |error: minijinja::Error| self.failure(described(&error));
+        let environment = self.environment().map_err(failed)?;
+        let template = environment.template_from_str(&source).map_err(failed)?;
         let messages: Variable = messages
             .iter()
             .map(|message| {
@@ -103,7 +110,7 @@ impl ChatTemplate {
             ("add_generation_prompt", Variable::from(true)),
         ];
         let variables = Variable::from_pairs(fixed.into_iter().chain(self.special.iter().cloned()));
-        template.render(variables).map_err(|error| described(&error))
+        template.render(variables).map_err(failed)
     }
 
     fn environment(&self) -> Result<Environment<'static>, minijinja::Error> {
@@ -163,7 +170,7 @@ fn method(
 }
 
 /// Says what went wrong in a template, and at which line.
-fn described(error: &minijinja::Error) -> Error {
+fn described(error: &minijinja::Error) -> String {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     let (mut line, mut refusal) = (error.line(), None);
     while let Some(inner) = cause {
@@ -174,11 +181,11 @@ fn described(error: &minijinja::Error) -> Error {
         cause = inner.source();
     }
     let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
-    Error::Template(match (refusal, error.detail()) {
+    match (refusal, error.detail()) {
         (Some(Refusal(words)), _) => format!("{place}it refuses the conversation: {words}"),
         (None, Some(detail)) => format!("{place}{}: {detail}", error.kind()),
         (None, None) => format!("{place}{}", error.kind()),
-    })
+    }
 }
 
 #[cfg(test)]
@@ -191,8 +198,12 @@ mod tests {
     use super::*;
     use crate::text::message::Role;
 
+    fn of(config: &Value) -> ChatTemplate {
+        ChatTemplate::of(config, "a/tokenizer_config.json")
+    }
+
     fn template(text: &str) -> ChatTemplate {
-        ChatTemplate::of(&json!({ "chat_template": text }))
+        of(&json!({ "chat_template": text }))
     }
 
     fn hello() -> [Message; 1] {
@@ -233,7 +244,7 @@ mod tests {
         for golden in goldens.templates {
             let mut config = goldens.special_tokens.clone();
             config["chat_template"] = Value::String(golden.template);
-            let template = ChatTemplate::of(&config).at(Clock::fixed(time.clone()));
+            let template = of(&config).at(Clock::fixed(time.clone()));
             assert_eq!(golden.rendered.len(), goldens.conversations.len());
             for (conversation, expected) in goldens.conversations.iter().zip(golden.rendered) {
                 let messages = Message::list(&conversation.to_string()).unwrap();
@@ -259,7 +270,13 @@ mod tests {
     fn a_refusal_has_the_words_of_the_template_and_the_line() {
         let text = "{% macro check(m) %}\n{% if m.role == 'user' %}\n{{ raise_exception('no users, please') }}\n{% endif %}\n{% endmacro %}\n{{ check(messages[0]) }}";
         let error = template(text).render(&hello()).unwrap_err().to_string();
-        assert_eq!(error, "chat template: line 3: it refuses the conversation: no users, please");
+        assert_eq!(
+            error,
+            "chat template of a/tokenizer_config.json: line 3: it refuses the conversation: no users, please"
+        );
+        let moved = template("").with_text(text.to_owned(), "a/chat_template.jinja".to_owned());
+        let error = moved.render(&hello()).unwrap_err().to_string();
+        assert!(error.starts_with("chat template of a/chat_template.jinja: line 3: "), "{error}");
     }
 
     #[rstest]
@@ -278,7 +295,7 @@ mod tests {
         let named = |name: &str| {
             let list =
                 json!([{ "name": "tool_use", "template": "tools" }, { "name": name, "template": "chat" }]);
-            ChatTemplate::of(&json!({ "chat_template": list })).render(&hello())
+            of(&json!({ "chat_template": list })).render(&hello())
         };
         assert_eq!(named("default").unwrap(), "chat");
         let error = named("rag").unwrap_err().to_string();
@@ -292,7 +309,7 @@ mod tests {
             "additional_special_tokens": ["<a>", { "content": "<b>" }],
             "chat_template": "{{ bos_token }}{{ eos_token is defined }}{{ pad_token is defined }}{{ unk_token }}{{ additional_special_tokens[1] }}{{ tools is none }}{{ documents is none }}",
         });
-        assert_eq!(ChatTemplate::of(&config).render(&hello()).unwrap(), "<s>FalseFalse<unk><b>TrueTrue");
+        assert_eq!(of(&config).render(&hello()).unwrap(), "<s>FalseFalse<unk><b>TrueTrue");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 mod approximate;
 mod asking;
+mod bad_files;
 #[cfg(all(feature = "ascend", feature = "cuda"))]
 mod batch;
 mod blending;

@@ -1,0 +1,60 @@
+//! Small files of a model, read whole.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// The contents of a file, with the path that errors name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Contents<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) bytes: &'a [u8],
+}
+
+/// A file that was read.
+#[derive(Debug)]
+pub(crate) struct SmallFile {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl SmallFile {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`], with the path.
+    pub(crate) fn read(path: PathBuf) -> Result<Self> {
+        match std::fs::read(&path) {
+            Ok(bytes) => Ok(Self { path, bytes }),
+            Err(source) => Err(Error::Io { path, source }),
+        }
+    }
+
+    /// Reads a file that a model need not have.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`], with the path, if the file is there and cannot be read.
+    pub(crate) fn read_if_there(path: PathBuf) -> Result<Option<Self>> {
+        match Self::read(path) {
+            Ok(file) => Ok(Some(file)),
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the contents with the path.
+    pub(crate) fn contents(&self) -> Contents<'_> {
+        Contents { path: &self.path, bytes: &self.bytes }
+    }
+
+    /// Reads the contents as UTF-8 by `parse`. Its errors get the path of the file.
+    pub(crate) fn parse<T>(&self, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
+        let text = std::str::from_utf8(&self.bytes);
+        let io = |error| Error::Io {
+            path: self.path.clone(),
+            source: std::io::Error::new(ErrorKind::InvalidData, error),
+        };
+        parse(text.map_err(io)?).map_err(|error| error.in_file(&self.path))
+    }
+}

@@ -1,0 +1,87 @@
+//! The places of tensors: each at a multiple of the alignment, inside the file, and apart from the others.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use super::fields::{Header, Place};
+use super::{AGAIN, Failure, wrong};
+use crate::dense::{StoredType, bytes_of};
+
+/// A tensor with its bytes in the file.
+#[derive(Debug)]
+pub(super) struct Placed<'a> {
+    pub(super) place: &'a Place,
+    /// The element type; none if it is not read here.
+    pub(super) dtype: Option<StoredType>,
+    /// The bytes in the file. Of an element type that is not read here, only the first is known.
+    pub(super) bytes: Range<usize>,
+}
+
+/// Returns all tensors in the order of their bytes in a file of `length` bytes.
+///
+/// # Errors
+/// Returns the failure, with the name, of a tensor that occurs twice, is not aligned, ends behind the file, or begins before
+/// another one ends.
+pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<Placed<'_>>, Failure> {
+    let mut names = HashSet::new();
+    if let Some(place) = header.tensors.iter().find(|place| !names.insert(&place.name)) {
+        return wrong(format!("tensor {:?} occurs twice; {AGAIN}", place.name));
+    }
+    let mut all =
+        header.tensors.iter().map(|place| one(header, place, length)).collect::<Result<Vec<_>, _>>()?;
+    all.sort_by_key(|placed| placed.bytes.start);
+    for pair in all.windows(2) {
+        let [first, second] = pair else { continue };
+        if second.bytes.start < first.bytes.end {
+            let (a, b) = (&first.place, &second.place);
+            return wrong(format!(
+                "tensors {:?} at {} and {:?} at {} overlap; {AGAIN}",
+                a.name, a.offset, b.name, b.offset
+            ));
+        }
+    }
+    Ok(all)
+}
+
+fn one<'a>(header: &Header, place: &'a Place, length: usize) -> Result<Placed<'a>, Failure> {
+    let (name, at, alignment) = (&place.name, place.offset, header.alignment);
+    if !at.is_multiple_of(alignment) {
+        return wrong(format!(
+            "tensor {name:?} is at {at}, no multiple of the alignment {alignment} (general.alignment, 32 without it); {AGAIN}"
+        ));
+    }
+    let dtype = type_of(place.dtype);
+    let bytes = match dtype {
+        Some(dtype) => bytes_of(dtype, &place.shape)
+            .map_err(|problem| Failure::Wrong(format!("tensor {name:?} {problem}; {AGAIN}")))?,
+        None => 1,
+    };
+    let start = header.data.checked_add(at).and_then(|start| usize::try_from(start).ok());
+    let range = start.and_then(|start| Some(start..start.checked_add(bytes)?));
+    match range.filter(|range| range.end <= length) {
+        Some(bytes) => Ok(Placed { place, dtype, bytes }),
+        None => wrong(format!(
+            "tensor {name:?} of {bytes} bytes at {at} ends behind the file of {length} bytes; {AGAIN}"
+        )),
+    }
+}
+
+/// Returns the type with ggml's number.
+fn type_of(number: u32) -> Option<StoredType> {
+    Some(match number {
+        0 => StoredType::F32,
+        1 => StoredType::F16,
+        2 => StoredType::Q4_0,
+        3 => StoredType::Q4_1,
+        6 => StoredType::Q5_0,
+        7 => StoredType::Q5_1,
+        8 => StoredType::Q8_0,
+        10 => StoredType::Q2K,
+        11 => StoredType::Q3K,
+        12 => StoredType::Q4K,
+        13 => StoredType::Q5K,
+        14 => StoredType::Q6K,
+        30 => StoredType::BF16,
+        _ => return None,
+    })
+}
