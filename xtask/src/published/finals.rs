@@ -218,7 +218,9 @@ fn keep() -> Result {
         if let Some(before) = read_kept(documents)?
             && ways.iter().any(|way| way.ttft_ms.is_none())
         {
-            ways.iter_mut().for_each(|way| way.ttft_ms = before.time(&way.name));
+            for way in &mut ways {
+                way.ttft_ms = before.time(&way.name);
+            }
         }
         let questions = ways.first().map_or(0, |way| way.right.len());
         let text =

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use super::{Answer, Asked, FULL, ask, folder, plain, read, with_shares, write_table};
+use super::{Answer, Asked, ask, folder, plain, read, with_shares, write_table};
 use crate::run::Result;
 
 /// The name under which the page has the table.
@@ -188,6 +188,7 @@ pub(super) fn write() -> Result {
 
 #[cfg(test)]
 mod tests {
+    use super::super::FULL;
     use super::*;
 
     fn answer(name: &str, question: usize, divergence: f64, flops: f64) -> Answer {

@@ -1,0 +1,95 @@
+//! Questions of a user's own: the file of a dataset, its errors, and the gate over it.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+const SYSTEM: &str = "you answer questions from short documents .";
+const A: &str = "alba is red . bora is same .";
+const B: &str = "cedo is blue . dilan is small .";
+
+fn kvc(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn run_json(args: &[&str]) -> Value {
+    let output = kvc(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
+}
+
+fn fails(args: &[&str], code: i32, expected: &str) {
+    let output = kvc(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+    assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+}
+
+#[test]
+fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("questions.jsonl");
+    let line = |question: &str, answer: &str| {
+        format!(
+            r#"{{"system": "{SYSTEM}", "documents": ["{A}", "{B}"], "question": "{question} ?", "answer": "{answer}"}}"#
+        )
+    };
+    std::fs::write(&file, [line("alba", "red"), line("cedo", "blue")].join("\n")).unwrap();
+    let file = file.to_str().unwrap();
+    let overlapped = ["--positions", "overlapped"];
+    for (way, identities) in [(&[][..], 9), (&overlapped, 11)] {
+        let asked = ["eval", "--gate", "--json", "--seeds", "2", "--dataset", file, "--within", "60"];
+        let gate = run_json(&[&asked[..], way].concat());
+        let checks = gate["checks"].as_array().unwrap();
+        assert!(checks.len() == identities + 1 && gate["fit"] == true, "{gate}");
+        assert!(checks.iter().all(|check| check["holds"] == true));
+    }
+    let gate = |text: &str| {
+        std::fs::write(file, text).unwrap();
+        let asked = ["eval", "--gate", "--seeds", "1", "--dataset", file, "--within", "10"];
+        let output = kvc(&[&asked[..], &overlapped].concat());
+        assert_eq!(output.status.code(), Some(1));
+        (
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    // The answer lies in another document, so that reuse loses it.
+    let lost = format!(
+        r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
+    );
+    let (shown, said) = gate(&[lost.as_str(); 8].join("\n"));
+    assert!(shown.contains("NOT fit"), "{shown}");
+    assert!(
+        said.contains("what does not hold: 8 local questions: 100.0 points lost")
+            && !said.contains("recomputing"),
+        "{said}"
+    );
+    // One question bounds nothing.
+    let (shown, said) = gate(&lost);
+    assert!(shown.contains("cannot be judged") && said.contains("1 local questions"), "{shown}{said}");
+    // Without right answers, reuse has nothing to lose.
+    let (shown, said) = gate(&line("alba", "nobody"));
+    assert!(
+        shown.contains("cannot say") && said.contains("full attention answers 0.0 % of 1"),
+        "{shown}{said}"
+    );
+    let (_, said) = gate(&line("alba", "red").replace('}', r#", "kind": "cross-start"}"#));
+    assert!(said.contains("no local question"), "{said}");
+    std::fs::write(file, "{").unwrap();
+    fails(&["eval", "--dataset", file], 1, &format!("{file}: questions, line 1: EOF"));
+    std::fs::write(
+        file,
+        ["", &line("alba", "red"), &line("cedo", "blue").replace("bora is", "bora ## is")].join("\n"),
+    )
+    .unwrap();
+    let held = format!("{file}, line 3: documents[0] holds the separator");
+    fails(&["eval", "--dataset", file, "--separator", " ##\n"], 1, &held);
+    let none = format!("{file}: questions, line 2: answer \"red\": it has no number");
+    fails(&["eval", "--dataset", file, "--grader", "numbers"], 1, &none);
+    std::fs::write(file, "\n").unwrap();
+    fails(&["eval", "--dataset", file], 1, &format!("{file}: questions: no question"));
+    fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
+}
