@@ -180,11 +180,9 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
     } else if fits(choice) == Some(true) {
         writeln!(
             out,
-            "\n{file} has the cheapest way whose loss is at most {} points: {}. Of many ways one may pass by chance: `kvc eval --gate \
-             --reuse {file} --first-seed {}` judges it by other questions.",
-            args.within,
-            choice.name,
-            args.asking.first_seed + args.asking.seeds
+            "\n{file} has the cheapest way whose loss is at most {} points: {}. Of many ways one may pass by chance: judge it by \
+             other questions, with `kvc eval --gate --reuse {file}` and another --dataset or --first-seed.",
+            args.within, choice.name
         )?;
     } else {
         writeln!(
