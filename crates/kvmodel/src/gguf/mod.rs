@@ -27,7 +27,7 @@ mod tokenizer;
 
 use fields::{Header, Reader};
 
-/// What helps against a file that contradicts itself.
+/// The remedy for a file that contradicts itself.
 const AGAIN: &str = "download the file again, or convert the model again";
 
 /// Loads the model of a file. Calls `progress` with the bytes of tensors read so far and in total. A `tokenizer.json` in the

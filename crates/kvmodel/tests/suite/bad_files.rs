@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::common::folder;
 use crate::gguf::{Draft, converted, counted, list, load, real, text, whole};
 
-/// What is done to a good file.
+/// A change to a good file.
 type Change = fn(&mut Draft);
 
 const AGAIN: &str = "download the file again, or convert the model again";
