@@ -233,7 +233,7 @@ impl Task for Part<'_> {
         let (out, input) = (matrix.out, matrix.input);
         let y = y.at(0, rows * out * size_of::<f32>()).cast::<f32>();
         // SAFETY: the caller is compiled for `S`, and the columns of `y` belong to this part by contract.
-        if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y) } {
+        if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y, scratch) } {
             return;
         }
         let in_place = matrix.dtype == StoredType::F32;

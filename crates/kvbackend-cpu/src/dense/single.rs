@@ -4,20 +4,21 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::stored::{self, Sink};
+use super::stored::{self, Group, Sink};
 use super::{Matrix, StoredType};
 use crate::simd::{Simd, SimdElement};
 
 /// Multiplies rows of blocks, each of so many bytes and elements.
 macro_rules! blocks {
-    ($read:ident, $bytes:literal, $elements:literal, $x:expr, $rows:expr, $count:expr, $y:expr) => {{
+    ($read:ident, $bytes:literal, $elements:literal, $x:expr, $sums:expr, $rows:expr, $count:expr, $y:expr) => {{
         let blocks = $x.len() / $elements;
         for c in 0..$count {
             let row = $rows.add(c * blocks * $bytes);
-            let mut dot = Dot::<S> { x: $x.as_ptr(), sums: [S::splat(0.0); 2] };
+            let mut dot = Dot::<S> { x: $x.as_ptr(), of_x: $sums, sums: [S::splat(0.0); 2] };
             for b in 0..blocks {
                 stored::$read::<S, Dot<S>>(&*row.add(b * $bytes).cast(), &mut dot);
                 dot.x = dot.x.add($elements);
+                dot.of_x = dot.of_x.add($elements / 16 * S::LANES);
             }
             *$y.add(c) = S::sum(S::add(dot.sums[0], dot.sums[1]));
         }
@@ -25,36 +26,67 @@ macro_rules! blocks {
 }
 
 /// Sums the products of a row's elements with those of `x`, which has as many. The products of a group are summed before
-/// its factor multiplies them.
+/// its factor multiplies them; its minimum multiplies the sum of elements of `x`.
 struct Dot<S: Simd> {
     x: *const f32,
+    /// A vector for every 16 elements of `x`, whose elements have the same sum.
+    of_x: *const f32,
     sums: [S::V; 2],
 }
 
 impl<S: Simd> Sink<S> for Dot<S> {
     #[inline(always)]
-    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32) {
-        // SAFETY: `i + LANES <= N`: all `N` are multiples of 16, which all numbers of lanes divide; `x` has the elements of
-        // the block by contract.
+    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
+        // SAFETY: `x` has the elements of the block, by contract.
+        unsafe { S::mul_add(S::load(self.x.add(group.at + i)), q, sum) }
+    }
+
+    #[inline(always)]
+    unsafe fn end(&mut self, group: Group<S::V>, elements: usize, sum: S::V) {
+        // SAFETY: `of_x` has a vector for every 16 elements of the block.
         unsafe {
-            let x = self.x.add(at);
-            let mut of_x = S::load(x);
-            let mut products = S::mul(of_x, S::load_i8(q.as_ptr()));
-            for i in (S::LANES..N).step_by(S::LANES) {
-                let next = S::load(x.add(i));
-                products = S::mul_add(next, S::load_i8(q.as_ptr().add(i)), products);
-                of_x = S::add(of_x, next);
-            }
-            self.sums[0] = S::mul_add(products, S::splat(d), self.sums[0]);
-            if m != 0.0 {
-                self.sums[1] = S::mul_add(of_x, S::splat(m), self.sums[1]);
+            self.sums[0] = S::mul_add(sum, group.factor, self.sums[0]);
+            if let Some(minimum) = group.minimum {
+                let mut of_x = S::load(self.of_x.add(group.at / 16 * S::LANES));
+                for i in (16..elements).step_by(16) {
+                    of_x = S::add(of_x, S::load(self.of_x.add((group.at + i) / 16 * S::LANES)));
+                }
+                self.sums[1] = S::mul_add(of_x, minimum, self.sums[1]);
             }
         }
     }
 }
 
+/// Returns a vector for every 16 elements of `x`, whose elements have the same sum. `sums` has room for them where they are not
+/// those of `x` itself.
+///
+/// # Safety
+/// The caller is compiled for `S`. `x` has whole groups of 16 elements.
+#[inline(always)]
+unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
+    if S::LANES == 16 {
+        return x.as_ptr();
+    }
+    let len = x.len() / 16 * S::LANES;
+    if sums.len() < len {
+        sums.resize(len, 0.0);
+    }
+    for group in 0..x.len() / 16 {
+        // SAFETY: `x` has the 16 elements of the group, which numbers of lanes divide, and `sums` a vector for it.
+        unsafe {
+            let x = x.as_ptr().add(16 * group);
+            let mut sum = S::load(x);
+            for i in (S::LANES..16).step_by(S::LANES) {
+                sum = S::add(sum, S::load(x.add(i)));
+            }
+            S::store(sums.as_mut_ptr().add(group * S::LANES), sum);
+        }
+    }
+    sums.as_ptr()
+}
+
 /// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for floats that do not lie at addresses
-/// for floats.
+/// for floats. What `scratch` holds does not count.
 ///
 /// # Safety
 /// `y` is valid for writes of the elements `columns`, and nobody else accesses them. The caller is compiled for `S`.
@@ -64,6 +96,7 @@ pub(super) unsafe fn columns<S: Simd>(
     matrix: &Matrix<'_>,
     columns: Range<usize>,
     y: *mut f32,
+    scratch: &mut Vec<f32>,
 ) -> bool {
     assert_eq!(x.len(), matrix.input, "one row");
     let rows = matrix.rows(columns.clone()).as_ptr();
@@ -71,22 +104,23 @@ pub(super) unsafe fn columns<S: Simd>(
     // columns. Rows of floats are aligned where they are read as floats.
     unsafe {
         let (count, y) = (columns.len(), y.add(columns.start));
+        let sums = if matrix.dtype.is_blocks() { sums_of::<S>(x, scratch) } else { std::ptr::null() };
         match matrix.dtype {
             StoredType::F32 if rows.cast::<f32>().is_aligned() => floats::<S, f32>(x, rows.cast(), count, y),
             StoredType::F16 if rows.cast::<f16>().is_aligned() => floats::<S, f16>(x, rows.cast(), count, y),
             StoredType::BF16 if rows.cast::<bf16>().is_aligned() => {
                 floats::<S, bf16>(x, rows.cast(), count, y);
             }
-            StoredType::Q8_0 => blocks!(q8_0, 34, 32, x, rows, count, y),
-            StoredType::Q4_0 => blocks!(q4_0, 18, 32, x, rows, count, y),
-            StoredType::Q4_1 => blocks!(q4_1, 20, 32, x, rows, count, y),
-            StoredType::Q5_0 => blocks!(q5_0, 22, 32, x, rows, count, y),
-            StoredType::Q5_1 => blocks!(q5_1, 24, 32, x, rows, count, y),
-            StoredType::Q2K => blocks!(q2_k, 84, 256, x, rows, count, y),
-            StoredType::Q3K => blocks!(q3_k, 110, 256, x, rows, count, y),
-            StoredType::Q4K => blocks!(q4_k, 144, 256, x, rows, count, y),
-            StoredType::Q5K => blocks!(q5_k, 176, 256, x, rows, count, y),
-            StoredType::Q6K => blocks!(q6_k, 210, 256, x, rows, count, y),
+            StoredType::Q8_0 => blocks!(q8_0, 34, 32, x, sums, rows, count, y),
+            StoredType::Q4_0 => blocks!(q4_0, 18, 32, x, sums, rows, count, y),
+            StoredType::Q4_1 => blocks!(q4_1, 20, 32, x, sums, rows, count, y),
+            StoredType::Q5_0 => blocks!(q5_0, 22, 32, x, sums, rows, count, y),
+            StoredType::Q5_1 => blocks!(q5_1, 24, 32, x, sums, rows, count, y),
+            StoredType::Q2K => blocks!(q2_k, 84, 256, x, sums, rows, count, y),
+            StoredType::Q3K => blocks!(q3_k, 110, 256, x, sums, rows, count, y),
+            StoredType::Q4K => blocks!(q4_k, 144, 256, x, sums, rows, count, y),
+            StoredType::Q5K => blocks!(q5_k, 176, 256, x, sums, rows, count, y),
+            StoredType::Q6K => blocks!(q6_k, 210, 256, x, sums, rows, count, y),
             _ => return false,
         }
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use bytemuck::pod_read_unaligned;
 
-use crate::simd::{AvailableLevel, Simd, Task};
+use crate::simd::{AvailableLevel, Simd, Task, from_f16};
 
 /// The element type of a stored matrix. Blocks are those of ggml, and lie along the rows.
 ///
@@ -232,65 +232,109 @@ unsafe fn brains<S: Simd>(block: &[u8; 2 * FLOATS], y: &mut [f32; FLOATS]) {
     }
 }
 
-/// Returns the f16 at a byte of a block, without a branch.
-///
-/// (Marat Dukhan's FP16 library describes the arithmetic: normal numbers by a change of the exponent's bias, denormal ones by
-/// a subtraction.)
+/// Returns the bits of the f16 at a byte of a block.
 #[inline(always)]
-pub(super) fn half_at(block: &[u8], at: usize) -> f32 {
-    let bits = u32::from(u16::from_le_bytes([block[at], block[at + 1]])) << 16;
-    let (sign, twice) = (bits & 0x8000_0000, bits << 1);
-    let normal = f32::from_bits((twice >> 4).wrapping_add(0xe0 << 23)) * f32::from_bits(0x0780_0000);
-    let denormal = f32::from_bits((twice >> 17) | (126 << 23)) - 0.5;
-    let magnitude = if twice < 1 << 27 { denormal } else { normal };
-    f32::from_bits(sign | magnitude.to_bits())
+fn bits_at(block: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([block[at], block[at + 1]])
 }
 
-/// Splits 16 bytes into their low and their high halves.
+/// Returns the f16 at a byte of a block.
 #[inline(always)]
-fn nibbles(bytes: &[u8]) -> [i8; 32] {
+fn half_at(block: &[u8], at: usize) -> f32 {
+    from_f16(bits_at(block, at))
+}
+
+/// Splits 16 bytes into their low and their high halves, and adds the bits of `high` as fifth ones.
+#[inline(always)]
+fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     let mut q = [0; 32];
     for j in 0..16 {
         q[j] = (bytes[j] & 15).cast_signed();
         q[j + 16] = (bytes[j] >> 4).cast_signed();
     }
-    q
-}
-
-/// Splits 16 bytes as [`nibbles`] does, and adds the bits of `high` as fifth ones.
-#[inline(always)]
-fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
-    let mut q = nibbles(bytes);
     for (j, q) in q.iter_mut().enumerate() {
         *q |= (((high >> j) & 1) << 4) as i8;
     }
     q
 }
 
-/// Takes the elements of a block: stores them, or multiplies them.
+/// What elements of a block share: they are `factor · q + minimum`.
+#[derive(Clone, Copy)]
+pub(super) struct Group<V> {
+    /// The first element, counted from the start of the block.
+    pub at: usize,
+    pub factor: V,
+    pub minimum: Option<V>,
+}
+
+/// Takes the elements of blocks: stores them, or multiplies them.
 pub(super) trait Sink<S: Simd> {
-    /// Takes the elements `d · q + m` from `at` on, counted from the start of the block. `N` is 16 or 32.
+    /// Takes the elements of a group from `i` on, and returns what they add to `sum`.
     ///
     /// # Safety
     /// The caller is compiled for `S`. The sink has room for the block.
-    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32);
+    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
+
+    /// Ends a group, or two that share a factor and a minimum, of so many elements: all have been taken, and have this sum.
+    ///
+    /// # Safety
+    /// As for [`take`](Self::take).
+    unsafe fn end(&mut self, group: Group<S::V>, elements: usize, sum: S::V);
 }
 
 /// Stores elements, rounded after each step.
 struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
-impl<S: Simd, const B: usize> Sink<S> for Store<'_, B> {
+impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     #[inline(always)]
-    unsafe fn group<const N: usize>(&mut self, at: usize, q: &[i8; N], d: f32, m: f32) {
-        let y = &mut self.0[at..at + N];
-        // SAFETY: `i + LANES <= N`: all `N` are multiples of 16, which all numbers of lanes divide.
+    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
+        // SAFETY: the elements lie within the block, by contract.
         unsafe {
-            let (d, m) = (S::splat(d), S::splat(m));
-            for i in (0..N).step_by(S::LANES) {
-                let q = S::load_i8(q.as_ptr().add(i));
-                S::store(y.as_mut_ptr().add(i), S::add(S::mul(d, q), m));
-            }
+            let scaled = S::mul(group.factor, q);
+            let element = match group.minimum {
+                Some(minimum) => S::add(scaled, minimum),
+                None => scaled,
+            };
+            S::store(self.0[group.at + i..][..S::LANES].as_mut_ptr(), element);
         }
+        sum
+    }
+
+    #[inline(always)]
+    unsafe fn end(&mut self, _: Group<S::V>, _: usize, _: S::V) {}
+}
+
+/// Takes a group of signed bytes.
+///
+/// # Safety
+/// As for [`Sink::take`]. `N` is a multiple of 16, as it is below.
+#[inline(always)]
+unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<S::V>, q: &[i8; N]) {
+    // SAFETY: `i + LANES <= N`, since all numbers of lanes divide 16.
+    unsafe {
+        let mut sum = S::splat(0.0);
+        for i in (0..N).step_by(S::LANES) {
+            sum = sink.take(group, i, S::load_i8(q.as_ptr().add(i)), sum);
+        }
+        sink.end(group, N, sum);
+    }
+}
+
+/// Takes the low halves of bytes as a group, and the high halves as one behind it, with the same factor and minimum.
+///
+/// # Safety
+/// As for [`bytes`].
+#[inline(always)]
+unsafe fn nibbles<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<S::V>, q: &[u8; N]) {
+    // SAFETY: `i + LANES <= N`, since all numbers of lanes divide 16.
+    unsafe {
+        let mut sum = S::splat(0.0);
+        for i in (0..N).step_by(S::LANES) {
+            let [low, high] = S::load_nibbles(q.as_ptr().add(i));
+            sum = sink.take(group, i, low, sum);
+            sum = sink.take(group, i + N, high, sum);
+        }
+        sink.end(group, 2 * N, sum);
     }
 }
 
@@ -312,27 +356,25 @@ macro_rules! format {
 format! {
     /// A factor, and 32 signed bytes.
     q8_0(block: 34, sink) {
-        let mut q = [0; 32];
-        q.copy_from_slice(bytemuck::cast_slice(&block[2..]));
-        sink.group(0, &q, half_at(block, 0), 0.0);
+        let factor = S::splat_f16(bits_at(block, 0));
+        bytes::<S, G, 32>(sink, Group { at: 0, factor, minimum: None }, &*block.as_ptr().add(2).cast());
     }
 }
 
 format! {
     /// A factor, and 32 elements of four bits, 8 for zero.
     q4_0(block: 18, sink) {
-        let mut q = nibbles(&block[2..]);
-        for q in &mut q {
-            *q -= 8;
-        }
-        sink.group(0, &q, half_at(block, 0), 0.0);
+        let factor = S::splat_f16(bits_at(block, 0));
+        let minimum = Some(S::mul(factor, S::splat(-8.0)));
+        nibbles::<S, G, 16>(sink, Group { at: 0, factor, minimum }, &*block.as_ptr().add(2).cast());
     }
 }
 
 format! {
     /// A factor, a minimum, and 32 elements of four bits.
     q4_1(block: 20, sink) {
-        sink.group(0, &nibbles(&block[4..]), half_at(block, 0), half_at(block, 2));
+        let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
+        nibbles::<S, G, 16>(sink, Group { at: 0, factor, minimum }, &*block.as_ptr().add(4).cast());
     }
 }
 
@@ -343,7 +385,7 @@ format! {
         for q in &mut q {
             *q -= 16;
         }
-        sink.group(0, &q, half_at(block, 0), 0.0);
+        bytes(sink, Group { at: 0, factor: S::splat_f16(bits_at(block, 0)), minimum: None }, &q);
     }
 }
 
@@ -351,23 +393,54 @@ format! {
     /// A factor, a minimum, 32 fifth bits, and 32 elements of four bits.
     q5_1(block: 24, sink) {
         let q = fives(&block[8..], pod_read_unaligned(&block[4..8]));
-        sink.group(0, &q, half_at(block, 0), half_at(block, 2));
+        let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
+        bytes(sink, Group { at: 0, factor, minimum }, &q);
     }
+}
+
+/// Converts the 16 signed bytes of two words.
+///
+/// # Safety
+/// The caller is compiled for `S`.
+#[inline(always)]
+unsafe fn sixteen<S: Simd>(words: [u64; 2]) -> [f32; 16] {
+    let q: [i8; 16] = bytemuck::cast(words.map(u64::to_le));
+    let mut numbers = [0.0; 16];
+    for i in (0..16).step_by(S::LANES) {
+        // SAFETY: the caller is compiled for `S` by contract, and numbers of lanes divide 16, which both arrays have.
+        unsafe { S::store(numbers.as_mut_ptr().add(i), S::load_i8(q.as_ptr().add(i))) };
+    }
+    numbers
+}
+
+/// Returns eight bytes of a block as a word, the first lowest.
+#[inline(always)]
+fn word_at(block: &[u8], at: usize) -> u64 {
+    u64::from_le(pod_read_unaligned(&block[at..at + 8]))
+}
+
+/// Returns a word whose bytes are all the same.
+const fn each(byte: u8) -> u64 {
+    u64::from_ne_bytes([byte; 8])
 }
 
 format! {
     /// 16 scales with minima in four bits each, 64 bytes of two bits, and two factors.
     q2_k(block: 84, sink) {
-        let (d, minimum) = (half_at(block, 80), half_at(block, 82));
+        let (d, least) = (S::splat_f16(bits_at(block, 80)), S::splat(-half_at(block, 82)));
+        let packed = [word_at(block, 0), word_at(block, 8)];
+        let scales = sixteen::<S>(packed.map(|word| word & each(15)));
+        let minima = sixteen::<S>(packed.map(|word| (word >> 4) & each(15)));
         for group in 0..16 {
-            let (half, pair, side) = (group / 8, group % 8 / 2, group % 2);
-            let bytes = &block[16 + 32 * half + 16 * side..];
-            let mut q = [0; 16];
-            for (q, byte) in q.iter_mut().zip(bytes) {
-                *q = ((byte >> (2 * pair)) & 3).cast_signed();
+            let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
+            let q = block.as_ptr().add(16 + 32 * half + 16 * side);
+            let factor = S::mul(d, S::splat(scales[group]));
+            let minimum = Some(S::mul(least, S::splat(minima[group])));
+            let (group, mut sum) = (Group { at: 16 * group, factor, minimum }, S::splat(0.0));
+            for i in (0..16).step_by(S::LANES) {
+                sum = sink.take(group, i, S::load_bits(q.add(i), 2 * run, 3), sum);
             }
-            let scale = block[group];
-            sink.group::<16>(16 * group, &q, d * f32::from(scale & 15), -(minimum * f32::from(scale >> 4)));
+            sink.end(group, 16, sum);
         }
     }
 }
@@ -375,45 +448,72 @@ format! {
 format! {
     /// 32 bytes of third bits, 64 bytes of two bits, 16 scales of six bits, and a factor.
     q3_k(block: 110, sink) {
-        let (d, packed) = (half_at(block, 108), &block[96..108]);
+        let (d, low) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
+        // The upper two bits of four scales are in a byte.
+        let high = u64::from(u32::from_le(pod_read_unaligned(&block[104..108])));
+        let high = [high | ((high >> 2) << 32), (high >> 4) | ((high >> 6) << 32)];
+        let scales = sixteen::<S>([
+            (low & each(15)) | ((high[0] & each(3)) << 4),
+            ((low >> 4) & each(15)) | ((high[1] & each(3)) << 4),
+        ]);
         for group in 0..16 {
-            let (half, pair, side) = (group / 8, group % 8 / 2, group % 2);
-            let (low, high) = (&block[32 + 32 * half + 16 * side..], &block[16 * side..]);
-            let mut q = [0; 16];
-            for (l, q) in q.iter_mut().enumerate() {
-                let third = (high[l] >> (4 * half + pair)) & 1;
-                *q = (((low[l] >> (2 * pair)) & 3) | (third << 2)).cast_signed() - 4;
+            let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
+            let (low, high) = (block.as_ptr().add(32 + 32 * half + 16 * side), block.as_ptr().add(16 * side));
+            let factor = S::mul(d, S::splat(scales[group] - 32.0));
+            let (group, mut sum) = (Group { at: 16 * group, factor, minimum: None }, S::splat(0.0));
+            for i in (0..16).step_by(S::LANES) {
+                // Without its third bit, a number is less by four.
+                let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
+                let third = S::load_bits(high.add(i), 4 * half + run, 1);
+                sum = sink.take(group, i, S::mul_add(third, S::splat(4.0), two), sum);
             }
-            let low = (packed[group % 8] >> (4 * (group / 8))) & 15;
-            let high = (packed[8 + group % 4] >> (2 * (group / 4))) & 3;
-            sink.group::<16>(16 * group, &q, d * (f32::from(low | (high << 4)) - 32.0), 0.0);
+            sink.end(group, 16, sum);
         }
     }
 }
 
-/// Returns the scale and the minimum, of six bits each, of a group of `Q4_K` and `Q5_K`.
+/// Returns the eight scales and after them the eight minima, of six bits each, of a block of `Q4_K` and `Q5_K`.
+///
+/// # Safety
+/// The caller is compiled for `S`.
 #[inline(always)]
-fn scale_and_minimum(packed: &[u8], group: usize) -> (f32, f32) {
-    let (scale, minimum) = if group < 4 {
-        (packed[group] & 63, packed[group + 4] & 63)
-    } else {
-        let (low, high) = (packed[group + 4], [packed[group - 4] >> 6, packed[group] >> 6]);
-        ((low & 15) | (high[0] << 4), (low >> 4) | (high[1] << 4))
-    };
-    (f32::from(scale), f32::from(minimum))
+unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
+    let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
+    let (first, last) = ([word(4), word(8)], word(12));
+    // Four of each have a byte. The others have half a byte, and their upper two bits at the top of those bytes.
+    let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
+    let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
+    let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);
+    // SAFETY: the caller is compiled for `S`, by contract.
+    unsafe { sixteen::<S>([eight(0), eight(1)]) }
+}
+
+/// Makes a group of a block of `Q4_K` or `Q5_K`. No function: vectors would have to pass through memory.
+macro_rules! group_of_k {
+    ($group:expr, $factors:expr, $numbers:expr) => {{
+        let (group, (d, least), numbers) = ($group, $factors, $numbers);
+        let (factor, minimum) =
+            (S::mul(d, S::splat(numbers[group])), S::mul(least, S::splat(numbers[group + 8])));
+        Group { at: 32 * group, factor, minimum: Some(minimum) }
+    }};
 }
 
 format! {
     /// Two factors, eight scales with minima in six bits each, and 256 elements of four bits.
     q4_k(block: 144, sink) {
-        let (d, minimum) = (half_at(block, 0), half_at(block, 2));
-        for group in 0..8 {
-            let mut q = [0; 32];
-            for (q, byte) in q.iter_mut().zip(&block[16 + 32 * (group / 2)..]) {
-                *q = ((byte >> (4 * (group % 2))) & 15).cast_signed();
+        let factors = (S::splat_f16(bits_at(block, 0)), S::splat(-half_at(block, 2)));
+        let numbers = scales_and_minima::<S>(block);
+        for pair in 0..4 {
+            let [low, high] = [group_of_k!(2 * pair, factors, numbers), group_of_k!(2 * pair + 1, factors, numbers)];
+            let q = block.as_ptr().add(16 + 32 * pair);
+            let (mut sum, mut sum_high) = (S::splat(0.0), S::splat(0.0));
+            for i in (0..32).step_by(S::LANES) {
+                let halves = S::load_nibbles(q.add(i));
+                sum = sink.take(low, i, halves[0], sum);
+                sum_high = sink.take(high, i, halves[1], sum_high);
             }
-            let (scale, least) = scale_and_minimum(&block[4..16], group);
-            sink.group::<32>(32 * group, &q, d * scale, -(minimum * least));
+            sink.end(low, 32, sum);
+            sink.end(high, 32, sum_high);
         }
     }
 }
@@ -421,16 +521,21 @@ format! {
 format! {
     /// As `Q4_K`, with 32 bytes of fifth bits.
     q5_k(block: 176, sink) {
-        let (d, minimum) = (half_at(block, 0), half_at(block, 2));
-        for group in 0..8 {
-            let (low, high) = (&block[48 + 32 * (group / 2)..], &block[16..48]);
-            let mut q = [0; 32];
-            for (l, q) in q.iter_mut().enumerate() {
-                let fifth = (high[l] >> group) & 1;
-                *q = (((low[l] >> (4 * (group % 2))) & 15) | (fifth << 4)).cast_signed();
+        let factors = (S::splat_f16(bits_at(block, 0)), S::splat(-half_at(block, 2)));
+        let (numbers, fifth) = (scales_and_minima::<S>(block), block.as_ptr().add(16));
+        for pair in 0..4 {
+            let [low, high] = [group_of_k!(2 * pair, factors, numbers), group_of_k!(2 * pair + 1, factors, numbers)];
+            let q = block.as_ptr().add(48 + 32 * pair);
+            let (mut sum, mut sum_high) = (S::splat(0.0), S::splat(0.0));
+            for i in (0..32).step_by(S::LANES) {
+                let (halves, sixteen) = (S::load_nibbles(q.add(i)), S::splat(16.0));
+                let five = S::mul_add(S::load_bits(fifth.add(i), 2 * pair, 1), sixteen, halves[0]);
+                let five_high = S::mul_add(S::load_bits(fifth.add(i), 2 * pair + 1, 1), sixteen, halves[1]);
+                sum = sink.take(low, i, five, sum);
+                sum_high = sink.take(high, i, five_high, sum_high);
             }
-            let (scale, least) = scale_and_minimum(&block[4..16], group);
-            sink.group::<32>(32 * group, &q, d * scale, -(minimum * least));
+            sink.end(low, 32, sum);
+            sink.end(high, 32, sum_high);
         }
     }
 }
@@ -438,18 +543,28 @@ format! {
 format! {
     /// 128 bytes of four bits, 64 of two, 16 signed scales, and a factor.
     q6_k(block: 210, sink) {
-        let d = half_at(block, 208);
-        for group in 0..16 {
-            // A half has four runs of 32 elements: the low nibbles of 64 bytes, and after them the high ones.
-            let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
-            let low = &block[64 * half + 32 * (run % 2) + 16 * side..];
-            let high = &block[128 + 32 * half + 16 * side..];
-            let mut q = [0; 16];
-            for (l, q) in q.iter_mut().enumerate() {
-                let six = ((low[l] >> (4 * (run / 2))) & 15) | (((high[l] >> (2 * run)) & 3) << 4);
-                *q = six.cast_signed() - 32;
+        let d = S::splat_f16(bits_at(block, 208));
+        let scales = sixteen::<S>([word_at(block, 192), word_at(block, 200)]);
+        // A half has four runs of 32 elements: the low nibbles of 64 bytes, and after them the high ones.
+        for pair in 0..8 {
+            let (half, run, side) = (pair / 4, pair / 2 % 2, pair % 2);
+            let low = block.as_ptr().add(64 * half + 32 * run + 16 * side);
+            let high = block.as_ptr().add(128 + 32 * half + 16 * side);
+            let at = 8 * half + 2 * run + side;
+            let first = Group { at: 16 * at, factor: S::mul(d, S::splat(scales[at])), minimum: None };
+            let factor = S::mul(d, S::splat(scales[at + 4]));
+            let second = Group { at: 16 * (at + 4), factor, minimum: None };
+            let (mut sum, mut sum_second) = (S::splat(0.0), S::splat(0.0));
+            for i in (0..16).step_by(S::LANES) {
+                let (halves, sixteen, zero) = (S::load_nibbles(low.add(i)), S::splat(16.0), S::splat(32.0));
+                let six = S::mul_add(S::load_bits(high.add(i), 2 * run, 3), sixteen, S::sub(halves[0], zero));
+                let two = S::load_bits(high.add(i), 2 * run + 4, 3);
+                let six_second = S::mul_add(two, sixteen, S::sub(halves[1], zero));
+                sum = sink.take(first, i, six, sum);
+                sum_second = sink.take(second, i, six_second, sum_second);
             }
-            sink.group::<16>(16 * group, &q, d * f32::from(block[192 + group].cast_signed()), 0.0);
+            sink.end(first, 16, sum);
+            sink.end(second, 16, sum_second);
         }
     }
 }
@@ -457,15 +572,6 @@ format! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::f16;
-
-    #[test]
-    fn every_half_is_read_exactly() {
-        for bits in 0..=u16::MAX {
-            let (got, expected) = (half_at(&bits.to_le_bytes(), 0), f16::from_bits(bits).to_f32());
-            assert!(got == expected || got.is_nan() && expected.is_nan(), "{bits:#x}: {got} and {expected}");
-        }
-    }
 
     #[test]
     fn what_lies_beyond_whole_blocks_stays() {

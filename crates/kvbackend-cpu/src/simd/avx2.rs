@@ -2,19 +2,20 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
-    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_and_si128, _mm_cvtepi8_epi16, _mm_cvtss_f32, _mm_loadl_epi64,
-    _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_packus_epi32,
-    _mm_prefetch, _mm_set1_epi16, _mm_setzero_si128, _mm_sfence, _mm_slli_epi16, _mm_storeu_ps,
-    _mm_storeu_si128, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
+    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_and_si128, _mm_cvtepi8_epi16, _mm_cvtsi32_si128, _mm_cvtss_f32,
+    _mm_loadl_epi64, _mm_loadu_ps, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps,
+    _mm_packus_epi32, _mm_prefetch, _mm_set1_epi16, _mm_setzero_si128, _mm_sfence, _mm_slli_epi16,
+    _mm_storeu_ps, _mm_storeu_si128, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
     _mm256_blendv_epi8, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128,
     _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi8, _mm256_cvtepi8_epi32,
-    _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph,
-    _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps,
-    _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_epi8, _mm256_mul_ps,
-    _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi8,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_si256, _mm256_shuffle_ps,
-    _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
-    _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
+    _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_epi8,
+    _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps,
+    _mm256_set1_epi8, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_si256,
+    _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srl_epi32,
+    _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps,
+    _mm256_unpacklo_ps,
 };
 
 use super::level::with_avx2;
@@ -160,6 +161,29 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast::<__m128i>()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(bits.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> [__m256; 2] {
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast::<__m128i>()));
+            let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+            [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(bytes))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> __m256 {
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast::<__m128i>()));
+            let shifted = _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(shift as i32));
+            _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(i32::from(mask))))
+        }
     }
 
     /// Shifts each code to the top of its lane and back, which extends its sign.

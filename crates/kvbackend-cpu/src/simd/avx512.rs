@@ -2,21 +2,21 @@
 
 use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_HINT_T0, _MM_HINT_T1, _mm_add_ps, _mm_loadl_epi64, _mm_loadu_si128, _mm_prefetch, _mm_sfence,
-    _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128, _mm256_cvtepi8_epi16,
+    _MM_HINT_T0, _MM_HINT_T1, _mm_add_ps, _mm_cvtsi32_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_prefetch,
+    _mm_sfence, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128, _mm256_cvtepi8_epi16,
     _mm256_cvtepu8_epi16, _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_epi16,
     _mm256_slli_epi16, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512,
     _mm512_castps_si512, _mm512_castps256_ps512, _mm512_castps512_ps256, _mm512_castsi128_si512,
     _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cmpeq_epi8_mask, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_epi32,
-    _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_mask_mov_epi32, _mm512_maskz_loadu_epi8, _mm512_max_epu8, _mm512_max_ps, _mm512_min_ps,
-    _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps, _mm512_permutex2var_epi16, _mm512_permutexvar_epi32,
-    _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps, _mm512_roundscale_ps,
-    _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_si512,
-    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_srlv_epi32,
-    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps,
-    _mm512_unpacklo_ps,
+    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+    _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mask_mov_epi32, _mm512_maskz_loadu_epi8, _mm512_max_epu8, _mm512_max_ps,
+    _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps, _mm512_permutex2var_epi16,
+    _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
+    _mm512_roundscale_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32,
+    _mm512_setzero_si512, _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srl_epi32,
+    _mm512_srli_epi32, _mm512_srlv_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512,
+    _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
 use super::level::with_avx512;
@@ -54,6 +54,10 @@ pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
 /// The numbers that four bits mean.
 const NUMBERS_OF_4_BITS: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
+
+/// The numbers that four bits without a sign mean.
+const NIBBLES: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
@@ -210,6 +214,30 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast::<__m128i>()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(bits.cast_signed())) }
+    }
+
+    /// Looks the lowest four bits of each lane up.
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> [__m512; 2] {
+        unsafe {
+            let numbers = _mm512_loadu_ps(NIBBLES.as_ptr());
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast::<__m128i>()));
+            [bytes, _mm512_srli_epi32::<4>(bytes)].map(|at| _mm512_permutexvar_ps(at, numbers))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> __m512 {
+        unsafe {
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast::<__m128i>()));
+            let shifted = _mm512_srl_epi32(bytes, _mm_cvtsi32_si128(shift as i32));
+            _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(i32::from(mask))))
+        }
     }
 
     /// Shifts each code to the bottom of its lane, and looks it up.

@@ -63,7 +63,7 @@ pub(crate) mod avx512;
 pub(crate) use element::{SimdElement, narrow, widen};
 pub use level::SimdLevel;
 pub(crate) use level::{AvailableLevel, Task};
-pub(crate) use math::exp;
+pub(crate) use math::{exp, from_f16};
 
 /// The number by which [`Simd::load_e4m3`] divides: a code with its exponent widened to that of f16 is an f16
 /// this many times too small.
@@ -145,7 +145,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             Self::store_f16(to.add(Self::LANES), b);
         }
     }
+    /// Returns a vector of one number in f16, given by its bits.
+    unsafe fn splat_f16(bits: u16) -> Self::V;
     unsafe fn load_i8(from: *const i8) -> Self::V;
+    /// Loads the low and the high halves of `LANES` bytes: numbers from 0 to 15.
+    unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2];
+    /// Loads some bits of `LANES` bytes, after a shift to the right by less than eight: numbers without a sign.
+    unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V;
     /// Loads signed integers of four bits, two in a byte, the first in the low half: `LANES / 2` bytes.
     unsafe fn load_i4(from: *const u8) -> Self::V;
     /// Loads 8-bit floats of format E4M3, divided by [`E4M3_UNIT`]. What a code of NaN gives is not defined.

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use kvcore::Fp8Kind;
 
-use super::{E4M3_NAN, E4M3_UNIT, Simd, Task};
+use super::{E4M3_NAN, E4M3_UNIT, Simd, Task, from_f16};
 
 /// The instruction set that the program is compiled for.
 #[derive(Clone, Copy)]
@@ -153,6 +153,25 @@ impl Simd for Portable {
     unsafe fn load_i8(from: *const i8) -> Self::V {
         // SAFETY: by contract, `from` is valid for reads of `LANES` elements, and `i < LANES`.
         each(|i| unsafe { f32::from(from.add(i).read()) })
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> Self::V {
+        [from_f16(bits); LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2] {
+        // SAFETY: by contract, `from` is valid for reads of `LANES` bytes.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read() };
+        [each(|i| f32::from(bytes[i] & 15)), each(|i| f32::from(bytes[i] >> 4))]
+    }
+
+    #[inline(always)]
+    unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V {
+        // SAFETY: by contract, `from` is valid for reads of `LANES` bytes.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read() };
+        each(|i| f32::from((bytes[i] >> shift) & mask))
     }
 
     #[inline(always)]
