@@ -31,15 +31,14 @@ from safetensors.numpy import load_file
 
 import common
 import llama_model
+import published
+from published import CONTEXT, DECODE, PREFILL, ROWS, listed
 
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16, "Q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
-CONTEXT, DECODE = 512, 64
 # llama-bench knows no f32 here, and f16 is llama.cpp's default.
 KV = "f16"
-PREFILL, ROWS = [500, 2000, 6000], [1, 2, 4, 8, 16, 32, 64]
-HIT, ALONE = "all chunks hit", "the question alone after the same KV"
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
@@ -90,16 +89,11 @@ def write_gguf(path: pathlib.Path, folder: pathlib.Path, kind: gguf.GGMLQuantiza
     writer.close()
 
 
-def listed(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
 class Theirs:
     def __init__(self, program: str, threads: int):
         self.command = [program, "-o", "json", "-t", str(threads), "-ctk", KV, "-ctv", KV, "-fa", "off,on", "-m"]
 
-    def run(self, model: pathlib.Path, repetitions: int, *tests: str) -> list[tuple[tuple[str, int], float]]:
-        """Seconds by name and size; of decoding, the seconds of a token."""
+    def run(self, model: pathlib.Path, repetitions: int, *tests: str) -> published.Times:
         command = [*self.command, str(model), "-r", str(repetitions), *tests]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
         rows = []
@@ -111,39 +105,13 @@ class Theirs:
                 rows.append((("rows" if row["n_depth"] else "prefill", row["n_prompt"]), seconds))
         return rows
 
-    def all(self, model: pathlib.Path) -> list[tuple[tuple[str, int], float]]:
+    def all(self, model: pathlib.Path) -> published.Times:
         behind = ["-d", str(CONTEXT)]
         return [
             *self.run(model, 1, "-p", listed(PREFILL), "-n", "0"),
             *self.run(model, 5, "-p", listed(ROWS), "-n", "0", *behind),
             *self.run(model, 3, "-p", "0", "-n", str(DECODE), *behind),
         ]
-
-
-def ours(model: pathlib.Path) -> list[tuple[tuple[str, int], float]]:
-    args = ["--context", str(CONTEXT), "--prefill", listed(PREFILL), "--rows", listed(ROWS), "--decode", str(DECODE), "--kv", KV]
-    rows = common.ours("kvlab", "peer_model", "--model", str(model), *args, "--chunks")
-    return [((row["what"], row["size"]), row["seconds"]) for row in rows]
-
-
-def keep_best(best: dict, rows: list[tuple[tuple[str, int], float]]) -> None:
-    for name, seconds in rows:
-        best[name] = min(seconds, best.get(name, float("inf")))
-
-
-def lines(kind: str, us: dict, them: dict) -> list[list[str]]:
-    names = {"prefill": "prefill, {} tokens", "rows": "pass, rows: {}", "decode": "decode, a token of {}"}
-    table = [
-        [kind, names[what].format(size), common.duration(seconds), common.duration(us[what, size]),
-         f"{seconds / us[what, size]:.2f}"]
-        for (what, size), seconds in them.items()
-    ]
-    for (what, size), seconds in us.items():
-        if what == HIT:
-            alone = us[ALONE, size]
-            table.append([kind, f"documents found, against {ALONE}", f"{common.duration(alone)} (ours)",
-                          common.duration(seconds), f"{alone / seconds:.2f}"])
-    return table
 
 
 def main() -> None:
@@ -162,10 +130,10 @@ def main() -> None:
             write_gguf(model, args.model, TYPES[kind])
             us, them = {}, {}
             for _ in range(args.rounds):
-                keep_best(them, theirs.all(model))
-                keep_best(us, ours(model))
+                published.keep_best(them, theirs.all(model))
+                published.keep_best(us, published.ours(model, KV))
             model.unlink()
-            of_kind = lines(kind, us, them)
+            of_kind = published.lines(kind, us, them)
             table += of_kind
             print(json.dumps(of_kind, ensure_ascii=False), flush=True)
     head = ["weights", "what", "llama.cpp", "ours", "times as fast"]

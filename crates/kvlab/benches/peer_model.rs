@@ -1,18 +1,19 @@
-//! Measures a model file as `tools/peers/llama_published.py` also lets llama.cpp compute it: prefills, passes of a few rows
+//! Measures a model file as `tools/peers/llama_published.py` also lets llama.cpp compute it: loading, prefills, passes of a few rows
 //! behind a context, decoding, and prompts of documents.
 //!
 //! `--model FILE` is a GGUF file or a Hugging Face directory. `--prefill N,N`, `--rows N,N` and `--decode N` say what is computed,
 //! `--context N` how many tokens stand before rows and answers, `--kv FORMAT` how keys and values are stored. Tokens are random, and other ones each time. Prints one JSON object
 //! per line: a name, a size, and the best time in seconds; of decoding, the time of a token.
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::DType;
 use kvlab::{Error, Result, ttft_rows};
-use kvmodel::{Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, WeightFormat};
+use kvmodel::{Engine, EngineConfig, Generation, Model, ModelDirectory, PromptTokens, Request, WeightFormat};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -70,10 +71,31 @@ fn show(what: &str, size: usize, took: Duration) {
     println!("{}", serde_json::json!({ "what": what, "size": size, "seconds": took.as_secs_f64() }));
 }
 
+/// Loads the model, in turns with reading its weights from the file, which is in the system's cache.
+fn load(path: &Path) -> Result<Model> {
+    let weights = if path.is_dir() { path.join("model.safetensors") } else { path.to_owned() };
+    let size = std::fs::metadata(&weights).map_or(0, |file| file.len()) as usize;
+    let (mut loaded, mut read, mut model) = (Duration::MAX, Duration::MAX, None);
+    for _ in 0..REPETITIONS {
+        let start = Instant::now();
+        let mut file = std::fs::File::open(&weights)
+            .map_err(|e| Error::Workload(format!("{}: {e}", weights.display())))?;
+        let mut bytes = vec![0; 1 << 20];
+        while file.read(&mut bytes).is_ok_and(|n| n > 0) {}
+        read = read.min(start.elapsed());
+        let start = Instant::now();
+        model = Some(ModelDirectory::load(path, WeightFormat::Stored, &mut |_, _| ())?.model);
+        loaded = loaded.min(start.elapsed());
+    }
+    show("load", size, loaded);
+    show("read of the file", size, read);
+    model.ok_or_else(|| Error::Workload("no model".to_owned()))
+}
+
 fn main() -> Result<()> {
     let path = argument("--model").ok_or_else(|| Error::Workload("--model FILE is missing".to_owned()))?;
-    let ModelDirectory { model, .. } =
-        ModelDirectory::load(&PathBuf::from(path), WeightFormat::Stored, &mut |_, _| ())?;
+    let path = PathBuf::from(path);
+    let model = load(&path)?;
     let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let kv_format = argument("--kv").map_or(Ok(DType::F32.into()), |word| word.parse())?;
     let engine = EngineConfig { chunks: half, kv_format, ..EngineConfig::default() };

@@ -22,6 +22,8 @@ use crate::run::{Result, cargo_command, root};
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BenchBackend {
     Cpu,
+    /// Products with matrices of a model, on the CPU
+    Products,
     Cuda,
     Wgpu,
 }
@@ -29,7 +31,7 @@ enum BenchBackend {
 /// Options of `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct KernelBenchArgs {
-    /// Kernels of the CPU and everything that depends on no device, the kernels of CUDA on the first card (or, without a
+    /// Kernels of the CPU and everything that depends on no device, its products with the matrices of a model, the kernels of CUDA on the first card (or, without a
     /// driver, through its test double, whose times say nothing), or the kernels of wgpu on its first adapter.
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BenchBackend,
@@ -50,6 +52,7 @@ const QUICK_ON_A_CARD: &[&str] = &["--mib", "256", "--context", "1024", "--promp
 pub(crate) fn bench(args: &KernelBenchArgs) -> Result {
     let rows = match args.backend {
         BenchBackend::Cpu => cpu(args.quick)?,
+        BenchBackend::Products => run_bench("products", if args.quick { &["--mib", "16"] } else { &[] })?,
         BenchBackend::Cuda if args.write && !cuda_double::driver_is_here() => {
             return Err("this machine has no CUDA driver: the table of docs/benchmarks.md is of a real card"
                 .to_owned());
@@ -137,7 +140,6 @@ fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
         ]
     };
     let mut rows = run_bench("kernels_against_memcpy", kernels)?;
-    rows.extend(run_bench("products", if quick { &["--mib", "16"] } else { &[] })?);
     rows.extend(run_bench("quantized_caches", formats)?);
     rows.extend(run_bench("chunk_reuse", &["--tokens", "4096"])?);
     rows.extend(run_bench("ttft", ttft)?);

@@ -65,6 +65,7 @@ pub(crate) fn duration(seconds: f64) -> String {
 fn command(backend: BenchBackend) -> &'static str {
     match backend {
         BenchBackend::Cpu => "cargo xtask bench --write",
+        BenchBackend::Products => "cargo xtask bench --backend products --write",
         BenchBackend::Cuda => "cargo xtask bench --backend cuda --write",
         BenchBackend::Wgpu => "cargo xtask bench --backend wgpu --write",
     }
@@ -104,7 +105,7 @@ mod tests {
     #[test]
     fn each_backend_has_its_table() {
         let page = include_str!("../../../docs/benchmarks.md");
-        for backend in [BenchBackend::Cpu, BenchBackend::Cuda, BenchBackend::Wgpu] {
+        for backend in [BenchBackend::Cpu, BenchBackend::Products, BenchBackend::Cuda, BenchBackend::Wgpu] {
             assert!(replaced(page, backend, "new").is_some_and(|page| page.contains(
                 "
 

@@ -133,9 +133,15 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: published::goldens::NEEDS,
     },
     Slice {
+        name: "published-bench",
+        covers: "times of a published model, from the file's blocks: prefill, few rows, decoding, documents found",
+        command: "cargo bench -p kvlab --bench peer_model -- --model \"$PWD/target/published/smollm2.gguf\" --prefill 500 --rows 1,16 --decode 16 --chunks",
+        needs: &[Tool::PublishedModel],
+    },
+    Slice {
         name: "benches-cpu",
         covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
-        command: "cargo xtask bench --quick",
+        command: "cargo xtask bench --quick && cargo xtask bench --quick --backend products",
         needs: &[],
     },
     Slice {

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Asked, FULL, ask, folder, plain, program, read, with_shares, write_table};
+use super::{Answer, Asked, FULL, QUALITY, ask, folder, plain, program, read, with_shares, write_table};
 use crate::run::{Result, root};
 
 /// The name under which the page has the table.
@@ -48,6 +48,20 @@ const WAYS: &[&str] = &[
     "sequential, alone, link:16",
     "sequential, alone, question:0.3",
 ];
+
+/// The ways and the numbers of documents that the README shows.
+const SHORT: &[&str] = &[
+    FULL,
+    DEFAULT,
+    "sequential, alone, link:16",
+    "sequential, with-system, question:0.3",
+    "sequential, alone, none",
+    "overlapped, with-system, none",
+];
+const SHORT_DOCUMENTS: [usize; 2] = [2, 4];
+
+/// The way that `kvc` takes by default.
+const DEFAULT: &str = "sequential, with-system, question:0.5";
 
 /// With eight documents full attention itself answers too little to judge anything by: a few questions show it.
 const FINALS: [Final; 3] = [
@@ -297,7 +311,32 @@ fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, Bounds>> {
     Ok(scores.scores.into_iter().filter_map(of).collect())
 }
 
-/// Writes the table of docs/quality.md.
+/// Returns the table of the README: few ways, and of what they cost the time alone.
+fn short() -> Result<String> {
+    let mut all = Vec::new();
+    for Final { documents, .. } in FINALS.iter().filter(|of| SHORT_DOCUMENTS.contains(&of.documents)) {
+        all.extend(read_kept(*documents)?);
+    }
+    let mut table = String::from("| positions, mode, recomputed |");
+    for Kept { documents, questions, .. } in &all {
+        let _ = write!(table, " {documents} notes: right, of {questions} | time to first token |");
+    }
+    let _ = writeln!(table, "\n|---|{}", "---|---|".repeat(all.len()));
+    for way in SHORT {
+        let _ = write!(table, "| {way}{} |", if *way == DEFAULT { " (the default)" } else { "" });
+        for kept in &all {
+            let right =
+                kept.ways.iter().find(|kept| kept.name == *way).map(|kept| kept.right.matches('1').count());
+            let right = right.map_or_else(|| "–".to_owned(), |right| right.to_string());
+            let time = kept.time(way).map_or_else(|| "–".to_owned(), |ms| format!("{ms:.0} ms"));
+            let _ = write!(table, " {right} | {time} |");
+        }
+        table.push('\n');
+    }
+    Ok(table)
+}
+
+/// Writes the tables of docs/quality.md and of the README.
 pub(super) fn write() -> Result {
     unpack()?;
     keep()?;
@@ -331,7 +370,8 @@ pub(super) fn write() -> Result {
             );
         }
     }
-    write_table(TABLE, &table)
+    write_table(QUALITY, TABLE, &table)?;
+    write_table("README.md", TABLE, &short()?)
 }
 
 #[cfg(test)]
@@ -392,6 +432,14 @@ mod tests {
             assert_eq!((&again.right, again.anew), (&way.right, way.anew));
             assert!((again.operations - way.operations).abs() < 1e-6, "{}", again.operations);
         }
+    }
+
+    #[test]
+    fn the_readme_shows_ways_that_were_asked() {
+        assert!(SHORT[1..].iter().all(|way| WAYS.contains(way)));
+        let table = short().unwrap();
+        assert_eq!(table.lines().count(), SHORT.len() + 2);
+        assert!(!table.contains('–'), "{table}");
     }
 
     #[test]

@@ -22,7 +22,7 @@ mod screen;
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Args)]
 pub(crate) struct PublishedArgs {
-    /// Write the tables of docs/quality.md from the answers of the last runs, and ask nothing.
+    /// Write the tables of docs/quality.md and of the README from the answers of the last runs, and ask nothing.
     #[arg(long)]
     table: bool,
     /// Ask few questions in few ways, and fail unless recomputation by the question comes nearest to full attention.
@@ -169,12 +169,15 @@ fn plain(name: &str) -> String {
         .to_owned()
 }
 
-/// Writes a table of docs/quality.md.
-fn write_table(name: &str, table: &str) -> Result {
-    let path = root().join("docs/quality.md");
+/// The page of all tables.
+const QUALITY: &str = "docs/quality.md";
+
+/// Writes a table into a page.
+fn write_table(page: &str, name: &str, table: &str) -> Result {
+    let path = root().join(page);
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let new = page::replaced(&text, name, table)
-        .ok_or_else(|| format!("docs/quality.md has no place for `{name}`"))?;
+    let new =
+        page::replaced(&text, name, table).ok_or_else(|| format!("{page} has no place for `{name}`"))?;
     std::fs::write(&path, new).map_err(|e| format!("{}: {e}", path.display()))?;
     print!("{table}");
     Ok(())

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use super::{Answer, Asked, ask, folder, plain, read, with_shares, write_table};
+use super::{Answer, Asked, QUALITY, ask, folder, plain, read, with_shares, write_table};
 use crate::run::Result;
 
 /// The name under which the page has the table.
@@ -183,7 +183,7 @@ pub(super) fn write() -> Result {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
         let _ = writeln!(table, " {} | {} |", percent(last.recomputed), percent(last.operations));
     }
-    write_table(TABLE, &table)
+    write_table(QUALITY, TABLE, &table)
 }
 
 #[cfg(test)]

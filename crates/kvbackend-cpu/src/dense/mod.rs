@@ -42,6 +42,10 @@ pub use stored::StoredType;
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
 /// Rows that are multiplied at a time.
 const ROWS: usize = 96;
+/// Rows from which on the matrix is not read where it lies: a copy of a few of its rows stays in the first-level cache.
+const MANY_ROWS: usize = 24;
+/// Elements between decoded rows: a line of the cache.
+const PAD: usize = 16;
 /// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
 const BYTES_PER_THREAD: usize = 64 << 10;
 
@@ -92,28 +96,37 @@ impl<'a> Matrix<'a> {
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
-    /// Returns rows in f32, decoded into `scratch` unless the matrix has them.
+    /// Returns rows in f32, decoded into `scratch` unless the matrix has them and `in_place` allows to read them there.
     ///
     /// # Safety
     /// The caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    unsafe fn in_f32<'s, S: Simd>(&self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    unsafe fn in_f32<'s, S: Simd>(
+        &self,
+        rows: Range<usize>,
+        scratch: &'s mut Vec<f32>,
+        in_place: bool,
+    ) -> tile::Columns<'s>
     where
         'a: 's,
     {
-        let bytes = self.rows(rows.clone());
+        let (bytes, count, input) = (self.rows(rows.clone()), rows.len(), self.input);
         if self.dtype == StoredType::F32
+            && in_place
             && let Ok(values) = bytemuck::try_cast_slice(bytes)
         {
-            return values;
+            return tile::Columns { values, count, stride: input };
         }
-        let len = rows.len() * self.input;
-        if scratch.len() < len {
-            scratch.resize(len, 0.0);
+        // Rows that are a power of two apart would lie in the same sets of the first-level cache.
+        let stride = input + PAD;
+        if scratch.len() < count * stride {
+            scratch.resize(count * stride, 0.0);
         }
-        // SAFETY: the caller is compiled for `S`, by contract.
-        unsafe { stored::decode::<S>(self.dtype, bytes, &mut scratch[..len]) };
-        &scratch[..len]
+        for (row, to) in bytes.chunks_exact(self.row_bytes).zip(scratch.chunks_exact_mut(stride)) {
+            // SAFETY: the caller is compiled for `S`, by contract.
+            unsafe { stored::decode::<S>(self.dtype, row, &mut to[..input]) };
+        }
+        tile::Columns { values: &scratch[..count * stride], count, stride }
     }
 }
 
@@ -236,7 +249,7 @@ impl Task for Part<'_> {
         if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y, scratch) } {
             return;
         }
-        let in_place = matrix.dtype == StoredType::F32;
+        let in_place = matrix.dtype == StoredType::F32 && rows < MANY_ROWS;
         // Rows in runs of equal length, which stay in the second-level cache.
         let runs = rows.div_ceil(ROWS);
         for run in 0..runs {
@@ -248,15 +261,9 @@ impl Task for Part<'_> {
                 // run, and `y` has `rows` rows of `out` elements, of which the columns `taken` belong to this part by
                 // contract.
                 unsafe {
-                    let w = matrix.in_f32::<S>(taken, scratch);
-                    tile::columns::<S>(
-                        x,
-                        end - at,
-                        w,
-                        input,
-                        (y.add(at * out + from), out),
-                        in_place && run == 0,
-                    );
+                    let w = matrix.in_f32::<S>(taken, scratch, in_place);
+                    let y = (y.add(at * out + from), out);
+                    tile::columns::<S>((x, end - at, input), w, y, in_place && run == 0);
                 }
             }
         }

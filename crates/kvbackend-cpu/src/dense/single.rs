@@ -18,7 +18,7 @@ macro_rules! blocks {
             for b in 0..blocks {
                 stored::$read::<S, Dot<S>>(&*row.add(b * $bytes).cast(), &mut dot);
                 dot.x = dot.x.add($elements);
-                dot.of_x = dot.of_x.add($elements / 16 * S::LANES);
+                dot.of_x = dot.of_x.wrapping_add($elements / 16 * S::LANES);
             }
             *$y.add(c) = S::sum(S::add(dot.sums[0], dot.sums[1]));
         }
@@ -29,7 +29,7 @@ macro_rules! blocks {
 /// its factor multiplies them; its minimum multiplies the sum of elements of `x`.
 struct Dot<S: Simd> {
     x: *const f32,
-    /// A vector for every 16 elements of `x`, whose elements have the same sum.
+    /// A vector for every 16 elements of `x`, whose elements have the same sum, if the matrix has minima.
     of_x: *const f32,
     sums: [S::V; 2],
 }
@@ -43,7 +43,7 @@ impl<S: Simd> Sink<S> for Dot<S> {
 
     #[inline(always)]
     unsafe fn end(&mut self, group: Group<S::V>, elements: usize, sum: S::V) {
-        // SAFETY: `of_x` has a vector for every 16 elements of the block.
+        // SAFETY: `of_x` has a vector for every 16 elements of a block with minima, and a group has whole sixteens.
         unsafe {
             self.sums[0] = S::mul_add(sum, group.factor, self.sums[0]);
             if let Some(minimum) = group.minimum {
@@ -57,8 +57,8 @@ impl<S: Simd> Sink<S> for Dot<S> {
     }
 }
 
-/// Returns a vector for every 16 elements of `x`, whose elements have the same sum. `sums` has room for them where they are not
-/// those of `x` itself.
+/// Returns a vector for every 16 elements of `x`, whose elements have the same sum: those of `x` itself, or of `sums`, which holds
+/// nothing else. They are valid while neither changes.
 ///
 /// # Safety
 /// The caller is compiled for `S`. `x` has whole groups of 16 elements.
@@ -104,7 +104,7 @@ pub(super) unsafe fn columns<S: Simd>(
     // columns. Rows of floats are aligned where they are read as floats.
     unsafe {
         let (count, y) = (columns.len(), y.add(columns.start));
-        let sums = if matrix.dtype.is_blocks() { sums_of::<S>(x, scratch) } else { std::ptr::null() };
+        let sums = if matrix.dtype.has_minima() { sums_of::<S>(x, scratch) } else { std::ptr::null() };
         match matrix.dtype {
             StoredType::F32 if rows.cast::<f32>().is_aligned() => floats::<S, f32>(x, rows.cast(), count, y),
             StoredType::F16 if rows.cast::<f16>().is_aligned() => floats::<S, f16>(x, rows.cast(), count, y),

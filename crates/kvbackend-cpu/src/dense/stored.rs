@@ -92,6 +92,11 @@ impl StoredType {
         }
     }
 
+    /// Returns true if groups of elements have a minimum beside their scale.
+    pub(super) const fn has_minima(self) -> bool {
+        matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)
+    }
+
     /// Returns true if several elements share a scale.
     pub const fn is_blocks(self) -> bool {
         self.block_elements() > 1
@@ -238,6 +243,9 @@ fn bits_at(block: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([block[at], block[at + 1]])
 }
 
+/// The sign of an f16.
+const SIGN: u16 = 0x8000;
+
 /// Returns the f16 at a byte of a block.
 #[inline(always)]
 fn half_at(block: &[u8], at: usize) -> f32 {
@@ -261,7 +269,7 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
 /// What elements of a block share: they are `factor · q + minimum`.
 #[derive(Clone, Copy)]
 pub(super) struct Group<V> {
-    /// The first element, counted from the start of the block.
+    /// The first element, counted from the start of the block: a multiple of 16.
     pub at: usize,
     pub factor: V,
     pub minimum: Option<V>,
@@ -269,13 +277,13 @@ pub(super) struct Group<V> {
 
 /// Takes the elements of blocks: stores them, or multiplies them.
 pub(super) trait Sink<S: Simd> {
-    /// Takes the elements of a group from `i` on, and returns what they add to `sum`.
+    /// Takes `LANES` elements of a group from `i` on, and returns `sum` with what they add to it.
     ///
     /// # Safety
-    /// The caller is compiled for `S`. The sink has room for the block.
+    /// The caller is compiled for `S`. The elements lie within the block.
     unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
 
-    /// Ends a group, or two that share a factor and a minimum, of so many elements: all have been taken, and have this sum.
+    /// Ends a group of so many elements, a multiple of 16: all have been taken, and have this sum.
     ///
     /// # Safety
     /// As for [`take`](Self::take).
@@ -288,7 +296,7 @@ struct Store<'a, const N: usize>(&'a mut [f32; N]);
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     #[inline(always)]
     unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
-        // SAFETY: the elements lie within the block, by contract.
+        // SAFETY: the elements lie within the block by contract, and the slice has as many as are stored.
         unsafe {
             let scaled = S::mul(group.factor, q);
             let element = match group.minimum {
@@ -320,21 +328,21 @@ unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<
     }
 }
 
-/// Takes the low halves of bytes as a group, and the high halves as one behind it, with the same factor and minimum.
+/// Takes a group of 32 elements: the low halves of 16 bytes, and after them the high ones. `zero` is subtracted from each.
 ///
 /// # Safety
 /// As for [`bytes`].
 #[inline(always)]
-unsafe fn nibbles<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<S::V>, q: &[u8; N]) {
-    // SAFETY: `i + LANES <= N`, since all numbers of lanes divide 16.
+unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: Group<S::V>, q: &[u8; 16], zero: S::V) {
+    // SAFETY: `i + LANES <= 16`, since all numbers of lanes divide 16.
     unsafe {
         let mut sum = S::splat(0.0);
-        for i in (0..N).step_by(S::LANES) {
+        for i in (0..16).step_by(S::LANES) {
             let [low, high] = S::load_nibbles(q.as_ptr().add(i));
-            sum = sink.take(group, i, low, sum);
-            sum = sink.take(group, i + N, high, sum);
+            sum = sink.take(group, i, S::sub(low, zero), sum);
+            sum = sink.take(group, i + 16, S::sub(high, zero), sum);
         }
-        sink.end(group, 2 * N, sum);
+        sink.end(group, 32, sum);
     }
 }
 
@@ -347,7 +355,7 @@ macro_rules! format {
         /// The caller is compiled for `S`. The sink has room for the block.
         #[inline(always)]
         pub(super) unsafe fn $name<S: Simd, G: Sink<S>>($block: &[u8; $bytes], $sink: &mut G) {
-            // SAFETY: the caller is compiled for `S`, and groups lie within the block.
+            // SAFETY: the caller is compiled for `S`. Groups, and what is loaded, lie within the block.
             unsafe { $body }
         }
     };
@@ -365,8 +373,8 @@ format! {
     /// A factor, and 32 elements of four bits, 8 for zero.
     q4_0(block: 18, sink) {
         let factor = S::splat_f16(bits_at(block, 0));
-        let minimum = Some(S::mul(factor, S::splat(-8.0)));
-        nibbles::<S, G, 16>(sink, Group { at: 0, factor, minimum }, &*block.as_ptr().add(2).cast());
+        let group = Group { at: 0, factor, minimum: None };
+        nibbles(sink, group, &*block.as_ptr().add(2).cast(), S::splat(8.0));
     }
 }
 
@@ -374,7 +382,8 @@ format! {
     /// A factor, a minimum, and 32 elements of four bits.
     q4_1(block: 20, sink) {
         let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
-        nibbles::<S, G, 16>(sink, Group { at: 0, factor, minimum }, &*block.as_ptr().add(4).cast());
+        let group = Group { at: 0, factor, minimum };
+        nibbles(sink, group, &*block.as_ptr().add(4).cast(), S::splat(0.0));
     }
 }
 
@@ -427,7 +436,7 @@ const fn each(byte: u8) -> u64 {
 format! {
     /// 16 scales with minima in four bits each, 64 bytes of two bits, and two factors.
     q2_k(block: 84, sink) {
-        let (d, least) = (S::splat_f16(bits_at(block, 80)), S::splat(-half_at(block, 82)));
+        let (d, least) = (S::splat_f16(bits_at(block, 80)), S::splat_f16(bits_at(block, 82) ^ SIGN));
         let packed = [word_at(block, 0), word_at(block, 8)];
         let scales = sixteen::<S>(packed.map(|word| word & each(15)));
         let minima = sixteen::<S>(packed.map(|word| (word >> 4) & each(15)));
@@ -436,11 +445,11 @@ format! {
             let q = block.as_ptr().add(16 + 32 * half + 16 * side);
             let factor = S::mul(d, S::splat(scales[group]));
             let minimum = Some(S::mul(least, S::splat(minima[group])));
-            let (group, mut sum) = (Group { at: 16 * group, factor, minimum }, S::splat(0.0));
+            let (of, mut sum) = (Group { at: 16 * group, factor, minimum }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                sum = sink.take(group, i, S::load_bits(q.add(i), 2 * run, 3), sum);
+                sum = sink.take(of, i, S::load_bits(q.add(i), 2 * run, 3), sum);
             }
-            sink.end(group, 16, sum);
+            sink.end(of, 16, sum);
         }
     }
 }
@@ -448,26 +457,26 @@ format! {
 format! {
     /// 32 bytes of third bits, 64 bytes of two bits, 16 scales of six bits, and a factor.
     q3_k(block: 110, sink) {
-        let (d, low) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
+        let (d, four) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
         // The upper two bits of four scales are in a byte.
-        let high = u64::from(u32::from_le(pod_read_unaligned(&block[104..108])));
-        let high = [high | ((high >> 2) << 32), (high >> 4) | ((high >> 6) << 32)];
+        let top = u64::from(u32::from_le(pod_read_unaligned(&block[104..108])));
+        let top = [top | ((top >> 2) << 32), (top >> 4) | ((top >> 6) << 32)];
         let scales = sixteen::<S>([
-            (low & each(15)) | ((high[0] & each(3)) << 4),
-            ((low >> 4) & each(15)) | ((high[1] & each(3)) << 4),
+            (four & each(15)) | ((top[0] & each(3)) << 4),
+            ((four >> 4) & each(15)) | ((top[1] & each(3)) << 4),
         ]);
         for group in 0..16 {
             let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
             let (low, high) = (block.as_ptr().add(32 + 32 * half + 16 * side), block.as_ptr().add(16 * side));
             let factor = S::mul(d, S::splat(scales[group] - 32.0));
-            let (group, mut sum) = (Group { at: 16 * group, factor, minimum: None }, S::splat(0.0));
+            let (of, mut sum) = (Group { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
                 // Without its third bit, a number is less by four.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
-                sum = sink.take(group, i, S::mul_add(third, S::splat(4.0), two), sum);
+                sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
             }
-            sink.end(group, 16, sum);
+            sink.end(of, 16, sum);
         }
     }
 }
@@ -488,29 +497,35 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     unsafe { sixteen::<S>([eight(0), eight(1)]) }
 }
 
-/// Makes a group of a block of `Q4_K` or `Q5_K`. No function: vectors would have to pass through memory.
-macro_rules! group_of_k {
-    ($group:expr, $factors:expr, $numbers:expr) => {{
-        let (group, (d, least), numbers) = ($group, $factors, $numbers);
-        let (factor, minimum) =
-            (S::mul(d, S::splat(numbers[group])), S::mul(least, S::splat(numbers[group + 8])));
-        Group { at: 32 * group, factor, minimum: Some(minimum) }
-    }};
-}
-
-format! {
-    /// Two factors, eight scales with minima in six bits each, and 256 elements of four bits.
-    q4_k(block: 144, sink) {
-        let factors = (S::splat_f16(bits_at(block, 0)), S::splat(-half_at(block, 2)));
+/// Takes a block of `Q4_K` or `Q5_K`: 128 bytes of four bits at a place, and fifth bits if there are any.
+///
+/// # Safety
+/// As for [`bytes`]. `fifth` has 32 bytes.
+#[inline(always)]
+unsafe fn fours<S: Simd, G: Sink<S>>(sink: &mut G, block: &[u8], four: usize, fifth: Option<*const u8>) {
+    // SAFETY: the caller is compiled for `S`. Groups, and what is loaded, lie within the block.
+    unsafe {
+        let (d, least) = (S::splat_f16(bits_at(block, 0)), S::splat_f16(bits_at(block, 2) ^ SIGN));
         let numbers = scales_and_minima::<S>(block);
         for pair in 0..4 {
-            let [low, high] = [group_of_k!(2 * pair, factors, numbers), group_of_k!(2 * pair + 1, factors, numbers)];
-            let q = block.as_ptr().add(16 + 32 * pair);
+            let (at, at_high) = (2 * pair, 2 * pair + 1);
+            let factor = S::mul(d, S::splat(numbers[at]));
+            let minimum = Some(S::mul(least, S::splat(numbers[at + 8])));
+            let low = Group { at: 32 * at, factor, minimum };
+            let factor = S::mul(d, S::splat(numbers[at_high]));
+            let minimum = Some(S::mul(least, S::splat(numbers[at_high + 8])));
+            let high = Group { at: 32 * at_high, factor, minimum };
+            let q = block[four + 32 * pair..][..32].as_ptr();
             let (mut sum, mut sum_high) = (S::splat(0.0), S::splat(0.0));
             for i in (0..32).step_by(S::LANES) {
-                let halves = S::load_nibbles(q.add(i));
-                sum = sink.take(low, i, halves[0], sum);
-                sum_high = sink.take(high, i, halves[1], sum_high);
+                let [mut of_low, mut of_high] = S::load_nibbles(q.add(i));
+                if let Some(fifth) = fifth {
+                    let unit = S::splat(16.0);
+                    of_low = S::mul_add(S::load_bits(fifth.add(i), at, 1), unit, of_low);
+                    of_high = S::mul_add(S::load_bits(fifth.add(i), at_high, 1), unit, of_high);
+                }
+                sum = sink.take(low, i, of_low, sum);
+                sum_high = sink.take(high, i, of_high, sum_high);
             }
             sink.end(low, 32, sum);
             sink.end(high, 32, sum_high);
@@ -519,24 +534,16 @@ format! {
 }
 
 format! {
+    /// Two factors, eight scales with minima in six bits each, and 256 elements of four bits.
+    q4_k(block: 144, sink) {
+        fours::<S, G>(sink, block, 16, None);
+    }
+}
+
+format! {
     /// As `Q4_K`, with 32 bytes of fifth bits.
     q5_k(block: 176, sink) {
-        let factors = (S::splat_f16(bits_at(block, 0)), S::splat(-half_at(block, 2)));
-        let (numbers, fifth) = (scales_and_minima::<S>(block), block.as_ptr().add(16));
-        for pair in 0..4 {
-            let [low, high] = [group_of_k!(2 * pair, factors, numbers), group_of_k!(2 * pair + 1, factors, numbers)];
-            let q = block.as_ptr().add(48 + 32 * pair);
-            let (mut sum, mut sum_high) = (S::splat(0.0), S::splat(0.0));
-            for i in (0..32).step_by(S::LANES) {
-                let (halves, sixteen) = (S::load_nibbles(q.add(i)), S::splat(16.0));
-                let five = S::mul_add(S::load_bits(fifth.add(i), 2 * pair, 1), sixteen, halves[0]);
-                let five_high = S::mul_add(S::load_bits(fifth.add(i), 2 * pair + 1, 1), sixteen, halves[1]);
-                sum = sink.take(low, i, five, sum);
-                sum_high = sink.take(high, i, five_high, sum_high);
-            }
-            sink.end(low, 32, sum);
-            sink.end(high, 32, sum_high);
-        }
+        fours::<S, G>(sink, block, 48, Some(block.as_ptr().add(16)));
     }
 }
 
@@ -556,10 +563,11 @@ format! {
             let second = Group { at: 16 * (at + 4), factor, minimum: None };
             let (mut sum, mut sum_second) = (S::splat(0.0), S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                let (halves, sixteen, zero) = (S::load_nibbles(low.add(i)), S::splat(16.0), S::splat(32.0));
-                let six = S::mul_add(S::load_bits(high.add(i), 2 * run, 3), sixteen, S::sub(halves[0], zero));
+                let [four, four_second] = S::load_nibbles(low.add(i));
+                let (unit, zero) = (S::splat(16.0), S::splat(32.0));
+                let six = S::mul_add(S::load_bits(high.add(i), 2 * run, 3), unit, S::sub(four, zero));
                 let two = S::load_bits(high.add(i), 2 * run + 4, 3);
-                let six_second = S::mul_add(two, sixteen, S::sub(halves[1], zero));
+                let six_second = S::mul_add(two, unit, S::sub(four_second, zero));
                 sum = sink.take(first, i, six, sum);
                 sum_second = sink.take(second, i, six_second, sum_second);
             }

@@ -4,31 +4,36 @@ use crate::simd::Simd;
 
 /// Rows of the matrix that are taken at a time.
 pub(super) const COLUMNS: usize = 8;
-/// Elements of a row that are taken at a time, so that the rows of the matrix stay in the first-level cache.
-const DEPTH: usize = 1024;
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. With `ahead`, asks for the memory behind
-/// `w`, which is next.
+/// Rows of a matrix in f32, at most [`COLUMNS`], whose beginnings are `stride` elements apart.
+#[derive(Clone, Copy)]
+pub(super) struct Columns<'a> {
+    pub values: &'a [f32],
+    pub count: usize,
+    pub stride: usize,
+}
+
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, of `input` elements each as the rows of `x`. With `ahead`, asks
+/// for the memory behind `w`, which is next.
 ///
 /// # Safety
 /// `y` is valid for writes of as many elements as `w` has rows, at each of `rows` strides, and nobody else accesses them.
 /// The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
-    x: &[f32],
-    rows: usize,
-    w: &[f32],
-    input: usize,
+    (x, rows, input): (&[f32], usize, usize),
+    w: Columns<'_>,
     (y, stride): (*mut f32, usize),
     ahead: bool,
 ) {
-    let columns = w.len() / input;
-    assert!(x.len() == rows * input && w.len() == columns * input, "whole rows");
-    // Rows are taken in runs of equal length, none longer than registers allow.
-    let most = if S::REGISTERS >= 32 { 6 } else { 3 };
+    let whole = w.stride >= input && w.values.len() >= w.count * w.stride;
+    assert!(x.len() == rows * input && whole, "whole rows");
+    // Rows are taken in runs of equal length, none longer than registers allow. So many elements of each are taken that the
+    // rows of the matrix fill half of the first-level cache (32 KiB, or with more registers 48).
+    let (most, depth_of_all) = if S::REGISTERS >= 32 { (6, 1024) } else { (3, 512) };
     let runs = rows.div_ceil(most);
-    for from in (0..input).step_by(DEPTH) {
-        let depth = DEPTH.min(input - from);
+    for from in (0..input).step_by(depth_of_all) {
+        let depth = depth_of_all.min(input - from);
         for run in 0..runs {
             let at = rows * run / runs;
             let taken = rows * (run + 1) / runs - at;
@@ -37,15 +42,16 @@ pub(super) unsafe fn columns<S: Simd>(
             unsafe {
                 let tile = Tile {
                     x: x.as_ptr().add(at * input + from),
-                    w: w.as_ptr().add(from),
+                    w: w.values.as_ptr().add(from),
                     input,
+                    w_stride: w.stride,
                     depth,
                     y: y.add(at * stride),
                     stride,
                     add: from > 0,
                     ahead: ahead && run == 0,
                 };
-                tile.run::<S>(taken, columns);
+                tile.run::<S>(taken, w.count);
             }
         }
     }
@@ -53,13 +59,14 @@ pub(super) unsafe fn columns<S: Simd>(
 
 /// Rows and columns of one tile.
 ///
-/// `x` and `w` point to `depth` elements at each of their rows, which are `input` elements apart; `y` to the products, whose
-/// rows are `stride` elements apart.
+/// `x` and `w` point to `depth` elements at each of their rows, which are `input` and `w_stride` elements apart; `y` to the
+/// products, whose rows are `stride` elements apart.
 #[derive(Clone, Copy)]
 struct Tile {
     x: *const f32,
     w: *const f32,
     input: usize,
+    w_stride: usize,
     depth: usize,
     y: *mut f32,
     stride: usize,
@@ -108,7 +115,7 @@ impl Tile {
     #[inline(always)]
     unsafe fn at(self, column: usize) -> Self {
         // SAFETY: by contract, both have this column.
-        unsafe { Self { w: self.w.add(column * self.input), y: self.y.add(column), ..self } }
+        unsafe { Self { w: self.w.add(column * self.w_stride), y: self.y.add(column), ..self } }
     }
 
     /// Computes `R × C` products; `C` is a multiple of 4.
@@ -117,24 +124,25 @@ impl Tile {
     /// As for [`run`](Self::run), for `R` rows and `C` columns.
     #[inline(always)]
     unsafe fn products<S: Simd, const R: usize, const C: usize>(self) {
-        let Self { x, w, input, depth, y, stride, add, ahead } = self;
+        let Self { x, w, input, w_stride, depth, y, stride, add, ahead } = self;
         // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, of `R` rows of `x`
         // and `C` of `w`; `y` is valid for `C` products at each of `R` strides by contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let mut i = 0;
             while i + S::LANES <= depth {
-                let mut of_w = [S::splat(0.0); C];
-                for (c, of_w) in of_w.iter_mut().enumerate() {
-                    *of_w = S::load(w.add(c * input + i));
-                    if ahead {
-                        S::prefetch(w.wrapping_add((COLUMNS + c) * input + i).cast());
-                    }
+                // The rows' elements stay in registers beside the sums: one more holds those of each column in turn.
+                let mut of_x = [S::splat(0.0); R];
+                for (r, of_x) in of_x.iter_mut().enumerate() {
+                    *of_x = S::load(x.add(r * input + i));
                 }
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let of_x = S::load(x.add(r * input + i));
-                    for (sum, of_w) in sums.iter_mut().zip(of_w) {
-                        *sum = S::mul_add(of_x, of_w, *sum);
+                for c in 0..C {
+                    let of_w = S::load(w.add(c * w_stride + i));
+                    if ahead {
+                        S::prefetch(w.wrapping_add((COLUMNS + c) * w_stride + i).cast());
+                    }
+                    for (sums, of_x) in sums.iter_mut().zip(of_x) {
+                        sums[c] = S::mul_add(of_x, of_w, sums[c]);
                     }
                 }
                 i += S::LANES;
@@ -144,7 +152,7 @@ impl Tile {
                     let mut four = S::sum_four(sums[c], sums[c + 1], sums[c + 2], sums[c + 3]);
                     for (c, sum) in (c..).zip(&mut four) {
                         for i in i..depth {
-                            *sum += *x.add(r * input + i) * *w.add(c * input + i);
+                            *sum += *x.add(r * input + i) * *w.add(c * w_stride + i);
                         }
                     }
                     let to = y.add(r * stride + c).cast::<[f32; 4]>();

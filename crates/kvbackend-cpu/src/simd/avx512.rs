@@ -221,13 +221,14 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(bits.cast_signed())) }
     }
 
-    /// Looks the lowest four bits of each lane up.
+    /// Looks up the lowest four bits of each lane.
     #[inline(always)]
     unsafe fn load_nibbles(from: *const u8) -> [__m512; 2] {
         unsafe {
             let numbers = _mm512_loadu_ps(NIBBLES.as_ptr());
             let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast::<__m128i>()));
-            [bytes, _mm512_srli_epi32::<4>(bytes)].map(|at| _mm512_permutexvar_ps(at, numbers))
+            let high = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), numbers);
+            [_mm512_permutexvar_ps(bytes, numbers), high]
         }
     }
 

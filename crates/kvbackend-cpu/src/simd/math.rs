@@ -1,4 +1,4 @@
-//! Functions of vectors that are common to all instruction sets.
+//! Functions that are common to all instruction sets.
 
 use super::Simd;
 
@@ -46,6 +46,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
 mod tests {
     use super::super::{AvailableLevel, SimdLevel, Task};
     use super::*;
+    use half::f16;
 
     struct Exp<'a>(&'a [f32], &'a mut Vec<f32>);
 
@@ -85,12 +86,6 @@ mod tests {
             assert!(edges[2].is_nan(), "{level}");
         }
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use half::f16;
 
     #[test]
     fn every_half_is_read_exactly() {

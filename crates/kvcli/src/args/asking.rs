@@ -11,7 +11,7 @@ use super::{BackendName, WeightsFormat, at_least_one, backend, key_form, kv_form
 /// Options of the questions, and of the model that is asked.
 #[derive(Debug, Args)]
 pub(crate) struct AskingArgs {
-    /// A Hugging Face directory or a GGUF file. Without it: the built-in model.
+    /// A GGUF file or a Hugging Face directory. Without it: the built-in model.
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 

@@ -38,8 +38,8 @@ and documents of which 80, 50 and 10 % were used before. With --chunk-sleep docu
 that were used less than five times fall asleep after every request; what waking
 them takes is in the times to first token.")]
 pub(crate) struct RagArgs {
-    /// A Hugging Face directory. Without it and without --size: the built-in model.
-    #[arg(long, value_name = "DIR", conflicts_with = "size")]
+    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
+    #[arg(long, value_name = "PATH", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
     /// A Llama of this size with random weights.

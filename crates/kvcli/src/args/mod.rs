@@ -132,8 +132,8 @@ Examples:
 With --chunk-sleep all documents fall asleep after each --warm prompt, and those that the prompt has are woken.")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
-    /// A Hugging Face directory: config.json, safetensors, tokenizer.json. Without it: the built-in model.
-    #[arg(long, value_name = "DIR")]
+    /// A GGUF file, or a Hugging Face directory (config.json, safetensors, tokenizer.json). Without it: the built-in model.
+    #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
     #[command(flatten)]

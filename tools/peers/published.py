@@ -1,0 +1,48 @@
+"""What the comparisons on the published model share: what is computed, our times, and the rows of their tables."""
+
+from __future__ import annotations
+
+import pathlib
+
+import common
+
+# Tokens that are cached before rows and answers, and tokens of an answer.
+CONTEXT, DECODE = 512, 64
+PREFILL, ROWS = [500, 2000, 6000], [1, 2, 4, 8, 16, 32, 64]
+# Rows of ours that are compared with ours, and their limits.
+LIMITS = {
+    "all chunks hit": ("documents found", "the question alone after the same KV"),
+    "load": ("loading the model", "read of the file"),
+}
+
+# Seconds by name and size; of decoding, the seconds of a token.
+Times = list[tuple[tuple[str, int], float]]
+
+
+def listed(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def ours(model: pathlib.Path, kv: str) -> Times:
+    args = ["--context", str(CONTEXT), "--prefill", listed(PREFILL), "--rows", listed(ROWS), "--decode", str(DECODE), "--kv", kv]
+    rows = common.ours("kvlab", "peer_model", "--model", str(model), *args, "--chunks")
+    return [((row["what"], row["size"]), row["seconds"]) for row in rows]
+
+
+def keep_best(best: dict, rows: Times) -> None:
+    for name, seconds in rows:
+        best[name] = min(seconds, best.get(name, float("inf")))
+
+
+def lines(kind: str, us: dict, them: dict) -> list[list[str]]:
+    """Rows of a table: the weights, what is computed, the peer's time, ours, and how many times as fast ours is."""
+    names = {"load": "loading the model", "prefill": "prefill, {} tokens", "rows": "pass, rows: {}", "decode": "decode, a token of {}"}
+    row = lambda what, theirs, of_theirs, ours: [  # noqa: E731
+        kind, what, common.duration(theirs) + of_theirs, common.duration(ours), f"{theirs / ours:.2f}"
+    ]
+    table = [row(names[what].format(size), seconds, "", us[what, size]) for (what, size), seconds in them.items()]
+    for (what, size), seconds in us.items():
+        if what in LIMITS:
+            name, limit = LIMITS[what]
+            table.append(row(f"{name}, against {limit}", us[limit, size], " (ours)", seconds))
+    return table
