@@ -10,14 +10,13 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Asked, FULL, QUALITY, ask, folder, plain, program, read, with_shares, write_table};
+use super::{
+    Answer, Asked, FULL, KEPT, QUALITY, ask, folder, plain, program, read, with_shares, write_table,
+};
 use crate::run::{Result, root};
 
 /// The name under which the page has the table.
 const TABLE: &str = "cargo xtask published --answers";
-
-/// Where what was right is kept, below the root of the workspace.
-const KEPT: &str = "crates/kvlab/tests/published";
 
 /// Questions in a draw.
 const QUESTIONS: usize = 20;

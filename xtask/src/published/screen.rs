@@ -1,11 +1,16 @@
 //! The screen: all ways to answer, ordered by their divergence from full attention's own answers to sixty prompts.
+//!
+//! What a draw of questions says is kept in `crates/kvlab/tests/published`, from which the table is made. A run goes on where another
+//! one was stopped, also on another machine.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use super::{Answer, Asked, QUALITY, ask, folder, plain, read, with_shares, write_table};
-use crate::run::Result;
+use serde::{Deserialize, Serialize};
+
+use super::{Answer, Asked, KEPT, QUALITY, ask, folder, plain, read, with_shares, write_table};
+use crate::run::{Result, root};
 
 /// The name under which the page has the table.
 const TABLE: &str = "cargo xtask published";
@@ -66,12 +71,14 @@ const QUICK: [&str; 3] = [
 ];
 
 /// The draws, and the questions of each kind in a draw.
-const SIZE: (usize, usize) = (5, 4);
+const DRAWS: usize = 5;
+const QUESTIONS: usize = 4;
+/// The questions of a draw: of three kinds.
+const PROMPTS: usize = 3 * QUESTIONS;
 
 /// What the answers of a way amount to.
 #[derive(Clone, Default)]
 struct Sum {
-    asked: usize,
     divergence: f64,
     /// The divergence of each question.
     each: BTreeMap<(usize, usize), f64>,
@@ -80,11 +87,99 @@ struct Sum {
     operations: f64,
 }
 
-/// Asks in all ways.
+/// What is kept about so many documents.
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    documents: usize,
+    /// In the order of [`ARMS`].
+    ways: Vec<Way>,
+}
+
+/// What is kept of a way.
+#[derive(Default, Serialize, Deserialize)]
+struct Way {
+    name: String,
+    /// Of each question, draw by draw.
+    divergence: Vec<f64>,
+    /// Means of a draw, as are the shares behind it.
+    agreement: Vec<f64>,
+    recomputed: Vec<f64>,
+    operations: Vec<f64>,
+}
+
+impl Kept {
+    fn new(documents: usize) -> Self {
+        let way = |name: &&str| Way { name: (*name).to_owned(), ..Way::default() };
+        Self { documents, ways: ARMS.iter().map(way).collect() }
+    }
+
+    /// Reads what is kept. What other ways than those of now said does not count.
+    fn read(documents: usize) -> Result<Self> {
+        let path = Self::path(documents);
+        if !path.exists() {
+            return Ok(Self::new(documents));
+        }
+        let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let kept: Self = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+        let same = kept.ways.iter().map(|way| &*way.name).eq(ARMS.iter().copied());
+        Ok(if same { kept } else { Self::new(documents) })
+    }
+
+    fn write(&self) -> Result {
+        let path = Self::path(self.documents);
+        let text = serde_json::to_string(self).map_err(|e| e.to_string())?;
+        // A way a line.
+        let text = text.replace("{\"name\"", "\n{\"name\"") + "\n";
+        std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    fn path(documents: usize) -> PathBuf {
+        root().join(KEPT).join(format!("screen-{documents}.json"))
+    }
+
+    fn draws(&self) -> usize {
+        self.ways.first().map_or(0, |way| way.agreement.len())
+    }
+
+    /// Takes the answers to a draw.
+    fn add(&mut self, answers: &[Answer]) -> Result {
+        let sums = sums(answers);
+        for way in &mut self.ways {
+            let sum = sums.get(&way.name).filter(|sum| sum.each.len() == PROMPTS);
+            let sum = sum.ok_or_else(|| format!("{} has not answered {PROMPTS} questions", way.name))?;
+            way.divergence.extend(sum.each.values().map(|x| rounded(*x)));
+            way.agreement.push(rounded(sum.agreement));
+            way.recomputed.push(rounded(sum.recomputed));
+            way.operations.push(rounded(sum.operations));
+        }
+        Ok(())
+    }
+}
+
+fn rounded(x: f64) -> f64 {
+    (x * 1e5).round() / 1e5
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// Asks in all ways what was not asked before.
 pub(super) fn run() -> Result {
+    let folder = folder().join("screen");
+    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     for documents in DOCUMENTS {
-        let asked = Asked { documents, first: 0, draws: SIZE.0, questions: SIZE.1, local: false };
-        ask(ARMS, asked, "divergence", &answers(documents))?;
+        let mut kept = Kept::read(documents)?;
+        for draw in kept.draws()..DRAWS {
+            let file = folder.join(format!("{documents}-{draw}.jsonl"));
+            if !file.exists() {
+                println!("{documents} documents, draw {} of {DRAWS}", draw + 1);
+                let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: false };
+                ask(ARMS, asked, "divergence", &file)?;
+            }
+            kept.add(&read(&file)?)?;
+            kept.write()?;
+        }
     }
     Ok(())
 }
@@ -108,18 +203,12 @@ pub(super) fn quick() -> Result {
     if holds { Ok(()) } else { Err("the question does not choose well".to_owned()) }
 }
 
-/// Returns the file of answers about so many documents.
-fn answers(documents: usize) -> PathBuf {
-    folder().join(format!("screen-{documents}.jsonl"))
-}
-
 /// Sums answers by the way in which they were given. Costs are shares of full attention's, question by question.
 fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
     let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
     for (answer, share) in with_shares(answers) {
         let (Some(divergence), Some(agreement)) = (answer.divergence, answer.agreement) else { continue };
         let sum = sums.entry(plain(&answer.name)).or_default();
-        sum.asked += 1;
         sum.divergence += divergence;
         sum.agreement += agreement;
         sum.recomputed += answer.recomputed;
@@ -127,7 +216,7 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
         sum.each.insert((answer.draw, answer.question), divergence);
     }
     for sum in sums.values_mut() {
-        let asked = sum.asked as f64;
+        let asked = sum.each.len() as f64;
         for part in [&mut sum.divergence, &mut sum.agreement, &mut sum.recomputed, &mut sum.operations] {
             *part /= asked;
         }
@@ -137,53 +226,52 @@ fn sums(answers: &[Answer]) -> BTreeMap<String, Sum> {
 
 /// Returns how much farther from full attention a way is than another one, prompt by prompt: the mean, and half the width of its
 /// 95 % confidence interval.
-fn beyond(way: &Sum, other: &Sum) -> Option<(f64, f64)> {
-    let differences: Vec<f64> =
-        way.each.iter().filter_map(|(question, x)| Some(x - other.each.get(question)?)).collect();
-    let n = differences.len() as f64;
-    let mean = differences.iter().sum::<f64>() / n;
+fn beyond(way: &[f64], other: &[f64]) -> Option<(f64, f64)> {
+    let differences: Vec<f64> = way.iter().zip(other).map(|(x, y)| x - y).collect();
+    let (n, mean) = (differences.len() as f64, mean(&differences));
     let variance = differences.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0);
     (n > 1.0).then(|| (mean, 1.96 * (variance / n).sqrt()))
 }
 
 /// Writes the table of docs/quality.md.
 pub(super) fn write() -> Result {
-    // Of a run that was stopped, some numbers of documents may have no answers yet.
-    let there: Vec<usize> = DOCUMENTS.into_iter().filter(|&documents| answers(documents).exists()).collect();
-    if there.is_empty() {
-        println!("no answers are here to screen by: the table of docs/quality.md stays as it is");
+    let mut all = DOCUMENTS.map(Kept::read).into_iter().collect::<Result<Vec<_>>>()?;
+    all.retain(|kept| kept.draws() > 0);
+    if all.is_empty() {
+        println!("no answers are kept to screen by: the table of docs/quality.md stays as it is");
         return Ok(());
     }
-    let all: Vec<_> =
-        there.iter().map(|&documents| Ok(sums(&read(&answers(documents))?))).collect::<Result<_>>()?;
+    write_table(QUALITY, TABLE, &table(&all))
+}
+
+/// Returns the table. Tokens and operations are those of the most documents.
+fn table(all: &[Kept]) -> String {
     let mut table = String::from("| positions, mode, recomputed |");
-    for documents in &there {
-        let _ = write!(table, " {documents} documents | beyond `question:0.2` |");
+    for kept in all {
+        let prompts = kept.draws() * PROMPTS;
+        let _ = write!(table, " {} documents, {prompts} prompts | beyond `question:0.2` |", kept.documents);
     }
-    let _ = writeln!(table, " tokens anew | operations |\n|---|{}---|---|", "---|".repeat(2 * there.len()));
-    for arm in ARMS {
-        let of: Vec<Option<&Sum>> = all.iter().map(|sums| sums.get(*arm)).collect();
-        let Some(last) = of.iter().rev().copied().flatten().next() else { continue };
+    let _ = writeln!(table, " tokens anew | operations |\n|---|{}---|---|", "---|".repeat(2 * all.len()));
+    for (i, arm) in ARMS.iter().enumerate() {
         let _ = write!(table, "| {arm} |");
-        for (sum, sums) in of.iter().zip(&all) {
-            match sum {
-                Some(sum) => {
-                    let _ = write!(table, " {:.3} ({:.3}) |", sum.divergence, sum.agreement);
-                }
-                None => table += " – |",
-            }
-            let near = sums.get(NEAR).filter(|_| *arm != NEAR);
-            match sum.and_then(|sum| beyond(sum, near?)) {
+        for kept in all {
+            let way = &kept.ways[i];
+            let _ = write!(table, " {:.3} ({:.3}) |", mean(&way.divergence), mean(&way.agreement));
+            let near = kept.ways.iter().find(|near| near.name == NEAR && *arm != NEAR);
+            match near.and_then(|near| beyond(&way.divergence, &near.divergence)) {
                 Some((mean, half)) => {
                     let _ = write!(table, " {mean:+.3} ± {half:.3} |");
                 }
                 None => table += " – |",
             }
         }
-        let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-        let _ = writeln!(table, " {} | {} |", percent(last.recomputed), percent(last.operations));
+        if let Some(last) = all.last() {
+            let percent = |shares: &[f64]| format!("{:.0} %", 100.0 * mean(shares));
+            let way = &last.ways[i];
+            let _ = writeln!(table, " {} | {} |", percent(&way.recomputed), percent(&way.operations));
+        }
     }
-    write_table(QUALITY, TABLE, &table)
+    table
 }
 
 #[cfg(test)]
@@ -217,27 +305,43 @@ mod tests {
         ];
         let sums = sums(&answers);
         let sum = &sums["sequential, alone, blend:0.2@10"];
-        assert_eq!(sum.asked, 2, "what full attention was not asked counts for nothing");
+        assert_eq!(sum.each.len(), 2, "what full attention was not asked counts for nothing");
         assert!((sum.divergence - 0.2).abs() < 1e-12 && (sum.operations - 0.3).abs() < 1e-12);
         assert_eq!(sums["full attention"].operations, 1.0);
     }
 
     #[test]
     fn distances_between_ways_are_paired_by_question() {
-        let of = |name, answers: &[(usize, f64)]| -> Sum {
-            let answers: Vec<Answer> = answers
-                .iter()
-                .flat_map(|&(question, far)| {
-                    [answer(FULL, question, 0.0, 1.0), answer(name, question, far, 1.0)]
-                })
-                .collect();
-            sums(&answers)[name].clone()
-        };
-        let (near, far) =
-            (of("a", &[(0, 0.1), (1, 0.5), (2, 0.2)]), of("b", &[(0, 0.2), (1, 0.6), (3, 9.0)]));
-        let (mean, half) = beyond(&far, &near).unwrap();
+        let (mean, half) = beyond(&[0.2, 0.6], &[0.1, 0.5]).unwrap();
         assert!((mean - 0.1).abs() < 1e-12 && half.abs() < 1e-12, "{mean} ± {half}");
-        assert!(beyond(&of("c", &[(2, 1.0)]), &near).is_none(), "one question has no spread");
+        assert!(beyond(&[1.0], &[0.5]).is_none(), "one question has no spread");
+    }
+
+    #[test]
+    fn draws_are_kept_one_behind_the_other_and_none_by_half() {
+        let draw = |far: f64| -> Vec<Answer> {
+            let ways = ARMS.iter().flat_map(|arm| (0..PROMPTS).map(move |i| answer(arm, i, far, 50.0)));
+            (0..PROMPTS).map(|i| answer(FULL, i, 0.0, 100.0)).chain(ways).collect()
+        };
+        let mut kept = Kept::new(2);
+        kept.add(&draw(0.25)).unwrap();
+        kept.add(&draw(0.5)).unwrap();
+        assert_eq!((kept.draws(), kept.ways[3].divergence.len()), (2, 2 * PROMPTS));
+        let text = table(&[kept]);
+        assert!(
+            text.contains("2 documents, 24 prompts")
+                && text.contains("| 0.375 (0.625) | +0.000 ± 0.000 | 50 % | 50 % |")
+        );
+        assert!(Kept::new(2).add(&draw(0.25)[1..]).is_err(), "a question that full attention was not asked");
+    }
+
+    #[test]
+    fn what_is_kept_is_whole() {
+        for documents in DOCUMENTS {
+            let kept = Kept::read(documents).unwrap();
+            let whole = |way: &Way| way.divergence.len() == kept.draws() * PROMPTS;
+            assert!(kept.ways.iter().all(whole) && kept.draws() <= DRAWS, "{documents} documents");
+        }
     }
 
     #[test]
