@@ -166,22 +166,39 @@ fn mean(values: &[f64]) -> f64 {
 
 /// Asks in all ways what was not asked before.
 pub(super) fn run() -> Result {
-    let folder = folder().join("screen");
-    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     for documents in DOCUMENTS {
-        let mut kept = Kept::read(documents)?;
-        for draw in kept.draws()..DRAWS {
-            let file = folder.join(format!("{documents}-{draw}.jsonl"));
-            if !file.exists() {
-                println!("{documents} documents, draw {} of {DRAWS}", draw + 1);
-                let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: false };
-                ask(ARMS, asked, "divergence", &file)?;
+        loop {
+            let draw = gather(documents)?.draws();
+            if draw == DRAWS {
+                break;
             }
-            kept.add(&read(&file)?)?;
-            kept.write()?;
+            println!("{documents} documents, draw {} of {DRAWS}", draw + 1);
+            let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: false };
+            ask(ARMS, asked, "divergence", &answers(documents, draw)?)?;
         }
     }
     Ok(())
+}
+
+/// Keeps what the answers to further draws say, as far as they are here, and returns all that is kept.
+fn gather(documents: usize) -> Result<Kept> {
+    let mut kept = Kept::read(documents)?;
+    while kept.draws() < DRAWS {
+        let file = answers(documents, kept.draws())?;
+        if !file.exists() {
+            break;
+        }
+        kept.add(&read(&file)?)?;
+        kept.write()?;
+    }
+    Ok(kept)
+}
+
+/// Returns the file of the answers to a draw, in a folder that is there.
+fn answers(documents: usize, draw: usize) -> Result<PathBuf> {
+    let folder = folder().join("screen");
+    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    Ok(folder.join(format!("{documents}-{draw}.jsonl")))
 }
 
 /// Asks few questions in few ways. Fails unless recomputation by the question comes nearest to full attention.
@@ -235,7 +252,7 @@ fn beyond(way: &[f64], other: &[f64]) -> Option<(f64, f64)> {
 
 /// Writes the table of docs/quality.md.
 pub(super) fn write() -> Result {
-    let mut all = DOCUMENTS.map(Kept::read).into_iter().collect::<Result<Vec<_>>>()?;
+    let mut all = DOCUMENTS.map(gather).into_iter().collect::<Result<Vec<_>>>()?;
     all.retain(|kept| kept.draws() > 0);
     if all.is_empty() {
         println!("no answers are kept to screen by: the table of docs/quality.md stays as it is");

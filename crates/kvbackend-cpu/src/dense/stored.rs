@@ -465,10 +465,10 @@ format! {
             (four & each(15)) | ((top[0] & each(3)) << 4),
             ((four >> 4) & each(15)) | ((top[1] & each(3)) << 4),
         ]);
-        for group in 0..16 {
+        for (group, scale) in scales.iter().enumerate() {
             let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
             let (low, high) = (block.as_ptr().add(32 + 32 * half + 16 * side), block.as_ptr().add(16 * side));
-            let factor = S::mul(d, S::splat(scales[group] - 32.0));
+            let factor = S::mul(d, S::splat(scale - 32.0));
             let (of, mut sum) = (Group { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
                 // Without its third bit, a number is less by four.
