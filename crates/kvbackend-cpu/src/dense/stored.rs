@@ -266,7 +266,7 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     q
 }
 
-/// What elements of a block share: they are `factor · q + minimum`.
+/// Factor and minimum that elements of a block share: they are `factor · q + minimum`.
 #[derive(Clone, Copy)]
 pub(super) struct Group<V> {
     /// The first element, counted from the start of the block: a multiple of 16.
