@@ -31,8 +31,9 @@ enum BenchBackend {
 /// Options of `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct KernelBenchArgs {
-    /// Kernels of the CPU and everything that depends on no device, its products with the matrices of a model, the kernels of CUDA on the first card (or, without a
-    /// driver, through its test double, whose times say nothing), or the kernels of wgpu on its first adapter.
+    /// Kernels of the CPU and everything that depends on no device, the CPU's products with the matrices of a model, the
+    /// kernels of CUDA on the first card (or, without a driver, through its test double, whose times say nothing), or the
+    /// kernels of wgpu on its first adapter.
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BenchBackend,
     /// Small sizes: minutes become seconds, ratios become rough.

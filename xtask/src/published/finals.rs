@@ -439,6 +439,12 @@ mod tests {
         let table = short().unwrap();
         assert_eq!(table.lines().count(), SHORT.len() + 2);
         assert!(!table.contains('–'), "{table}");
+        let readme = include_str!("../../../README.md");
+        assert_eq!(
+            crate::page::table(readme, TABLE),
+            Some(table.trim()),
+            "`cargo xtask published --table` writes it"
+        );
     }
 
     #[test]
