@@ -52,13 +52,17 @@ struct Reader {
     skipped: u64,
     /// The section of the output that a line belongs to.
     section: Section,
+    /// What tests that failed printed, and their names after that.
+    failures: Vec<String>,
 }
 
 #[derive(Default, PartialEq)]
 enum Section {
-    /// Of no test, or of one that failed.
+    /// Of no test.
     #[default]
     Other,
+    /// Of tests that failed.
+    Failed,
     /// Of a test that passed and has not said that it was skipped.
     Passed,
     /// Of a test that was counted as skipped.
@@ -69,13 +73,17 @@ impl Reader {
     /// Takes a line. A test that prints `SKIPPED …` is skipped however often it does, and did not pass, although its
     /// harness says so.
     fn add(&mut self, line: &str) {
-        if line == "successes:" || (is_heading(line) && self.section != Section::Other) {
+        let of_success = matches!(self.section, Section::Passed | Section::Skipped);
+        if line == "successes:" || (is_heading(line) && of_success) {
             self.section = Section::Passed;
         } else if line == "failures:" {
-            self.section = Section::Other;
+            self.section = Section::Failed;
         } else if line.trim_start().starts_with("SKIPPED") && self.section == Section::Passed {
             self.section = Section::Skipped;
             self.skipped += 1;
+        }
+        if self.section == Section::Failed && !line.is_empty() {
+            self.failures.push(line.to_owned());
         }
         let Some(counts) = line.strip_prefix("test result: ") else { return };
         let counts = counts.split_once(". ").map_or(counts, |(_, rest)| rest);
@@ -95,10 +103,13 @@ impl Reader {
     }
 
     /// Counts a pass that failed. If no test of the pass failed, something did not compile or a test program
-    /// crashed before its counts: that is one failure.
-    fn broke_off(&mut self, failed_before: u64) {
+    /// crashed before its counts: that is one failure, and the end of the output is what is known of it.
+    fn broke_off(&mut self, failed_before: u64, output: &str) {
         if self.sums.failed == failed_before {
             self.sums.failed += 1;
+            let lines: Vec<&str> = output.lines().collect();
+            let end = lines.len().saturating_sub(LINES_OF_A_CRASH);
+            self.failures.extend(lines[end..].iter().map(|&line| line.to_owned()));
         }
     }
 }
@@ -114,6 +125,9 @@ pub(crate) fn counted(output: &str) -> Sums {
 fn is_heading(line: &str) -> bool {
     line.starts_with("---- ") && line.ends_with(" stdout ----")
 }
+
+/// Last lines of a pass that failed without a failed test.
+const LINES_OF_A_CRASH: usize = 40;
 
 /// Settings of the release profile under which this workspace's crates have assertions, and their dependencies are
 /// built as they are without.
@@ -131,7 +145,7 @@ const ASSERTIONS: [&str; 8] = [
 /// All that has tests but documentation. `--all-targets` would run the benchmarks too.
 const PROGRAMS: &[&str] = &["--lib", "--bins", "--tests", "--examples"];
 
-/// Runs the tests and prints `N passed, N failed, N skipped` last.
+/// Runs the tests and prints what failed, and `N passed, N failed, N skipped` last.
 pub(crate) fn test(args: &TestArgs) -> Result {
     let mut reader = Reader::default();
     let passes: &[&[&str]] = if args.assertions { &[PROGRAMS] } else { &[PROGRAMS, &["--doc"]] };
@@ -142,6 +156,9 @@ pub(crate) fn test(args: &TestArgs) -> Result {
         ok &= pass(&[&everything[..], assertions, targets].concat(), &mut reader)?;
     }
     let sums = reader.sums;
+    if !reader.failures.is_empty() {
+        println!("\n{}", reader.failures.join("\n"));
+    }
     println!("\n{sums}");
     if ok && sums.failed == 0 && sums.passed > 0 { Ok(()) } else { Err("tests failed".to_owned()) }
 }
@@ -168,8 +185,7 @@ fn pass(args: &[&str], reader: &mut Reader) -> Result<bool> {
     }
     let passed = child.wait().map_err(|e| format!("`{name}`: {e}"))?.success();
     if !passed {
-        reader.broke_off(failed_before);
-        println!("{output}");
+        reader.broke_off(failed_before, &output);
     }
     Ok(passed)
 }
@@ -200,9 +216,10 @@ mod tests {
     fn a_pass_that_fails_without_a_failed_test_counts_as_one() {
         let mut reader = Reader::default();
         reader.add("test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
-        reader.broke_off(0);
+        reader.broke_off(0, "running 12 tests\ntest a ... ");
         assert_eq!(reader.sums.to_string(), "12 passed, 1 failed, 0 skipped");
-        reader.broke_off(0);
+        assert_eq!(reader.failures, ["running 12 tests", "test a ... "]);
+        reader.broke_off(0, "");
         assert_eq!(reader.sums.failed, 1, "a failure that was counted is not counted again");
     }
 
@@ -241,6 +258,32 @@ mod tests {
             "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
         ];
         assert_eq!(sums(&lines), "1 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn what_failed_tests_print_and_their_names_are_kept() {
+        let lines = [
+            "successes:",
+            "---- a stdout ----",
+            "fine",
+            "successes:",
+            "    a",
+            "",
+            "failures:",
+            "---- b stdout ----",
+            "SKIPPED: a part",
+            "",
+            "thread 'b' panicked at b.rs:1",
+            "failures:",
+            "    b",
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out",
+            "running 3 tests",
+        ];
+        let mut reader = Reader::default();
+        lines.iter().for_each(|line| reader.add(line));
+        assert_eq!(reader.sums.to_string(), "1 passed, 1 failed, 0 skipped");
+        let kept = [6, 7, 8, 10, 11, 12, 13].map(|i| lines[i]);
+        assert_eq!(reader.failures, kept);
     }
 
     #[test]
