@@ -97,7 +97,7 @@ impl Weights {
             let head = format!("{:?} {} {:?}", tensor.name(), tensor.dtype(), tensor.shape());
             hasher.update(&(head.len() as u64).to_le_bytes());
             hasher.update(head.as_bytes());
-            hasher.update_rayon(tensor.bytes());
+            hasher.update(tensor.bytes());
         }
         Self { source: Source::Stored(tensors), digest: hasher.finalize() }
     }
@@ -194,7 +194,7 @@ impl FileReader<'_> {
             return Err(not_safetensors(reason));
         };
         for part in bytes.chunks(PART) {
-            self.hasher.update_rayon(part);
+            self.hasher.update(part);
             self.at += part.len();
             progress(self.at);
         }

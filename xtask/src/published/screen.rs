@@ -1,7 +1,7 @@
 //! The screen: all ways to answer, ordered by their divergence from full attention's own answers to sixty prompts.
 //!
 //! Each draw of questions is kept in `crates/kvlab/tests/published`, from which the table is made. A run goes on where another one was
-//! stopped, also on another machine.
+//! stopped, also on another machine. A way that is added to the list is asked alone, beside full attention.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -38,6 +38,8 @@ const ARMS: &[&str] = &[
     "sequential, with-system, link:32",
     "sequential, with-system, random:0.2",
     "sequential, with-system, blend:0.2@1",
+    "sequential, with-system, blend:0.3@1",
+    "sequential, with-system, blend:0.5@1",
     "sequential, with-system, blend:0.2@5",
     "sequential, with-system, blend:0.1@10",
     "sequential, with-system, blend:0.2@10",
@@ -113,16 +115,24 @@ impl Kept {
         Self { documents, ways: ARMS.iter().map(way).collect() }
     }
 
-    /// Reads what is kept. What other ways than those of now said does not count.
+    /// Reads what is kept of the ways of now.
     fn read(documents: usize) -> Result<Self> {
-        let path = Self::path(documents);
-        if !path.exists() {
-            return Ok(Self::new(documents));
+        let (path, mut now) = (Self::path(documents), Self::new(documents));
+        if path.exists() {
+            let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+            let kept: Self = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+            now.take(kept);
         }
-        let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        let kept: Self = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
-        let same = kept.ways.iter().map(|way| &*way.name).eq(ARMS.iter().copied());
-        Ok(if same { kept } else { Self::new(documents) })
+        Ok(now)
+    }
+
+    /// Takes the ways that it has by name.
+    fn take(&mut self, kept: Self) {
+        for way in kept.ways {
+            if let Some(now) = self.ways.iter_mut().find(|now| now.name == way.name) {
+                *now = way;
+            }
+        }
     }
 
     fn write(&self) -> Result {
@@ -137,22 +147,37 @@ impl Kept {
         root().join(KEPT).join(format!("screen-{documents}.json"))
     }
 
+    /// Returns the draws that all ways were asked.
     fn draws(&self) -> usize {
-        self.ways.first().map_or(0, |way| way.agreement.len())
+        self.ways.iter().map(Way::draws).min().unwrap_or(0)
     }
 
-    /// Takes the answers to a draw.
-    fn add(&mut self, answers: &[Answer]) -> Result {
+    /// Returns the ways that were not asked this draw.
+    fn missing(&self, draw: usize) -> Vec<&'static str> {
+        let missing = |(_, way): &(_, &Way)| way.draws() <= draw;
+        ARMS.iter().zip(&self.ways).filter(missing).map(|(arm, _)| *arm).collect()
+    }
+
+    /// Takes the answers to a draw of the ways that are answered there and were not asked it before.
+    fn add(&mut self, draw: usize, answers: &[Answer]) -> Result {
         let sums = sums(answers);
-        for way in &mut self.ways {
-            let sum = sums.get(&way.name).filter(|sum| sum.each.len() == PROMPTS);
-            let sum = sum.ok_or_else(|| format!("{} has not answered {PROMPTS} questions", way.name))?;
+        for way in self.ways.iter_mut().filter(|way| way.draws() == draw) {
+            let Some(sum) = sums.get(&way.name) else { continue };
+            if sum.each.len() != PROMPTS {
+                return Err(format!("{} has answered {} questions of {PROMPTS}", way.name, sum.each.len()));
+            }
             way.divergence.extend(sum.each.values().map(|x| rounded(*x)));
             way.agreement.push(rounded(sum.agreement));
             way.recomputed.push(rounded(sum.recomputed));
             way.operations.push(rounded(sum.operations));
         }
         Ok(())
+    }
+}
+
+impl Way {
+    fn draws(&self) -> usize {
+        self.agreement.len()
     }
 }
 
@@ -168,13 +193,15 @@ fn mean(values: &[f64]) -> f64 {
 pub(super) fn run() -> Result {
     for documents in DOCUMENTS {
         loop {
-            let draw = gather(documents)?.draws();
+            let kept = gather(documents)?;
+            let draw = kept.draws();
             if draw == DRAWS {
                 break;
             }
-            println!("{documents} documents, draw {} of {DRAWS}", draw + 1);
+            let arms = kept.missing(draw);
+            println!("{documents} documents, draw {} of {DRAWS}, {} ways", draw + 1, arms.len());
             let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: false };
-            ask(ARMS, asked, "divergence", &answers(documents, draw)?)?;
+            ask(&arms, asked, "divergence", &answers(documents, draw)?)?;
         }
     }
     Ok(())
@@ -183,13 +210,12 @@ pub(super) fn run() -> Result {
 /// Keeps what the answers to further draws say, as far as they are here, and returns all that is kept.
 fn gather(documents: usize) -> Result<Kept> {
     let mut kept = Kept::read(documents)?;
-    while kept.draws() < DRAWS {
-        let file = answers(documents, kept.draws())?;
-        if !file.exists() {
-            break;
+    for draw in kept.draws()..DRAWS {
+        let file = answers(documents, draw)?;
+        if file.exists() {
+            kept.add(draw, &read(&file)?)?;
+            kept.write()?;
         }
-        kept.add(&read(&file)?)?;
-        kept.write()?;
     }
     Ok(kept)
 }
@@ -272,10 +298,11 @@ fn table(all: &[Kept]) -> String {
     for (i, arm) in ARMS.iter().enumerate() {
         let _ = write!(table, "| {arm} |");
         for kept in all {
-            let way = &kept.ways[i];
-            let _ = write!(table, " {:.3} ({:.3}) |", mean(&way.divergence), mean(&way.agreement));
+            let (draws, way) = (kept.draws(), &kept.ways[i]);
+            let far = |way: &'_ Way| way.divergence[..draws * PROMPTS].to_vec();
+            let _ = write!(table, " {:.3} ({:.3}) |", mean(&far(way)), mean(&way.agreement[..draws]));
             let near = kept.ways.iter().find(|near| near.name == NEAR && *arm != NEAR);
-            match near.and_then(|near| beyond(&way.divergence, &near.divergence)) {
+            match near.and_then(|near| beyond(&far(way), &far(near))) {
                 Some((mean, half)) => {
                     let _ = write!(table, " {mean:+.3} ± {half:.3} |");
                 }
@@ -283,7 +310,7 @@ fn table(all: &[Kept]) -> String {
             }
         }
         if let Some(last) = all.last() {
-            let percent = |shares: &[f64]| format!("{:.0} %", 100.0 * mean(shares));
+            let percent = |shares: &[f64]| format!("{:.0} %", 100.0 * mean(&shares[..last.draws()]));
             let way = &last.ways[i];
             let _ = writeln!(table, " {} | {} |", percent(&way.recomputed), percent(&way.operations));
         }
@@ -341,23 +368,46 @@ mod tests {
             (0..PROMPTS).map(|i| answer(FULL, i, 0.0, 100.0)).chain(ways).collect()
         };
         let mut kept = Kept::new(2);
-        kept.add(&draw(0.25)).unwrap();
-        kept.add(&draw(0.5)).unwrap();
+        kept.add(0, &draw(0.25)).unwrap();
+        kept.add(1, &draw(0.5)).unwrap();
         assert_eq!((kept.draws(), kept.ways[3].divergence.len()), (2, 2 * PROMPTS));
         let text = table(&[kept]);
         assert!(
             text.contains("2 documents, 24 prompts")
                 && text.contains("| 0.375 (0.625) | +0.000 ± 0.000 | 50 % | 50 % |")
         );
-        assert!(Kept::new(2).add(&draw(0.25)[1..]).is_err(), "a question that full attention was not asked");
+        assert!(
+            Kept::new(2).add(0, &draw(0.25)[1..]).is_err(),
+            "a question that full attention was not asked"
+        );
+    }
+
+    #[test]
+    fn a_way_that_is_new_is_asked_alone() {
+        let draw = |arms: &[&str], far: f64| -> Vec<Answer> {
+            let of = |name: &str| (0..PROMPTS).map(|i| answer(name, i, far, 50.0)).collect::<Vec<_>>();
+            [FULL].iter().chain(arms).flat_map(|name| of(name)).collect()
+        };
+        let (new, old) = (ARMS[2], [&ARMS[..2], &ARMS[3..]].concat());
+        let mut kept = Kept::new(2);
+        kept.add(0, &draw(&old, 0.25)).unwrap();
+        kept.add(1, &draw(&old, 0.25)).unwrap();
+        assert_eq!((kept.draws(), kept.missing(0)), (0, vec![new]));
+        kept.add(0, &draw(ARMS, 0.5)).unwrap();
+        let mut again = Kept::new(2);
+        again.take(kept);
+        assert_eq!((again.draws(), again.missing(1)), (1, vec![new]), "kept by name");
+        let text = table(&[again]);
+        assert!(text.contains("12 prompts") && text.contains("| 0.500 (0.500) |"));
+        assert_eq!(text.matches("| 0.250 (0.750) |").count(), old.len(), "what was asked before stays");
     }
 
     #[test]
     fn what_is_kept_is_whole() {
         for documents in DOCUMENTS {
             let kept = Kept::read(documents).unwrap();
-            let whole = |way: &Way| way.divergence.len() == kept.draws() * PROMPTS;
-            assert!(kept.ways.iter().all(whole) && kept.draws() <= DRAWS, "{documents} documents");
+            let whole = |way: &Way| way.divergence.len() == way.draws() * PROMPTS && way.draws() <= DRAWS;
+            assert!(kept.ways.iter().all(whole), "{documents} documents");
         }
     }
 

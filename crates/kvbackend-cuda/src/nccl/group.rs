@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvcore::{Error, Result};
 use parking_lot::{Condvar, Mutex};
@@ -85,9 +85,9 @@ impl Group {
         call: &dyn fmt::Display,
         done: impl Fn() -> Result<bool>,
     ) -> Result<()> {
-        let (since, mut pauses) = (Instant::now(), Pauses::default());
+        let pauses = Pauses::new();
         while !done()? {
-            if since.elapsed() >= self.limit {
+            if pauses.elapsed() >= self.limit {
                 let (rank, call, limit) = (self.members[place].0, call.to_string(), self.limit);
                 return Err(self.fail(Error::RanksTimedOut { rank, call, limit }));
             }

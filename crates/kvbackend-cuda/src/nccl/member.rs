@@ -47,15 +47,26 @@ impl Handle {
     }
 }
 
-/// Pauses between questions: at first none, so that short waits end at once.
-#[derive(Default)]
-pub(super) struct Pauses(u32);
+/// Pauses between questions: at first none, so that short waits end at once. By time and not by number, since a core with
+/// other work may not come back to a thread that yields for milliseconds.
+pub(super) struct Pauses {
+    since: Instant,
+}
 
 impl Pauses {
-    pub(super) fn next(&mut self) {
-        const EAGER: u32 = 4000;
-        self.0 += 1;
-        if self.0 < EAGER {
+    /// Begins a wait.
+    pub(super) fn new() -> Self {
+        Self { since: Instant::now() }
+    }
+
+    /// Returns the time since the wait began.
+    pub(super) fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    pub(super) fn next(&self) {
+        const EAGER: Duration = Duration::from_millis(1);
+        if self.elapsed() < EAGER {
             std::thread::yield_now();
         } else {
             std::thread::sleep(Duration::from_micros(100));
@@ -151,8 +162,8 @@ impl Member {
         // SAFETY: the handle was taken from its place, so that nothing else uses it.
         let code = unsafe { (self.nccl.finalize)(comm) };
         let mut left = self.nccl.check("the end of a group", comm, code).map(|()| false);
-        let (since, mut pauses) = (Instant::now(), Pauses::default());
-        while left == Ok(false) && since.elapsed() < limit {
+        let pauses = Pauses::new();
+        while left == Ok(false) && pauses.elapsed() < limit {
             pauses.next();
             left = self.ready(&handle);
         }
