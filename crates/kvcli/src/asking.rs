@@ -41,9 +41,16 @@ pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     }
 }
 
-/// Returns the questions for each seed.
-pub(crate) fn questions(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
-    let mut draws = drawn(asking)?;
+/// Questions of each kind in a draw where answers are shown.
+pub(crate) const SHOWN: usize = 20;
+/// Questions of each kind in a draw where a loss is judged: of five draws, they can bound one of nothing by two points.
+pub(crate) const JUDGED: usize = 30;
+/// Notes in a prompt if a model comes without questions of its own.
+const NOTES: usize = 2;
+
+/// Returns the questions for each seed: as many of each kind as the caller asks for, or `usual`.
+pub(crate) fn questions(asking: &AskingArgs, usual: usize) -> Result<Vec<Vec<Question>>> {
+    let mut draws = drawn(asking, asking.questions.unwrap_or(usual))?;
     draws.retain(|questions| !questions.is_empty());
     if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
 }
@@ -61,7 +68,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
 }
 
 /// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
-fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
+fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
@@ -76,11 +83,13 @@ fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
     };
     let first = asking.first_seed as u64;
     let seeds = first..first + asking.seeds as u64;
-    let per_kind = asking.questions.unwrap_or(20);
-    if let Some(documents) = asking.texts {
+    let texts = |documents: usize| {
         let kinds = if asking.kinds.is_empty() { &Texts::KINDS[..] } else { &asking.kinds };
         let draw = |seed| graded(Texts::new(documents).questions_of(kinds, seed, per_kind));
-        return Ok(seeds.map(draw).collect());
+        seeds.clone().map(draw).collect()
+    };
+    if let Some(documents) = asking.texts {
+        return Ok(texts(documents));
     }
     if let Some(path) = asking.dataset.clone().or_else(|| beside("dataset.jsonl")) {
         let text = read(&path)?;
@@ -100,7 +109,12 @@ fn drawn(asking: &AskingArgs) -> Result<Vec<Vec<Question>>> {
     let world = match (&asking.model, beside("world.json")) {
         (None, _) => World::from_json(embedded::WORLD)?,
         (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
-        (Some(dir), None) => return Err(Error::NoDataset(dir.clone())),
+        (Some(_), None) => {
+            eprintln!(
+                "no --dataset is given: the questions are about {NOTES} invented notes (--texts N asks about N)"
+            );
+            return Ok(texts(NOTES));
+        }
     };
     Ok(seeds.map(|seed| graded(world.questions(seed, per_kind))).collect())
 }

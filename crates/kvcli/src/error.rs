@@ -56,11 +56,12 @@ pub(crate) enum Error {
     /// The file of questions has a wrong line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },
-    /// The directory of the model has no questions, and none were given.
+    /// Full attention answers too little for a way to be judged.
     #[error(
-        "{0} has neither dataset.jsonl nor world.json; give questions with --dataset (see kvc eval --help)"
+        "full attention itself answers {right:.0} % of the questions, too few to judge a way by (--floor {floor:.0}), and no file is \
+         written: ask questions that the model can answer, of fewer --texts or of a --dataset"
     )]
-    NoDataset(PathBuf),
+    NothingJudged { right: f64, floor: f64 },
     /// A part of a question holds the text that stands behind parts.
     #[error(
         "{path}, line {line}: {field} holds the separator, so that its end could not be told from its middle: choose another one with \

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::args::TuneArgs;
 use crate::asking;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plot::writable;
 use crate::progress::bar;
 use crate::report::table;
@@ -19,13 +19,14 @@ struct TuneReport<'a> {
     tuning: &'a Tuning,
     /// True if the answers bound the loss, false if they refute it, null if they do neither.
     fits: Option<bool>,
-    file: &'a std::path::Path,
+    /// Null if no way could be judged.
+    file: Option<&'a std::path::Path>,
 }
 
 pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     writable(&args.out)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
-    let questions = asking::questions(&args.asking)?;
+    let questions = asking::questions(&args.asking, asking::JUDGED)?;
     let screened = screened(&questions, args.screen);
     let local = |draw: Vec<Question>| -> Vec<Question> {
         draw.into_iter().filter(|question| question.kind == QuestionKind::Local).collect()
@@ -48,29 +49,35 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     };
     let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;
     bar.finish_and_clear();
-    let choice = tuning.choice();
-    let fits = fits(choice);
-    // A search takes candidates of reuse only.
-    let way = choice.arm.reused().unwrap_or_default();
-    let paired = choice.paired.unwrap_or_default();
-    let measured = TunedBy {
-        questions: paired.asked,
-        lost: paired.lost,
-        gained: paired.gained,
-        within: args.within,
-        fits,
-        divergence: choice.divergence,
-        operations: choice.operations,
-    };
-    TunedReuse::new(engine.model(), way, measured).write(&args.out)?;
+    let (choice, mut file) = (tuning.choice(), None);
+    if let Some(choice) = choice {
+        // A search takes candidates of reuse only.
+        let way = choice.arm.reused().unwrap_or_default();
+        let paired = choice.paired.unwrap_or_default();
+        let measured = TunedBy {
+            questions: paired.asked,
+            lost: paired.lost,
+            gained: paired.gained,
+            within: args.within,
+            fits: fits(choice),
+            divergence: choice.divergence,
+            operations: choice.operations,
+        };
+        TunedReuse::new(engine.model(), way, measured).write(&args.out)?;
+        file = Some(args.out.as_path());
+    }
     let out = &mut std::io::stdout().lock();
     if args.json {
-        let report = TuneReport { tuning: &tuning, fits, file: &args.out };
+        let report = TuneReport { tuning: &tuning, fits: choice.and_then(fits), file };
         serde_json::to_writer(&mut *out, &report).map_err(std::io::Error::from)?;
         writeln!(out)?;
-        return Ok(());
+    } else {
+        show(out, &tuning, args)?;
     }
-    show(out, &tuning, args)
+    match choice {
+        Some(_) => Ok(()),
+        None => Err(Error::NothingJudged { right: 100.0 * tuning.right, floor: args.floor }),
+    }
 }
 
 fn fits(row: &TuneRow) -> Option<bool> {
@@ -151,7 +158,7 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
             None => "",
         };
         rows.add_row([
-            if at == tuning.chosen { "→".to_owned() } else { String::new() },
+            if Some(at) == tuning.chosen { "→".to_owned() } else { String::new() },
             row.name.clone(),
             format!("{:.3}", row.divergence),
             percent(row.operations),
@@ -168,16 +175,9 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
          full attention's. Points lost, of a hundred questions: those that only full attention answered, less those that only this \
          way answered; in brackets the least and the most that the answers do not refute (one-sided 95 % for each way by itself)."
     )?;
-    let (choice, file) = (tuning.choice(), args.out.display());
-    let right = 100.0 * tuning.right;
-    if right < args.floor {
-        writeln!(
-            out,
-            "\nFull attention answers {right:.0} % of the questions, too few to judge by (at least {:.0} %). {file} has the way \
-             nearest to it: {}",
-            args.floor, choice.name
-        )?;
-    } else if fits(choice) == Some(true) {
+    let Some(choice) = tuning.choice() else { return Ok(()) };
+    let file = args.out.display();
+    if fits(choice) == Some(true) {
         writeln!(
             out,
             "\n{file} has the cheapest way whose loss is at most {} points: {}. Of many ways one may pass by chance: judge it by \

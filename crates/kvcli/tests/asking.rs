@@ -190,6 +190,25 @@ fn a_conversation_is_rendered_in_the_chat_template() {
 }
 
 #[test]
+fn a_model_without_questions_of_its_own_is_asked_about_invented_notes() {
+    let model = model("", true);
+    let ask =
+        ["eval", "--model", &model.arg(""), "--seeds", "1", "--questions", "1", "--kind", "local", "--json"];
+    let output = kvc(&[&ask[..], &["--strategy", "link:2"]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("2 invented notes (--texts N"), "{stderr}");
+    let scores: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let by_name = kvc(&[&ask[..], &["--strategy", "link:2", "--texts", "2"]].concat());
+    assert!(!String::from_utf8_lossy(&by_name.stderr).contains("invented"), "they were asked for");
+    let named: Value = serde_json::from_slice(&by_name.stdout).unwrap();
+    let operations = |report: &Value| report["scores"][0]["flops"].clone();
+    assert!(
+        operations(&scores).is_number() && operations(&scores) == operations(&named),
+        "the same questions"
+    );
+}
+
+#[test]
 fn a_stop_string_ends_the_answer_and_is_not_printed() {
     let dir = model("", true).0.keep();
     let dir = dir.to_str().unwrap();

@@ -80,3 +80,32 @@ fn files_that_are_no_tuned_reuse_of_this_model_say_why() {
     fails(&["tune", "--out", "/nowhere/reuse.json"], 1, &["/nowhere/reuse.json"]);
     fails(&["tune", "--kind", "cross-start", "--seeds", "1", "--questions", "1"], 1, &["local"]);
 }
+
+#[test]
+fn no_file_is_written_where_full_attention_itself_answers_too_little() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let wrong = r#"{"system": "you answer questions", "documents": ["alba is red .", "cedo is blue ."], "question": "alba ?", "answer": "green"}"#;
+    fs::write(path("questions.jsonl"), wrong).unwrap();
+    let (questions, file) = (path("questions.jsonl"), path("reuse.json"));
+    let ask = [
+        "tune",
+        "--dataset",
+        &questions,
+        "--seeds",
+        "1",
+        "--candidate",
+        "sequential,alone,none",
+        "--out",
+        &file,
+    ];
+    for json in [&[][..], &["--json"]] {
+        let output = kvc(&[&ask[..], json].concat());
+        let (stdout, stderr) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains("answers 0 % of the questions") && stderr.contains("--floor 50"), "{stderr}");
+        assert!(stdout.contains("sequential, alone, none"), "what was measured is shown: {stdout}");
+        assert!(!fs::exists(&file).unwrap());
+    }
+}

@@ -15,8 +15,8 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// File of questions. Without it: dataset.jsonl in the model's directory, or questions drawn from its
-    /// world.json.
+    /// File of questions. Without it: dataset.jsonl in the model's directory, questions drawn from its world.json, or
+    /// those of --texts 2.
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
@@ -54,7 +54,8 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "dataset")]
     pub(crate) first_seed: usize,
 
-    /// Questions of each kind in a draw; 20 by default. Of a dataset: questions in all; by default every one.
+    /// Questions of each kind in a draw; by default 30 where a loss is judged (tune, --gate), else 20. Of a dataset:
+    /// questions in all; by default every one.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) questions: Option<usize>,
 }

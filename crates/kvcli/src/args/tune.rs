@@ -14,13 +14,13 @@ use super::{at_least_one, points};
 #[command(after_help = "\
 Examples:
 
-    kvc tune --model ./SmolLM2-135M-Instruct --chat --texts 4 --within 2
+    kvc tune --model ./SmolLM2-135M-Instruct --chat --within 2
     kvc tune --model ./model --chat --dataset questions.jsonl --out reuse.json
     kvc run --model ./model --chat --reuse reuse.json --document a.txt --document b.txt -p 'Who leads?'
 
 A few questions order all candidates by their divergence from full attention. Those that come nearer to it than every cheaper
 one answer the local questions beside it, the cheapest first, until the answers of one bound its loss. Where none does, the
-file has the one with the least bound, and says so.")]
+file has the one with the least bound, and says so. Where full attention answers too little to judge by, there is no file.")]
 pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,

@@ -9,7 +9,7 @@ use kvmodel::TunedReuse;
 use serde::Serialize;
 
 use crate::args::{EvalArgs, way};
-use crate::asking::{self, questions};
+use crate::asking;
 use crate::error::{Error, Result};
 use crate::plot::writable;
 use crate::progress::bar;
@@ -52,7 +52,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     }
     args.answers.as_deref().map_or(Ok(()), writable)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
-    let questions = questions(&args.asking)?;
+    let questions = asking::questions(&args.asking, if args.gate { asking::JUDGED } else { asking::SHOWN })?;
     let tuned = match &args.reuse {
         Some(path) => Some(TunedReuse::read(path)?.of(engine.model())?),
         None => None,
@@ -191,7 +191,7 @@ fn arms(
     arms
 }
 
-/// Returns strategies of several sizes, with blends at layer 1 and at the middle layer of the model.
+/// Returns strategies of several sizes, with blends at layer 1 and at the middle layer of the model, and joint choices at layer 1.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];
@@ -201,6 +201,10 @@ fn usual(layers: usize) -> Vec<Recompute> {
     at.dedup();
     for layer in at.into_iter().filter(|&layer| layer < layers) {
         strategies.extend(shares.map(|share| Recompute::Blend { share, layer, of }));
+    }
+    strategies.extend(shares.map(|share| Recompute::Question { share, from: None }));
+    if layers > 1 {
+        strategies.extend(shares.map(|share| Recompute::Joint { share, layer: 1, of }));
     }
     strategies.extend(shares.map(|share| Recompute::Random { share, seed: 0 }));
     strategies.push(Recompute::Full);

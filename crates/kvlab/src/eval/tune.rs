@@ -52,24 +52,24 @@ pub struct TuneRow {
 pub struct Tuning {
     /// The candidates, the cheapest first.
     pub rows: Vec<TuneRow>,
-    /// The number of the row that was chosen.
-    pub chosen: usize,
+    /// The number of the row that was chosen; none if full attention answers too little to judge by.
+    pub chosen: Option<usize>,
     /// The share of right answers under full attention.
     pub right: f64,
 }
 
 impl Tuning {
     /// Returns the chosen row.
-    pub fn choice(&self) -> &TuneRow {
-        &self.rows[self.chosen]
+    pub fn choice(&self) -> Option<&TuneRow> {
+        self.chosen.and_then(|row| self.rows.get(row))
     }
 
     /// Searches the cheapest way of reuse whose answers bound the loss. `screened` are the questions that order candidates by
     /// divergence, `judged` the draws of questions whose answers are compared; `progress` is told of what is done of the most that
     /// may be asked.
     ///
-    /// Where no candidate's loss is bounded, the one with the least upper bound is chosen; where full attention answers too little
-    /// to judge by, the one with the least divergence.
+    /// Where no candidate's loss is bounded, the one with the least upper bound is chosen. Where full attention answers too little
+    /// to judge by, none is: divergence does not order the modes of chunks.
     ///
     /// # Errors
     /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of the engine.
@@ -108,8 +108,8 @@ impl Tuning {
             }
         }
         let right = judge.right();
-        let blind = right < options.limits.floor;
-        Ok(Self { chosen: choose(&rows, blind), rows, right })
+        let chosen = (right >= options.limits.floor).then(|| choose(&rows));
+        Ok(Self { chosen, rows, right })
     }
 }
 
@@ -159,17 +159,12 @@ fn is_nearer(one: &[f64], other: &[f64]) -> bool {
     half_width.is_some_and(|half| mean > half)
 }
 
-/// Returns the row to take: the first whose loss is bounded, else the one with the least bound, or of the nearest to full
-/// attention if nobody can be judged.
-fn choose(rows: &[TuneRow], blind: bool) -> usize {
+/// Returns the row to take: the first whose loss is bounded, else the one with the least bound.
+fn choose(rows: &[TuneRow]) -> usize {
     if let Some(holds) = rows.iter().position(|row| row.verdict == Some(Verdict::Holds)) {
         return holds;
     }
-    let badness = |row: &TuneRow| match row.paired {
-        _ if blind => row.divergence,
-        Some(paired) => paired.at_most(),
-        None => f64::INFINITY,
-    };
+    let badness = |row: &TuneRow| row.paired.map_or(f64::INFINITY, |paired| paired.at_most());
     let least = |&a: &usize, &b: &usize| badness(&rows[a]).total_cmp(&badness(&rows[b])).then(a.cmp(&b));
     (0..rows.len()).min_by(least).unwrap_or(0)
 }
@@ -265,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cheapest_that_holds_is_chosen_and_the_nearest_where_none_does() {
+    fn the_cheapest_that_holds_is_chosen_and_the_least_bound_where_none_does() {
         let mut rows = some();
         let judged = |row: &mut TuneRow, lost: usize, verdict: Verdict| {
             row.paired = Some(Paired { asked: 400, lost, gained: 2 });
@@ -274,10 +269,8 @@ mod tests {
         judged(&mut rows[0], 90, Verdict::Fails);
         judged(&mut rows[1], 60, Verdict::Fails);
         judged(&mut rows[3], 12, Verdict::CannotSay);
-        assert_eq!(choose(&rows, false), 3);
+        assert_eq!(choose(&rows), 3);
         judged(&mut rows[1], 3, Verdict::Holds);
-        assert_eq!(choose(&rows, false), 1);
-        // Nobody was judged.
-        assert_eq!(choose(&some(), true), 3);
+        assert_eq!(choose(&rows), 1);
     }
 }
