@@ -280,7 +280,9 @@ mod tests {
             "running 3 tests",
         ];
         let mut reader = Reader::default();
-        lines.iter().for_each(|line| reader.add(line));
+        for line in lines {
+            reader.add(line);
+        }
         assert_eq!(reader.sums.to_string(), "1 passed, 1 failed, 0 skipped");
         let kept = [6, 7, 8, 10, 11, 12, 13].map(|i| lines[i]);
         assert_eq!(reader.failures, kept);

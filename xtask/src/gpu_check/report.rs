@@ -64,10 +64,7 @@ impl Report {
     /// Adds a step, and prints its line.
     pub(super) fn add(&mut self, name: &'static str, about: &'static str, ended: Ended) {
         let (word, text) = (ended.outcome.word(), ended.outcome.text());
-        match &ended.outcome {
-            Outcome::Skipped(_) => println!("SKIPPED: {name}: {text}"),
-            _ => println!("gpu-check: {name}: {word}, {:.0} s: {text}", ended.seconds),
-        }
+        println!("gpu-check: {name}: {word}, {:.0} s: {text}", ended.seconds);
         self.steps.push((name, about, ended));
     }
 

@@ -180,6 +180,19 @@ fn read_kept(documents: usize) -> Result<Option<Kept>> {
 }
 
 impl Kept {
+    /// Returns the cells of a way's row before the points that it loses, and those behind them.
+    fn cells(&self, way: &Way) -> [String; 2] {
+        let time = match (way.ttft_ms, self.time(FULL)) {
+            (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
+            _ => "–".to_owned(),
+        };
+        let (right, asked) = (way.right.matches('1').count(), self.questions);
+        [
+            format!("| {} | {} | {right} of {asked} | ", self.documents, way.name),
+            format!(" | {:.0} % | {:.0} % | {time} |", 100.0 * way.anew, 100.0 * way.operations),
+        ]
+    }
+
     /// Returns the answers to a draw, a line each.
     fn draw(&self, draw: usize) -> String {
         let mut text = String::new();
@@ -346,9 +359,7 @@ pub(super) fn write() -> Result {
     for Final { documents, draws, .. } in FINALS {
         let Some(kept) = read_kept(documents)? else { continue };
         let bounds = bounds(documents, draws)?;
-        let full = kept.time(FULL);
         for way in &kept.ways {
-            let right = way.right.matches('1').count();
             let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
                 Some(Bounds { loss, at_least, at_most }) => {
                     let [loss, least, most] = [loss, at_least, at_most].map(|share| 100.0 * share);
@@ -356,17 +367,8 @@ pub(super) fn write() -> Result {
                 }
                 None => "–".to_owned(),
             };
-            let time = match (way.ttft_ms, full) {
-                (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
-                _ => "–".to_owned(),
-            };
-            let (name, asked) = (&way.name, kept.questions);
-            let _ = writeln!(
-                table,
-                "| {documents} | {name} | {right} of {asked} | {lost} | {:.0} % | {:.0} % | {time} |",
-                100.0 * way.anew,
-                100.0 * way.operations
-            );
+            let [right, costs] = kept.cells(way);
+            let _ = writeln!(table, "{right}{lost}{costs}");
         }
     }
     write_table(QUALITY, TABLE, &table)?;
@@ -449,11 +451,28 @@ mod tests {
 
     #[test]
     fn finals_that_were_kept_are_whole() {
-        for Final { documents, ways, .. } in FINALS {
-            let Ok(text) = std::fs::read_to_string(kept(documents)) else { continue };
-            let kept: Kept = serde_json::from_str(&text).unwrap();
-            assert_eq!(kept.ways.len(), ways.len() + 1);
+        for Final { documents, draws, ways } in FINALS {
+            let kept = read_kept(documents).unwrap().expect("a kept file");
+            let names: Vec<&str> = kept.ways.iter().map(|way| &*way.name).collect();
+            assert_eq!(names, [&[FULL], ways].concat());
+            assert_eq!(kept.questions, draws * QUESTIONS, "{documents} documents");
             assert!(kept.ways.iter().all(|way| way.right.len() == kept.questions), "{documents} documents");
         }
+    }
+
+    #[test]
+    fn the_page_shows_what_was_kept() {
+        let page = include_str!("../../../docs/quality.md");
+        let mut rows = crate::page::table(page, TABLE).unwrap().lines().skip(2);
+        for Final { documents, .. } in FINALS {
+            let kept = read_kept(documents).unwrap().expect("a kept file");
+            for way in &kept.ways {
+                let [right, costs] = kept.cells(way);
+                let row = rows.next().unwrap_or_default();
+                let same = row.starts_with(&right) && row.ends_with(&costs);
+                assert!(same, "{row}\n{right}…{costs}: `cargo xtask published --table` writes it");
+            }
+        }
+        assert_eq!(rows.next(), None);
     }
 }

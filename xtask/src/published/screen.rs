@@ -408,7 +408,16 @@ mod tests {
             let kept = Kept::read(documents).unwrap();
             let whole = |way: &Way| way.divergence.len() == way.draws() * PROMPTS && way.draws() <= DRAWS;
             assert!(kept.ways.iter().all(whole), "{documents} documents");
+            assert!(kept.draws() > 0, "{documents} documents: nothing is kept");
         }
+    }
+
+    #[test]
+    fn the_page_shows_what_is_kept() {
+        let kept = DOCUMENTS.map(|documents| Kept::read(documents).unwrap());
+        let page = include_str!("../../../docs/quality.md");
+        let written = "`cargo xtask published --table` writes it";
+        assert_eq!(crate::page::table(page, TABLE), Some(table(&kept).trim()), "{written}");
     }
 
     #[test]

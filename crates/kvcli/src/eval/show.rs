@@ -245,8 +245,8 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
                 "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
             }
             None =>
-                "Whether reuse is fit for this model cannot be judged by these questions: ask more of them (--questions), or \
-                 such that it answers (--dataset, --texts).",
+                "These questions cannot judge whether reuse is fit for this model: ask more of them (--questions), or \
+                 questions that the model can answer (--dataset, --texts).",
         }
     )?;
     Ok(())

@@ -109,7 +109,7 @@ impl Tuning {
         }
         let right = judge.right();
         let chosen = (right >= options.limits.floor).then(|| choose(&rows));
-        Ok(Self { chosen, rows, right })
+        Ok(Self { rows, chosen, right })
     }
 }
 
