@@ -59,8 +59,8 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies"])]
     pub(crate) read: Vec<PathBuf>,
 
-    /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend and random in
-    /// several sizes, and full. For the gate: the one strategy to judge.
+    /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend, question, joint and
+    /// random in several sizes, and full. For the gate: the one strategy to judge.
     #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
     pub(crate) strategies: Vec<Recompute>,
 
