@@ -430,7 +430,14 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
     assert!(first["name"] == "full attention" && first["right"] == true, "{first}");
     let output = kvc(&[&common[..], &arms, &["--show", "1"]].concat());
     let shown = String::from_utf8_lossy(&output.stdout).into_owned();
-    for text in ["right: ", "cross, in middle: ", "wrong", "divergence", "Lost, in points"] {
+    for text in [
+        "right: ",
+        "cross, in middle: ",
+        "wrong",
+        "divergence",
+        "Lost, in points",
+        "Beyond: how much farther",
+    ] {
         assert!(shown.contains(text), "{text}: {shown}");
     }
     fails(&["eval", "--answers", "/nowhere/a.jsonl"], 1, "/nowhere/a.jsonl");

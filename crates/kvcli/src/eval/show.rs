@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, PositionStrategy, Recompute};
-use kvlab::{Arm, Gate, GateLimits, Question, QuestionKind, Score, Trial, Verdict};
+use kvlab::{Arm, Estimate, Gate, GateLimits, Question, QuestionKind, Score, Trial, Verdict};
 
 use super::kinds;
 use crate::error::Result;
@@ -21,11 +21,13 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     let (answered, compared) =
         (scores.iter().any(|s| s.accuracy.is_some()), scores.iter().any(|s| s.divergence.is_some()));
     let bounded = scores.iter().any(|s| s.arm.cell.is_some() && s.paired.is_some());
+    let ordered = scores.iter().any(|s| s.beyond.is_some());
     let mut header = vec!["positions, mode, recomputed".to_owned()];
     for kind in &kinds {
         header.extend(answered.then(|| kind.name().to_owned()));
         header.extend(bounded.then(|| format!("{}: lost", kind.name())));
         header.extend(compared.then(|| format!("{}: divergence", kind.name())));
+        header.extend(ordered.then(|| format!("{}: beyond", kind.name())));
     }
     header.extend(["tokens anew", "operations", "TTFT"].map(str::to_owned));
     let mut table = styled(&header.iter().map(String::as_str).collect::<Vec<_>>());
@@ -42,6 +44,7 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
             cells.extend(answered.then(|| accuracy(score, draws)));
             cells.extend(bounded.then(|| lost(score)));
             cells.extend(compared.then(|| divergence(score)));
+            cells.extend(ordered.then(|| beyond(score)));
         }
         cells.push(format!("{:5.1} %", 100.0 * mean(&row, |score| score.recomputed)));
         cells.extend([share(|score| score.flops), share(|score| score.ttft_ms)]);
@@ -81,6 +84,13 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
              that are chosen, too."
         )?;
     }
+    if ordered {
+        writeln!(
+            out,
+            "\nBeyond: how much farther from full attention than the first way of reuse, question by question; ± is a 95 % confidence \
+             interval. Where it holds 0, more questions are needed to order the two."
+        )?;
+    }
     if answered && draws >= DRAWS {
         writeln!(out, "\n± is a 95 % confidence interval over draws.")?;
     }
@@ -109,6 +119,14 @@ fn divergence(score: &Score) -> String {
     match nats.half_width {
         Some(half) => format!("{:.3} ± {half:.3} ({:.3})", nats.mean, agreement.mean),
         None => format!("{:.3} ({:.3})", nats.mean, agreement.mean),
+    }
+}
+
+fn beyond(score: &Score) -> String {
+    match score.beyond {
+        Some(Estimate { mean, half_width: Some(half) }) => format!("{mean:+.3} ± {half:.3}"),
+        Some(Estimate { mean, half_width: None }) => format!("{mean:+.3}"),
+        None => String::new(),
     }
 }
 
@@ -245,7 +263,7 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
                 "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
             }
             None =>
-                "These questions cannot judge whether reuse is fit for this model: ask more of them (--questions), or \
+                "Reuse of this model cannot be judged by these questions: ask more of them (--questions), or \
                  questions that the model can answer (--dataset, --texts).",
         }
     )?;

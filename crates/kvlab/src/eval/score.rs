@@ -51,6 +51,9 @@ pub struct Score {
     pub paired: Option<Paired>,
     /// The Kullback–Leibler divergence from full attention, in nats a token, over questions.
     pub divergence: Option<Estimate>,
+    /// How much farther from full attention this arm is than the first arm of reuse, question by question; none for that arm and
+    /// for full attention.
+    pub beyond: Option<Estimate>,
     /// The share of full attention's tokens that this arm would have chosen, over questions.
     pub agreement: Option<Estimate>,
     /// The share of document tokens that were recomputed; 1 under full attention.
@@ -66,11 +69,18 @@ pub struct Score {
 /// Scores every arm on every kind of question that was asked.
 pub(super) fn scores(arms: &[Arm], trials: &[Trial]) -> Vec<Score> {
     let full = arms.iter().position(|arm| arm.cell.is_none());
+    let first = arms.iter().position(|arm| arm.cell.is_some());
     let each = arms.iter().enumerate().flat_map(|(at, arm)| QuestionKind::ALL.map(|kind| (at, arm, kind)));
-    each.filter_map(|(at, arm, kind)| score(arm, at, full, kind, trials)).collect()
+    each.filter_map(|(at, arm, kind)| score((at, arm), (full, first), kind, trials)).collect()
 }
 
-fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: &[Trial]) -> Option<Score> {
+/// Scores an arm beside full attention and the first arm of reuse, as far as these were asked.
+fn score(
+    (at, arm): (usize, &Arm),
+    (full, first): (Option<usize>, Option<usize>),
+    kind: QuestionKind,
+    trials: &[Trial],
+) -> Option<Score> {
     let of_arm = |wanted: usize| trials.iter().filter(move |t| t.arm == wanted && t.kind == kind);
     let all: Vec<&Trial> = of_arm(at).collect();
     if all.is_empty() {
@@ -89,12 +99,14 @@ fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: 
         (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
     };
     let accuracies: Vec<f64> = draws.into_iter().filter_map(of_draw).collect();
-    let pair = |trial: &&Trial| {
-        let same = |other: &&Trial| (other.draw, other.question) == (trial.draw, trial.question);
-        let full = of_arm(full?).find(same)?;
-        Some((full.right?, trial.right?))
+    let beside = |arm: usize, trial: &Trial| {
+        of_arm(arm).find(|other| (other.draw, other.question) == (trial.draw, trial.question))
     };
+    let pair = |trial: &&Trial| Some((beside(full?, trial)?.right?, trial.right?));
     let pairs: Vec<(bool, bool)> = all.iter().filter_map(pair).collect();
+    let first = first.filter(|first| *first != at && arm.cell.is_some());
+    let farther = |trial: &&Trial| Some(trial.divergence? - beside(first?, trial)?.divergence?);
+    let farther: Vec<f64> = all.iter().filter_map(farther).collect();
     Some(Score {
         arm: *arm,
         name: arm.name(),
@@ -103,10 +115,43 @@ fn score(arm: &Arm, at: usize, full: Option<usize>, kind: QuestionKind, trials: 
         accuracy: (!accuracies.is_empty()).then(|| Estimate::of(&accuracies)),
         paired: (!pairs.is_empty()).then(|| Paired::of(pairs)),
         divergence: over(|trial| trial.divergence),
+        beyond: (!farther.is_empty()).then(|| Estimate::of(&farther)),
         agreement: over(|trial| trial.agreement),
         recomputed: mean(|trial| trial.recomputed),
         found: mean(|trial| trial.found),
         flops: mean(|trial| trial.flops as f64),
         ttft_ms: median(all.iter().map(|trial| trial.ttft_ms).collect()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_are_compared_with_the_first_way_question_by_question() {
+        let names = ["full", "sequential,alone,none", "sequential,alone,link:4"];
+        let arms = names.map(|name| name.parse::<Arm>().unwrap());
+        let trial = |arm: usize, question: usize, divergence: f64| Trial {
+            draw: 0,
+            question,
+            kind: QuestionKind::Local,
+            arm,
+            answer: String::new(),
+            right: None,
+            divergence: Some(divergence),
+            agreement: Some(1.0),
+            recomputed: 0.0,
+            found: 1.0,
+            flops: 1,
+            ttft_ms: 1.0,
+        };
+        let of = |arm: usize, far: [f64; 2]| [trial(arm, 0, far[0]), trial(arm, 1, far[1])];
+        let trials = [of(0, [0.0, 0.0]), of(1, [0.2, 0.8]), of(2, [0.1, 0.7])].concat();
+        let scores = scores(&arms, &trials);
+        assert_eq!((scores[0].beyond, scores[1].beyond), (None, None));
+        let beyond = scores[2].beyond.unwrap();
+        assert!((beyond.mean + 0.1).abs() < 1e-12 && beyond.half_width.unwrap() < 1e-12, "{beyond:?}");
+        assert!(scores[2].divergence.unwrap().half_width.unwrap() > 1.0, "the questions differ by more");
+    }
 }
