@@ -52,7 +52,7 @@ struct Reader {
     skipped: u64,
     /// The section of the output that a line belongs to.
     section: Section,
-    /// What tests that failed printed, and their names after that.
+    /// Output of failed tests, and their names after that.
     failures: Vec<String>,
 }
 

@@ -51,8 +51,8 @@ pub struct Score {
     pub paired: Option<Paired>,
     /// The Kullback–Leibler divergence from full attention, in nats a token, over questions.
     pub divergence: Option<Estimate>,
-    /// How much farther from full attention this arm is than the first arm of reuse, question by question; none for that arm and
-    /// for full attention.
+    /// The distance from full attention beyond that of the first arm of reuse, question by question; none for that arm and for
+    /// full attention.
     pub beyond: Option<Estimate>,
     /// The share of full attention's tokens that this arm would have chosen, over questions.
     pub agreement: Option<Estimate>,

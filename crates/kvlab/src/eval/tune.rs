@@ -68,8 +68,8 @@ impl Tuning {
     /// divergence, `judged` the draws of questions whose answers are compared; `progress` is told of what is done of the most that
     /// may be asked.
     ///
-    /// Where no candidate's loss is bounded, the one with the least upper bound is chosen. Where full attention answers too little
-    /// to judge by, none is: divergence does not order the modes of chunks.
+    /// Chooses the one with the least upper bound where no candidate's loss is bounded, and none where full attention answers too
+    /// little to judge by: divergence does not order the modes of chunks.
     ///
     /// # Errors
     /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of the engine.
