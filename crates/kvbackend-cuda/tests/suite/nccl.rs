@@ -244,11 +244,12 @@ fn a_lost_device_fails_its_group() {
         assert!(matches!(&results[1], Err(Error::DeviceLost { .. })), "{results:?}");
         assert_eq!(results[0], Err(Error::RankAborted(1)));
         // Ranks of other processes are not told.
-        let lost = |ranks: &[Rank]| match on_all(ranks, call) {
-            results if matches!(results[1], Err(Error::RanksTimedOut { .. })) => {
-                results[1].clone().map(|()| results)
+        let lost = |ranks: &[Rank]| {
+            let results = on_all(ranks, call);
+            match &results[1] {
+                Err(late @ Error::RanksTimedOut { .. }) => Err(late.clone()),
+                _ => Ok(results),
             }
-            results => Ok(results),
         };
         let (_, results) = strangers_after(&devices, lost).unwrap();
         assert!(matches!(&results[1], Err(Error::DeviceLost { .. })), "{results:?}");
