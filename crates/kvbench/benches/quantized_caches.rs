@@ -1,6 +1,6 @@
 //! Quantised caches: the cost of each format in memory, in accuracy of attention, and in time.
 //!
-//! `--tokens N` sets the longest context (default 4096); a quarter and a half of it are measured too.
+//! `--tokens N` sets the longest context (default 32768); an eighth and a half of it are measured too.
 //! `--markdown` prints the table of `docs/quantization.md` for the longest context, after the JSON lines.
 //!
 //! The data: K and V of one layer, 8 heads of 128, standard normal. In K four channels of each head are ten
@@ -22,7 +22,7 @@ use kvcore::{
 
 use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
 use kvbench::limits::Memcpy;
-use kvbench::{option, row, time};
+use kvbench::{option, row, row_of_sweep, time};
 
 /// Number of queries over which errors are taken.
 const QUERIES: usize = 16;
@@ -250,8 +250,8 @@ fn markdown(all: &[Measured]) {
 }
 
 fn main() -> Result<()> {
-    let longest = option("--tokens", 4096);
-    for tokens in [longest / 4, longest / 2, longest] {
+    let longest = option("--tokens", 32_768);
+    for tokens in [longest / 8, longest / 2, longest] {
         let all = measure(tokens.next_multiple_of(BLOCK))?;
         if tokens == longest && std::env::args().any(|arg| arg == "--markdown") {
             markdown(&all);
@@ -267,11 +267,10 @@ fn measure(tokens: usize) -> Result<Vec<Measured>> {
     lab.decode_in_turns(&mut all);
     for m in &all[2..] {
         let bytes = (m.bytes_per_element * (lab.tokens * 2 * HEADS * DIM) as f64) as usize;
-        for dense in &all[..2] {
-            let (what, limit) =
-                (format!("attend, decode, GQA 4, {}", m.format), format!("the same in {}", dense.format));
-            row(&what, bytes, m.decode, &limit, dense.decode);
-        }
+        let what = format!("attend, decode, GQA 4, {}", m.format);
+        row(&what, bytes, m.decode, "the same in f32", all[0].decode);
+        let (sweep, what) = (format!("{what}, against bf16"), format!("{what}, {tokens} tokens"));
+        row_of_sweep(&sweep, &what, bytes, m.decode, "the same in bf16", all[1].decode);
     }
     Ok(all)
 }

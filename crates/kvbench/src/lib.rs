@@ -1,7 +1,7 @@
 //! Common parts of the kernel benchmarks: timing, and the JSON lines that `cargo xtask bench` reads.
 //!
-//! A line is `{"what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1 means as
-//! fast as the limit. Rows that differ only in `size` form a sweep.
+//! A line is `{"sweep", "what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1 means as
+//! fast as the limit. Rows that differ only in `size`, or name the same sweep, form one.
 
 #![allow(clippy::expect_used, clippy::missing_panics_doc, reason = "a benchmark fails by panicking")]
 
@@ -48,9 +48,25 @@ pub fn time(mut work: impl FnMut()) -> f64 {
 
 /// Prints one row, and returns its ratio of `limit_seconds` to `seconds`.
 pub fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) -> f64 {
+    print(None, what, bytes, seconds, limit, limit_seconds)
+}
+
+/// Prints one row of a sweep of which the table shows every size: `what` names the size.
+pub fn row_of_sweep(sweep: &str, what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) {
+    print(Some(sweep), what, bytes, seconds, limit, limit_seconds);
+}
+
+fn print(
+    sweep: Option<&str>,
+    what: &str,
+    bytes: usize,
+    seconds: f64,
+    limit: &str,
+    limit_seconds: f64,
+) -> f64 {
     let ratio = limit_seconds / seconds;
     let line = serde_json::json!({
-        "what": what, "size": bytes, "unit": "bytes", "seconds": seconds,
+        "sweep": sweep, "what": what, "size": bytes, "unit": "bytes", "seconds": seconds,
         "limit": limit, "limit_seconds": limit_seconds, "ratio": ratio,
     });
     println!("{line}");

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use crate::error::{Error, Result};
@@ -20,7 +21,32 @@ pub(crate) struct Frame<'a> {
     pub(crate) y: &'a str,
     pub(crate) x_range: std::ops::Range<f64>,
     pub(crate) y_range: std::ops::Range<f64>,
+    pub(crate) legend: Legend,
 }
+
+/// Where lines leave room for the legend, at the right.
+#[derive(Clone, Copy)]
+pub(crate) enum Legend {
+    Above,
+    Middle,
+    Below,
+}
+
+/// Colours that people tell apart, also those who see fewer of them (Okabe and Ito, 2008), and three more.
+const COLOURS: [(u8, u8, u8); 9] = [
+    (0, 114, 178),
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (230, 159, 0),
+    (86, 180, 233),
+    (90, 90, 90),
+    (120, 60, 160),
+    (140, 100, 40),
+];
+
+/// Width and height of a panel.
+const PANEL: (u32, u32) = (640, 480);
 
 /// Checks that a plot can be written to a file, before its data is computed.
 pub(crate) fn writable(path: &Path) -> Result<()> {
@@ -30,20 +56,32 @@ pub(crate) fn writable(path: &Path) -> Result<()> {
     tried.map_err(|error| Error::Plot { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// Draws series with error bars and a legend.
-pub(crate) fn draw(path: &Path, frame: &Frame<'_>, series: &[Series]) -> Result<()> {
-    try_draw(path, frame, series)
-        .map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
+/// Draws series with error bars and a legend, a panel beside the other.
+pub(crate) fn draw(path: &Path, panels: &[(Frame<'_>, Vec<Series>)]) -> Result<()> {
+    try_draw(path, panels).map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
 }
 
 fn try_draw(
     path: &Path,
+    panels: &[(Frame<'_>, Vec<Series>)],
+) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let (width, height) = PANEL;
+    let count = panels.len().max(1);
+    let root = SVGBackend::new(path, (width * count as u32, height)).into_drawing_area();
+    root.fill(&WHITE)?;
+    for (area, (frame, series)) in root.split_evenly((1, count)).iter().zip(panels) {
+        panel(area, frame, series)?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+fn panel(
+    area: &DrawingArea<SVGBackend<'_>, Shift>,
     frame: &Frame<'_>,
     series: &[Series],
 ) -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let root = SVGBackend::new(path, (900, 560)).into_drawing_area();
-    root.fill(&WHITE)?;
-    let mut chart = ChartBuilder::on(&root)
+    let mut chart = ChartBuilder::on(area)
         .caption(frame.title, ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(44)
@@ -51,7 +89,8 @@ fn try_draw(
         .build_cartesian_2d(frame.x_range.clone(), frame.y_range.clone())?;
     chart.configure_mesh().x_desc(frame.x).y_desc(frame.y).light_line_style(WHITE).draw()?;
     for (i, one) in series.iter().enumerate() {
-        let colour = Palette99::pick(i).to_rgba();
+        let (r, g, b) = COLOURS[i % COLOURS.len()];
+        let colour = RGBColor(r, g, b).to_rgba();
         let line = one.points.iter().map(|&(x, y, _)| (x, y));
         chart
             .draw_series(LineSeries::new(line, colour.stroke_width(2)))?
@@ -67,8 +106,11 @@ fn try_draw(
         .configure_series_labels()
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.3))
-        .position(SeriesLabelPosition::MiddleRight)
+        .position(match frame.legend {
+            Legend::Above => SeriesLabelPosition::UpperRight,
+            Legend::Middle => SeriesLabelPosition::MiddleRight,
+            Legend::Below => SeriesLabelPosition::LowerRight,
+        })
         .draw()?;
-    root.present()?;
     Ok(())
 }

@@ -407,7 +407,11 @@ fn eval_scores_strategies_and_draws() {
     );
     assert!(scores.iter().all(|s| s["asked"] == 6 && s["accuracy"]["half_width"].is_f64()));
     let svg = std::fs::read_to_string(&plot).unwrap();
-    assert!(svg.starts_with("<svg") && svg.contains("link, cross, at start"));
+    assert!(
+        svg.starts_with("<svg")
+            && svg.contains("right answers, cross, in middle")
+            && svg.contains(">\nlink\n<")
+    );
 }
 
 #[test]

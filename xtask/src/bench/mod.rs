@@ -136,7 +136,7 @@ fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
     } else {
         [
             &["--mib", "1024", "--context", "32768"],
-            &["--tokens", "4096"],
+            &["--tokens", "32768"],
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
         ]
     };

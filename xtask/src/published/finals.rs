@@ -11,7 +11,7 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Answer, Asked, FULL, KEPT, QUALITY, ask, folder, plain, program, read, with_shares, write_table,
+    Answer, Asked, FLOPS, FULL, KEPT, QUALITY, ask, folder, plain, program, read, with_shares, write_table,
 };
 use crate::run::{Result, root};
 
@@ -20,9 +20,6 @@ const TABLE: &str = "cargo xtask published --answers";
 
 /// Questions in a draw.
 const QUESTIONS: usize = 20;
-
-/// Operations of full attention in answers that are unpacked: of these, as of others, only shares count.
-const FLOPS: f64 = 1e9;
 
 /// The first draw of the questions by which times are measured: others than those that are judged.
 const TIMED: usize = 1000;
@@ -45,15 +42,15 @@ const WAYS: &[&str] = &[
     "sequential, with-system, question:0.3",
     "sequential, with-system, question:0.5",
     "sequential, alone, link:16",
-    "sequential, alone, question:0.3",
+    "sequential, alone, link:32",
 ];
 
 /// The ways and the numbers of documents that the README shows.
 const SHORT: &[&str] = &[
     FULL,
     DEFAULT,
+    "sequential, alone, link:32",
     "sequential, alone, link:16",
-    "sequential, with-system, question:0.3",
     "sequential, alone, none",
     "overlapped, with-system, none",
 ];
@@ -198,12 +195,18 @@ impl Kept {
         let mut text = String::new();
         for Way { name, right, anew, operations, .. } in &self.ways {
             for (question, right) in right.bytes().skip(draw * QUESTIONS).take(QUESTIONS).enumerate() {
-                let answer = serde_json::json!({
-                    "name": name, "draw": draw, "question": question, "kind": "local", "arm": 0, "answer": "",
-                    "right": right == b'1', "divergence": null, "agreement": null, "recomputed": anew, "found": 0.0,
-                    "flops": (operations * FLOPS).round() as u64, "ttft_ms": 0.0,
-                });
-                let _ = writeln!(text, "{answer}");
+                text += &Answer {
+                    name: name.clone(),
+                    draw,
+                    question,
+                    right: Some(right == b'1'),
+                    divergence: None,
+                    agreement: None,
+                    recomputed: *anew,
+                    flops: operations * FLOPS,
+                    ttft_ms: 0.0,
+                }
+                .line();
             }
         }
         text

@@ -60,6 +60,22 @@ struct Answer {
     ttft_ms: f64,
 }
 
+/// Operations of full attention in answers that are written from what is kept: of these, as of others, only shares count.
+const FLOPS: f64 = 1e9;
+
+impl Answer {
+    /// Returns the line that [`read`] reads, and `kvc eval --read`. What kind the question was of is not kept.
+    fn line(&self) -> String {
+        let Self { name, draw, question, right, divergence, agreement, recomputed, flops, ttft_ms } = self;
+        let line = serde_json::json!({
+            "name": name, "draw": draw, "question": question, "kind": "local", "arm": 0, "answer": "", "right": right,
+            "divergence": divergence, "agreement": agreement, "recomputed": recomputed, "found": 1.0,
+            "flops": flops.round() as u64, "ttft_ms": ttft_ms,
+        });
+        format!("{line}\n")
+    }
+}
+
 /// Returns whether the model is here.
 pub(crate) fn is_here() -> bool {
     model().is_file()

@@ -6,14 +6,20 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Asked, KEPT, QUALITY, ask, folder, plain, read, with_shares, write_table};
+use super::{
+    Answer, Asked, FLOPS, FULL, KEPT, QUALITY, ask, folder, plain, program, read, with_shares, write_table,
+};
 use crate::run::{Result, root};
 
 /// The name under which the page has the table.
 const TABLE: &str = "cargo xtask published";
+
+/// The plot beside the table.
+const PLOT: &str = "docs/published.svg";
 
 /// The numbers of documents that questions are asked about.
 const DOCUMENTS: [usize; 2] = [2, 4];
@@ -46,14 +52,17 @@ const ARMS: &[&str] = &[
     "sequential, with-system, blend:0.2@10:keys",
     "sequential, with-system, blend:0.2@10:both",
     "sequential, with-system, blend:0.2@15",
+    "sequential, alone, blend:0.2@1",
+    "sequential, alone, blend:0.5@1",
     "sequential, alone, blend:0.2@10",
+    "sequential, sink:4, blend:0.2@1",
     "sequential, with-system, question:0.05",
     "sequential, with-system, question:0.1",
     "sequential, with-system, question:0.2",
     "sequential, with-system, question:0.3",
     "sequential, with-system, question:0.5",
     "sequential, with-system, question:0.2@0",
-    "sequential, with-system, question:0.2@10",
+    "sequential, with-system, question:0.2@20",
     "sequential, with-system, question:0.2@25",
     "sequential, alone, question:0.2",
     "sequential, sink:4, question:0.2",
@@ -158,6 +167,36 @@ impl Kept {
         ARMS.iter().zip(&self.ways).filter(missing).map(|(arm, _)| *arm).collect()
     }
 
+    /// Returns the answers as `kvc eval` writes them, with full attention's before them; costs and agreement are means of a draw.
+    fn lines(&self) -> String {
+        let mut text = String::new();
+        let full = Way {
+            name: FULL.to_owned(),
+            divergence: vec![0.0; self.draws() * PROMPTS],
+            agreement: vec![1.0; self.draws()],
+            recomputed: vec![1.0; self.draws()],
+            operations: vec![1.0; self.draws()],
+        };
+        for way in [&full].into_iter().chain(&self.ways) {
+            for (at, divergence) in way.divergence[..self.draws() * PROMPTS].iter().enumerate() {
+                let (draw, question) = (at / PROMPTS, at % PROMPTS);
+                text += &Answer {
+                    name: way.name.clone(),
+                    draw,
+                    question,
+                    right: None,
+                    divergence: Some(*divergence),
+                    agreement: Some(way.agreement[draw]),
+                    recomputed: way.recomputed[draw],
+                    flops: way.operations[draw] * FLOPS,
+                    ttft_ms: 0.0,
+                }
+                .line();
+            }
+        }
+        text
+    }
+
     /// Takes the answers to a draw of the ways that are answered there and were not asked it before.
     fn add(&mut self, draw: usize, answers: &[Answer]) -> Result {
         let sums = sums(answers);
@@ -222,9 +261,14 @@ fn gather(documents: usize) -> Result<Kept> {
 
 /// Returns the file of the answers to a draw, in a folder that is there.
 fn answers(documents: usize, draw: usize) -> Result<PathBuf> {
+    Ok(place()?.join(format!("{documents}-{draw}.jsonl")))
+}
+
+/// Returns the folder of answers, which it creates.
+fn place() -> Result<PathBuf> {
     let folder = folder().join("screen");
     std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    Ok(folder.join(format!("{documents}-{draw}.jsonl")))
+    Ok(folder)
 }
 
 /// Asks few questions in few ways. Fails unless recomputation by the question comes nearest to full attention.
@@ -284,7 +328,21 @@ pub(super) fn write() -> Result {
         println!("no answers are kept to screen by: the table of docs/quality.md stays as it is");
         return Ok(());
     }
+    if let Some(most) = all.last() {
+        plot(most)?;
+    }
     write_table(QUALITY, TABLE, &table(&all))
+}
+
+/// Draws divergence against operations: what `kvc eval` draws of the answers that are kept.
+fn plot(kept: &Kept) -> Result {
+    let file = place()?.join(format!("kept-{}.jsonl", kept.documents));
+    std::fs::write(&file, kept.lines()).map_err(|e| format!("{}: {e}", file.display()))?;
+    let mut command = Command::new(program());
+    command.args(["eval", "--json", "--plot"]).arg(root().join(PLOT)).arg("--read").arg(file);
+    let output = command.output().map_err(|e| format!("`kvc eval` cannot be run: {e}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() { Ok(()) } else { Err(format!("`kvc eval` says {said}")) }
 }
 
 /// Returns the table. Tokens and operations are those of the most documents.
@@ -320,7 +378,6 @@ fn table(all: &[Kept]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::FULL;
     use super::*;
 
     fn answer(name: &str, question: usize, divergence: f64, flops: f64) -> Answer {

@@ -27,14 +27,14 @@ pub struct DeviationCheck {
 /// The layers whose attention from the question to the tokens counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionCheck {
-    /// The first of these layers, from 0; all later ones count, too. `None` takes the last third of the model's layers.
+    /// The first of these layers, from 0; all later ones count, too. `None` leaves out the first third of the model's layers.
     pub from: Option<usize>,
 }
 
 impl AttentionCheck {
     /// Returns the first layer that counts in a model of `layers` layers.
     pub fn first_layer(self, layers: usize) -> usize {
-        self.from.unwrap_or(layers - layers.div_ceil(3))
+        self.from.unwrap_or(layers / 3)
     }
 }
 

@@ -21,8 +21,8 @@
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
 //!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
 //!   all tokens.
-//! - `ProphetKV` weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of the
-//!   last third of the layers, or of all layers from one on, and computes the question again with the chosen tokens.
+//! - `ProphetKV` weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of all
+//!   layers but the first third, or of all from one on, and computes the question again with the chosen tokens.
 //!
 //! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation: to first order, the error that the
 //!   question's attention takes from the token.

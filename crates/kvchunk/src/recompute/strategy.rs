@@ -48,11 +48,11 @@ pub enum Recompute {
     Question {
         /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
-        /// The first layer whose attention counts, from 0; `None` for the last third of the layers.
+        /// The first layer whose attention counts, from 0; `None` leaves out the first third of the layers.
         from: Option<usize>,
     },
-    /// Recomputes the tokens whose KV deviates most, weighed by how much the question attends to them in the last third of the
-    /// layers.
+    /// Recomputes the tokens whose KV deviates most, weighed by how much the question attends to them behind the first
+    /// third of the layers.
     Joint {
         /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
@@ -180,7 +180,7 @@ impl FromStr for Recompute {
 
     /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`,
     /// `joint:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer of `blend` and `joint` defaults to 1, their rows
-    /// to `values` and the seed to 0. A question counts attention from its layer on, by default in the last third of the layers.
+    /// to `values` and the seed to 0. A question counts attention from its layer on, by default behind the first third of the layers.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
@@ -285,7 +285,7 @@ mod tests {
         let of = |text: &str| text.parse::<Recompute>().unwrap().evidence();
         assert!(of("question:0").is_none() && of("question:1").is_none());
         let first = |text: &str, layers| of(text).attention.unwrap().first_layer(layers);
-        assert_eq!([1, 3, 30].map(|layers| first("question:0.1", layers)), [0, 2, 20]);
+        assert_eq!([1, 3, 30].map(|layers| first("question:0.1", layers)), [0, 1, 10]);
         assert_eq!(first("question:0.1@7", 30), 7);
     }
 
@@ -307,7 +307,7 @@ mod tests {
         assert_eq!(select("question:0.05", &found), [vec![], vec![0], vec![]]);
         assert_eq!(select("blend:0.05", &found), [vec![], vec![], vec![9]]);
         let evidence = "joint:0.05@3".parse::<Recompute>().unwrap().evidence();
-        assert_eq!((evidence.deviations.unwrap().layer, evidence.deepest_start(30)), (3, Some(20)));
+        assert_eq!((evidence.deviations.unwrap().layer, evidence.deepest_start(30)), (3, Some(10)));
         assert_eq!("joint:1".parse::<Recompute>().unwrap().evidence().deepest_start(30), None);
     }
 

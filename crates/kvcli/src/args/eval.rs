@@ -96,7 +96,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
-    /// Draw accuracy against the share of recomputed tokens.
+    /// Draw right answers (without them, divergence) against the operations of the prefill, a line for each family of strategies.
     #[arg(long, value_name = "FILE.svg", conflicts_with = "gate")]
     pub(crate) plot: Option<PathBuf>,
 

@@ -8,7 +8,7 @@ use kvmetrics::{Goal, Target};
 
 use crate::args::RagArgs;
 use crate::error::Result;
-use crate::plot::{Frame, Series, draw};
+use crate::plot::{Frame, Legend, Series, draw};
 use crate::report::table;
 
 fn name(popularity: Popularity) -> String {
@@ -169,6 +169,7 @@ pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
         y: "time to first token, ms",
         x_range: 0.0..report.arrivals.len() as f64,
         y_range: 0.0..1.1 * highest.max(f64::MIN_POSITIVE),
+        legend: Legend::Middle,
     };
-    draw(path, &frame, &series)
+    draw(path, &[(frame, series.into())])
 }

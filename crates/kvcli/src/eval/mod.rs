@@ -15,6 +15,7 @@ use crate::plot::writable;
 use crate::progress::bar;
 
 mod answers;
+mod plot;
 mod show;
 
 #[derive(Serialize)]
@@ -141,7 +142,7 @@ fn report(
         writeln!(out, "\n{}.", counted(asked, draws))?;
     }
     match &args.plot {
-        Some(path) => show::plot(path, scores, positions),
+        Some(path) => plot::plot(path, scores, draws, positions),
         None => Ok(()),
     }
 }

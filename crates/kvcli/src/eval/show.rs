@@ -1,14 +1,11 @@
-//! Tables and plots of `kvc eval`.
+//! Tables of `kvc eval`.
 
 use std::io::Write;
-use std::path::Path;
 
-use kvchunk::{ComputeMode, PositionStrategy, Recompute};
 use kvlab::{Arm, Estimate, Gate, GateLimits, Question, QuestionKind, Score, Trial, Verdict};
 
 use super::kinds;
 use crate::error::Result;
-use crate::plot::{Frame, Series, draw};
 use crate::report::table as styled;
 
 /// Number of draws from which on intervals are shown: with two, most intervals would exceed the possible
@@ -173,65 +170,6 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
         }
     }
     seen
-}
-
-/// Plots accuracy on the hardest kinds of question against the share of recomputed tokens.
-pub(super) fn plot(path: &Path, scores: &[Score], positions: PositionStrategy) -> Result<()> {
-    /// Returns the member of a family that a strategy belongs to, if it belongs to the family.
-    type Member = fn(&Recompute) -> Option<usize>;
-    let families: [(&str, Member); 3] = [
-        ("link", |r| matches!(r, Recompute::Link { .. }).then_some(0)),
-        ("blend at layer", |r| match r {
-            Recompute::Blend { layer, .. } => Some(*layer),
-            _ => None,
-        }),
-        ("random", |r| matches!(r, Recompute::Random { .. }).then_some(0)),
-    ];
-    let kinds: Vec<QuestionKind> =
-        kinds(scores).into_iter().filter(|kind| *kind != QuestionKind::Local).collect();
-    let kinds = if kinds.is_empty() { vec![QuestionKind::Local] } else { kinds };
-    let mut series = Vec::new();
-    for kind in kinds {
-        let of_kind = |score: &&Score| {
-            let cell = score.arm.cell;
-            score.kind == kind
-                && score.arm.scaling.is_plain()
-                && cell.is_some_and(|cell| cell.mode == ComputeMode::Alone && cell.strategy == positions)
-        };
-        for (name, member) in families {
-            let mut parts: Vec<usize> =
-                scores.iter().filter(of_kind).filter_map(|s| member(&s.arm.recompute)).collect();
-            parts.sort_unstable();
-            parts.dedup();
-            for part in parts {
-                let of_part = |r: &Recompute| *r == Recompute::None || member(r) == Some(part);
-                let mine = scores.iter().filter(of_kind).filter(|s| of_part(&s.arm.recompute));
-                let point = |s: &Score| {
-                    let (mean, half) =
-                        s.accuracy.map_or((0.0, 0.0), |a| (a.mean, a.half_width.unwrap_or(0.0)));
-                    (100.0 * s.recomputed, 100.0 * mean, 100.0 * half)
-                };
-                let label = if name.ends_with("layer") { format!("{name} {part}") } else { name.to_owned() };
-                series.push(Series {
-                    name: format!("{label}, {}", kind.name()),
-                    points: mine.map(point).collect(),
-                });
-            }
-        }
-    }
-    let positions = match positions {
-        PositionStrategy::Overlapped => "overlapped",
-        PositionStrategy::Sequential => "sequential",
-        PositionStrategy::Absolute => "absolute",
-    };
-    let frame = Frame {
-        title: &format!("Accuracy of reuse (documents computed alone, {positions} positions)"),
-        x: "document tokens computed anew, %",
-        y: "right answers, %",
-        x_range: 0.0..100.0,
-        y_range: 0.0..102.0,
-    };
-    draw(path, &frame, &series)
 }
 
 /// Writes the checks and the verdict.
