@@ -170,9 +170,11 @@ fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
         double.live_objects(EAGER)
     };
     bench.enqueue(&step(4)).unwrap();
-    let counts = [(); 4].map(|()| use_one());
-    // The worker of the double may end an event later than the wait, but nothing grows.
-    assert!(counts[3] <= counts[1], "{counts:?}");
+    let counts = [(); 12].map(|()| use_one());
+    // The worker of the double may end an event later than the wait, which adds one to any count. One object that stays would add
+    // one to each count.
+    let (least, most) = (counts[8..].iter().min(), counts[..4].iter().max());
+    assert!(least <= most, "{counts:?}");
 }
 
 #[test]
