@@ -24,7 +24,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) legend: Legend,
 }
 
-/// Where lines leave room for the legend, at the right.
+/// The place of the legend at the right, where lines leave room.
 #[derive(Clone, Copy)]
 pub(crate) enum Legend {
     Above,
