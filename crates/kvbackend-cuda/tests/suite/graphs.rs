@@ -170,11 +170,11 @@ fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
         double.live_objects(EAGER)
     };
     bench.enqueue(&step(4)).unwrap();
-    let counts = [(); 12].map(|()| use_one());
-    // The worker of the double may end an event later than the wait, which adds one to any count. One object that stays would add
-    // one to each count.
-    let (least, most) = (counts[8..].iter().min(), counts[..4].iter().max());
-    assert!(least <= most, "{counts:?}");
+    let counts = [(); 32].map(|()| use_one());
+    // A stream keeps the events of its batches and makes one more whenever all are still in flight, so the count may rise by a few.
+    // One object that stays would add one for each graph.
+    let grown = counts[31].saturating_sub(counts[0]);
+    assert!(grown < 8, "{grown} more after 31 graphs: {counts:?}");
 }
 
 #[test]
