@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
     Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt, ComputeMode,
-    PositionReindexer, PositionStrategy, Result, ReuseCell, TenantId,
+    PositionReindexer, PositionStrategy, Result, ReuseCell, TenantKeys,
 };
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
@@ -128,9 +128,8 @@ fn main() -> Result<()> {
         let prompt = ChunkedPrompt::new(system.clone(), tokens, question.clone())?;
         let assembler = Assembler {
             chunks: Some(&chunks),
-            tenant: TenantId::default(),
-            main: &main,
-            root: KeyScope::new("my-model", b"digest of its weights").root(),
+            tenant: TenantKeys::shared(KeyScope::new("my-model", b"digest of its weights").root()),
+            main: main.kv_pool().clone(),
             prefixes: true,
             cell,
             reindexer: &reindexer,

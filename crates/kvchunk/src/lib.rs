@@ -79,7 +79,7 @@ pub use assembly::{
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
-    PieceHold, Tenant, TenantId, WeakChunkCache,
+    PieceHold, Tenant, TenantId, TenantKeys, WeakChunkCache,
 };
 pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, Reuse, ReuseCell};
 pub use error::{Error, Result};

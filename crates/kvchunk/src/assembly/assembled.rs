@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
 
-use super::{Assembly, ChunkReport, PieceSource};
+use super::{Assembly, ChunkReport, PieceSource, SystemPart};
 use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::position::MergedRun;
@@ -57,9 +57,8 @@ impl AssembledPrompt {
     pub(super) fn new(assembly: Assembly) -> Result<Self> {
         let (reports, spans) = (assembly.reports(), assembly.chunks());
         let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
-        // Another request may have computed the same system prompt in the meantime. In that case its blocks
-        // stay.
-        let system = system.finish()?;
+        let SystemPart::Sealed(system) = system else { return Err(Error::NotReady { pieces: 1 }) };
+        // The blocks of another request may have taken the place of those that the segments name.
         if segments[0] != system.segment() {
             Arc::make_mut(&mut segments)[0] = system.segment();
         }

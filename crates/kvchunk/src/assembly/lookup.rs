@@ -1,8 +1,8 @@
 //! The lookup of a prompt's parts, and the lookup in the caches of this process.
 
-use kvcore::{BlockKey, PagedKvCache, PrefixFill};
+use kvcore::{BlockKey, KvPool, PrefixFill};
 
-use crate::cache::{Acquired, ChunkCacheManager, PieceHold, TenantId};
+use crate::cache::{Acquired, ChunkCacheManager, PieceHold, SystemFound, TenantId};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
 
@@ -24,8 +24,8 @@ pub(crate) struct FoundPiece {
 /// - A hold is no hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
 pub(crate) trait PromptLookup {
     /// Finds or allocates the blocks of the system prompt, under the chain of keys that an ordinary prompt
-    /// with this beginning has.
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill>;
+    /// with this beginning has. With `wait`, another request that computes it may be waited for.
+    fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound>;
 
     /// Holds the pieces that are found. The answer has the shape of `pieces`, the pieces of each chunk.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>>;
@@ -45,12 +45,17 @@ pub(crate) struct LocalLookup<'a> {
     /// The chunk cache, or `None` to find no chunk.
     pub(crate) chunks: Option<&'a ChunkCacheManager>,
     pub(crate) tenant: TenantId,
-    pub(crate) main: &'a PagedKvCache,
+    pub(crate) main: &'a KvPool,
     /// The root of the system prompt's keys, or `None` to find no system prompt and to keep none.
     pub(crate) system_root: Option<BlockKey>,
 }
 
 impl LocalLookup<'_> {
+    /// Finds or allocates the blocks of the system prompt, whoever else computes it.
+    pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
+        Ok(self.main.fill_prefix(self.system_root, tokens)?)
+    }
+
     /// Holds the pieces that are stored and awake.
     pub(crate) fn held(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Vec<Vec<Option<FoundPiece>>> {
         let found = |piece: &ChunkPiece<'_>| {
@@ -62,8 +67,11 @@ impl LocalLookup<'_> {
 }
 
 impl PromptLookup for LocalLookup<'_> {
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        Ok(self.main.fill_prefix(self.system_root, tokens)?)
+    fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound> {
+        match (self.chunks, self.system_root) {
+            (Some(cache), Some(root)) if wait => cache.fill_system(self.main, root, tokens),
+            _ => Ok(SystemFound::Filled(self.fill_alone(tokens)?, None)),
+        }
     }
 
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {

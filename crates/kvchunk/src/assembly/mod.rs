@@ -3,7 +3,7 @@
 //! ```text
 //!   assemble ──► inputs ──► [model] ──► is_ready? ──yes──► commit ──► AssembledPrompt
 //!                  ▲                        │ no: another request computes a piece
-//!                  └────────── advance ◄────┘ stores what was computed, waits, looks again
+//!                  └────────── advance ◄────┘ stores what was computed, waits, looks again (try_advance: without the wait)
 //! ```
 //!
 //! [`Assembler::assemble`] looks everything up and reserves room for the missing parts. The caller runs *one*
@@ -15,9 +15,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcore::{BlockId, BlockKey, MutableBlocks, PagedKvCache, PrefixFill, Segment, SequenceInput};
+use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, PrefixFill, SealedPrefix, Segment, SequenceInput};
 
-use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, TenantId};
+use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFlight, TenantKeys};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::Evidence;
@@ -38,16 +38,14 @@ pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
 
 /// The settings by which a prompt is assembled.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Assembler<'a> {
     /// The chunk cache, or `None` to compute everything from scratch, under the same mask.
     pub chunks: Option<&'a ChunkCacheManager>,
-    /// The tenant that the pieces belong to.
-    pub tenant: TenantId,
-    /// The main cache, for system prompts and for chunks that find no room in the chunk pool.
-    pub main: &'a PagedKvCache,
-    /// The root of all keys.
-    pub root: BlockKey,
+    /// The tenant that the pieces belong to, and the root of its keys.
+    pub tenant: TenantKeys,
+    /// The main pool, for system prompts and for chunks that find no room in the chunk pool.
+    pub main: KvPool,
     /// Looks system prompts up in the main cache, and keeps them there.
     pub prefixes: bool,
     /// The compute mode and position strategy.
@@ -137,23 +135,45 @@ impl PromptChunk {
     }
 }
 
+/// The system prompt of an assembly.
+#[derive(Debug)]
+enum SystemPart {
+    /// Not looked up yet, or computed by another request.
+    Missing,
+    /// Found in part, with room for the rest. With a flight, others wait for it.
+    Filling(PrefixFill, Option<SystemFlight>),
+    /// Computed. Other requests can find it.
+    Sealed(SealedPrefix),
+}
+
+impl SystemPart {
+    /// Returns the system prompt as a segment, or `None` while it is missing.
+    fn segment(&self) -> Option<Segment> {
+        match self {
+            Self::Missing => None,
+            Self::Filling(fill, _) => Some(fill.segment()),
+            Self::Sealed(sealed) => Some(sealed.segment()),
+        }
+    }
+}
+
 /// A prompt whose parts are found or reserved.
 #[derive(Debug)]
 #[must_use = "compute its inputs and commit it; dropping it gives the blocks back"]
 pub struct Assembly {
     block_size: usize,
     mode: ComputeMode,
-    system: PrefixFill,
+    system: SystemPart,
     chunks: Vec<PromptChunk>,
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
     own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
-    /// The pieces that other requests compute.
+    /// The pieces that other requests compute, or the system prompt.
     waiting: Vec<(BlockKey, ChunkWaiter)>,
     /// The time spent waiting for such pieces.
     waited: Duration,
-    /// The pieces that this request no longer waits for.
+    /// What this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
     /// Empty until the assembly is ready.
@@ -165,8 +185,9 @@ pub struct Assembly {
 impl Assembler<'_> {
     /// Returns the way in which this assembler finds the parts of a prompt.
     fn lookup(&self) -> Box<dyn PromptLookup + '_> {
-        let system_root = self.prefixes.then_some(self.root);
-        let local = LocalLookup { chunks: self.chunks, tenant: self.tenant, main: self.main, system_root };
+        let TenantKeys { id: tenant, root } = self.tenant;
+        let system_root = self.prefixes.then_some(root);
+        let local = LocalLookup { chunks: self.chunks, tenant, main: &self.main, system_root };
         match (self.ranks, self.replicas) {
             (Some(ranks), _) => Box::new(RankLookup { local, ranks }),
             (None, Some(link)) => Box::new(ReplicaLookup { local, link }),
@@ -199,7 +220,6 @@ impl Assembler<'_> {
     pub fn assemble_at(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<Assembly> {
         plan.check(prompt, self.reindexer.max_positions())?;
         let lookup = self.lookup();
-        let system = lookup.fill_system(prompt.system())?;
         let chunk = |&place: &ChunkPlace| PromptChunk {
             place,
             pieces: Vec::new(),
@@ -208,11 +228,11 @@ impl Assembler<'_> {
             exact: true,
         };
         let mut assembly = Assembly {
-            block_size: self.main.arena().layout().shape().block_size,
+            block_size: self.main.block_size(),
             mode: self.cell.mode,
-            reused_tokens: system.cached(),
+            reused_tokens: 0,
             chunks: plan.chunks.iter().map(chunk).collect(),
-            system,
+            system: SystemPart::Missing,
             own: HashMap::new(),
             reserved: Vec::new(),
             private: Vec::new(),
@@ -223,7 +243,6 @@ impl Assembler<'_> {
             segments: Arc::default(),
             plan,
         };
-        assembly.add_system(prompt.system());
         let resolved = self.resolve(lookup.as_ref(), &mut assembly, prompt);
         lookup.conclude(resolved)?;
         Ok(assembly)
@@ -231,22 +250,25 @@ impl Assembler<'_> {
 }
 
 impl Assembly {
-    fn add_system(&mut self, tokens: &[u32]) {
-        let cached = self.system.cached();
+    /// Takes the system prompt as far as it was found, and adds the rest to the inputs.
+    fn add_system(&mut self, tokens: &[u32], fill: PrefixFill, flight: Option<SystemFlight>) {
+        let cached = fill.cached();
         if cached < tokens.len() {
             self.inputs.push(SequenceInput::new(
                 tokens[cached..].to_vec(),
                 cached,
                 cached as i64,
-                self.system.slots().clone(),
-                vec![self.system.segment()],
+                fill.slots().clone(),
+                vec![fill.segment()],
             ));
         }
+        self.reused_tokens += cached;
+        self.system = SystemPart::Filling(fill, flight);
     }
 
     /// Returns true if every piece is cached or among the inputs. In that case the question may be computed
     /// in the same batch, and [`commit`](Self::commit) follows. Otherwise another request is computing a
-    /// piece of this prompt: compute the inputs, and call [`advance`](Self::advance).
+    /// piece of this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
         // A lookup that failed leaves no segments.
         self.waiting.is_empty() && !self.segments.is_empty()
@@ -301,6 +323,35 @@ impl Assembly {
         self.reused_tokens
     }
 
+    /// Returns a waiter for everything that other requests compute for this prompt: none once the assembly
+    /// [is ready](Self::is_ready).
+    pub fn waiters(&self) -> impl Iterator<Item = &ChunkWaiter> {
+        self.waiting.iter().map(|(_, waiter)| waiter)
+    }
+
+    /// Declares the inputs computed, and looks again for whatever other requests have ended to compute. Never blocks. Call
+    /// it for an assembly that is not ready, when one of its [`waiters`](Self::waiters) is over. Afterwards there are new inputs,
+    /// perhaps none.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
+    pub fn try_advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
+        self.inputs.clear();
+        self.store()?;
+        let before = self.waiting.len();
+        self.waiting.retain(|(_, waiter)| !waiter.is_over());
+        if self.waiting.len() < before || !self.is_ready() && before == 0 {
+            assembler.resolve(assembler.lookup().as_ref(), self, prompt)?;
+        }
+        Ok(())
+    }
+
+    /// Gives up waiting: whatever is still missing is among the inputs after the next [`try_advance`](Self::try_advance), to be computed
+    /// for this request alone.
+    pub fn stop_waiting(&mut self) {
+        self.overdue.extend(self.waiting.drain(..).map(|(key, _)| key));
+    }
+
     /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again. Call
     /// it for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
     ///
@@ -312,20 +363,33 @@ impl Assembly {
     /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
-        self.store();
+        // Whoever waits for this request must not wait for its waits, too.
+        self.store()?;
         let limit = assembler.chunks.map_or(Duration::ZERO, |cache| cache.config().max_wait());
         let (since, left) = (Instant::now(), limit.saturating_sub(self.waited));
-        for (key, waiter) in self.waiting.drain(..) {
-            if !waiter.wait_for(left.saturating_sub(since.elapsed())) {
-                self.overdue.insert(key);
-            }
-        }
+        let over =
+            self.waiting.iter().all(|(_, waiter)| waiter.wait_for(left.saturating_sub(since.elapsed())));
         self.waited += since.elapsed();
-        assembler.resolve(assembler.lookup().as_ref(), self, prompt)
+        if !over {
+            self.waiting.retain(|(_, waiter)| !waiter.is_over());
+            self.stop_waiting();
+        }
+        self.try_advance(assembler, prompt)
     }
 
-    /// Stores all reserved pieces, since they have been computed. Other requests can find them from now on.
-    fn store(&mut self) {
+    /// Stores all reserved pieces and the system prompt, since they have been computed. Other requests can find them from now on.
+    fn store(&mut self) -> Result<()> {
+        // Who waits for the system prompt goes on when the pieces are stored, too, and finds them.
+        let mut landing = None;
+        self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
+            SystemPart::Filling(fill, flight) => {
+                landing = flight;
+                // Another request may have computed the same system prompt in the meantime. In that case its blocks
+                // stay.
+                SystemPart::Sealed(fill.finish()?)
+            }
+            other => other,
+        };
         let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {
@@ -333,6 +397,8 @@ impl Assembly {
                 piece.source = PieceSource::Cached(stored[i].clone());
             }
         }
+        drop(landing);
+        Ok(())
     }
 
     /// Declares all inputs computed. Other requests can find the pieces and the system prompt from now on.
@@ -343,7 +409,7 @@ impl Assembly {
         if !self.is_ready() {
             return Err(crate::Error::NotReady { pieces: self.waiting.len() });
         }
-        self.store();
+        self.store()?;
         AssembledPrompt::new(self)
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 
 use super::lookup::{FoundPiece, PromptLookup};
-use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece};
-use crate::cache::Acquired;
+use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece, SystemPart};
+use crate::cache::{Acquired, SystemFound};
 use crate::config::PositionStrategy;
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
@@ -19,7 +19,7 @@ impl Assembler<'_> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
         });
-        let context = ChunkContext::new(self.root, self.cell.mode, prompt.system());
+        let context = ChunkContext::new(*self.tenant.root(), self.cell.mode, prompt.system());
         let hasher = |context| ChunkHasher::new(algorithm, context, block_size);
         match self.cell.strategy {
             PositionStrategy::Absolute => {
@@ -29,14 +29,17 @@ impl Assembler<'_> {
         }
     }
 
-    /// Gives blocks to all pieces that have none yet, up to the first piece of each chunk that another
-    /// request computes.
+    /// Gives blocks to the system prompt and to all pieces that have none yet, up to the first piece of each chunk that another
+    /// request computes. Without the system prompt no piece is looked up.
     pub(super) fn resolve(
         &self,
         lookup: &dyn PromptLookup,
         assembly: &mut Assembly,
         prompt: &ChunkedPrompt,
     ) -> Result<()> {
+        if matches!(assembly.system, SystemPart::Missing) && !self.find_system(lookup, assembly, prompt)? {
+            return Ok(());
+        }
         let hashers = self.hashers(prompt, &assembly.plan);
         let piece_len = self.chunks.map_or(usize::MAX, |cache| cache.config().max_chunk_tokens);
         let hasher = |i: usize| &hashers[i.min(hashers.len() - 1)];
@@ -64,9 +67,32 @@ impl Assembler<'_> {
         Ok(())
     }
 
+    /// Gives blocks to the system prompt. Returns false if another request computes it.
+    fn find_system(
+        &self,
+        lookup: &dyn PromptLookup,
+        assembly: &mut Assembly,
+        prompt: &ChunkedPrompt,
+    ) -> Result<bool> {
+        if !assembly.waiting.is_empty() {
+            return Ok(false);
+        }
+        // Nothing else is waited for before the system prompt is there.
+        match lookup.fill_system(prompt.system(), assembly.overdue.is_empty())? {
+            SystemFound::Filled(fill, flight) => {
+                assembly.add_system(prompt.system(), fill, flight);
+                Ok(true)
+            }
+            SystemFound::Busy(key, waiter) => {
+                assembly.waiting.push((key, waiter));
+                Ok(false)
+            }
+        }
+    }
+
     /// Returns the segments of an assembly whose pieces all have blocks, as the question sees them.
     fn segments(&self, assembly: &Assembly) -> Result<Arc<[Segment]>> {
-        let mut segments = vec![assembly.system.segment()];
+        let mut segments: Vec<Segment> = assembly.system.segment().into_iter().collect();
         for chunk in &assembly.chunks {
             for (start, piece) in chunk.with_starts() {
                 let position = chunk.place.used_start + start as i64;
@@ -90,7 +116,7 @@ impl Assembler<'_> {
     /// Adds a piece that the lookup holds, and counts the hit.
     fn add_found(&self, assembly: &mut Assembly, chunk: usize, found: FoundPiece) {
         if let Some(cache) = self.chunks {
-            cache.count_hit(self.tenant, &found.hold);
+            cache.count_hit(self.tenant.id(), &found.hold);
         }
         assembly.add_cached(chunk, found);
     }
@@ -112,12 +138,15 @@ impl Assembler<'_> {
             assembly.push(chunk, known);
             return Ok(true);
         }
+        if assembly.waiting.iter().any(|(key, _)| *key == piece.hash().key) {
+            return Ok(false);
+        }
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
         // A piece that is computed after an approximate one is no function of its hash, so it is not stored.
         let acquired = match self.chunks {
             Some(cache) if state.exact && assembly.overdue.contains(&piece.hash().key) => {
-                cache.go_without(self.tenant);
+                cache.go_without(self.tenant.id());
                 Acquired::NoRoom
             }
             Some(_) if state.exact => lookup.acquire(piece, stored_start),
@@ -160,7 +189,7 @@ impl Assembler<'_> {
         stored_start: i64,
     ) -> Result<(PromptPiece, WriteSlots)> {
         let (len, block_size) = (piece.tokens().len(), assembly.block_size);
-        let private = self.main.pool().allocate(self.main.arena().layout().blocks_for(len))?;
+        let private = self.main.blocks().allocate(self.main.arena().layout().blocks_for(len))?;
         let blocks: Arc<[_]> = private.ids().into();
         let slots = SlotMapping::in_blocks(&blocks, block_size, 0..len)?;
         let slots = private.write_slots(block_size, slots)?;
@@ -198,9 +227,9 @@ impl Assembly {
         tokens: &[u32],
     ) -> Result<()> {
         let chunk = &self.chunks[chunk];
-        let mut system = self.system.segment();
-        system.len = self.mode.seen(system.len);
-        let mut segments = if system.len > 0 { vec![system] } else { Vec::new() };
+        let seen = |segment: Segment| Segment { len: self.mode.seen(segment.len), ..segment };
+        let system = self.system.segment().map(seen).filter(|segment| segment.len > 0);
+        let mut segments: Vec<Segment> = system.into_iter().collect();
         let (logical, stored) = (chunk.place.logical_start, chunk.place.stored_start);
         for (start, piece) in chunk.with_starts() {
             segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);

@@ -19,10 +19,11 @@
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use kvcore::{Clock, SystemClock};
+use kvcore::{BlockKey, Clock, SystemClock};
 use kvmetrics::LatencyHistogram;
 use parking_lot::{Mutex, MutexGuard};
 
@@ -40,6 +41,7 @@ mod index;
 mod metrics;
 mod search;
 mod state;
+mod system;
 mod tenant;
 
 pub use acquire::Acquired;
@@ -47,7 +49,8 @@ pub use flight::ChunkWaiter;
 pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
-pub use tenant::{Tenant, TenantId};
+pub(crate) use system::{SystemFlight, SystemFound};
+pub use tenant::{Tenant, TenantId, TenantKeys};
 
 pub(crate) use flight::Flight;
 pub(crate) use state::{AwakePiece, CacheState, PieceMemory, StoredPiece};
@@ -110,6 +113,8 @@ pub(crate) struct SharedCache {
     pub(crate) wakes: LatencyHistogram,
     pub(crate) reindexes: LatencyHistogram,
     pub(crate) computes: LatencyHistogram,
+    /// The system prompts that requests compute, by the key of the whole prompt. Locked before any other lock.
+    pub(crate) systems: Mutex<HashMap<BlockKey, Arc<Flight>>>,
 }
 
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
@@ -204,6 +209,7 @@ impl ChunkCacheManager {
             wakes: LatencyHistogram::default(),
             reindexes: LatencyHistogram::default(),
             computes: LatencyHistogram::default(),
+            systems: Mutex::default(),
         })))
     }
 
@@ -253,6 +259,16 @@ impl ChunkCacheManager {
         let at = state.accounts.iter().position(|account| account.tenant.tag == tag);
         let at = at.ok_or_else(|| Error::UnknownTenant(tag.to_owned()))?;
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
+    }
+
+    /// Returns the keys of the tenant with this tag, or of the default tenant, under a root that all tenants share.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
+    pub fn tenant_keys(&self, tag: Option<&str>, root: &BlockKey) -> Result<TenantKeys> {
+        let Some(tag) = tag else { return Ok(TenantKeys::shared(*root)) };
+        let (id, tenant) = self.tenant(tag)?;
+        Ok(TenantKeys { id, root: tenant.root(root) })
     }
 
     /// Evicts one piece: the next one that nobody holds, of the tenant that uses most of its quota. If there

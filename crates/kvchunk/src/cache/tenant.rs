@@ -8,6 +8,31 @@ use super::metrics::ChunkCacheMetrics;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
+/// A tenant, and the root of its keys. [`ChunkCacheManager::tenant_keys`](crate::ChunkCacheManager::tenant_keys) joins the two, so
+/// that no request looks for one tenant's chunks under the keys of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TenantKeys {
+    pub(crate) id: TenantId,
+    pub(crate) root: BlockKey,
+}
+
+impl TenantKeys {
+    /// Returns the default tenant, whose keys begin at the root that all tenants share.
+    pub fn shared(root: BlockKey) -> Self {
+        Self { id: TenantId::default(), root }
+    }
+
+    /// Returns the tenant.
+    pub fn id(&self) -> TenantId {
+        self.id
+    }
+
+    /// Returns the root of the tenant's keys.
+    pub fn root(&self) -> &BlockKey {
+        &self.root
+    }
+}
+
 /// A user of a chunk cache: a tag for people, a salt that separates the tenant's keys, and a quota.
 ///
 /// The operator of the server chooses the salt. A salt that clients choose protects nobody.

@@ -4,7 +4,7 @@ use kvcore::PrefixFill;
 
 use super::{RankAgreement, shortest, together};
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
-use crate::cache::Acquired;
+use crate::cache::{Acquired, SystemFound};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
 
@@ -18,16 +18,17 @@ pub(crate) struct RankLookup<'a> {
 }
 
 impl PromptLookup for RankLookup<'_> {
-    /// Takes as much of the system prompt from the cache as all ranks have. The rest is computed and kept.
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        let filled = self.local.fill_system(tokens);
+    /// Takes as much of the system prompt from the cache as all ranks have. The rest is computed and kept. All ranks compute it in
+    /// the same pass, so that none waits for another request.
+    fn fill_system(&self, tokens: &[u32], _wait: bool) -> Result<SystemFound> {
+        let filled = self.local.fill_alone(tokens);
         let cached = filled.as_ref().map_or(0, PrefixFill::cached);
         let shared = shortest(self.ranks, cached, tokens.len())?;
         let filled = filled.and_then(|mut filled| {
             filled.take_at_most(shared)?;
             Ok(filled)
         });
-        together(self.ranks, filled)
+        together(self.ranks, filled).map(|filled| SystemFound::Filled(filled, None))
     }
 
     /// Holds the pieces that all ranks hold. A piece that sleeps here is woken first. A piece counts as exact

@@ -1,10 +1,8 @@
 //! The lookup here and at other replicas: the local lookup, which pulls the pieces that are missing.
 
-use kvcore::PrefixFill;
-
 use super::ReplicaLink;
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
-use crate::cache::{Acquired, ChunkCacheManager};
+use crate::cache::{Acquired, ChunkCacheManager, SystemFound};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
 
@@ -16,8 +14,8 @@ pub(crate) struct ReplicaLookup<'a> {
 }
 
 impl PromptLookup for ReplicaLookup<'_> {
-    fn fill_system(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        self.local.fill_system(tokens)
+    fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound> {
+        self.local.fill_system(tokens, wait)
     }
 
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
     AssembledPrompt, Assembler, Assembly, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt,
-    PositionPlan, PositionReindexer, RankAgreement, ReuseCell, TenantId,
+    PositionPlan, PositionReindexer, RankAgreement, ReuseCell, TenantId, TenantKeys,
 };
 use kvcore::{
     BlockKey, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
@@ -56,9 +56,8 @@ impl World {
     fn assembler(&self) -> Assembler<'_> {
         Assembler {
             chunks: Some(&self.cache),
-            tenant: TenantId::default(),
-            main: &self.main,
-            root: self.root,
+            tenant: TenantKeys::shared(self.root),
+            main: self.main.kv_pool().clone(),
             prefixes: true,
             cell: ReuseCell::default(),
             reindexer: &self.reindexer,

@@ -1,7 +1,7 @@
 //! Waits for other requests have a limit.
 
 use super::*;
-use kvchunk::{Acquired, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm};
+use kvchunk::{Acquired, ChunkContext, ChunkHasher, ChunkWaiter, ComputeMode, HashAlgorithm};
 use std::time::{Duration, Instant};
 
 fn impatient() -> World {
@@ -11,12 +11,13 @@ fn impatient() -> World {
 #[test]
 fn a_request_whose_piece_never_comes_computes_it_for_itself() {
     let w = impatient();
+    drop(w.run(&prompt(&[9])));
     // A request that never ends computes chunks 2 and 3.
     let stalled = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
     let both = prompt(&[2, 4, 3]);
     let mut assembly = w.assembler().assemble(&both).unwrap();
     assert!(!assembly.is_ready());
-    assert_eq!(tokens_of(&assembly), [5, 7], "the system prompt and chunk 4");
+    assert_eq!(tokens_of(&assembly), [7], "chunk 4");
     let since = Instant::now();
     while !assembly.is_ready() {
         assembly.advance(&w.assembler(), &both).unwrap();
@@ -85,7 +86,7 @@ fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
         }
     });
     assert!(since.elapsed() < w.cache.config().max_wait(), "it did not wait for the limit");
-    assert_eq!(tokens_of(&waiting), [7, 7], "both are computed by the request that waited");
+    assert_eq!(tokens_of(&waiting), [5, 7, 7], "everything is computed by the request that waited");
     let held = waiting.commit().unwrap();
     assert_eq!((hits(&held), held.holds().len()), (vec![false; 2], 2), "and kept");
     assert_eq!(w.cache.metrics().uncached, 0);
@@ -110,5 +111,123 @@ fn a_piece_behind_one_that_another_request_computes_counts_as_one_hit() {
     assert!(second.is_ready() && second.inputs().is_empty());
     assert_eq!((w.cache.metrics().hit_count, w.cache.metrics().tokens_reused), (2, 8));
     drop(second);
+    w.check();
+}
+
+#[test]
+fn one_thread_drives_two_requests_that_miss_the_same_chunk() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    let both = prompt(&[2, 3]);
+    let first = w.assembler().assemble(&both).unwrap();
+    let mut second = w.assembler().assemble(&both).unwrap();
+    assert!(second.inputs().is_empty() && second.waiters().count() == 1, "it waits for the system prompt");
+    for _ in 0..3 {
+        second.try_advance(&w.assembler(), &both).unwrap();
+        assert!(!second.is_ready() && second.inputs().is_empty(), "nothing has ended");
+    }
+    drop(first.commit().unwrap());
+    assert!(second.waiters().all(ChunkWaiter::is_over));
+    second.try_advance(&w.assembler(), &both).unwrap();
+    assert!(second.is_ready() && second.inputs().is_empty());
+    let held = second.commit().unwrap();
+    assert_eq!(hits(&held), [true; 2], "computed once");
+    drop(held);
+    w.check();
+}
+
+#[test]
+fn what_has_ended_is_used_while_the_rest_is_waited_for() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    drop(w.run(&prompt(&[9])));
+    let (two, three) =
+        (w.assembler().assemble(&prompt(&[2])).unwrap(), w.assembler().assemble(&prompt(&[3])).unwrap());
+    let all = prompt(&[2, 3, 4]);
+    let mut waiting = w.assembler().assemble(&all).unwrap();
+    assert_eq!((tokens_of(&waiting), waiting.waiters().count()), (vec![7], 2), "chunk 4 is its own");
+    drop(two.commit().unwrap());
+    waiting.try_advance(&w.assembler(), &all).unwrap();
+    assert_eq!((waiting.inputs().len(), waiting.waiters().count(), waiting.is_ready()), (0, 1, false));
+    assert_eq!(hits(&w.run(&prompt(&[4]))), [true], "its own chunk serves others already");
+    drop(three);
+    waiting.try_advance(&w.assembler(), &all).unwrap();
+    assert_eq!(
+        (tokens_of(&waiting), waiting.is_ready()),
+        (vec![7], true),
+        "chunk 3 was given up: it is taken over"
+    );
+    drop(waiting.commit().unwrap());
+    assert_eq!(w.cache.metrics().shared_flights, 2, "each wait counts once");
+    w.check();
+}
+
+#[test]
+fn two_threads_compute_a_prompt_once_and_wake_each_other() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    let both = prompt(&[2, 3]);
+    let (started, start) = std::sync::mpsc::channel();
+    let (over, ended) = std::sync::mpsc::channel();
+    let (w, both) = (&w, &both);
+    let computed: usize = std::thread::scope(|scope| {
+        let first = scope.spawn(move || {
+            let assembly = w.assembler().assemble(both).unwrap();
+            started.send(()).unwrap();
+            // The other request asks to be told before this one ends.
+            ended.recv().unwrap();
+            let tokens: usize = tokens_of(&assembly).iter().sum();
+            drop(assembly.commit().unwrap());
+            tokens
+        });
+        let second = scope.spawn(move || {
+            start.recv().unwrap();
+            let (called, call) = std::sync::mpsc::channel();
+            let mut assembly = w.assembler().assemble(both).unwrap();
+            assembly.waiters().for_each(|waiter| {
+                let called = called.clone();
+                waiter.when_over(move || called.send(()).unwrap());
+            });
+            over.send(()).unwrap();
+            let mut tokens = 0;
+            while !assembly.is_ready() {
+                call.recv().unwrap();
+                assembly.try_advance(&w.assembler(), both).unwrap();
+                tokens += tokens_of(&assembly).iter().sum::<usize>();
+            }
+            drop(assembly.commit().unwrap());
+            tokens
+        });
+        first.join().unwrap() + second.join().unwrap()
+    });
+    assert_eq!(computed, 5 + 7 + 7, "everything once");
+    w.check();
+}
+
+#[test]
+fn a_system_prompt_is_computed_once_or_by_whoever_takes_it_over() {
+    let w = World::new(16, 16, ChunkCacheConfig::default());
+    let prompts: Vec<ChunkedPrompt> = (2..6).map(|chunk| prompt(&[chunk])).collect();
+    let mut all: Vec<Assembly> =
+        prompts.iter().map(|prompt| w.assembler().assemble(prompt).unwrap()).collect();
+    let tokens: Vec<Vec<usize>> = all.iter().map(tokens_of).collect();
+    assert_eq!(tokens, [vec![5, 7], vec![], vec![], vec![]], "one of four computes it");
+    drop(all.remove(0));
+    for (assembly, prompt) in all.iter_mut().zip(&prompts[1..]) {
+        assembly.try_advance(&w.assembler(), prompt).unwrap();
+    }
+    let tokens: Vec<Vec<usize>> = all.iter().map(tokens_of).collect();
+    assert_eq!(tokens, [vec![5, 7], vec![], vec![]], "the next one takes it over");
+    let mut last = all.pop().unwrap();
+    last.stop_waiting();
+    last.try_advance(&w.assembler(), &prompts[3]).unwrap();
+    assert_eq!(
+        (tokens_of(&last), last.is_ready()),
+        (vec![5, 7], true),
+        "who waits no longer computes it alone"
+    );
+    drop(last.commit().unwrap());
+    drop(all.remove(0).commit().unwrap());
+    let mut third = all.pop().unwrap();
+    third.try_advance(&w.assembler(), &prompts[2]).unwrap();
+    assert_eq!((tokens_of(&third), third.is_ready()), (vec![7], true));
+    drop(third.commit().unwrap());
     w.check();
 }

@@ -2,7 +2,9 @@
 
 use super::*;
 use kvbackend_cpu::ThreadCommunicator;
-use kvchunk::{Assembler, ChunkedPrompt, CollectiveRank, Error, NotWoken, PositionReindexer, ReuseCell};
+use kvchunk::{
+    Assembler, ChunkedPrompt, CollectiveRank, Error, NotWoken, PositionReindexer, ReuseCell, TenantKeys,
+};
 use kvcore::{BlockPool, PagedKvCache, Rope, RopeConfig};
 use rstest::rstest;
 
@@ -189,9 +191,8 @@ fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
     let rank = CollectiveRank::new(Arc::new(alone), CpuBackend::new()).unwrap();
     let assembler = Assembler {
         chunks: Some(&w.cache),
-        tenant: w.tenant,
-        main: &main,
-        root: KeyScope::new("m", b"w").root(),
+        tenant: TenantKeys::shared(KeyScope::new("m", b"w").root()),
+        main: main.kv_pool().clone(),
         prefixes: true,
         cell: ReuseCell::default(),
         reindexer: &reindexer,

@@ -67,10 +67,10 @@ impl Engine {
         ropes: &LayerRopes,
         reindexer: &'a PositionReindexer,
     ) -> Result<Assembler<'a>> {
-        let (main, (tenant, root)) = (self.main()?, self.keys(request, ropes)?);
+        let (main, tenant) = (self.main()?.kv_pool().clone(), self.keys(request, ropes)?);
         let chunks = self.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
         let (prefixes, cell, replicas) = (request.reuse, request.cell, self.replicas.as_ref());
-        Ok(Assembler { chunks, tenant, main, root, prefixes, cell, reindexer, ranks: None, replicas })
+        Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks: None, replicas })
     }
 
     fn prefill_chunks(

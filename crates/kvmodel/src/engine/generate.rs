@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvchunk::{ChunkReport, TenantId};
-use kvcore::{BlockKey, LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvchunk::{ChunkReport, TenantKeys};
+use kvcore::{LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
 
 use super::{Engine, FinishReason, Generation, Request};
 use crate::error::{Error, Result};
@@ -85,9 +85,9 @@ impl Engine {
                 };
                 self.check_length(&tokens)?;
                 let ropes = self.ropes(request, tokens.len())?;
-                let (_, root) = self.keys(request, &ropes)?;
+                let keys = self.keys(request, &ropes)?;
                 let (own, cached) = if request.reuse {
-                    self.caches.sequences_mut().create_with_prefix(root.into(), &tokens)?
+                    self.caches.sequences_mut().create_with_prefix((*keys.root()).into(), &tokens)?
                 } else {
                     (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
                 };
@@ -98,13 +98,14 @@ impl Engine {
         }
     }
 
-    /// Returns the tenant of a request and the root of its keys. Tenants share neither chunks nor prefixes.
-    pub(super) fn keys(&self, request: &Request, ropes: &LayerRopes) -> Result<(TenantId, BlockKey)> {
+    /// Returns the tenant of a request, with the root of its keys. Tenants share neither chunks nor prefixes.
+    pub(super) fn keys(&self, request: &Request, ropes: &LayerRopes) -> Result<TenantKeys> {
         let root = self.root(ropes);
-        let Some(tag) = &request.tenant else { return Ok((TenantId::default(), root)) };
-        let cache = self.caches.chunks().ok_or_else(|| kvchunk::Error::UnknownTenant(tag.clone()))?;
-        let (id, tenant) = cache.tenant(tag)?;
-        Ok((id, tenant.root(&root)))
+        match (&request.tenant, self.caches.chunks()) {
+            (None, _) => Ok(TenantKeys::shared(root)),
+            (Some(tag), Some(cache)) => Ok(cache.tenant_keys(Some(tag), &root)?),
+            (Some(tag), None) => Err(kvchunk::Error::UnknownTenant(tag.clone()).into()),
+        }
     }
 
     // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope

@@ -7,7 +7,7 @@ use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{
     ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
     ChunkedPrompt, ComputeMode, HashAlgorithm, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell,
-    SleepForm, SleepStore, TenantId,
+    SleepForm, SleepStore, TenantKeys,
 };
 use kvcore::{
     Backend, BlockId, BlockKey, BlockPool, DType, Gather, KeyForm, KeyScope, KvArena, KvFormat, KvLayout,
@@ -229,12 +229,11 @@ impl Lab {
         cell: ReuseCell,
         reindexer: &'a PositionReindexer,
     ) -> Assembler<'a> {
-        let (chunks, tenant) = (Some(&self.chunks), TenantId::default());
+        let (chunks, tenant) = (Some(&self.chunks), TenantKeys::shared(root));
         Assembler {
             chunks,
             tenant,
-            main: &self.main,
-            root,
+            main: self.main.kv_pool().clone(),
             prefixes: true,
             cell,
             reindexer,

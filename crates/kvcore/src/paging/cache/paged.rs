@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Error, Result, SequenceId, SequenceStart};
+use super::{Error, KvPool, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, SlotMapping};
 use crate::device::{CopyBlocks, KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
 use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme};
@@ -100,8 +100,7 @@ impl KeyChain {
 /// ```
 #[derive(Debug)]
 pub struct PagedKvCache {
-    arena: KvArena,
-    pool: BlockPool,
+    pool: KvPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
     next: u64,
 }
@@ -112,20 +111,21 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
-        let (end, limit) = (pool.range().end as usize, arena.layout().shape().num_blocks);
-        if end > limit {
-            return Err(Error::too_large("last block of the pool", end, limit));
-        }
-        Ok(Self { arena, pool, sequences: HashMap::new(), next: 0 })
+        Ok(Self { pool: KvPool::new(arena, pool)?, sequences: HashMap::new(), next: 0 })
     }
 
     /// Returns the arena of the keys and values.
     pub fn arena(&self) -> &KvArena {
-        &self.arena
+        self.pool.arena()
     }
 
     /// Returns the pool of the cache's blocks.
     pub fn pool(&self) -> &BlockPool {
+        self.pool.blocks()
+    }
+
+    /// Returns arena and pool, for what takes blocks beside the sequences.
+    pub fn kv_pool(&self) -> &KvPool {
         &self.pool
     }
 
@@ -139,7 +139,7 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0, which no [`KvLayout`](crate::KvLayout) allows.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
-        let table = BlockTable::new(&self.pool, self.block_size())?;
+        let table = BlockTable::new(self.pool(), self.block_size())?;
         Ok(self.insert(Sequence { table, start, chain: None }))
     }
 
@@ -157,7 +157,7 @@ impl PagedKvCache {
     ) -> Result<(SequenceId, usize)> {
         let (scheme, block_size) = (scheme.into(), self.block_size());
         let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
-        let shared = self.pool.lookup_chain(&keys);
+        let shared = self.pool().lookup_chain(&keys);
         keys.truncate(shared.len());
         let table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
@@ -181,7 +181,7 @@ impl PagedKvCache {
         let (scheme, block_size) = (scheme.into(), self.block_size());
         let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
         let blocks = tokens.len().div_ceil(block_size);
-        let (shared, fresh) = self.pool.admit_prefix(&keys, blocks, 0)?;
+        let (shared, fresh) = self.pool().admit_prefix(&keys, blocks, 0)?;
         keys.truncate(shared.len());
         let mut table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
@@ -212,7 +212,7 @@ impl PagedKvCache {
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is
     /// no block for the copy, and the errors of the stream. In these cases nothing has changed.
     pub fn copy_on_write(&mut self, id: SequenceId, stream: &dyn Stream) -> Result<bool> {
-        let arena = self.arena.clone();
+        let arena = self.arena().clone();
         let Some(copy) = self.get_mut(id)?.table.unshare_tail()? else { return Ok(false) };
         let pairs = copy.pairs().clone();
         if let Err(error) = stream.copy_blocks(&CopyBlocks { arena, pairs }) {
@@ -230,7 +230,7 @@ impl PagedKvCache {
     }
 
     pub(super) fn block_size(&self) -> usize {
-        self.arena.layout().shape().block_size
+        self.pool.block_size()
     }
 
     pub(super) fn get(&self, id: SequenceId) -> Result<&Sequence> {
@@ -297,7 +297,7 @@ impl PagedKvCache {
     ) -> Result<()> {
         self.get(id)?;
         stream.scatter(&Scatter {
-            arena: self.arena.clone(),
+            arena: self.arena().clone(),
             layer,
             k,
             v,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{PagedKvCache, Result};
+use super::{KvPool, Result};
 use crate::device::{Segment, WriteSlots};
 use crate::paging::{BlockKey, BlockTable};
 
@@ -13,7 +13,7 @@ use crate::paging::{BlockKey, BlockTable};
 /// # use std::sync::Arc;
 /// # use kvbackend_cpu::CpuBackend;
 /// # use kvcore::{
-/// #     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+/// #     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPool, KvShape, MemoryKind,
 /// # };
 /// # let backend = CpuBackend::new();
 /// # let shape = KvShape {
@@ -21,15 +21,15 @@ use crate::paging::{BlockKey, BlockTable};
 /// #     format: DType::F32.into(), order: BlockOrder::TokenMajor,
 /// # };
 /// # let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
-/// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
+/// # let pool = KvPool::new(arena, BlockPool::new(0..8)?)?;
 /// let root = KeyScope::new("model", b"weights").root();
 /// let system_prompt = [1, 2, 3, 4, 5, 6];
-/// let fill = cache.fill_prefix(Some(root), &system_prompt)?;
+/// let fill = pool.fill_prefix(Some(root), &system_prompt)?;
 /// assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
 /// // … scatter the keys and values of six tokens to these slots in every layer, then:
 /// let held = fill.finish()?;
 /// assert_eq!(held.segment().len, 6);
-/// assert_eq!(cache.fill_prefix(Some(root), &system_prompt)?.cached(), 6, "to the token");
+/// assert_eq!(pool.fill_prefix(Some(root), &system_prompt)?.cached(), 6, "to the token");
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 ///
@@ -52,11 +52,11 @@ pub struct PrefixFill {
 #[derive(Debug)]
 pub struct SealedPrefix(BlockTable);
 
-impl PagedKvCache {
+impl KvPool {
     /// Finds the cached blocks of a prefix of exactly `tokens` at position 0, and takes blocks for the
     /// rest.
     ///
-    /// Unlike [`create_with_prefix`](Self::create_with_prefix), the cache may hold all tokens, and a
+    /// Unlike [`PagedKvCache::create_with_prefix`](crate::PagedKvCache::create_with_prefix), the pool may hold all tokens, and a
     /// partial last block is also shared, with requests for exactly the same tokens. Without a root,
     /// nothing is looked up and nothing is kept.
     ///
@@ -65,7 +65,7 @@ impl PagedKvCache {
     pub fn fill_prefix(&self, root: Option<BlockKey>, tokens: &[u32]) -> Result<PrefixFill> {
         let block_size = self.block_size();
         let keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
-        let found = self.pool().lookup_chain(&keys);
+        let found = self.blocks().lookup_chain(&keys);
         let known = found.len();
         let mut table = BlockTable::with_prefix(found, block_size)?;
         let cached = table.len().min(tokens.len());
@@ -81,6 +81,11 @@ impl PrefixFill {
     /// Returns the number of tokens that need not be computed.
     pub fn cached(&self) -> usize {
         self.cached
+    }
+
+    /// Returns the key of the whole prefix: the last of its blocks'. A prefix without a root has none.
+    pub fn key(&self) -> Option<BlockKey> {
+        self.keys.last().copied()
     }
 
     /// Limits the cached part to the first `tokens` tokens, rounded down to whole blocks. The rest is
@@ -118,7 +123,7 @@ impl PrefixFill {
     ///
     /// # Errors
     /// Returns [`crate::Error::TooLarge`] if there are more keys than blocks, which
-    /// [`PagedKvCache::fill_prefix`] rules out.
+    /// [`KvPool::fill_prefix`] rules out.
     pub fn finish(mut self) -> Result<SealedPrefix> {
         let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());
         self.table.seal(parent, self.keys.get(self.known..).unwrap_or_default())?;

@@ -1,0 +1,58 @@
+//! Single flight of system prompts: of several requests that miss one at once, one computes it.
+
+use std::sync::Arc;
+
+use kvcore::{BlockKey, KvPool, PrefixFill};
+
+use super::flight::{ChunkWaiter, Flight};
+use super::{ChunkCacheManager, SharedCache};
+use crate::error::Result;
+
+/// The outcome of a look-up of a system prompt.
+#[derive(Debug)]
+pub(crate) enum SystemFound {
+    /// What is cached of it, and room for the rest. With a flight, others wait for the rest.
+    Filled(PrefixFill, Option<SystemFlight>),
+    /// Another request computes the system prompt with this key.
+    Busy(BlockKey, ChunkWaiter),
+}
+
+/// A system prompt that this request computes. Others wait for it until this is dropped.
+#[derive(Debug)]
+pub(crate) struct SystemFlight {
+    cache: Arc<SharedCache>,
+    key: BlockKey,
+    flight: Arc<Flight>,
+}
+
+impl Drop for SystemFlight {
+    fn drop(&mut self) {
+        self.cache.systems.lock().remove(&self.key);
+        self.flight.land();
+    }
+}
+
+impl ChunkCacheManager {
+    /// Finds the cached part of a system prompt in `main` and takes blocks for the rest, unless another request computes it.
+    ///
+    /// # Errors
+    /// Returns the errors of [`KvPool::fill_prefix`].
+    pub(crate) fn fill_system(&self, main: &KvPool, root: BlockKey, tokens: &[u32]) -> Result<SystemFound> {
+        let mut systems = self.0.systems.lock();
+        // Asked first, since room that is taken may push something out of the cache.
+        if !systems.is_empty()
+            && let Some(key) = root.chain(tokens, main.block_size()).last()
+            && let Some(flight) = systems.get(key)
+        {
+            return Ok(SystemFound::Busy(*key, ChunkWaiter(Arc::clone(flight))));
+        }
+        let filled = main.fill_prefix(Some(root), tokens)?;
+        let missing = filled.key().filter(|_| filled.cached() < tokens.len());
+        let flight = missing.map(|key| {
+            let flight: Arc<Flight> = Arc::default();
+            systems.insert(key, Arc::clone(&flight));
+            SystemFlight { cache: Arc::clone(&self.0), key, flight }
+        });
+        Ok(SystemFound::Filled(filled, flight))
+    }
+}

@@ -1,0 +1,44 @@
+//! The arena and the pool of a cache: a handle for what takes blocks beside the cache's sequences.
+
+use super::{Error, Result};
+use crate::device::KvArena;
+use crate::paging::BlockPool;
+
+/// An arena, and the pool that hands out its blocks. Clones are handles to the same blocks.
+///
+/// Whoever needs blocks beside the sequences of a [`PagedKvCache`](crate::PagedKvCache), such as a system prompt or the pieces of
+/// a document, takes them here. Nobody borrows the cache for that, which another thread may be driving.
+#[derive(Debug, Clone)]
+pub struct KvPool {
+    arena: KvArena,
+    blocks: BlockPool,
+}
+
+impl KvPool {
+    /// Joins an arena and the pool of its blocks, or of some of them.
+    ///
+    /// # Errors
+    /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
+    pub fn new(arena: KvArena, blocks: BlockPool) -> Result<Self> {
+        let (end, limit) = (blocks.range().end as usize, arena.layout().shape().num_blocks);
+        if end > limit {
+            return Err(Error::too_large("last block of the pool", end, limit));
+        }
+        Ok(Self { arena, blocks })
+    }
+
+    /// Returns the arena of the keys and values.
+    pub fn arena(&self) -> &KvArena {
+        &self.arena
+    }
+
+    /// Returns the pool of the blocks.
+    pub fn blocks(&self) -> &BlockPool {
+        &self.blocks
+    }
+
+    /// Returns the number of tokens in a block.
+    pub fn block_size(&self) -> usize {
+        self.arena.layout().shape().block_size
+    }
+}
