@@ -388,6 +388,9 @@ fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read(
     let reindexer = PositionReindexer::for_layers(&ropes);
     let a = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
     let mut b = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
+    assert!(b.inputs().is_empty() && b.waiters().count() == 1, "it waits for the system prompt");
+    b.stop_waiting();
+    b.try_advance(&lab.assembler(root, cell, &reindexer), &golden.prompt).unwrap();
     assert!(a.is_ready() && !b.is_ready(), "the chunks are computed once");
     assert_eq!((a.inputs().len(), b.inputs().len()), (4, 1));
     lab.forward(&ropes, &[a.inputs(), b.inputs()].concat());
