@@ -67,6 +67,7 @@ mod error;
 mod hash;
 mod pool;
 mod position;
+mod prefix;
 mod prompt;
 mod ranks;
 mod recompute;
@@ -86,6 +87,7 @@ pub use error::{Error, Result};
 pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
 pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
+pub use prefix::{PrefixFill, SealedPrefix};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use ranks::{CollectiveRank, RankAgreement};
 pub use recompute::{

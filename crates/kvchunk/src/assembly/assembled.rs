@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
-use kvcore::{BlockPool, MutableBlocks, SealedPrefix, Segment, SequenceInput, SlotMapping, WritePairs};
+use kvcore::{BlockPool, MutableBlocks, Segment, SequenceInput, SlotMapping, WritePairs};
 
 use super::{Assembly, ChunkReport, PieceSource, SystemPart};
 use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::position::MergedRun;
+use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::{TokenScores, TokenSelection};
 

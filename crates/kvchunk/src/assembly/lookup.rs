@@ -1,10 +1,11 @@
 //! The lookup of a prompt's parts, and the lookup in the caches of this process.
 
-use kvcore::{BlockKey, KvPool, PrefixFill};
+use kvcore::{BlockKey, KvPool};
 
 use crate::cache::{Acquired, ChunkCacheManager, PieceHold, SystemFound, TenantId};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
+use crate::prefix::PrefixFill;
 
 /// A piece that a lookup has found and holds.
 #[derive(Debug)]
@@ -53,7 +54,7 @@ pub(crate) struct LocalLookup<'a> {
 impl LocalLookup<'_> {
     /// Finds or allocates the blocks of the system prompt, whoever else computes it.
     pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
-        Ok(self.main.fill_prefix(self.system_root, tokens)?)
+        PrefixFill::new(self.main, self.system_root, tokens)
     }
 
     /// Holds the pieces that are stored and awake.
@@ -70,7 +71,7 @@ impl PromptLookup for LocalLookup<'_> {
     fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound> {
         match (self.chunks, self.system_root) {
             (Some(cache), Some(root)) if wait => cache.fill_system(self.main, root, tokens),
-            _ => Ok(SystemFound::Filled(self.fill_alone(tokens)?, None)),
+            _ => Ok(self.fill_alone(tokens)?.into()),
         }
     }
 

@@ -15,13 +15,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, PrefixFill, SealedPrefix, Segment, SequenceInput};
+use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, Segment, SequenceInput};
 
-use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFlight, TenantKeys};
+use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFill, TenantKeys};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::Evidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
+use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
 use crate::ranks::{RankAgreement, RankLookup};
 use crate::replica::{ReplicaLink, ReplicaLookup};
@@ -140,8 +141,8 @@ impl PromptChunk {
 enum SystemPart {
     /// Not looked up yet, or computed by another request.
     Missing,
-    /// Found in part, with room for the rest. With a flight, others wait for it.
-    Filling(PrefixFill, Option<SystemFlight>),
+    /// Found in part, with room for the rest.
+    Filling(Box<SystemFill>),
     /// Computed. Other requests can find it.
     Sealed(SealedPrefix),
 }
@@ -151,7 +152,7 @@ impl SystemPart {
     fn segment(&self) -> Option<Segment> {
         match self {
             Self::Missing => None,
-            Self::Filling(fill, _) => Some(fill.segment()),
+            Self::Filling(fill) => Some(fill.prefix.segment()),
             Self::Sealed(sealed) => Some(sealed.segment()),
         }
     }
@@ -251,19 +252,20 @@ impl Assembler<'_> {
 
 impl Assembly {
     /// Takes the system prompt as far as it was found, and adds the rest to the inputs.
-    fn add_system(&mut self, tokens: &[u32], fill: PrefixFill, flight: Option<SystemFlight>) {
-        let cached = fill.cached();
+    fn add_system(&mut self, tokens: &[u32], fill: Box<SystemFill>) {
+        let prefix = &fill.prefix;
+        let cached = prefix.cached();
         if cached < tokens.len() {
             self.inputs.push(SequenceInput::new(
                 tokens[cached..].to_vec(),
                 cached,
                 cached as i64,
-                fill.slots().clone(),
-                vec![fill.segment()],
+                prefix.slots().clone(),
+                vec![prefix.segment()],
             ));
         }
         self.reused_tokens += cached;
-        self.system = SystemPart::Filling(fill, flight);
+        self.system = SystemPart::Filling(fill);
     }
 
     /// Returns true if every piece is cached or among the inputs. In that case the question may be computed
@@ -382,11 +384,11 @@ impl Assembly {
         // Who waits for the system prompt goes on when the pieces are stored, too, and finds them.
         let mut landing = None;
         self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
-            SystemPart::Filling(fill, flight) => {
-                landing = flight;
+            SystemPart::Filling(fill) => {
+                landing = fill.flight;
                 // Another request may have computed the same system prompt in the meantime. In that case its blocks
                 // stay.
-                SystemPart::Sealed(fill.finish()?)
+                SystemPart::Sealed(fill.prefix.finish()?)
             }
             other => other,
         };

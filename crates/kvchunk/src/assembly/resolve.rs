@@ -37,7 +37,7 @@ impl Assembler<'_> {
         assembly: &mut Assembly,
         prompt: &ChunkedPrompt,
     ) -> Result<()> {
-        if matches!(assembly.system, SystemPart::Missing) && !self.find_system(lookup, assembly, prompt)? {
+        if matches!(assembly.system, SystemPart::Missing) && !assembly.find_system(lookup, prompt)? {
             return Ok(());
         }
         let hashers = self.hashers(prompt, &assembly.plan);
@@ -65,29 +65,6 @@ impl Assembler<'_> {
             assembly.segments = self.segments(assembly)?;
         }
         Ok(())
-    }
-
-    /// Gives blocks to the system prompt. Returns false if another request computes it.
-    fn find_system(
-        &self,
-        lookup: &dyn PromptLookup,
-        assembly: &mut Assembly,
-        prompt: &ChunkedPrompt,
-    ) -> Result<bool> {
-        if !assembly.waiting.is_empty() {
-            return Ok(false);
-        }
-        // Nothing else is waited for before the system prompt is there.
-        match lookup.fill_system(prompt.system(), assembly.overdue.is_empty())? {
-            SystemFound::Filled(fill, flight) => {
-                assembly.add_system(prompt.system(), fill, flight);
-                Ok(true)
-            }
-            SystemFound::Busy(key, waiter) => {
-                assembly.waiting.push((key, waiter));
-                Ok(false)
-            }
-        }
     }
 
     /// Returns the segments of an assembly whose pieces all have blocks, as the question sees them.
@@ -238,5 +215,23 @@ impl Assembly {
         let (logical, position) = (logical + start, stored + start as i64);
         self.inputs.push(SequenceInput::new(tokens.to_vec(), logical, position, slots, segments));
         Ok(())
+    }
+
+    /// Gives blocks to the system prompt. Returns false if another request computes it.
+    fn find_system(&mut self, lookup: &dyn PromptLookup, prompt: &ChunkedPrompt) -> Result<bool> {
+        if !self.waiting.is_empty() {
+            return Ok(false);
+        }
+        // Nothing else is waited for before the system prompt is there.
+        match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
+            SystemFound::Filled(fill) => {
+                self.add_system(prompt.system(), fill);
+                Ok(true)
+            }
+            SystemFound::Busy(key, waiter) => {
+                self.waiting.push((key, waiter));
+                Ok(false)
+            }
+        }
     }
 }

@@ -39,7 +39,9 @@ impl Flight {
         );
         self.changed.notify_all();
         wakers.into_iter().for_each(Waker::wake);
-        calls.into_iter().for_each(|call| call());
+        for call in calls {
+            call();
+        }
     }
 }
 

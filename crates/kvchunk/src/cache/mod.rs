@@ -49,7 +49,7 @@ pub use flight::ChunkWaiter;
 pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
-pub(crate) use system::{SystemFlight, SystemFound};
+pub(crate) use system::{SystemFill, SystemFound};
 pub use tenant::{Tenant, TenantId, TenantKeys};
 
 pub(crate) use flight::Flight;

@@ -2,19 +2,35 @@
 
 use std::sync::Arc;
 
-use kvcore::{BlockKey, KvPool, PrefixFill};
+use kvcore::{BlockKey, KvPool};
 
 use super::flight::{ChunkWaiter, Flight};
 use super::{ChunkCacheManager, SharedCache};
 use crate::error::Result;
+use crate::prefix::PrefixFill;
 
 /// The outcome of a look-up of a system prompt.
 #[derive(Debug)]
 pub(crate) enum SystemFound {
-    /// What is cached of it, and room for the rest. With a flight, others wait for the rest.
-    Filled(PrefixFill, Option<SystemFlight>),
+    /// What is cached of it, and room for the rest.
+    Filled(Box<SystemFill>),
     /// Another request computes the system prompt with this key.
     Busy(BlockKey, ChunkWaiter),
+}
+
+/// A system prompt that a request has found in part.
+#[derive(Debug)]
+pub(crate) struct SystemFill {
+    pub(crate) prefix: PrefixFill,
+    /// Others wait for the rest while this lives.
+    pub(crate) flight: Option<SystemFlight>,
+}
+
+impl From<PrefixFill> for SystemFound {
+    /// Others do not wait for the rest.
+    fn from(prefix: PrefixFill) -> Self {
+        Self::Filled(Box::new(SystemFill { prefix, flight: None }))
+    }
 }
 
 /// A system prompt that this request computes. Others wait for it until this is dropped.
@@ -36,7 +52,7 @@ impl ChunkCacheManager {
     /// Finds the cached part of a system prompt in `main` and takes blocks for the rest, unless another request computes it.
     ///
     /// # Errors
-    /// Returns the errors of [`KvPool::fill_prefix`].
+    /// Returns the errors of [`PrefixFill::new`].
     pub(crate) fn fill_system(&self, main: &KvPool, root: BlockKey, tokens: &[u32]) -> Result<SystemFound> {
         let mut systems = self.0.systems.lock();
         // Asked first, since room that is taken may push something out of the cache.
@@ -46,13 +62,13 @@ impl ChunkCacheManager {
         {
             return Ok(SystemFound::Busy(*key, ChunkWaiter(Arc::clone(flight))));
         }
-        let filled = main.fill_prefix(Some(root), tokens)?;
-        let missing = filled.key().filter(|_| filled.cached() < tokens.len());
+        let prefix = PrefixFill::new(main, Some(root), tokens)?;
+        let missing = prefix.key().filter(|_| prefix.cached() < tokens.len());
         let flight = missing.map(|key| {
             let flight: Arc<Flight> = Arc::default();
             systems.insert(key, Arc::clone(&flight));
             SystemFlight { cache: Arc::clone(&self.0), key, flight }
         });
-        Ok(SystemFound::Filled(filled, flight))
+        Ok(SystemFound::Filled(Box::new(SystemFill { prefix, flight })))
     }
 }

@@ -1,12 +1,11 @@
 //! The lookup on all ranks: the local lookup, with an agreement after each step.
 
-use kvcore::PrefixFill;
-
 use super::{RankAgreement, shortest, together};
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
 use crate::cache::{Acquired, SystemFound};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
+use crate::prefix::PrefixFill;
 
 /// The lookup of one rank, which finds only parts that all ranks find.
 ///
@@ -28,7 +27,7 @@ impl PromptLookup for RankLookup<'_> {
             filled.take_at_most(shared)?;
             Ok(filled)
         });
-        together(self.ranks, filled).map(|filled| SystemFound::Filled(filled, None))
+        together(self.ranks, filled).map(SystemFound::from)
     }
 
     /// Holds the pieces that all ranks hold. A piece that sleeps here is woken first. A piece counts as exact

@@ -126,7 +126,7 @@ fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed
     assert_eq!(ranks.agreed(&long(71)).0, [3, 7]);
     assert_eq!(ranks.agreed(&long(71)), (vec![], vec![true]), "all have kept it");
     for (w, _) in &ranks.0 {
-        let all = w.main.kv_pool().fill_prefix(Some(w.root), long(71).system()).unwrap();
+        let all = kvchunk::PrefixFill::new(w.main.kv_pool(), Some(w.root), long(71).system()).unwrap();
         assert_eq!(all.cached(), 11);
     }
 }

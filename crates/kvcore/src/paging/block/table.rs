@@ -84,8 +84,11 @@ impl BlockTable {
         Ok(Self { block_size, own, keyed, ids, len: keyed * block_size, shared })
     }
 
-    /// Declares that the last block, which is shared, holds tokens up to `len` only.
-    pub(crate) fn shorten_last(&mut self, len: usize) -> Result<()> {
+    /// Declares that the last block holds tokens up to `len` only. A table whose last block is shared and partial cannot grow.
+    ///
+    /// # Errors
+    /// Returns [`Error::TooLarge`] if `len` is past the end, or the last block would hold no token.
+    pub fn shorten_last(&mut self, len: usize) -> Result<()> {
         if len > self.len || len + self.block_size <= self.len {
             return Err(Error::too_large("length within the last block", len, self.len));
         }
@@ -300,8 +303,12 @@ impl BlockTable {
         self.seal(parent, keys)
     }
 
-    /// Shares blocks, full or partial. A table with a partial shared block cannot grow.
-    pub(crate) fn seal(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
+    /// Shares the next blocks under `keys` as [`share_full`](Self::share_full) does, the partial last block too. After that the table
+    /// cannot grow.
+    ///
+    /// # Errors
+    /// Returns [`Error::TooLarge`] if there are fewer blocks than keys. In that case nothing is shared.
+    pub fn seal(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
         }

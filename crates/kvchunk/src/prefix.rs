@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{KvPool, Result};
-use crate::device::{Segment, WriteSlots};
-use crate::paging::{BlockKey, BlockTable};
+use kvcore::{BlockKey, BlockTable, KvPool, Segment, WriteSlots};
 
-// Decision: docs/decisions/paging.md#the-system-prompt-is-kept-to-the-token
+use crate::error::Result;
+
+// Decision: docs/decisions/chunks.md#the-system-prompt-is-kept-to-the-token
 /// A prefix at the start of a prompt. One part is cached, and the rest is to be computed.
 ///
 /// ```
 /// # use std::sync::Arc;
 /// # use kvbackend_cpu::CpuBackend;
+/// # use kvchunk::PrefixFill;
 /// # use kvcore::{
 /// #     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvPool, KvShape, MemoryKind,
 /// # };
@@ -24,13 +25,13 @@ use crate::paging::{BlockKey, BlockTable};
 /// # let pool = KvPool::new(arena, BlockPool::new(0..8)?)?;
 /// let root = KeyScope::new("model", b"weights").root();
 /// let system_prompt = [1, 2, 3, 4, 5, 6];
-/// let fill = pool.fill_prefix(Some(root), &system_prompt)?;
+/// let fill = PrefixFill::new(&pool, Some(root), &system_prompt)?;
 /// assert_eq!((fill.cached(), fill.slots().len()), (0, 6));
 /// // … scatter the keys and values of six tokens to these slots in every layer, then:
 /// let held = fill.finish()?;
 /// assert_eq!(held.segment().len, 6);
-/// assert_eq!(pool.fill_prefix(Some(root), &system_prompt)?.cached(), 6, "to the token");
-/// # Ok::<(), kvcore::Error>(())
+/// assert_eq!(PrefixFill::new(&pool, Some(root), &system_prompt)?.cached(), 6, "to the token");
+/// # Ok::<(), kvchunk::Error>(())
 /// ```
 ///
 /// # Drop behaviour
@@ -52,20 +53,20 @@ pub struct PrefixFill {
 #[derive(Debug)]
 pub struct SealedPrefix(BlockTable);
 
-impl KvPool {
+impl PrefixFill {
     /// Finds the cached blocks of a prefix of exactly `tokens` at position 0, and takes blocks for the
     /// rest.
     ///
-    /// Unlike [`PagedKvCache::create_with_prefix`](crate::PagedKvCache::create_with_prefix), the pool may hold all tokens, and a
+    /// Unlike [`kvcore::PagedKvCache::create_with_prefix`], the pool may hold all tokens, and a
     /// partial last block is also shared, with requests for exactly the same tokens. Without a root,
     /// nothing is looked up and nothing is kept.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks.
-    pub fn fill_prefix(&self, root: Option<BlockKey>, tokens: &[u32]) -> Result<PrefixFill> {
-        let block_size = self.block_size();
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks.
+    pub fn new(pool: &KvPool, root: Option<BlockKey>, tokens: &[u32]) -> Result<Self> {
+        let block_size = pool.block_size();
         let keys = root.map(|root| root.chain(tokens, block_size)).unwrap_or_default();
-        let found = self.blocks().lookup_chain(&keys);
+        let found = pool.blocks().lookup_chain(&keys);
         let known = found.len();
         let mut table = BlockTable::with_prefix(found, block_size)?;
         let cached = table.len().min(tokens.len());
@@ -73,11 +74,9 @@ impl KvPool {
             table.shorten_last(cached)?;
         }
         let slots = table.grow(tokens.len() - cached)?;
-        Ok(PrefixFill { table, cached, slots, root, keys, known })
+        Ok(Self { table, cached, slots, root, keys, known })
     }
-}
 
-impl PrefixFill {
     /// Returns the number of tokens that need not be computed.
     pub fn cached(&self) -> usize {
         self.cached
@@ -95,7 +94,7 @@ impl PrefixFill {
     /// Several ranks that compute a prompt together use this call to agree on the tokens they compute.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks. In that case the caller must
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks. In that case the caller must
     /// drop the value.
     pub fn take_at_most(&mut self, tokens: usize) -> Result<()> {
         if tokens >= self.cached {
@@ -122,8 +121,8 @@ impl PrefixFill {
     /// Declares that all slots have been written. From this call on, the blocks can be found by their keys.
     ///
     /// # Errors
-    /// Returns [`crate::Error::TooLarge`] if there are more keys than blocks, which
-    /// [`KvPool::fill_prefix`] rules out.
+    /// Returns [`kvcore::Error::TooLarge`] if there are more keys than blocks, which
+    /// [`new`](Self::new) rules out.
     pub fn finish(mut self) -> Result<SealedPrefix> {
         let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());
         self.table.seal(parent, self.keys.get(self.known..).unwrap_or_default())?;
