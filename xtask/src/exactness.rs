@@ -29,9 +29,11 @@ pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
         ["test", "--release", "--workspace", "--all-features", "--test", "suite", "--", "--nocapture"];
     let mut command = cargo_command(&[&fixed[..], &TESTS].concat());
     let output = command.stderr(Stdio::inherit()).output();
-    let output = output.map_err(|error| format!("`cargo test -p kvmodel` cannot be run: {error}"))?;
+    let output = output.map_err(|error| format!("`cargo test` cannot be run: {error}"))?;
     if !output.status.success() {
-        return Err("tests of exactness failed: run `cargo test -p kvmodel --test suite`".to_owned());
+        return Err(
+            "tests of exactness failed: run `cargo test -p kvmodel -p kvengine --test suite`".to_owned()
+        );
     }
     let table = table(&gathered(&String::from_utf8_lossy(&output.stdout)));
     if !args.write {

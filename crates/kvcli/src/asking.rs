@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use kvchunk::ChunkCacheConfig;
+use kvengine::{Engine, EngineConfig};
 use kvlab::{EvalOptions, PromptStyle, Question, Texts, World};
-use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec};
+use kvmodel::{ModelDirectory, TextCodec};
 
 use crate::args::{AskingArgs, EngineArgs};
 use crate::backend::Opened;

@@ -63,7 +63,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
         BackendName::Ascend { device, plain } => {
             let options = kvbackend_ascend::AscendOptions { device: *device, plain: *plain };
             let backend =
-                kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+                kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvengine::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);
             beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
         }
@@ -76,7 +76,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
                 ..kvbackend_wgpu::WgpuOptions::default()
             };
             let backend =
-                kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+                kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvengine::Error::from)?;
             Opened::with_host(backend, threads)
         }
         #[cfg(not(feature = "wgpu"))]
@@ -88,14 +88,14 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
 #[cfg(feature = "cpu")]
 fn cpu(threads: Option<usize>) -> Result<Arc<kvbackend_cpu::CpuBackend>> {
     let options = kvbackend_cpu::CpuOptions { threads, ..kvbackend_cpu::CpuOptions::default() };
-    Ok(kvbackend_cpu::CpuBackend::with_options(&options).map_err(kvmodel::Error::from)?)
+    Ok(kvbackend_cpu::CpuBackend::with_options(&options).map_err(kvengine::Error::from)?)
 }
 
 /// Opens a CUDA device.
 #[cfg(feature = "cuda")]
 fn cuda(device: usize, threads: Option<usize>) -> Result<Opened> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
-    let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvmodel::Error::from)?;
+    let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvengine::Error::from)?;
     let dense = kvmodel::dense::CudaDense::new(&backend);
     beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
 }

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 /// A failure, as the user reads it.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The model or a cache failed.
+    /// The engine, its model or a cache failed.
     #[error(transparent)]
-    Model(#[from] kvmodel::Error),
+    Engine(#[from] kvengine::Error),
     /// The laboratory failed.
     #[error(transparent)]
     Lab(#[from] kvlab::Error),
@@ -96,16 +96,15 @@ impl Error {
     /// command or a change of its input can help.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
-        use kvmodel::Error::{Chunk, Core, Template};
+        use kvengine::Error::{Chunk, Core, Model, NoChunks};
+        use kvmodel::Error::Template;
         if let Self::Messages { source: Template { .. }, .. } = self {
             return Some("change the conversation or the template, or give the prompt without --messages");
         }
-        let (Self::Model(error) | Self::Lab(kvlab::Error::Model(error))) = self else { return None };
+        let (Self::Engine(error) | Self::Lab(kvlab::Error::Engine(error))) = self else { return None };
         match error {
-            kvmodel::Error::NoChunks(_) => {
-                Some("take --cache paged, or --full-attention without --chunk-sleep")
-            }
-            Template { .. } => Some("change the prompt or the template, or leave --chat out"),
+            NoChunks(_) => Some("take --cache paged, or --full-attention without --chunk-sleep"),
+            Model(Template { .. }) => Some("change the prompt or the template, or leave --chat out"),
             // Only a sleeping document has a memory budget of its own.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
@@ -119,6 +118,12 @@ impl Error {
             ),
             _ => None,
         }
+    }
+}
+
+impl From<kvmodel::Error> for Error {
+    fn from(error: kvmodel::Error) -> Self {
+        Self::Engine(error.into())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvmodel::Engine;
+use kvengine::Engine;
 use serde::Serialize;
 
 /// Peak memory in bytes, and the parts of the model and of its cache.

@@ -6,9 +6,8 @@ use std::time::Duration;
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{GraphCounts, PoolCounts};
-use kvmodel::{
-    CacheReport, Engine, FinishReason, Generation, ProfileReport, PromptTokens, Sampler, Sampling,
-};
+use kvengine::{CacheReport, Engine, FinishReason, Generation, Sampler, Sampling};
+use kvmodel::{ProfileReport, PromptTokens};
 use serde::Serialize;
 
 use crate::memory::MemoryJson;

@@ -2,8 +2,8 @@
 
 use std::io::Write;
 
+use kvengine::{TunedBy, TunedReuse};
 use kvlab::{Arm, GateLimits, Question, QuestionKind, TuneOptions, TuneRow, Tuning, Verdict};
-use kvmodel::{TunedBy, TunedReuse};
 use serde::Serialize;
 
 use crate::args::TuneArgs;

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::DType;
+use kvengine::{Engine, EngineConfig, Generation, Request};
 use kvlab::{Error, Result, ttft_rows};
-use kvmodel::{Engine, EngineConfig, Generation, Model, ModelDirectory, PromptTokens, Request, WeightFormat};
+use kvmodel::{Model, ModelDirectory, PromptTokens, WeightFormat};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

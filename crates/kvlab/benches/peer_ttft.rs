@@ -11,10 +11,9 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt};
+use kvengine::{Engine, EngineConfig, Generation, Request};
 use kvlab::{Error, Result};
-use kvmodel::{
-    Engine, EngineConfig, Generation, Model, ModelConfig, PromptTokens, Request, WeightFormat, Weights,
-};
+use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
 use serde::Deserialize;
 
 #[derive(Deserialize)]

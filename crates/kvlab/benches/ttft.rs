@@ -6,8 +6,9 @@
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvengine::{Engine, EngineConfig};
 use kvlab::ttft_rows;
-use kvmodel::{Engine, EngineConfig, Model, ModelConfig, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 
 fn number(name: &str, default: usize) -> usize {
     let args: Vec<String> = std::env::args().collect();

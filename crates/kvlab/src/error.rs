@@ -27,15 +27,21 @@ pub enum Error {
         "there is nothing to tune: a search needs at least one way of reuse, and questions of kind local to judge it by"
     )]
     NothingToTune,
-    /// An error of the engine that answers.
+    /// An error of the engine that answers, or of its model.
     #[error(transparent)]
-    Model(#[from] kvmodel::Error),
+    Engine(#[from] kvengine::Error),
     /// An error of `kvchunk`.
     #[error(transparent)]
     Chunk(#[from] kvchunk::Error),
     /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
+}
+
+impl From<kvmodel::Error> for Error {
+    fn from(error: kvmodel::Error) -> Self {
+        Self::Engine(error.into())
+    }
 }
 
 /// A result with the error type of this crate.

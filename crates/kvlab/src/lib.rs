@@ -1,7 +1,7 @@
 //! A laboratory for the reuse of KV. It measures the cost of each strategy and the share of right answers,
 //! and decides if reuse fits a model.
 //!
-//! [`evaluate`] asks questions through a real [`kvmodel::Engine`] in several [`Arm`]s and scores each.
+//! [`evaluate`] asks questions through a real [`kvengine::Engine`] in several [`Arm`]s and scores each.
 //! [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest way that answers as full attention does. [`RagWorkload`] draws the prompts of a
 //! retrieval service, and [`serve`] measures the costs of serving them.
 //!

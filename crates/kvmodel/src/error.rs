@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::engine::PoolTag;
-
 /// An error between a model directory and an answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -15,32 +13,6 @@ pub enum Error {
         path: PathBuf,
         /// The reason that the system gave.
         source: std::io::Error,
-    },
-    /// A file cannot be written.
-    #[error("cannot write {path}: {source}")]
-    Write {
-        /// The path of the file.
-        path: PathBuf,
-        /// The reason that the system gave.
-        source: std::io::Error,
-    },
-    /// A file of tuned reuse is malformed.
-    #[error("{path} holds no tuned reuse: {reason}")]
-    Tuned {
-        /// The path of the file.
-        path: PathBuf,
-        /// The field, and its line.
-        reason: String,
-    },
-    /// A way of reuse was tuned for another model.
-    #[error(
-        "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
-    )]
-    TunedForOther {
-        /// The first digits of the identity of the model that it was tuned for.
-        tuned: String,
-        /// Those of this model.
-        model: String,
     },
     /// A file of a model is not as it must be.
     #[error("{path}: {}", .source.reason())]
@@ -86,36 +58,9 @@ pub enum Error {
     /// The messages of a conversation cannot be answered.
     #[error("messages: {0}")]
     Messages(String),
-    /// A setting of sampling is outside its range.
-    #[error("sampling: {setting} is {value}; it must be {needed}")]
-    Sampling {
-        /// The name of the setting.
-        setting: &'static str,
-        /// Its value.
-        value: f32,
-        /// The values that it may have.
-        needed: &'static str,
-    },
     /// A stop string is empty, so that it would end every answer before its first token.
     #[error("a stop string is empty and would end every answer at once; leave it out")]
     EmptyStop,
-    /// An operation needs chunks, but the engine has a static cache. The text says what to do instead.
-    #[error("a static cache keeps no chunks: {0}")]
-    NoChunks(&'static str),
-    /// The engine cannot release the memory of its caches. The text says what to do instead.
-    #[error("this engine's caches cannot sleep: {0}")]
-    NoSleepMode(&'static str),
-    /// A request arrived while the caches sleep.
-    #[error("the {0} of this engine sleeps; call wake_up first")]
-    Asleep(PoolTag),
-    /// A pool cannot sleep, because requests hold blocks of it.
-    #[error("{held} blocks of the {pool} are held; let the requests that hold them end, then let it sleep")]
-    InUse {
-        /// The pool.
-        pool: PoolTag,
-        /// The number of held blocks.
-        held: usize,
-    },
     /// The model has no embedding for a token id.
     #[error(
         "token id {token} is outside the vocabulary of {vocabulary}; encode the prompt with the tokenizer of this model"

@@ -5,24 +5,49 @@
 //! stored. Programs should set `RAYON_NUM_THREADS`, as `kvc` does; see [`dense::HostDense`]. A model loads from a Hugging Face directory: `config.json`,
 //! safetensors (one file or shards), and `tokenizer.json` with its chat template; or from one GGUF file.
 //!
-//! ```no_run
-//! use kvbackend_cpu::CpuBackend;
-//! use kvmodel::{Engine, EngineConfig, ModelDirectory, Request};
+//! ```
+//! use std::sync::Arc;
 //!
-//! let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
-//! let codec = loaded.codec;
-//! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
-//! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! let answer = engine.generate(&Request::new(prompt), &mut ())?;
-//! println!("{}", codec.decode(&answer.tokens)?);
+//! use kvbackend_cpu::CpuBackend;
+//! use kvcore::{
+//!     Backend, BlockPool, DType, KeyForm, KvArena, KvLayout, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceInput,
+//!     SequenceStart,
+//! };
+//! use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
+//!
+//! let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+//! let backend = CpuBackend::new();
+//! let stream = backend.stream()?;
+//! let shape = model.kv_extents(DType::F32).shape(&RankInfo::default(), 8, 16)?;
+//! let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
+//! let mut cache = PagedKvCache::new(arena.clone(), BlockPool::new(0..8)?)?;
+//!
+//! let id = cache.create(SequenceStart::default())?;
+//! let slots = cache.grow(id, 3)?;
+//! let prompt = SequenceInput::new(vec![7, 8, 9], 0, 0, slots, [cache.segment(id)?]);
+//! let device = ComputeDevice {
+//!     backend: backend.as_ref(),
+//!     stream: stream.as_ref(),
+//!     arena: &arena,
+//!     keys: KeyForm::default(),
+//!     profiler: &Profiler::disabled(),
+//! };
+//! let batch = [prompt.with_logits(Logits::Last)];
+//! let pass = model.forward(&device, &model.ropes(3)?, &batch, &mut ())?;
+//! assert_eq!(pass.logits.unwrap().rows(), 1);
 //! # Ok::<(), kvmodel::Error>(())
 //! ```
+//!
+//! An engine that answers requests with such a model is `kvengine`.
 
 #![forbid(unsafe_code)]
 
+// Files that unit tests share with the suite name the crate.
+#[cfg(test)]
+extern crate self as kvmodel;
+
 mod config;
 pub mod dense;
-pub mod engine;
 mod error;
 mod files;
 mod gguf;
@@ -30,16 +55,11 @@ mod layers;
 mod load;
 mod model;
 mod profile;
-mod sample;
 mod text;
 mod weights;
 
 pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
 pub use dense::WeightFormat;
-pub use engine::{
-    CacheReport, ChunkSleep, Engine, EngineConfig, FinishReason, Generation, PoolTag, Request, Slept,
-    TunedBy, TunedReuse,
-};
 pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;
 pub use model::{
@@ -47,6 +67,5 @@ pub use model::{
     PassMemory,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
-pub use sample::{Sampler, Sampling};
 pub use text::{Message, PromptTokens, Role, TextCodec, TextStream};
 pub use weights::Weights;

@@ -24,7 +24,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
-use kvmodel::engine::DEFAULT_GRAPHS;
+use kvengine::DEFAULT_GRAPHS;
 
 /// Runs a language model whose documents' keys and values are computed once and reused at any position.
 #[derive(Debug, Parser)]

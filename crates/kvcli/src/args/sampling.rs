@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use clap::Args;
-use kvmodel::Sampling;
+use kvengine::Sampling;
 
 /// The choice of tokens, and the end of an answer.
 #[derive(Debug, Args)]

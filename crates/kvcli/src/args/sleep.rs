@@ -2,7 +2,7 @@
 
 use clap::Args;
 use kvchunk::SleepForm;
-use kvmodel::ChunkSleep;
+use kvengine::ChunkSleep;
 
 use super::at_least_one;
 

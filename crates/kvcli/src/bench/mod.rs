@@ -3,8 +3,9 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvengine::{Engine, EngineConfig};
 use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
-use kvmodel::{Engine, EngineConfig, Model, ModelConfig, ModelDirectory, Weights};
+use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, RagArgs};

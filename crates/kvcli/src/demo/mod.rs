@@ -3,9 +3,8 @@
 use std::io::Write;
 
 use kvchunk::ChunkReport;
-use kvmodel::{
-    Engine, EngineConfig, Generation, ModelDirectory, PromptTokens, Request, TextCodec, WeightFormat,
-};
+use kvengine::{Engine, EngineConfig, Generation, Request};
+use kvmodel::{ModelDirectory, PromptTokens, TextCodec, WeightFormat};
 use serde::Serialize;
 
 use crate::args::DemoArgs;

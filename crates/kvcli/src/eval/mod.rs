@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::io::Write;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
+use kvengine::TunedReuse;
 use kvlab::{Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, evaluate};
-use kvmodel::TunedReuse;
 use serde::Serialize;
 
 use crate::args::{EvalArgs, way};

@@ -3,9 +3,8 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
-use kvmodel::{
-    Engine, EngineConfig, FinishReason, Generation, ModelDirectory, PromptTokens, Request, TunedReuse,
-};
+use kvengine::{Engine, EngineConfig, FinishReason, Generation, Request, TunedReuse};
+use kvmodel::{ModelDirectory, PromptTokens};
 
 use crate::args::RunArgs;
 use crate::backend::Opened;
@@ -54,7 +53,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         let request = request(args, &way, &engine, earlier?);
         engine.generate(&request, &mut Live::new(&codec, &[], false)?)?;
         if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
-            chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvmodel::Error::from)?;
+            chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvengine::Error::from)?;
         }
     }
     let asleep = engine.report().chunk_sleep;

@@ -11,7 +11,7 @@
 //! that leave at the front raise the floor by their number, and the other blocks keep their numbers. Every
 //! other loss raises the floor past all numbers in use, and so numbers the remaining blocks anew.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -150,6 +150,17 @@ impl WriteSlots {
     /// Returns the slot mapping, for reading.
     pub fn mapping(&self) -> &SlotMapping {
         &self.slots
+    }
+
+    /// Returns the slots of some of the rows, under the same permits.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] past the last row.
+    pub fn part(&self, rows: Range<usize>) -> Result<Self> {
+        let end = rows.end;
+        let slots =
+            self.slots.get(rows).ok_or_else(|| Error::range("row of slots", end, self.slots.len()))?;
+        Ok(Self { slots: SlotMapping::from(slots.to_vec()), permits: self.permits.clone() })
     }
 
     /// Checks that the permits are still valid.

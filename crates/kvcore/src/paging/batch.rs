@@ -1,6 +1,7 @@
 //! The input of a forward pass: tokens, their positions, the slots for their KV, and the segments they
 //! attend to.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Result, same};
@@ -79,6 +80,39 @@ impl SequenceInput {
     pub fn with_logits(mut self, logits: Logits) -> Self {
         self.logits = logits;
         self
+    }
+
+    /// Returns some of the tokens as an input of their own, which sees the same segments and wants no logits. Parts of an input
+    /// that are computed in order, in one pass or several, equal the whole.
+    ///
+    /// ```
+    /// # use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
+    /// # let own = Segment::new([BlockId(0)].into(), 4, 10, 10);
+    /// let whole = SequenceInput::new(vec![5, 6, 7, 8], 10, 10, WriteSlots::unchecked([0, 1, 2, 3]), [own]);
+    /// let rest = whole.part(2..4)?;
+    /// assert_eq!((&rest.tokens[..], &rest.slots[..], rest.position_start), (&[7, 8][..], &[2, 3][..], 12));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`](crate::Error::OutOfRange) past the last token.
+    pub fn part(&self, tokens: Range<usize>) -> Result<Self> {
+        let slots = self.slots.part(tokens.clone())?;
+        let (skipped, at) = match &self.at {
+            Some(at) => (0, at.get(tokens.clone()).map(Arc::from)),
+            None => (tokens.start, None),
+        };
+        Ok(Self {
+            tokens: self.tokens.get(tokens).map(<[u32]>::to_vec).unwrap_or_default(),
+            logical_start: self.logical_start + skipped,
+            position_start: self.position_start + skipped as i64,
+            at,
+            key_offset: self.key_offset,
+            slots,
+            segments: Arc::clone(&self.segments),
+            groups: Arc::clone(&self.groups),
+            logits: Logits::None,
+        })
     }
 
     /// Checks that every token has a slot, and a distance if `at` is given.

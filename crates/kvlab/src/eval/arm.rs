@@ -3,7 +3,8 @@
 use std::str::FromStr;
 
 use kvchunk::{ContextScaling, Recompute, Reuse, ReuseCell};
-use kvmodel::{Request, TextCodec};
+use kvengine::Request;
+use kvmodel::TextCodec;
 use serde::Serialize;
 
 use super::{PromptStyle, Question};

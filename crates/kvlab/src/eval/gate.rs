@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::{Arm, EvalOptions, Measure, Paired, PromptStyle, Question, QuestionKind, Trial, evaluate};
 use crate::error::Result;
+use kvengine::{Engine, Generation, Request};
 use kvmodel::TextCodec;
-use kvmodel::{Engine, Generation, Request};
 
 /// The limits of differences between results.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]

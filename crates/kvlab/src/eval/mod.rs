@@ -11,7 +11,8 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use kvchunk::{PositionStrategy, Recompute, ReuseCell};
-use kvmodel::{Engine, Generation, Observer, Request, TextCodec};
+use kvengine::{Engine, Generation, Request};
+use kvmodel::{Observer, TextCodec};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

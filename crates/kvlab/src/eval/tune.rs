@@ -4,7 +4,8 @@
 //! computed in the same mode is nearer to it beyond doubt. Those that stay answer many questions, the cheapest first and each against
 //! full attention, until the answers of one bound its loss.
 
-use kvmodel::{Engine, TextCodec};
+use kvengine::Engine;
+use kvmodel::TextCodec;
 use serde::Serialize;
 
 use super::statistics::median;

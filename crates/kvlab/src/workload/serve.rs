@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use super::RagWorkload;
 use crate::error::Result;
+use kvengine::{Engine, Generation, Request};
 use kvmodel::PromptTokens;
-use kvmodel::{Engine, Generation, Request};
 
 /// Statistics of times, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]

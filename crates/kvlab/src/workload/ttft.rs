@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::{Popularity, RagWorkload};
 use crate::error::Result;
+use kvengine::{Engine, Request};
 use kvmodel::PromptTokens;
-use kvmodel::{Engine, Request};
 
 /// A time, with the time that it is compared with.
 #[derive(Debug, Clone, PartialEq, Serialize)]

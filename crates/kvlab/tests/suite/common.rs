@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkCacheConfig;
+use kvengine::{Engine, EngineConfig};
 use kvlab::{QuestionKind, Trial, World};
-use kvmodel::{Engine, EngineConfig, ModelDirectory, TextCodec, WeightFormat};
+use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 
 pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");

@@ -2,8 +2,9 @@
 
 use kvchunk::{Reuse, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};
+use kvengine::Engine;
 use kvlab::{EvalOptions, Gate, GateCheck, GateLimits, Question, Verdict};
-use kvmodel::{Engine, TextCodec};
+use kvmodel::TextCodec;
 
 use crate::common::{tiny_rag, trials};
 

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
+use kvengine::{Engine, EngineConfig};
 use kvlab::{Arm, EvalOptions, Measure, Question, QuestionKind, World, evaluate};
-use kvmodel::{Engine, EngineConfig, ModelDirectory, WeightFormat};
+use kvmodel::{ModelDirectory, WeightFormat};
 
 /// System prompts. Most consist of words that are no single tokens.
 const SYSTEMS: [&str; 4] = [

@@ -35,7 +35,7 @@ pub use activation::{Activation, RowIndex};
 pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
-pub use host::HostDense;
+pub use host::{HostDense, products};
 pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;

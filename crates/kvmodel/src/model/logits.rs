@@ -33,6 +33,11 @@ impl LogitRows {
         &self.values
     }
 
+    /// Returns all logits, row after row, for the memory to be used again.
+    pub fn into_values(self) -> Vec<f32> {
+        self.values
+    }
+
     /// Returns the logits of the last row, in the memory of all rows.
     pub fn into_last(mut self) -> Vec<f32> {
         self.values.drain(..self.values.len().saturating_sub(self.vocabulary));

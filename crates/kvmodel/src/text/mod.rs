@@ -64,7 +64,7 @@ impl PromptTokens {
     }
 
     /// Iterates over all tokens in the prompt's order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = u32> {
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
         let (plain, parts) = match self {
             Self::Plain(tokens) => (tokens.as_slice(), None),
             Self::Chunked(prompt) => (prompt.system(), Some(prompt)),

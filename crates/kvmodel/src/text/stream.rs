@@ -9,14 +9,19 @@ use crate::model::Observer;
 // Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
 /// The text of an answer, token by token, up to a stop string.
 ///
-/// Text is held back while it may change or be the beginning of a stop string; a stop string itself is never given out. As
-/// an [`Observer`] of a request, a stream ends the answer at a stop string, with
-/// [`FinishReason::StopString`](crate::FinishReason::StopString).
+/// Text is held back while it may change or be the beginning of a stop string; a stop string itself is never given out. An engine
+/// that takes a stream as the [`Observer`] of a request ends the answer at a stop string.
 ///
 /// ```no_run
-/// # fn ask(engine: &mut kvmodel::Engine, codec: &kvmodel::TextCodec, request: &kvmodel::Request) -> kvmodel::Result<()> {
+/// use kvmodel::Observer;
+///
+/// # fn print(codec: &kvmodel::TextCodec, tokens: impl Iterator<Item = u32>) -> kvmodel::Result<()> {
 /// let mut stream = kvmodel::TextStream::new(codec, ["\n\n".to_owned()])?;
-/// engine.generate(request, &mut stream)?;
+/// for token in tokens {
+///     if stream.token(token).is_break() || stream.is_complete() {
+///         break;
+///     }
+/// }
 /// println!("{}", stream.finish()?);
 /// # Ok(())
 /// # }

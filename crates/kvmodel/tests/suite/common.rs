@@ -49,7 +49,7 @@ pub(crate) use for_every_model;
 
 /// Returns the folder of a golden model.
 pub(crate) fn folder(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../kvmodel/tests/goldens").join(name)
 }
 
 /// The results of transformers; see `tools/model_goldens/make.py`.

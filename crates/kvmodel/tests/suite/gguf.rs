@@ -3,17 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use kvbackend_cpu::CpuBackend;
 use kvmodel::dense::{StoredType, StoredWeight};
-use kvmodel::{
-    Engine, EngineConfig, Error, Model, ModelConfig, ModelDirectory, PromptTokens, Request, WeightFormat,
-    Weights,
-};
+use kvmodel::{Error, Model, ModelConfig, ModelDirectory, PromptTokens, WeightFormat, Weights};
 use rstest::rstest;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
 use crate::common::folder;
+use crate::greedy::answer;
 
 /// Bytes of a value in a file: its type, and what stands for it.
 pub(crate) type Field = (u32, Vec<u8>);
@@ -184,12 +181,9 @@ pub(crate) fn converted(name: &str) -> Draft {
     draft
 }
 
-fn logits(model: Model) -> Vec<Vec<f32>> {
-    let config = EngineConfig { kv_memory: Some(1 << 22), ..EngineConfig::default() };
-    let mut engine = Engine::new(model, CpuBackend::new(), b"none", &config).unwrap();
-    let prompt = PromptTokens::Plain((0..40).map(|i| i * 97 % 48).collect());
-    let request = Request { max_new_tokens: 5, keep_logits: true, ..Request::new(prompt) };
-    engine.generate(&request, &mut ()).unwrap().logits
+fn logits(model: &Model) -> Vec<Vec<f32>> {
+    let prompt: Vec<u32> = (0..40).map(|i| i * 97 % 48).collect();
+    answer(model, &prompt, 5)
 }
 
 pub(crate) fn load(path: &Path) -> kvmodel::Result<ModelDirectory> {
@@ -210,7 +204,7 @@ fn a_file_is_the_model_of_its_directory(#[values("llama", "qwen2", "qwen3")] nam
     let expected = ModelConfig { eos: Vec::new(), ..config.clone() };
     assert_eq!(ModelConfig { eos: Vec::new(), ..loaded.model.config().clone() }, expected);
     let directory = Model::new(config, weights, WeightFormat::Stored).unwrap();
-    assert_eq!(logits(loaded.model), logits(directory));
+    assert_eq!(logits(&loaded.model), logits(&directory));
     assert!(reports.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{reports:?}");
     assert!(reports.last().is_some_and(|&(done, total)| done == total && total > 0), "{reports:?}");
 }
@@ -239,7 +233,7 @@ fn divisors_of_frequencies_are_those_of_their_scaling() {
     let weights = Weights::from_directory(&folder("llama3"), &mut |_, _| ()).unwrap();
     let directory =
         Model::new(ModelConfig::from_json(&text).unwrap(), weights, WeightFormat::Stored).unwrap();
-    for (a, b) in logits(loaded.model).iter().flatten().zip(logits(directory).iter().flatten()) {
+    for (a, b) in logits(&loaded.model).iter().flatten().zip(logits(&directory).iter().flatten()) {
         assert!((a - b).abs() < 1e-4 * b.abs().max(1.0), "{a} and {b}");
     }
 }

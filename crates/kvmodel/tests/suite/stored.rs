@@ -1,15 +1,12 @@
 //! Models whose weights are stored in blocks, and weights that no model can take.
 
 use half::f16;
-use kvbackend_cpu::CpuBackend;
 use kvmodel::dense::{StoredType, StoredWeight};
-use kvmodel::{
-    Engine, EngineConfig, Error, Model, ModelConfig, PromptTokens, Request, WeightFormat, WeightProblem,
-    Weights,
-};
+use kvmodel::{Error, Model, ModelConfig, WeightFormat, WeightProblem, Weights};
 use rstest::rstest;
 
 use crate::common::distance;
+use crate::greedy::answer;
 
 const LAYERS: usize = 2;
 const HIDDEN: usize = 256;
@@ -88,12 +85,9 @@ fn decoded(weight: &StoredWeight) -> StoredWeight {
     StoredWeight::of_f32(weight.name(), weight.shape(), &weight.to_f32()).unwrap()
 }
 
-fn logits(model: Model) -> Vec<f32> {
-    let config = EngineConfig { kv_memory: Some(1 << 22), ..EngineConfig::default() };
-    let mut engine = Engine::new(model, CpuBackend::new(), b"none", &config).unwrap();
-    let prompt = PromptTokens::Plain((0..40).map(|i| i * 97 % 4096).collect());
-    let request = Request { max_new_tokens: 1, keep_logits: true, ..Request::new(prompt) };
-    engine.generate(&request, &mut ()).unwrap().logits.remove(0)
+fn logits(model: &Model) -> Vec<f32> {
+    let prompt: Vec<u32> = (0..40).map(|i| i * 97 % 4096).collect();
+    answer(model, &prompt, 1).remove(0)
 }
 
 #[rstest]
@@ -111,7 +105,7 @@ fn a_model_in_blocks_answers_as_its_decoded_weights(
     assert_ne!(blocks.revision(), plain.revision(), "their keys and values must not be shared");
     let held = blocks.weight_bytes() as f32 / plain.weight_bytes() as f32;
     assert!(held < share, "{held} of the memory of f32");
-    let (got, expected) = (logits(blocks), logits(plain));
+    let (got, expected) = (logits(&blocks), logits(&plain));
     let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let gap = distance(&got, &expected) / largest;
     println!("{dtype}, {format:?}: {gap:.2e} of the largest logit, {held:.3} of the memory");

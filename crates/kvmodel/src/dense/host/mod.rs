@@ -16,11 +16,13 @@ use super::{
 use crate::error::{Error, Result};
 
 mod border;
+mod products;
 #[cfg(test)]
 mod tests;
 mod weight;
 
 use border::HostBorder;
+pub use products::products;
 use weight::{Held, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.

@@ -1,0 +1,95 @@
+//! The settings of an engine.
+
+use kvchunk::{ChunkCacheConfig, SleepForm};
+use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen};
+
+/// The settings of an engine: the memory of its caches, and their layout.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineConfig {
+    /// The format in which keys and values are stored. The scales of an fp8 format are set when the engine is
+    /// made, by a pass over 256 sample tokens.
+    pub kv_format: KvFormat,
+    /// The form in which keys are stored, rotated or not.
+    pub keys: KeyForm,
+    /// The number of tokens per block.
+    pub block_size: usize,
+    /// The kind of cache that holds sequences. A static cache keeps no chunks, so a chunked prompt must ask
+    /// for full attention.
+    pub cache: CacheKind,
+    /// The longest sequence of a static cache.
+    pub max_len: MaxLen,
+    /// The memory for keys and values in bytes. `None` takes enough for eight prompts of the model's longest
+    /// length, or at most [`DEFAULT_KV_MEMORY`].
+    pub kv_memory: Option<usize>,
+    /// The settings of the chunk cache.
+    pub chunks: ChunkCacheConfig,
+    /// The place where chunks sleep; `None` for none. Chunks fall asleep by a call of
+    /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
+    pub chunk_sleep: Option<ChunkSleep>,
+    /// Lets whole pools [sleep](crate::Engine::sleep). For this, address space is reserved, so that memory can be
+    /// released and come back at the same addresses.
+    pub enable_sleep_mode: bool,
+    /// The salt that separates tenants in keys. The operator of the engine chooses it, never a client.
+    pub tenant_salt: Vec<u8>,
+    /// The largest number of graphs of decode steps, where backend and dense steps can be captured. 0 runs every step
+    /// operation by operation. Answers are the same.
+    pub graphs: usize,
+    /// The limits of requests that are answered at once.
+    pub scheduling: Scheduling,
+    /// Turns on the recording of spans.
+    pub profile: bool,
+}
+
+/// A place in host memory for chunks that are seldom used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSleep {
+    /// The form in which chunks sleep.
+    pub form: SleepForm,
+    /// The largest number of bytes of host memory. `None` takes as many as chunks have on the device. All of
+    /// it is allocated at once, unless chunks are compressed.
+    pub memory: Option<usize>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            kv_format: KvFormat::Dense(DType::F32),
+            keys: KeyForm::default(),
+            block_size: 16,
+            cache: CacheKind::Paged,
+            max_len: MaxLen::Model,
+            kv_memory: None,
+            chunks: ChunkCacheConfig::default(),
+            chunk_sleep: None,
+            enable_sleep_mode: false,
+            tenant_salt: Vec::new(),
+            graphs: DEFAULT_GRAPHS,
+            scheduling: Scheduling::default(),
+            profile: false,
+        }
+    }
+}
+
+/// The limits of requests that are answered at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scheduling {
+    /// The largest number of tokens of a pass. A longer prompt is computed in pieces, so that activations need memory for as many
+    /// rows, and running answers go on between two pieces.
+    pub step_tokens: usize,
+    /// The largest number of answers that run at once.
+    pub running: usize,
+    /// The number of blocks that a newly admitted request leaves to running ones.
+    pub watermark: usize,
+}
+
+impl Default for Scheduling {
+    fn default() -> Self {
+        Self { step_tokens: 512, running: 256, watermark: 4 }
+    }
+}
+
+/// The number of graphs that an engine keeps by default. The steps of a request of 4,000 tokens need five.
+pub const DEFAULT_GRAPHS: usize = 16;
+
+/// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
+pub const DEFAULT_KV_MEMORY: usize = 2 << 30;

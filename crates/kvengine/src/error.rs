@@ -1,0 +1,118 @@
+//! The error type of this crate.
+
+use std::path::PathBuf;
+
+use crate::PoolTag;
+
+/// An error between a request and its answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Io {
+        /// The path of the file.
+        path: PathBuf,
+        /// The reason that the system gave.
+        source: std::io::Error,
+    },
+    /// A file cannot be written.
+    #[error("cannot write {path}: {source}")]
+    Write {
+        /// The path of the file.
+        path: PathBuf,
+        /// The reason that the system gave.
+        source: std::io::Error,
+    },
+    /// A file of tuned reuse is malformed.
+    #[error("{path} holds no tuned reuse: {reason}")]
+    Tuned {
+        /// The path of the file.
+        path: PathBuf,
+        /// The field, and its line.
+        reason: String,
+    },
+    /// A way of reuse was tuned for another model.
+    #[error(
+        "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
+    )]
+    TunedForOther {
+        /// The first digits of the identity of the model that it was tuned for.
+        tuned: String,
+        /// Those of this model.
+        model: String,
+    },
+    /// A setting of sampling is outside its range.
+    #[error("sampling: {setting} is {value}; it must be {needed}")]
+    Sampling {
+        /// The name of the setting.
+        setting: &'static str,
+        /// Its value.
+        value: f32,
+        /// The values that it may have.
+        needed: &'static str,
+    },
+    /// An operation needs chunks, but the engine has a static cache. The text says what to do instead.
+    #[error("a static cache keeps no chunks: {0}")]
+    NoChunks(&'static str),
+    /// The engine cannot release the memory of its caches. The text says what to do instead.
+    #[error("this engine's caches cannot sleep: {0}")]
+    NoSleepMode(&'static str),
+    /// A request arrived while the caches sleep.
+    #[error("the {0} of this engine sleeps; call wake_up first")]
+    Asleep(PoolTag),
+    /// A pool cannot sleep, because requests hold blocks of it.
+    #[error("{held} blocks of the {pool} are held; let the requests that hold them end, then let it sleep")]
+    InUse {
+        /// The pool.
+        pool: PoolTag,
+        /// The number of held blocks.
+        held: usize,
+    },
+    /// The prompt has no token.
+    #[error("the prompt is empty; give it at least one token")]
+    EmptyPrompt,
+    /// The request was stopped by its observer.
+    #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
+    Cancelled,
+    /// A pass failed that computed the tokens of several requests.
+    #[error("the pass over this and other requests failed: {0}")]
+    Pass(std::sync::Arc<Error>),
+    /// The request's time is over.
+    #[error("the request took longer than its limit of {limit:?}; the tokens that came before stay valid")]
+    TimeOut {
+        /// The limit.
+        limit: std::time::Duration,
+    },
+    /// Several samples were asked of a cache that cannot fork sequences.
+    #[error("{samples} samples need a paged cache; this engine has a static one")]
+    Samples {
+        /// The number of samples.
+        samples: usize,
+    },
+    /// An error of the model.
+    #[error(transparent)]
+    Model(kvmodel::Error),
+    /// An error of `kvchunk`.
+    #[error(transparent)]
+    Chunk(#[from] kvchunk::Error),
+    /// An error of `kvcore`.
+    #[error(transparent)]
+    Core(#[from] kvcore::Error),
+}
+
+impl From<kvmodel::Error> for Error {
+    /// Takes what a pass reports of a request, or of the caches, for this crate's own.
+    fn from(error: kvmodel::Error) -> Self {
+        match error {
+            kvmodel::Error::Cancelled => Self::Cancelled,
+            kvmodel::Error::EmptyPrompt => Self::EmptyPrompt,
+            kvmodel::Error::Chunk(error) => Self::Chunk(error),
+            kvmodel::Error::Core(error) => Self::Core(error),
+            other => Self::Model(other),
+        }
+    }
+}
+
+/// A result with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

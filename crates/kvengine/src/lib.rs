@@ -1,0 +1,43 @@
+//! The engine: a [`kvmodel::Model`] with its caches, which answers requests.
+//!
+//! ```no_run
+//! use kvbackend_cpu::CpuBackend;
+//! use kvengine::{Engine, EngineConfig, Request};
+//! use kvmodel::ModelDirectory;
+//!
+//! let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
+//! let codec = loaded.codec;
+//! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
+//! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
+//! let answer = engine.generate(&Request::new(prompt), &mut ())?;
+//! println!("{}", codec.decode(&answer.tokens)?);
+//! # Ok::<(), kvengine::Error>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod blend;
+mod caches;
+mod calibrate;
+mod chunked;
+mod config;
+mod engine;
+mod error;
+mod follow;
+mod generate;
+mod inquire;
+mod request;
+mod sample;
+mod serve;
+mod sleep;
+mod tuned;
+
+pub use caches::CacheReport;
+pub use config::{ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, EngineConfig, Scheduling};
+pub use engine::Engine;
+pub use error::{Error, Result};
+pub use request::{FinishReason, Generation, Request};
+pub use sample::{Sampler, Sampling};
+pub use serve::{Answer, AnswerEvent, RequestId, Step};
+pub use sleep::{PoolTag, Slept};
+pub use tuned::{TunedBy, TunedReuse};

@@ -1,0 +1,109 @@
+//! Requests and their answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvchunk::{ChunkReport, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
+use kvmodel::PromptTokens;
+use serde::Serialize;
+
+use crate::sample::Sampling;
+
+/// A prompt, with the settings for its answer.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The prompt.
+    pub prompt: PromptTokens,
+    /// The compute mode and position strategy of chunks.
+    pub cell: ReuseCell,
+    /// Allows the use and keeping of cached KV. If false, everything is recomputed under the same mask.
+    pub reuse: bool,
+    /// Lets chunks see each other: the prompt is computed as an ordinary one.
+    pub full_attention: bool,
+    /// The strategy that chooses chunk tokens to recompute, with everything before them in sight.
+    pub recompute: Arc<dyn RecomputeStrategy>,
+    /// The temperature and scale of the question's attention to chunks.
+    pub scaling: ContextScaling,
+    /// The tag of the chunk cache's tenant that owns the chunks; `None` for the default tenant.
+    pub tenant: Option<String>,
+    /// The number of answers that are sampled from the prompt, which is computed once. Each has a seed of its own, counted up from
+    /// [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) gives the first.
+    pub samples: usize,
+    /// The order among requests that wait: larger numbers first, then in the order of their arrival. Where memory is short, the last
+    /// in this order gives way.
+    pub priority: i32,
+    /// The time after which the request ends with [`Error::TimeOut`](crate::Error::TimeOut).
+    pub time_limit: Option<Duration>,
+    /// The largest number of tokens of the answer.
+    pub max_new_tokens: usize,
+    /// The settings of sampling.
+    pub sampling: Sampling,
+    /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
+    /// logits of the token behind them are kept, too, if there is room for it.
+    pub forced: Option<Arc<[u32]>>,
+    /// Keeps the logits of every answer token in [`Generation::logits`].
+    pub keep_logits: bool,
+}
+
+impl Request {
+    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact for its mask. That is not to say that it
+    /// answers as full attention does: [`reusing`](Self::reusing) takes a way that was measured, such as [`kvchunk::Reuse`]'s
+    /// default.
+    pub fn new(prompt: PromptTokens) -> Self {
+        Self {
+            prompt,
+            cell: ReuseCell::default(),
+            reuse: true,
+            full_attention: false,
+            recompute: Arc::new(Recompute::None),
+            scaling: ContextScaling::default(),
+            tenant: None,
+            samples: 1,
+            priority: 0,
+            time_limit: None,
+            max_new_tokens: 64,
+            sampling: Sampling::default(),
+            forced: None,
+            keep_logits: false,
+        }
+    }
+}
+
+/// The reason why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FinishReason {
+    /// The model gave an end token.
+    Stop,
+    /// The observer saw that the answer is complete: its text has a stop string.
+    #[serde(rename = "stop-string")]
+    StopString,
+    /// The answer reached the token limit, the model's last position or the end of a static cache.
+    Length,
+}
+
+/// An answer, with its costs.
+#[derive(Debug, Clone)]
+pub struct Generation {
+    /// The new tokens, without the end token, and with those of a stop string.
+    pub tokens: Vec<u32>,
+    /// The reason why the answer ended.
+    pub finish: FinishReason,
+    /// The number of tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// The number of prompt tokens whose KV was cached.
+    pub cached_tokens: usize,
+    /// The number of chunk tokens that the request's recompute strategy recomputed.
+    pub recomputed_tokens: usize,
+    /// The counted floating-point operations of the prefill; see [`Forward::flops`](kvmodel::Forward::flops).
+    pub prefill_flops: u64,
+    /// The time to first token (TTFT), from the start of the request.
+    pub ttft: Duration,
+    /// The time from the start of the request to its end.
+    pub total: Duration,
+    /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
+    pub chunks: Vec<ChunkReport>,
+    /// The logits that each answer token was chosen from, including the end token; empty unless
+    /// [`Request::keep_logits`] is set.
+    pub logits: Vec<Vec<f32>>,
+}

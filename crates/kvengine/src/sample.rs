@@ -1,0 +1,321 @@
+//! Sampling: the choice of a token from its logits.
+//!
+//! Steps have the order and the meaning that transformers gives them: repetition penalty, temperature, top-k, top-p, min-p,
+//! draw. Each is absent at its neutral value.
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+use crate::error::{Error, Result};
+
+/// The settings of sampling. By default the most likely token is taken.
+///
+/// ```
+/// use kvengine::Sampling;
+/// let careful = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
+/// careful.check()?;
+/// assert!(Sampling { top_p: -0.5, ..careful }.check().is_err());
+/// # Ok::<(), kvengine::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// The temperature. 0 takes the most likely token. Above 0, the logits are divided by the temperature and
+    /// a token is drawn.
+    pub temperature: f32,
+    /// Keeps this many of the most likely tokens, and those as likely as the last of them; 0 keeps all.
+    pub top_k: usize,
+    /// Keeps the fewest of the most likely tokens whose probabilities add up to this share; 1 keeps all. Of equally likely
+    /// tokens, the first are kept.
+    pub top_p: f32,
+    /// Keeps tokens at least this share as likely as the most likely one; 0 keeps all.
+    pub min_p: f32,
+    /// Divides the logits above 0 of tokens of the prompt and the answer, and multiplies those below 0; 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// The seed of the draw.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+    }
+}
+
+impl Sampling {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// Returns [`Error::Sampling`] for the first setting that is outside its range.
+    pub fn check(&self) -> Result<()> {
+        let share = |x: f32| (0.0..=1.0).contains(&x);
+        let positive = self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0;
+        for (setting, value, fits, needed) in [
+            ("temperature", self.temperature, self.temperature.is_finite(), "a finite number"),
+            ("top_p", self.top_p, share(self.top_p) && self.top_p > 0.0, "above 0 and at most 1"),
+            ("min_p", self.min_p, share(self.min_p), "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty, positive, "above 0"),
+        ] {
+            if !fits {
+                return Err(Error::Sampling { setting, value, needed });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A sampler: the settings, the tokens seen so far and the state of the random generator.
+#[derive(Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    rng: StdRng,
+    /// True for each token seen so far; empty without a penalty.
+    seen: Vec<bool>,
+    /// Scores of the vocabulary, kept from token to token.
+    scores: Vec<f32>,
+    /// Tokens in the order of their scores, kept from token to token.
+    order: Vec<u32>,
+}
+
+impl Sampler {
+    /// Creates a sampler in its first state, which has seen no token.
+    pub fn new(sampling: Sampling) -> Self {
+        let rng = StdRng::seed_from_u64(sampling.seed);
+        Self { sampling, rng, seen: Vec::new(), scores: Vec::new(), order: Vec::new() }
+    }
+
+    /// Takes note of tokens of the prompt or the answer, which a repetition penalty makes less likely.
+    pub fn see(&mut self, tokens: impl IntoIterator<Item = u32>) {
+        if self.sampling.repetition_penalty == 1.0 {
+            return;
+        }
+        for token in tokens {
+            let token = token as usize;
+            if self.seen.len() <= token {
+                self.seen.resize(token + 1, false);
+            }
+            self.seen[token] = true;
+        }
+    }
+
+    /// Chooses a token. Takes the first of equally likely tokens if the temperature is 0. Never chooses NaN.
+    ///
+    /// The choice is not seen: the caller hands it to [`see`](Self::see), since another token may have been forced.
+    pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        let greedy = self.sampling.temperature <= 0.0;
+        if greedy && self.sampling.repetition_penalty == 1.0 {
+            return argmax(logits);
+        }
+        self.scores.clear();
+        self.scores.extend(logits.iter().map(|&x| if x.is_nan() { f32::NEG_INFINITY } else { x }));
+        self.penalize();
+        if greedy {
+            return argmax(&self.scores);
+        }
+        for score in &mut self.scores {
+            *score /= self.sampling.temperature;
+        }
+        self.keep_top_k();
+        self.keep_top_p();
+        self.keep_min_p();
+        self.draw()
+    }
+
+    fn penalize(&mut self) {
+        let penalty = self.sampling.repetition_penalty;
+        for (score, _) in self.scores.iter_mut().zip(&self.seen).filter(|(_, seen)| **seen) {
+            *score = if *score > 0.0 { *score / penalty } else { *score * penalty };
+        }
+    }
+
+    fn keep_top_k(&mut self) {
+        let k = self.sampling.top_k;
+        if k == 0 || k >= self.scores.len() {
+            return;
+        }
+        self.order.clear();
+        self.order.extend(0..self.scores.len() as u32);
+        let scores = &self.scores;
+        let descending = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]);
+        let (_, &mut last, _) = self.order.select_nth_unstable_by(k - 1, descending);
+        let least = self.scores[last as usize];
+        self.remove(|score| score < least);
+    }
+
+    fn keep_top_p(&mut self) {
+        if self.sampling.top_p >= 1.0 {
+            return;
+        }
+        let max = self.max();
+        let weight = |score: f32| f64::from(score - max).exp();
+        self.order.clear();
+        self.order.extend((0..).zip(&self.scores).filter(|(_, x)| x.is_finite()).map(|(token, _)| token));
+        let scores = &self.scores;
+        // A stable sort: of equally likely tokens the first stay first.
+        self.order.sort_by(|a, b| scores[*b as usize].total_cmp(&scores[*a as usize]));
+        let total: f64 = self.order.iter().map(|&token| weight(scores[token as usize])).sum();
+        let wanted = f64::from(self.sampling.top_p) * total;
+        let mut sum = 0.0;
+        for &token in &self.order {
+            if sum >= wanted {
+                self.scores[token as usize] = f32::NEG_INFINITY;
+            } else {
+                sum += weight(self.scores[token as usize]);
+            }
+        }
+    }
+
+    fn keep_min_p(&mut self) {
+        let (max, min_p) = (self.max(), self.sampling.min_p);
+        if min_p > 0.0 {
+            self.remove(|score| (score - max).exp() < min_p);
+        }
+    }
+
+    fn remove(&mut self, unfit: impl Fn(f32) -> bool) {
+        for score in &mut self.scores {
+            if unfit(*score) {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+    }
+
+    fn max(&self) -> f32 {
+        self.scores.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    fn draw(&mut self) -> u32 {
+        let max = self.max();
+        let weight = |score: f32| f64::from(score - max).exp();
+        let total: f64 = self.scores.iter().map(|&x| weight(x)).filter(|w| w.is_finite()).sum();
+        let mut left = self.rng.random::<f64>() * total;
+        for (token, &score) in self.scores.iter().enumerate() {
+            let w = weight(score);
+            if w.is_finite() {
+                left -= w;
+                if left < 0.0 {
+                    return token as u32;
+                }
+            }
+        }
+        argmax(&self.scores)
+    }
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let better = |best: (u32, f32), (i, &x): (usize, &f32)| if x > best.1 { (i as u32, x) } else { best };
+    logits.iter().enumerate().fold((0, f32::NEG_INFINITY), better).0
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// Logits whose probabilities are these.
+    fn logits_of(probabilities: &[f32]) -> Vec<f32> {
+        probabilities.iter().map(|p| p.ln()).collect()
+    }
+
+    /// Returns the tokens that are ever drawn, in ascending order.
+    fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<u32> {
+        let mut sampler = Sampler::new(Sampling { temperature: 1.0, ..sampling });
+        let mut tokens: Vec<u32> = (0..2000).map(|_| sampler.sample(logits)).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        tokens
+    }
+
+    const NEUTRAL: Sampling =
+        Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
+
+    #[test]
+    fn greedy_takes_the_first_of_the_best() {
+        let mut sampler = Sampler::new(Sampling::default());
+        assert_eq!(sampler.sample(&[0.0, 3.0, f32::NAN, 3.0]), 1);
+    }
+
+    #[test]
+    fn draws_follow_the_distribution_and_the_seed() {
+        let logits = [0.0, 2f32.ln(), f32::NEG_INFINITY, f32::NAN];
+        let draw = |seed| {
+            let mut sampler = Sampler::new(Sampling { seed, ..NEUTRAL });
+            (0..3000).map(|_| sampler.sample(&logits)).collect::<Vec<_>>()
+        };
+        let tokens = draw(7);
+        let ones = tokens.iter().filter(|&&t| t == 1).count();
+        assert!((1850..2150).contains(&ones) && tokens.iter().all(|&t| t < 2), "{ones}");
+        assert_eq!(tokens, draw(7));
+        assert_ne!(tokens, draw(8));
+    }
+
+    // Probabilities 0.1, 0.4, 0.2, 0.3: the sets follow from the definitions by hand.
+    #[rstest]
+    #[case::all(NEUTRAL, &[0, 1, 2, 3])]
+    #[case::top_k(Sampling { top_k: 2, ..NEUTRAL }, &[1, 3])]
+    #[case::a_top_k_above_the_vocabulary(Sampling { top_k: 9, ..NEUTRAL }, &[0, 1, 2, 3])]
+    #[case::top_p_reached_by_two(Sampling { top_p: 0.69, ..NEUTRAL }, &[1, 3])]
+    #[case::top_p_that_two_do_not_reach(Sampling { top_p: 0.71, ..NEUTRAL }, &[1, 2, 3])]
+    #[case::top_p_keeps_one_at_least(Sampling { top_p: 1e-9, ..NEUTRAL }, &[1])]
+    #[case::min_p(Sampling { min_p: 0.49, ..NEUTRAL }, &[1, 2, 3])]
+    #[case::a_higher_min_p(Sampling { min_p: 0.51, ..NEUTRAL }, &[1, 3])]
+    #[case::min_p_of_one(Sampling { min_p: 1.0, ..NEUTRAL }, &[1])]
+    // Of the two that top-k keeps, the first has 0.4 / 0.7 = 0.57; of all tokens it has 0.4.
+    #[case::top_p_of_what_top_k_keeps(Sampling { top_k: 2, top_p: 0.55, ..NEUTRAL }, &[1])]
+    #[case::top_p_of_all(Sampling { top_p: 0.55, ..NEUTRAL }, &[1, 3])]
+    fn filters_keep_the_tokens_of_their_definitions(#[case] sampling: Sampling, #[case] kept: &[u32]) {
+        assert_eq!(drawn(sampling, &logits_of(&[0.1, 0.4, 0.2, 0.3])), kept);
+    }
+
+    #[test]
+    fn ties_at_the_border_stay_in_top_k_and_the_first_stay_in_top_p() {
+        let even = [0.0; 4];
+        assert_eq!(drawn(Sampling { top_k: 2, ..NEUTRAL }, &even), [0, 1, 2, 3]);
+        assert_eq!(drawn(Sampling { top_p: 0.5, ..NEUTRAL }, &even), [0, 1]);
+    }
+
+    #[test]
+    fn temperature_comes_before_the_filters() {
+        // At temperature 2, probabilities 0.2 and 0.8 become 1/3 and 2/3.
+        let sampling = Sampling { temperature: 2.0, top_p: 0.7, ..NEUTRAL };
+        let mut sampler = Sampler::new(sampling);
+        let logits = logits_of(&[0.2, 0.8]);
+        assert!((0..200).any(|_| sampler.sample(&logits) == 0));
+        assert_eq!(drawn(Sampling { top_p: 0.7, ..NEUTRAL }, &logits), [1]);
+    }
+
+    #[test]
+    fn a_penalty_divides_logits_above_zero_and_multiplies_those_below_once_a_token() {
+        let choose = |penalty, seen: &[u32], logits: &[f32]| {
+            let mut sampler = Sampler::new(Sampling { repetition_penalty: penalty, ..Sampling::default() });
+            sampler.see(seen.iter().copied());
+            sampler.sample(logits)
+        };
+        assert_eq!(choose(1.0, &[0], &[3.0, 2.0]), 0);
+        assert_eq!(choose(1.4, &[0], &[3.0, 2.0]), 0, "3 / 1.4 is above 2");
+        assert_eq!(choose(1.6, &[0], &[3.0, 2.0]), 1, "3 / 1.6 is below 2");
+        assert_eq!(choose(1.4, &[0, 0, 0], &[3.0, 2.0]), 0, "a token is punished once");
+        assert_eq!(choose(1.4, &[0], &[-2.0, -3.0]), 0, "-2.8 is above -3");
+        assert_eq!(choose(1.6, &[0], &[-2.0, -3.0]), 1, "-3.2 is below -3");
+        assert_eq!(choose(1.6, &[7], &[3.0, 2.0]), 0, "a token beyond the logits");
+    }
+
+    #[test]
+    fn a_penalty_comes_before_top_k() {
+        let mut sampler = Sampler::new(Sampling { top_k: 1, repetition_penalty: 2.0, ..NEUTRAL });
+        sampler.see([0]);
+        assert_eq!(sampler.sample(&[3.0, 2.0]), 1);
+    }
+
+    #[rstest]
+    #[case(Sampling { top_p: -0.1, ..NEUTRAL }, "top_p")]
+    #[case(Sampling { top_p: 0.0, ..NEUTRAL }, "top_p")]
+    #[case(Sampling { top_p: f32::NAN, ..NEUTRAL }, "top_p")]
+    #[case(Sampling { min_p: 1.1, ..NEUTRAL }, "min_p")]
+    #[case(Sampling { repetition_penalty: 0.0, ..NEUTRAL }, "repetition_penalty")]
+    #[case(Sampling { temperature: f32::INFINITY, ..NEUTRAL }, "temperature")]
+    fn settings_outside_their_range_are_named(#[case] sampling: Sampling, #[case] name: &str) {
+        let error = sampling.check().unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
+}

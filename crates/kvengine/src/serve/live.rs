@@ -1,0 +1,154 @@
+//! A request under way, and its samples.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvchunk::{AssembledPrompt, Assembly, ChunkReport, PositionReindexer, TenantKeys};
+use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
+
+use super::Rank;
+use super::answer::{AnswerEvent, RequestId, Sender};
+use crate::generate::Context;
+use crate::request::{FinishReason, Generation, Request};
+use crate::sample::Sampler;
+
+/// A request, waiting or running.
+#[derive(Debug)]
+pub(super) struct Live {
+    pub(super) id: RequestId,
+    pub(super) request: Request,
+    /// The rotary embeddings of the request's regime.
+    pub(super) ropes: LayerRopes,
+    pub(super) keys: TenantKeys,
+    pub(super) sender: Sender,
+    pub(super) submitted: Instant,
+    /// Milliseconds of the engine's clock after which the request is too late.
+    pub(super) deadline: Option<u64>,
+    pub(super) parts: Parts,
+    pub(super) context: Context,
+    pub(super) branches: Vec<Branch>,
+    /// The costs of the prefill, for each sample's report.
+    pub(super) costs: Costs,
+}
+
+/// What the prefill of a request took.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Costs {
+    pub(super) cached_tokens: usize,
+    pub(super) recomputed_tokens: usize,
+    pub(super) flops: u64,
+    pub(super) chunks: Vec<ChunkReport>,
+}
+
+/// The documents of a request, and its system prompt.
+#[derive(Debug)]
+pub(super) enum Parts {
+    /// Not looked up: the request waits, or its prompt has none.
+    None,
+    /// Being computed. The first `done` rows of the inputs are there.
+    Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, done: usize, since: u64 },
+    /// There and stored. What is computed anew is not chosen yet.
+    Computed { assembled: Box<AssembledPrompt> },
+    /// There, but for the tokens that are recomputed, of which the first `done` rows are there.
+    Anew { assembled: Box<AssembledPrompt>, inputs: Vec<SequenceInput>, done: usize },
+    /// Held until the answer is complete.
+    Held { _assembled: Box<AssembledPrompt> },
+}
+
+impl Parts {
+    /// Returns the inputs that are to be computed, and the number of their rows that are there.
+    pub(super) fn inputs(&self) -> (&[SequenceInput], usize) {
+        match self {
+            Self::Missing { assembly, done, .. } => (assembly.inputs(), *done),
+            Self::Anew { inputs, done, .. } => (inputs, *done),
+            Self::None | Self::Computed { .. } | Self::Held { .. } => (&[], 0),
+        }
+    }
+
+    /// Returns the number of rows that are to be computed now.
+    pub(super) fn left(&self) -> usize {
+        let (inputs, done) = self.inputs();
+        inputs.iter().map(|input| input.tokens.len()).sum::<usize>().saturating_sub(done)
+    }
+
+    pub(super) fn add_done(&mut self, rows: usize) {
+        if let Self::Missing { done, .. } | Self::Anew { done, .. } = self {
+            *done += rows;
+        }
+    }
+}
+
+/// One sample of a request: a sequence of its own behind the request's context.
+#[derive(Debug)]
+pub(super) struct Branch {
+    pub(super) sample: usize,
+    /// The sequence, unless the request waits.
+    pub(super) own: Option<SequenceId>,
+    /// The logical index and the position of the first token.
+    pub(super) start: SequenceStart,
+    /// The tokens of the sequence: the prompt (of a chunked one the question), then the answer.
+    pub(super) tokens: Vec<u32>,
+    /// The number of prompt tokens among them.
+    pub(super) prompt: usize,
+    /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
+    pub(super) computed: usize,
+    /// The input of the last decode step, whose memory is used again.
+    pub(super) input: Option<SequenceInput>,
+    pub(super) sampler: Sampler,
+    /// The logits that tokens were chosen from, if the request keeps them.
+    pub(super) logits: Vec<Vec<f32>>,
+    /// The time to first token.
+    pub(super) ttft: Option<Duration>,
+    pub(super) over: bool,
+}
+
+impl Branch {
+    /// Returns the number of tokens that are still to be computed.
+    pub(super) fn left(&self) -> usize {
+        if self.over { 0 } else { self.tokens.len() - self.computed }
+    }
+
+    /// Returns the answer so far.
+    pub(super) fn answer(&self) -> &[u32] {
+        &self.tokens[self.prompt..]
+    }
+}
+
+impl Live {
+    /// Ends a sample. Its report is sent.
+    pub(super) fn end(&mut self, branch: usize, finish: FinishReason) {
+        let (prompt_tokens, submitted) = (self.request.prompt.len(), self.submitted);
+        let costs = self.costs.clone();
+        let branch = &mut self.branches[branch];
+        branch.over = true;
+        let generation = Box::new(Generation {
+            tokens: branch.answer().to_vec(),
+            finish,
+            prompt_tokens,
+            cached_tokens: costs.cached_tokens,
+            recomputed_tokens: costs.recomputed_tokens,
+            prefill_flops: costs.flops,
+            ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
+            total: submitted.elapsed(),
+            chunks: costs.chunks,
+            logits: std::mem::take(&mut branch.logits),
+        });
+        self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.branches.iter().all(|branch| branch.over)
+    }
+
+    /// Returns whether two requests may be in one pass.
+    pub(super) fn same_regime(&self, other: &Self) -> bool {
+        let (a, b) = (self.ropes.layers(), other.ropes.layers());
+        a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
+    }
+
+    /// Returns the place of a request in the order of service: the smaller, the earlier.
+    pub(super) fn rank(&self) -> Rank {
+        (Reverse(self.request.priority), self.id)
+    }
+}

@@ -1,0 +1,100 @@
+//! A decode step of the engine allocates what the model's step does, and nothing else.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::hint::black_box;
+use std::path::Path;
+
+use allocation_counter::measure;
+use kvbackend_cpu::{CpuBackend, CpuOptions};
+use kvchunk::ChunkedPrompt;
+use kvcore::{CacheKind, DType, KvFormat, MaxLen};
+use kvengine::{Engine, EngineConfig, Request};
+use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use rstest::rstest;
+
+#[path = "../../kvmodel/tests/suite/greedy.rs"]
+#[allow(dead_code, reason = "other suites use the rest")]
+mod greedy;
+
+use greedy::Greedy;
+
+/// The numbers of tokens of two answers. Lists that grow by doubling do so before the end of the shorter.
+const ANSWERS: [usize; 2] = [6, 22];
+
+fn model(name: &str) -> Model {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvmodel/tests/goldens").join(name);
+    let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let mut config = ModelConfig::from_json(&config).unwrap();
+    config.eos.clear();
+    let weights = Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
+    Model::new(config, weights, WeightFormat::Stored).unwrap()
+}
+
+/// Returns the number of allocations of the model's own decode step.
+fn of_model(model: &Model, kv_format: KvFormat) -> u64 {
+    let mut sequence = Greedy::new(model, kv_format, 64, 64);
+    sequence.prefill(&[1, 2, 3, 4, 5]);
+    for token in 0..4 {
+        sequence.step(token);
+    }
+    measure(|| _ = black_box(sequence.step(4))).count_total
+}
+
+#[rstest]
+fn a_decode_step_allocates_what_the_models_step_does(
+    #[values("llama", "qwen3", "deepseek-v3")] name: &str,
+    // A static cache keeps no chunks.
+    #[values((CacheKind::Paged, false), (CacheKind::Paged, true), (CacheKind::Static, false))]
+    (cache, chunked): (CacheKind, bool),
+    #[values(KvFormat::Dense(DType::F32), KvFormat::Dense(DType::BF16))] kv_format: KvFormat,
+) {
+    let model = model(name);
+    let of_model = of_model(&model, kv_format);
+
+    // Prompt and answer lie in one block.
+    let config =
+        EngineConfig { kv_format, cache, block_size: 64, max_len: MaxLen::from(64), ..Default::default() };
+    let [short, long] = of_answers(model, &config, chunked, chunked);
+    let steps = (ANSWERS[1] - ANSWERS[0]) as u64;
+    assert_eq!(long - short, steps * of_model, "{steps} steps, of which the model allocates {of_model} each");
+}
+
+#[rstest]
+fn a_step_that_takes_a_block_allocates_a_few_times_more(#[values(false, true)] chunked: bool) {
+    let model = model("llama");
+    let of_model = of_model(&model, DType::F32.into());
+    // The settings of an engine that nobody has configured: blocks of 16, whose full ones are keyed and shared.
+    let [short, long] = of_answers(model, &EngineConfig::default(), chunked, true);
+    let (steps, blocks) = ((ANSWERS[1] - ANSWERS[0]) as u64, 1);
+    let more = (long - short).checked_sub(steps * of_model).unwrap();
+    assert!(more <= blocks * OF_A_BLOCK, "{more} allocations more than the model's, for {blocks} block");
+}
+
+/// Allocations of a step that fills a block and takes the next: the key of the full one, its place in the index, the
+/// new guard, and lists of ids that grow.
+const OF_A_BLOCK: u64 = 8;
+
+/// Returns the numbers of allocations of two requests that differ in the length of their answers.
+fn of_answers(model: Model, config: &EngineConfig, chunked: bool, reuse: bool) -> [u64; 2] {
+    let options = CpuOptions { threads: Some(1), ..CpuOptions::default() };
+    let mut engine =
+        Engine::new(model, CpuBackend::with_options(&options).unwrap(), b"none", config).unwrap();
+    let prompt = |first: u32| {
+        let tokens: Vec<u32> = (first..first + 33).collect();
+        if !chunked {
+            return PromptTokens::Plain(tokens);
+        }
+        let chunks = vec![tokens[..9].to_vec(), tokens[9..20].to_vec()];
+        PromptTokens::Chunked(ChunkedPrompt::new(vec![first], chunks, tokens[20..].to_vec()).unwrap())
+    };
+    let mut count = |answer: usize| {
+        let request = Request { max_new_tokens: answer, reuse, ..engine.request(prompt(1)) };
+        let mut tokens = 0;
+        let counted = measure(|| tokens = engine.generate(&request, &mut ()).unwrap().tokens.len());
+        assert_eq!(tokens, answer);
+        counted.count_total
+    };
+    // The first requests grow what stays: plans and buffers of the thread, tables of the caches.
+    let _ = ANSWERS.map(&mut count);
+    ANSWERS.map(count)
+}

@@ -1,0 +1,91 @@
+//! An engine over a golden model, and requests to it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
+use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, WriteSlots, allocate_tensor};
+use kvengine::{Engine, EngineConfig, Generation, Request};
+use kvmodel::PromptTokens;
+
+use crate::common::load_model;
+
+/// Creates an engine in blocks of four tokens, with room for everything.
+pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
+    engine_with(name, kv_format, KeyForm::Rotated)
+}
+
+/// Creates an engine as [`engine`] does, with keys stored in the form `keys`.
+pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
+    let config = EngineConfig {
+        kv_format,
+        keys,
+        block_size: 4,
+        kv_memory: Some(8 << 20),
+        chunks,
+        ..EngineConfig::default()
+    };
+    Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+/// Asks for one token, unless `change` says otherwise. The answer's logits are the prefill's.
+pub(crate) fn ask(
+    engine: &mut Engine,
+    prompt: &ChunkedPrompt,
+    change: impl FnOnce(&mut Request),
+) -> Generation {
+    let mut request = Request::new(PromptTokens::Chunked(prompt.clone()));
+    (request.max_new_tokens, request.keep_logits) = (1, true);
+    change(&mut request);
+    let generation = engine.generate(&request, &mut ()).unwrap();
+    engine.check_invariants().unwrap();
+    generation
+}
+
+/// Sets a strategy and a cell.
+pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
+    let strategy: Arc<dyn RecomputeStrategy> = Arc::new(strategy.parse::<Recompute>().unwrap());
+    move |request| {
+        request.recompute = strategy;
+        request.cell = cell;
+    }
+}
+
+/// Returns the logits of the last of several rows.
+pub(crate) fn last(rows: &[f32], vocabulary: usize) -> &[f32] {
+    &rows[rows.len() - vocabulary..]
+}
+
+/// Writes zeros over all keys, all values or both of the chunk pool, in some layers.
+pub(crate) fn spoil(engine: &Engine, layers: Range<usize>, [keys, values]: [bool; 2]) {
+    let arena = engine.cache().arena();
+    let shape = arena.layout().shape();
+    let KvFormat::Dense(dtype) = shape.format else { panic!("rows of codes") };
+    let stream = engine.backend().stream().unwrap();
+    for block in engine.chunks().unwrap().pool().blocks().range() {
+        let first = i64::from(block) * shape.block_size as i64;
+        let slots: Arc<[i64]> = (first..first + shape.block_size as i64).collect();
+        for layer in layers.clone() {
+            let rows = |heads, dim| {
+                let rows = &[slots.len(), heads, dim];
+                allocate_tensor(engine.backend(), MemoryKind::Device, dtype, rows).unwrap()
+            };
+            let (k, v) = (rows(shape.k_heads, shape.k_dim), rows(shape.v_heads, shape.v_dim));
+            let (arena, slots) = (arena.clone(), Arc::clone(&slots));
+            let gather = Gather { arena, layer, slots, k, v, rotation: None };
+            stream.gather(&gather).unwrap();
+            let Gather { arena, slots, k, v, .. } = gather;
+            for view in
+                [(keys, &k), (values, &v)].into_iter().filter_map(|(spoilt, view)| spoilt.then_some(view))
+            {
+                stream.write(view, &vec![0; dtype.bytes_for(view.len()).unwrap()]).unwrap();
+            }
+            stream
+                .scatter(&Scatter { arena, layer, k, v, slots: WriteSlots::unchecked(slots), rotation: None })
+                .unwrap();
+        }
+    }
+    stream.synchronize().unwrap();
+}

@@ -1,0 +1,27 @@
+//! Behaviour of the whole crate: requests from start to end, recomputation, sleep, and what may fail.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod asking;
+#[cfg(all(feature = "ascend", feature = "cuda"))]
+mod batch;
+mod blending;
+mod cancel;
+#[path = "../../../kvmodel/tests/suite/common.rs"]
+#[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
+mod common;
+mod devices;
+mod endings;
+mod engine;
+mod failure;
+mod faulty;
+mod flops;
+mod questions;
+mod recompute;
+mod replicas;
+mod scaling;
+mod serving;
+mod sharing;
+mod sleep_mode;
+mod sleeping;
+mod unrotated;
+mod views;

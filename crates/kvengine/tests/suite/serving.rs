@@ -1,0 +1,286 @@
+//! Many requests at once: each is answered as if it were alone, whatever the others do, and nothing stays held.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute};
+use kvcore::ManualClock;
+use kvengine::{
+    Answer, AnswerEvent, Engine, EngineConfig, Error, FinishReason, Generation, Request, Sampling,
+    Scheduling, Step,
+};
+use kvmodel::PromptTokens;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use rstest::rstest;
+
+use crate::common::{folder, load_model};
+
+/// The vocabulary of the model, and the number of its positions.
+const VOCABULARY: u32 = 48;
+const MODEL: &str = "llama";
+/// Two logits that are nearer to each other than this may change places in another batch.
+const ROUNDING: f32 = 1e-4;
+
+fn engine(blocks: usize, scheduling: Scheduling) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
+    let mut config = EngineConfig { block_size: 4, chunks, scheduling, ..EngineConfig::default() };
+    config.kv_memory = Some(1 << 20);
+    // The bytes of a block follow from an engine of any size.
+    let probe = Engine::new(load_model(MODEL), CpuBackend::new(), b"t", &config).unwrap();
+    let bytes = probe.cache().arena().layout().shape();
+    let per_block = (1 << 20) / bytes.num_blocks;
+    config.kv_memory = Some(per_block * blocks);
+    Engine::new(load_model(MODEL), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+fn roomy() -> Engine {
+    engine(4096, Scheduling::default())
+}
+
+/// Returns requests of all kinds, one after the other.
+fn mixed(count: usize, seed: u64) -> Vec<Request> {
+    assert!(folder(MODEL).exists());
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut text = |least: usize, most: usize| -> Vec<u32> {
+        let len = rng.random_range(least..=most);
+        (0..len).map(|_| rng.random_range(3..VOCABULARY)).collect()
+    };
+    let documents: Vec<Vec<u32>> = (0..6).map(|_| text(3, 9)).collect();
+    let systems: Vec<Vec<u32>> = (0..2).map(|_| text(4, 7)).collect();
+    (0..count)
+        .map(|i| {
+            let chunked = || {
+                let chunks = vec![documents[i % 6].clone(), documents[(i / 2 + 1) % 6].clone()];
+                ChunkedPrompt::new(systems[i % 2].clone(), chunks, vec![3 + i as u32 % 40, 5, 9]).unwrap()
+            };
+            let prompt = match i % 4 {
+                0 | 3 => PromptTokens::Plain(text(2, 24)),
+                _ => PromptTokens::Chunked(chunked()),
+            };
+            let mut request = Request { max_new_tokens: 1 + i % 12, ..Request::new(prompt) };
+            let strategies = ["none", "link:2", "question:0.4", "blend:0.5@1"];
+            request.recompute = Arc::new(strategies[i / 4 % 4].parse::<Recompute>().unwrap());
+            if i % 4 == 3 {
+                request.samples = 4;
+                request.sampling = Sampling { temperature: 0.9, seed: i as u64, ..Sampling::default() };
+            }
+            request.keep_logits = true;
+            request.priority = i32::from(i % 16 == 5);
+            request
+        })
+        .collect()
+}
+
+/// An answer as far as it has come.
+#[derive(Debug, Default)]
+struct Read {
+    tokens: Vec<Vec<u32>>,
+    ends: Vec<Option<Generation>>,
+    error: Option<Error>,
+}
+
+impl Read {
+    fn new(request: &Request) -> Self {
+        Self { tokens: vec![vec![]; request.samples], ends: vec![None; request.samples], error: None }
+    }
+
+    fn take(&mut self, answer: &mut Answer) {
+        while let Some(event) = answer.try_next() {
+            match event {
+                Ok(AnswerEvent::Token { sample, token }) => self.tokens[sample].push(token),
+                Ok(AnswerEvent::End { sample, generation }) => self.ends[sample] = Some(*generation),
+                Err(error) => self.error = Some(error),
+            }
+        }
+    }
+}
+
+/// Runs an engine until nothing is left, and returns the last report.
+fn run(engine: &mut Engine, answers: &mut [Answer], reads: &mut [Read]) -> (Step, usize) {
+    let (mut steps, mut empty) = (0, 0);
+    loop {
+        let step = engine.step().unwrap();
+        engine.check_invariants().unwrap();
+        answers.iter_mut().zip(&mut *reads).for_each(|(answer, read)| read.take(answer));
+        steps += 1;
+        if step.is_idle() {
+            return (step, steps);
+        }
+        empty = if step.tokens == 0 { empty + 1 } else { 0 };
+        assert!(empty < 100, "no step computes anything: {step:?}");
+    }
+}
+
+/// Returns the samples of a request that an engine answers alone.
+fn alone(request: &Request) -> Vec<Generation> {
+    let mut engine = roomy();
+    let mut answers = [engine.submit(request.clone()).unwrap()];
+    let mut reads = [Read::new(request)];
+    run(&mut engine, &mut answers, &mut reads);
+    assert!(reads[0].error.is_none(), "{:?}", reads[0].error);
+    reads[0].ends.iter().cloned().map(Option::unwrap).collect()
+}
+
+/// Checks that two answers are equal up to a token whose choice rounding may turn.
+fn assert_same(got: &Generation, expected: &Generation, what: &str) {
+    for (i, logits) in expected.logits.iter().enumerate() {
+        let mut sorted = logits.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        assert!(i < got.logits.len(), "{what}: {} tokens of {}", got.logits.len(), expected.logits.len());
+        let apart = logits.iter().zip(&got.logits[i]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < ROUNDING, "{what}: logits of token {i} differ by {apart}");
+        if sorted[0] - sorted[1] < 2.0 * ROUNDING || got.tokens.get(i) != expected.tokens.get(i) {
+            assert!(sorted[0] - sorted[1] < 2.0 * ROUNDING, "{what}: token {i} differs");
+            return;
+        }
+    }
+    assert_eq!((&got.tokens, got.finish), (&expected.tokens, expected.finish), "{what}");
+}
+
+fn assert_nothing_held(engine: &Engine) {
+    engine.check_invariants().unwrap();
+    assert_eq!(engine.cache().num_sequences(), 0);
+    let counts = engine.cache().as_paged().unwrap().pool().counts();
+    assert_eq!((counts.mutable, counts.shared), (0, 0), "{counts:?}");
+}
+
+#[test]
+fn an_answer_of_one_is_that_of_generate() {
+    for (i, request) in mixed(24, 1).into_iter().enumerate() {
+        let served = alone(&request);
+        let expected = roomy().generate(&request, &mut ()).unwrap();
+        assert_same(&served[0], &expected, &format!("request {i}"));
+        assert_eq!(served[0].prompt_tokens, expected.prompt_tokens);
+        assert_eq!(served[0].recomputed_tokens, expected.recomputed_tokens, "request {i}");
+    }
+}
+
+#[rstest]
+#[case(Scheduling::default())]
+#[case(Scheduling { step_tokens: 7, running: 5, watermark: 1 })]
+fn requests_at_once_answer_as_each_alone_in_a_tenth_of_their_memory(#[case] scheduling: Scheduling) {
+    let requests = mixed(256, 2);
+    let expected: Vec<_> = requests.iter().map(alone).collect();
+    let blocks: usize = requests
+        .iter()
+        .map(|r| {
+            (r.prompt.len() + r.max_new_tokens).div_ceil(4) + (r.samples - 1) * r.max_new_tokens.div_ceil(4)
+        })
+        .sum();
+    let serve = || {
+        let mut engine = engine(blocks / 10, scheduling);
+        let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+        let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+        // Some are cancelled in the middle.
+        for step in 0..12 {
+            engine.step().unwrap();
+            answers[step * 20].cancel();
+        }
+        let end = run(&mut engine, &mut answers, &mut reads);
+        assert_nothing_held(&engine);
+        (reads, end)
+    };
+    let (reads, (last, steps)) = serve();
+    if scheduling == Scheduling::default() {
+        assert!(last.preemptions > 0, "nobody gave way");
+    }
+    for (i, (read, expected)) in reads.iter().zip(&expected).enumerate() {
+        if i % 20 == 0 && i < 240 && read.error.is_some() {
+            assert!(matches!(read.error, Some(Error::Cancelled)), "{:?}", read.error);
+            continue;
+        }
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        for (sample, expected) in expected.iter().enumerate() {
+            let got = read.ends[sample].as_ref().unwrap();
+            assert_eq!(got.tokens, read.tokens[sample], "what was streamed");
+            assert_same(got, expected, &format!("request {i}, sample {sample}"));
+        }
+    }
+    let (again, (last_again, steps_again)) = serve();
+    assert_eq!((last, steps), (last_again, steps_again), "the same order of events");
+    for (a, b) in reads.iter().zip(&again) {
+        assert_eq!(a.tokens, b.tokens);
+    }
+}
+
+#[test]
+fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends_others_go_on() {
+    let mut engine = engine(16, Scheduling { watermark: 0, ..Scheduling::default() });
+    let plain = |len: u32, max_new_tokens| Request {
+        max_new_tokens,
+        ..Request::new(PromptTokens::Plain((0..len).map(|i| 3 + i % 40).collect()))
+    };
+    let refused = engine.submit(plain(60, 1)).unwrap_err();
+    assert!(matches!(refused, Error::Core(kvcore::Error::OutOfBlocks { .. })), "{refused}");
+    let requests = [plain(30, 30), plain(6, 5)];
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    run(&mut engine, &mut answers, &mut reads);
+    let error = reads[0].error.take();
+    assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
+    assert!(!reads[0].tokens[0].is_empty(), "what fitted was answered");
+    assert_eq!(reads[1].ends[0].as_ref().unwrap().tokens.len(), 5);
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn a_hundred_cancelled_in_the_middle_of_their_prompts_hold_nothing() {
+    let mut engine = engine(400, Scheduling { step_tokens: 5, ..Scheduling::default() });
+    let requests = mixed(100, 3);
+    let mut answers: Vec<_> = requests.iter().map(|r| Some(engine.submit(r.clone()).unwrap())).collect();
+    for at in 0..100 {
+        engine.step().unwrap();
+        // Whoever drops an answer wants no more of it.
+        answers[(at * 37) % 100] = None;
+        engine.check_invariants().unwrap();
+    }
+    assert!(engine.step().unwrap().is_idle());
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn time_ends_a_request_and_a_text_that_is_complete_ends_its_sample() {
+    let clock = ManualClock::default();
+    let mut engine = roomy();
+    engine.set_clock(Arc::new(clock.clone()));
+    let limit = Duration::from_millis(30);
+    let plain = PromptTokens::Plain(vec![7, 9, 11]);
+    let request = Request { max_new_tokens: 50, ..Request::new(plain) };
+    let late = Request { time_limit: Some(limit), ..request.clone() };
+    let mut answers = [engine.submit(late).unwrap(), engine.submit(request.clone()).unwrap()];
+    let mut reads = [Read::new(&request), Read::new(&request)];
+    for _ in 0..3 {
+        engine.step().unwrap();
+        clock.advance(Duration::from_millis(9));
+    }
+    clock.advance(Duration::from_millis(9));
+    answers[1].complete(0);
+    run(&mut engine, &mut answers, &mut reads);
+    assert!(
+        matches!(reads[0].error, Some(Error::TimeOut { limit: l }) if l == limit),
+        "{:?}",
+        reads[0].error
+    );
+    let complete = reads[1].ends[0].as_ref().unwrap();
+    assert_eq!((complete.tokens.len(), complete.finish), (3, FinishReason::StopString));
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn another_thread_and_a_future_read_as_the_engine_computes() {
+    let mut engine = roomy();
+    let request = Request { max_new_tokens: 6, ..Request::new(PromptTokens::Plain(vec![7, 9, 11])) };
+    let (blocking, mut polled) = (engine.submit(request.clone()).unwrap(), engine.submit(request).unwrap());
+    let by_iterator = std::thread::spawn(move || blocking.map(Result::unwrap).count());
+    let by_future = std::thread::spawn(move || {
+        let mut count = 0;
+        while pollster::block_on(std::future::poll_fn(|context| polled.poll_next(context))).is_some() {
+            count += 1;
+        }
+        count
+    });
+    while !engine.step().unwrap().is_idle() {}
+    assert_eq!((by_iterator.join().unwrap(), by_future.join().unwrap()), (7, 7), "six tokens and an end");
+}
