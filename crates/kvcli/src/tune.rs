@@ -1,4 +1,4 @@
-//! `kvc tune`: the cheapest way of reuse that answers as full attention does.
+//! `kvc tune`: the cheapest way of reuse whose loss against full attention can be bounded.
 
 use std::io::Write;
 
@@ -105,6 +105,7 @@ fn usual(layers: usize) -> Vec<Arm> {
         "sequential,alone,none",
         "sequential,alone,link:4",
         "sequential,alone,link:16",
+        "sequential,alone,link:32",
         "sequential,sink:4,none",
         "sequential,sink:4,link:16",
     ]

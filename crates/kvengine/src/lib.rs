@@ -2,6 +2,7 @@
 //!
 //! ```no_run
 //! use kvbackend_cpu::CpuBackend;
+//! use kvchunk::Reuse;
 //! use kvengine::{Engine, EngineConfig, Request};
 //! use kvmodel::ModelDirectory;
 //!
@@ -9,7 +10,9 @@
 //! let codec = loaded.codec;
 //! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
 //! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! let answer = engine.generate(&Request::new(prompt), &mut ())?;
+//! // The way that was measured to lose least; without it nothing is recomputed.
+//! let request = Request::new(prompt).reusing(&Reuse::default());
+//! let answer = engine.generate(&request, &mut ())?;
 //! println!("{}", codec.decode(&answer.tokens)?);
 //! # Ok::<(), kvengine::Error>(())
 //! ```

@@ -2,7 +2,7 @@
 //! and decides if reuse fits a model.
 //!
 //! [`evaluate`] asks questions through a real [`kvengine::Engine`] in several [`Arm`]s and scores each.
-//! [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest way that answers as full attention does. [`RagWorkload`] draws the prompts of a
+//! [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest way whose loss against full attention it can bound. [`RagWorkload`] draws the prompts of a
 //! retrieval service, and [`serve`] measures the costs of serving them.
 //!
 //! ```no_run

@@ -84,7 +84,7 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Measures the accuracy of answers with and without reuse, and the cost of each way.
     Eval(Box<EvalArgs>),
-    /// Searches the cheapest way of reuse that answers as full attention does, and writes it to a file for --reuse.
+    /// Finds the cheapest way of reuse whose loss against full attention it can bound, and writes it to a file for --reuse.
     Tune(Box<TuneArgs>),
     /// Measures a workload.
     Bench(Box<BenchArgs>),

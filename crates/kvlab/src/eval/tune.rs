@@ -1,4 +1,4 @@
-//! Tuning: the cheapest way of reuse that answers as full attention does.
+//! Tuning: the cheapest way of reuse whose loss against full attention can be bounded.
 //!
 //! A few questions measure how far all candidates are from full attention. A candidate stays unless a cheaper one whose chunks are
 //! computed in the same mode is nearer to it beyond doubt. Those that stay answer many questions, the cheapest first and each against
