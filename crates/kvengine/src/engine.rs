@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport};
 use kvcore::{
-    Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, Stream, SystemClock,
+    Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, SequenceInput, Stream,
+    SystemClock,
 };
-use kvmodel::{ComputeDevice, DecodeMemory, Model, Profiler, PromptTokens};
+use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Profiler, PromptTokens};
 
 use crate::caches::{CacheReport, Caches};
 use crate::calibrate::{StaticScales, calibrate};
@@ -223,6 +224,23 @@ impl Engine {
     /// prefixes and chunks alike.
     pub(crate) fn root(&self, ropes: &LayerRopes) -> BlockKey {
         self.scope.clone().ropes(ropes).root()
+    }
+
+    /// Runs a decode step in the memory that stays, by a graph if there may be one. Allocates nothing of its own.
+    pub(crate) fn decode(
+        &mut self,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+        logits: Vec<f32>,
+    ) -> Result<Forward> {
+        let device = ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream: self.stream.as_ref(),
+            arena: self.caches.sequences().arena(),
+            keys: self.keys,
+            profiler: &self.profiler,
+        };
+        Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
     }
 
     pub(crate) fn device(&self) -> ComputeDevice<'_> {

@@ -1,20 +1,18 @@
-//! Answering a request: prefill, followed by decode, one token after another.
+//! One request from start to end, and what the inputs of its passes are.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use kvchunk::{ChunkReport, TenantKeys};
+use kvchunk::TenantKeys;
 use kvcore::{LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
-use kvmodel::{DecodeMemory, Forward, LogitRows, Observer, PromptTokens};
+use kvmodel::{Forward, LogitRows, Observer, PromptTokens};
 
 use crate::error::{Error, Result};
-use crate::sample::Sampler;
+use crate::serve::AnswerEvent;
 use crate::{Engine, FinishReason, Generation, Request};
 
 /// A request that is being answered.
 pub(crate) struct Asked<'a> {
     pub(crate) request: &'a Request,
-    pub(crate) started: Instant,
     /// The rotary embeddings of the request's regime.
     pub(crate) ropes: LayerRopes,
 }
@@ -39,24 +37,10 @@ impl Default for Context {
     }
 }
 
-/// A request after its prefill.
-#[derive(Default)]
-pub(crate) struct Prefilled {
-    pub(crate) context: Context,
-    /// The logits of the prompt's last token.
-    pub(crate) logits: Vec<f32>,
-    /// The logical index and the position of the next token.
-    pub(crate) next: SequenceStart,
-    pub(crate) cached_tokens: usize,
-    pub(crate) recomputed_tokens: usize,
-    pub(crate) flops: u64,
-    pub(crate) chunks: Vec<ChunkReport>,
-}
-
 impl Engine {
-    /// Answers a request. Calls `observer` for the layers of the prefill and for each token of the answer.
-    /// The observer may stop the request at each call, and end the answer after each token, as a
-    /// [`TextStream`](kvmodel::TextStream) does at a stop string.
+    /// Answers a request, and steps the requests that were submitted before along with it. Calls `observer` for the layers of the prefill
+    /// and for each token of the answer. The observer may stop the request at each call, and end the answer after each token, as a
+    /// [`TextStream`](kvmodel::TextStream) does at a stop string. Of several samples the first is given.
     ///
     /// # Errors
     /// After each of these errors no block stays held.
@@ -69,31 +53,35 @@ impl Engine {
     ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
     /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
-        let started = Instant::now();
-        self.check_awake()?;
-        request.sampling.check()?;
-        self.check_vocabulary(request)?;
-        match &request.prompt {
-            PromptTokens::Chunked(prompt) if !request.full_attention => {
-                self.answer_chunked(request, started, prompt, observer)
+        let mut answer = self.submit(Request { samples: 1, ..request.clone() })?;
+        let (mut seen, mut complete) = (0, None);
+        loop {
+            while let Some(event) = answer.try_next() {
+                match event? {
+                    AnswerEvent::Token { token, .. } if complete.is_none() => {
+                        seen += 1;
+                        if observer.token(token).is_break() {
+                            drop(answer);
+                            self.let_go();
+                            return Err(Error::Cancelled);
+                        }
+                        if observer.is_complete() {
+                            answer.complete(0);
+                            complete = Some(seen);
+                        }
+                    }
+                    AnswerEvent::Token { .. } => {}
+                    AnswerEvent::End { mut generation, .. } => {
+                        if let Some(tokens) = complete {
+                            generation.finish = FinishReason::StopString;
+                            generation.tokens.truncate(tokens);
+                            generation.logits.truncate(tokens);
+                        }
+                        return Ok(*generation);
+                    }
+                }
             }
-            prompt => {
-                let tokens = match prompt {
-                    PromptTokens::Plain(tokens) => tokens.clone(),
-                    PromptTokens::Chunked(prompt) => prompt.flatten(),
-                };
-                self.check_length(&tokens)?;
-                let ropes = self.ropes(request, tokens.len())?;
-                let keys = self.keys(request, &ropes)?;
-                let (own, cached) = if request.reuse {
-                    self.caches.sequences_mut().create_with_prefix((*keys.root()).into(), &tokens)?
-                } else {
-                    (self.caches.sequences_mut().create(SequenceStart::default())?, 0)
-                };
-                let result = self.plain(&Asked { request, started, ropes }, &tokens, own, cached, observer);
-                self.caches.sequences_mut().free(own)?;
-                result
-            }
+            self.step_watched(answer.id(), observer)?;
         }
     }
 
@@ -137,24 +125,6 @@ impl Engine {
         }
     }
 
-    fn plain(
-        &mut self,
-        asked: &Asked,
-        tokens: &[u32],
-        own: SequenceId,
-        cached: usize,
-        observer: &mut dyn Observer,
-    ) -> Result<Generation> {
-        let input = self.next_input(own, &tokens[cached..], &Context::default())?;
-        let next = end_of(&input);
-        let pass = self.model.forward(&self.device(), &asked.ropes, &[input], observer)?;
-        self.caches.sequences_mut().commit(own, &tokens[cached..])?;
-        let flops = pass.flops;
-        let logits = last_row(pass)?;
-        let prefilled = Prefilled { logits, next, cached_tokens: cached, flops, ..Prefilled::default() };
-        self.decode(asked, tokens.len(), own, prefilled, observer)
-    }
-
     /// Returns the input for `tokens` at the end of the request's own sequence. The tokens also see
     /// `context`. The last token gets logits.
     pub(crate) fn next_input(
@@ -191,96 +161,6 @@ impl Engine {
     /// Returns the number of positions that a request may have.
     pub(crate) fn longest(&self) -> usize {
         self.model.config().max_positions.min(self.caches.longest())
-    }
-
-    /// Answers a request after its prefill.
-    pub(crate) fn decode(
-        &mut self,
-        asked: &Asked,
-        prompt_tokens: usize,
-        own: SequenceId,
-        prefilled: Prefilled,
-        observer: &mut dyn Observer,
-    ) -> Result<Generation> {
-        // Kept from token to token and from request to request: a step allocates nothing of its own, and finds its graph.
-        let mut memory = std::mem::take(&mut self.decode_memory);
-        let result = self.decode_in(&mut memory, asked, prompt_tokens, own, prefilled, observer);
-        self.decode_memory = memory;
-        result
-    }
-
-    fn decode_in(
-        &mut self,
-        memory: &mut DecodeMemory,
-        asked: &Asked,
-        prompt_tokens: usize,
-        own: SequenceId,
-        prefilled: Prefilled,
-        observer: &mut dyn Observer,
-    ) -> Result<Generation> {
-        let Asked { request, started, ropes } = asked;
-        let longest = self.longest();
-        let left = (longest as i64).saturating_sub(prefilled.next.position).max(0) as usize;
-        let mut generation = Generation {
-            tokens: Vec::with_capacity(request.max_new_tokens.min(left.saturating_add(1))),
-            finish: FinishReason::Length,
-            prompt_tokens,
-            cached_tokens: prefilled.cached_tokens,
-            recomputed_tokens: prefilled.recomputed_tokens,
-            prefill_flops: prefilled.flops,
-            ttft: started.elapsed(),
-            total: started.elapsed(),
-            chunks: prefilled.chunks.clone(),
-            logits: Vec::new(),
-        };
-        if let Some(answer) = &request.forced {
-            return self.follow(asked, answer, own, prefilled, generation, observer);
-        }
-        let Prefilled { context, mut logits, mut next, .. } = prefilled;
-        let mut sampler = Sampler::new(request.sampling);
-        sampler.see(request.prompt.iter());
-        let mut step = None;
-        while generation.tokens.len() < request.max_new_tokens {
-            let token = sampler.sample(&logits);
-            if generation.tokens.is_empty() {
-                generation.ttft = started.elapsed();
-            }
-            if request.keep_logits {
-                generation.logits.push(logits.clone());
-            }
-            if self.model.config().eos.contains(&token) {
-                generation.finish = FinishReason::Stop;
-                break;
-            }
-            generation.tokens.push(token);
-            sampler.see([token]);
-            if observer.token(token).is_break() {
-                return Err(Error::Cancelled);
-            }
-            if observer.is_complete() {
-                generation.finish = FinishReason::StopString;
-                break;
-            }
-            let full = next.position >= longest as i64;
-            if full || generation.tokens.len() == request.max_new_tokens {
-                break;
-            }
-            let input = match step.take() {
-                None => self.next_input(own, &[token], &context)?,
-                Some(mut input) => {
-                    self.advance(own, token, &mut input)?;
-                    input
-                }
-            };
-            next = end_of(&input);
-            let device = self.device();
-            let batch = std::slice::from_ref(&input);
-            logits = last_row(self.model.decode(&device, ropes, batch, memory, logits)?)?;
-            self.caches.sequences_mut().commit(own, &[token])?;
-            step = Some(input);
-        }
-        generation.total = started.elapsed();
-        Ok(generation)
     }
 }
 

@@ -26,7 +26,6 @@ mod chunked;
 mod config;
 mod engine;
 mod error;
-mod follow;
 mod generate;
 mod inquire;
 mod request;

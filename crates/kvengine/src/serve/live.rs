@@ -98,6 +98,8 @@ pub(super) struct Branch {
     pub(super) sampler: Sampler,
     /// The logits that tokens were chosen from, if the request keeps them.
     pub(super) logits: Vec<Vec<f32>>,
+    /// The answer that is given, instead of sampled, from the prompt's end on.
+    pub(super) given: Option<Vec<u32>>,
     /// The time to first token.
     pub(super) ttft: Option<Duration>,
     pub(super) over: bool,
@@ -111,7 +113,12 @@ impl Branch {
 
     /// Returns the answer so far.
     pub(super) fn answer(&self) -> &[u32] {
-        &self.tokens[self.prompt..]
+        self.given.as_deref().unwrap_or(&self.tokens[self.prompt..])
+    }
+
+    /// Returns whether the next token to compute is the last of the answer.
+    pub(super) fn is_decoding(&self) -> bool {
+        self.own.is_some() && self.left() == 1 && self.tokens.len() > self.prompt
     }
 }
 
@@ -135,6 +142,38 @@ impl Live {
             logits: std::mem::take(&mut branch.logits),
         });
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
+    }
+
+    /// Appends the answer that is given, as far as the request and the model's `longest` sequence have room for it, for its logits to be
+    /// computed. `first` are those behind the prompt. The last token of a whole answer is computed, too, for the logits behind it.
+    pub(super) fn give(&mut self, longest: usize, first: &[f32]) {
+        let (most, submitted) = (self.request.max_new_tokens, self.submitted);
+        let answer = self.request.forced.clone().unwrap_or_default();
+        let it = &mut self.branches[0];
+        let end = it.start.position + it.prompt as i64;
+        let left = (longest as i64).saturating_sub(end).max(0) as usize;
+        let wanted = answer.len().min(most);
+        let fed = if answer.len() < most { wanted } else { wanted - 1 }.min(left);
+        if self.request.keep_logits {
+            it.logits.push(first.to_vec());
+        }
+        it.ttft = Some(submitted.elapsed());
+        let given = &answer[..wanted.min(left.saturating_add(1))];
+        it.tokens.extend_from_slice(&answer[..fed]);
+        it.given = Some(given.to_vec());
+        for &token in given {
+            self.sender.send(AnswerEvent::Token { sample: 0, token });
+        }
+        if fed == 0 {
+            self.end_given(0);
+        }
+    }
+
+    /// Ends a sample whose answer is given. The model is taken to have stopped if the whole answer was computed.
+    pub(super) fn end_given(&mut self, branch: usize) {
+        let it = &self.branches[branch];
+        let whole = self.request.forced.as_ref().is_some_and(|all| it.tokens.len() - it.prompt == all.len());
+        self.end(branch, if whole { FinishReason::Stop } else { FinishReason::Length });
     }
 
     pub(super) fn is_over(&self) -> bool {

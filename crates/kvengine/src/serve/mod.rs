@@ -17,11 +17,13 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvchunk::PositionPlan;
 use kvcore::{LayerRopes, Logits, SequenceInput, SequenceStart};
-use kvmodel::{Forward, LogitRows};
+use kvmodel::{Forward, LogitRows, Observer, PromptTokens};
 
 mod answer;
 mod live;
@@ -59,6 +61,20 @@ pub(crate) struct Scheduler {
     /// Memory of the logits of a pass.
     logits: Vec<f32>,
     preemptions: u64,
+}
+
+/// An observer of one of the requests.
+struct Watch<'a> {
+    id: Option<RequestId>,
+    observer: &'a mut dyn Observer,
+    unwatched: (),
+}
+
+impl Watch<'_> {
+    /// Returns the observer of a request.
+    fn of(&mut self, rank: Rank) -> &mut dyn Observer {
+        if self.id == Some(rank.1) { self.observer } else { &mut self.unwatched }
+    }
 }
 
 /// What a step has done.
@@ -129,19 +145,13 @@ impl Engine {
         self.check_awake()?;
         request.samples = request.samples.max(1);
         request.sampling.check()?;
-        request.scaling.check()?;
         self.check_vocabulary(&request)?;
         if request.samples > 1 && self.cache().as_paged().is_none() {
             return Err(Error::Samples { samples: request.samples });
         }
-        let prompt: Vec<u32> = request.prompt.iter().collect();
-        self.check_length(&prompt)?;
-        let own = match &request.prompt {
-            kvmodel::PromptTokens::Chunked(chunked) if !request.full_attention => chunked.question().to_vec(),
-            _ => prompt.clone(),
-        };
+        let (mut own, end) = self.own_tokens(&request)?;
         self.check_room(&own)?;
-        let ropes = self.ropes(&request, self.end_of_prompt(&request, prompt.len())?)?;
+        let ropes = self.ropes(&request, end)?;
         let keys = self.keys(&request, &ropes)?;
         let id = RequestId(self.scheduler.next);
         self.scheduler.next += 1;
@@ -149,17 +159,21 @@ impl Engine {
         let limit = request.time_limit.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
         let now = self.clock.millis();
         let mut sampler = Sampler::new(request.sampling);
-        sampler.see(prompt);
+        sampler.see(request.prompt.iter());
+        let prompt = own.len();
+        // The answer is appended without growing.
+        own.reserve_exact(request.max_new_tokens.min(self.longest().saturating_sub(end) + 1));
         let first = Branch {
             sample: 0,
             own: None,
             start: SequenceStart::default(),
-            prompt: own.len(),
+            prompt,
             tokens: own,
             computed: 0,
             input: None,
             sampler,
             logits: Vec::new(),
+            given: None,
             ttft: None,
             over: false,
         };
@@ -188,20 +202,50 @@ impl Engine {
     pub fn step(&mut self) -> Result<Step> {
         self.check_awake()?;
         let mut scheduler = std::mem::take(&mut self.scheduler);
-        let tokens = scheduler.step(self);
+        let tokens = scheduler.step(self, &mut Watch { id: None, observer: &mut (), unwatched: () });
         self.scheduler = scheduler;
         Ok(self.scheduler.report(tokens))
     }
 
-    /// Returns the position behind the prompt.
-    fn end_of_prompt(&self, request: &Request, tokens: usize) -> Result<usize> {
+    /// Computes one pass as [`step`](Self::step) does. `observer` is told of the layers of a request's prefill, and may stop the request.
+    pub(crate) fn step_watched(&mut self, id: RequestId, observer: &mut dyn Observer) -> Result<Step> {
+        self.check_awake()?;
+        let mut scheduler = std::mem::take(&mut self.scheduler);
+        let tokens = scheduler.step(self, &mut Watch { id: Some(id), observer, unwatched: () });
+        self.scheduler = scheduler;
+        Ok(self.scheduler.report(tokens))
+    }
+
+    /// Ends the requests that were cancelled, without a pass.
+    pub(crate) fn let_go(&mut self) {
+        let mut scheduler = std::mem::take(&mut self.scheduler);
+        scheduler.end_some(self);
+        self.scheduler = scheduler;
+    }
+
+    /// Checks a request's prompt. Returns the tokens of its own sequence, and the position behind the prompt.
+    fn own_tokens(&self, request: &Request) -> Result<(Vec<u32>, usize)> {
         match &request.prompt {
-            kvmodel::PromptTokens::Chunked(prompt) if !request.full_attention => {
-                let limit = self.model.config().max_positions;
-                let plan = kvchunk::PositionPlan::new(prompt, request.cell, limit)?;
-                Ok(plan.question_position as usize + prompt.question().len())
+            PromptTokens::Chunked(prompt) if !request.full_attention => {
+                request.scaling.check()?;
+                let config = self.model.config();
+                let plan = PositionPlan::new(prompt, request.cell, config.max_positions)?;
+                let layers = config.num_layers();
+                let deepest = request.recompute.evidence().deepest_start(layers);
+                if let Some(layer) = deepest.filter(|&layer| layer >= layers) {
+                    let (what, value, limit) =
+                        ("layer of a recompute strategy", layer as i128, layers as i128);
+                    return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+                }
+                let question = prompt.question();
+                Ok((question.to_vec(), plan.question_position as usize + question.len()))
             }
-            _ => Ok(tokens),
+            prompt => {
+                let tokens: Vec<u32> = prompt.iter().collect();
+                self.check_length(&tokens)?;
+                let end = tokens.len();
+                Ok((tokens, end))
+            }
         }
     }
 
@@ -255,25 +299,49 @@ impl Engine {
         live: &mut Live,
         feed: &Feed,
         input: SequenceInput,
-        logits: Option<&[f32]>,
+        logits: Option<(&LogitRows, Range<usize>)>,
     ) -> Result<()> {
         let Some(branch) = feed.branch else {
             live.parts.add_done(feed.tokens);
             return Ok(());
         };
+        if matches!(live.parts, Parts::Missing { .. }) {
+            // The documents came in the same pass. Their segments are the stored ones from here on.
+            self.advance_parts(live, &mut ())?;
+        }
         let it = &mut live.branches[branch];
         if let Some(own) = it.own {
             self.caches.sequences_mut().commit(own, &input.tokens)?;
         }
         it.input = Some(input).filter(|input| input.tokens.len() == 1);
-        match logits {
-            Some(logits) if it.answer().is_empty() => self.fork(live, logits),
+        let Some((rows, range)) = logits else { return Ok(()) };
+        if it.given.is_some() {
+            if live.request.keep_logits {
+                it.logits.extend(range.filter_map(|row| rows.row(row)).map(<[f32]>::to_vec));
+            }
+            if it.left() == 0 {
+                live.end_given(branch);
+            }
+            return Ok(());
+        }
+        match rows.row(range.start) {
+            Some(logits) if it.answer().is_empty() => self.first_of(live, logits),
             Some(logits) => {
                 self.choose(live, branch, logits);
                 Ok(())
             }
             None => Ok(()),
         }
+    }
+
+    /// Begins the answer, from the logits behind the prompt.
+    fn first_of(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
+        if live.request.forced.is_none() || live.request.max_new_tokens == 0 {
+            return self.fork(live, logits);
+        }
+        let longest = self.longest();
+        live.give(longest, logits);
+        Ok(())
     }
 
     /// Chooses the next token of a branch from its logits, and ends the branch if it is the last.
@@ -323,6 +391,7 @@ impl Engine {
                 input: None,
                 sampler,
                 logits: Vec::new(),
+                given: None,
                 ttft: None,
                 over: false,
             });
@@ -335,13 +404,13 @@ impl Engine {
 }
 
 impl Scheduler {
-    fn step(&mut self, engine: &mut Engine) -> usize {
+    fn step(&mut self, engine: &mut Engine, watch: &mut Watch<'_>) -> usize {
         self.end_some(engine);
         let mut plan = std::mem::take(&mut self.plan);
-        self.plan(engine, &mut plan);
+        self.plan(engine, &mut plan, watch);
         let mut tokens = 0;
         while !plan.feeds.is_empty() {
-            tokens += self.pass(engine, &mut plan);
+            tokens += self.pass(engine, &mut plan, watch);
         }
         for (rank, error) in plan.failed.drain(..) {
             if let Some(at) = self.place(rank) {
@@ -416,7 +485,7 @@ impl Scheduler {
     }
 
     /// Computes those inputs of a plan that may be in one pass: of requests in the regime of the first. Returns the number of tokens.
-    fn pass(&mut self, engine: &mut Engine, plan: &mut Plan) -> usize {
+    fn pass(&mut self, engine: &mut Engine, plan: &mut Plan, watch: &mut Watch<'_>) -> usize {
         let Some(first) = plan.feeds.first().and_then(|feed| self.place(feed.rank)) else {
             plan.feeds.clear();
             plan.batch.clear();
@@ -435,17 +504,29 @@ impl Scheduler {
             feeds.retain(together);
         }
         let tokens: usize = feeds.iter().map(|feed| feed.tokens).sum();
-        let result = self.compute(engine, &ropes, &feeds, &batch);
+        let single = feeds.iter().all(|feed| feed.rank == feeds[0].rank);
+        let observer = if single { watch.of(feeds[0].rank) } else { &mut () };
+        let result = self.compute(engine, &ropes, &feeds, &batch, observer);
         match result {
             Ok(pass) => {
-                let mut row = 0;
+                let (mut row, mut counted) = (0, 0);
                 for (feed, input) in feeds.iter().zip(batch.drain(..)) {
-                    let wants = input.logits == Logits::Last;
-                    let logits = pass.logits.as_ref().filter(|_| wants).and_then(|rows| rows.row(row));
-                    row += usize::from(wants);
+                    let wanted = match input.logits {
+                        Logits::None => 0,
+                        Logits::Last => 1,
+                        Logits::All => feed.tokens,
+                    };
+                    let range = row..row + wanted;
+                    row = range.end;
+                    let logits = pass.logits.as_ref().filter(|_| wanted > 0).map(|rows| (rows, range));
                     let Some(at) = self.place(feed.rank) else { continue };
                     let live = &mut self.running[at];
-                    live.costs.flops += pass.flops * feed.tokens as u64 / tokens.max(1) as u64;
+                    // Shares by tokens, which add up to the whole.
+                    let before = pass.flops * counted / tokens.max(1) as u64;
+                    counted += feed.tokens as u64;
+                    if feed.branch.is_none_or(|branch| live.branches[branch].answer().is_empty()) {
+                        live.costs.flops += pass.flops * counted / tokens.max(1) as u64 - before;
+                    }
                     if let Err(error) = engine.after(live, feed, input, logits) {
                         plan.failed.push((feed.rank, error));
                     }
@@ -453,8 +534,13 @@ impl Scheduler {
                 self.logits = pass.logits.map(LogitRows::into_values).unwrap_or_default();
             }
             Err(error) => {
-                let error = Arc::new(error);
-                plan.failed.extend(feeds.iter().map(|feed| (feed.rank, Error::Pass(Arc::clone(&error)))));
+                if single {
+                    plan.failed.push((feeds[0].rank, error));
+                } else {
+                    let error = Arc::new(error);
+                    let of = |feed: &Feed| (feed.rank, Error::Pass(Arc::clone(&error)));
+                    plan.failed.extend(feeds.iter().map(of));
+                }
             }
         }
         if plan.feeds.is_empty() {
@@ -472,15 +558,17 @@ impl Scheduler {
         ropes: &LayerRopes,
         feeds: &[Feed],
         batch: &[SequenceInput],
+        observer: &mut dyn Observer,
     ) -> Result<Forward> {
-        if feeds.iter().all(|feed| feed.branch.is_some() && feed.tokens == 1) {
-            let (mut memory, logits) =
-                (std::mem::take(&mut engine.decode_memory), std::mem::take(&mut self.logits));
-            let result = engine.model.decode(&engine.device(), ropes, batch, &mut memory, logits);
-            engine.decode_memory = memory;
-            return Ok(result?);
+        let answers = |feed: &Feed| {
+            let live = self.place(feed.rank).map(|at| &self.running[at]);
+            let branch = feed.branch.zip(live).map(|(branch, live)| &live.branches[branch]);
+            feed.tokens == 1 && branch.is_some_and(|branch| !branch.answer().is_empty())
+        };
+        if feeds.iter().all(answers) {
+            return engine.decode(ropes, batch, std::mem::take(&mut self.logits));
         }
-        Ok(engine.model.forward(&engine.device(), ropes, batch, &mut ())?)
+        Ok(engine.model.forward(&engine.device(), ropes, batch, observer)?)
     }
 
     /// Returns the place of a running request.

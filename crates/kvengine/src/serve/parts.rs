@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvchunk::{AssembledPrompt, Assembler, ChunkedPrompt, Findings, PositionPlan, PositionReindexer};
 use kvcore::{Logits, SequenceInput, SequenceStart};
-use kvmodel::PromptTokens;
+use kvmodel::{Observer, PromptTokens};
 
 use super::live::{Live, Parts};
 use crate::blend::Blend;
@@ -32,7 +32,7 @@ impl Engine {
 
     /// Goes on as far as possible without a pass: looks parts up, stores what was computed, asks again for what others computed, and
     /// chooses what is computed anew. After an error it may be asked again; nothing is lost but time.
-    pub(super) fn advance_parts(&mut self, live: &mut Live) -> Result<()> {
+    pub(super) fn advance_parts(&mut self, live: &mut Live, observer: &mut dyn Observer) -> Result<()> {
         while live.parts.left() == 0 {
             match std::mem::replace(&mut live.parts, Parts::None) {
                 Parts::None if chunked(live).is_some() => self.begin_parts(live)?,
@@ -57,7 +57,7 @@ impl Engine {
                     let since = self.clock.millis();
                     live.parts = Parts::Missing { assembly, reindexer, done: 0, since };
                 }
-                Parts::Computed { mut assembled } => match self.choose_anew(live, &mut assembled) {
+                Parts::Computed { mut assembled } => match self.choose_anew(live, &mut assembled, observer) {
                     Ok(inputs) => live.parts = Parts::Anew { assembled, inputs, done: 0 },
                     Err(error) => {
                         live.parts = Parts::Computed { assembled };
@@ -91,6 +91,7 @@ impl Engine {
         &mut self,
         live: &mut Live,
         assembled: &mut AssembledPrompt,
+        observer: &mut dyn Observer,
     ) -> Result<Vec<SequenceInput>> {
         let strategy = Arc::clone(&live.request.recompute);
         let (evidence, mut found) = (strategy.evidence(), Findings::default());
@@ -99,23 +100,25 @@ impl Engine {
             live.context = context(live, assembled.segments());
             let question = self.question(live)?;
             let asked = Inquiry { engine: self, ropes: &live.ropes, question: &question };
-            let (scores, spent) = asked.scores(assembled, check, &mut ())?;
+            let (scores, spent) = asked.scores(assembled, check, observer)?;
             live.costs.flops += spent;
             found.attention = Some(scores);
         }
         if let Some(check) = evidence.deviations {
             live.context = context(live, assembled.segments());
             let question = self.question(live)?;
-            let asked = Asked { request: &live.request, started: live.submitted, ropes: live.ropes.clone() };
+            let asked = Asked { request: &live.request, ropes: live.ropes.clone() };
             let mut blend = Blend::new(self, &asked, &prompt, assembled, question, (check, found))?;
-            let (tokens, pass) = blend.run(&mut ())?;
+            let (tokens, pass) = blend.run(observer)?;
             live.costs.recomputed_tokens = tokens;
             live.costs.flops += pass.flops;
             live.context = context(live, assembled.segments());
             self.answer_of_blend(live, &last_row(pass)?)?;
             return Ok(Vec::new());
         }
-        self.withdraw_question(live)?;
+        if evidence.attention.is_some() {
+            self.withdraw_question(live)?;
+        }
         let selection = strategy.select(assembled.chunks(), &found);
         if selection.is_empty() {
             return Ok(Vec::new());
@@ -151,7 +154,28 @@ impl Engine {
         if branch.over || branch.left() > 0 {
             return Ok(());
         }
-        self.fork(live, logits)
+        self.first_of(live, logits)
+    }
+}
+
+impl Live {
+    /// Lets the question see what the same pass computes of the documents. Returns false if something is still to be chosen or waited
+    /// for.
+    pub(super) fn sees_parts_that_come(&mut self) -> bool {
+        let segments = match &self.parts {
+            Parts::Missing { assembly, .. } if assembly.is_ready() => {
+                let strategy = &self.request.recompute;
+                let fixed = strategy.evidence().is_none();
+                if !fixed || !strategy.select(&assembly.chunks(), &Findings::default()).is_empty() {
+                    return false;
+                }
+                assembly.segments()
+            }
+            Parts::Anew { assembled, .. } => assembled.segments(),
+            _ => return false,
+        };
+        self.context = context(self, segments);
+        true
     }
 }
 

@@ -3,7 +3,7 @@
 use kvcore::{Logits, SequenceInput};
 
 use super::live::{Live, Parts};
-use super::{Rank, Scheduler};
+use super::{Rank, Scheduler, Watch};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 
@@ -46,7 +46,7 @@ impl Plan {
 
 impl Scheduler {
     /// Plans a step: a token for each answer, then pieces of prompts in the order of service, then new requests.
-    pub(super) fn plan(&mut self, engine: &mut Engine, plan: &mut Plan) {
+    pub(super) fn plan(&mut self, engine: &mut Engine, plan: &mut Plan, watch: &mut Watch<'_>) {
         let preempted = self.preemptions;
         let mut left = self.limits.step_tokens.max(1);
         let mut ranks = std::mem::take(&mut self.ranks);
@@ -56,12 +56,12 @@ impl Scheduler {
             left = left.saturating_sub(self.feed_answers(engine, plan, rank));
         }
         for &rank in &ranks {
-            left -= self.feed_prompt(engine, plan, rank, left).min(left);
+            left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
         }
         // Who gave way in this step is not let in again in the same one.
         while left > 0 && self.preemptions == preempted {
             let Some(rank) = self.admit(engine, left) else { break };
-            left -= self.feed_prompt(engine, plan, rank, left).min(left);
+            left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
         }
         self.ranks = ranks;
     }
@@ -72,7 +72,7 @@ impl Scheduler {
         let mut branch = 0;
         while let Some(at) = self.place(rank) {
             let Some(it) = self.running[at].branches.get(branch) else { break };
-            if it.own.is_some() && it.left() == 1 && !it.answer().is_empty() {
+            if it.is_decoding() {
                 fed += self.feed_own(engine, plan, rank, branch, 1);
             }
             branch += 1;
@@ -80,15 +80,22 @@ impl Scheduler {
         fed
     }
 
-    /// Feeds up to `most` tokens of a request's documents or of one of its prompts. Returns their number.
-    fn feed_prompt(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank, most: usize) -> usize {
+    /// Feeds up to `most` tokens of a request's documents and of one of its prompts. Returns their number.
+    fn feed_prompt(
+        &mut self,
+        engine: &mut Engine,
+        plan: &mut Plan,
+        watch: &mut Watch<'_>,
+        rank: Rank,
+        most: usize,
+    ) -> usize {
         if most == 0 || plan.has_failed(rank) {
             return 0;
         }
         loop {
             let Some(at) = self.place(rank) else { return 0 };
             let live = &mut self.running[at];
-            match engine.advance_parts(live) {
+            match engine.advance_parts(live, watch.of(rank)) {
                 Ok(()) => break,
                 Err(error) => {
                     if !self.make_room(engine, plan, rank, error) {
@@ -98,21 +105,28 @@ impl Scheduler {
             }
         }
         let Some(at) = self.place(rank) else { return 0 };
-        if self.running[at].parts.left() > 0 {
-            return match feed_parts(&self.running[at], plan, most) {
+        let live = &mut self.running[at];
+        let mut fed = 0;
+        if live.parts.left() > 0 {
+            fed = match feed_parts(live, plan, most) {
                 Ok(fed) => fed,
                 Err(error) => {
                     plan.failed.push((rank, error));
-                    0
+                    return 0;
                 }
             };
-        }
-        if matches!(self.running[at].parts, Parts::Missing { .. }) {
+            // In the pass that computes the last of the documents, the question may see them already.
+            if fed < live.parts.left() || !live.sees_parts_that_come() {
+                return fed;
+            }
+        } else if matches!(live.parts, Parts::Missing { .. }) {
             return 0;
         }
         // One sample after the other, so that the next finds what this one has computed.
-        let unfed = self.running[at].branches.iter().position(|branch| branch.left() > 0);
-        unfed.map_or(0, |branch| self.feed_own(engine, plan, rank, branch, most))
+        let unfed = live.branches.iter().position(|branch| branch.left() > 0 && !branch.is_decoding());
+        fed + unfed
+            .filter(|_| fed < most)
+            .map_or(0, |branch| self.feed_own(engine, plan, rank, branch, most - fed))
     }
 
     /// Feeds up to `most` tokens of a sample's own sequence. Returns their number.
@@ -220,8 +234,17 @@ impl Engine {
                 cache.copy_on_write(own, stream.as_ref())?;
             }
         }
+        let given = live.request.forced.is_some();
         let it = &mut live.branches[branch];
-        let end = it.tokens.len().min(it.computed + most);
+        let mut end = it.tokens.len().min(it.computed + most);
+        if given && it.computed < it.prompt {
+            end = end.min(it.prompt);
+        }
+        let logits = match end {
+            end if given && end > it.prompt => Logits::All,
+            end if end == it.tokens.len() => Logits::Last,
+            _ => Logits::None,
+        };
         let input = match it.input.take().filter(|_| end - it.computed == 1) {
             Some(mut input) => {
                 self.advance(own, it.tokens[it.computed], &mut input)?;
@@ -230,7 +253,7 @@ impl Engine {
             None => self.next_input(own, &it.tokens[it.computed..end], &live.context)?,
         };
         it.computed = end;
-        Ok(input.with_logits(if end == it.tokens.len() { Logits::Last } else { Logits::None }))
+        Ok(input.with_logits(logits))
     }
 }
 
