@@ -83,6 +83,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
+    Step { command: "cargo run --release -p kvcli -- bench serve", budget: 5, needs: &[] },
     Step {
         command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- devices",
         budget: 5,

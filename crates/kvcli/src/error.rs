@@ -53,6 +53,14 @@ pub(crate) enum Error {
     /// Files of answers have none.
     #[error("the files that --read names have no answers")]
     NoAnswers,
+    /// A trace of arrivals cannot be read.
+    #[error("cannot read the trace {path}: {source}")]
+    Trace { path: PathBuf, source: std::io::Error },
+    /// A line of a trace is no arrival.
+    #[error(
+        "{path}, line {line}: {reason}; a line is a JSON object with at (seconds), prompt_tokens and answer_tokens"
+    )]
+    Arrival { path: PathBuf, line: usize, reason: String },
     /// The file of questions has a wrong line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },

@@ -500,6 +500,38 @@ fn run_has_the_seeds_metrics() {
 }
 
 #[test]
+fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let small = ["--size", "1x64", "--requests", "12", "--prompt-tokens", "40", "--answer-tokens", "6"];
+    let plot = path("ttft.svg");
+    let fast = ["bench", "serve", "--json", "--rate", "500", "--plot", &plot, "--step-tokens", "32"];
+    let report = run_json(&[&fast[..], &small].concat());
+    let number = |name: &str| report[name].as_f64().unwrap();
+    assert_eq!((number("requests"), report["ttft_ms"].as_array().unwrap().len()), (12.0, 12));
+    assert!(number("tokens_per_step") <= 32.0 && number("steps") >= 12.0 * 20.0 / 32.0);
+    assert!(number("answer_tokens_per_second") > 0.0 && report["ttft"]["p95"].as_f64().unwrap() > 0.0);
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("time to first token"));
+
+    let trace = path("trace.jsonl");
+    let line = |at: f64| format!("{{\"at\": {at}, \"prompt_tokens\": 9, \"answer_tokens\": 4}}\n");
+    std::fs::write(&trace, line(0.01) + &line(0.0) + "\n" + &line(0.0)).unwrap();
+    let from_file = ["bench", "serve", "--size", "1x64", "--trace", &trace];
+    let report = run_json(&[&from_file[..], &["--json"]].concat());
+    assert_eq!((&report["requests"], &report["answer_tokens"]), (&3.into(), &12.into()));
+    let table = kvc(&from_file);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("answer tokens a second"));
+
+    std::fs::write(&trace, line(0.0) + "{\"at\": 1}\n").unwrap();
+    fails(&from_file, 1, "line 2: missing field `prompt_tokens`");
+    std::fs::write(&trace, line(-1.0)).unwrap();
+    fails(&from_file, 1, "line 1: at must be a number of seconds");
+    fails(&["bench", "serve", "--trace", &path("none")], 1, "cannot read the trace");
+    fails(&["bench", "serve", "--rate", "0"], 1, "a rate must be above 0");
+    fails(&["bench", "serve", "--trace", &trace, "--rate", "1"], 2, "cannot be used with");
+}
+
+#[test]
 fn bench_rag_reports_what_the_seed_asks_for() {
     let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("ttft.svg");

@@ -11,6 +11,7 @@ use crate::sample::Sampling;
 
 /// A prompt, with the settings for its answer.
 #[derive(Debug, Clone)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Request {
     /// The prompt.
     pub prompt: PromptTokens,
@@ -41,6 +42,8 @@ pub struct Request {
     /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
     /// logits of the token behind them are kept, too, if there is room for it.
     pub forced: Option<Arc<[u32]>>,
+    /// Goes on where the model would end its answer, for measurements of answers of a given length.
+    pub ignore_end: bool,
     /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
@@ -64,6 +67,7 @@ impl Request {
             max_new_tokens: 64,
             sampling: Sampling::default(),
             forced: None,
+            ignore_end: false,
             keep_logits: false,
         }
     }

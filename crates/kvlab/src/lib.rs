@@ -25,5 +25,6 @@ pub use eval::{
     evaluate,
 };
 pub use workload::{
-    ArrivalTimes, Popularity, RagReport, RagWorkload, Times, TtftRow, TtftTarget, serve, ttft_rows,
+    Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, Times, Traffic, TrafficReport, TtftRow,
+    TtftTarget, play, serve, ttft_rows,
 };

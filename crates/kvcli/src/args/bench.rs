@@ -21,6 +21,8 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchKind {
     /// Serves the prompts of a retrieval service and reports hits, times to first token and memory.
     Rag(RagArgs),
+    /// Answers requests that arrive while others are answered, and reports tokens a second and times to tokens.
+    Serve(ServeArgs),
 }
 
 /// Options of `kvc bench rag`.
@@ -107,6 +109,86 @@ pub(crate) struct RagArgs {
     pub(crate) weights: WeightsFormat,
 
     /// Draw the time to first token of each request of the first workload, in order of arrival.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
+    pub(crate) backend: BackendName,
+
+    /// Print one JSON object on standard output, and nothing else.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `kvc bench serve`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc bench serve                                            64 requests at once, on the built-in model
+    kvc bench serve --model model.gguf --running 16            a model of yours, 16 answers at a time
+    kvc bench serve --size 8x1024 --rate 2 --requests 200      two requests a second, on average
+    kvc bench serve --trace trace.jsonl --plot ttft.svg
+
+A trace is a JSON object a line: {\"at\": 0.25, \"prompt_tokens\": 300, \"answer_tokens\": 80}. Prompts
+are drawn; an answer has the tokens that it is asked for, whatever the model would stop at.
+Lengths without a trace are drawn from half to one and a half of their means.")]
+pub(crate) struct ServeArgs {
+    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
+    #[arg(long, value_name = "PATH", conflicts_with = "size")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// A Llama of this size with random weights.
+    #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
+    pub(crate) size: Option<(usize, usize)>,
+
+    /// Arrivals from a file, in place of drawn ones.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["requests", "rate", "prompt_tokens", "answer_tokens"])]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Number of requests.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub(crate) requests: usize,
+
+    /// Requests a second, by Poisson's law. Without it all arrive at the first moment.
+    #[arg(long, value_name = "R")]
+    pub(crate) rate: Option<f64>,
+
+    /// Tokens of a prompt, on average.
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
+    pub(crate) prompt_tokens: usize,
+
+    /// Tokens of an answer, on average.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub(crate) answer_tokens: usize,
+
+    /// Answers that run at once, at most.
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
+    pub(crate) running: usize,
+
+    /// Tokens of a pass, at most. Longer prompts are computed in pieces.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
+    pub(crate) step_tokens: usize,
+
+    /// Seed of all random draws.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Memory for keys and values, in MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub(crate) kv_memory: usize,
+
+    /// Storage format of keys and values, see `kvc run --help`.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
+
+    /// Format in which weights are held, see `kvc bench rag --help`.
+    #[arg(long, value_enum, default_value = "stored")]
+    pub(crate) weights: WeightsFormat,
+
+    /// Draw the time to first token of each request, in order of arrival.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 

@@ -1,20 +1,24 @@
-//! `kvc bench rag`: the prompts of a retrieval service, served with and without reuse.
+//! `kvc bench`: the prompts of a retrieval service, served with and without reuse (`rag`), and requests at once (`serve`).
 
 use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
-use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, serve, ttft_rows};
+use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, ttft_rows};
 use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
-use crate::args::{BenchArgs, BenchKind, RagArgs};
+use crate::args::{BackendName, BenchArgs, BenchKind, RagArgs, WeightsFormat};
 use crate::backend::Opened;
 use crate::error::Result;
 use crate::plot::writable;
 use crate::progress::bar;
 use crate::{backend, load};
 
+mod serve;
 mod show;
 
 /// The object that `--json` prints.
@@ -27,6 +31,7 @@ struct BenchReport<'a> {
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     match &args.what {
         BenchKind::Rag(args) => rag(args),
+        BenchKind::Serve(args) => serve::serve(args),
     }
 }
 
@@ -43,7 +48,7 @@ fn rag(args: &RagArgs) -> Result<()> {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         };
-        reports.push(serve(&mut engine, &workload, cell, &mut progress)?);
+        reports.push(kvlab::serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
     let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
@@ -88,14 +93,7 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
 }
 
 fn engine(args: &RagArgs) -> Result<Engine> {
-    let Opened { backend, dense } = backend::open(&args.backend)?;
-    let (model, tokenizer) = if let Some((layers, width)) = args.size {
-        let config = ModelConfig::benchmark(layers, width)?;
-        (Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?, [0; 32])
-    } else {
-        let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
-        (model, *codec.digest())
-    };
+    let (model, tokenizer, backend) = open(args.model.as_deref(), args.size, args.weights, &args.backend)?;
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -105,4 +103,21 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         ..EngineConfig::default()
     };
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
+}
+
+/// Opens a backend, and loads a model on it or makes one of a size with random weights. Returns the tokenizer's digest, too.
+fn open(
+    model: Option<&Path>,
+    size: Option<(usize, usize)>,
+    weights: WeightsFormat,
+    backend: &BackendName,
+) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
+    let Opened { backend, dense } = backend::open(backend)?;
+    if let Some((layers, width)) = size {
+        let config = ModelConfig::benchmark(layers, width)?;
+        let model = Model::with_dense(config, Weights::random(1), load::format(weights), dense)?;
+        return Ok((model, [0; 32], backend));
+    }
+    let ModelDirectory { model, codec } = load::model(model, weights, dense)?;
+    Ok((model, *codec.digest(), backend))
 }

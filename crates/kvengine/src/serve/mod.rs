@@ -357,7 +357,7 @@ impl Engine {
         if live.request.keep_logits {
             it.logits.push(logits.to_vec());
         }
-        if self.model.config().eos.contains(&token) {
+        if !live.request.ignore_end && self.model.config().eos.contains(&token) {
             live.end(branch, FinishReason::Stop);
             return;
         }

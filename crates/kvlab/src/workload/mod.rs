@@ -10,9 +10,11 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 
 mod serve;
+mod traffic;
 mod ttft;
 
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
+pub use traffic::{Arrival, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
 /// The way in which a request's documents are chosen.

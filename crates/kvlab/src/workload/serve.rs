@@ -23,7 +23,7 @@ pub struct Times {
 }
 
 impl Times {
-    fn of(times: &[Duration]) -> Self {
+    pub(super) fn of(times: &[Duration]) -> Self {
         let mut ms: Vec<f64> = times.iter().map(|t| t.as_secs_f64() * 1e3).collect();
         ms.sort_by(f64::total_cmp);
         let at = |q: f64| {

@@ -1,0 +1,246 @@
+//! Traffic: requests that arrive while others are being answered, and what an engine makes of them.
+
+use std::time::{Duration, Instant};
+
+use kvengine::{Answer, AnswerEvent, Engine, Request};
+use kvmodel::PromptTokens;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde::{Deserialize, Serialize};
+
+use super::Times;
+use crate::error::{Error, Result};
+
+/// A request of a trace. Its prompt is drawn; the answer has as many tokens as it says, whatever the model would stop at.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Arrival {
+    /// Seconds after the first moment.
+    pub at: f64,
+    /// The number of tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// The number of tokens of the answer.
+    pub answer_tokens: usize,
+}
+
+/// Arrivals by Poisson's law, with lengths of prompts and answers from half to one and a half of their means.
+///
+/// ```
+/// use kvlab::Traffic;
+/// let trace = Traffic { requests: 100, rate: Some(5.0), ..Traffic::default() }.draw()?;
+/// assert_eq!(trace.len(), 100);
+/// assert!(trace.windows(2).all(|pair| pair[0].at <= pair[1].at));
+/// # Ok::<(), kvlab::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Traffic {
+    /// The number of requests.
+    pub requests: usize,
+    /// Requests a second; `None` for all at the first moment.
+    pub rate: Option<f64>,
+    /// The mean number of tokens of a prompt.
+    pub prompt_tokens: usize,
+    /// The mean number of tokens of an answer.
+    pub answer_tokens: usize,
+    /// The seed of all draws.
+    pub seed: u64,
+}
+
+impl Default for Traffic {
+    fn default() -> Self {
+        Self { requests: 64, rate: None, prompt_tokens: 256, answer_tokens: 64, seed: 0 }
+    }
+}
+
+impl Traffic {
+    /// Returns the arrivals, in their order.
+    ///
+    /// # Errors
+    /// Returns [`Error::Workload`] for lengths of 0, no request, or a rate that is not above 0.
+    pub fn draw(&self) -> Result<Vec<Arrival>> {
+        if self.requests == 0 || self.prompt_tokens == 0 || self.answer_tokens == 0 {
+            return Err(Error::Workload("requests, prompts and answers need at least one".to_owned()));
+        }
+        if self.rate.is_some_and(|rate| !rate.is_finite() || rate <= 0.0) {
+            return Err(Error::Workload("a rate must be above 0".to_owned()));
+        }
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let mut at = 0.0;
+        let arrivals = (0..self.requests).map(|_| {
+            if let Some(rate) = self.rate {
+                at -= (1.0 - rng.random::<f64>()).ln() / rate;
+            }
+            let mut around = |mean: usize| rng.random_range(mean.div_ceil(2)..=mean + mean / 2);
+            Arrival {
+                at,
+                prompt_tokens: around(self.prompt_tokens),
+                answer_tokens: around(self.answer_tokens),
+            }
+        });
+        Ok(arrivals.collect())
+    }
+}
+
+/// What an engine made of a trace.
+#[derive(Debug, Clone, Serialize)]
+pub struct TrafficReport {
+    /// The number of requests.
+    pub requests: usize,
+    /// The tokens of all prompts.
+    pub prompt_tokens: usize,
+    /// The tokens of all answers.
+    pub answer_tokens: usize,
+    /// Seconds from the first moment to the last token.
+    pub seconds: f64,
+    /// Seconds of processor time, of all threads, if the system reports it.
+    pub cpu_seconds: Option<f64>,
+    /// Tokens of answers a second.
+    pub answer_tokens_per_second: f64,
+    /// Tokens of prompts and answers a second.
+    pub tokens_per_second: f64,
+    /// Times from arrival to the first token.
+    pub ttft: Times,
+    /// Times from one token of an answer to its next.
+    pub between_tokens: Times,
+    /// Times from arrival to the last token.
+    pub whole: Times,
+    /// The number of passes.
+    pub steps: usize,
+    /// The tokens of a pass, on average.
+    pub tokens_per_step: f64,
+    /// The number of times that a request gave its blocks to others.
+    pub preemptions: u64,
+    /// Times to first token, in milliseconds, in the order of arrival.
+    pub ttft_ms: Vec<f64>,
+}
+
+/// A request under way.
+struct Asked {
+    answer: Answer,
+    at: Duration,
+    last: Option<Duration>,
+}
+
+/// Plays a trace: each request is submitted at its time, and the engine steps as long as there is work. `progress` is told how many of
+/// the requests are answered.
+///
+/// # Errors
+/// Returns the errors of the engine, of any request.
+pub fn play(
+    engine: &mut Engine,
+    trace: &[Arrival],
+    seed: u64,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<TrafficReport> {
+    let vocabulary = engine.model().config().vocab_size as u32;
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut requests = trace.iter().map(|arrival| {
+        let prompt = (0..arrival.prompt_tokens).map(|_| rng.random_range(0..vocabulary)).collect();
+        let max_new_tokens = arrival.answer_tokens;
+        Request { max_new_tokens, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) }
+    });
+    let (cpu, started) = (cpu_seconds(), Instant::now());
+    let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
+    let mut ttft = vec![Duration::ZERO; trace.len()];
+    let (mut between, mut whole) = (Vec::new(), Vec::new());
+    let (mut steps, mut computed, mut answer_tokens, mut preemptions) = (0, 0, 0, 0);
+    while whole.len() < trace.len() {
+        let now = started.elapsed();
+        while let Some(arrival) = trace.get(asked.len()) {
+            let at = Duration::try_from_secs_f64(arrival.at).unwrap_or_default();
+            if at > now {
+                break;
+            }
+            let Some(request) = requests.next() else { break };
+            asked.push(Asked { answer: engine.submit(request)?, at, last: None });
+        }
+        let step = engine.step()?;
+        if step.is_idle() && asked.len() < trace.len() {
+            let next = Duration::try_from_secs_f64(trace[asked.len()].at).unwrap_or_default();
+            std::thread::sleep(next.saturating_sub(started.elapsed()));
+        }
+        steps += usize::from(step.tokens > 0);
+        (computed, preemptions) = (computed + step.tokens, step.preemptions);
+        let now = started.elapsed();
+        for (request, ttft) in asked.iter_mut().zip(&mut ttft) {
+            while let Some(event) = request.answer.try_next() {
+                match event? {
+                    AnswerEvent::Token { .. } => {
+                        answer_tokens += 1;
+                        match request.last.replace(now) {
+                            Some(last) => between.push(now.saturating_sub(last)),
+                            None => *ttft = now.saturating_sub(request.at),
+                        }
+                    }
+                    AnswerEvent::End { .. } => {
+                        whole.push(now.saturating_sub(request.at));
+                        progress(whole.len(), trace.len());
+                    }
+                }
+            }
+        }
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let prompt_tokens = trace.iter().map(|arrival| arrival.prompt_tokens).sum::<usize>();
+    Ok(TrafficReport {
+        requests: trace.len(),
+        prompt_tokens,
+        answer_tokens,
+        seconds,
+        cpu_seconds: cpu.zip(cpu_seconds()).map(|(before, after)| after - before),
+        answer_tokens_per_second: answer_tokens as f64 / seconds,
+        tokens_per_second: (prompt_tokens + answer_tokens) as f64 / seconds,
+        ttft: Times::of(&ttft),
+        between_tokens: Times::of(&between),
+        whole: Times::of(&whole),
+        steps,
+        tokens_per_step: computed as f64 / steps.max(1) as f64,
+        preemptions,
+        ttft_ms: ttft.iter().map(|time| time.as_secs_f64() * 1e3).collect(),
+    })
+}
+
+/// Returns the processor time of this process, as Linux counts it: in hundredths of a second.
+fn cpu_seconds() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // The name of the program, in brackets, may have spaces.
+    let rest = stat.rsplit_once(')')?.1;
+    let mut fields = rest.split_whitespace().skip(11);
+    let (user, system): (f64, f64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    Some((user + system) / 100.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_are_around_their_means_and_arrivals_have_their_rate() {
+        let traffic = Traffic { requests: 2000, rate: Some(10.0), ..Traffic::default() };
+        let trace = traffic.draw().unwrap();
+        let mean = |of: fn(&Arrival) -> usize| trace.iter().map(of).sum::<usize>() as f64 / 2000.0;
+        assert!((mean(|a| a.prompt_tokens) - 256.0).abs() < 8.0);
+        assert!((mean(|a| a.answer_tokens) - 64.0).abs() < 2.0);
+        assert!((trace[1999].at / 200.0 - 1.0).abs() < 0.1, "{}", trace[1999].at);
+        assert!(trace.iter().all(|a| (128..=384).contains(&a.prompt_tokens)));
+        assert_eq!(trace, traffic.draw().unwrap());
+        assert!(Traffic { rate: None, ..traffic }.draw().unwrap().iter().all(|a| a.at == 0.0));
+        for wrong in [
+            Traffic { rate: Some(0.0), ..traffic },
+            Traffic { requests: 0, ..traffic },
+            Traffic { answer_tokens: 0, ..traffic },
+        ] {
+            assert!(matches!(wrong.draw(), Err(Error::Workload(_))));
+        }
+    }
+
+    #[test]
+    fn processor_time_grows_with_work() {
+        let Some(before) = cpu_seconds() else { return };
+        let started = Instant::now();
+        while started.elapsed() < Duration::from_millis(60) {
+            std::hint::black_box(before.sin());
+        }
+        assert!(cpu_seconds().unwrap() > before);
+    }
+}
