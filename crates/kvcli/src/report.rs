@@ -6,7 +6,7 @@ use std::time::Duration;
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{GraphCounts, PoolCounts};
-use kvengine::{CacheReport, Engine, FinishReason, Generation, Sampler, Sampling};
+use kvengine::{CacheReport, Engine, FinishReason, Generation, Sampler, Sampling, TokenLogprobs};
 use kvmodel::{ProfileReport, PromptTokens};
 use serde::Serialize;
 
@@ -28,6 +28,8 @@ pub(crate) struct AnswerJson<'a> {
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
     memory: MemoryJson,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    logprobs: &'a [TokenLogprobs],
     #[serde(skip_serializing_if = "Option::is_none")]
     read_back: Option<ReadBackJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -165,6 +167,7 @@ pub(crate) fn answer_json<'a>(
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),
+        logprobs: generation.logprobs.as_slice(),
         read_back,
         graphs: GraphsJson::of(engine),
         sleep,

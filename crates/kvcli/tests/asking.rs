@@ -292,6 +292,15 @@ fn sampling_options_reach_the_choice_of_tokens() {
     let ask = ["--model", &endless.arg(""), "-p", "alba is red . alba ?", "--max-new-tokens", "4"];
     let (plain, punished) = (json(&ask), json(&[&ask[..], &["--repetition-penalty", "100"]].concat()));
     assert_ne!(plain["tokens"], punished["tokens"]);
+    for penalty in ["--presence-penalty", "--frequency-penalty"] {
+        assert_ne!(plain["tokens"], json(&[&ask[..], &[penalty, "50"]].concat())["tokens"], "{penalty}");
+    }
+    let first = plain["tokens"][0].as_u64().unwrap();
+    let banned = json(&[&ask[..], &["--logit-bias", &format!("{first}=-inf"), "--logprobs", "2"]].concat());
+    assert!(banned["tokens"].as_array().unwrap().iter().all(|token| token.as_u64() != Some(first)));
+    let of_first = &banned["logprobs"][0];
+    assert_eq!((&of_first["token"], &of_first["top"][0][0]), (&banned["tokens"][0], &first.into()));
+    assert!(of_first["logprob"].as_f64() < of_first["top"][0][1].as_f64());
 }
 
 #[test]
@@ -357,6 +366,9 @@ fn wrong_usage_is_exit_code_2() {
         (&["-p", "a", "--temperature", "1", "--min-p", "1.5"], "from 0 to 1"),
         (&["-p", "a", "--repetition-penalty", "0"], "above 0"),
         (&["-p", "a", "--repetition-penalty", "-1"], "above 0"),
+        (&["-p", "a", "--presence-penalty", "nan"], "a number is needed"),
+        (&["-p", "a", "--logit-bias", "5"], "504=-5"),
+        (&["-p", "a", "--logprobs", "2"], "--json"),
         (&["-p", "a", "--top-k", "5"], "--top-k has no effect at temperature 0"),
         (&["-p", "a", "--top-p", "0.5"], "--top-p has no effect at temperature 0"),
         (&["-p", "a", "--min-p", "0.5"], "--min-p has no effect at temperature 0"),

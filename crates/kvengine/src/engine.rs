@@ -14,7 +14,7 @@ use crate::calibrate::{StaticScales, calibrate};
 use crate::config::EngineConfig;
 use crate::error::Result;
 use crate::request::Request;
-use crate::serve::Scheduler;
+use crate::serve::{Scheduler, StepTimes};
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
@@ -37,6 +37,7 @@ pub struct Engine {
     pub(crate) scheduler: Scheduler,
     /// The clock of time limits.
     pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) times: StepTimes,
 }
 
 impl Engine {
@@ -82,6 +83,7 @@ impl Engine {
             replicas: None,
             scheduler: Scheduler::new(config.scheduling),
             clock: Arc::new(SystemClock::default()),
+            times: StepTimes::default(),
         })
     }
 
@@ -120,6 +122,7 @@ impl Engine {
             replicas: None,
             scheduler: Scheduler::new(self.scheduler.limits()),
             clock: Arc::clone(&self.clock),
+            times: StepTimes::default(),
         })
     }
 

@@ -76,6 +76,7 @@ impl Engine {
                             generation.finish = FinishReason::StopString;
                             generation.tokens.truncate(tokens);
                             generation.logits.truncate(tokens);
+                            generation.logprobs.truncate(tokens);
                         }
                         return Ok(*generation);
                     }
@@ -109,7 +110,8 @@ impl Engine {
         let known = |token: u32| (token as usize) < vocabulary;
         let forced =
             request.forced.iter().flat_map(|forced| forced.iter().copied()).find(|&token| !known(token));
-        let stray = forced.or_else(|| match &request.prompt {
+        let biased = request.logit_bias.iter().map(|&(token, _)| token).find(|&token| !known(token));
+        let stray = forced.or(biased).or_else(|| match &request.prompt {
             PromptTokens::Plain(tokens) => tokens.iter().copied().find(|&token| !known(token)),
             PromptTokens::Chunked(prompt) => prompt.flatten().into_iter().find(|&token| !known(token)),
         });

@@ -7,6 +7,7 @@ use kvchunk::{ChunkReport, ContextScaling, Recompute, RecomputeStrategy, ReuseCe
 use kvmodel::PromptTokens;
 use serde::Serialize;
 
+use crate::logprobs::TokenLogprobs;
 use crate::sample::Sampling;
 
 /// A prompt, with the settings for its answer.
@@ -44,6 +45,10 @@ pub struct Request {
     pub forced: Option<Arc<[u32]>>,
     /// Goes on where the model would end its answer, for measurements of answers of a given length.
     pub ignore_end: bool,
+    /// Added to the logits of single tokens before a token is chosen. Negative infinity excludes a token.
+    pub logit_bias: Arc<[(u32, f32)]>,
+    /// Gives the log-probability of each token of the answer, with those of as many likeliest ones.
+    pub logprobs: Option<usize>,
     /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
@@ -68,6 +73,8 @@ impl Request {
             sampling: Sampling::default(),
             forced: None,
             ignore_end: false,
+            logit_bias: Arc::default(),
+            logprobs: None,
             keep_logits: false,
         }
     }
@@ -107,6 +114,8 @@ pub struct Generation {
     pub total: Duration,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
+    /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] asks for them.
+    pub logprobs: Vec<TokenLogprobs>,
     /// The logits that each answer token was chosen from, including the end token; empty unless
     /// [`Request::keep_logits`] is set.
     pub logits: Vec<Vec<f32>>,

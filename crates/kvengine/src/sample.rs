@@ -3,6 +3,8 @@
 //! Steps have the order and the meaning that transformers gives them: repetition penalty, temperature, top-k, top-p, min-p,
 //! draw. Each is absent at its neutral value.
 
+use std::sync::Arc;
+
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -31,13 +33,26 @@ pub struct Sampling {
     pub min_p: f32,
     /// Divides the logits above 0 of tokens of the prompt and the answer, and multiplies those below 0; 1 changes nothing.
     pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that the answer has; 0 changes nothing, below 0 makes them more likely. (`OpenAI`'s API.)
+    pub presence_penalty: f32,
+    /// Subtracted from a token's logit once for each time that the answer has it; 0 changes nothing. (`OpenAI`'s API.)
+    pub frequency_penalty: f32,
     /// The seed of the draw.
     pub seed: u64,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+        }
     }
 }
 
@@ -54,6 +69,13 @@ impl Sampling {
             ("top_p", self.top_p, share(self.top_p) && self.top_p > 0.0, "above 0 and at most 1"),
             ("min_p", self.min_p, share(self.min_p), "from 0 to 1"),
             ("repetition_penalty", self.repetition_penalty, positive, "above 0"),
+            ("presence_penalty", self.presence_penalty, self.presence_penalty.is_finite(), "a finite number"),
+            (
+                "frequency_penalty",
+                self.frequency_penalty,
+                self.frequency_penalty.is_finite(),
+                "a finite number",
+            ),
         ] {
             if !fits {
                 return Err(Error::Sampling { setting, value, needed });
@@ -70,6 +92,10 @@ pub struct Sampler {
     rng: StdRng,
     /// True for each token seen so far; empty without a penalty.
     seen: Vec<bool>,
+    /// The number of times that the answer has each token; empty without a penalty on answers.
+    counts: Vec<u32>,
+    /// Added to logits of single tokens.
+    bias: Arc<[(u32, f32)]>,
     /// Scores of the vocabulary, kept from token to token.
     scores: Vec<f32>,
     /// Tokens in the order of their scores, kept from token to token.
@@ -80,10 +106,40 @@ impl Sampler {
     /// Creates a sampler in its first state, which has seen no token.
     pub fn new(sampling: Sampling) -> Self {
         let rng = StdRng::seed_from_u64(sampling.seed);
-        Self { sampling, rng, seen: Vec::new(), scores: Vec::new(), order: Vec::new() }
+        Self {
+            sampling,
+            rng,
+            seen: Vec::new(),
+            counts: Vec::new(),
+            bias: Arc::default(),
+            scores: Vec::new(),
+            order: Vec::new(),
+        }
     }
 
-    /// Takes note of tokens of the prompt or the answer, which a repetition penalty makes less likely.
+    /// Adds numbers to the logits of single tokens: negative infinity excludes a token. Tokens outside the vocabulary are left out.
+    #[must_use]
+    pub fn with_bias(self, bias: Arc<[(u32, f32)]>) -> Self {
+        Self { bias, ..self }
+    }
+
+    /// Takes note of a token of the answer.
+    pub fn chose(&mut self, token: u32) {
+        self.see([token]);
+        if self.penalizes_answer() {
+            let at = token as usize;
+            if self.counts.len() <= at {
+                self.counts.resize(at + 1, 0);
+            }
+            self.counts[at] += 1;
+        }
+    }
+
+    fn penalizes_answer(&self) -> bool {
+        self.sampling.presence_penalty != 0.0 || self.sampling.frequency_penalty != 0.0
+    }
+
+    /// Takes note of tokens of the prompt, which a repetition penalty makes less likely.
     pub fn see(&mut self, tokens: impl IntoIterator<Item = u32>) {
         if self.sampling.repetition_penalty == 1.0 {
             return;
@@ -99,10 +155,12 @@ impl Sampler {
 
     /// Chooses a token. Takes the first of equally likely tokens if the temperature is 0. Never chooses NaN.
     ///
-    /// The choice is not seen: the caller hands it to [`see`](Self::see), since another token may have been forced.
+    /// The caller hands the choice to [`chose`](Self::chose), since another token may have been forced.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         let greedy = self.sampling.temperature <= 0.0;
-        if greedy && self.sampling.repetition_penalty == 1.0 {
+        let plain =
+            self.sampling.repetition_penalty == 1.0 && !self.penalizes_answer() && self.bias.is_empty();
+        if greedy && plain {
             return argmax(logits);
         }
         self.scores.clear();
@@ -124,6 +182,15 @@ impl Sampler {
         let penalty = self.sampling.repetition_penalty;
         for (score, _) in self.scores.iter_mut().zip(&self.seen).filter(|(_, seen)| **seen) {
             *score = if *score > 0.0 { *score / penalty } else { *score * penalty };
+        }
+        let Sampling { presence_penalty, frequency_penalty, .. } = self.sampling;
+        for (score, &count) in self.scores.iter_mut().zip(&self.counts).filter(|(_, count)| **count > 0) {
+            *score -= presence_penalty + frequency_penalty * count as f32;
+        }
+        for &(token, bias) in self.bias.iter() {
+            if let Some(score) = self.scores.get_mut(token as usize) {
+                *score += bias;
+            }
         }
     }
 
@@ -201,9 +268,20 @@ impl Sampler {
     }
 }
 
+/// Returns the index of the largest number, of equal ones the first; 0 if all are NaN.
 fn argmax(logits: &[f32]) -> u32 {
-    let better = |best: (u32, f32), (i, &x): (usize, &f32)| if x > best.1 { (i as u32, x) } else { best };
-    logits.iter().enumerate().fold((0, f32::NEG_INFINITY), better).0
+    // Lanes without an order among them are vectors to the compiler. A comparison with NaN is false.
+    const LANES: usize = 32;
+    let mut most = [f32::NEG_INFINITY; LANES];
+    let chunks = logits.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (most, &x) in most.iter_mut().zip(chunk) {
+            *most = if x > *most { x } else { *most };
+        }
+    }
+    let largest = most.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    logits.iter().position(|&x| x == largest).unwrap_or(0) as u32
 }
 
 #[cfg(test)]
@@ -226,8 +304,16 @@ mod tests {
         tokens
     }
 
-    const NEUTRAL: Sampling =
-        Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
+    const NEUTRAL: Sampling = Sampling {
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        seed: 0,
+    };
 
     #[test]
     fn greedy_takes_the_first_of_the_best() {
@@ -298,6 +384,29 @@ mod tests {
         assert_eq!(choose(1.4, &[0], &[-2.0, -3.0]), 0, "-2.8 is above -3");
         assert_eq!(choose(1.6, &[0], &[-2.0, -3.0]), 1, "-3.2 is below -3");
         assert_eq!(choose(1.6, &[7], &[3.0, 2.0]), 0, "a token beyond the logits");
+    }
+
+    #[test]
+    fn penalties_on_the_answer_count_its_tokens_and_not_the_prompts() {
+        let sampling = Sampling { presence_penalty: 0.5, frequency_penalty: 0.25, ..Sampling::default() };
+        let mut sampler = Sampler::new(sampling);
+        sampler.see([0, 0, 0]);
+        assert_eq!(sampler.sample(&[1.0, 0.4, 0.3]), 0, "the prompt does not count");
+        sampler.chose(0);
+        assert_eq!(sampler.sample(&[1.0, 0.4, 0.2]), 1, "1 − 0.5 − 0.25 is below 0.4");
+        assert_eq!(sampler.sample(&[1.0, 0.2, 0.2]), 0);
+        sampler.chose(0);
+        assert_eq!(sampler.sample(&[1.0, 0.1, 0.0]), 1, "1 − 0.5 − 2 · 0.25 is 0");
+    }
+
+    #[test]
+    fn a_bias_excludes_a_token_or_forces_one() {
+        let biased = |bias: &[(u32, f32)]| {
+            Sampler::new(Sampling::default()).with_bias(bias.into()).sample(&[1.0, 3.0, 2.0])
+        };
+        assert_eq!(biased(&[]), 1);
+        assert_eq!(biased(&[(1, f32::NEG_INFINITY)]), 2);
+        assert_eq!(biased(&[(0, 100.0), (9, 1000.0)]), 0);
     }
 
     #[test]

@@ -98,3 +98,36 @@ fn of_answers(model: Model, config: &EngineConfig, chunked: bool, reuse: bool) -
     let _ = ANSWERS.map(&mut count);
     ANSWERS.map(count)
 }
+
+/// Returns the allocations of a step with this many answers, once everything has grown.
+fn of_step(answers: u32) -> u64 {
+    let options = CpuOptions { threads: Some(1), ..CpuOptions::default() };
+    // All tokens of a sequence lie in one block.
+    let config = EngineConfig { block_size: 64, ..EngineConfig::default() };
+    let backend = CpuBackend::with_options(&options).unwrap();
+    let mut engine = Engine::new(model("llama"), backend, b"none", &config).unwrap();
+    let request = |first| Request {
+        max_new_tokens: 48,
+        ignore_end: true,
+        ..Request::new(PromptTokens::Plain(vec![first % 40, 5, 7]))
+    };
+    let mut reads: Vec<_> = (0..answers).map(|i| engine.submit(request(i)).unwrap()).collect();
+    let mut step = || {
+        engine.step().unwrap();
+        for answer in &mut reads {
+            while answer.try_next().is_some() {}
+        }
+    };
+    for _ in 0..40 {
+        step();
+    }
+    let counted = measure(&mut step).count_total;
+    assert_eq!(measure(&mut step).count_total, counted, "no step differs from the next");
+    counted
+}
+
+#[test]
+fn a_step_allocates_nothing_for_a_sequence() {
+    // With few rows, the dense steps choose other ways.
+    assert_eq!(of_step(32), of_step(128));
+}

@@ -36,6 +36,22 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = super::positive, allow_negative_numbers = true)]
     repetition_penalty: f32,
 
+    /// Make tokens that the answer has less likely by X; 0 changes nothing.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
+    presence_penalty: f32,
+
+    /// Make a token less likely by X for each time that the answer has it; 0 changes nothing.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+
+    /// Add to the logit of a token, as in `504=-5`; `504=-inf` excludes it. May be repeated.
+    #[arg(long, value_name = "ID=X", value_parser = bias)]
+    pub(crate) logit_bias: Vec<(u32, f32)>,
+
+    /// Give the log-probability of each token of the answer, with those of the N likeliest, in the object of --json.
+    #[arg(long, value_name = "N", requires = "json")]
+    pub(crate) logprobs: Option<usize>,
+
     /// Seed of the draw.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -55,6 +71,8 @@ impl SamplingArgs {
             top_p: self.top_p,
             min_p: self.min_p,
             repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
             seed: self.seed,
         }
     }
@@ -96,6 +114,17 @@ fn top_p(text: &str) -> Result<f32, String> {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
         _ => Err("a number above 0 and at most 1 is needed".to_owned()),
     }
+}
+
+fn finite(text: &str) -> Result<f32, String> {
+    text.parse::<f32>().ok().filter(|x| x.is_finite()).ok_or_else(|| "a number is needed".to_owned())
+}
+
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let parts =
+        text.split_once('=').and_then(|(id, x)| Some((id.trim().parse().ok()?, x.trim().parse().ok()?)));
+    let number = parts.filter(|(_, x): &(u32, f32)| !x.is_nan());
+    number.ok_or_else(|| "the id of a token and a number are needed, such as 504=-5".to_owned())
 }
 
 fn min_p(text: &str) -> Result<f32, String> {

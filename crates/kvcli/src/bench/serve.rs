@@ -96,6 +96,7 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
         ("whole answer p50 / p95", times(&report.whole)),
         ("passes", report.steps.to_string()),
         ("tokens a pass", format!("{:.1}", report.tokens_per_step)),
+        ("the engine's own share of the time", format!("{:.2} %", 100.0 * report.engine_share)),
         ("times a request gave way", report.preemptions.to_string()),
     ]);
     let mut table = table(&["", "all requests"]);

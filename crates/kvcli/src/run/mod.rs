@@ -80,6 +80,8 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
         full_attention: args.full_attention,
         max_new_tokens: args.sampling.max_new_tokens,
         sampling: args.sampling.settings(),
+        logit_bias: args.sampling.logit_bias.as_slice().into(),
+        logprobs: args.sampling.logprobs,
         ..engine.request(prompt).reusing(way)
     }
 }

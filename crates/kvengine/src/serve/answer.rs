@@ -7,6 +7,7 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
+use crate::logprobs::TokenLogprobs;
 use crate::request::Generation;
 
 /// The number of a request, in the order of submission.
@@ -22,6 +23,8 @@ pub enum AnswerEvent {
         sample: usize,
         /// The token.
         token: u32,
+        /// Its log-probability, if the request asks for it.
+        logprobs: Option<Box<TokenLogprobs>>,
     },
     /// A sample is complete.
     End {

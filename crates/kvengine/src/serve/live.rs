@@ -10,6 +10,7 @@ use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use super::Rank;
 use super::answer::{AnswerEvent, RequestId, Sender};
 use crate::generate::Context;
+use crate::logprobs::TokenLogprobs;
 use crate::request::{FinishReason, Generation, Request};
 use crate::sample::Sampler;
 
@@ -98,6 +99,8 @@ pub(super) struct Branch {
     pub(super) sampler: Sampler,
     /// The logits that tokens were chosen from, if the request keeps them.
     pub(super) logits: Vec<Vec<f32>>,
+    /// The log-probabilities of the answer, if the request asks for them.
+    pub(super) logprobs: Vec<TokenLogprobs>,
     /// The answer that is given, instead of sampled, from the prompt's end on.
     pub(super) given: Option<Vec<u32>>,
     /// The time to first token.
@@ -139,6 +142,7 @@ impl Live {
             ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
             total: submitted.elapsed(),
             chunks: costs.chunks,
+            logprobs: std::mem::take(&mut branch.logprobs),
             logits: std::mem::take(&mut branch.logits),
         });
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
@@ -154,18 +158,28 @@ impl Live {
         let left = (longest as i64).saturating_sub(end).max(0) as usize;
         let wanted = answer.len().min(most);
         let fed = if answer.len() < most { wanted } else { wanted - 1 }.min(left);
-        if self.request.keep_logits {
-            it.logits.push(first.to_vec());
-        }
         it.ttft = Some(submitted.elapsed());
         let given = &answer[..wanted.min(left.saturating_add(1))];
         it.tokens.extend_from_slice(&answer[..fed]);
         it.given = Some(given.to_vec());
         for &token in given {
-            self.sender.send(AnswerEvent::Token { sample: 0, token });
+            self.sender.send(AnswerEvent::Token { sample: 0, token, logprobs: None });
         }
+        self.note_given(0, first);
         if fed == 0 {
             self.end_given(0);
+        }
+    }
+
+    /// Takes note of the logits of the next place of an answer that is given, the last of which lies behind it.
+    pub(super) fn note_given(&mut self, branch: usize, logits: &[f32]) {
+        let it = &mut self.branches[branch];
+        if self.request.keep_logits {
+            it.logits.push(logits.to_vec());
+        }
+        let token = it.answer().get(it.logprobs.len()).copied();
+        if let Some((most, token)) = self.request.logprobs.zip(token) {
+            it.logprobs.push(TokenLogprobs::of(logits, token, most));
         }
     }
 

@@ -12,34 +12,32 @@
 //! ```
 //!
 //! A request is in one of two lists. What it needs next follows from its state alone: [`Parts`] are the documents of a chunked prompt,
-//! a [`Branch`] is one sample, with its tokens and the number of those that are computed. A token that is sampled is one more token to
+//! a [`Branch`](live::Branch) is one sample, with its tokens and the number of those that are computed. A token that is sampled is one more token to
 //! compute. A request that gives way loses what is computed and keeps its tokens.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvchunk::PositionPlan;
-use kvcore::{LayerRopes, Logits, SequenceInput, SequenceStart};
-use kvmodel::{Forward, LogitRows, Observer, PromptTokens};
+use kvcore::{LayerRopes, Logits, SequenceInput};
+use kvmodel::{Forward, LogitRows, Observer};
 
 mod answer;
 mod live;
 mod parts;
 mod plan;
+mod samples;
+mod submit;
 
 pub use answer::{Answer, AnswerEvent, RequestId};
-use live::{Branch, Costs, Live, Parts};
+use live::{Live, Parts};
 use plan::{Feed, Plan};
 
 use crate::config::Scheduling;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::generate::Context;
-use crate::request::{FinishReason, Request};
-use crate::sample::{Sampler, Sampling};
+use crate::request::FinishReason;
 
 /// The time for which a step waits for other engines' work when it has none of its own.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -90,6 +88,15 @@ pub struct Step {
     pub preemptions: u64,
 }
 
+/// Where the time of steps went, since the engine was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StepTimes {
+    /// In the model: passes, and what strategies ask of it before they choose.
+    pub model: Duration,
+    /// In the engine: planning, look-ups, slots, sampling, and sending tokens.
+    pub engine: Duration,
+}
+
 impl Step {
     /// Returns whether every request has ended.
     pub fn is_idle(&self) -> bool {
@@ -113,106 +120,36 @@ impl Scheduler {
 }
 
 impl Engine {
-    /// Takes a request on. [`step`](Self::step) computes it, together with others.
-    ///
-    /// ```
-    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// use kvbackend_cpu::CpuBackend;
-    /// use kvengine::{AnswerEvent, Engine, EngineConfig, Request};
-    /// use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
-    ///
-    /// let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
-    /// let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
-    /// let ask = |first| Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(vec![first, 7, 8])) };
-    /// let (mut one, mut other) = (engine.submit(ask(1))?, engine.submit(ask(2))?);
-    /// while !engine.step()?.is_idle() {}
-    /// let mut tokens = 0;
-    /// for answer in [&mut one, &mut other] {
-    ///     while let Some(event) = answer.try_next() {
-    ///         tokens += usize::from(matches!(event?, AnswerEvent::Token { .. }));
-    ///     }
-    /// }
-    /// assert_eq!(tokens, 6);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
-    /// - [`Error::Samples`] for several samples on a static cache,
-    /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
-    pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
-        self.check_awake()?;
-        request.samples = request.samples.max(1);
-        request.sampling.check()?;
-        self.check_vocabulary(&request)?;
-        if request.samples > 1 && self.cache().as_paged().is_none() {
-            return Err(Error::Samples { samples: request.samples });
-        }
-        let (mut own, end) = self.own_tokens(&request)?;
-        self.check_room(&own)?;
-        let ropes = self.ropes(&request, end)?;
-        let keys = self.keys(&request, &ropes)?;
-        let id = RequestId(self.scheduler.next);
-        self.scheduler.next += 1;
-        let (sender, answer) = answer::channel(id);
-        let limit = request.time_limit.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
-        let now = self.clock.millis();
-        let mut sampler = Sampler::new(request.sampling);
-        sampler.see(request.prompt.iter());
-        let prompt = own.len();
-        // The answer is appended without growing.
-        own.reserve_exact(request.max_new_tokens.min(self.longest().saturating_sub(end) + 1));
-        let first = Branch {
-            sample: 0,
-            own: None,
-            start: SequenceStart::default(),
-            prompt,
-            tokens: own,
-            computed: 0,
-            input: None,
-            sampler,
-            logits: Vec::new(),
-            given: None,
-            ttft: None,
-            over: false,
-        };
-        let live = Live {
-            id,
-            deadline: limit.map(|limit| now.saturating_add(limit)),
-            request,
-            ropes,
-            keys,
-            sender,
-            submitted: Instant::now(),
-            parts: Parts::None,
-            context: Context::default(),
-            branches: vec![first],
-            costs: Costs::default(),
-        };
-        self.scheduler.waiting.insert(live.rank(), live);
-        Ok(answer)
-    }
-
     /// Computes one pass for the requests that were submitted: a token for each answer, and pieces of prompts. Errors of single requests
     /// go to their answers.
     ///
     /// # Errors
     /// Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
     pub fn step(&mut self) -> Result<Step> {
-        self.check_awake()?;
-        let mut scheduler = std::mem::take(&mut self.scheduler);
-        let tokens = scheduler.step(self, &mut Watch { id: None, observer: &mut (), unwatched: () });
-        self.scheduler = scheduler;
-        Ok(self.scheduler.report(tokens))
+        self.watched(&mut Watch { id: None, observer: &mut (), unwatched: () })
+    }
+
+    /// Returns where the time of steps went.
+    pub fn step_times(&self) -> StepTimes {
+        self.times
     }
 
     /// Computes one pass as [`step`](Self::step) does. `observer` is told of the layers of a request's prefill, and may stop the request.
     pub(crate) fn step_watched(&mut self, id: RequestId, observer: &mut dyn Observer) -> Result<Step> {
+        self.watched(&mut Watch { id: Some(id), observer, unwatched: () })
+    }
+
+    fn watched(&mut self, watch: &mut Watch<'_>) -> Result<Step> {
         self.check_awake()?;
+        let (started, before) = (Instant::now(), self.times.model);
         let mut scheduler = std::mem::take(&mut self.scheduler);
-        let tokens = scheduler.step(self, &mut Watch { id: Some(id), observer, unwatched: () });
+        let tokens = scheduler.step(self, watch);
         self.scheduler = scheduler;
+        let of_model = self.times.model.saturating_sub(before);
+        self.times.engine += started.elapsed().saturating_sub(of_model);
+        if tokens == 0 {
+            self.scheduler.pause();
+        }
         Ok(self.scheduler.report(tokens))
     }
 
@@ -221,185 +158,6 @@ impl Engine {
         let mut scheduler = std::mem::take(&mut self.scheduler);
         scheduler.end_some(self);
         self.scheduler = scheduler;
-    }
-
-    /// Checks a request's prompt. Returns the tokens of its own sequence, and the position behind the prompt.
-    fn own_tokens(&self, request: &Request) -> Result<(Vec<u32>, usize)> {
-        match &request.prompt {
-            PromptTokens::Chunked(prompt) if !request.full_attention => {
-                request.scaling.check()?;
-                let config = self.model.config();
-                let plan = PositionPlan::new(prompt, request.cell, config.max_positions)?;
-                let layers = config.num_layers();
-                let deepest = request.recompute.evidence().deepest_start(layers);
-                if let Some(layer) = deepest.filter(|&layer| layer >= layers) {
-                    let (what, value, limit) =
-                        ("layer of a recompute strategy", layer as i128, layers as i128);
-                    return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
-                }
-                let question = prompt.question();
-                Ok((question.to_vec(), plan.question_position as usize + question.len()))
-            }
-            prompt => {
-                let tokens: Vec<u32> = prompt.iter().collect();
-                self.check_length(&tokens)?;
-                let end = tokens.len();
-                Ok((tokens, end))
-            }
-        }
-    }
-
-    /// Checks that a sequence with these tokens and another one fits into the whole pool.
-    fn check_room(&self, tokens: &[u32]) -> Result<()> {
-        let Some(cache) = self.cache().as_paged() else { return Ok(()) };
-        let (needed, total) =
-            (tokens.len().div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
-        if needed > total {
-            return Err(kvcore::Error::OutOfBlocks { asked: needed, free: total, evictable: 0, total }.into());
-        }
-        Ok(())
-    }
-
-    /// Gives a branch a sequence, with what is cached of its tokens.
-    fn begin_branch(&mut self, live: &mut Live, branch: usize) -> Result<()> {
-        let plain = parts::chunked(live).is_none();
-        let root = *live.keys.root();
-        let caches = self.caches.sequences_mut();
-        let it = &mut live.branches[branch];
-        if it.own.is_some() {
-            return Ok(());
-        }
-        let (own, cached) = if plain && live.request.reuse {
-            caches.create_with_prefix(root.into(), &it.tokens)?
-        } else {
-            (caches.create(it.start)?, 0)
-        };
-        (it.own, it.computed) = (Some(own), cached);
-        if plain && branch == 0 {
-            live.costs.cached_tokens = cached.min(it.prompt);
-        }
-        Ok(())
-    }
-
-    /// Takes a request's blocks away. Its tokens stay.
-    fn withdraw(&mut self, live: &mut Live) {
-        for branch in &mut live.branches {
-            if let Some(own) = branch.own.take() {
-                // The sequence is known: nobody else frees it.
-                drop(self.caches.sequences_mut().free(own));
-            }
-            (branch.computed, branch.input) = (0, None);
-        }
-        (live.parts, live.context) = (Parts::None, Context::default());
-    }
-
-    /// Takes note of what a pass has computed of a request, and chooses the next token if there are logits.
-    fn after(
-        &mut self,
-        live: &mut Live,
-        feed: &Feed,
-        input: SequenceInput,
-        logits: Option<(&LogitRows, Range<usize>)>,
-    ) -> Result<()> {
-        let Some(branch) = feed.branch else {
-            live.parts.add_done(feed.tokens);
-            return Ok(());
-        };
-        if matches!(live.parts, Parts::Missing { .. }) {
-            // The documents came in the same pass. Their segments are the stored ones from here on.
-            self.advance_parts(live, &mut ())?;
-        }
-        let it = &mut live.branches[branch];
-        if let Some(own) = it.own {
-            self.caches.sequences_mut().commit(own, &input.tokens)?;
-        }
-        it.input = Some(input).filter(|input| input.tokens.len() == 1);
-        let Some((rows, range)) = logits else { return Ok(()) };
-        if it.given.is_some() {
-            if live.request.keep_logits {
-                it.logits.extend(range.filter_map(|row| rows.row(row)).map(<[f32]>::to_vec));
-            }
-            if it.left() == 0 {
-                live.end_given(branch);
-            }
-            return Ok(());
-        }
-        match rows.row(range.start) {
-            Some(logits) if it.answer().is_empty() => self.first_of(live, logits),
-            Some(logits) => {
-                self.choose(live, branch, logits);
-                Ok(())
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Begins the answer, from the logits behind the prompt.
-    fn first_of(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
-        if live.request.forced.is_none() || live.request.max_new_tokens == 0 {
-            return self.fork(live, logits);
-        }
-        let longest = self.longest();
-        live.give(longest, logits);
-        Ok(())
-    }
-
-    /// Chooses the next token of a branch from its logits, and ends the branch if it is the last.
-    fn choose(&self, live: &mut Live, branch: usize, logits: &[f32]) {
-        let longest = self.longest() as i64;
-        let it = &mut live.branches[branch];
-        if live.request.max_new_tokens == 0 {
-            live.end(branch, FinishReason::Length);
-            return;
-        }
-        let token = it.sampler.sample(logits);
-        it.ttft.get_or_insert_with(|| live.submitted.elapsed());
-        if live.request.keep_logits {
-            it.logits.push(logits.to_vec());
-        }
-        if !live.request.ignore_end && self.model.config().eos.contains(&token) {
-            live.end(branch, FinishReason::Stop);
-            return;
-        }
-        it.tokens.push(token);
-        it.sampler.see([token]);
-        live.sender.send(AnswerEvent::Token { sample: it.sample, token });
-        let next = it.start.position + it.tokens.len() as i64;
-        if it.answer().len() == live.request.max_new_tokens || next > longest {
-            live.end(branch, FinishReason::Length);
-        }
-    }
-
-    /// Chooses the first token of every sample from the logits behind the prompt. The samples share the prompt's blocks.
-    fn fork(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
-        for sample in 1..live.request.samples {
-            let Some(own) = live.branches[0].own else { break };
-            let Some(cache) = self.caches.paged_mut() else { break };
-            let twin = cache.fork(own)?;
-            let sampling = live.request.sampling;
-            let seed = sampling.seed.wrapping_add(sample as u64);
-            let mut sampler = Sampler::new(Sampling { seed, ..sampling });
-            sampler.see(live.request.prompt.iter());
-            let first = &live.branches[0];
-            live.branches.push(Branch {
-                sample,
-                own: Some(twin),
-                start: first.start,
-                tokens: first.tokens.clone(),
-                prompt: first.prompt,
-                computed: first.computed,
-                input: None,
-                sampler,
-                logits: Vec::new(),
-                given: None,
-                ttft: None,
-                over: false,
-            });
-        }
-        for branch in 0..live.branches.len() {
-            self.choose(live, branch, logits);
-        }
-        Ok(())
     }
 }
 
@@ -419,9 +177,6 @@ impl Scheduler {
         }
         self.plan = plan;
         self.leave(engine);
-        if tokens == 0 {
-            self.pause();
-        }
         tokens
     }
 
@@ -506,7 +261,9 @@ impl Scheduler {
         let tokens: usize = feeds.iter().map(|feed| feed.tokens).sum();
         let single = feeds.iter().all(|feed| feed.rank == feeds[0].rank);
         let observer = if single { watch.of(feeds[0].rank) } else { &mut () };
+        let started = Instant::now();
         let result = self.compute(engine, &ropes, &feeds, &batch, observer);
+        engine.times.model += started.elapsed();
         match result {
             Ok(pass) => {
                 let (mut row, mut counted) = (0, 0);

@@ -1,6 +1,7 @@
 //! The documents of a request: looked up, computed with everybody's work, and in part computed anew.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvchunk::{AssembledPrompt, Assembler, ChunkedPrompt, Findings, PositionPlan, PositionReindexer};
 use kvcore::{Logits, SequenceInput, SequenceStart};
@@ -100,7 +101,10 @@ impl Engine {
             live.context = context(live, assembled.segments());
             let question = self.question(live)?;
             let asked = Inquiry { engine: self, ropes: &live.ropes, question: &question };
-            let (scores, spent) = asked.scores(assembled, check, observer)?;
+            let started = Instant::now();
+            let scored = asked.scores(assembled, check, observer);
+            self.times.model += started.elapsed();
+            let (scores, spent) = scored?;
             live.costs.flops += spent;
             found.attention = Some(scores);
         }
@@ -109,7 +113,10 @@ impl Engine {
             let question = self.question(live)?;
             let asked = Asked { request: &live.request, ropes: live.ropes.clone() };
             let mut blend = Blend::new(self, &asked, &prompt, assembled, question, (check, found))?;
-            let (tokens, pass) = blend.run(observer)?;
+            let started = Instant::now();
+            let blended = blend.run(observer);
+            self.times.model += started.elapsed();
+            let (tokens, pass) = blended?;
             live.costs.recomputed_tokens = tokens;
             live.costs.flops += pass.flops;
             live.context = context(live, assembled.segments());

@@ -89,7 +89,7 @@ impl Read {
     fn take(&mut self, answer: &mut Answer) {
         while let Some(event) = answer.try_next() {
             match event {
-                Ok(AnswerEvent::Token { sample, token }) => self.tokens[sample].push(token),
+                Ok(AnswerEvent::Token { sample, token, .. }) => self.tokens[sample].push(token),
                 Ok(AnswerEvent::End { sample, generation }) => self.ends[sample] = Some(*generation),
                 Err(error) => self.error = Some(error),
             }
@@ -283,4 +283,35 @@ fn another_thread_and_a_future_read_as_the_engine_computes() {
     });
     while !engine.step().unwrap().is_idle() {}
     assert_eq!((by_iterator.join().unwrap(), by_future.join().unwrap()), (7, 7), "six tokens and an end");
+}
+
+#[test]
+fn log_probabilities_are_of_the_models_own_distribution_sampled_or_given() {
+    let request = Request {
+        max_new_tokens: 4,
+        keep_logits: true,
+        logprobs: Some(2),
+        sampling: Sampling { temperature: 2.0, frequency_penalty: 0.5, seed: 3, ..Sampling::default() },
+        logit_bias: [(9, f32::NEG_INFINITY)].into(),
+        ..Request::new(PromptTokens::Plain(vec![7, 9, 11]))
+    };
+    let mut engine = roomy();
+    let sampled = engine.generate(&request, &mut ()).unwrap();
+    assert!(!sampled.tokens.contains(&9));
+    let given = Request { forced: Some(sampled.tokens.clone().into()), ..request.clone() };
+    let given = engine.generate(&given, &mut ()).unwrap();
+    for answer in [&sampled, &given] {
+        assert_eq!(answer.logprobs.len(), answer.tokens.len());
+        for ((got, logits), &token) in answer.logprobs.iter().zip(&answer.logits).zip(&answer.tokens) {
+            let sum: f32 = logits.iter().map(|x| x.exp()).sum();
+            assert_eq!((got.token, got.top.len()), (token, 2));
+            assert!((got.logprob - (logits[token as usize].exp() / sum).ln()).abs() < 1e-4);
+            assert!(got.top[0].1 >= got.top[1].1 && got.top[0].1 >= got.logprob);
+        }
+    }
+    let stray = Request { logit_bias: [(VOCABULARY, 1.0)].into(), ..request.clone() };
+    assert!(matches!(engine.submit(stray), Err(Error::Model(_))));
+    let nan = Request { logit_bias: [(1, f32::NAN)].into(), ..request };
+    assert!(matches!(engine.submit(nan), Err(Error::Sampling { setting: "logit_bias", .. })));
+    assert_nothing_held(&engine);
 }

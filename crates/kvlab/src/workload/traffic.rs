@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvengine::{Answer, AnswerEvent, Engine, Request};
+use kvengine::{Answer, AnswerEvent, Engine, Request, StepTimes};
 use kvmodel::PromptTokens;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -108,6 +108,8 @@ pub struct TrafficReport {
     pub steps: usize,
     /// The tokens of a pass, on average.
     pub tokens_per_step: f64,
+    /// The share of the time of steps that the engine took for itself: everything but the model.
+    pub engine_share: f64,
     /// The number of times that a request gave its blocks to others.
     pub preemptions: u64,
     /// Times to first token, in milliseconds, in the order of arrival.
@@ -139,7 +141,7 @@ pub fn play(
         let max_new_tokens = arrival.answer_tokens;
         Request { max_new_tokens, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) }
     });
-    let (cpu, started) = (cpu_seconds(), Instant::now());
+    let (cpu, before, started) = (cpu_seconds(), engine.step_times(), Instant::now());
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
     let mut ttft = vec![Duration::ZERO; trace.len()];
     let (mut between, mut whole) = (Vec::new(), Vec::new());
@@ -181,6 +183,10 @@ pub fn play(
         }
     }
     let seconds = started.elapsed().as_secs_f64();
+    let after = engine.step_times();
+    let spent = |of: fn(&StepTimes) -> Duration| of(&after).saturating_sub(of(&before)).as_secs_f64();
+    let (own, model) = (spent(|times| times.engine), spent(|times| times.model));
+    let engine_share = own / (own + model).max(f64::MIN_POSITIVE);
     let prompt_tokens = trace.iter().map(|arrival| arrival.prompt_tokens).sum::<usize>();
     Ok(TrafficReport {
         requests: trace.len(),
@@ -194,6 +200,7 @@ pub fn play(
         between_tokens: Times::of(&between),
         whole: Times::of(&whole),
         steps,
+        engine_share,
         tokens_per_step: computed as f64 / steps.max(1) as f64,
         preemptions,
         ttft_ms: ttft.iter().map(|time| time.as_secs_f64() * 1e3).collect(),

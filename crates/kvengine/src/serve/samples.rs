@@ -1,0 +1,171 @@
+//! The samples of a request: their sequences, and the tokens that are chosen for them.
+
+use std::ops::Range;
+
+use kvcore::SequenceInput;
+use kvmodel::LogitRows;
+
+use super::answer::AnswerEvent;
+use super::live::{Branch, Live, Parts};
+use super::parts;
+use super::plan::Feed;
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::generate::Context;
+use crate::logprobs::TokenLogprobs;
+use crate::request::FinishReason;
+use crate::sample::{Sampler, Sampling};
+
+impl Engine {
+    /// Gives a branch a sequence, with what is cached of its tokens.
+    pub(super) fn begin_branch(&mut self, live: &mut Live, branch: usize) -> Result<()> {
+        let plain = parts::chunked(live).is_none();
+        let root = *live.keys.root();
+        let caches = self.caches.sequences_mut();
+        let it = &mut live.branches[branch];
+        if it.own.is_some() {
+            return Ok(());
+        }
+        let (own, cached) = if plain && live.request.reuse {
+            caches.create_with_prefix(root.into(), &it.tokens)?
+        } else {
+            (caches.create(it.start)?, 0)
+        };
+        (it.own, it.computed) = (Some(own), cached);
+        if plain && branch == 0 {
+            live.costs.cached_tokens = cached.min(it.prompt);
+        }
+        Ok(())
+    }
+
+    /// Takes a request's blocks away. Its tokens stay.
+    pub(super) fn withdraw(&mut self, live: &mut Live) {
+        for branch in &mut live.branches {
+            if let Some(own) = branch.own.take() {
+                // The sequence is known: nobody else frees it.
+                drop(self.caches.sequences_mut().free(own));
+            }
+            (branch.computed, branch.input) = (0, None);
+            if branch.given.is_some() {
+                // The logits behind the prompt stay; those of the answer come again.
+                branch.logits.truncate(1);
+                branch.logprobs.truncate(1);
+            }
+        }
+        (live.parts, live.context) = (Parts::None, Context::default());
+    }
+
+    /// Takes note of what a pass has computed of a request, and chooses the next token if there are logits.
+    pub(super) fn after(
+        &mut self,
+        live: &mut Live,
+        feed: &Feed,
+        input: SequenceInput,
+        logits: Option<(&LogitRows, Range<usize>)>,
+    ) -> Result<()> {
+        let Some(branch) = feed.branch else {
+            live.parts.add_done(feed.tokens);
+            return Ok(());
+        };
+        if matches!(live.parts, Parts::Missing { .. }) {
+            // The documents came in the same pass. Their segments are the stored ones from here on.
+            self.advance_parts(live, &mut ())?;
+        }
+        let it = &mut live.branches[branch];
+        if let Some(own) = it.own {
+            self.caches.sequences_mut().commit(own, &input.tokens)?;
+        }
+        it.input = Some(input).filter(|input| input.tokens.len() == 1);
+        let Some((rows, range)) = logits else { return Ok(()) };
+        if it.given.is_some() {
+            for logits in range.filter_map(|row| rows.row(row)) {
+                live.note_given(branch, logits);
+            }
+            if live.branches[branch].left() == 0 {
+                live.end_given(branch);
+            }
+            return Ok(());
+        }
+        match rows.row(range.start) {
+            Some(logits) if it.answer().is_empty() => self.first_of(live, logits),
+            Some(logits) => {
+                self.choose(live, branch, logits);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Begins the answer, from the logits behind the prompt.
+    pub(super) fn first_of(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
+        if live.request.forced.is_none() || live.request.max_new_tokens == 0 {
+            return self.fork(live, logits);
+        }
+        let longest = self.longest();
+        live.give(longest, logits);
+        Ok(())
+    }
+
+    /// Chooses the next token of a branch from its logits, and ends the branch if it is the last.
+    fn choose(&self, live: &mut Live, branch: usize, logits: &[f32]) {
+        let longest = self.longest() as i64;
+        let it = &mut live.branches[branch];
+        if live.request.max_new_tokens == 0 {
+            live.end(branch, FinishReason::Length);
+            return;
+        }
+        let token = it.sampler.sample(logits);
+        it.ttft.get_or_insert_with(|| live.submitted.elapsed());
+        if live.request.keep_logits {
+            it.logits.push(logits.to_vec());
+        }
+        if !live.request.ignore_end && self.model.config().eos.contains(&token) {
+            live.end(branch, FinishReason::Stop);
+            return;
+        }
+        it.tokens.push(token);
+        it.sampler.chose(token);
+        let logprobs = live.request.logprobs.map(|most| TokenLogprobs::of(logits, token, most));
+        it.logprobs.extend(logprobs.clone());
+        let logprobs = logprobs.map(Box::new);
+        live.sender.send(AnswerEvent::Token { sample: it.sample, token, logprobs });
+        let next = it.start.position + it.tokens.len() as i64;
+        if it.answer().len() == live.request.max_new_tokens || next > longest {
+            live.end(branch, FinishReason::Length);
+        }
+    }
+
+    /// Chooses the first token of every sample from the logits behind the prompt. The samples share the prompt's blocks.
+    fn fork(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
+        for sample in 1..live.request.samples {
+            let Some(own) = live.branches[0].own else { break };
+            let Some(cache) = self.caches.paged_mut() else { break };
+            let twin = cache.fork(own)?;
+            let sampling = live.request.sampling;
+            let seed = sampling.seed.wrapping_add(sample as u64);
+            let bias = live.request.logit_bias.clone();
+            let mut sampler = Sampler::new(Sampling { seed, ..sampling }).with_bias(bias);
+            sampler.see(live.request.prompt.iter());
+            let first = &live.branches[0];
+            live.branches.push(Branch {
+                sample,
+                own: Some(twin),
+                start: first.start,
+                tokens: first.tokens.clone(),
+                prompt: first.prompt,
+                computed: first.computed,
+                input: None,
+                sampler,
+                logits: Vec::new(),
+                logprobs: Vec::new(),
+                given: None,
+                ttft: None,
+                over: false,
+            });
+        }
+        for branch in 0..live.branches.len() {
+            self.choose(live, branch, logits);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! Taking a request on: what can be said of it before anything is computed.
+
+use std::time::Instant;
+
+use kvchunk::PositionPlan;
+use kvcore::SequenceStart;
+use kvmodel::PromptTokens;
+
+use super::answer::{self, Answer, RequestId};
+use super::live::{Branch, Costs, Live, Parts};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::generate::Context;
+use crate::request::Request;
+use crate::sample::Sampler;
+
+impl Engine {
+    /// Takes a request on. [`step`](Self::step) computes it, together with others.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvengine::{AnswerEvent, Engine, EngineConfig, Request};
+    /// use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+    ///
+    /// let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+    /// let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
+    /// let ask = |first| Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(vec![first, 7, 8])) };
+    /// let (mut one, mut other) = (engine.submit(ask(1))?, engine.submit(ask(2))?);
+    /// while !engine.step()?.is_idle() {}
+    /// let mut tokens = 0;
+    /// for answer in [&mut one, &mut other] {
+    ///     while let Some(event) = answer.try_next() {
+    ///         tokens += usize::from(matches!(event?, AnswerEvent::Token { .. }));
+    ///     }
+    /// }
+    /// assert_eq!(tokens, 6);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
+    /// - [`Error::Samples`] for several samples on a static cache,
+    /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
+    pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
+        self.check_awake()?;
+        request.samples = request.samples.max(1);
+        request.sampling.check()?;
+        self.check_vocabulary(&request)?;
+        if let Some(&(_, value)) = request.logit_bias.iter().find(|(_, value)| value.is_nan()) {
+            return Err(Error::Sampling { setting: "logit_bias", value, needed: "a number" });
+        }
+        if request.samples > 1 && self.cache().as_paged().is_none() {
+            return Err(Error::Samples { samples: request.samples });
+        }
+        let (mut own, end) = self.own_tokens(&request)?;
+        self.check_room(&own)?;
+        let ropes = self.ropes(&request, end)?;
+        let keys = self.keys(&request, &ropes)?;
+        let id = RequestId(self.scheduler.next);
+        self.scheduler.next += 1;
+        let (sender, answer) = answer::channel(id);
+        let limit = request.time_limit.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
+        let now = self.clock.millis();
+        let mut sampler = Sampler::new(request.sampling).with_bias(request.logit_bias.clone());
+        sampler.see(request.prompt.iter());
+        let prompt = own.len();
+        // The answer is appended without growing.
+        own.reserve_exact(request.max_new_tokens.min(self.longest().saturating_sub(end) + 1));
+        let first = Branch {
+            sample: 0,
+            own: None,
+            start: SequenceStart::default(),
+            prompt,
+            tokens: own,
+            computed: 0,
+            input: None,
+            sampler,
+            logits: Vec::new(),
+            logprobs: Vec::new(),
+            given: None,
+            ttft: None,
+            over: false,
+        };
+        let live = Live {
+            id,
+            deadline: limit.map(|limit| now.saturating_add(limit)),
+            request,
+            ropes,
+            keys,
+            sender,
+            submitted: Instant::now(),
+            parts: Parts::None,
+            context: Context::default(),
+            branches: vec![first],
+            costs: Costs::default(),
+        };
+        self.scheduler.waiting.insert(live.rank(), live);
+        Ok(answer)
+    }
+
+    /// Checks a request's prompt. Returns the tokens of its own sequence, and the position behind the prompt.
+    fn own_tokens(&self, request: &Request) -> Result<(Vec<u32>, usize)> {
+        match &request.prompt {
+            PromptTokens::Chunked(prompt) if !request.full_attention => {
+                request.scaling.check()?;
+                let config = self.model.config();
+                let plan = PositionPlan::new(prompt, request.cell, config.max_positions)?;
+                let layers = config.num_layers();
+                let deepest = request.recompute.evidence().deepest_start(layers);
+                if let Some(layer) = deepest.filter(|&layer| layer >= layers) {
+                    let (what, value, limit) =
+                        ("layer of a recompute strategy", layer as i128, layers as i128);
+                    return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+                }
+                let question = prompt.question();
+                Ok((question.to_vec(), plan.question_position as usize + question.len()))
+            }
+            prompt => {
+                let tokens: Vec<u32> = prompt.iter().collect();
+                self.check_length(&tokens)?;
+                let end = tokens.len();
+                Ok((tokens, end))
+            }
+        }
+    }
+
+    /// Checks that a sequence with these tokens and another one fits into the whole pool.
+    fn check_room(&self, tokens: &[u32]) -> Result<()> {
+        let Some(cache) = self.cache().as_paged() else { return Ok(()) };
+        let (needed, total) =
+            (tokens.len().div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
+        if needed > total {
+            return Err(kvcore::Error::OutOfBlocks { asked: needed, free: total, evictable: 0, total }.into());
+        }
+        Ok(())
+    }
+}
