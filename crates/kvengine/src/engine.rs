@@ -7,7 +7,7 @@ use kvcore::{
     Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, SequenceInput, Stream,
     SystemClock,
 };
-use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Profiler, PromptTokens};
+use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Observer, PassMemory, Profiler, PromptTokens};
 
 use crate::caches::{CacheReport, Caches};
 use crate::calibrate::{StaticScales, calibrate};
@@ -31,6 +31,7 @@ pub struct Engine {
     tenant_salt: Vec<u8>,
     pub(crate) profiler: Profiler,
     pub(crate) decode_memory: DecodeMemory,
+    pass_memory: PassMemory,
     /// The link to other engines of the model.
     pub(crate) replicas: Option<ReplicaLink>,
     /// The requests that are answered together.
@@ -80,6 +81,7 @@ impl Engine {
             tenant_salt: config.tenant_salt.clone(),
             profiler,
             decode_memory: DecodeMemory::new(config.graphs),
+            pass_memory: PassMemory::default(),
             replicas: None,
             scheduler: Scheduler::new(config.scheduling),
             clock: Arc::new(SystemClock::default()),
@@ -119,6 +121,7 @@ impl Engine {
             tenant_salt: self.tenant_salt.clone(),
             profiler,
             decode_memory: DecodeMemory::new(self.decode_memory.most()),
+            pass_memory: PassMemory::default(),
             replicas: None,
             scheduler: Scheduler::new(self.scheduler.limits()),
             clock: Arc::clone(&self.clock),
@@ -244,6 +247,23 @@ impl Engine {
             profiler: &self.profiler,
         };
         Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
+    }
+
+    /// Runs a pass in memory that stays.
+    pub(crate) fn forward(
+        &mut self,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+        observer: &mut dyn Observer,
+    ) -> Result<Forward> {
+        let device = ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream: self.stream.as_ref(),
+            arena: self.caches.sequences().arena(),
+            keys: self.keys,
+            profiler: &self.profiler,
+        };
+        Ok(self.model.begin(&device, ropes, batch, &mut self.pass_memory)?.end(observer)?)
     }
 
     pub(crate) fn device(&self) -> ComputeDevice<'_> {

@@ -325,7 +325,7 @@ impl Scheduler {
         if feeds.iter().all(answers) {
             return engine.decode(ropes, batch, std::mem::take(&mut self.logits));
         }
-        Ok(engine.model.forward(&engine.device(), ropes, batch, observer)?)
+        engine.forward(ropes, batch, observer)
     }
 
     /// Returns the place of a running request.

@@ -140,7 +140,11 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
     request: (Case, &str),
 ) {
     let (case, strategy) = request;
-    let mut expected: BTreeSet<&str> = ["allocate", "write", "scatter", "read"].into();
+    let mut expected: BTreeSet<&str> = ["write", "scatter", "read"].into();
+    // The memory of a warm request's passes is there; a blend has memory of its own.
+    if case != Case::Warm || strategy.starts_with("blend") {
+        expected.insert("allocate");
+    }
     expected.insert(if name == "deepseek-v3" { "attend_mla" } else { "attend" });
     match strategy {
         "none" if case == Case::Asleep => expected.extend(["swap_blocks"]),
