@@ -1,4 +1,4 @@
-//! What the engine's parts need of the main cache for chunked prompts.
+//! The main cache, as chunked prompts need it: an assembler over it, copies within it.
 
 use std::sync::Arc;
 

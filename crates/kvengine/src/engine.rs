@@ -239,13 +239,7 @@ impl Engine {
         batch: &[SequenceInput],
         logits: Vec<f32>,
     ) -> Result<Forward> {
-        let device = ComputeDevice {
-            backend: self.backend.as_ref(),
-            stream: self.stream.as_ref(),
-            arena: self.caches.sequences().arena(),
-            keys: self.keys,
-            profiler: &self.profiler,
-        };
+        let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);
         Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
     }
 
@@ -256,25 +250,25 @@ impl Engine {
         batch: &[SequenceInput],
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
-        let device = ComputeDevice {
-            backend: self.backend.as_ref(),
-            stream: self.stream.as_ref(),
-            arena: self.caches.sequences().arena(),
-            keys: self.keys,
-            profiler: &self.profiler,
-        };
+        let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);
         Ok(self.model.begin(&device, ropes, batch, &mut self.pass_memory)?.end(observer)?)
     }
 
     pub(crate) fn device(&self) -> ComputeDevice<'_> {
-        ComputeDevice {
-            backend: self.backend.as_ref(),
-            stream: self.stream.as_ref(),
-            arena: self.caches.sequences().arena(),
-            keys: self.keys,
-            profiler: &self.profiler,
-        }
+        device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler)
     }
+}
+
+/// Joins the parts of an engine that a pass runs on, so that the others stay free to be changed.
+fn device_of<'a>(
+    backend: &'a Arc<dyn Backend>,
+    stream: &'a Arc<dyn Stream>,
+    caches: &'a Caches,
+    keys: KeyForm,
+    profiler: &'a Profiler,
+) -> ComputeDevice<'a> {
+    let arena = caches.sequences().arena();
+    ComputeDevice { backend: backend.as_ref(), stream: stream.as_ref(), arena, keys, profiler }
 }
 
 /// Returns the parts of every key of an engine except the rotary embeddings of a request.

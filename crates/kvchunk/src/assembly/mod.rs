@@ -174,7 +174,7 @@ pub struct Assembly {
     waiting: Vec<(BlockKey, ChunkWaiter)>,
     /// The time spent waiting for such pieces.
     waited: Duration,
-    /// What this request no longer waits for.
+    /// Keys that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
     /// Empty until the assembly is ready.

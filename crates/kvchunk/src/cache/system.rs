@@ -12,7 +12,7 @@ use crate::prefix::PrefixFill;
 /// The outcome of a look-up of a system prompt.
 #[derive(Debug)]
 pub(crate) enum SystemFound {
-    /// What is cached of it, and room for the rest.
+    /// The cached part of it, and room for the rest.
     Filled(Box<SystemFill>),
     /// Another request computes the system prompt with this key.
     Busy(BlockKey, ChunkWaiter),

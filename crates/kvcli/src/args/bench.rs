@@ -25,6 +25,36 @@ pub(crate) enum BenchKind {
     Serve(ServeArgs),
 }
 
+/// The model that is measured, and where it runs.
+#[derive(Debug, Args)]
+pub(crate) struct MeasuredArgs {
+    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
+    #[arg(long, value_name = "PATH", conflicts_with = "size")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// A Llama of this size with random weights.
+    #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
+    pub(crate) size: Option<(usize, usize)>,
+
+    /// Memory for keys and values, in MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub(crate) kv_memory: usize,
+
+    /// Storage format of keys and values, see `kvc run --help`.
+    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
+    pub(crate) dtype: KvFormat,
+
+    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// eight-bit blocks.
+    #[arg(long, value_enum, default_value = "stored")]
+    pub(crate) weights: WeightsFormat,
+
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
+    /// devices).
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
+    pub(crate) backend: BackendName,
+}
+
 /// Options of `kvc bench rag`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -40,13 +70,8 @@ and documents of which 80, 50 and 10 % were used before. With --chunk-sleep docu
 that were used less than five times fall asleep after every request; what waking
 them takes is in the times to first token.")]
 pub(crate) struct RagArgs {
-    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
-    #[arg(long, value_name = "PATH", conflicts_with = "size")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// A Llama of this size with random weights.
-    #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
-    pub(crate) size: Option<(usize, usize)>,
+    #[command(flatten)]
+    pub(crate) on: MeasuredArgs,
 
     /// Requests per workload.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
@@ -92,30 +117,12 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "SHARE", default_value_t = 0.5, value_parser = share)]
     pub(crate) memory_share: f64,
 
-    /// Memory for keys and values, in MiB.
-    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
-    pub(crate) kv_memory: usize,
-
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
-
-    /// Storage format of keys and values, see `kvc run --help`.
-    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
-    pub(crate) dtype: KvFormat,
-
-    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
-    /// eight-bit blocks.
-    #[arg(long, value_enum, default_value = "stored")]
-    pub(crate) weights: WeightsFormat,
 
     /// Draw the time to first token of each request of the first workload, in order of arrival.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
-
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
-    /// devices).
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: BackendName,
 
     /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]
@@ -136,13 +143,8 @@ A trace is a JSON object a line: {\"at\": 0.25, \"prompt_tokens\": 300, \"answer
 are drawn; an answer has the tokens that it is asked for, whatever the model would stop at.
 Lengths without a trace are drawn from half to one and a half of their means.")]
 pub(crate) struct ServeArgs {
-    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
-    #[arg(long, value_name = "PATH", conflicts_with = "size")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// A Llama of this size with random weights.
-    #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
-    pub(crate) size: Option<(usize, usize)>,
+    #[command(flatten)]
+    pub(crate) on: MeasuredArgs,
 
     /// Arrivals from a file, in place of drawn ones.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["requests", "rate", "prompt_tokens", "answer_tokens"])]
@@ -176,26 +178,9 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Memory for keys and values, in MiB.
-    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
-    pub(crate) kv_memory: usize,
-
-    /// Storage format of keys and values, see `kvc run --help`.
-    #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
-    pub(crate) dtype: KvFormat,
-
-    /// Format in which weights are held, see `kvc bench rag --help`.
-    #[arg(long, value_enum, default_value = "stored")]
-    pub(crate) weights: WeightsFormat,
-
     /// Draw the time to first token of each request, in order of arrival.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
-
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
-    /// devices).
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: BackendName,
 
     /// Print one JSON object on standard output, and nothing else.
     #[arg(long)]

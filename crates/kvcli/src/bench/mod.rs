@@ -1,7 +1,6 @@
 //! `kvc bench`: the prompts of a retrieval service, served with and without reuse (`rag`), and requests at once (`serve`).
 
 use std::io::Write;
-use std::path::Path;
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ReuseCell};
@@ -11,7 +10,7 @@ use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, ttft_rows};
 use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
-use crate::args::{BackendName, BenchArgs, BenchKind, RagArgs, WeightsFormat};
+use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
 use crate::backend::Opened;
 use crate::error::Result;
 use crate::plot::writable;
@@ -93,11 +92,11 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
 }
 
 fn engine(args: &RagArgs) -> Result<Engine> {
-    let (model, tokenizer, backend) = open(args.model.as_deref(), args.size, args.weights, &args.backend)?;
+    let (model, tokenizer, backend) = open(&args.on)?;
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
-        kv_format: args.dtype,
-        kv_memory: Some(args.kv_memory.saturating_mul(1 << 20)),
+        kv_format: args.on.dtype,
+        kv_memory: Some(args.on.kv_memory.saturating_mul(1 << 20)),
         chunks,
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
@@ -106,18 +105,13 @@ fn engine(args: &RagArgs) -> Result<Engine> {
 }
 
 /// Opens a backend, and loads a model on it or makes one of a size with random weights. Returns the tokenizer's digest, too.
-fn open(
-    model: Option<&Path>,
-    size: Option<(usize, usize)>,
-    weights: WeightsFormat,
-    backend: &BackendName,
-) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
-    let Opened { backend, dense } = backend::open(backend)?;
-    if let Some((layers, width)) = size {
+fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
+    let Opened { backend, dense } = backend::open(&args.backend)?;
+    if let Some((layers, width)) = args.size {
         let config = ModelConfig::benchmark(layers, width)?;
-        let model = Model::with_dense(config, Weights::random(1), load::format(weights), dense)?;
+        let model = Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?;
         return Ok((model, [0; 32], backend));
     }
-    let ModelDirectory { model, codec } = load::model(model, weights, dense)?;
+    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     Ok((model, *codec.digest(), backend))
 }

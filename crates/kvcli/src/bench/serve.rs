@@ -45,12 +45,12 @@ pub(super) fn serve(args: &ServeArgs) -> Result<()> {
 }
 
 fn engine(args: &ServeArgs) -> Result<Engine> {
-    let (model, tokenizer, backend) = open(args.model.as_deref(), args.size, args.weights, &args.backend)?;
+    let (model, tokenizer, backend) = open(&args.on)?;
     let scheduling =
         Scheduling { step_tokens: args.step_tokens, running: args.running, ..Default::default() };
     let config = EngineConfig {
-        kv_format: args.dtype,
-        kv_memory: Some(args.kv_memory.saturating_mul(1 << 20)),
+        kv_format: args.on.dtype,
+        kv_memory: Some(args.on.kv_memory.saturating_mul(1 << 20)),
         scheduling,
         ..EngineConfig::default()
     };

@@ -142,7 +142,7 @@ pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Re
          the other rows compute it.",
         args.per_request, args.document_tokens
     )?;
-    if args.size.is_none() && rows.iter().any(|row| row.target.is_some()) {
+    if args.on.size.is_none() && rows.iter().any(|row| row.target.is_some()) {
         writeln!(
             out,
             "Targets are set for a larger model, --size 8x1024 --document-tokens 512: beside a small one, the fixed \

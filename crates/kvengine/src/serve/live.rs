@@ -33,7 +33,7 @@ pub(super) struct Live {
     pub(super) costs: Costs,
 }
 
-/// What the prefill of a request took.
+/// The costs of a request's prefill.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Costs {
     pub(super) cached_tokens: usize,

@@ -75,7 +75,7 @@ impl Watch<'_> {
     }
 }
 
-/// What a step has done.
+/// The work of a step, and what it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Step {
     /// The number of tokens that were computed.
@@ -88,7 +88,7 @@ pub struct Step {
     pub preemptions: u64,
 }
 
-/// Where the time of steps went, since the engine was made.
+/// The time of all steps since the engine was made, by where it went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepTimes {
     /// In the model: passes, and what strategies ask of it before they choose.

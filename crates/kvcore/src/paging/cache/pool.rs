@@ -6,8 +6,8 @@ use crate::paging::BlockPool;
 
 /// An arena, and the pool that hands out its blocks. Clones are handles to the same blocks.
 ///
-/// Whoever needs blocks beside the sequences of a [`PagedKvCache`](crate::PagedKvCache), such as a system prompt or the pieces of
-/// a document, takes them here. Nobody borrows the cache for that, which another thread may be driving.
+/// Takes the place of a [`PagedKvCache`](crate::PagedKvCache) where blocks are needed beside its sequences, such as for a system
+/// prompt or the pieces of a document. Nobody borrows the cache for that, which another thread may be driving.
 #[derive(Debug, Clone)]
 pub struct KvPool {
     arena: KvArena,
