@@ -29,7 +29,7 @@ pub struct Request {
     /// The tag of the chunk cache's tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
     /// The number of answers that are sampled from the prompt, which is computed once. Each has a seed of its own, counted up from
-    /// [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) gives the first.
+    /// [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) gives the first. A [given](Self::forced) answer is one.
     pub samples: usize,
     /// The order among requests that wait: larger numbers first, then in the order of their arrival. Where memory is short, the last
     /// in this order gives way.

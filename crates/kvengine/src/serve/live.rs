@@ -109,6 +109,25 @@ pub(super) struct Branch {
 }
 
 impl Branch {
+    /// Creates the first sample of a request, of whose sequence nothing is computed.
+    pub(super) fn new(prompt: Vec<u32>, sampler: Sampler) -> Self {
+        Self {
+            sample: 0,
+            own: None,
+            start: SequenceStart::default(),
+            prompt: prompt.len(),
+            tokens: prompt,
+            computed: 0,
+            input: None,
+            sampler,
+            logits: Vec::new(),
+            logprobs: Vec::new(),
+            given: None,
+            ttft: None,
+            over: false,
+        }
+    }
+
     /// Returns the number of tokens that are still to be computed.
     pub(super) fn left(&self) -> usize {
         if self.over { 0 } else { self.tokens.len() - self.computed }

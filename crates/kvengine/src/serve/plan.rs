@@ -16,7 +16,7 @@ pub(super) struct Feed {
     pub(super) tokens: usize,
 }
 
-/// What a step computes, and whom it could not serve.
+/// The inputs of a step, and the requests that it could not serve.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) feeds: Vec<Feed>,

@@ -147,21 +147,15 @@ impl Engine {
             let mut sampler = Sampler::new(Sampling { seed, ..sampling }).with_bias(bias);
             sampler.see(live.request.prompt.iter());
             let first = &live.branches[0];
-            live.branches.push(Branch {
+            let branch = Branch {
                 sample,
                 own: Some(twin),
                 start: first.start,
-                tokens: first.tokens.clone(),
                 prompt: first.prompt,
                 computed: first.computed,
-                input: None,
-                sampler,
-                logits: Vec::new(),
-                logprobs: Vec::new(),
-                given: None,
-                ttft: None,
-                over: false,
-            });
+                ..Branch::new(first.tokens.clone(), sampler)
+            };
+            live.branches.push(branch);
         }
         for branch in 0..live.branches.len() {
             self.choose(live, branch, logits);

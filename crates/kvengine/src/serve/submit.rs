@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use kvchunk::PositionPlan;
-use kvcore::SequenceStart;
 use kvmodel::PromptTokens;
 
 use super::answer::{self, Answer, RequestId};
@@ -45,7 +44,8 @@ impl Engine {
     /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
     pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
         self.check_awake()?;
-        request.samples = request.samples.max(1);
+        // An answer that is given is the same for all samples.
+        request.samples = if request.forced.is_some() { 1 } else { request.samples.max(1) };
         request.sampling.check()?;
         self.check_vocabulary(&request)?;
         if let Some(&(_, value)) = request.logit_bias.iter().find(|(_, value)| value.is_nan()) {
@@ -65,24 +65,9 @@ impl Engine {
         let now = self.clock.millis();
         let mut sampler = Sampler::new(request.sampling).with_bias(request.logit_bias.clone());
         sampler.see(request.prompt.iter());
-        let prompt = own.len();
         // The answer is appended without growing.
         own.reserve_exact(request.max_new_tokens.min(self.longest().saturating_sub(end) + 1));
-        let first = Branch {
-            sample: 0,
-            own: None,
-            start: SequenceStart::default(),
-            prompt,
-            tokens: own,
-            computed: 0,
-            input: None,
-            sampler,
-            logits: Vec::new(),
-            logprobs: Vec::new(),
-            given: None,
-            ttft: None,
-            over: false,
-        };
+        let first = Branch::new(own, sampler);
         let live = Live {
             id,
             deadline: limit.map(|limit| now.saturating_add(limit)),

@@ -66,6 +66,9 @@ fn mixed(count: usize, seed: u64) -> Vec<Request> {
                 request.samples = 4;
                 request.sampling = Sampling { temperature: 0.9, seed: i as u64, ..Sampling::default() };
             }
+            if i % 16 == 4 {
+                request.forced = Some((0..6).map(|j| 3 + (i as u32 * 7 + j) % 40).collect());
+            }
             request.keep_logits = true;
             request.priority = i32::from(i % 16 == 5);
             request

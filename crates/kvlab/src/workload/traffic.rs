@@ -81,7 +81,7 @@ impl Traffic {
     }
 }
 
-/// What an engine made of a trace.
+/// The times and counts of a trace that an engine has answered.
 #[derive(Debug, Clone, Serialize)]
 pub struct TrafficReport {
     /// The number of requests.
@@ -242,12 +242,11 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
     fn processor_time_grows_with_work() {
-        let Some(before) = cpu_seconds() else { return };
-        let started = Instant::now();
-        while started.elapsed() < Duration::from_millis(60) {
-            std::hint::black_box(before.sin());
-        }
-        assert!(cpu_seconds().unwrap() > before);
+        let before = cpu_seconds().unwrap();
+        // Fifty thousand looks at a file take more than the hundredth of a second that is the unit.
+        let grown = (0..50_000).any(|_| cpu_seconds().unwrap() > before);
+        assert!(grown);
     }
 }
