@@ -7,8 +7,12 @@ use crate::run::{Result, root};
 /// The rooms, the lowest first. Each is a folder of `crates/kvcore/src`.
 const ROOMS: [&str; 3] = ["base", "device", "paging"];
 
-/// Most lines of code in `crates/kvcore/src`; comments and blank lines do not count.
-const MOST_LINES: usize = 9_000;
+// Decision: docs/decisions/crates.md#kvcore-has-a-bound
+/// Most lines of code in `crates/kvcore/src`. Comments, blank lines and the tests at the end of files do not count.
+const MOST_LINES: usize = 8_000;
+
+/// The line that begins the tests of a file.
+const TESTS: &str = "#[cfg(test)]\nmod tests {";
 
 /// Checks that no line of code in a room names a higher room or the crate's root, where all rooms are re-exported, and
 /// that kvcore holds no more code than it should.
@@ -19,7 +23,7 @@ pub(crate) fn check(tracked: &[String]) -> Result {
     for file in tracked {
         let Some(path) = file.strip_prefix("crates/kvcore/src/") else { continue };
         let text = fs::read_to_string(root().join(file)).map_err(|e| format!("{file}: {e}"))?;
-        total += code(&text).count();
+        total += code(text.split(TESTS).next().unwrap_or_default()).count();
         let Some(room) = ROOMS.iter().position(|room| path.starts_with(&format!("{room}/"))) else {
             continue;
         };

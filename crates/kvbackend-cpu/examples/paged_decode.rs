@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
-    KvLayout, KvShape, MemoryKind, PagedKvCache, QueryRow, Result, Rope, RopeConfig, RowRotation, Scatter,
-    SequenceId, Stream, TensorView, WriteSlots, allocate_tensor,
+    KvLayout, KvShape, MemoryKind, PagedKvCache, PromptKeys, QueryRow, Result, Rope, RopeConfig, RowRotation,
+    Scatter, SequenceId, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 const LAYERS: usize = 2;
@@ -100,12 +100,12 @@ fn main() -> Result<()> {
 
     // Two prompts with the same first 48 tokens: the second computes its own part only.
     let prompt: Vec<u32> = (0..60).collect();
-    let (first, cached, slots) = cache.admit(root, &prompt)?;
+    let (first, cached, slots) = cache.admit(&PromptKeys::new(root, &prompt, 16), prompt.len())?;
     engine.store(&cache, &slots, cached)?;
     cache.commit(first, &prompt[cached..])?;
     println!("first prompt:  {cached} of {} tokens cached", prompt.len());
     let other: Vec<u32> = (0..50).chain(900..910).collect();
-    let (second, cached, slots) = cache.admit(root, &other)?;
+    let (second, cached, slots) = cache.admit(&PromptKeys::new(root, &other, 16), other.len())?;
     engine.store(&cache, &slots, cached)?;
     cache.commit(second, &other[cached..])?;
     println!("second prompt: {cached} of {} tokens cached", other.len());
@@ -113,7 +113,7 @@ fn main() -> Result<()> {
     // Two answers to the second prompt. The fork shares all blocks; whoever writes first copies the last one.
     let twin = cache.fork(second)?;
     for id in [second, twin] {
-        let copied = cache.copy_on_write(id, engine.stream.as_ref())?;
+        let copied = cache.copy_on_write(&[id], engine.stream.as_ref())? > 0;
         for _ in 0..5 {
             engine.step(&mut cache, id)?;
         }

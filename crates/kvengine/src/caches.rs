@@ -97,15 +97,17 @@ impl Caches {
             (KvArena::allocate(backend.as_ref(), kind, layout)?, None)
         };
         let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
-        let pool = |blocks| BlockPool::with_config(blocks, paged.pool());
         let on_device = for_chunks.len() * arena.layout().block_bytes();
         let place = |ChunkSleep { form, memory }: ChunkSleep| {
             let (backend, stream) = (Arc::clone(backend), Arc::clone(stream));
             ArenaSleep::new(backend, arena.clone(), stream, form, memory.unwrap_or(on_device)).map(Arc::new)
         };
         let sleep = config.chunk_sleep.map(place).transpose()?;
-        let main = PagedKvCache::new(arena, pool(for_main)?)?;
-        let pool = ChunkBlockPool::over(pool(for_chunks)?, config.block_size)?;
+        let watermark = config.scheduling.watermark.min(for_main.len() - 1);
+        let main = BlockPool::with_config(for_main, paged.pool().watermark(watermark))?;
+        let main = PagedKvCache::new(arena, main)?;
+        let of_chunks = BlockPool::with_config(for_chunks, paged.pool())?;
+        let pool = ChunkBlockPool::over(of_chunks, config.block_size)?;
         let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
         let clock = Arc::new(SystemClock::default());
         let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, clock)?;

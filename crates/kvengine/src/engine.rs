@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport};
 use kvcore::{
-    Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, SequenceInput, Stream,
+    Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, StepBatch, Stream,
     SystemClock,
 };
 use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Observer, PassMemory, Profiler, PromptTokens};
@@ -236,7 +236,7 @@ impl Engine {
     pub(crate) fn decode(
         &mut self,
         ropes: &LayerRopes,
-        batch: &[SequenceInput],
+        batch: StepBatch<'_>,
         logits: Vec<f32>,
     ) -> Result<Forward> {
         let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);
@@ -247,7 +247,7 @@ impl Engine {
     pub(crate) fn forward(
         &mut self,
         ropes: &LayerRopes,
-        batch: &[SequenceInput],
+        batch: StepBatch<'_>,
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
         let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvchunk::TenantKeys;
-use kvcore::{LayerRopes, Logits, MergeGroup, Segment, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{LayerRopes, MergeGroup, Segment, SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::{Forward, LogitRows, Observer, PromptTokens};
 
 use crate::error::{Error, Result};
@@ -28,6 +28,21 @@ impl Context {
     /// Returns the segments of the context, followed by the segment of an own sequence.
     pub(crate) fn with_own(&self, own: Segment) -> Arc<[Segment]> {
         self.segments.iter().cloned().chain([own]).collect()
+    }
+
+    /// Returns tokens behind the first `before` of a sequence as an input that sees the context and its own sequence, in the segment
+    /// `own`. The sequence begins at `start`.
+    pub(crate) fn input(
+        &self,
+        start: SequenceStart,
+        before: usize,
+        tokens: &[u32],
+        slots: WriteSlots,
+        own: Segment,
+    ) -> SequenceInput {
+        let (logical, position) = (start.logical + before, start.position + before as i64);
+        let input = SequenceInput::new(tokens.to_vec(), logical, position, slots, self.with_own(own));
+        SequenceInput { groups: Arc::clone(&self.groups), ..input }
     }
 }
 
@@ -127,49 +142,10 @@ impl Engine {
         }
     }
 
-    /// Returns the input for `tokens` at the end of the request's own sequence. The tokens also see
-    /// `context`. The last token gets logits.
-    pub(crate) fn next_input(
-        &mut self,
-        own: SequenceId,
-        tokens: &[u32],
-        context: &Context,
-    ) -> Result<SequenceInput> {
-        let cache = self.caches.sequences_mut();
-        let before = cache.len(own)?;
-        let slots = cache.grow(own, tokens.len())?;
-        let segment = cache.segment(own)?;
-        let (logical, position) = (segment.logical_start + before, segment.stored_start + before as i64);
-        let segments = context.with_own(segment);
-        let input = SequenceInput::new(tokens.to_vec(), logical, position, slots, segments);
-        Ok(SequenceInput { groups: Arc::clone(&context.groups), ..input.with_logits(Logits::Last) })
-    }
-
-    /// Makes `input` the input of the next token, in its memory. The segments before the last stay.
-    pub(crate) fn advance(&mut self, own: SequenceId, token: u32, input: &mut SequenceInput) -> Result<()> {
-        let next = end_of(input);
-        (input.logical_start, input.position_start) = (next.logical, next.position);
-        input.tokens.clear();
-        input.tokens.push(token);
-        let cache = self.caches.sequences_mut();
-        cache.grow_into(own, 1, &mut input.slots)?;
-        // No pass holds the list between two tokens, so that it is changed in place.
-        if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
-            *last = cache.segment(own)?;
-        }
-        Ok(())
-    }
-
     /// Returns the number of positions that a request may have.
     pub(crate) fn longest(&self) -> usize {
         self.model.config().max_positions.min(self.caches.longest())
     }
-}
-
-/// Returns the logical index and the position of the token after an input.
-pub(crate) fn end_of(input: &SequenceInput) -> SequenceStart {
-    let n = input.tokens.len();
-    SequenceStart { logical: input.logical_start + n, position: input.position_start + n as i64 }
 }
 
 /// Returns the logits of the last row of a pass.

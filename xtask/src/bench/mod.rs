@@ -127,23 +127,27 @@ fn wgpu(quick: bool) -> Result<Vec<BenchRow>> {
 
 fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
     // Reuse is measured on its chunk of 4096 tokens however small the rest: it must not take too long.
-    let [kernels, formats, ttft]: [&[&str]; 3] = if quick {
+    let [kernels, formats, ttft, steps]: [&[&str]; 4] = if quick {
         [
             &["--mib", "16", "--context", "1024"],
             &["--tokens", "512"],
             &["--layers", "2", "--hidden", "128", "--tokens", "64"],
+            &["--layers", "2", "--hidden", "128", "--answers", "32"],
         ]
     } else {
         [
             &["--mib", "1024", "--context", "32768"],
             &["--tokens", "32768"],
             &["--layers", "8", "--hidden", "1024", "--tokens", "512"],
+            &["--layers", "8", "--hidden", "1024", "--answers", "256"],
         ]
     };
     let mut rows = run_bench("kernels_against_memcpy", kernels)?;
     rows.extend(run_bench("quantized_caches", formats)?);
     rows.extend(run_bench("chunk_reuse", &["--tokens", "4096"])?);
     rows.extend(run_bench("ttft", ttft)?);
+    rows.extend(run_bench("batch_slots", &[])?);
+    rows.extend(run_bench("engine_step", steps)?);
     rows.extend(block_pool(quick)?);
     Ok(rows)
 }

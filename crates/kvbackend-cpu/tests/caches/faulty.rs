@@ -1,6 +1,7 @@
 //! A stream that refuses operations by name, and the state after a refusal.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
@@ -17,11 +18,13 @@ use crate::sharing::{contents, root, write};
 pub(crate) struct Faulty {
     stream: Arc<dyn Stream>,
     refused: &'static str,
+    /// The number of operations that were not refused.
+    pub(crate) launched: AtomicUsize,
 }
 
 impl Faulty {
     pub(crate) fn new(m: &Memory, refused: &'static str) -> Self {
-        Self { stream: Arc::clone(&m.stream), refused }
+        Self { stream: Arc::clone(&m.stream), refused, launched: AtomicUsize::new(0) }
     }
 
     fn check(&self, operation: &str) -> Result<()> {
@@ -29,13 +32,14 @@ impl Faulty {
     }
 }
 
-fn refusal() -> Error {
+pub(crate) fn refusal() -> Error {
     Error::Unsupported { backend: "faulty", what: "this".to_owned() }
 }
 
 impl Stream for Faulty {
     fn launch(&self, operation: Checked<'_>) -> Result<()> {
         self.check(operation.operation().name())?;
+        self.launched.fetch_add(1, Ordering::Relaxed);
         self.stream.launch(operation)
     }
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
@@ -80,14 +84,14 @@ fn a_refused_swap_gives_the_sequence_back(#[values(Immediate, Deferred)] executi
         assert_eq!(refused.unwrap_err(), refusal(), "{operation}");
         assert_eq!((contents(&m, &cache, id), pool.counts().free), (before.clone(), 5));
     }
-    let mut out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
+    let out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
     for operation in ["swap_blocks", "wait_for"] {
-        let rejected = cache.swap_in(out, &Faulty::new(&m, operation)).unwrap_err();
-        assert_eq!(rejected.error, refusal(), "{operation}");
-        out = rejected.blocks;
+        let refused = cache.swap_in(&out, &Faulty::new(&m, operation));
+        assert_eq!(refused, Err(refusal()), "{operation}");
         assert_eq!((cache.pool().counts().free, pool.counts().mutable, cache.num_sequences()), (8, 3, 0));
     }
-    let id = cache.swap_in(out, m.stream.as_ref()).unwrap();
+    let id = cache.swap_in(&out, m.stream.as_ref()).unwrap();
+    drop(out);
     assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
     cache.pool().check_invariants().unwrap();
 }
@@ -107,11 +111,11 @@ fn a_refused_copy_changes_nothing(#[values(Immediate, Deferred)] execution: Exec
     let c = cache.fork(b).unwrap();
     let (counts, blocks) = (cache.pool().counts(), cache.blocks(c).unwrap().clone());
     let before = contents(&m, &cache, c);
-    assert_eq!(cache.copy_on_write(c, &faulty), Err(refusal()));
+    assert_eq!(cache.copy_on_write(&[c], &faulty), Err(refusal()));
     assert_eq!((cache.pool().counts(), cache.blocks(c).unwrap()), (counts, &blocks));
     assert_eq!(contents(&m, &cache, c), before);
     assert!(matches!(cache.grow(c, 1), Err(Error::SharedBlock { .. })), "still shared");
-    assert!(cache.copy_on_write(c, m.stream.as_ref()).unwrap());
+    assert_eq!(cache.copy_on_write(&[c], m.stream.as_ref()), Ok(1));
     for id in [a, b, c] {
         cache.free(id).unwrap();
     }
@@ -129,7 +133,7 @@ fn a_swap_in_on_another_stream_waits_for_the_swap_out(#[values(Immediate, Deferr
     let before = contents(&m, &cache, id);
     let out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
     let other = m.backend.stream().unwrap();
-    let id = cache.swap_in(out, other.as_ref()).unwrap();
+    let id = cache.swap_in(&out, other.as_ref()).unwrap();
     other.synchronize().unwrap();
     assert_eq!(contents(&m, &cache, id), before);
 }

@@ -1,6 +1,7 @@
 //! The caches of `kvcore` on real memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod batches;
 mod common;
 mod faulty;
 mod permits;

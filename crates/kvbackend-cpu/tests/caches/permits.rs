@@ -219,7 +219,7 @@ fn slots_of_a_draft_survive_the_commit_of_the_tokens_before(
     let m = Memory::new(execution);
     let mut cache = PagedKvCache::new(m.arena(8, BLOCK), BlockPool::new(0..8).unwrap()).unwrap();
     let prompt = [1, 2, 3, 4];
-    let (id, _, slots) = cache.admit(crate::sharing::root(), &prompt).unwrap();
+    let (id, _, slots) = crate::sharing::admit(&mut cache, crate::sharing::root(), &prompt).unwrap();
     let draft = cache.grow(id, 3).unwrap();
     let rows = |slots: &WriteSlots| m.tensor(&[slots.len(), HEADS, DIM], 1.0);
     let write = |cache: &PagedKvCache, slots: &WriteSlots| {
@@ -272,7 +272,7 @@ fn slots_of_a_sequence_end_with_its_commit_and_its_end(#[values(Immediate, Defer
         cache.write(id, m.stream.as_ref(), 0, rows(slots), rows(slots), slots)
     };
     let tokens = [1, 2, 3, 4, 5];
-    let (a, _, slots) = cache.admit(crate::sharing::root(), &tokens).unwrap();
+    let (a, _, slots) = crate::sharing::admit(&mut cache, crate::sharing::root(), &tokens).unwrap();
     write(&cache, a, &slots).unwrap();
     cache.commit(a, &tokens).unwrap();
     let void = Err(Error::PermitVoid { what: "slots" });

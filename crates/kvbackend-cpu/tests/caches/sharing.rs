@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
     BlockKey, BlockPool, Error, EventQueue, Gather, KeyScheme, KeyScope, KvArena, KvEvent, PagedKvCache,
-    PoolConfig, SequenceId, SequenceStart, VllmChain, VllmExtras,
+    PoolConfig, PromptKeys, SequenceId, SequenceStart, VllmChain, VllmExtras, WriteSlots,
 };
 use rstest::rstest;
 
@@ -17,6 +17,16 @@ fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
 
 pub(crate) fn root() -> BlockKey {
     KeyScope::new("m", b"w").root()
+}
+
+/// Admits a whole prompt.
+pub(crate) fn admit(
+    cache: &mut PagedKvCache,
+    scheme: impl Into<KeyScheme>,
+    tokens: &[u32],
+) -> Result<(SequenceId, usize, WriteSlots), Error> {
+    let block_size = cache.kv_pool().block_size();
+    cache.admit(&PromptKeys::new(scheme, tokens, block_size), tokens.len())
 }
 
 /// Grows a sequence by `tokens` and writes rows that count from `first` in both layers.
@@ -67,8 +77,8 @@ fn forks_share_until_they_write_and_keep_their_own_tokens(
     for (i, id) in [a, twins[0], twins[1]].into_iter().enumerate() {
         assert!(matches!(cache.grow(id, 1), Err(Error::SharedBlock { token: 6, .. })));
         // the last to ask is the only holder of the block, and takes it back
-        assert_eq!(cache.copy_on_write(id, m.stream.as_ref()), Ok(i < 2));
-        assert!(!cache.copy_on_write(id, m.stream.as_ref()).unwrap(), "once");
+        assert_eq!(cache.copy_on_write(&[id], m.stream.as_ref()), Ok(usize::from(i < 2)));
+        assert_eq!(cache.copy_on_write(&[id], m.stream.as_ref()), Ok(0), "once");
         write(&m, &mut cache, id, 1, 100.0 * (i + 1) as f32);
     }
     // six tokens alike, the seventh different for each
@@ -96,7 +106,7 @@ fn a_fork_that_finds_no_block_leaves_both_as_they_were(#[values(Immediate, Defer
     write(&m, &mut cache, a, 6, 1.0);
     let b = cache.fork(a).unwrap();
     let before = contents(&m, &cache, a);
-    assert!(matches!(cache.copy_on_write(b, m.stream.as_ref()), Err(Error::OutOfBlocks { .. })));
+    assert!(matches!(cache.copy_on_write(&[b], m.stream.as_ref()), Err(Error::OutOfBlocks { .. })));
     assert_eq!((contents(&m, &cache, a), contents(&m, &cache, b)), (before.clone(), before));
     assert_eq!(cache.pool().counts().shared, 2);
 }
@@ -106,14 +116,14 @@ fn forks_of_a_prompt_commit_under_the_same_keys(#[values(Immediate, Deferred)] e
     let m = Memory::new(execution);
     let mut cache = cache(&m, 12);
     let tokens = [1, 2, 3, 4, 5, 6];
-    let (a, cached, slots) = cache.admit(root(), &tokens).unwrap();
+    let (a, cached, slots) = admit(&mut cache, root(), &tokens).unwrap();
     assert_eq!((cached, slots.len()), (0, 6));
     cache.commit(a, &tokens).unwrap();
     let b = cache.fork(a).unwrap();
-    cache.copy_on_write(b, m.stream.as_ref()).unwrap();
+    cache.copy_on_write(&[b], m.stream.as_ref()).unwrap();
     cache.grow(b, 2).unwrap();
     cache.commit(b, &[7, 8]).unwrap();
-    let (c, cached, _) = cache.admit(root(), &[1, 2, 3, 4, 5, 6, 7, 8, 9]).unwrap();
+    let (c, cached, _) = admit(&mut cache, root(), &[1, 2, 3, 4, 5, 6, 7, 8, 9]).unwrap();
     assert_eq!(cached, 8, "the fork's second block is found");
     assert_eq!(cache.blocks(c).unwrap()[..2], cache.blocks(b).unwrap()[..2]);
     for id in [a, b, c] {
@@ -141,7 +151,8 @@ fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
         let taken = cache.pool().allocate(8 - known / 4).unwrap();
         assert_eq!(cache.pool().counts().cached, known / 4);
         drop(taken);
-        id = cache.swap_in(out, m.stream.as_ref()).unwrap();
+        id = cache.swap_in(&out, m.stream.as_ref()).unwrap();
+        drop(out);
         assert_eq!(contents(&m, &cache, id), before, "{known} tokens known");
         assert_eq!((host_pool.counts().free, cache.len(id).unwrap()), (5, 10));
         cache.grow(id, 1).unwrap();
@@ -168,10 +179,11 @@ fn a_swap_without_room_changes_nothing(#[values(Immediate, Deferred)] execution:
     let pool = BlockPool::new(0..5).unwrap();
     let out = cache.swap_out(id, m.stream.as_ref(), &host, &pool).unwrap();
     let hog = cache.pool().allocate(3).unwrap();
-    let rejected = cache.swap_in(out, m.stream.as_ref()).unwrap_err();
-    assert!(matches!(rejected.error, Error::OutOfBlocks { asked: 3, .. }));
+    let refused = cache.swap_in(&out, m.stream.as_ref()).unwrap_err();
+    assert!(matches!(refused, Error::OutOfBlocks { asked: 3, .. }));
     drop(hog);
-    let id = cache.swap_in(rejected.blocks, m.stream.as_ref()).unwrap();
+    let id = cache.swap_in(&out, m.stream.as_ref()).unwrap();
+    drop(out);
     assert_eq!((contents(&m, &cache, id), pool.counts().free), (before, 5));
 }
 
@@ -183,17 +195,17 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     let pool = BlockPool::with_config(0..6, PoolConfig::default().watermark(2)).unwrap();
     let mut cache = PagedKvCache::new(m.arena(6, 4), pool).unwrap();
     let tokens: Vec<u32> = (0..14).collect();
-    let (a, _, _) = cache.admit(root(), &tokens).unwrap();
+    let (a, _, _) = admit(&mut cache, root(), &tokens).unwrap();
     cache.commit(a, &tokens).unwrap();
-    assert!(matches!(cache.admit(root(), &[9; 3]), Err(Error::OutOfBlocks { asked: 1, .. })));
+    assert!(matches!(admit(&mut cache, root(), &[9; 3]), Err(Error::OutOfBlocks { asked: 1, .. })));
     assert!(cache.grow(a, 5).is_ok(), "a running sequence may use the watermark");
     cache.free(a).unwrap();
     // a refused prompt changes neither the held blocks nor the next victim
     let counts = cache.pool().counts();
     let long: Vec<u32> = (0..30).collect();
-    assert!(cache.admit(root(), &long).is_err());
+    assert!(admit(&mut cache, root(), &long).is_err());
     assert_eq!((cache.pool().counts(), cache.num_sequences()), (counts, 0));
-    let (_, cached, slots) = cache.admit(root(), &tokens).unwrap();
+    let (_, cached, slots) = admit(&mut cache, root(), &tokens).unwrap();
     assert_eq!((cached, slots.len()), (12, 2));
 }
 
@@ -206,7 +218,7 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     let tokens: Vec<u32> = (100..113).collect();
     let extras = |salt: &str| VllmExtras { cache_salt: Some(salt.to_owned()), ..VllmExtras::default() };
     let scheme = |salt| KeyScheme::vllm(VllmChain::default(), extras(salt));
-    let (a, cached, _) = cache.admit(scheme("alice"), &tokens[..6]).unwrap();
+    let (a, cached, _) = admit(&mut cache, scheme("alice"), &tokens[..6]).unwrap();
     assert_eq!(cached, 0);
     cache.commit(a, &tokens[..6]).unwrap();
     // decoded in two steps: the salt is only in the first block, wherever a commit begins
@@ -229,7 +241,7 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     assert_eq!(cached, 0, "another tenant");
     // with our own keys, a salt separates tenants too
     let salted = |salt: &[u8]| KeyScope::new("m", b"w").tenant_salt(salt).root();
-    let (d, _, _) = cache.admit(salted(b"alice"), &tokens[..6]).unwrap();
+    let (d, _, _) = admit(&mut cache, salted(b"alice"), &tokens[..6]).unwrap();
     cache.commit(d, &tokens[..6]).unwrap();
     for (salt, expected) in [(b"alice".as_slice(), 4), (b"bob", 0), (b"", 0)] {
         let (e, cached) = cache.create_with_prefix(salted(salt), &tokens).unwrap();

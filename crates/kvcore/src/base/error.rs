@@ -34,6 +34,14 @@ pub enum Error {
         /// The row.
         row: usize,
     },
+    /// One call names twice what it may name once.
+    #[error("one call names {what} {number} twice")]
+    Twice {
+        /// What is named.
+        what: &'static str,
+        /// Its number.
+        number: u64,
+    },
     /// One call names a block twice, in roles that exclude each other.
     #[error("one call names block {block} as {role}")]
     BlockTwice {

@@ -15,8 +15,6 @@ use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use smallvec::SmallVec;
-
 use crate::base::{BlockId, Error, Result, SlotMapping, same};
 
 /// The issuer of the permits of one owner of blocks.
@@ -38,6 +36,45 @@ struct Permit {
 struct SlotPermit {
     permit: Permit,
     block_size: usize,
+}
+
+/// The permits of one owner, or of several, which operations of all layers share.
+#[derive(Debug, Clone)]
+struct Held<T> {
+    one: Option<T>,
+    more: Option<Arc<Vec<T>>>,
+}
+
+impl<T> Default for Held<T> {
+    fn default() -> Self {
+        Self { one: None, more: None }
+    }
+}
+
+impl<T: Clone> Held<T> {
+    fn one(permit: T) -> Self {
+        Self { one: Some(permit), more: None }
+    }
+
+    fn several(permits: impl Iterator<Item = T>) -> Self {
+        Self { one: None, more: Some(Arc::new(permits.collect())) }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &T> {
+        self.one.iter().chain(self.more.iter().flat_map(|more| more.iter()))
+    }
+
+    /// Replaces the permits, in the old memory if no operation holds it.
+    fn refill(&mut self, permits: impl Iterator<Item = T>) {
+        self.one = None;
+        match self.more.as_mut().and_then(Arc::get_mut) {
+            Some(more) => {
+                more.clear();
+                more.extend(permits);
+            }
+            None => *self = Self::several(permits),
+        }
+    }
 }
 
 impl Permits {
@@ -69,7 +106,7 @@ impl Permits {
     /// owner fills the block of each slot, and that none of these blocks comes before its block `first`.
     pub(crate) fn slots(&self, first: usize, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
         let permit = SlotPermit { permit: self.issue(first), block_size };
-        WriteSlots { slots: slots.into(), permits: SmallVec::from_buf([permit]) }
+        WriteSlots { slots: slots.into(), permits: Held::one(permit) }
     }
 
     /// Replaces the slots of `mapping`, under the conditions of [`slots`](Self::slots). Uses the old memory
@@ -82,14 +119,13 @@ impl Permits {
         slots: impl ExactSizeIterator<Item = i64>,
     ) {
         mapping.slots.refill(slots);
-        mapping.permits.clear();
-        mapping.permits.push(SlotPermit { permit: self.issue(first), block_size });
+        mapping.permits = Held::one(SlotPermit { permit: self.issue(first), block_size });
     }
 
     /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
     /// destination, and that none of them comes before its block `first`.
     pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
-        WritePairs { pairs: pairs.into(), permit: Some(self.issue(first)) }
+        WritePairs { pairs: pairs.into(), permits: Held::one(self.issue(first)) }
     }
 }
 
@@ -134,7 +170,7 @@ impl Permit {
 pub struct WriteSlots {
     slots: SlotMapping,
     /// Permits for the slots. Empty for unchecked slots.
-    permits: SmallVec<[SlotPermit; 1]>,
+    permits: Held<SlotPermit>,
 }
 
 impl WriteSlots {
@@ -144,7 +180,7 @@ impl WriteSlots {
     /// The caller guarantees that the blocks of these slots are not read while they are written, and that a
     /// [`BlockPool`](crate::BlockPool) has shared none of these blocks.
     pub fn unchecked(slots: impl Into<SlotMapping>) -> Self {
-        Self { slots: slots.into(), permits: SmallVec::new() }
+        Self { slots: slots.into(), permits: Held::default() }
     }
 
     /// Returns the slot mapping, for reading.
@@ -184,8 +220,21 @@ impl WriteSlots {
         if let (Some(only), None) = (rest.next(), rest.next()) {
             return only.clone();
         }
-        let permits = parts.clone().flat_map(|part| part.permits.iter().cloned()).collect();
+        let permits = Held::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
+    }
+
+    /// Replaces the slots by those of several owners, each with its first block as in [`Permits::slots`], which gives the
+    /// conditions. Uses the old memory again as far as no operation holds it.
+    pub(crate) fn refill_batch<'a>(
+        &mut self,
+        block_size: usize,
+        slots: impl ExactSizeIterator<Item = i64>,
+        owners: impl Iterator<Item = (&'a Permits, usize)>,
+    ) {
+        self.slots.refill(slots);
+        let issue = |(owner, first): (&Permits, usize)| SlotPermit { permit: owner.issue(first), block_size };
+        self.permits.refill(owners.map(issue));
     }
 }
 
@@ -211,8 +260,8 @@ impl Deref for WriteSlots {
 #[derive(Debug, Clone, Default)]
 pub struct WritePairs {
     pairs: Arc<[(BlockId, BlockId)]>,
-    /// Permit for the destinations. `None` for unchecked pairs.
-    permit: Option<Permit>,
+    /// Permits for the destinations. Empty for unchecked pairs.
+    permits: Held<Permit>,
 }
 
 impl WritePairs {
@@ -221,7 +270,13 @@ impl WritePairs {
     /// The caller guarantees that the destinations are not read while they are written, and that a
     /// [`BlockPool`](crate::BlockPool) has shared none of them.
     pub fn unchecked(pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Self {
-        Self { pairs: pairs.into(), permit: None }
+        Self { pairs: pairs.into(), permits: Held::default() }
+    }
+
+    /// Concatenates the pairs of several owners, to be copied by one operation.
+    pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
+        let permits = Held::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
+        Self { pairs: parts.flat_map(|part| part.pairs.iter().copied()).collect(), permits }
     }
 
     /// Checks that the permit is still valid.
@@ -229,7 +284,7 @@ impl WritePairs {
     /// # Errors
     /// Returns [`Error::PermitVoid`] if the permit is void.
     pub fn check(&self) -> Result<()> {
-        self.permit.as_ref().map_or(Ok(()), |permit| permit.check("blocks"))
+        self.permits.iter().try_for_each(|permit| permit.check("blocks"))
     }
 }
 

@@ -8,12 +8,12 @@ pub mod key;
 mod sleep;
 mod sync;
 
-pub use batch::{Logits, SequenceInput};
+pub use batch::{BatchRows, Logits, SequenceInput, StepBatch};
 pub use block::{
     BlockPool, BlockTable, Clock, Duplicates, EventQueue, EventSink, EvictionPolicy, FreeOrder, KvEvent,
     Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyEntry, PolicyKind, PoolConfig, PoolCounts,
     PriorityLru, Rejected, Retention, S3Fifo, SharedBlocks, SystemClock, TailCopy, TinyLfu,
 };
 pub use cache::*;
-pub use key::{BlockKey, KeyScheme, KeyScope, VllmChain, VllmExtras};
+pub use key::{BlockKey, KeyScheme, KeyScope, PromptKeys, VllmChain, VllmExtras};
 pub use sleep::{ReservedArena, SleepingBlocks};

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvchunk::{AssembledPrompt, Assembly, ChunkReport, PositionReindexer, TenantKeys};
-use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, SequenceStart};
 
 use super::Rank;
 use super::answer::{AnswerEvent, RequestId, Sender};
+use super::parts::chunked;
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
 use crate::request::{FinishReason, Generation, Request};
@@ -90,6 +91,8 @@ pub(super) struct Branch {
     pub(super) start: SequenceStart,
     /// The tokens of the sequence: the prompt (of a chunked one the question), then the answer.
     pub(super) tokens: Vec<u32>,
+    /// The keys of those tokens, as far as a sequence has been begun with them.
+    pub(super) keys: Option<PromptKeys>,
     /// The number of prompt tokens among them.
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
@@ -117,6 +120,7 @@ impl Branch {
             start: SequenceStart::default(),
             prompt: prompt.len(),
             tokens: prompt,
+            keys: None,
             computed: 0,
             input: None,
             sampler,
@@ -126,6 +130,15 @@ impl Branch {
             ttft: None,
             over: false,
         }
+    }
+
+    /// Returns the keys of the tokens, of which only those of new blocks are made.
+    pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
+        let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens, block_size));
+        if let Some(new @ [_, ..]) = self.tokens.get(keys.tokens().len()..) {
+            keys.extend(new);
+        }
+        keys
     }
 
     /// Returns the number of tokens that are still to be computed.
@@ -145,6 +158,16 @@ impl Branch {
 }
 
 impl Live {
+    /// Takes note of a branch's new sequence, with the number of its tokens that were cached.
+    pub(super) fn begun(&mut self, branch: usize, own: SequenceId, cached: usize) {
+        let plain = chunked(self).is_none();
+        let it = &mut self.branches[branch];
+        (it.own, it.computed) = (Some(own), cached);
+        if plain && branch == 0 {
+            self.costs.cached_tokens = cached.min(it.prompt);
+        }
+    }
+
     /// Ends a sample. Its report is sent.
     pub(super) fn end(&mut self, branch: usize, finish: FinishReason) {
         let (prompt_tokens, submitted) = (self.request.prompt.len(), self.submitted);

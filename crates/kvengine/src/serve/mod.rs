@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcore::{LayerRopes, Logits, SequenceInput};
+use kvcore::{LayerRopes, Logits, SequenceInput, StepBatch, WriteSlots};
 use kvmodel::{Forward, LogitRows, Observer};
 
 mod answer;
@@ -116,6 +116,18 @@ impl Scheduler {
     fn report(&self, tokens: usize) -> Step {
         let (running, waiting) = (self.running.len(), self.waiting.len());
         Step { tokens, running, waiting, preemptions: self.preemptions }
+    }
+}
+
+/// Gives each input that has no slots its part of those of the batch.
+fn divide(slots: &WriteSlots, batch: &mut [SequenceInput]) {
+    let mut at = 0;
+    for input in batch.iter_mut().filter(|input| input.slots.is_empty()) {
+        let end = at + input.tokens.len();
+        if let Ok(own) = slots.part(at..end) {
+            input.slots = own;
+        }
+        at = end;
     }
 }
 
@@ -251,18 +263,20 @@ impl Scheduler {
             self.place(feed.rank).is_some_and(|at| self.running[at].same_regime(&self.running[first]))
         };
         let (mut feeds, mut batch) = (std::mem::take(&mut plan.feeds), std::mem::take(&mut plan.batch));
+        let mut slots = std::mem::take(&mut plan.slots);
         if !feeds.iter().all(together) {
-            let others = feeds.iter().zip(&batch).filter(|(feed, _)| !together(feed));
-            (plan.feeds, plan.batch) = others.map(|(feed, input)| (*feed, input.clone())).unzip();
-            let mut kept = feeds.iter().map(together);
-            batch.retain(|_| kept.next().unwrap_or(false));
-            feeds.retain(together);
+            divide(&std::mem::take(&mut slots), &mut batch);
+            let rows: Vec<_> = feeds.into_iter().zip(batch).collect();
+            let (first, others): (Vec<_>, Vec<_>) = rows.into_iter().partition(|(feed, _)| together(feed));
+            (feeds, batch) = first.into_iter().unzip();
+            (plan.feeds, plan.batch) = others.into_iter().unzip();
         }
         let tokens: usize = feeds.iter().map(|feed| feed.tokens).sum();
         let single = feeds.iter().all(|feed| feed.rank == feeds[0].rank);
         let observer = if single { watch.of(feeds[0].rank) } else { &mut () };
         let started = Instant::now();
-        let result = self.compute(engine, &ropes, &feeds, &batch, observer);
+        let inputs = StepBatch { inputs: &batch, slots: Some(&slots) };
+        let result = self.compute(engine, &ropes, &feeds, inputs, observer);
         engine.times.model += started.elapsed();
         match result {
             Ok(pass) => {
@@ -303,7 +317,7 @@ impl Scheduler {
         if plan.feeds.is_empty() {
             feeds.clear();
             batch.clear();
-            (plan.feeds, plan.batch) = (feeds, batch);
+            (plan.feeds, plan.batch, plan.slots) = (feeds, batch, slots);
         }
         tokens
     }
@@ -314,7 +328,7 @@ impl Scheduler {
         engine: &mut Engine,
         ropes: &LayerRopes,
         feeds: &[Feed],
-        batch: &[SequenceInput],
+        batch: StepBatch<'_>,
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
         let answers = |feed: &Feed| {

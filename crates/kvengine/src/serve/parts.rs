@@ -143,7 +143,9 @@ impl Engine {
         let own = self.caches.sequences_mut().create(branch.start)?;
         branch.own = Some(own);
         let question = branch.tokens[..branch.prompt].to_vec();
-        Ok(self.next_input(own, &question, &live.context)?.with_logits(Logits::Last))
+        let slots = self.caches.sequences_mut().grow(own, question.len())?;
+        let segment = self.caches.sequences().segment(own)?;
+        Ok(live.context.input(branch.start, 0, &question, slots, segment).with_logits(Logits::Last))
     }
 
     /// Takes the question back, which is computed with the final context later.
@@ -166,10 +168,13 @@ impl Engine {
 }
 
 impl Live {
-    /// Lets the question see what the same pass computes of the documents. Returns false if something is still to be chosen or waited
-    /// for.
-    pub(super) fn sees_parts_that_come(&mut self) -> bool {
+    /// Lets the question see the documents, if the `fed` rows of this pass are the last of them. Returns false if something is still to be
+    /// computed, chosen or waited for.
+    pub(super) fn sees_parts(&mut self, fed: usize) -> bool {
+        let left = self.parts.left();
         let segments = match &self.parts {
+            Parts::None | Parts::Held { .. } => return true,
+            _ if fed < left || left == 0 => return false,
             Parts::Missing { assembly, .. } if assembly.is_ready() => {
                 let strategy = &self.request.recompute;
                 let fixed = strategy.evidence().is_none();

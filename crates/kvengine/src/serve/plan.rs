@@ -1,19 +1,28 @@
 //! The choice of what a step computes.
+//!
+//! Who runs is served first: what is to be computed is chosen, and slots are taken for all of it at once; where there are too few
+//! blocks, the last in the order of service gives way, and the rest is tried again. What is left of the step's tokens goes to new
+//! requests.
 
-use kvcore::{Logits, SequenceInput};
+use std::sync::Arc;
 
-use super::live::{Live, Parts};
+use kvcore::{Logits, SequenceId, SequenceInput, SequenceStart, WriteSlots};
+
+use super::live::Live;
+use super::parts::chunked;
 use super::{Rank, Scheduler, Watch};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 
 /// Tokens of one request in a pass.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Feed {
     pub(super) rank: Rank,
     /// The sample whose tokens they are, or `None` for tokens of the documents.
     pub(super) branch: Option<usize>,
     pub(super) tokens: usize,
+    /// The input, until it goes into the batch. Missing for a sample's tokens whose slots are still to be taken.
+    pub(super) input: Option<SequenceInput>,
 }
 
 /// The inputs of a step, and the requests that it could not serve.
@@ -22,21 +31,19 @@ pub(super) struct Plan {
     pub(super) feeds: Vec<Feed>,
     /// The input of each feed.
     pub(super) batch: Vec<SequenceInput>,
+    /// The slots of the inputs that have none of their own.
+    pub(super) slots: WriteSlots,
+    /// Memory for the sequences that grow, and by how many tokens.
+    grown: Vec<(SequenceId, usize)>,
+    /// Memory for those of them that may share their last block.
+    shared: Vec<SequenceId>,
     pub(super) failed: Vec<(Rank, Error)>,
 }
 
 impl Plan {
-    fn push(&mut self, feed: Feed, input: SequenceInput) {
-        self.feeds.push(feed);
-        self.batch.push(input);
-    }
-
     /// Takes a request that gives way out of the pass.
     fn forget(&mut self, rank: Rank) {
-        while let Some(at) = self.feeds.iter().rposition(|feed| feed.rank == rank) {
-            self.feeds.remove(at);
-            self.batch.remove(at);
-        }
+        self.feeds.retain(|feed| feed.rank != rank);
     }
 
     fn has_failed(&self, rank: Rank) -> bool {
@@ -58,24 +65,26 @@ impl Scheduler {
         for &rank in &ranks {
             left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
         }
+        self.ranks = ranks;
+        self.take_slots(engine, plan);
         // Who gave way in this step is not let in again in the same one.
         while left > 0 && self.preemptions == preempted {
-            let Some(rank) = self.admit(engine, left) else { break };
-            left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
+            let Some((rank, fed)) = self.admit(engine, plan, left) else { break };
+            let fed = if fed > 0 { fed } else { self.feed_documents(engine, plan, watch, rank, left) };
+            left -= fed.min(left);
         }
-        self.ranks = ranks;
+        plan.batch.extend(plan.feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
     /// Feeds the last token of each answer of a request. Returns their number.
     fn feed_answers(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank) -> usize {
+        let Some(at) = self.place(rank) else { return 0 };
+        let live = &mut self.running[at];
         let mut fed = 0;
-        let mut branch = 0;
-        while let Some(at) = self.place(rank) {
-            let Some(it) = self.running[at].branches.get(branch) else { break };
-            if it.is_decoding() {
-                fed += self.feed_own(engine, plan, rank, branch, 1);
+        for branch in 0..live.branches.len() {
+            if live.branches[branch].is_decoding() {
+                fed += feed_own(engine, plan, live, branch, 1);
             }
-            branch += 1;
         }
         fed
     }
@@ -89,62 +98,33 @@ impl Scheduler {
         rank: Rank,
         most: usize,
     ) -> usize {
-        if most == 0 || plan.has_failed(rank) {
-            return 0;
-        }
-        loop {
-            let Some(at) = self.place(rank) else { return 0 };
-            let live = &mut self.running[at];
-            match engine.advance_parts(live, watch.of(rank)) {
-                Ok(()) => break,
-                Err(error) => {
-                    if !self.make_room(engine, plan, rank, error) {
-                        return 0;
-                    }
-                }
-            }
-        }
-        let Some(at) = self.place(rank) else { return 0 };
-        let live = &mut self.running[at];
-        let mut fed = 0;
-        if live.parts.left() > 0 {
-            fed = match feed_parts(live, plan, most) {
-                Ok(fed) => fed,
-                Err(error) => {
-                    plan.failed.push((rank, error));
-                    return 0;
-                }
-            };
-            // In the pass that computes the last of the documents, the question may see them already.
-            if fed < live.parts.left() || !live.sees_parts_that_come() {
-                return fed;
-            }
-        } else if matches!(live.parts, Parts::Missing { .. }) {
-            return 0;
+        let fed = self.feed_parts_of(engine, plan, watch, rank, most);
+        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return fed };
+        if plan.has_failed(rank) || fed >= most || !live.sees_parts(fed) {
+            return fed;
         }
         // One sample after the other, so that the next finds what this one has computed.
         let unfed = live.branches.iter().position(|branch| branch.left() > 0 && !branch.is_decoding());
-        fed + unfed
-            .filter(|_| fed < most)
-            .map_or(0, |branch| self.feed_own(engine, plan, rank, branch, most - fed))
+        fed + unfed.map_or(0, |branch| feed_own(engine, plan, live, branch, most - fed))
     }
 
-    /// Feeds up to `most` tokens of a sample's own sequence. Returns their number.
-    fn feed_own(
+    /// Feeds up to `most` tokens of a request's documents. Returns their number.
+    fn feed_parts_of(
         &mut self,
         engine: &mut Engine,
         plan: &mut Plan,
+        watch: &mut Watch<'_>,
         rank: Rank,
-        branch: usize,
         most: usize,
     ) -> usize {
-        while let Some(at) = self.place(rank).filter(|_| !plan.has_failed(rank)) {
-            match engine.next_of(&mut self.running[at], branch, most) {
-                Ok(input) => {
-                    let tokens = input.tokens.len();
-                    plan.push(Feed { rank, branch: Some(branch), tokens }, input);
-                    return tokens;
-                }
+        if most == 0 || plan.has_failed(rank) {
+            return 0;
+        }
+        while let Some(at) = self.place(rank) {
+            let live = &mut self.running[at];
+            let fed = engine.advance_parts(live, watch.of(rank)).and_then(|()| feed_parts(live, plan, most));
+            match fed {
+                Ok(fed) => return fed,
                 Err(error) => {
                     if !self.make_room(engine, plan, rank, error) {
                         return 0;
@@ -153,6 +133,78 @@ impl Scheduler {
             }
         }
         0
+    }
+
+    /// Feeds up to `most` tokens of the documents of a request that was just let in, and of its question if it may see them and there is
+    /// room for it. Returns their number.
+    fn feed_documents(
+        &mut self,
+        engine: &mut Engine,
+        plan: &mut Plan,
+        watch: &mut Watch<'_>,
+        rank: Rank,
+        most: usize,
+    ) -> usize {
+        let fed = self.feed_parts_of(engine, plan, watch, rank, most);
+        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return fed };
+        if plan.has_failed(rank) || fed >= most || !live.sees_parts(fed) || live.branches[0].left() == 0 {
+            return fed;
+        }
+        let Ok(input) = engine.first_piece(live, most - fed) else {
+            // The next step makes room, or says that there is none.
+            engine.withdraw_branch(&mut live.branches[0]);
+            return fed;
+        };
+        let tokens = input.tokens.len();
+        plan.feeds.push(Feed { rank, branch: Some(0), tokens, input: Some(input) });
+        fed + tokens
+    }
+
+    /// Takes the slots of everything that was chosen, and makes room as long as there are too few blocks.
+    fn take_slots(&mut self, engine: &mut Engine, plan: &mut Plan) {
+        while let Err(error) = self.try_slots(engine, plan) {
+            let fed = |feed: &&Feed| feed.branch.is_some();
+            let (Some(first), Some(last)) =
+                (plan.feeds.iter().find(fed).map(|f| f.rank), plan.feeds.iter().rfind(fed).map(|f| f.rank))
+            else {
+                return;
+            };
+            if is_out_of_blocks(&error) || first == last {
+                self.make_room(engine, plan, first, error);
+            } else {
+                // It cannot be said whose tokens the device refused.
+                let error = Arc::new(error);
+                let ranks = plan.feeds.iter().map(|feed| feed.rank);
+                plan.failed.extend(ranks.map(|rank| (rank, Error::Pass(Arc::clone(&error)))));
+                plan.feeds.clear();
+            }
+        }
+    }
+
+    /// Takes the slots of everything that was chosen, or none.
+    fn try_slots(&mut self, engine: &mut Engine, plan: &mut Plan) -> Result<()> {
+        plan.grown.clear();
+        plan.shared.clear();
+        for feed in plan.feeds.iter().filter(|feed| feed.input.is_none()) {
+            let live = self.place(feed.rank).map(|at| &self.running[at]);
+            let branch = live.zip(feed.branch).map(|(live, branch)| (live, &live.branches[branch]));
+            let Some((live, own)) = branch.and_then(|(live, branch)| Some((live, branch.own?))) else {
+                continue;
+            };
+            plan.grown.push((own, feed.tokens));
+            if live.branches.len() > 1 {
+                plan.shared.push(own);
+            }
+        }
+        if let Some(cache) = engine.caches.paged_mut().filter(|_| !plan.shared.is_empty()) {
+            cache.copy_on_write(&plan.shared, engine.stream.as_ref())?;
+        }
+        engine.caches.sequences_mut().grow_batch(&plan.grown, &mut plan.slots)?;
+        for feed in plan.feeds.iter_mut().filter(|feed| feed.input.is_none()) {
+            let (Some(at), Some(branch)) = (self.place(feed.rank), feed.branch) else { continue };
+            feed.input = Some(engine.input_of(&mut self.running[at], branch, feed.tokens)?);
+        }
+        Ok(())
     }
 
     /// Makes room for a request that found none, at the cost of the last in the order of service. Returns false if that is the request
@@ -169,6 +221,7 @@ impl Scheduler {
                 false
             }
             _ => {
+                plan.forget(rank);
                 plan.failed.push((rank, error));
                 false
             }
@@ -185,23 +238,34 @@ impl Scheduler {
         self.waiting.insert(rank, live);
     }
 
-    /// Lets the first waiting request in, if there is room for its first piece of up to `most` tokens.
-    fn admit(&mut self, engine: &mut Engine, most: usize) -> Option<Rank> {
+    /// Lets the first waiting request in, if there is room for its first piece of up to `most` tokens. Returns the number of tokens that it
+    /// was fed.
+    fn admit(&mut self, engine: &mut Engine, plan: &mut Plan, most: usize) -> Option<(Rank, usize)> {
         let answers: usize = self.running.iter().map(|live| live.request.samples).sum();
         loop {
             let (&rank, live) = self.waiting.first_key_value()?;
-            let crowded = answers + live.request.samples > self.limits.running;
-            if !self.running.is_empty() && (crowded || !engine.has_room(live, most, self.limits.watermark)) {
+            let alone = self.running.is_empty();
+            if !alone
+                && (answers + live.request.samples > self.limits.running
+                    || !engine.has_room(live, most, self.limits.watermark))
+            {
                 return None;
             }
             let mut live = self.waiting.remove(&rank)?;
-            match engine.begin_parts(&mut live) {
-                Ok(()) => {
+            match engine.begin(&mut live, most, alone) {
+                Ok(fed) => {
                     let at = self.running.partition_point(|other| other.rank() < rank);
                     self.running.insert(at, live);
-                    return Some(rank);
+                    let tokens = fed.as_ref().map_or(0, |input| input.tokens.len());
+                    plan.feeds.extend(fed.map(|input| Feed {
+                        rank,
+                        branch: Some(0),
+                        tokens,
+                        input: Some(input),
+                    }));
+                    return Some((rank, tokens));
                 }
-                Err(error) if is_out_of_blocks(&error) && !self.running.is_empty() => {
+                Err(error) if is_out_of_blocks(&error) && !alone => {
                     engine.withdraw(&mut live);
                     self.waiting.insert(rank, live);
                     return None;
@@ -216,44 +280,98 @@ impl Scheduler {
 }
 
 impl Engine {
-    /// Returns whether the pool has room for the first piece of a request above the watermark.
+    /// Returns whether the pool has room for the first piece of a request above the watermark. Of a prompt that may be cached, only
+    /// [its admission](kvcore::PagedKvCache::admit) can say.
     fn has_room(&self, live: &Live, most: usize, watermark: usize) -> bool {
-        let Some(cache) = self.cache().as_paged() else { return true };
+        let Some(cache) = self.cache().as_paged().filter(|_| !finds_prefix(live)) else { return true };
         let first = live.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
         let blocks = first.div_ceil(cache.kv_pool().block_size());
         cache.pool().counts().available() >= blocks + watermark
     }
 
-    /// Returns up to `most` of the next tokens of a sample as an input, with logits if these are the last.
-    fn next_of(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<SequenceInput> {
-        self.begin_branch(live, branch)?;
-        let Some(own) = live.branches[branch].own else { return Err(Error::EmptyPrompt) };
-        if live.branches.len() > 1 {
-            let stream = std::sync::Arc::clone(&self.stream);
-            if let Some(cache) = self.caches.paged_mut() {
-                cache.copy_on_write(own, stream.as_ref())?;
-            }
+    /// Begins a request: looks its documents up, or takes the blocks for the first piece of up to `most` tokens of its prompt. Returns
+    /// that piece. Running requests keep the watermark's blocks, if there are others.
+    fn begin(&mut self, live: &mut Live, most: usize, alone: bool) -> Result<Option<SequenceInput>> {
+        self.begin_parts(live)?;
+        if chunked(live).is_some() {
+            return Ok(None);
         }
-        let given = live.request.forced.is_some();
+        if alone || !finds_prefix(live) {
+            return self.first_piece(live, most).map(Some);
+        }
+        let slots = self.admit_branch(live, most)?;
+        let tokens = slots.len();
+        Ok(Some(SequenceInput { slots, ..self.input_of(live, 0, tokens)? }))
+    }
+
+    /// Returns the first piece of up to `most` tokens of a request's own sequence, with its slots.
+    fn first_piece(&mut self, live: &mut Live, most: usize) -> Result<SequenceInput> {
+        let tokens = self.take_next(live, 0, most)?;
+        let Some(own) = live.branches[0].own else { return Err(Error::EmptyPrompt) };
+        let slots = self.caches.sequences_mut().grow(own, tokens)?;
+        Ok(SequenceInput { slots, ..self.input_of(live, 0, tokens)? })
+    }
+
+    /// Chooses up to `most` of the next tokens of a sample. Returns their number.
+    fn take_next(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<usize> {
+        self.begin_branch(live, branch)?;
         let it = &mut live.branches[branch];
         let mut end = it.tokens.len().min(it.computed + most);
-        if given && it.computed < it.prompt {
+        if live.request.forced.is_some() && it.computed < it.prompt {
             end = end.min(it.prompt);
         }
-        let logits = match end {
+        Ok(end - std::mem::replace(&mut it.computed, end))
+    }
+
+    /// Returns the last `tokens` chosen tokens of a sample as an input without slots, which gets logits if these are the last.
+    fn input_of(&mut self, live: &mut Live, branch: usize, tokens: usize) -> Result<SequenceInput> {
+        let given = live.request.forced.is_some();
+        let it = &mut live.branches[branch];
+        let Some(own) = it.own else { return Err(Error::EmptyPrompt) };
+        let segment = self.caches.sequences().segment(own)?;
+        let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
+        let before = segment.len - tokens;
+        let fresh = &it.tokens[it.computed - tokens..it.computed];
+        let input = match it.input.take().filter(|_| tokens == 1) {
+            Some(mut input) => {
+                input.slots = WriteSlots::default();
+                input.logical_start = start.logical + before;
+                input.position_start = start.position + before as i64;
+                input.tokens.clear();
+                input.tokens.extend_from_slice(fresh);
+                // No pass holds the list between two tokens, so that it is changed in place.
+                if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
+                    *last = segment;
+                }
+                input
+            }
+            None => live.context.input(start, before, fresh, WriteSlots::default(), segment),
+        };
+        Ok(input.with_logits(match it.computed {
             end if given && end > it.prompt => Logits::All,
             end if end == it.tokens.len() => Logits::Last,
             _ => Logits::None,
-        };
-        let input = match it.input.take().filter(|_| end - it.computed == 1) {
-            Some(mut input) => {
-                self.advance(own, it.tokens[it.computed], &mut input)?;
-                input
-            }
-            None => self.next_input(own, &it.tokens[it.computed..end], &live.context)?,
-        };
-        it.computed = end;
-        Ok(input.with_logits(logits))
+        }))
+    }
+}
+
+/// Returns whether a request's prompt is looked up when its sequence begins.
+fn finds_prefix(live: &Live) -> bool {
+    chunked(live).is_none() && live.request.reuse && live.request.forced.is_none()
+}
+
+/// Chooses up to `most` tokens of a sample's own sequence, whose slots are taken later. Returns their number.
+fn feed_own(engine: &mut Engine, plan: &mut Plan, live: &mut Live, branch: usize, most: usize) -> usize {
+    let rank = live.rank();
+    match engine.take_next(live, branch, most) {
+        Ok(tokens) => {
+            plan.feeds.push(Feed { rank, branch: Some(branch), tokens, input: None });
+            tokens
+        }
+        Err(error) => {
+            plan.failed.push((rank, error));
+            0
+        }
     }
 }
 
@@ -272,7 +390,7 @@ fn feed_parts(live: &Live, plan: &mut Plan, most: usize) -> Result<usize> {
             break;
         }
         let part = if (skip, end) == (0, tokens) { input.clone() } else { input.part(skip..end)? };
-        plan.push(Feed { rank: live.rank(), branch: None, tokens: end - skip }, part);
+        plan.feeds.push(Feed { rank: live.rank(), branch: None, tokens: end - skip, input: Some(part) });
         (fed, skip) = (fed + end - skip, 0);
     }
     Ok(fed)

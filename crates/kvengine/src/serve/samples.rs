@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::SequenceInput;
+use kvcore::{SequenceInput, WriteSlots};
 use kvmodel::LogitRows;
 
 use super::answer::AnswerEvent;
@@ -10,7 +10,7 @@ use super::live::{Branch, Live, Parts};
 use super::parts;
 use super::plan::Feed;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
 use crate::request::FinishReason;
@@ -20,32 +20,37 @@ impl Engine {
     /// Gives a branch a sequence, with what is cached of its tokens.
     pub(super) fn begin_branch(&mut self, live: &mut Live, branch: usize) -> Result<()> {
         let plain = parts::chunked(live).is_none();
-        let root = *live.keys.root();
-        let caches = self.caches.sequences_mut();
+        let (root, caches) = (*live.keys.root(), self.caches.sequences_mut());
         let it = &mut live.branches[branch];
         if it.own.is_some() {
             return Ok(());
         }
         let (own, cached) = if plain && live.request.reuse {
-            caches.create_with_prefix(root.into(), &it.tokens)?
+            let block_size = caches.arena().layout().shape().block_size;
+            caches.create_at(it.prompt_keys(root, block_size))?
         } else {
             (caches.create(it.start)?, 0)
         };
-        (it.own, it.computed) = (Some(own), cached);
-        if plain && branch == 0 {
-            live.costs.cached_tokens = cached.min(it.prompt);
-        }
+        live.begun(branch, own, cached);
         Ok(())
+    }
+
+    /// Gives the first branch of an ordinary request a sequence, with what is cached of its tokens, and slots for up to `most` of the
+    /// others, or nothing.
+    pub(super) fn admit_branch(&mut self, live: &mut Live, most: usize) -> Result<WriteSlots> {
+        let root = *live.keys.root();
+        let Some(cache) = self.caches.paged_mut() else { return Err(Error::EmptyPrompt) };
+        let keys = live.branches[0].prompt_keys(root, cache.kv_pool().block_size());
+        let (own, cached, slots) = cache.admit(keys, most)?;
+        live.begun(0, own, cached);
+        live.branches[0].computed += slots.len();
+        Ok(slots)
     }
 
     /// Takes a request's blocks away. Its tokens stay.
     pub(super) fn withdraw(&mut self, live: &mut Live) {
         for branch in &mut live.branches {
-            if let Some(own) = branch.own.take() {
-                // The sequence is known: nobody else frees it.
-                drop(self.caches.sequences_mut().free(own));
-            }
-            (branch.computed, branch.input) = (0, None);
+            self.withdraw_branch(branch);
             if branch.given.is_some() {
                 // The logits behind the prompt stay; those of the answer come again.
                 branch.logits.truncate(1);
@@ -53,6 +58,15 @@ impl Engine {
             }
         }
         (live.parts, live.context) = (Parts::None, Context::default());
+    }
+
+    /// Takes a sample's blocks away.
+    pub(super) fn withdraw_branch(&mut self, branch: &mut Branch) {
+        if let Some(own) = branch.own.take() {
+            // The sequence is known: nobody else frees it.
+            drop(self.caches.sequences_mut().free(own));
+        }
+        (branch.computed, branch.input) = (0, None);
     }
 
     /// Takes note of what a pass has computed of a request, and chooses the next token if there are logits.
@@ -153,6 +167,7 @@ impl Engine {
                 start: first.start,
                 prompt: first.prompt,
                 computed: first.computed,
+                keys: first.keys.clone(),
                 ..Branch::new(first.tokens.clone(), sampler)
             };
             live.branches.push(branch);

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, KeyForm, Rope, RowRotation, Scatter, TensorView};
+use kvcore::{
+    ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, RowRotation, Scatter, TensorView,
+};
 
-use super::rows::Rows;
 use super::{ComputeDevice, FreshKv, FreshQueries, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
 use crate::error::Result;
@@ -39,7 +40,7 @@ pub(super) fn store(
     border: &mut dyn Border,
     device: &ComputeDevice,
     layer: &LayerAttention,
-    rows: &Rows,
+    rows: &BatchRows,
     projected: &Projected,
 ) -> Result<()> {
     let (k, v) = device.profiler.span("copy to device", || -> Result<_> {
@@ -47,8 +48,8 @@ pub(super) fn store(
         Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
     })?;
     let rotation = (device.keys == KeyForm::Rotated)
-        .then(|| RowRotation { rope: Arc::clone(layer.rope), positions: Arc::clone(&rows.positions) });
-    let (arena, slots) = (device.arena.clone(), rows.slots.clone());
+        .then(|| RowRotation { rope: Arc::clone(layer.rope), positions: Arc::clone(rows.positions()) });
+    let (arena, slots) = (device.arena.clone(), rows.slots().clone());
     let scatter = Scatter { arena, layer: layer.index, k, v, slots, rotation };
     Ok(device.profiler.span("scatter", || device.stream.scatter(&scatter))?)
 }
@@ -58,7 +59,7 @@ pub(super) fn fresh(
     border: &mut dyn Border,
     device: &ComputeDevice,
     layer: &LayerAttention,
-    rows: &Rows,
+    rows: &BatchRows,
     projected: &Projected,
 ) -> Result<FreshKv> {
     let (k, v) = device.profiler.span("copy to device", || -> Result<_> {
@@ -66,11 +67,11 @@ pub(super) fn fresh(
         Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
     })?;
     if device.keys == KeyForm::Rotated {
-        let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+        let (positions, rope) = (Arc::clone(rows.positions()), Arc::clone(layer.rope));
         device.stream.rope(&ApplyRope { rows: k.clone(), positions, rope })?;
     }
     let (k, v) = (down(device, &k)?, down(device, &v)?);
-    Ok(FreshKv { layer: layer.index, rows: rows.tokens.len(), k, v })
+    Ok(FreshKv { layer: layer.index, rows: rows.len(), k, v })
 }
 
 /// Returns rows in f32 on the host.
@@ -85,11 +86,11 @@ pub(super) fn queries(
     border: &mut dyn Border,
     device: &ComputeDevice,
     layer: &LayerAttention,
-    rows: &Rows,
+    rows: &BatchRows,
     projected: &Projected,
 ) -> Result<FreshQueries> {
     let q = border.lend_copy(device.stream, AttentionInput::Query, &projected.q)?;
-    let (positions, rope) = (Arc::clone(&rows.positions), Arc::clone(layer.rope));
+    let (positions, rope) = (Arc::clone(rows.positions()), Arc::clone(layer.rope));
     device.stream.rope(&ApplyRope { rows: q.clone(), positions, rope })?;
     let q = down(device, &q)?;
     let latent = projected

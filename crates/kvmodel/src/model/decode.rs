@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::{GraphCache, GraphCounts, GraphKey, KeyForm, KvArena, LayerRopes, SequenceInput};
+use kvcore::{GraphCache, GraphCounts, GraphKey, KeyForm, KvArena, LayerRopes, StepBatch};
 
 use super::pass::{Pass, PassMemory};
-use super::rows::Rows;
+use super::rows::{check_vocabulary, visible};
 use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
@@ -87,24 +87,26 @@ impl Model {
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
-    pub fn decode(
+    pub fn decode<'b>(
         &self,
         device: &ComputeDevice,
         ropes: &LayerRopes,
-        batch: &[SequenceInput],
+        batch: impl Into<StepBatch<'b>>,
         memory: &mut DecodeMemory,
         mut logits: Vec<f32>,
     ) -> Result<Forward> {
+        let batch = batch.into();
         let captures = memory.most() > 0 && self.dense.joins_captures();
         if captures {
-            memory.pass.rows.fill(batch, self.config.vocab_size)?;
+            check_vocabulary(batch.inputs, self.config.vocab_size)?;
+            memory.pass.rows.fill(batch)?;
         }
         let rows = &memory.pass.rows;
-        if !captures || rows.tokens.is_empty() || !rows.all_wanted() {
+        if !captures || rows.is_empty() || !rows.all_wanted() {
             return self.begin(device, ropes, batch, &mut memory.pass)?.end_into(logits, &mut ());
         }
         memory.turn_to(self, device, ropes);
-        let (count, inputs) = (memory.pass.rows.tokens.len(), memory.pass.rows.padded());
+        let (count, inputs) = (memory.pass.rows.len(), memory.pass.rows.padded());
         let DecodeMemory { pass, graphs, .. } = memory;
         let (rows, border) = pass.ready(self, device)?;
         let (dense, key) = (self.dense.as_ref(), GraphKey::of(&inputs, device.arena.layout().shape().format));
@@ -126,7 +128,7 @@ impl Model {
         let (_, of_rows) = device.profiler.span("decode step", run)?;
         border.follow(device.stream)?;
         device.profiler.span("read logits", || dense.read(&of_rows, &mut logits))?;
-        let flops = self.step_flops(count, Rows::visible(&inputs.work));
+        let flops = self.step_flops(count, visible(&inputs.work));
         // Held by nobody else, the segments are refilled in place.
         drop(inputs);
         rows.release();

@@ -1,9 +1,9 @@
 //! One pass over a batch, layer by layer. A layer has four steps: project, store, attend, finish.
 
-use kvcore::{LayerRopes, SequenceInput};
+use kvcore::{BatchRows, LayerRopes, SequenceInput, StepBatch};
 
 use super::attention::{self, LayerAttention};
-use super::rows::{Rows, Wanted};
+use super::rows::{Wanted, check_vocabulary, visible};
 use super::{ComputeDevice, LogitRows, Model, Observer};
 use crate::dense::{Activation, Border};
 use crate::error::{Error, Result};
@@ -54,7 +54,7 @@ pub struct Narrowed {
 /// it one after the other; a decode step that does so allocates nothing for them.
 #[derive(Debug, Default)]
 pub struct PassMemory {
-    pub(super) rows: Rows,
+    pub(super) rows: BatchRows,
     border: Option<Box<dyn Border>>,
 }
 
@@ -71,7 +71,7 @@ pub struct Pass<'a> {
     model: &'a Model,
     device: &'a ComputeDevice<'a>,
     ropes: &'a LayerRopes,
-    rows: &'a mut Rows,
+    rows: &'a mut BatchRows,
     border: &'a mut dyn Border,
     /// The residual stream of the rows, `[rows, hidden_size]`.
     x: Activation,
@@ -94,14 +94,15 @@ impl Model {
     /// - Returns [`kvcore::Error::Mismatch`] if `ropes` does not have one embedding per layer.
     /// - Returns [`Error::Cancelled`] if the observer stops the pass.
     /// - Returns the errors of the backend.
-    pub fn forward(
+    pub fn forward<'b>(
         &self,
         device: &ComputeDevice,
         ropes: &LayerRopes,
-        batch: &[SequenceInput],
+        batch: impl Into<StepBatch<'b>>,
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
-        if batch.iter().all(|sequence| sequence.tokens.is_empty()) {
+        let batch = batch.into();
+        if batch.inputs.iter().all(|sequence| sequence.tokens.is_empty()) {
             return Ok(Forward { logits: None, flops: 0 });
         }
         self.begin(device, ropes, batch, &mut PassMemory::default())?.end(observer)
@@ -112,14 +113,16 @@ impl Model {
     /// # Errors
     /// Returns [`Error::EmptyPrompt`] for a batch without tokens, and the errors of
     /// [`forward`](Self::forward) that concern the batch and the embeddings.
-    pub fn begin<'a>(
+    pub fn begin<'a, 'b>(
         &'a self,
         device: &'a ComputeDevice<'a>,
         ropes: &'a LayerRopes,
-        batch: &[SequenceInput],
+        batch: impl Into<StepBatch<'b>>,
         memory: &'a mut PassMemory,
     ) -> Result<Pass<'a>> {
-        memory.rows.fill(batch, self.config.vocab_size)?;
+        let batch = batch.into();
+        check_vocabulary(batch.inputs, self.config.vocab_size)?;
+        memory.rows.fill(batch)?;
         let (rows, border) = memory.ready(self, device)?;
         Pass::new(self, device, ropes, rows, border)
     }
@@ -131,9 +134,9 @@ impl PassMemory {
         &mut self,
         model: &Model,
         device: &ComputeDevice,
-    ) -> Result<(&mut Rows, &mut dyn Border)> {
+    ) -> Result<(&mut BatchRows, &mut dyn Border)> {
         let Self { rows, border } = self;
-        let count = rows.tokens.len();
+        let count = rows.len();
         if count == 0 {
             return Err(Error::EmptyPrompt);
         }
@@ -154,7 +157,7 @@ impl<'a> Pass<'a> {
         model: &'a Model,
         device: &'a ComputeDevice<'a>,
         ropes: &'a LayerRopes,
-        rows: &'a mut Rows,
+        rows: &'a mut BatchRows,
         border: &'a mut dyn Border,
     ) -> Result<Self> {
         let (expected, got) = (model.layers.len(), ropes.layers().len());
@@ -162,7 +165,7 @@ impl<'a> Pass<'a> {
             let what = "rotary embeddings, one a layer";
             return Err(kvcore::Error::Mismatch { what, expected, got }.into());
         }
-        let x = model.dense.embed(model.embedding.as_ref(), &rows.tokens)?;
+        let x = model.dense.embed(model.embedding.as_ref(), rows.tokens())?;
         Ok(Self { model, device, ropes, rows, border, x, layer: 0, projected: None, flops: 0 })
     }
 
@@ -214,7 +217,7 @@ impl<'a> Pass<'a> {
     /// - Returns [`kvcore::Error::OutOfRange`] for a row that the batch does not have.
     /// - Returns [`kvcore::Error::Mismatch`] if there is no row, or not one token for each row.
     pub fn narrow(&mut self, narrowed: Narrowed) -> Result<()> {
-        let before = self.rows.tokens.len();
+        let before = self.rows.len();
         let (expected, got) = (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum());
         if expected != got || expected == 0 {
             let what = "tokens of the rows that go on, one for each";
@@ -224,7 +227,8 @@ impl<'a> Pass<'a> {
             let (what, value, limit) = ("row that goes on", i128::from(row), before as i128);
             return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
         }
-        self.rows.fill(&narrowed.batch, self.model.config.vocab_size)?;
+        check_vocabulary(&narrowed.batch, self.model.config.vocab_size)?;
+        self.rows.fill(&narrowed.batch)?;
         let dense = self.model.dense.as_ref();
         let index = dense.index(narrowed.rows)?;
         self.x = dense.select(&self.x, &index)?;
@@ -276,7 +280,7 @@ impl<'a> Pass<'a> {
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
         // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
-        let wanted = if self.layer + 1 == layers { self.rows.wanted(dense)? } else { None };
+        let wanted = if self.layer + 1 == layers { Wanted::of(self.rows, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
             (None, wanted) => self.project(wanted.as_ref())?,
             (Some(projected), None) => projected,
@@ -294,7 +298,7 @@ impl<'a> Pass<'a> {
 
     /// Returns the keys and values of all rows, and the queries of the rows that go on.
     fn project(&mut self, wanted: Option<&Wanted>) -> Result<Projected> {
-        let rows = self.rows.tokens.len();
+        let rows = self.rows.len();
         let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());
         self.flops += self.model.projection_flops(rows, asking);
         let (layer, dense) = (&self.model.layers[self.layer], self.model.dense.as_ref());
@@ -303,14 +307,14 @@ impl<'a> Pass<'a> {
     }
 
     fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
-        let work = wanted.map_or(&self.rows.work, |wanted| &wanted.work);
+        let work = wanted.map_or(self.rows.work(), |wanted| &wanted.work);
         let rows = work.rows().len();
         if rows == 0 {
             return Ok(self.device.stream.synchronize()?);
         }
         let layer = self.attention();
         let attention = attention::attend(self.border, self.device, &layer, projected, work)?;
-        self.flops += self.model.attention_flops(Rows::visible(work));
+        self.flops += self.model.attention_flops(visible(work));
         self.flops += self.model.finish_flops(self.layer, rows);
         let (layer, dense) = (&self.model.layers[self.layer], self.model.dense.as_ref());
         let finish = || layer.finish(dense, &self.x, &attention);

@@ -246,6 +246,33 @@ impl BlockPool {
         blocks: usize,
         room: usize,
     ) -> Result<(SharedBlocks, MutableBlocks)> {
+        self.admit_with(keys, |found| {
+            let missing = blocks.saturating_sub(found);
+            (missing, blocks.max(room).saturating_sub(found))
+        })
+    }
+
+    /// Admits the first piece of a prompt as [`admit_prefix`](Self::admit_prefix) does: holds the longest known prefix, and takes
+    /// up to `piece` of the missing blocks of `blocks` in total.
+    pub(crate) fn admit_piece(
+        &self,
+        keys: &[BlockKey],
+        blocks: usize,
+        piece: usize,
+    ) -> Result<(SharedBlocks, MutableBlocks)> {
+        self.admit_with(keys, |found| {
+            let missing = blocks.saturating_sub(found).min(piece);
+            (missing, missing)
+        })
+    }
+
+    /// Holds the longest known prefix, and takes blocks. `wanted` returns, for the number of blocks that are found, the number to take
+    /// and the number that there must be room for.
+    fn admit_with(
+        &self,
+        keys: &[BlockKey],
+        wanted: impl FnOnce(usize) -> (usize, usize),
+    ) -> Result<(SharedBlocks, MutableBlocks)> {
         let inner = &*self.0;
         let (now, rules) = (inner.now(), &inner.rules);
         let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
@@ -264,8 +291,7 @@ impl BlockPool {
         // A key may occur twice; its block is counted once.
         idle.sort_unstable();
         idle.dedup();
-        let missing = blocks.saturating_sub(found.ids.len());
-        let needed = blocks.max(room).saturating_sub(found.ids.len());
+        let (missing, needed) = wanted(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
         // An idle block that is found is no longer available to others, just like a block that is taken.
         let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(inner.watermark));

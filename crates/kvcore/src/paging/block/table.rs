@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{BlockPool, MutableBlocks, SharedBlocks};
 use crate::base::{BlockId, Error, Result, product};
-use crate::device::{WritePairs, WriteSlots};
+use crate::device::{Permits, WritePairs, WriteSlots};
 use crate::paging::BlockKey;
 
 /// The block table of one sequence: shared blocks first, followed by the blocks that the sequence fills
@@ -153,6 +153,27 @@ impl BlockTable {
         Ok(())
     }
 
+    /// Returns the number of blocks to add for more tokens, or the reason why the table cannot have them.
+    pub(crate) fn check_growth(&self, tokens: usize) -> Result<usize> {
+        self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
+        match self.shared_tail() {
+            Some(block) if tokens > 0 => Err(Error::SharedBlock { block, token: self.len }),
+            _ => Ok(self.missing_blocks(tokens)),
+        }
+    }
+
+    /// Appends tokens as [`grow`](Self::grow) does, and their slots to `slots`. [`issuer`](Self::issuer) has the permit.
+    pub(crate) fn grow_onto(&mut self, tokens: usize, slots: &mut Vec<i64>) -> Result<()> {
+        let tokens = self.reserve(tokens)?;
+        slots.extend(tokens.map(|token| self.slot_unchecked(token)));
+        Ok(())
+    }
+
+    /// Returns the issuer of permits for the tokens from `first` on, with the place of their first block.
+    pub(crate) fn issuer(&self, first: usize) -> (&Permits, usize) {
+        (&self.own.permits, self.place_of(first))
+    }
+
     /// Returns the place of a token's block among the table's own blocks.
     fn place_of(&self, token: usize) -> usize {
         (token / self.block_size).saturating_sub(self.shared.len())
@@ -160,15 +181,12 @@ impl BlockTable {
 
     /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
     fn reserve(&mut self, tokens: usize) -> Result<Range<usize>> {
-        let end = self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
-        if tokens > 0 && self.tail_is_shared() {
-            return Err(self.shared_at(self.len));
-        }
-        let missing = self.missing_blocks(tokens);
+        let missing = self.check_growth(tokens)?;
         if missing > 0 {
             self.own.allocate(missing)?;
             self.refresh();
         }
+        let end = self.len + tokens;
         Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
@@ -183,9 +201,10 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Returns whether the last block is partial and shared, so that it may not be written.
-    fn tail_is_shared(&self) -> bool {
-        !self.len.is_multiple_of(self.block_size) && self.len.div_ceil(self.block_size) <= self.shared.len()
+    /// Returns the last block if it is partial and shared, so that it may not be written.
+    pub(crate) fn shared_tail(&self) -> Option<BlockId> {
+        let (last, partial) = (self.len / self.block_size, !self.len.is_multiple_of(self.block_size));
+        self.shared.ids().get(last).copied().filter(|_| partial)
     }
 
     /// Replaces a partial shared last block by a block of the table's own (copy on write). The caller makes
@@ -195,7 +214,7 @@ impl BlockTable {
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. In that case nothing has changed.
     pub fn unshare_tail(&mut self) -> Result<Option<TailCopy>> {
-        if !self.tail_is_shared() {
+        if self.shared_tail().is_none() {
             return Ok(None);
         }
         if let Some(mut own) = self.shared.reclaim_last() {

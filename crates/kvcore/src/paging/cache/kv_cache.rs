@@ -5,7 +5,7 @@ use std::fmt;
 use super::{PagedKvCache, SequenceId, SequenceStart, StaticKvCache};
 use crate::base::Result;
 use crate::device::{KvArena, Segment, TensorView, WriteSlots};
-use crate::paging::KeyScheme;
+use crate::paging::PromptKeys;
 
 /// The kind of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -89,8 +89,9 @@ pub trait KvCache: Send + fmt::Debug {
     /// cached already, which is 0 for a cache that shares nothing.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create).
-    fn create_with_prefix(&mut self, _scheme: KeyScheme, _tokens: &[u32]) -> Result<(SequenceId, usize)> {
+    /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the keys were made for blocks of another
+    /// size than those of a cache that shares them.
+    fn create_at(&mut self, _prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
 
@@ -107,6 +108,23 @@ pub trait KvCache: Send + fmt::Debug {
     /// # Errors
     /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.
     fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()>;
+
+    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes nothing, and replaces the
+    /// contents of `slots` by the slots of the whole batch, in its order. Reuses the memory of `slots` if no operation holds it.
+    ///
+    /// # Errors
+    /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] for a sequence that is named twice. In these cases
+    /// nothing has changed.
+    fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()>;
+
+    /// Returns the number of blocks that more tokens of a sequence need, 0 for a cache without a pool.
+    ///
+    /// # Errors
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
+    fn missing_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize> {
+        let _ = tokens;
+        self.len(id).map(|_| 0)
+    }
 
     /// Records the tokens that were written since the last commit, so that a cache that shares prefixes can
     /// share their blocks. The default implementation does nothing and returns no error.

@@ -6,6 +6,7 @@ mod config;
 mod kv_cache;
 mod max_len;
 mod paged;
+mod paged_batch;
 mod paged_layers;
 mod pool;
 mod sequence;

@@ -1,12 +1,13 @@
 //! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between sequences.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
+use hashbrown::HashMap;
+
 use super::{Error, KvPool, Result, SequenceId, SequenceStart};
-use crate::base::{BlockId, SlotMapping};
-use crate::device::{CopyBlocks, KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
-use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme};
+use crate::base::{BlockId, SlotMapping, same};
+use crate::device::{KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
+use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme, PromptKeys};
 
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -14,12 +15,15 @@ pub(super) struct Sequence {
     pub(super) start: SequenceStart,
     /// Present for sequences that share their blocks.
     pub(super) chain: Option<KeyChain>,
+    /// The last batch that the sequence was in.
+    pub(super) batch: u64,
 }
 
 /// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
 pub(super) struct KeyChain {
-    pub(super) scheme: KeyScheme,
+    /// The prompt, whose keys are made.
+    pub(super) prompt: PromptKeys,
     /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
     /// Committed tokens after the shared blocks.
@@ -27,9 +31,24 @@ pub(super) struct KeyChain {
 }
 
 impl KeyChain {
+    /// Begins behind the first `known` blocks of a prompt.
+    fn new(prompt: PromptKeys, known: usize) -> Self {
+        Self { keys: prompt.keys()[..known].to_vec(), prompt, pending: Vec::new() }
+    }
+
+    /// Returns the keys of the next blocks, those of the first `tokens` pending tokens. Makes only keys of blocks that are not the
+    /// prompt's.
+    fn next_keys(&self, tokens: usize, block_size: usize) -> Vec<BlockKey> {
+        let (parent, next) = (self.last_key(), &self.pending[..tokens]);
+        match self.prompt.of(&parent, self.keys.len(), next) {
+            Some(keys) => keys.to_vec(),
+            None => self.prompt.scheme().extend(&parent, self.keys.len() * block_size, next, block_size),
+        }
+    }
+
     /// Returns the key of the last shared block, or the root key.
     pub(super) fn last_key(&self) -> BlockKey {
-        self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
+        self.keys.last().copied().unwrap_or_else(|| self.prompt.scheme().root())
     }
 }
 
@@ -56,6 +75,7 @@ impl KeyChain {
 /// use kvbackend_cpu::CpuBackend;
 /// use kvcore::{
 ///     Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
+///     PromptKeys, WriteSlots,
 /// };
 ///
 /// let backend = CpuBackend::new();
@@ -69,9 +89,10 @@ impl KeyChain {
 /// let root = KeyScope::new("model", b"weights").tenant_salt(b"alice").root();
 ///
 /// // A prompt of ten tokens; two full blocks of it can be found from now on.
-/// let (first, cached, slots) = cache.admit(root, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])?;
+/// let prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 4);
+/// let (first, cached, slots) = cache.admit(&prompt, 10)?;
 /// assert_eq!((cached, slots.len()), (0, 10));
-/// cache.commit(first, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])?;
+/// cache.commit(first, prompt.tokens())?;
 ///
 /// // Another one with the same beginning: a block is found by its key.
 /// let prompt = [1, 2, 3, 4, 5, 6, 77, 78];
@@ -83,10 +104,10 @@ impl KeyChain {
 /// // Two answers to it (parallel sampling), one of them rolled back by a token (speculative decoding).
 /// cache.grow(second, 1)?;
 /// let twin = cache.fork(second)?;
-/// for id in [second, twin] {
-///     cache.copy_on_write(id, stream.as_ref())?;
-///     cache.grow(id, 2)?;
-/// }
+/// cache.copy_on_write(&[second, twin], stream.as_ref())?;
+/// let mut slots = WriteSlots::default();
+/// cache.grow_batch(&[(second, 2), (twin, 2)], &mut slots)?;
+/// assert_eq!(slots.len(), 4);
 /// cache.truncate(twin, 10)?;
 /// assert_eq!((cache.len(second)?, cache.len(twin)?), (11, 10));
 ///
@@ -94,7 +115,7 @@ impl KeyChain {
 /// let layout = KvLayout::new(KvShape { num_blocks: 8, ..cache.arena().layout().shape().clone() })?;
 /// let host = KvArena::allocate(backend.as_ref(), MemoryKind::Pinned, Arc::new(layout))?;
 /// let waiting = cache.swap_out(first, stream.as_ref(), &host, &BlockPool::new(0..8)?)?;
-/// let first = cache.swap_in(waiting, stream.as_ref())?;
+/// let first = cache.swap_in(&waiting, stream.as_ref())?;
 /// assert_eq!(cache.len(first)?, 10);
 /// # Ok::<(), kvcore::Error>(())
 /// ```
@@ -103,6 +124,10 @@ pub struct PagedKvCache {
     pool: KvPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
     next: u64,
+    /// The number of batches so far.
+    pub(super) batches: u64,
+    /// Memory for the slots of a batch.
+    pub(super) minted: Vec<i64>,
 }
 
 impl PagedKvCache {
@@ -111,7 +136,8 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
-        Ok(Self { pool: KvPool::new(arena, pool)?, sequences: HashMap::new(), next: 0 })
+        let (sequences, minted) = (HashMap::new(), Vec::new());
+        Ok(Self { pool: KvPool::new(arena, pool)?, sequences, next: 0, batches: 0, minted })
     }
 
     /// Returns the arena of the keys and values.
@@ -140,7 +166,7 @@ impl PagedKvCache {
     /// Returns [`Error::Zero`] if the block size is 0, which no [`KvLayout`](crate::KvLayout) allows.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
         let table = BlockTable::new(self.pool(), self.block_size())?;
-        Ok(self.insert(Sequence { table, start, chain: None }))
+        Ok(self.insert(Sequence { table, start, chain: None, batch: 0 }))
     }
 
     /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
@@ -155,71 +181,45 @@ impl PagedKvCache {
         scheme: impl Into<KeyScheme>,
         tokens: &[u32],
     ) -> Result<(SequenceId, usize)> {
-        let (scheme, block_size) = (scheme.into(), self.block_size());
-        let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
-        let shared = self.pool().lookup_chain(&keys);
-        keys.truncate(shared.len());
-        let table = BlockTable::with_prefix(shared, block_size)?;
-        let cached = table.len();
-        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
-        Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain }), cached))
+        self.create_at(&PromptKeys::new(scheme, tokens, self.block_size()))
     }
 
-    /// Creates a sequence with slots for all of `tokens`, in one step that succeeds or changes nothing.
-    /// Returns its id, the number of tokens that are cached, and the slots of the other tokens. Unlike
-    /// [`create_with_prefix`](Self::create_with_prefix), reserves the slots at once and leaves the pool's
-    /// watermark to running sequences.
+    /// Creates a sequence at the start of a prompt as [`create_with_prefix`](Self::create_with_prefix) does, from its keys.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the keys were made for blocks of another size.
+    pub fn create_at(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        self.check_prompt(prompt)?;
+        let shared = self.pool().lookup_chain(prompt.findable());
+        let chain = Some(KeyChain::new(prompt.clone(), shared.len()));
+        let table = BlockTable::with_prefix(shared, self.block_size())?;
+        let cached = table.len();
+        Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain, batch: 0 }), cached))
+    }
+
+    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens behind those that are
+    /// cached, in one step that succeeds or changes nothing. Returns its id, the number of tokens that are cached, and the slots.
+    /// Unlike [`create_with_prefix`](Self::create_with_prefix), leaves the pool's watermark to running sequences.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. In that case nothing has changed, not
-    /// even the order of eviction.
-    pub fn admit(
-        &mut self,
-        scheme: impl Into<KeyScheme>,
-        tokens: &[u32],
-    ) -> Result<(SequenceId, usize, WriteSlots)> {
-        let (scheme, block_size) = (scheme.into(), self.block_size());
-        let mut keys = scheme.keys(&tokens[..tokens.len().saturating_sub(1)], block_size);
-        let blocks = tokens.len().div_ceil(block_size);
-        let (shared, fresh) = self.pool().admit_prefix(&keys, blocks, 0)?;
-        keys.truncate(shared.len());
+    /// even the order of eviction. Returns [`Error::Mismatch`] if the keys were made for blocks of another size.
+    pub fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, WriteSlots)> {
+        self.check_prompt(prompt)?;
+        let (len, block_size) = (prompt.tokens().len(), self.block_size());
+        let most = piece.min(len).div_ceil(block_size);
+        let (shared, fresh) = self.pool().admit_piece(prompt.findable(), len.div_ceil(block_size), most)?;
+        let chain = Some(KeyChain::new(prompt.clone(), shared.len()));
         let mut table = BlockTable::with_prefix(shared, block_size)?;
         let cached = table.len();
         table.supply(fresh)?;
-        let slots = table.grow(tokens.len() - cached)?;
-        let chain = Some(KeyChain { scheme, keys, pending: Vec::new() });
-        let id = self.insert(Sequence { table, start: SequenceStart::default(), chain });
+        let slots = table.grow(piece.min(len - cached))?;
+        let id = self.insert(Sequence { table, start: SequenceStart::default(), chain, batch: 0 });
         Ok((id, cached, slots))
     }
 
-    /// Creates a second sequence over the tokens of sequence `id` (beam search, parallel sampling). Both
-    /// sequences share all blocks. Call [`copy_on_write`](Self::copy_on_write) before a sequence grows, so
-    /// that it has a last block of its own.
-    ///
-    /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
-    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
-        let Sequence { table, start, chain } = self.get_mut(id)?;
-        let twin = Sequence { table: table.fork()?, start: *start, chain: chain.clone() };
-        Ok(self.insert(twin))
-    }
-
-    /// Makes the slot of the next token writable. If the last block is partial and shared, copies it on
-    /// `stream` into a block of the sequence's own. Returns whether a copy was made; without a fork no copy
-    /// is made.
-    ///
-    /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is
-    /// no block for the copy, and the errors of the stream. In these cases nothing has changed.
-    pub fn copy_on_write(&mut self, id: SequenceId, stream: &dyn Stream) -> Result<bool> {
-        let arena = self.arena().clone();
-        let Some(copy) = self.get_mut(id)?.table.unshare_tail()? else { return Ok(false) };
-        let pairs = copy.pairs().clone();
-        if let Err(error) = stream.copy_blocks(&CopyBlocks { arena, pairs }) {
-            self.get_mut(id)?.table.reshare_tail(copy)?;
-            return Err(error);
-        }
-        Ok(true)
+    fn check_prompt(&self, prompt: &PromptKeys) -> Result<()> {
+        same("block size of a prompt's keys", self.block_size(), prompt.block_size())
     }
 
     pub(super) fn insert(&mut self, sequence: Sequence) -> SequenceId {
@@ -323,10 +323,8 @@ impl PagedKvCache {
             }
             chain.pending.extend_from_slice(tokens);
             let full = chain.pending.len() / block_size * block_size;
-            let parent = chain.last_key();
-            let start = chain.keys.len() * block_size;
-            let keys = chain.scheme.extend(&parent, start, &chain.pending[..full], block_size);
-            sequence.table.share_full(Some(parent), &keys)?;
+            let keys = chain.next_keys(full, block_size);
+            sequence.table.share_full(Some(chain.last_key()), &keys)?;
             chain.keys.extend(keys);
             chain.pending.drain(..full);
         }

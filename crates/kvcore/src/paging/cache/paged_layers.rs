@@ -2,7 +2,7 @@
 
 use super::{CacheKind, KvCache, PagedKvCache, Result, SequenceId, SequenceStart};
 use crate::device::{KvArena, Segment, WriteSlots};
-use crate::paging::KeyScheme;
+use crate::paging::PromptKeys;
 
 impl KvCache for PagedKvCache {
     fn kind(&self) -> CacheKind {
@@ -25,8 +25,8 @@ impl KvCache for PagedKvCache {
         self.create(start)
     }
 
-    fn create_with_prefix(&mut self, scheme: KeyScheme, tokens: &[u32]) -> Result<(SequenceId, usize)> {
-        self.create_with_prefix(scheme, tokens)
+    fn create_at(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        self.create_at(prompt)
     }
 
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
@@ -35,6 +35,14 @@ impl KvCache for PagedKvCache {
 
     fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
         self.grow_into(id, tokens, slots)
+    }
+
+    fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
+        self.grow_batch(batch, slots)
+    }
+
+    fn missing_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize> {
+        Ok(self.get(id)?.table.missing_blocks(tokens))
     }
 
     fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {

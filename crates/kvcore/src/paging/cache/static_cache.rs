@@ -266,6 +266,26 @@ impl KvCache for StaticKvCache {
         Ok(())
     }
 
+    fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
+        for (at, &(id, tokens)) in batch.iter().enumerate() {
+            self.check_end(self.len(id)?.saturating_add(tokens))?;
+            if batch[..at].iter().any(|&(other, _)| other == id) {
+                return Err(Error::Twice { what: "sequence of a batch", number: id.0 });
+            }
+        }
+        let (mut minted, mut entries) = (Vec::new(), Vec::with_capacity(batch.len()));
+        for &(id, tokens) in batch {
+            let (entry, start) = (self.entry(id)?, self.len(id)?);
+            self.set_len(entry, start + tokens);
+            let first = entry * self.max_len() + start;
+            minted.extend((first..first + tokens).map(|slot| slot as i64));
+            entries.push(entry);
+        }
+        let owners = entries.into_iter().map(|entry| (&self.permits[entry], 0));
+        slots.refill_batch(self.max_len(), minted.into_iter(), owners);
+        Ok(())
+    }
+
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let (batch, held) = (self.entry(id)?, self.len(id)?);
         if len > held {

@@ -6,7 +6,7 @@ use super::paged::{KeyChain, Sequence};
 use super::{PagedKvCache, Result, SequenceId, SequenceStart};
 use crate::base::BlockId;
 use crate::device::{Event, KvArena, Stream, SwapBlocks};
-use crate::paging::{BlockPool, BlockTable, MutableBlocks, Rejected};
+use crate::paging::{BlockPool, BlockTable, MutableBlocks};
 
 /// A sequence whose tokens lie in blocks of another arena.
 ///
@@ -59,7 +59,7 @@ impl PagedKvCache {
         arena: &KvArena,
         pool: &BlockPool,
     ) -> Result<SwappedSequence> {
-        let Sequence { table, start, chain } = self.get(id)?;
+        let Sequence { table, start, chain, .. } = self.get(id)?;
         let used = table.len().div_ceil(self.block_size());
         let blocks = pool.allocate(used)?;
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
@@ -81,21 +81,14 @@ impl PagedKvCache {
 
     /// Restores a swapped sequence under a new id. Blocks of its prefix that this cache still knows are
     /// shared again. The other blocks are copied on `stream`, which waits for the copy out if that copy ran
-    /// on another stream.
+    /// on another stream. Drop `swapped` after that, in the [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
     /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the errors of the stream,
-    /// for example if the blocks of the arenas differ. In these cases the swapped sequence is returned in
-    /// the error.
-    pub fn swap_in(
-        &mut self,
-        swapped: SwappedSequence,
-        stream: &dyn Stream,
-    ) -> Result<SequenceId, Box<Rejected<SwappedSequence>>> {
-        match self.restore(&swapped, stream) {
-            Ok(sequence) => Ok(self.insert(sequence)),
-            Err(error) => Err(Box::new(Rejected { error, blocks: swapped })),
-        }
+    /// for example if the blocks of the arenas differ. In these cases nothing has changed, and the caller still has the sequence.
+    pub fn swap_in(&mut self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<SequenceId> {
+        let sequence = self.restore(swapped, stream)?;
+        Ok(self.insert(sequence))
     }
 
     fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
@@ -118,9 +111,10 @@ impl PagedKvCache {
         table.supply(fresh)?;
         table.grow(swapped.len - table.len())?;
         if let Some(chain) = &swapped.chain {
-            let parent = known.checked_sub(1).map_or_else(|| chain.scheme.root(), |last| chain.keys[last]);
+            let parent =
+                known.checked_sub(1).map_or_else(|| chain.prompt.scheme().root(), |last| chain.keys[last]);
             table.share_full(Some(parent), &keys[known..])?;
         }
-        Ok(Sequence { table, start: swapped.start, chain: swapped.chain.clone() })
+        Ok(Sequence { table, start: swapped.start, chain: swapped.chain.clone(), batch: 0 })
     }
 }

@@ -9,10 +9,12 @@ use std::fmt;
 
 mod compress;
 mod hex;
+mod prompt;
 mod scheme;
 mod scope;
 mod vllm;
 
+pub use prompt::PromptKeys;
 pub use scheme::KeyScheme;
 pub use scope::{KeyScope, ScopeEncoder};
 pub use vllm::{VllmChain, VllmExtras};

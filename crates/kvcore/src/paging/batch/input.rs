@@ -1,23 +1,11 @@
-//! The input of a forward pass: tokens, their positions, the slots for their KV, and the segments they
-//! attend to.
+//! One sequence of a pass: tokens, their positions, the slots for their KV, and the segments they attend to.
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::Logits;
 use crate::base::{Result, same};
 use crate::device::{MergeGroup, QueryRow, Segment, WriteSlots};
-
-/// The logits that the caller wants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Logits {
-    /// No logits: the pass only fills the cache.
-    #[default]
-    None,
-    /// The logits of the last token.
-    Last,
-    /// The logits of every token.
-    All,
-}
 
 /// The part of one sequence in a forward pass: a prefill, a decode step, a chunk to fill, or tokens of a
 /// chunk to recompute.
@@ -35,7 +23,8 @@ pub struct SequenceInput {
     /// Distance in positions between stored keys and their tokens: the key of a token at position `p` is
     /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,
-    /// Slots for K and V of the new tokens, one slot per token.
+    /// Slots for K and V of the new tokens, one slot per token; none if they are among those of the whole
+    /// [batch](super::StepBatch::slots).
     pub slots: WriteSlots,
     /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
     /// themselves. The attention work of a pass shares the list.

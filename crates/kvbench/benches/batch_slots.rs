@@ -1,0 +1,82 @@
+//! Measures the slots of a decode step: minted for a whole batch and written in one layer, against the bare scatter of as many rows.
+//!
+//! Prints one JSON object per line, as `kernels_against_memcpy` does. `--sequences N` sets the largest batch (default 256); a quarter
+//! and a half of it come first. A token has 4 heads of 64 in f32, in K and in V; the sequences are 100 tokens long at first.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvbackend_cpu::{CpuBackend, CpuOptions};
+use kvbench::option;
+use kvcore::{
+    Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, Result,
+    Scatter, SequenceStart, WriteSlots, allocate_tensor,
+};
+
+const HEADS: usize = 4;
+const DIM: usize = 64;
+const BLOCK: usize = 16;
+const CONTEXT: usize = 100;
+/// The steps that are timed together: those of a block, of which the first takes a block for every sequence.
+const STEPS: usize = BLOCK;
+/// The measurements, of which the fastest counts.
+const ROUNDS: usize = 40;
+
+fn main() -> Result<()> {
+    let most = option("--sequences", 256).max(4);
+    for sequences in [most / 4, most / 2, most] {
+        measure(sequences)?;
+    }
+    Ok(())
+}
+
+fn measure(sequences: usize) -> Result<()> {
+    let backend = CpuBackend::with_options(&CpuOptions { threads: Some(1), ..CpuOptions::default() })?;
+    let stream = backend.stream()?;
+    let blocks = sequences * (CONTEXT + STEPS).div_ceil(BLOCK);
+    let layout = KvLayout::new(KvShape {
+        num_layers: 1,
+        num_blocks: blocks,
+        block_size: BLOCK,
+        k_heads: HEADS,
+        v_heads: HEADS,
+        k_dim: DIM,
+        v_dim: DIM,
+        format: DType::F32.into(),
+        order: BlockOrder::TokenMajor,
+    })?;
+    let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
+    let mut cache = PagedKvCache::new(arena, BlockPool::new(0..blocks as u32)?)?;
+    let rows = || allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[sequences, HEADS, DIM]);
+    let (k, v) = (rows()?, rows()?);
+    let scatter = |cache: &PagedKvCache, slots: &WriteSlots| {
+        let (arena, layer, slots) = (cache.arena().clone(), 0, slots.clone());
+        stream.scatter(&Scatter { arena, layer, k: k.clone(), v: v.clone(), slots, rotation: None })
+    };
+    let ids = (0..sequences).map(|_| cache.create(SequenceStart::default())).collect::<Result<Vec<_>>>()?;
+    let mut slots = WriteSlots::default();
+    cache.grow_batch(&ids.iter().map(|&id| (id, CONTEXT)).collect::<Vec<_>>(), &mut slots)?;
+    let batch: Vec<_> = ids.into_iter().map(|id| (id, 1)).collect();
+    let (mut whole, mut alone) = (f64::INFINITY, f64::INFINITY);
+    for _ in 0..ROUNDS {
+        let started = Instant::now();
+        for _ in 0..STEPS {
+            cache.grow_batch(&batch, &mut slots)?;
+            scatter(&cache, &slots)?;
+        }
+        whole = whole.min(started.elapsed().as_secs_f64() / STEPS as f64);
+        let bare = WriteSlots::unchecked(slots.mapping().clone());
+        let started = Instant::now();
+        for _ in 0..STEPS {
+            scatter(&cache, &bare)?;
+        }
+        alone = alone.min(started.elapsed().as_secs_f64() / STEPS as f64);
+        batch.iter().try_for_each(|&(id, _)| cache.truncate(id, CONTEXT))?;
+    }
+    let line = serde_json::json!({
+        "what": "slots of a decode step, minted for the batch and written", "size": sequences, "unit": "sequences",
+        "seconds": whole, "limit": "the bare scatter", "limit_seconds": alone, "ratio": alone / whole,
+    });
+    println!("{line}");
+    Ok(())
+}

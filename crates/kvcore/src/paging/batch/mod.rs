@@ -1,0 +1,54 @@
+//! The batch of a pass: its sequences, and their rows as the operations of every layer take them.
+//!
+//! ```text
+//!  SequenceInput, SequenceInput, … ──┐
+//!  slots of the batch (grow_batch) ──┴─► BatchRows ──► tokens, positions, WriteSlots, AttendWork ──► Scatter, Attend of each layer
+//! ```
+
+use crate::device::WriteSlots;
+
+mod input;
+mod rows;
+
+pub use input::SequenceInput;
+pub use rows::BatchRows;
+
+/// The logits that the caller wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Logits {
+    /// No logits: the pass only fills the cache.
+    #[default]
+    None,
+    /// The logits of the last token.
+    Last,
+    /// The logits of every token.
+    All,
+}
+
+/// The sequences of a pass, with the slots that were taken for all of them at once.
+#[derive(Debug, Clone, Copy)]
+pub struct StepBatch<'a> {
+    /// The sequences. A slice of them is a batch, too.
+    pub inputs: &'a [SequenceInput],
+    /// The slots of those tokens, in their order, whose sequences have none of their own:
+    /// [`grow_batch`](crate::KvCache::grow_batch) returns them.
+    pub slots: Option<&'a WriteSlots>,
+}
+
+impl<'a> From<&'a [SequenceInput]> for StepBatch<'a> {
+    fn from(inputs: &'a [SequenceInput]) -> Self {
+        Self { inputs, slots: None }
+    }
+}
+
+impl<'a> From<&'a Vec<SequenceInput>> for StepBatch<'a> {
+    fn from(inputs: &'a Vec<SequenceInput>) -> Self {
+        Self { inputs, slots: None }
+    }
+}
+
+impl<'a, const N: usize> From<&'a [SequenceInput; N]> for StepBatch<'a> {
+    fn from(inputs: &'a [SequenceInput; N]) -> Self {
+        Self { inputs, slots: None }
+    }
+}

@@ -1,0 +1,253 @@
+//! The rows of a batch, one sequence after the other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Logits, SequenceInput, StepBatch};
+use crate::base::{Error, Result, same};
+use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepInputs, WriteSlots};
+
+/// The rows of a batch, in the form that the operations of every layer take.
+///
+/// Filling it again uses its memory where the extents are equal, so that a decode step allocates nothing.
+///
+/// ```
+/// use kvcore::{BatchRows, BlockPool, BlockTable, Segment, SequenceInput};
+/// let pool = BlockPool::new(0..8)?;
+/// let (mut prompt, mut answer) = (BlockTable::new(&pool, 4)?, BlockTable::new(&pool, 4)?);
+/// answer.grow(6)?;                                              // in the cache already
+/// let (of_prompt, of_answer) = (prompt.grow(3)?, answer.grow(1)?);
+/// let own = |table: &BlockTable| [Segment::new(table.ids().clone(), table.len(), 0, 0)];
+/// let batch = [
+///     SequenceInput::new(vec![7, 8, 9], 0, 0, of_prompt, own(&prompt)),
+///     SequenceInput::new(vec![5], 6, 6, of_answer, own(&answer)),
+/// ];
+/// let mut rows = BatchRows::default();
+/// rows.fill(&batch)?;
+/// assert_eq!((rows.tokens()[..].len(), &rows.positions()[..]), (4, &[0, 1, 2, 6][..]));
+/// assert_eq!(rows.work().batch()[1].rows, 3..4);                // of the attend that every layer runs
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BatchRows {
+    tokens: Arc<[u32]>,
+    positions: Arc<[i64]>,
+    slots: WriteSlots,
+    work: Arc<AttendWork>,
+    /// The merge groups of the whole batch.
+    groups: Vec<MergeGroup>,
+    /// The rows of each sequence whose logits are wanted, as a range of `tokens`.
+    logits: Vec<Range<usize>>,
+}
+
+impl Default for BatchRows {
+    fn default() -> Self {
+        Self {
+            tokens: Arc::default(),
+            positions: Arc::default(),
+            slots: WriteSlots::default(),
+            work: Arc::new(AttendWork::new([], [])),
+            groups: Vec::new(),
+            logits: Vec::new(),
+        }
+    }
+}
+
+impl BatchRows {
+    /// Replaces the rows by those of a batch.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] for a sequence without a slot for each token, and [`Error::OutOfRange`] for a segment of an unknown
+    /// merge group. In these cases the rows are as they were.
+    pub fn fill<'a>(&mut self, batch: impl Into<StepBatch<'a>>) -> Result<()> {
+        let StepBatch { inputs, slots } = batch.into();
+        let slots = slots_of(inputs, slots)?;
+        inputs.iter().try_for_each(check_groups)?;
+        let count = inputs.iter().map(|s| s.tokens.len()).sum();
+        refill(&mut self.tokens, count, inputs.iter().flat_map(|s| s.tokens.iter().copied()));
+        refill(&mut self.positions, count, inputs.iter().flat_map(SequenceInput::key_positions));
+        self.slots = slots;
+        self.logits.clear();
+        let mut at = 0;
+        for sequence in inputs {
+            let range = at..at + sequence.tokens.len();
+            at = range.end;
+            self.logits.push(match sequence.logits {
+                Logits::None => range.end..range.end,
+                Logits::Last => range.end.saturating_sub(1).max(range.start)..range.end,
+                Logits::All => range,
+            });
+        }
+        self.fill_work(inputs);
+        Ok(())
+    }
+
+    /// Returns the tokens, one a row.
+    pub fn tokens(&self) -> &Arc<[u32]> {
+        &self.tokens
+    }
+
+    /// Returns the positions that keys are rotated to, one a row.
+    pub fn positions(&self) -> &Arc<[i64]> {
+        &self.positions
+    }
+
+    /// Returns the slots for keys and values, one a row.
+    pub fn slots(&self) -> &WriteSlots {
+        &self.slots
+    }
+
+    /// Returns the attention work of the rows, equal for all layers.
+    pub fn work(&self) -> &Arc<AttendWork> {
+        &self.work
+    }
+
+    /// Returns the number of rows.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Returns whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    fn fill_work(&mut self, batch: &[SequenceInput]) {
+        self.groups.clear();
+        for &group in batch.iter().flat_map(|sequence| sequence.groups.iter()) {
+            if place_of(&self.groups, group).is_none() {
+                self.groups.push(group);
+            }
+        }
+        let groups = &self.groups;
+        let fill = |rows: &mut Vec<QueryRow>, entries: &mut Vec<AttendRows>| {
+            rows.clear();
+            rows.extend(batch.iter().flat_map(SequenceInput::rows));
+            entries.clear();
+            let mut at = 0;
+            for sequence in batch {
+                let range = at..at + sequence.tokens.len();
+                at = range.end;
+                entries.push(AttendRows::new(range, grouped(sequence, groups)));
+            }
+        };
+        match Arc::get_mut(&mut self.work) {
+            Some(work) if work.groups()[..] == groups[..] => work.edit(fill),
+            _ => {
+                let (mut rows, mut entries) = (Vec::new(), Vec::new());
+                fill(&mut rows, &mut entries);
+                self.work = Arc::new(AttendWork::with_groups(rows, entries, groups.as_slice()));
+            }
+        }
+    }
+
+    /// Adds rows of padding up to a number of rows that a graph has, and returns the lists of the rows. The rows hold
+    /// these very lists.
+    pub fn padded(&mut self) -> StepInputs {
+        let step = StepInputs {
+            tokens: Arc::clone(&self.tokens),
+            positions: Arc::clone(&self.positions),
+            slots: self.slots.clone(),
+            work: Arc::clone(&self.work),
+        };
+        let (count, step) = (self.tokens.len(), step.padded());
+        if step.tokens.len() > count {
+            self.logits.push(count..step.tokens.len());
+            self.tokens = Arc::clone(&step.tokens);
+            self.positions = Arc::clone(&step.positions);
+            self.slots = step.slots.clone();
+            self.work = Arc::clone(&step.work);
+        }
+        step
+    }
+
+    /// Releases the slots and segments of the batch, so that their owner can refill them in place.
+    pub fn release(&mut self) {
+        self.slots = WriteSlots::default();
+        if let Some(work) = Arc::get_mut(&mut self.work) {
+            work.edit(|_, entries| entries.clear());
+        }
+    }
+
+    /// Returns whether the logits of all rows are wanted.
+    pub fn all_wanted(&self) -> bool {
+        self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
+    }
+
+    /// Returns the rows whose logits are wanted, with their attention, or `None` if these are all rows. In the last layer no other
+    /// row needs queries.
+    pub fn wanted(&self) -> Option<(Vec<u32>, Arc<AttendWork>)> {
+        if self.all_wanted() {
+            return None;
+        }
+        let index: Vec<u32> = self.logits.iter().cloned().flatten().map(|row| row as u32).collect();
+        let (mut batch, mut at) = (Vec::new(), 0);
+        for (entry, wanted) in self.work.batch().iter().zip(&self.logits) {
+            let range = at..at + wanted.len();
+            at = range.end;
+            batch.push(AttendRows::new(range, Arc::clone(&entry.segments)));
+        }
+        let rows: Vec<_> = index.iter().map(|&row| self.work.rows()[row as usize]).collect();
+        let work = Arc::new(AttendWork::with_groups(rows, batch, Arc::clone(self.work.groups())));
+        Some((index, work))
+    }
+}
+
+/// Returns the slots of all tokens: each sequence's own, or the next of the whole batch.
+fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>) -> Result<WriteSlots> {
+    let none = WriteSlots::default();
+    let shared = shared.unwrap_or(&none);
+    let takes = |input: &SequenceInput| input.slots.is_empty() && !shared.is_empty();
+    let taken = inputs.iter().filter(|input| takes(input)).map(|input| input.tokens.len()).sum();
+    same("slots of a batch", taken, shared.len())?;
+    inputs.iter().filter(|input| !takes(input)).try_for_each(SequenceInput::check)?;
+    if inputs.iter().all(takes) {
+        return Ok(shared.clone());
+    }
+    if shared.is_empty() {
+        return Ok(WriteSlots::concat(inputs.iter().map(|input| &input.slots)));
+    }
+    let mut at = 0;
+    let parts = inputs.iter().map(|input| {
+        if !takes(input) {
+            return Ok(input.slots.clone());
+        }
+        at += input.tokens.len();
+        shared.part(at - input.tokens.len()..at)
+    });
+    let parts = parts.collect::<Result<Vec<_>>>()?;
+    Ok(WriteSlots::concat(parts.iter()))
+}
+
+/// Checks that the segments of a sequence name merge groups that it has.
+fn check_groups(sequence: &SequenceInput) -> Result<()> {
+    let limit = sequence.groups.len();
+    let stray = sequence.segments.iter().map(|segment| segment.merge_group).find(|&group| group >= limit);
+    stray.map_or(Ok(()), |group| {
+        let (what, value) = ("merge group of a sequence", group as i128);
+        Err(Error::OutOfRange { what, value, limit: limit as i128 })
+    })
+}
+
+/// Returns the place of a merge group among the groups of a batch. Bits are compared, so that NaN is found.
+fn place_of(groups: &[MergeGroup], group: MergeGroup) -> Option<usize> {
+    groups.iter().position(|known| known.lse_scale.to_bits() == group.lse_scale.to_bits())
+}
+
+/// Returns a sequence's segments with the merge groups of the whole batch, in which equal groups are one.
+fn grouped(sequence: &SequenceInput, groups: &[MergeGroup]) -> Arc<[Segment]> {
+    let place = |group: usize| place_of(groups, sequence.groups[group]).unwrap_or(group);
+    if sequence.segments.iter().all(|segment| place(segment.merge_group) == segment.merge_group) {
+        return Arc::clone(&sequence.segments);
+    }
+    let moved = |segment: &Segment| Segment { merge_group: place(segment.merge_group), ..segment.clone() };
+    sequence.segments.iter().map(moved).collect()
+}
+
+/// Replaces the items of a list, in its old memory if their number is unchanged and nobody else holds it.
+fn refill<T: Clone>(list: &mut Arc<[T]>, len: usize, items: impl Iterator<Item = T>) {
+    match Arc::get_mut(list) {
+        Some(own) if own.len() == len => own.iter_mut().zip(items).for_each(|(own, item)| *own = item),
+        _ => *list = items.collect(),
+    }
+}

@@ -1,0 +1,86 @@
+//! A prompt with the keys of its blocks, made once.
+
+use std::sync::Arc;
+
+use super::{BlockKey, KeyScheme};
+
+/// A prompt's tokens and the keys of its full blocks.
+///
+/// Hashing a long prompt costs more than looking it up. A request that waits for room, is computed in pieces, or comes back after it
+/// gave way, keeps this value: [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks the keys up, and
+/// [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
+///
+/// ```
+/// use kvcore::{KeyScope, PromptKeys};
+/// let root = KeyScope::new("model", b"weights").root();
+/// let mut prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5], 2);
+/// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4], 2));
+/// prompt.extend(&[6]);                         // an answer that is computed again, behind its prompt
+/// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4, 5, 6], 2));
+/// ```
+#[derive(Debug, Clone)]
+pub struct PromptKeys {
+    scheme: KeyScheme,
+    block_size: usize,
+    tokens: Arc<[u32]>,
+    keys: Arc<[BlockKey]>,
+}
+
+impl PromptKeys {
+    /// Makes the keys of a prompt. A block size of 0 counts as 1.
+    pub fn new(scheme: impl Into<KeyScheme>, tokens: &[u32], block_size: usize) -> Self {
+        let (scheme, block_size) = (scheme.into(), block_size.max(1));
+        let keys = scheme.keys(tokens, block_size).into();
+        Self { scheme, block_size, tokens: tokens.into(), keys }
+    }
+
+    /// Appends tokens, and makes the keys of the blocks that they fill.
+    pub fn extend(&mut self, tokens: &[u32]) {
+        let start = self.keys.len() * self.block_size;
+        let tokens: Arc<[u32]> = self.tokens.iter().chain(tokens).copied().collect();
+        let fresh = self.scheme.extend(&self.last_key(), start, &tokens[start..], self.block_size);
+        self.keys = self.keys.iter().copied().chain(fresh).collect();
+        self.tokens = tokens;
+    }
+
+    /// Returns the tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Returns the keys of the full blocks, in order.
+    pub fn keys(&self) -> &[BlockKey] {
+        &self.keys
+    }
+
+    /// Returns the scheme of the keys.
+    pub fn scheme(&self) -> &KeyScheme {
+        &self.scheme
+    }
+
+    /// Returns the number of tokens in a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    fn last_key(&self) -> BlockKey {
+        self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
+    }
+
+    /// Returns the keys that are looked up: at least one token is left to compute.
+    pub(crate) fn findable(&self) -> &[BlockKey] {
+        &self.keys[..self.tokens.len().saturating_sub(1) / self.block_size]
+    }
+
+    /// Returns the keys of the full blocks of `tokens`, which follow the block of `parent` at index `block`, if they are this
+    /// prompt's.
+    pub(crate) fn of(&self, parent: &BlockKey, block: usize, tokens: &[u32]) -> Option<&[BlockKey]> {
+        let (start, blocks) = (block * self.block_size, tokens.len() / self.block_size);
+        let known = match block.checked_sub(1) {
+            Some(before) => self.keys.get(before)? == parent,
+            None => true,
+        };
+        let same = known && self.tokens.get(start..start + tokens.len())? == tokens;
+        self.keys.get(block..block + blocks).filter(|_| same)
+    }
+}
