@@ -107,6 +107,7 @@ pub(crate) const STEPS: &[Step] = &[
         needs: &[],
     },
     Step { command: "cargo run --release --example paged_decode", budget: 5, needs: &[] },
+    Step { command: "cargo run --release --example continuous_batching", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
-    Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
-    KvLayout, KvShape, MemoryKind, PagedKvCache, PromptKeys, QueryRow, Result, Rope, RopeConfig, RowRotation,
-    Scatter, SequenceId, Stream, TensorView, WriteSlots, allocate_tensor,
+    Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout,
+    KvShape, MemoryKind, PagedKvCache, PromptKeys, QueryRow, Result, Rope, RopeConfig, RowRotation, Scatter,
+    SequenceId, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 const LAYERS: usize = 2;
@@ -35,15 +35,9 @@ impl Engine {
     fn store(&self, cache: &PagedKvCache, slots: &WriteSlots, first: usize) -> Result<()> {
         let positions: Arc<[i64]> = (first as i64..(first + slots.len()) as i64).collect();
         for layer in 0..LAYERS {
-            let rotation = RowRotation { rope: Arc::clone(&self.rope), positions: Arc::clone(&positions) };
-            self.stream.scatter(&Scatter {
-                arena: cache.arena().clone(),
-                layer,
-                k: self.rows(slots.len())?,
-                v: self.rows(slots.len())?,
-                slots: slots.clone(),
-                rotation: Some(rotation),
-            })?;
+            let (k, v) = (self.rows(slots.len())?, self.rows(slots.len())?);
+            let scatter = Scatter::new(cache.arena(), layer, k, v, slots);
+            self.stream.scatter(&scatter.rotated(&self.rope, &positions))?;
         }
         Ok(())
     }
@@ -57,19 +51,8 @@ impl Engine {
         let row = QueryRow { logical: position, position: position as i64 };
         let work = Arc::new(AttendWork::new([row], [AttendRows::new(0..1, [cache.segment(id)?])]));
         for layer in 0..LAYERS {
-            self.stream.attend(&Attend {
-                arena: cache.arena().clone(),
-                layer,
-                q: self.rows(1)?,
-                rope: Some(Arc::clone(&self.rope)),
-                keys: KeyForm::Rotated,
-                work: Arc::clone(&work),
-                scale: 1.0 / (DIM as f32).sqrt(),
-                window: None,
-                softcap: None,
-                out: self.rows(1)?,
-                lse: None,
-            })?;
+            let attend = Attend::new(cache.arena(), layer, self.rows(1)?, &work, self.rows(1)?);
+            self.stream.attend(&attend.rotating(&self.rope))?;
         }
         Ok(())
     }

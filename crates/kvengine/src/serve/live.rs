@@ -135,9 +135,7 @@ impl Branch {
     /// Returns the keys of the tokens, of which only those of new blocks are made.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
         let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens, block_size));
-        if let Some(new @ [_, ..]) = self.tokens.get(keys.tokens().len()..) {
-            keys.extend(new);
-        }
+        keys.extend(self.tokens.get(keys.tokens().len()..).unwrap_or_default());
         keys
     }
 

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, RowRotation, Scatter, TensorView,
-};
+use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter, TensorView};
 
 use super::{ComputeDevice, FreshKv, FreshQueries, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
@@ -47,10 +45,10 @@ pub(super) fn store(
         let k = border.lend(device.stream, AttentionInput::Key, &projected.k)?;
         Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
     })?;
-    let rotation = (device.keys == KeyForm::Rotated)
-        .then(|| RowRotation { rope: Arc::clone(layer.rope), positions: Arc::clone(rows.positions()) });
-    let (arena, slots) = (device.arena.clone(), rows.slots().clone());
-    let scatter = Scatter { arena, layer: layer.index, k, v, slots, rotation };
+    let mut scatter = Scatter::new(device.arena, layer.index, k, v, rows.slots());
+    if device.keys == KeyForm::Rotated {
+        scatter = scatter.rotated(layer.rope, rows.positions());
+    }
     Ok(device.profiler.span("scatter", || device.stream.scatter(&scatter))?)
 }
 
@@ -116,17 +114,10 @@ pub(super) fn attend(
     })?;
     let out = border.output(device.stream, work.rows().len())?;
     let attend = Attend {
-        arena: device.arena.clone(),
-        layer: layer.index,
-        q,
-        rope: Some(Arc::clone(layer.rope)),
         keys: device.keys,
-        work: Arc::clone(work),
         scale: layer.scale,
         window: layer.window,
-        softcap: None,
-        out: out.clone(),
-        lse: None,
+        ..Attend::new(device.arena, layer.index, q, work, out.clone()).rotating(layer.rope)
     };
     device.profiler.span("attend", || match q_latent {
         Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),

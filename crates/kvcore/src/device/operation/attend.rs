@@ -119,6 +119,39 @@ pub struct Attend {
 }
 
 impl Attend {
+    /// Creates attention of queries that are rotated already, with the softmax scale `1 / sqrt(k_dim)`, without window and soft-cap.
+    /// A literal that ends in `..Attend::new(…)` stays valid when a field is added.
+    pub fn new(
+        arena: &KvArena,
+        layer: usize,
+        q: TensorView,
+        work: &Arc<AttendWork>,
+        out: TensorView,
+    ) -> Self {
+        Self {
+            arena: arena.clone(),
+            layer,
+            q,
+            rope: None,
+            keys: KeyForm::Rotated,
+            work: Arc::clone(work),
+            scale: 1.0 / (arena.layout().shape().k_dim as f32).sqrt(),
+            window: None,
+            softcap: None,
+            out,
+            lse: None,
+        }
+    }
+
+    /// Rotates the queries on the way.
+    #[must_use]
+    pub fn rotating(mut self, rope: &Arc<Rope>) -> Self {
+        self.rope = Some(Arc::clone(rope));
+        self
+    }
+}
+
+impl Attend {
     /// Returns the tokens of a segment that a row may attend to without a selection: from the first token
     /// inside the window up to the row's own logical index.
     pub fn visible(&self, segment: &Segment, row: QueryRow) -> Range<usize> {

@@ -296,14 +296,7 @@ impl PagedKvCache {
         slots: &WriteSlots,
     ) -> Result<()> {
         self.get(id)?;
-        stream.scatter(&Scatter {
-            arena: self.arena().clone(),
-            layer,
-            k,
-            v,
-            slots: slots.clone(),
-            rotation: None,
-        })
+        stream.scatter(&Scatter::new(self.arena(), layer, k, v, slots))
     }
 
     /// Records `tokens`, written since the last commit, and shares the blocks that became full. Does

@@ -36,6 +36,9 @@ impl PromptKeys {
 
     /// Appends tokens, and makes the keys of the blocks that they fill.
     pub fn extend(&mut self, tokens: &[u32]) {
+        if tokens.is_empty() {
+            return;
+        }
         let start = self.keys.len() * self.block_size;
         let tokens: Arc<[u32]> = self.tokens.iter().chain(tokens).copied().collect();
         let fresh = self.scheme.extend(&self.last_key(), start, &tokens[start..], self.block_size);
