@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout,
-    KvShape, MemoryKind, PagedKvCache, PromptKeys, QueryRow, Result, Rope, RopeConfig, RowRotation, Scatter,
-    SequenceId, Stream, TensorView, WriteSlots, allocate_tensor,
+    KvShape, MemoryKind, PagedKvCache, PromptKeys, QueryRow, Result, Rope, RopeConfig, Scatter, SequenceId,
+    Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 const LAYERS: usize = 2;

@@ -42,6 +42,8 @@ pub struct CacheReport {
     pub chunk_cache: Option<ChunkCacheMetrics>,
     /// The numbers of sleeping chunks, if chunks have a place to sleep.
     pub chunk_sleep: Option<SleepUsage>,
+    /// The blocks of host memory for requests that give way; `None` as long as none was needed.
+    pub swapped: Option<PoolCounts>,
 }
 
 impl Caches {
@@ -205,6 +207,7 @@ impl Caches {
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
             chunk_cache: chunks.map(ChunkCacheManager::metrics),
             chunk_sleep,
+            swapped: None,
         }
     }
 

@@ -36,6 +36,9 @@ pub struct EngineConfig {
     pub graphs: usize,
     /// The limits of requests that are answered at once.
     pub scheduling: Scheduling,
+    /// The largest number of bytes of host memory for requests that give way where device memory is short. Their blocks go there if
+    /// that costs less than computing them again, by times that the engine measures. Taken when it is first needed; 0 takes none.
+    pub swap_memory: usize,
     /// Turns on the recording of spans.
     pub profile: bool,
 }
@@ -65,6 +68,7 @@ impl Default for EngineConfig {
             tenant_salt: Vec::new(),
             graphs: DEFAULT_GRAPHS,
             scheduling: Scheduling::default(),
+            swap_memory: DEFAULT_SWAP_MEMORY,
             profile: false,
         }
     }
@@ -90,6 +94,9 @@ impl Default for Scheduling {
 
 /// The number of graphs that an engine keeps by default. The steps of a request of 4,000 tokens need five.
 pub const DEFAULT_GRAPHS: usize = 16;
+
+/// The largest host memory in bytes that requests which give way take by default: 512 MiB.
+pub const DEFAULT_SWAP_MEMORY: usize = 512 << 20;
 
 /// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;

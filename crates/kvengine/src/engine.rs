@@ -14,7 +14,7 @@ use crate::calibrate::{StaticScales, calibrate};
 use crate::config::EngineConfig;
 use crate::error::Result;
 use crate::request::Request;
-use crate::serve::{Scheduler, StepTimes};
+use crate::serve::{Scheduler, StepTimes, SwapSpace};
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
@@ -39,6 +39,8 @@ pub struct Engine {
     /// The clock of time limits.
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) times: StepTimes,
+    /// Host memory for requests that give way.
+    pub(crate) swap: SwapSpace,
 }
 
 impl Engine {
@@ -86,6 +88,7 @@ impl Engine {
             scheduler: Scheduler::new(config.scheduling),
             clock: Arc::new(SystemClock::default()),
             times: StepTimes::default(),
+            swap: SwapSpace::new(config.swap_memory),
         })
     }
 
@@ -126,6 +129,7 @@ impl Engine {
             scheduler: Scheduler::new(self.scheduler.limits()),
             clock: Arc::clone(&self.clock),
             times: StepTimes::default(),
+            swap: SwapSpace::new(self.swap.memory),
         })
     }
 
@@ -218,12 +222,13 @@ impl Engine {
 
     /// Returns the present contents of the caches, in numbers.
     pub fn report(&self) -> CacheReport {
-        self.caches.report()
+        CacheReport { swapped: self.swap.counts(), ..self.caches.report() }
     }
 
     /// Checks the pools. `Err` says which number is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.caches.check_invariants()
+        self.caches.check_invariants()?;
+        self.swap.check_invariants()
     }
 
     /// Returns the root of the keys of requests in the regime of `ropes`. Another regime is a miss, for

@@ -36,12 +36,14 @@ mod sleep;
 mod tuned;
 
 pub use caches::CacheReport;
-pub use config::{ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, EngineConfig, Scheduling};
+pub use config::{
+    ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, EngineConfig, Scheduling,
+};
 pub use engine::Engine;
 pub use error::{Error, Result};
 pub use logprobs::TokenLogprobs;
 pub use request::{FinishReason, Generation, Request};
 pub use sample::{Sampler, Sampling};
-pub use serve::{Answer, AnswerEvent, RequestId, Step, StepTimes};
+pub use serve::{Answer, AnswerEvent, PreemptionCosts, RequestId, Step, StepTimes};
 pub use sleep::{PoolTag, Slept};
 pub use tuned::{TunedBy, TunedReuse};

@@ -40,6 +40,9 @@ pub struct Request {
     pub max_new_tokens: usize,
     /// The settings of sampling.
     pub sampling: Sampling,
+    /// The most tokens that are guessed ahead of the answer in a step, because they followed the last ones before, in the prompt or the
+    /// answer. The answer is the same; one that quotes its documents takes fewer steps. 0 guesses none.
+    pub lookup: usize,
     /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
     /// logits of the token behind them are kept, too, if there is room for it.
     pub forced: Option<Arc<[u32]>>,
@@ -71,6 +74,7 @@ impl Request {
             time_limit: None,
             max_new_tokens: 64,
             sampling: Sampling::default(),
+            lookup: 0,
             forced: None,
             ignore_end: false,
             logit_bias: Arc::default(),
@@ -106,6 +110,10 @@ pub struct Generation {
     pub cached_tokens: usize,
     /// The number of chunk tokens that the request's recompute strategy recomputed.
     pub recomputed_tokens: usize,
+    /// The number of tokens that were guessed ahead of the answer; see [`Request::lookup`].
+    pub drafted_tokens: usize,
+    /// The number of guesses that were right.
+    pub accepted_tokens: usize,
     /// The counted floating-point operations of the prefill; see [`Forward::flops`](kvmodel::Forward::flops).
     pub prefill_flops: u64,
     /// The time to first token (TTFT), from the start of the request.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvchunk::{AssembledPrompt, Assembly, ChunkReport, PositionReindexer, TenantKeys};
-use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, SequenceStart, SwappedSequence};
 
 use super::Rank;
 use super::answer::{AnswerEvent, RequestId, Sender};
@@ -30,6 +30,8 @@ pub(super) struct Live {
     pub(super) parts: Parts,
     pub(super) context: Context,
     pub(super) branches: Vec<Branch>,
+    /// The system prompt and the documents of a chunked prompt, in which drafts are looked up, if the request asks for some.
+    pub(super) text: Vec<u32>,
     /// The costs of the prefill, for each sample's report.
     pub(super) costs: Costs,
 }
@@ -97,6 +99,13 @@ pub(super) struct Branch {
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
     pub(super) computed: usize,
+    /// The sequence in host memory, if the request gave way and comes back.
+    pub(super) swapped: Option<SwappedSequence>,
+    /// Tokens that are guessed to follow, in the pass that is being planned.
+    pub(super) draft: Vec<u32>,
+    /// The number of tokens that were guessed, and of those that were right.
+    pub(super) drafted: usize,
+    pub(super) accepted: usize,
     /// The input of the last decode step, whose memory is used again.
     pub(super) input: Option<SequenceInput>,
     pub(super) sampler: Sampler,
@@ -122,6 +131,10 @@ impl Branch {
             tokens: prompt,
             keys: None,
             computed: 0,
+            swapped: None,
+            draft: Vec::new(),
+            drafted: 0,
+            accepted: 0,
             input: None,
             sampler,
             logits: Vec::new(),
@@ -129,6 +142,17 @@ impl Branch {
             given: None,
             ttft: None,
             over: false,
+        }
+    }
+
+    /// Forgets what is computed of a sample, whose sequence is gone.
+    pub(super) fn forget(&mut self) {
+        (self.computed, self.input, self.swapped) = (0, None, None);
+        self.draft.clear();
+        if self.given.is_some() {
+            // The logits behind the prompt stay; those of the answer come again.
+            self.logits.truncate(1);
+            self.logprobs.truncate(1);
         }
     }
 
@@ -178,6 +202,8 @@ impl Live {
             prompt_tokens,
             cached_tokens: costs.cached_tokens,
             recomputed_tokens: costs.recomputed_tokens,
+            drafted_tokens: branch.drafted,
+            accepted_tokens: branch.accepted,
             prefill_flops: costs.flops,
             ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
             total: submitted.elapsed(),

@@ -8,12 +8,12 @@
 //!                │   ▲
 //!                │   └── admitted again: what it has computed is found in the caches or computed again
 //!                ▼
-//!   out of blocks: the last in the order of service gives its blocks back and waits
+//!   out of blocks: the last in the order of service gives its blocks back, or takes them to host memory, and waits
 //! ```
 //!
 //! A request is in one of two lists. What it needs next follows from its state alone: [`Parts`] are the documents of a chunked prompt,
 //! a [`Branch`](live::Branch) is one sample, with its tokens and the number of those that are computed. A token that is sampled is one more token to
-//! compute. A request that gives way loses what is computed and keeps its tokens.
+//! compute. A request that gives way loses what is computed, unless host memory takes it, and keeps its tokens.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -24,15 +24,19 @@ use kvcore::{LayerRopes, Logits, SequenceInput, StepBatch, WriteSlots};
 use kvmodel::{Forward, LogitRows, Observer};
 
 mod answer;
+mod draft;
 mod live;
 mod parts;
 mod plan;
 mod samples;
 mod submit;
+mod swap;
 
 pub use answer::{Answer, AnswerEvent, RequestId};
 use live::{Live, Parts};
 use plan::{Feed, Plan};
+pub use swap::PreemptionCosts;
+pub(crate) use swap::SwapSpace;
 
 use crate::config::Scheduling;
 use crate::engine::Engine;
@@ -59,6 +63,7 @@ pub(crate) struct Scheduler {
     /// Memory of the logits of a pass.
     logits: Vec<f32>,
     preemptions: u64,
+    swaps: u64,
 }
 
 /// An observer of one of the requests.
@@ -86,6 +91,8 @@ pub struct Step {
     pub waiting: usize,
     /// The number of times, since the engine was made, that a request gave its blocks to others.
     pub preemptions: u64,
+    /// The number of those times that the blocks went to host memory, from where they come back.
+    pub swaps: u64,
 }
 
 /// The time of all steps since the engine was made, by where it went.
@@ -115,7 +122,7 @@ impl Scheduler {
 
     fn report(&self, tokens: usize) -> Step {
         let (running, waiting) = (self.running.len(), self.waiting.len());
-        Step { tokens, running, waiting, preemptions: self.preemptions }
+        Step { tokens, running, waiting, preemptions: self.preemptions, swaps: self.swaps }
     }
 }
 
@@ -278,6 +285,9 @@ impl Scheduler {
         let inputs = StepBatch { inputs: &batch, slots: Some(&slots) };
         let result = self.compute(engine, &ropes, &feeds, inputs, observer);
         engine.times.model += started.elapsed();
+        if tokens >= 2 * feeds.len() {
+            engine.swap.computed(tokens, started.elapsed());
+        }
         match result {
             Ok(pass) => {
                 let (mut row, mut counted) = (0, 0);

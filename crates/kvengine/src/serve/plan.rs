@@ -83,7 +83,13 @@ impl Scheduler {
         let mut fed = 0;
         for branch in 0..live.branches.len() {
             if live.branches[branch].is_decoding() {
+                let guessed = engine.draft(live, branch);
                 fed += feed_own(engine, plan, live, branch, 1);
+                // The guesses come behind the token that was chosen.
+                if let Some(feed) = plan.feeds.last_mut().filter(|_| guessed > 0) {
+                    feed.tokens += guessed;
+                    fed += guessed;
+                }
             }
         }
         fed
@@ -150,9 +156,13 @@ impl Scheduler {
         if plan.has_failed(rank) || fed >= most || !live.sees_parts(fed) || live.branches[0].left() == 0 {
             return fed;
         }
+        let (own, computed) = (live.branches[0].own, live.branches[0].computed);
         let Ok(input) = engine.first_piece(live, most - fed) else {
             // The next step makes room, or says that there is none.
-            engine.withdraw_branch(&mut live.branches[0]);
+            match own {
+                Some(_) => live.branches[0].computed = computed,
+                None => engine.withdraw_branch(&mut live.branches[0]),
+            }
             return fed;
         };
         let tokens = input.tokens.len();
@@ -169,6 +179,9 @@ impl Scheduler {
             else {
                 return;
             };
+            if is_out_of_blocks(&error) && self.drop_drafts(plan) {
+                continue;
+            }
             if is_out_of_blocks(&error) || first == last {
                 self.make_room(engine, plan, first, error);
             } else {
@@ -179,6 +192,19 @@ impl Scheduler {
                 plan.feeds.clear();
             }
         }
+    }
+
+    /// Takes the guesses out of a plan. Returns whether there were any.
+    fn drop_drafts(&mut self, plan: &mut Plan) -> bool {
+        let mut dropped = false;
+        for feed in &mut plan.feeds {
+            let (Some(at), Some(branch)) = (self.place(feed.rank), feed.branch) else { continue };
+            let draft = &mut self.running[at].branches[branch].draft;
+            feed.tokens -= draft.len();
+            dropped |= !draft.is_empty();
+            draft.clear();
+        }
+        dropped
     }
 
     /// Takes the slots of everything that was chosen, or none.
@@ -228,12 +254,16 @@ impl Scheduler {
         }
     }
 
-    /// Takes a request's blocks away. It waits in its old place.
+    /// Takes a request's blocks away, to host memory or for good. It waits in its old place.
     fn preempt(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank) {
         let Some(at) = self.place(rank) else { return };
         plan.forget(rank);
         let mut live = self.running.remove(at);
-        engine.withdraw(&mut live);
+        if engine.swap_away(&mut live) {
+            self.swaps += 1;
+        } else {
+            engine.withdraw(&mut live);
+        }
         self.preemptions += 1;
         self.waiting.insert(rank, live);
     }
@@ -266,7 +296,9 @@ impl Scheduler {
                     return Some((rank, tokens));
                 }
                 Err(error) if is_out_of_blocks(&error) && !alone => {
-                    engine.withdraw(&mut live);
+                    if live.branches.iter().all(|branch| branch.swapped.is_none()) {
+                        engine.withdraw(&mut live);
+                    }
                     self.waiting.insert(rank, live);
                     return None;
                 }
@@ -292,6 +324,9 @@ impl Engine {
     /// Begins a request: looks its documents up, or takes the blocks for the first piece of up to `most` tokens of its prompt. Returns
     /// that piece. Running requests keep the watermark's blocks, if there are others.
     fn begin(&mut self, live: &mut Live, most: usize, alone: bool) -> Result<Option<SequenceInput>> {
+        if self.swap_back(live, alone)? {
+            return Ok(None);
+        }
         self.begin_parts(live)?;
         if chunked(live).is_some() {
             return Ok(None);
@@ -330,23 +365,27 @@ impl Engine {
         let Some(own) = it.own else { return Err(Error::EmptyPrompt) };
         let segment = self.caches.sequences().segment(own)?;
         let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
-        let before = segment.len - tokens;
-        let fresh = &it.tokens[it.computed - tokens..it.computed];
-        let input = match it.input.take().filter(|_| tokens == 1) {
-            Some(mut input) => {
-                input.slots = WriteSlots::default();
-                input.logical_start = start.logical + before;
-                input.position_start = start.position + before as i64;
-                input.tokens.clear();
-                input.tokens.extend_from_slice(fresh);
-                // No pass holds the list between two tokens, so that it is changed in place.
-                if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
-                    *last = segment;
-                }
-                input
+        let (before, chosen) = (segment.len - tokens, tokens - it.draft.len());
+        let fresh = &it.tokens[it.computed - chosen..it.computed];
+        let input = if let Some(mut input) = it.input.take().filter(|_| tokens == 1) {
+            input.slots = WriteSlots::default();
+            input.logical_start = start.logical + before;
+            input.position_start = start.position + before as i64;
+            input.tokens.clear();
+            input.tokens.extend_from_slice(fresh);
+            // No pass holds the list between two tokens, so that it is changed in place.
+            if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
+                *last = segment;
             }
-            None => live.context.input(start, before, fresh, WriteSlots::default(), segment),
+            input
+        } else {
+            let mut input = live.context.input(start, before, fresh, WriteSlots::default(), segment);
+            input.tokens.extend_from_slice(&it.draft);
+            input
         };
+        if !it.draft.is_empty() {
+            return Ok(input.with_logits(Logits::All));
+        }
         Ok(input.with_logits(match it.computed {
             end if given && end > it.prompt => Logits::All,
             end if end == it.tokens.len() => Logits::Last,
@@ -396,7 +435,7 @@ fn feed_parts(live: &Live, plan: &mut Plan, most: usize) -> Result<usize> {
     Ok(fed)
 }
 
-fn is_out_of_blocks(error: &Error) -> bool {
+pub(super) fn is_out_of_blocks(error: &Error) -> bool {
     use kvcore::Error::OutOfBlocks;
     matches!(error, Error::Core(OutOfBlocks { .. }) | Error::Chunk(kvchunk::Error::Core(OutOfBlocks { .. })))
 }

@@ -49,14 +49,7 @@ impl Engine {
 
     /// Takes a request's blocks away. Its tokens stay.
     pub(super) fn withdraw(&mut self, live: &mut Live) {
-        for branch in &mut live.branches {
-            self.withdraw_branch(branch);
-            if branch.given.is_some() {
-                // The logits behind the prompt stay; those of the answer come again.
-                branch.logits.truncate(1);
-                branch.logprobs.truncate(1);
-            }
-        }
+        live.branches.iter_mut().for_each(|branch| self.withdraw_branch(branch));
         (live.parts, live.context) = (Parts::None, Context::default());
     }
 
@@ -66,7 +59,7 @@ impl Engine {
             // The sequence is known: nobody else frees it.
             drop(self.caches.sequences_mut().free(own));
         }
-        (branch.computed, branch.input) = (0, None);
+        branch.forget();
     }
 
     /// Takes note of what a pass has computed of a request, and chooses the next token if there are logits.
@@ -86,6 +79,9 @@ impl Engine {
             self.advance_parts(live, &mut ())?;
         }
         let it = &mut live.branches[branch];
+        if let Some((rows, range)) = logits.clone().filter(|_| !it.draft.is_empty()) {
+            return self.verify(live, branch, rows, range);
+        }
         if let Some(own) = it.own {
             self.caches.sequences_mut().commit(own, &input.tokens)?;
         }
@@ -121,7 +117,7 @@ impl Engine {
     }
 
     /// Chooses the next token of a branch from its logits, and ends the branch if it is the last.
-    fn choose(&self, live: &mut Live, branch: usize, logits: &[f32]) {
+    pub(super) fn choose(&self, live: &mut Live, branch: usize, logits: &[f32]) {
         let longest = self.longest() as i64;
         let it = &mut live.branches[branch];
         if live.request.max_new_tokens == 0 {

@@ -67,6 +67,15 @@ impl Engine {
         sampler.see(request.prompt.iter());
         // The answer is appended without growing.
         own.reserve_exact(request.max_new_tokens.min(self.longest().saturating_sub(end) + 1));
+        let text = match &request.prompt {
+            PromptTokens::Chunked(prompt) if request.lookup > 0 && !request.full_attention => prompt
+                .system()
+                .iter()
+                .chain(prompt.chunks().iter().flat_map(|chunk| chunk.iter()))
+                .copied()
+                .collect(),
+            _ => Vec::new(),
+        };
         let first = Branch::new(own, sampler);
         let live = Live {
             id,
@@ -79,6 +88,7 @@ impl Engine {
             parts: Parts::None,
             context: Context::default(),
             branches: vec![first],
+            text,
             costs: Costs::default(),
         };
         self.scheduler.waiting.insert(live.rank(), live);

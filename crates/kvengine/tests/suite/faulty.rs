@@ -20,11 +20,16 @@ pub(crate) struct Faulty {
 #[derive(Debug, Default)]
 struct Fuse {
     left: Mutex<Option<usize>>,
+    /// The name of the operations that count, if not all do.
+    only: Mutex<Option<&'static str>>,
     refused: Mutex<BTreeSet<&'static str>>,
 }
 
 impl Fuse {
     fn check(&self, operation: &'static str) -> Result<()> {
+        if self.only.lock().unwrap().is_some_and(|only| only != operation) {
+            return Ok(());
+        }
         let mut left = self.left.lock().unwrap();
         match &mut *left {
             Some(0) => {
@@ -49,6 +54,12 @@ impl Faulty {
     /// Lets `passing` operations pass from now on, refuses the next one, and lets all others pass.
     pub(crate) fn refuse_after(&self, passing: usize) {
         *self.fuse.left.lock().unwrap() = Some(passing);
+    }
+
+    /// Lets `passing` operations of a name pass from now on, refuses the next one, and lets all others pass.
+    pub(crate) fn refuse_only(&self, operation: &'static str, passing: usize) {
+        *self.fuse.only.lock().unwrap() = Some(operation);
+        self.refuse_after(passing);
     }
 
     /// Stops refusing. Returns true if an operation was still to be refused.

@@ -9,12 +9,15 @@ mod cancel;
 #[path = "../../../kvmodel/tests/suite/common.rs"]
 #[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
 mod common;
+mod crowd;
 mod devices;
+mod drafts;
 mod endings;
 mod engine;
 mod failure;
 mod faulty;
 mod flops;
+mod giving_way;
 mod questions;
 mod recompute;
 mod replicas;

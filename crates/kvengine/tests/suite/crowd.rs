@@ -1,0 +1,171 @@
+//! Many requests at once, for tests: requests of all kinds, engines of any size, and answers as they come.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute};
+use kvcore::Backend;
+use kvengine::{
+    Answer, AnswerEvent, DEFAULT_SWAP_MEMORY, Engine, EngineConfig, Error, Generation, PreemptionCosts,
+    Request, Sampling, Scheduling, Step,
+};
+use kvmodel::PromptTokens;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+use crate::common::{folder, load_model};
+
+/// The vocabulary of the model, and the number of its positions.
+pub(crate) const VOCABULARY: u32 = 48;
+pub(crate) const MODEL: &str = "llama";
+/// Two logits that are nearer to each other than this may change places in another batch.
+pub(crate) const ROUNDING: f32 = 1e-4;
+
+/// Returns an engine whose pools have so many blocks of four tokens.
+pub(crate) fn engine(blocks: usize, scheduling: Scheduling) -> Engine {
+    engine_on(CpuBackend::new(), blocks, scheduling, DEFAULT_SWAP_MEMORY)
+}
+
+/// Returns an engine on a backend, with so many bytes of host memory for requests that give way.
+pub(crate) fn engine_on(
+    backend: Arc<dyn Backend>,
+    blocks: usize,
+    scheduling: Scheduling,
+    swap_memory: usize,
+) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
+    let mut config =
+        EngineConfig { block_size: 4, chunks, scheduling, swap_memory, ..EngineConfig::default() };
+    config.kv_memory = Some(1 << 20);
+    // The bytes of a block follow from an engine of any size.
+    let probe = Engine::new(load_model(MODEL), CpuBackend::new(), b"t", &config).unwrap();
+    let bytes = probe.cache().arena().layout().shape();
+    let per_block = (1 << 20) / bytes.num_blocks;
+    config.kv_memory = Some(per_block * blocks);
+    let mut engine = Engine::new(load_model(MODEL), backend, b"t", &config).unwrap();
+    engine.set_preemption_costs(SWAP_LONG);
+    engine
+}
+
+/// Moving a block takes as long as computing three of its four tokens: what is long and not shared is moved.
+pub(crate) const SWAP_LONG: PreemptionCosts =
+    PreemptionCosts { token: Duration::from_millis(4), block: Duration::from_millis(12) };
+
+pub(crate) fn roomy() -> Engine {
+    engine(4096, Scheduling::default())
+}
+
+/// Returns requests of all kinds, one after the other.
+pub(crate) fn mixed(count: usize, seed: u64) -> Vec<Request> {
+    assert!(folder(MODEL).exists());
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut text = |least: usize, most: usize| -> Vec<u32> {
+        let len = rng.random_range(least..=most);
+        (0..len).map(|_| rng.random_range(3..VOCABULARY)).collect()
+    };
+    let documents: Vec<Vec<u32>> = (0..6).map(|_| text(3, 9)).collect();
+    let systems: Vec<Vec<u32>> = (0..2).map(|_| text(4, 7)).collect();
+    (0..count)
+        .map(|i| {
+            let chunked = || {
+                let chunks = vec![documents[i % 6].clone(), documents[(i / 2 + 1) % 6].clone()];
+                ChunkedPrompt::new(systems[i % 2].clone(), chunks, vec![3 + i as u32 % 40, 5, 9]).unwrap()
+            };
+            let prompt = match i % 4 {
+                0 | 3 => PromptTokens::Plain(text(2, 24)),
+                _ => PromptTokens::Chunked(chunked()),
+            };
+            let mut request = Request { max_new_tokens: 1 + i % 12, ..Request::new(prompt) };
+            let strategies = ["none", "link:2", "question:0.4", "blend:0.5@1"];
+            request.recompute = Arc::new(strategies[i / 4 % 4].parse::<Recompute>().unwrap());
+            if i % 4 == 3 {
+                request.samples = 4;
+                request.sampling = Sampling { temperature: 0.9, seed: i as u64, ..Sampling::default() };
+            }
+            if i % 3 == 1 {
+                request.lookup = 1 + i % 5;
+            }
+            if i % 16 == 4 {
+                request.forced = Some((0..6).map(|j| 3 + (i as u32 * 7 + j) % 40).collect());
+            }
+            request.keep_logits = true;
+            request.priority = i32::from(i % 16 == 5);
+            request
+        })
+        .collect()
+}
+
+/// An answer as far as it has come.
+#[derive(Debug, Default)]
+pub(crate) struct Read {
+    pub(crate) tokens: Vec<Vec<u32>>,
+    pub(crate) ends: Vec<Option<Generation>>,
+    pub(crate) error: Option<Error>,
+}
+
+impl Read {
+    pub(crate) fn new(request: &Request) -> Self {
+        Self { tokens: vec![vec![]; request.samples], ends: vec![None; request.samples], error: None }
+    }
+
+    pub(crate) fn take(&mut self, answer: &mut Answer) {
+        while let Some(event) = answer.try_next() {
+            match event {
+                Ok(AnswerEvent::Token { sample, token, .. }) => self.tokens[sample].push(token),
+                Ok(AnswerEvent::End { sample, generation }) => self.ends[sample] = Some(*generation),
+                Err(error) => self.error = Some(error),
+            }
+        }
+    }
+}
+
+/// Runs an engine until nothing is left, and returns the last report.
+pub(crate) fn run(engine: &mut Engine, answers: &mut [Answer], reads: &mut [Read]) -> (Step, usize) {
+    let (mut steps, mut empty) = (0, 0);
+    loop {
+        let step = engine.step().unwrap();
+        engine.check_invariants().unwrap();
+        answers.iter_mut().zip(&mut *reads).for_each(|(answer, read)| read.take(answer));
+        steps += 1;
+        if step.is_idle() {
+            return (step, steps);
+        }
+        empty = if step.tokens == 0 { empty + 1 } else { 0 };
+        assert!(empty < 100, "no step computes anything: {step:?}");
+    }
+}
+
+/// Returns the samples of a request that an engine answers alone.
+pub(crate) fn alone(request: &Request) -> Vec<Generation> {
+    let mut engine = roomy();
+    let mut answers = [engine.submit(request.clone()).unwrap()];
+    let mut reads = [Read::new(request)];
+    run(&mut engine, &mut answers, &mut reads);
+    assert!(reads[0].error.is_none(), "{:?}", reads[0].error);
+    reads[0].ends.iter().cloned().map(Option::unwrap).collect()
+}
+
+/// Checks that two answers are equal up to a token whose choice rounding may turn.
+pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) {
+    for (i, logits) in expected.logits.iter().enumerate() {
+        let mut sorted = logits.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        assert!(i < got.logits.len(), "{what}: {} tokens of {}", got.logits.len(), expected.logits.len());
+        let apart = logits.iter().zip(&got.logits[i]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < ROUNDING, "{what}: logits of token {i} differ by {apart}");
+        if sorted[0] - sorted[1] < 2.0 * ROUNDING || got.tokens.get(i) != expected.tokens.get(i) {
+            assert!(sorted[0] - sorted[1] < 2.0 * ROUNDING, "{what}: token {i} differs");
+            return;
+        }
+    }
+    assert_eq!((&got.tokens, got.finish), (&expected.tokens, expected.finish), "{what}");
+}
+
+pub(crate) fn assert_nothing_held(engine: &Engine) {
+    engine.check_invariants().unwrap();
+    assert_eq!(engine.cache().num_sequences(), 0);
+    let counts = engine.cache().as_paged().unwrap().pool().counts();
+    assert_eq!((counts.mutable, counts.shared), (0, 0), "{counts:?}");
+    assert!(engine.report().swapped.is_none_or(|counts| counts.free == counts.total), "host memory");
+}
