@@ -174,6 +174,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub(crate) step_tokens: usize,
 
+    /// Host memory for requests that give way where memory for keys and values is short, in MiB; 0 computes them again.
+    #[arg(long, value_name = "MIB", default_value_t = 512)]
+    pub(crate) swap_memory: usize,
+
     /// Seed of all random draws.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,

@@ -52,6 +52,7 @@ fn engine(args: &ServeArgs) -> Result<Engine> {
         kv_format: args.on.dtype,
         kv_memory: Some(args.on.kv_memory.saturating_mul(1 << 20)),
         scheduling,
+        swap_memory: args.swap_memory.saturating_mul(1 << 20),
         ..EngineConfig::default()
     };
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
@@ -98,6 +99,7 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
         ("tokens a pass", format!("{:.1}", report.tokens_per_step)),
         ("the engine's own share of the time", format!("{:.2} %", 100.0 * report.engine_share)),
         ("times a request gave way", report.preemptions.to_string()),
+        ("of these, to host memory", report.swaps.to_string()),
     ]);
     let mut table = table(&["", "all requests"]);
     for (name, value) in rows {

@@ -82,6 +82,7 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
         sampling: args.sampling.settings(),
         logit_bias: args.sampling.logit_bias.as_slice().into(),
         logprobs: args.sampling.logprobs,
+        lookup: args.sampling.lookup,
         ..engine.request(prompt).reusing(way)
     }
 }

@@ -28,3 +28,5 @@ mod sleep_mode;
 mod sleeping;
 mod unrotated;
 mod views;
+#[cfg(feature = "wgpu")]
+mod wgpu;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvengine::{Answer, AnswerEvent, Engine, Request, StepTimes};
+use kvengine::{Answer, AnswerEvent, Engine, Request, Step, StepTimes};
 use kvmodel::PromptTokens;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -112,6 +112,8 @@ pub struct TrafficReport {
     pub engine_share: f64,
     /// The number of times that a request gave its blocks to others.
     pub preemptions: u64,
+    /// The number of those times that the blocks went to host memory.
+    pub swaps: u64,
     /// Times to first token, in milliseconds, in the order of arrival.
     pub ttft_ms: Vec<f64>,
 }
@@ -145,7 +147,8 @@ pub fn play(
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
     let mut ttft = vec![Duration::ZERO; trace.len()];
     let (mut between, mut whole) = (Vec::new(), Vec::new());
-    let (mut steps, mut computed, mut answer_tokens, mut preemptions) = (0, 0, 0, 0);
+    let (mut steps, mut computed, mut answer_tokens) = (0, 0, 0);
+    let mut last = Step::default();
     while whole.len() < trace.len() {
         let now = started.elapsed();
         while let Some(arrival) = trace.get(asked.len()) {
@@ -162,7 +165,8 @@ pub fn play(
             std::thread::sleep(next.saturating_sub(started.elapsed()));
         }
         steps += usize::from(step.tokens > 0);
-        (computed, preemptions) = (computed + step.tokens, step.preemptions);
+        computed += step.tokens;
+        last = step;
         let now = started.elapsed();
         for (request, ttft) in asked.iter_mut().zip(&mut ttft) {
             while let Some(event) = request.answer.try_next() {
@@ -202,7 +206,8 @@ pub fn play(
         steps,
         engine_share,
         tokens_per_step: computed as f64 / steps.max(1) as f64,
-        preemptions,
+        preemptions: last.preemptions,
+        swaps: last.swaps,
         ttft_ms: ttft.iter().map(|time| time.as_secs_f64() * 1e3).collect(),
     })
 }
