@@ -8,3 +8,4 @@ mod permits;
 mod sharing;
 mod sleeping;
 mod statics;
+mod windows;

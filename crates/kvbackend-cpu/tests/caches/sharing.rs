@@ -39,7 +39,7 @@ pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens
 }
 
 /// Returns K and V of all tokens of a sequence, in both layers.
-fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
+pub(crate) fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
     (0..2)
         .flat_map(|layer| {
             let (k, v) =

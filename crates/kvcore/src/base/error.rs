@@ -34,6 +34,14 @@ pub enum Error {
         /// The row.
         row: usize,
     },
+    /// A token's block was let go, as those behind a sliding window are.
+    #[error("the block of token {token} was let go: the sequence is held from token {first} on")]
+    LetGo {
+        /// The token.
+        token: usize,
+        /// The first token that has a slot.
+        first: usize,
+    },
     /// One call names twice what it may name once.
     #[error("one call names {what} {number} twice")]
     Twice {

@@ -84,7 +84,8 @@ impl Engine {
         let Some(own) = it.own else { return Ok(()) };
         let cache = self.caches.sequences_mut();
         cache.truncate(own, it.computed)?;
-        Ok(cache.commit(own, &it.tokens[first..it.computed])?)
+        cache.commit(own, &it.tokens[first..it.computed])?;
+        self.let_go_behind(&live.branches[branch])
     }
 }
 

@@ -86,6 +86,8 @@ impl Engine {
             self.caches.sequences_mut().commit(own, &input.tokens)?;
         }
         it.input = Some(input).filter(|input| input.tokens.len() == 1);
+        self.let_go_behind(&live.branches[branch])?;
+        let it = &live.branches[branch];
         let Some((rows, range)) = logits else { return Ok(()) };
         if it.given.is_some() {
             for logits in range.filter_map(|row| rows.row(row)) {
@@ -104,6 +106,14 @@ impl Engine {
             }
             None => Ok(()),
         }
+    }
+
+    /// Lets go of what lies behind every layer's window for the next token of a sample.
+    pub(super) fn let_go_behind(&mut self, branch: &Branch) -> Result<()> {
+        if let Some((own, window)) = branch.own.zip(self.model.config().widest_window()) {
+            self.caches.sequences_mut().let_go(own, (branch.computed + 1).saturating_sub(window))?;
+        }
+        Ok(())
     }
 
     /// Begins the answer, from the logits behind the prompt.

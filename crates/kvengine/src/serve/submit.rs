@@ -124,8 +124,12 @@ impl Engine {
     /// Checks that a sequence with these tokens and another one fits into the whole pool.
     fn check_room(&self, tokens: &[u32]) -> Result<()> {
         let Some(cache) = self.cache().as_paged() else { return Ok(()) };
-        let (needed, total) =
-            (tokens.len().div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
+        // Of a longer prompt, what lies behind the window is let go after each piece.
+        let held = match self.model.config().widest_window() {
+            Some(window) => tokens.len().min(window + self.scheduler.limits().step_tokens),
+            None => tokens.len(),
+        };
+        let (needed, total) = (held.div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
         if needed > total {
             return Err(kvcore::Error::OutOfBlocks { asked: needed, free: total, evictable: 0, total }.into());
         }

@@ -30,3 +30,4 @@ mod unrotated;
 mod views;
 #[cfg(feature = "wgpu")]
 mod wgpu;
+mod windows;

@@ -231,6 +231,12 @@ impl ModelConfig {
         })
     }
 
+    /// Returns the widest sliding window of all layers, or `None` if a layer has none: keys that lie further back are read by no
+    /// layer.
+    pub fn widest_window(&self) -> Option<usize> {
+        self.layers.iter().map(|layer| layer.window).try_fold(0, |most, window| Some(most.max(window?)))
+    }
+
     /// Returns the number of decoder layers.
     pub fn num_layers(&self) -> usize {
         self.layers.len()

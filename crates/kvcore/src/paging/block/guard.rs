@@ -429,6 +429,13 @@ impl SharedBlocks {
         self.ids.truncate(len);
     }
 
+    /// Lets go of the first `n` blocks.
+    pub(super) fn let_go_first(&mut self, n: usize) {
+        let n = n.min(self.ids.len());
+        let_go(&self.pool, &self.ids[..n]);
+        self.ids.drain(..n);
+    }
+
     /// Returns the current number of holders of one block, including this guard.
     ///
     /// # Errors

@@ -35,7 +35,9 @@ pub struct BlockTable {
     // The order of these fields is the drop order.
     own: MutableBlocks,
     shared: SharedBlocks,
-    /// Number of shared blocks with keys. These are always the first ones.
+    /// Number of blocks that were let go at the front.
+    gone: usize,
+    /// Number of blocks with keys, those that were let go included. These are always the first ones.
     keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
@@ -74,14 +76,19 @@ impl BlockTable {
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
     pub fn with_prefix(shared: SharedBlocks, block_size: usize) -> Result<Self> {
+        Self::behind(0, shared, block_size)
+    }
+
+    /// Creates a table as [`with_prefix`](Self::with_prefix) does, of whose tokens the first `gone` blocks are let go.
+    pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
         }
         product("slots of a pool", &[shared.pool().range().end as usize, block_size])?;
-        product("tokens of a prefix", &[shared.len(), block_size])?;
-        let own = MutableBlocks::none(shared.pool());
-        let (keyed, ids) = (shared.len(), shared.ids().into());
-        Ok(Self { block_size, own, keyed, ids, len: keyed * block_size, shared })
+        let keyed = gone + shared.len();
+        let len = product("tokens of a prefix", &[keyed, block_size])?;
+        let (own, ids) = (MutableBlocks::none(shared.pool()), shared.ids().into());
+        Ok(Self { block_size, own, gone, keyed, ids, len, shared })
     }
 
     /// Declares that the last block holds tokens up to `len` only. A table whose last block is shared and partial cannot grow.
@@ -100,7 +107,32 @@ impl BlockTable {
         self.ids = self.shared.ids().iter().chain(self.own.ids()).copied().collect();
     }
 
-    /// Returns the number of tokens stored.
+    /// Lets go of the blocks whose tokens all come before `token`, such as those behind a sliding window. Returns their number. The
+    /// tokens still count, but have no slots any more. Blocks with keys stay cached.
+    pub fn let_go(&mut self, token: usize) -> usize {
+        let blocks = (token.min(self.len) / self.block_size).saturating_sub(self.gone);
+        if blocks == 0 {
+            return 0;
+        }
+        let of_shared = blocks.min(self.shared.len());
+        self.shared.let_go_first(of_shared);
+        drop(self.own.take_first(blocks - of_shared));
+        self.gone += blocks;
+        self.refresh();
+        blocks
+    }
+
+    /// Returns the number of tokens before the first one that has a slot.
+    pub fn first(&self) -> usize {
+        self.gone * self.block_size
+    }
+
+    /// Returns the place of a token's block in the list.
+    fn at(&self, token: usize) -> usize {
+        (token / self.block_size).saturating_sub(self.gone)
+    }
+
+    /// Returns the number of tokens of the sequence, those that were let go included.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -112,17 +144,17 @@ impl BlockTable {
 
     /// Returns the number of tokens that fit into the blocks of the table.
     pub fn capacity(&self) -> usize {
-        self.ids.len() * self.block_size
+        (self.gone + self.ids.len()) * self.block_size
     }
 
-    /// Returns the blocks in order. Segments created from the table share the list.
+    /// Returns the blocks in order, from that of the [`first`](Self::first) token on. Segments created from the table share the list.
     pub fn ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
 
     /// Returns the number of blocks to add before `tokens` more tokens fit.
     pub fn missing_blocks(&self, tokens: usize) -> usize {
-        self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.ids.len())
+        self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.gone + self.ids.len())
     }
 
     /// Appends `tokens` tokens, and takes blocks from the pool as needed. Returns the slots of the new
@@ -176,7 +208,7 @@ impl BlockTable {
 
     /// Returns the place of a token's block among the table's own blocks.
     fn place_of(&self, token: usize) -> usize {
-        (token / self.block_size).saturating_sub(self.shared.len())
+        self.at(token).saturating_sub(self.shared.len())
     }
 
     /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
@@ -203,8 +235,8 @@ impl BlockTable {
 
     /// Returns the last block if it is partial and shared, so that it may not be written.
     pub(crate) fn shared_tail(&self) -> Option<BlockId> {
-        let (last, partial) = (self.len / self.block_size, !self.len.is_multiple_of(self.block_size));
-        self.shared.ids().get(last).copied().filter(|_| partial)
+        let partial = !self.len.is_multiple_of(self.block_size);
+        self.shared.ids().get(self.at(self.len)).copied().filter(|_| partial)
     }
 
     /// Replaces a partial shared last block by a block of the table's own (copy on write). The caller makes
@@ -224,12 +256,11 @@ impl BlockTable {
         }
         let mut own = self.own.pool().allocate(1)?;
         let target = own.ids()[0];
-        let tail = self.len / self.block_size;
-        let source = self.shared.split_off(tail)?;
+        let source = self.shared.split_off(self.at(self.len))?;
         own.append(std::mem::replace(&mut self.own, MutableBlocks::none(source.pool())))?;
         self.own = own;
         let keyed = self.keyed;
-        self.keyed = keyed.min(tail);
+        self.keyed = keyed.min(self.len / self.block_size);
         self.refresh();
         let pairs = self.own.permits.pairs(0, [(source.ids()[0], target)]);
         Ok(Some(TailCopy { source, pairs, keyed }))
@@ -251,12 +282,13 @@ impl BlockTable {
     /// # Errors
     /// Returns no error that a caller can cause.
     pub fn fork(&mut self) -> Result<Self> {
-        let used = self.len.div_ceil(self.block_size).saturating_sub(self.shared.len());
+        let used = self.len.div_ceil(self.block_size).saturating_sub(self.gone + self.shared.len());
         self.shared.append(self.own.take_first(used)?.share())?;
         let shared = self.shared.clone();
         Ok(Self {
             block_size: self.block_size,
             own: MutableBlocks::none(shared.pool()),
+            gone: self.gone,
             keyed: self.keyed,
             ids: shared.ids().into(),
             len: self.len,
@@ -267,18 +299,22 @@ impl BlockTable {
     /// Returns the slot of a token: `block * block_size + offset`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the token is past the end.
+    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::LetGo`] if its block was let go.
     pub fn slot(&self, token: usize) -> Result<i64> {
-        if token < self.len {
-            Ok(self.slot_unchecked(token))
-        } else {
-            Err(Error::range("token", token, self.len))
+        if token >= self.len {
+            return Err(Error::range("token", token, self.len));
         }
+        self.check_held(token)?;
+        Ok(self.slot_unchecked(token))
+    }
+
+    fn check_held(&self, token: usize) -> Result<()> {
+        let first = self.first();
+        if token < first { Err(Error::LetGo { token, first }) } else { Ok(()) }
     }
 
     fn slot_unchecked(&self, token: usize) -> i64 {
-        i64::from(self.ids[token / self.block_size].0) * self.block_size as i64
-            + (token % self.block_size) as i64
+        i64::from(self.ids[self.at(token)].0) * self.block_size as i64 + (token % self.block_size) as i64
     }
 
     /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in blocks
@@ -286,12 +322,13 @@ impl BlockTable {
     /// [`write_slots`](Self::write_slots) issues them anew.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, and [`Error::SharedBlock`] if `len` lies
-    /// inside a block that others can find by its key.
+    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies
+    /// inside a block that others can find by its key, and [`Error::LetGo`] if it lies in blocks that were let go.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             return Err(Error::too_large("length to truncate to", len, self.len));
         }
+        self.check_held(len)?;
         let keep = len.div_ceil(self.block_size);
         if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
             return Err(self.shared_at(len));
@@ -299,8 +336,9 @@ impl BlockTable {
         if len < self.len {
             self.own.lose();
         }
-        drop(self.own.split_off(keep.saturating_sub(self.shared.len()).min(self.own.len()))?);
-        self.shared.truncate(keep);
+        let held = keep - self.gone;
+        drop(self.own.split_off(held.saturating_sub(self.shared.len()).min(self.own.len()))?);
+        self.shared.truncate(held);
         self.keyed = self.keyed.min(keep);
         self.len = len;
         self.refresh();
@@ -331,11 +369,12 @@ impl BlockTable {
         if keys.is_empty() {
             return Ok(());
         }
-        let unshared = (self.keyed + keys.len()).saturating_sub(self.shared.len());
+        self.check_held(self.keyed * self.block_size)?;
+        let unshared = (self.keyed + keys.len()).saturating_sub(self.gone + self.shared.len());
         if unshared > 0 {
             self.shared.append(self.own.take_first(unshared)?.share())?;
         }
-        self.shared.register(self.keyed, parent, keys)?;
+        self.shared.register(self.keyed - self.gone, parent, keys)?;
         self.keyed += keys.len();
         self.refresh();
         Ok(())
@@ -351,7 +390,7 @@ impl BlockTable {
     }
 
     fn shared_at(&self, token: usize) -> Error {
-        let block = self.ids.get(token / self.block_size).copied().unwrap_or(BlockId(0));
+        let block = self.ids.get(self.at(token)).copied().unwrap_or(BlockId(0));
         Error::SharedBlock { block, token }
     }
 
@@ -360,7 +399,7 @@ impl BlockTable {
         &self.shared
     }
 
-    /// Returns the number of blocks that others can find by key.
+    /// Returns the number of blocks that others can find by key, those that were let go included.
     pub fn keyed_blocks(&self) -> usize {
         self.keyed
     }

@@ -136,6 +136,16 @@ pub trait KvCache: Send + fmt::Debug {
         Ok(())
     }
 
+    /// Lets go of the memory of tokens before `token`, to which no later token attends, as far as the cache can. Returns the number of
+    /// blocks.
+    ///
+    /// # Errors
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
+    fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+        let _ = token;
+        self.len(id).map(|_| 0)
+    }
+
     /// Removes the tokens past `len` (speculative rollback, a failed step).
     ///
     /// # Errors

@@ -279,6 +279,20 @@ impl PagedKvCache {
         Ok(())
     }
 
+    /// Lets go of the blocks of a sequence whose tokens all come before `token`, because no later token attends to them: in every layer
+    /// they lie behind the window. Returns the number of blocks. Blocks that are registered stay cached, and others that hold them keep
+    /// them; [`segment`](Self::segment) begins with the first token that is held.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    pub fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+        let block_size = self.block_size();
+        let Sequence { table, chain, .. } = self.get_mut(id)?;
+        // Blocks get their keys first.
+        let keyed = table.keyed_blocks() * block_size;
+        Ok(table.let_go(if chain.is_some() { token.min(keyed) } else { token }))
+    }
+
     /// Scatters new rows of a sequence in one layer: `k` is `[rows, k_heads, k_dim]`, `v` is
     /// `[rows, v_heads, v_dim]`.
     ///
@@ -348,7 +362,7 @@ impl PagedKvCache {
         Ok(self.get(id)?.table.is_empty())
     }
 
-    /// Returns the blocks of a sequence, in order.
+    /// Returns the blocks that a sequence holds, in order.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -375,12 +389,13 @@ impl PagedKvCache {
         self.get(id)?.table.write_slots(tokens)
     }
 
-    /// Returns all tokens of a sequence as one segment.
+    /// Returns all tokens of a sequence that are held as one segment.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn segment(&self, id: SequenceId) -> Result<Segment> {
         let Sequence { table, start, .. } = self.get(id)?;
-        Ok(Segment::new(Arc::clone(table.ids()), table.len(), start.logical, start.position))
+        let (first, ids) = (table.first(), Arc::clone(table.ids()));
+        Ok(Segment::new(ids, table.len() - first, start.logical + first, start.position + first as i64))
     }
 }

@@ -45,6 +45,10 @@ impl KvCache for PagedKvCache {
         Ok(self.get(id)?.table.missing_blocks(tokens))
     }
 
+    fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+        self.let_go(id, token)
+    }
+
     fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         self.commit(id, tokens)
     }

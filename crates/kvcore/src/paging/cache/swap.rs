@@ -20,6 +20,8 @@ pub struct SwappedSequence {
     /// Event after the copy out.
     copied: Arc<dyn Event>,
     len: usize,
+    /// Number of tokens before the first one that is held.
+    first: usize,
     start: SequenceStart,
     chain: Option<KeyChain>,
 }
@@ -60,7 +62,7 @@ impl PagedKvCache {
         pool: &BlockPool,
     ) -> Result<SwappedSequence> {
         let Sequence { table, start, chain, .. } = self.get(id)?;
-        let used = table.len().div_ceil(self.block_size());
+        let used = (table.len() - table.first()).div_ceil(self.block_size());
         let blocks = pool.allocate(used)?;
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
@@ -72,6 +74,7 @@ impl PagedKvCache {
             blocks,
             copied,
             len: table.len(),
+            first: table.first(),
             start: *start,
             chain: chain.clone(),
         };
@@ -93,7 +96,8 @@ impl PagedKvCache {
 
     fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
         let block_size = self.block_size();
-        let keys = swapped.chain.as_ref().map_or(&[][..], |chain| &chain.keys);
+        let gone = swapped.first / block_size;
+        let keys = swapped.chain.as_ref().and_then(|chain| chain.keys.get(gone..)).unwrap_or_default();
         let (shared, fresh) = self.pool().admit_prefix(keys, swapped.blocks.len(), 0)?;
         let known = shared.len();
         let pairs = swapped.blocks.ids()[known..].iter().copied().zip(fresh.ids().iter().copied());
@@ -107,12 +111,12 @@ impl PagedKvCache {
                 pairs,
             })?;
         }
-        let mut table = BlockTable::with_prefix(shared, block_size)?;
+        let mut table = BlockTable::behind(gone, shared, block_size)?;
         table.supply(fresh)?;
         table.grow(swapped.len - table.len())?;
         if let Some(chain) = &swapped.chain {
-            let parent =
-                known.checked_sub(1).map_or_else(|| chain.prompt.scheme().root(), |last| chain.keys[last]);
+            let before = (gone + known).checked_sub(1).and_then(|last| chain.keys.get(last).copied());
+            let parent = before.unwrap_or_else(|| chain.prompt.scheme().root());
             table.share_full(Some(parent), &keys[known..])?;
         }
         Ok(Sequence { table, start: swapped.start, chain: swapped.chain.clone(), batch: 0 })
