@@ -2,7 +2,7 @@
 
 use kvcore::{
     Backend, BlockId, BlockPool, KvArena, KvExtents, KvLayout, LayerViews, MemoryKind, MutableBlocks,
-    PoolCounts, RankInfo, Stream, TensorView,
+    PoolCounts, RankInfo, Scatter, Stream, TensorView,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CoreError, too_large};
-use crate::rows::{read_rows, write_rows};
+use crate::rows::read_rows;
 use crate::{Error, Result};
 
 /// The number and the size of a manager's blocks.
@@ -127,7 +127,7 @@ impl BlockManager {
         self.held.get(&block).ok_or(Error::NotAllocated { block })
     }
 
-    /// Writes rows `[heads, tokens, dim]` of one layer into a block, starting at token `offset` of the
+    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the
     /// block, in the order of `stream`.
     ///
     /// # Errors
@@ -144,7 +144,7 @@ impl BlockManager {
     ) -> Result<()> {
         self.check_held(block)?;
         let size = self.block_size();
-        let tokens = k.shape().get(1).copied().unwrap_or(0);
+        let tokens = k.shape().first().copied().unwrap_or(0);
         let end = offset.saturating_add(tokens);
         if end > size {
             return Err(too_large("end of the rows in the block", end, size));
@@ -152,10 +152,10 @@ impl BlockManager {
         let first = block.index() * size + offset;
         let slots: Arc<[i64]> = (first as i64..(first + tokens) as i64).collect();
         let slots = self.held(block)?.write_slots(size, slots)?;
-        write_rows(stream, &self.arena, layer, k, v, slots)
+        Ok(stream.scatter(&Scatter::new(&self.arena, layer, k.clone(), v.clone(), &slots))?)
     }
 
-    /// Copies the first `len` tokens of a list of blocks: `([heads, len, k_dim], [heads, len, v_dim])`. The
+    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. The
     /// caller may use the result on `stream`, and on other streams that wait for an event of `stream`.
     ///
     /// # Errors

@@ -4,8 +4,8 @@ use kvcore::{Backend, LayerViews, PagedKvCache, SequenceId, SequenceStart, Strea
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::error::{CoreError, range, too_large};
-use crate::rows::{read_rows, token_major};
+use crate::error::{CoreError, range, same, too_large};
+use crate::rows::read_rows;
 use crate::single::SingleSequence;
 use crate::{Error, Result};
 
@@ -43,12 +43,12 @@ struct Named {
 /// let mut sequences = PagedSequences::new(backend.clone(), cache);
 ///
 /// let id = sequences.create(None)?;
-/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 5, 3])?;
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 2, 3])?;
 /// for layer in 0..2 {
 ///     sequences.append(stream.as_ref(), id, layer, &rows, &rows)?;
 /// }
 /// assert_eq!(sequences.len(id)?, 5);
-/// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [2, 5, 3]);
+/// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [5, 2, 3]);
 /// sequences.delete(id)?;
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
@@ -126,7 +126,7 @@ impl PagedSequences {
         self.sequences.len()
     }
 
-    /// Appends new rows `[heads, tokens, dim]` to one layer.
+    /// Appends new rows `[tokens, heads, dim]` to one layer.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if the
@@ -145,7 +145,7 @@ impl PagedSequences {
     }
 
     /// Writes rows of one layer at `start`, in place of all tokens that the layer had from `start` on.
-    /// Returns all rows that the layer has afterwards: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// Returns all rows that the layer has afterwards: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     /// Blocks past the end of the longest layer are freed.
     ///
     /// ```
@@ -163,12 +163,12 @@ impl PagedSequences {
     /// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
     /// # let mut sequences = PagedSequences::new(backend.clone(), cache);
     /// let id = sequences.create(None)?;
-    /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 6, 3])?;
+    /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[6, 2, 3])?;
     /// sequences.append(stream.as_ref(), id, 0, &rows, &rows)?;
     /// // the last four of six tokens were wrong: three others take their place
-    /// let new = rows.slice(1, 0, 3)?;
+    /// let new = rows.slice(0, 0, 3)?;
     /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
-    /// assert_eq!((k.shape(), sequences.len(id)?), (&[2, 5, 3][..], 5));
+    /// assert_eq!((k.shape(), sequences.len(id)?), (&[5, 2, 3][..], 5));
     /// # Ok::<(), kvmanager::Error>(())
     /// ```
     ///
@@ -202,7 +202,7 @@ impl PagedSequences {
         start: usize,
     ) -> Result<()> {
         let id = self.named(number)?.id;
-        let (k, v) = (token_major(k)?, token_major(v)?);
+        same("rank of [rows, heads, dim]", 3, k.shape().len())?;
         let end = start.saturating_add(k.shape()[0]);
         let blocks = self.cache.arena().layout().blocks_for(end);
         if blocks > self.max_blocks {
@@ -213,7 +213,7 @@ impl PagedSequences {
             self.cache.grow(id, end - before)?;
         }
         let slots = self.cache.write_slots(id, start..end)?;
-        if let Err(error) = self.cache.write(id, stream, layer, k, v, &slots) {
+        if let Err(error) = self.cache.write(id, stream, layer, k.clone(), v.clone(), &slots) {
             self.cache.truncate(id, before)?;
             return Err(error.into());
         }
@@ -223,7 +223,7 @@ impl PagedSequences {
         Ok(self.cache.truncate(id, furthest)?)
     }
 
-    /// Copies all rows of one layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// Copies all rows of one layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     ///
     /// # Errors
     /// Returns the errors of [`layer_len`](Self::layer_len), and those of the backend.

@@ -26,23 +26,23 @@ use kvcore::{LayerViews, StaticKvCache, Stream, TensorView};
 /// let id = sequences.create(None)?;
 /// let mut paged = sequences.single(id)?;
 ///
-/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 5, 3])?;
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 2, 3])?;
 /// for kv in [&mut dense as &mut dyn DenseKv, &mut paged] {
 ///     let (k, _) = kv.update(stream.as_ref(), 0, &rows, &rows, 0)?;
-///     assert_eq!(k.shape(), [2, 5, 3]);
-///     assert_eq!(kv.layer_kv(stream.as_ref(), 0, 4)?.0.shape(), [2, 4, 3]);
+///     assert_eq!(k.shape(), [5, 2, 3]);
+///     assert_eq!(kv.layer_kv(stream.as_ref(), 0, 4)?.0.shape(), [4, 2, 3]);
 /// }
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
 pub trait DenseKv {
-    /// Returns the first `len` tokens of a layer: `([k_heads, len, k_dim], [v_heads, len, v_dim])`.
+    /// Returns the first `len` tokens of a layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if `layer` is past the last layer, and
     /// [`kvcore::Error::TooLarge`] if `len` exceeds the layer's tokens.
     fn layer_kv(&self, stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews>;
 
-    /// Writes rows `[heads, tokens, dim]` of a layer at `start`. Returns all rows that the layer has
+    /// Writes rows `[tokens, heads, dim]` of a layer at `start`. Returns all rows that the layer has
     /// afterwards.
     ///
     /// # Errors
@@ -108,7 +108,7 @@ impl DenseSequence {
 impl DenseKv for DenseSequence {
     fn layer_kv(&self, _stream: &dyn Stream, layer: usize, len: usize) -> Result<LayerViews> {
         let (k, v) = self.cache.views(layer)?;
-        Ok((k.select(0, 0)?.slice(1, 0, len)?, v.select(0, 0)?.slice(1, 0, len)?))
+        Ok((k.select(0, 0)?.slice(0, 0, len)?, v.select(0, 0)?.slice(0, 0, len)?))
     }
 
     fn update(

@@ -10,7 +10,7 @@ use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
-/// Returns element `[batch, head, token, 0]` of a head-major view, read alone.
+/// Returns element `[batch, token, head, 0]` of a view, read alone.
 fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
     let row = view.select(0, index[0]).unwrap().select(0, index[1]).unwrap().select(0, index[2]).unwrap();
     m.values(&row)[0]
@@ -20,25 +20,25 @@ fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
 fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 8)).unwrap();
-    let first = m.tensor(&[2, HEADS, 3, DIM], 0.0);
+    let first = m.tensor(&[2, 3, HEADS, DIM], 0.0);
     let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
-    assert_eq!(k.shape(), [2, HEADS, 3, DIM]);
-    let second = m.tensor(&[2, HEADS, 2, DIM], 100.0);
+    assert_eq!(k.shape(), [2, 3, HEADS, DIM]);
+    let second = m.tensor(&[2, 2, HEADS, DIM], 100.0);
     // entry 1 rolls back one token, entry 0 grows
     let (k, v) = cache.update(m.stream.as_ref(), 1, &second, &second, &[3, 2]).unwrap();
-    assert_eq!((k.shape(), v.shape()), (&[2, HEADS, 5, DIM][..], &[2, HEADS, 5, DIM][..]));
+    assert_eq!((k.shape(), v.shape()), (&[2, 5, HEADS, DIM][..], &[2, 5, HEADS, DIM][..]));
     assert_eq!(
         (cache.entry_len(1, 0).unwrap(), cache.entry_len(1, 1).unwrap(), cache.entry_len(0, 0).unwrap()),
         (5, 4, 0)
     );
     for (view, batch, head, token, expected) in [
-        (&k, 0, 1, 2, (HEADS - 1) as f32 * 9.0 + 6.0),
+        (&k, 0, 1, 2, 12.0 + 3.0),
         (&k, 0, 0, 3, 100.0),
-        (&v, 1, 0, 1, 21.0),
+        (&v, 1, 0, 1, 18.0 + 6.0),
         (&v, 1, 0, 2, 100.0 + 12.0),
         (&v, 1, 1, 3, 100.0 + 12.0 + 6.0 + 3.0),
     ] {
-        assert_eq!(at(&m, view, [batch, head, token]), expected, "{batch} {head} {token}");
+        assert_eq!(at(&m, view, [batch, token, head]), expected, "{batch} {head} {token}");
     }
     assert!(k.storage().address() == cache.arena().k().address(), "a view, not a copy");
 }
@@ -47,13 +47,13 @@ fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] exec
 fn wrong_updates_change_nothing(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
     let mut cache = StaticKvCache::new(m.arena(2, 4)).unwrap();
-    let good = m.tensor(&[2, HEADS, 3, DIM], 1.0);
+    let good = m.tensor(&[2, 3, HEADS, DIM], 1.0);
     cache.update(m.stream.as_ref(), 0, &good, &good, &[0, 0]).unwrap();
     let before = m.values(
         &TensorView::new(Arc::clone(cache.arena().k()), DType::F32, &[2 * 2 * HEADS * 4 * DIM]).unwrap(),
     );
-    let long = m.tensor(&[2, HEADS, 2, DIM], 9.0);
-    let narrow = m.tensor(&[1, HEADS, 1, DIM], 9.0);
+    let long = m.tensor(&[2, 2, HEADS, DIM], 9.0);
+    let narrow = m.tensor(&[1, 1, HEADS, DIM], 9.0);
     for (layer, rows, starts) in [
         (2, &good, vec![0, 0]),
         (0, &long, vec![3, 3]),
@@ -83,12 +83,10 @@ fn static_and_paged_hold_the_same_bytes(#[values(Immediate, Deferred)] execution
     for (step, tokens) in [5, 1, 1, 3].into_iter().enumerate() {
         let slots = paged.grow(sequence, tokens).unwrap();
         for layer in 0..2 {
-            let rows = m.tensor(&[1, HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
+            let rows = m.tensor(&[1, tokens, HEADS, DIM], (step * 100 + layer * 1000) as f32);
             dense.update(m.stream.as_ref(), layer, &rows, &rows, &[written]).unwrap();
-            let token_major = rows.select(0, 0).unwrap().permute(&[1, 0, 2]).unwrap();
-            paged
-                .write(sequence, m.stream.as_ref(), layer, token_major.clone(), token_major, &slots)
-                .unwrap();
+            let rows = rows.select(0, 0).unwrap();
+            paged.write(sequence, m.stream.as_ref(), layer, rows.clone(), rows, &slots).unwrap();
         }
         written += tokens;
     }
@@ -105,7 +103,7 @@ fn static_and_paged_hold_the_same_bytes(#[values(Immediate, Deferred)] execution
         assert_eq!(read(dense.arena(), (0..10).collect()), read(paged.arena(), slots), "layer {layer}");
     }
     let (k, _) = dense.views(1).unwrap();
-    assert_eq!(k.shape(), [1, HEADS, 10, DIM]);
+    assert_eq!(k.shape(), [1, 10, HEADS, DIM]);
 }
 
 /// The example of seed 000: five tokens to slots of blocks 5, 12 and 7, given head-major.

@@ -171,7 +171,8 @@ impl KvArena {
         }
     }
 
-    /// Returns all of K and all of V as strided views `[num_layers, num_blocks, heads, block_size, dim]`.
+    /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`,
+    /// whatever the order in memory: rows come before heads wherever rows are given or returned.
     /// For a quantised arena these are the codes. Nothing is copied.
     ///
     /// A view carries no permit, and operations accept it as a destination. The caller guarantees that nothing
@@ -186,8 +187,8 @@ impl KvArena {
             TensorView::with_strides(
                 Arc::clone(plane.storage),
                 s.format.storage_dtype(),
-                Dims::new(&[s.num_layers, s.num_blocks, plane.heads, s.block_size, plane.dim])?,
-                Dims::new(&[layer, block, head, token, 1])?,
+                Dims::new(&[s.num_layers, s.num_blocks, s.block_size, plane.heads, plane.dim])?,
+                Dims::new(&[layer, block, token, head, 1])?,
                 0,
             )
         };
@@ -195,7 +196,7 @@ impl KvArena {
     }
 
     /// Returns the first `len` tokens of every block of one layer, as strided views
-    /// `[num_blocks, heads, len, dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
+    /// `[num_blocks, len, heads, dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len` exceeds
@@ -206,7 +207,7 @@ impl KvArena {
             return Err(Error::range("layer", layer, layers));
         }
         let (k, v) = self.views()?;
-        let of = |all: TensorView| all.select(0, layer)?.slice(2, 0, len);
+        let of = |all: TensorView| all.select(0, layer)?.slice(1, 0, len);
         Ok((of(k)?, of(v)?))
     }
 

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use kvcore::{KvArena, LayerViews, Segment, StaticKvCache, Stream, TensorView};
 use std::ops::Range;
 
-/// K `[layers, batch, k_heads, capacity, k_dim]`, and V likewise, for consecutive layers of a model.
+/// K `[layers, batch, capacity, k_heads, k_dim]`, and V likewise, for consecutive layers of a model.
 ///
 /// A rank cache is a [`StaticKvCache`] whose batch entries advance together and whose layers are numbered
 /// as in the model. [`into_static`](Self::into_static) returns that cache, for decoding after a prefill
@@ -30,10 +30,10 @@ use std::ops::Range;
 /// };
 /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
 /// let mut cache = RankCache::new(arena, 24)?;               // the last stage of 36 layers
-/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[1, 2, 7, 8])?;
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[1, 7, 2, 8])?;
 /// cache.append_sequence(stream.as_ref(), 30, &rows, &rows)?;
 /// let (k, _) = cache.append_sequence(stream.as_ref(), 30, &rows, &rows)?;
-/// assert_eq!(k.shape(), [1, 2, 14, 8]);
+/// assert_eq!(k.shape(), [1, 14, 2, 8]);
 /// assert!(cache.append_sequence(stream.as_ref(), 3, &rows, &rows).is_err()); // another rank's layer
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
@@ -109,7 +109,7 @@ impl RankCache {
         self.layers().all(|layer| self.len(layer) == Ok(0))
     }
 
-    /// Appends new tokens to one layer; `k` and `v` are `[batch, heads, new, dim]`. Returns views of the
+    /// Appends new tokens to one layer; `k` and `v` are `[batch, new, heads, dim]`. Returns views of the
     /// layer, as [`get_data`](Self::get_data) does.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl RankCache {
         Ok(self.dense.update(stream, local, k, v, &vec![len; self.batch()])?)
     }
 
-    /// Returns K and V of one layer up to its length, as views `[batch, heads, len, dim]`. Nothing is
+    /// Returns K and V of one layer up to its length, as views `[batch, len, heads, dim]`. Nothing is
     /// copied.
     ///
     /// The views have the layout of the cache. With one batch entry and
@@ -170,12 +170,12 @@ impl RankCache {
         Ok(Piece { place, k, v })
     }
 
-    /// Returns the region of a piece: `[layers, batch, heads, tokens, dim]` of K and V, filled or not.
+    /// Returns the region of a piece: `[layers, batch, tokens, heads, dim]` of K and V, filled or not.
     pub(super) fn region(&self, place: &PiecePlace) -> Result<LayerViews> {
         let start = self.local(place.layers.start)?;
         let end = place.layers.end.saturating_sub(self.first_layer);
         let tokens = &place.tokens;
-        let part = |view: &TensorView| view.slice(0, start, end)?.slice(3, tokens.start, tokens.end);
+        let part = |view: &TensorView| view.slice(0, start, end)?.slice(2, tokens.start, tokens.end);
         let (k, v) = self.arena().views()?;
         Ok((part(&k)?, part(&v)?))
     }

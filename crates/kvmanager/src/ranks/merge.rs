@@ -5,7 +5,7 @@ use crate::ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 use crate::{Error, Result};
 use kvcore::{Backend, Communicator, CopyTensor, MemoryKind, Stream, TensorView, Transfer, allocate_tensor};
 
-/// K and V of one stage and one chunk, `[layers, batch, heads, tokens, dim]`, with any strides.
+/// K and V of one stage and one chunk, `[layers, batch, tokens, heads, dim]`, with any strides.
 ///
 /// [`RankCache::piece`] takes a piece from a cache, and [`PieceMerger::exchange`] sends it to the other stages. To
 /// send a piece by other means, send its [`PiecePlace`] and the bytes of its contiguous views.
@@ -41,7 +41,7 @@ pub struct Piece {
 /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
 /// let mut merger = PieceMerger::new(RankCache::new(arena, 0)?, plan.clone())?;
 /// for (stage, chunk) in [(1, 1), (0, 0), (1, 0), (0, 1)] {
-///     let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 1, 1, 3, 2])?;
+///     let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 1, 3, 1, 2])?;
 ///     let piece = Piece { place: plan.place(stage, chunk)?, k: rows.clone(), v: rows };
 ///     merger.accept(stream.as_ref(), &piece)?;
 ///     assert!(matches!(
@@ -49,7 +49,7 @@ pub struct Piece {
 ///         Err(Error::DuplicatePiece { .. } | Error::LatePiece { .. })
 ///     ));
 /// }
-/// assert_eq!(merger.finish()?.get_data(3)?.0.shape(), [1, 1, 6, 2]);
+/// assert_eq!(merger.finish()?.get_data(3)?.0.shape(), [1, 6, 1, 2]);
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]

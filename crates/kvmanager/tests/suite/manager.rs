@@ -25,9 +25,9 @@ fn manager(m: &Memory, config: &BlockManagerConfig) -> BlockManager {
 
 /// Returns the values of a strided view, copied row by row.
 fn dense(m: &Memory, view: &TensorView) -> Vec<f32> {
-    let (heads, len) = (view.shape()[0], view.shape()[1]);
-    let row = |head, token| m.values(&view.select(0, head).unwrap().select(0, token).unwrap());
-    (0..heads).flat_map(|head| (0..len).flat_map(move |token| row(head, token))).collect()
+    let (len, heads) = (view.shape()[0], view.shape()[1]);
+    let row = |token, head| m.values(&view.select(0, token).unwrap().select(0, head).unwrap());
+    (0..len).flat_map(|token| (0..heads).flat_map(move |head| row(token, head))).collect()
 }
 
 #[rstest]
@@ -40,22 +40,16 @@ fn blocks_are_allocated_written_read_and_freed_by_number(
     assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
     let ids = blocks.allocate(3).unwrap();
     // 14 and then 5 tokens, across a block boundary
-    let first = m.tensor(&[HEADS, 14, DIM], 0.0);
+    let first = m.tensor(&[14, HEADS, DIM], 0.0);
     blocks.write(m.stream.as_ref(), 1, ids[2], 0, &first, &first).unwrap();
-    let second = m.tensor(&[HEADS, 5, DIM], 1000.0);
-    let part = |from, to| second.slice(1, from, to).unwrap();
+    let second = m.tensor(&[5, HEADS, DIM], 1000.0);
+    let part = |from, to| second.slice(0, from, to).unwrap();
     blocks.write(m.stream.as_ref(), 1, ids[2], 14, &part(0, 2), &part(0, 2)).unwrap();
     blocks.write(m.stream.as_ref(), 1, ids[0], 0, &part(2, 5), &part(2, 5)).unwrap();
     let (k, v) = blocks.read(m.stream.as_ref(), 1, &[ids[2], ids[0]], 19).unwrap();
-    assert_eq!(k.shape(), [HEADS, 19, DIM]);
+    assert_eq!(k.shape(), [19, HEADS, DIM]);
     for view in [&k, &v] {
-        let got = dense(&m, view);
-        for head in 0..HEADS {
-            let expected = dense(&m, &first)[head * 14 * DIM..][..14 * DIM].to_vec();
-            assert_eq!(got[head * 19 * DIM..][..14 * DIM], expected);
-            let expected = dense(&m, &second)[head * 5 * DIM..][..5 * DIM].to_vec();
-            assert_eq!(got[(head * 19 + 14) * DIM..][..5 * DIM], expected);
-        }
+        assert_eq!(dense(&m, view), [dense(&m, &first), dense(&m, &second)].concat());
     }
     assert_eq!(
         dense(&m, &blocks.read(m.stream.as_ref(), 0, &ids, 3).unwrap().0),
@@ -80,11 +74,11 @@ fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] ex
     assert!(
         matches!(blocks.free(&[stray]), Err(Error::Core(CoreError::ForeignBlock { block, end: 4, .. })) if block == stray)
     );
-    let rows = m.tensor(&[HEADS, 3, DIM], 5.0);
+    let rows = m.tensor(&[3, HEADS, DIM], 5.0);
     assert!(blocks.write(m.stream.as_ref(), 0, free, 0, &rows, &rows).is_err());
     assert!(blocks.write(m.stream.as_ref(), 0, ids[0], 4, &rows, &rows).is_err(), "past the block's end");
     assert!(blocks.write(m.stream.as_ref(), 2, ids[0], 0, &rows, &rows).is_err(), "no such layer");
-    assert!(blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &m.tensor(&[HEADS, 2, DIM], 0.0)).is_err());
+    assert!(blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &m.tensor(&[2, HEADS, DIM], 0.0)).is_err());
     assert!(
         blocks.read(m.stream.as_ref(), 0, &[free], 1).is_err()
             && blocks.read(m.stream.as_ref(), 0, &ids, 19).is_err()
@@ -125,7 +119,7 @@ fn the_length_advances_once_a_token_whichever_layer_comes_first(
     let id = all.create(Some(7)).unwrap();
     assert_eq!(all.create(Some(7)), Err(Error::SequenceExists(7)));
     assert_eq!(all.create(None), Ok(8));
-    let rows = m.tensor(&[HEADS, 5, DIM], 0.0);
+    let rows = m.tensor(&[5, HEADS, DIM], 0.0);
     all.append(m.stream.as_ref(), id, 1, &rows, &rows).unwrap();
     assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 0));
     all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
@@ -148,22 +142,22 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
     let m = Memory::new(execution);
     let mut all = sequences(&m, 8, 4).max_blocks(2);
     let id = all.create(None).unwrap();
-    let rows = m.tensor(&[HEADS, 6, DIM], 0.0);
+    let rows = m.tensor(&[6, HEADS, DIM], 0.0);
     all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
     assert_eq!(
         all.append(m.stream.as_ref(), id, 0, &rows, &rows),
         Err(Error::SequenceTooLong { sequence: id, blocks: 3, limit: 2 })
     );
-    let wrong = m.tensor(&[HEADS + 1, 1, DIM], 0.0);
+    let wrong = m.tensor(&[1, HEADS + 1, DIM], 0.0);
     assert!(all.append(m.stream.as_ref(), id, 0, &wrong, &wrong).is_err());
     assert!(all.append(m.stream.as_ref(), id, 2, &rows, &rows).is_err());
-    let one = m.tensor(&[HEADS, 1, DIM], 0.0);
+    let one = m.tensor(&[1, HEADS, DIM], 0.0);
     assert!(all.update(m.stream.as_ref(), id, 0, &one, &one, 7).is_err(), "a hole");
     assert_eq!((all.len(id).unwrap(), all.cache().pool().counts().free), (6, 6));
     // 65 blocks are one too many unless configured
     let mut many = sequences(&m, 70, 1);
     let long = many.create(None).unwrap();
-    let rows = m.tensor(&[HEADS, 65, DIM], 0.0);
+    let rows = m.tensor(&[65, HEADS, DIM], 0.0);
     let limit = Err(Error::SequenceTooLong { sequence: long, blocks: 65, limit: 64 });
     assert_eq!(many.append(m.stream.as_ref(), long, 0, &rows, &rows), limit);
 }
@@ -174,15 +168,15 @@ fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)]
     let mut paged = sequences(&m, 9, 4);
     let other = paged.create(None).unwrap();
     let id = paged.create(None).unwrap();
-    let stray = m.tensor(&[HEADS, 3, DIM], -50.0);
+    let stray = m.tensor(&[3, HEADS, DIM], -50.0);
     let mut fixed = DenseSequence::new(StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
     let mut at = 0;
     // appended in pieces, with another sequence in between, and once rolled back and overwritten
     for (step, (back, tokens)) in [(0, 5), (0, 1), (2, 4), (0, 3)].into_iter().enumerate() {
         at -= back;
         for layer in [1, 0] {
-            let rows = m.tensor(&[HEADS, tokens, DIM], (step * 100 + layer * 1000) as f32);
-            let values = m.tensor(&[HEADS, tokens, DIM], -((step * 100 + layer * 1000) as f32));
+            let rows = m.tensor(&[tokens, HEADS, DIM], (step * 100 + layer * 1000) as f32);
+            let values = m.tensor(&[tokens, HEADS, DIM], -((step * 100 + layer * 1000) as f32));
             let write =
                 |cache: &mut dyn DenseKv| cache.update(m.stream.as_ref(), layer, &rows, &values, at).unwrap();
             let (a, b) = (write(&mut fixed), write(&mut paged.single(id).unwrap()));
@@ -213,7 +207,7 @@ fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     let m = Memory::new(execution);
     let mut blocks = manager(&m, &BlockManagerConfig { block_size: 4, num_blocks: 3 });
     let ids = blocks.allocate(1).unwrap();
-    let rows = m.tensor(&[HEADS, 4, DIM], 1.0);
+    let rows = m.tensor(&[4, HEADS, DIM], 1.0);
     blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &rows).unwrap();
     let other = m.backend.stream().unwrap();
     other.wait_for(&m.stream.record().unwrap()).unwrap();
@@ -248,7 +242,7 @@ fn a_sequence_shrinks_with_the_layer_that_is_furthest(#[values(Immediate, Deferr
     let mut lengths = [0; 2];
     let steps = [(0, 0, 11), (1, 0, 9), (0, 2, 1), (1, 3, 2), (0, 3, 10), (1, 1, 1), (0, 0, 1)];
     for (step, (layer, start, tokens)) in steps.into_iter().enumerate() {
-        let rows = m.tensor(&[HEADS, tokens, DIM], (step * 100) as f32);
+        let rows = m.tensor(&[tokens, HEADS, DIM], (step * 100) as f32);
         let a = fixed.update(stream, layer, &rows, &rows, start).unwrap();
         let b = paged.single(id).unwrap().update(stream, layer, &rows, &rows, start).unwrap();
         compare(&m, &a, &b);

@@ -62,15 +62,17 @@ impl Rank {
     fn computed(&self, layer: usize, tokens: &Range<usize>) -> [TensorView; 2] {
         [K_DIM, V_DIM].map(|dim| {
             let mut bytes = Vec::new();
-            for row in 0..BATCH * HEADS {
+            for entry in 0..BATCH {
                 for token in tokens.clone() {
-                    for i in 0..dim {
-                        let n = (((layer * 64 + token) * BATCH * HEADS + row) * 8 + dim) * 8 + i;
-                        bytes.extend((n as f32).to_ne_bytes());
+                    for row in (entry * HEADS..).take(HEADS) {
+                        for i in 0..dim {
+                            let n = (((layer * 64 + token) * BATCH * HEADS + row) * 8 + dim) * 8 + i;
+                            bytes.extend((n as f32).to_ne_bytes());
+                        }
                     }
                 }
             }
-            let view = self.tensor(DType::F32, &[BATCH, HEADS, tokens.len(), dim]);
+            let view = self.tensor(DType::F32, &[BATCH, tokens.len(), HEADS, dim]);
             self.stream.write(&view, &bytes).unwrap();
             view
         })
@@ -270,11 +272,11 @@ fn views_grow_in_place_and_reset_keeps_the_memory() {
     for (tokens, len) in [(0..4, 4), (4..5, 5), (5..10, 10)] {
         let [k, v] = rank.computed(5, &tokens);
         let (k, v) = cache.append_sequence(rank.stream.as_ref(), 5, &k, &v).unwrap();
-        assert_eq!(k.shape(), [BATCH, HEADS, len, K_DIM]);
-        assert_eq!(v.shape(), [BATCH, HEADS, len, V_DIM]);
+        assert_eq!(k.shape(), [BATCH, len, HEADS, K_DIM]);
+        assert_eq!(v.shape(), [BATCH, len, HEADS, V_DIM]);
         assert_eq!(k.storage().address(), address, "no other memory");
         for entry in 0..BATCH {
-            let tokens = k.select(0, entry).unwrap().permute(&[1, 0, 2]).unwrap();
+            let tokens = k.select(0, entry).unwrap();
             assert!(tokens.is_contiguous(), "an entry's tokens are one run of memory");
             assert_eq!(cache.segment(5, entry).unwrap().len, len);
         }
@@ -304,16 +306,16 @@ fn wrong_appends_change_nothing() {
     let [k, v] = rank.computed(4, &(6..8));
     let [long_k, long_v] = rank.computed(4, &(6..9));
     let f32 = |shape: &[usize]| rank.tensor(DType::F32, shape);
-    let half = |dim| rank.tensor(DType::F16, &[BATCH, HEADS, 2, dim]);
+    let half = |dim| rank.tensor(DType::F16, &[BATCH, 2, HEADS, dim]);
     for (what, layer, k, v) in [
         ("a layer before this rank's", 3, k.clone(), v.clone()),
         ("a layer after this rank's", 6, k.clone(), v.clone()),
         ("tokens past the capacity", 4, long_k, long_v),
-        ("another batch", 4, f32(&[1, HEADS, 2, K_DIM]), f32(&[1, HEADS, 2, V_DIM])),
-        ("other heads", 4, f32(&[BATCH, 1, 2, K_DIM]), v.clone()),
-        ("another dim", 4, k.clone(), f32(&[BATCH, HEADS, 2, K_DIM])),
-        ("more tokens in V", 4, k.clone(), f32(&[BATCH, HEADS, 1, V_DIM])),
-        ("another rank of tensor", 4, f32(&[HEADS, 2, K_DIM]), f32(&[HEADS, 2, V_DIM])),
+        ("another batch", 4, f32(&[1, 2, HEADS, K_DIM]), f32(&[1, 2, HEADS, V_DIM])),
+        ("other heads", 4, f32(&[BATCH, 2, 1, K_DIM]), v.clone()),
+        ("another dim", 4, k.clone(), f32(&[BATCH, 2, HEADS, K_DIM])),
+        ("more tokens in V", 4, k.clone(), f32(&[BATCH, 1, HEADS, V_DIM])),
+        ("another rank of tensor", 4, f32(&[2, HEADS, K_DIM]), f32(&[2, HEADS, V_DIM])),
         ("another element type", 4, half(K_DIM), half(V_DIM)),
     ] {
         let result = cache.append_sequence(rank.stream.as_ref(), layer, &k, &v);
@@ -367,8 +369,8 @@ fn wrong_pieces_change_nothing() {
     };
     let late = |chunk, stage| Error::LatePiece { chunk, stage };
     let mismatch = |what, expected, got| Error::Core(CoreError::Mismatch { what, expected, got });
-    let half = |heads| rank.tensor(DType::F16, &[2, BATCH, heads, 3, K_DIM]);
-    let wide = rank.tensor(DType::F32, &[2, BATCH, HEADS, 3, K_DIM]);
+    let half = |heads| rank.tensor(DType::F16, &[2, BATCH, 3, heads, K_DIM]);
+    let wide = rank.tensor(DType::F32, &[2, BATCH, 3, HEADS, K_DIM]);
     for (wrong, error) in [
         (piece(0, 0), late(0, 0)),
         (piece(1, 0), late(0, 1)),

@@ -29,9 +29,9 @@ impl fmt::Display for CacheKind {
 /// K and V of one layer as views of the cache's own memory, for reading: who writes through one gives the guarantee at
 /// [`KvArena::views`](crate::KvArena::views). Nothing is copied.
 ///
-/// For a static cache: `([batch, k_heads, len, k_dim], [batch, v_heads, len, v_dim])`, where `len` is that
+/// For a static cache: `([batch, len, k_heads, k_dim], [batch, len, v_heads, v_dim])`, where `len` is that
 /// of the longest entry. For a paged cache: the whole layer,
-/// `([num_blocks, k_heads, block_size, k_dim], …)`.
+/// `([num_blocks, block_size, k_heads, k_dim], …)`.
 pub type LayerViews = (TensorView, TensorView);
 
 // Decision: docs/decisions/paging.md#caches-give-slots-streams-write-them

@@ -30,9 +30,9 @@ use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, Writ
 /// };
 /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
 /// let mut cache = StaticKvCache::new(arena)?;                       // a batch of 3, 100 tokens each
-/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[3, 4, 20, 8])?;
+/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[3, 20, 4, 8])?;
 /// let (k, _) = cache.update(stream.as_ref(), 0, &rows, &rows, &[0, 0, 0])?;
-/// assert_eq!(k.shape(), [3, 4, 20, 8]);
+/// assert_eq!(k.shape(), [3, 20, 4, 8]);
 /// assert_eq!(k.storage().address(), cache.arena().k().address());    // a view, not a copy
 /// # Ok::<(), kvcore::Error>(())
 /// ```
@@ -101,9 +101,10 @@ impl StaticKvCache {
     }
 
     /// Writes new tokens of one layer at `starts[b]` of each entry `b`. Returns views up to the end of the
-    /// longest entry: `([batch, k_heads, len, k_dim], [.., v_dim])`.
+    /// longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
     ///
-    /// `k` and `v` are head-major: `[batch, heads, new, dim]`. Only the new rows are copied.
+    /// `k` and `v` are rows of each entry, `[batch, new, heads, dim]`, as [`write`](crate::PagedKvCache::write) takes those of a
+    /// sequence. Only the new rows are copied.
     ///
     /// # Errors
     /// Returns an error in the following cases. In all of them the cache is unchanged.
@@ -121,12 +122,12 @@ impl StaticKvCache {
     ) -> Result<LayerViews> {
         self.index(layer, 0)?;
         for view in [k, v] {
-            same("rank of [batch, heads, new, dim]", 4, view.shape().len())?;
+            same("rank of [batch, new, heads, dim]", 4, view.shape().len())?;
             same("batch", self.max_batch(), view.shape()[0])?;
         }
-        same("new tokens of V", k.shape()[2], v.shape()[2])?;
+        same("new tokens of V", k.shape()[1], v.shape()[1])?;
         same("starts", self.max_batch(), starts.len())?;
-        let new = k.shape()[2];
+        let new = k.shape()[1];
         for (batch, &start) in starts.iter().enumerate() {
             let held = self.entry_len(layer, batch)?;
             if start > held {
@@ -136,9 +137,8 @@ impl StaticKvCache {
         }
         let mut ops = Vec::with_capacity(starts.len());
         for (batch, &start) in starts.iter().enumerate() {
-            let rows = |view: &TensorView| view.select(0, batch)?.permute(&[1, 0, 2]);
-            let (arena, slots) = (self.arena.clone(), self.slots(batch, start, new));
-            let op = Scatter { arena, layer, k: rows(k)?, v: rows(v)?, slots, rotation: None };
+            let slots = self.slots(batch, start, new);
+            let op = Scatter::new(&self.arena, layer, k.select(0, batch)?, v.select(0, batch)?, &slots);
             op.check()?;
             ops.push(op);
         }
@@ -173,7 +173,7 @@ impl StaticKvCache {
     }
 
     /// Returns views of one layer up to the end of the longest entry:
-    /// `([batch, k_heads, len, k_dim], [.., v_dim])`. They are for reading, as [`LayerViews`] says.
+    /// `([batch, len, k_heads, k_dim], [.., v_dim])`. They are for reading, as [`LayerViews`] says.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the layer is past the last.
