@@ -106,7 +106,11 @@ impl Caches {
         };
         let sleep = config.chunk_sleep.map(place).transpose()?;
         let watermark = config.scheduling.watermark.min(for_main.len() - 1);
-        let main = BlockPool::with_config(for_main, paged.pool().watermark(watermark))?;
+        let mut of_main = paged.pool().policy(config.cache_policy).watermark(watermark);
+        if let Some(ttl) = config.cache_ttl {
+            of_main = of_main.ttl(ttl);
+        }
+        let main = BlockPool::with_config(for_main, of_main)?;
         let main = PagedKvCache::new(arena, main)?;
         let of_chunks = BlockPool::with_config(for_chunks, paged.pool())?;
         let pool = ChunkBlockPool::over(of_chunks, config.block_size)?;

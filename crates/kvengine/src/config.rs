@@ -1,7 +1,9 @@
 //! The settings of an engine.
 
+use std::time::Duration;
+
 use kvchunk::{ChunkCacheConfig, SleepForm};
-use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen};
+use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen, PolicyKind};
 
 /// The settings of an engine: the memory of its caches, and their layout.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,6 +23,11 @@ pub struct EngineConfig {
     /// The memory for keys and values in bytes. `None` takes enough for eight prompts of the model's longest
     /// length, or at most [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
+    /// The order in which blocks of sequences that no request holds are given up. That of chunks is
+    /// [`ChunkCacheConfig::cache_policy`].
+    pub cache_policy: PolicyKind,
+    /// The time after which such a block is no longer found; `None` for never.
+    pub cache_ttl: Option<Duration>,
     /// The settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
     /// The place where chunks sleep; `None` for none. Chunks fall asleep by a call of
@@ -62,6 +69,8 @@ impl Default for EngineConfig {
             cache: CacheKind::Paged,
             max_len: MaxLen::Model,
             kv_memory: None,
+            cache_policy: PolicyKind::Lru,
+            cache_ttl: None,
             chunks: ChunkCacheConfig::default(),
             chunk_sleep: None,
             enable_sleep_mode: false,

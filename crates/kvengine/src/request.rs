@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvchunk::{ChunkReport, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
+use kvcore::Retention;
 use kvmodel::PromptTokens;
 use serde::Serialize;
 
@@ -36,6 +37,9 @@ pub struct Request {
     pub priority: i32,
     /// The time after which the request ends with [`Error::TimeOut`](crate::Error::TimeOut).
     pub time_limit: Option<Duration>,
+    /// The worth of the prompt's blocks when no request holds them, and the time for which it lasts, where
+    /// [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) goes by priority. Of a chunked prompt, the question's.
+    pub retention: Option<Retention>,
     /// The largest number of tokens of the answer.
     pub max_new_tokens: usize,
     /// The settings of sampling.
@@ -72,6 +76,7 @@ impl Request {
             samples: 1,
             priority: 0,
             time_limit: None,
+            retention: None,
             max_new_tokens: 64,
             sampling: Sampling::default(),
             lookup: 0,

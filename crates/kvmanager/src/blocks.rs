@@ -174,7 +174,7 @@ impl BlockManager {
             return Err(too_large("tokens to read", len, blocks.len() * size));
         }
         let slot = |token: usize| (blocks[token / size].index() * size + token % size) as i64;
-        read_rows(self.backend.as_ref(), stream, &self.arena, layer, (0..len).map(slot).collect())
+        read_rows(self.backend.as_ref(), stream, &self.arena, layer, &(0..len).map(slot).collect())
     }
 
     /// Frees all blocks.

@@ -11,7 +11,7 @@ pub(super) fn read_rows(
     stream: &dyn Stream,
     arena: &KvArena,
     layer: usize,
-    slots: Arc<[i64]>,
+    slots: &Arc<[i64]>,
 ) -> Result<LayerViews> {
     let s = arena.layout().shape();
     let dtype = if s.format.is_quantized() { DType::F32 } else { s.format.storage_dtype() };
@@ -20,6 +20,6 @@ pub(super) fn read_rows(
         allocate_tensor(backend, MemoryKind::Device, dtype, &shape)?.slice(0, 0, slots.len())
     };
     let (k, v) = (rows(s.k_heads, s.k_dim)?, rows(s.v_heads, s.v_dim)?);
-    stream.gather(&Gather::new(arena, layer, &slots, k.clone(), v.clone()))?;
+    stream.gather(&Gather::new(arena, layer, slots, k.clone(), v.clone()))?;
     Ok((k, v))
 }

@@ -243,7 +243,7 @@ impl PagedSequences {
             return Err(too_large("tokens to read", len, held));
         }
         let slots = self.cache.slots(self.named(number)?.id, 0..len)?;
-        read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, Arc::clone(slots.slots()))
+        read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, slots.slots())
     }
 
     /// Ends a sequence. Its blocks become free at once.

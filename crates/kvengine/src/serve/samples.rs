@@ -118,6 +118,11 @@ impl Engine {
 
     /// Begins the answer, from the logits behind the prompt.
     pub(super) fn first_of(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
+        if let (Some(retention), Some(own), Some(cache)) =
+            (live.request.retention, live.branches[0].own, self.caches.paged_mut())
+        {
+            cache.retain(own, retention)?;
+        }
         if live.request.forced.is_none() || live.request.max_new_tokens == 0 {
             return self.fork(live, logits);
         }

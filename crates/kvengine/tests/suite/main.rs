@@ -21,6 +21,7 @@ mod giving_way;
 mod questions;
 mod recompute;
 mod replicas;
+mod retention;
 mod scaling;
 mod serving;
 mod sharing;

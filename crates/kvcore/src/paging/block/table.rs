@@ -88,7 +88,7 @@ impl BlockTable {
         let keyed = gone + shared.len();
         let len = product("tokens of a prefix", &[keyed, block_size])?;
         let (own, ids) = (MutableBlocks::none(shared.pool()), shared.ids().into());
-        Ok(Self { block_size, own, gone, keyed, ids, len, shared })
+        Ok(Self { block_size, own, shared, gone, keyed, ids, len })
     }
 
     /// Declares that the last block holds tokens up to `len` only. A table whose last block is shared and partial cannot grow.

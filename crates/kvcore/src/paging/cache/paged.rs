@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::{Error, KvPool, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, SlotMapping, same};
 use crate::device::{KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
-use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme, PromptKeys};
+use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme, PromptKeys, Retention};
 
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -335,6 +335,15 @@ impl PagedKvCache {
             chain.keys.extend(keys);
             chain.pending.drain(..full);
         }
+        Ok(())
+    }
+
+    /// Sets the worth of the blocks that a sequence shares, for when nobody holds them.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence.
+    pub fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
+        self.get(id)?.table.shared().retain(retention);
         Ok(())
     }
 

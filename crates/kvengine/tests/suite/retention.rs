@@ -1,0 +1,54 @@
+//! What stays cached when blocks are short: by policy, by priority and by time.
+
+use std::time::Duration;
+
+use kvbackend_cpu::CpuBackend;
+use kvcore::{PolicyKind, Retention};
+use kvengine::{Engine, EngineConfig, Request};
+use kvmodel::PromptTokens;
+
+use crate::common::load_model;
+
+/// Returns an engine whose sequences have room for three prompts of sixteen tokens.
+fn engine(cache_policy: PolicyKind, cache_ttl: Option<Duration>) -> Engine {
+    let mut config = EngineConfig { block_size: 4, cache_policy, cache_ttl, ..EngineConfig::default() };
+    config.kv_memory = Some(1 << 16);
+    config.chunks.memory_share = 0.25;
+    let probe = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap();
+    config.kv_memory = Some(18 * probe.cache().arena().layout().block_bytes());
+    Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+fn ask(engine: &mut Engine, first: u32, retention: Option<Retention>) -> usize {
+    let prompt = PromptTokens::Plain((0..17).map(|i| 3 + (first + i * first) % 40).collect());
+    let request = Request { max_new_tokens: 1, retention, ..Request::new(prompt) };
+    engine.generate(&request, &mut ()).unwrap().cached_tokens
+}
+
+#[test]
+fn a_prompt_of_worth_outlives_later_ones() {
+    let dear = Retention { priority: 90, lasts: None };
+    for (policy, retention, kept) in [
+        (PolicyKind::Priority, Some(dear), 16),
+        (PolicyKind::Priority, None, 0),
+        (PolicyKind::Lru, Some(dear), 0),
+    ] {
+        let mut engine = engine(policy, None);
+        assert_eq!(ask(&mut engine, 1, retention), 0);
+        for other in 2..6 {
+            ask(&mut engine, other, None);
+        }
+        assert_eq!(ask(&mut engine, 1, None), kept, "{policy:?} {retention:?}");
+        engine.check_invariants().unwrap();
+    }
+}
+
+#[test]
+fn what_has_expired_is_computed_again() {
+    for (ttl, kept) in [(None, 16), (Some(Duration::from_secs(3600)), 16), (Some(Duration::ZERO), 0)] {
+        let mut engine = engine(PolicyKind::Lru, ttl);
+        ask(&mut engine, 1, None);
+        assert_eq!(ask(&mut engine, 1, None), kept, "{ttl:?}");
+        engine.check_invariants().unwrap();
+    }
+}
