@@ -90,6 +90,9 @@ pub enum Error {
         /// The number of samples.
         samples: usize,
     },
+    /// A beam search that cannot be.
+    #[error("beams: {0}")]
+    Beams(&'static str),
     /// An error of the model.
     #[error(transparent)]
     Model(kvmodel::Error),

@@ -44,6 +44,6 @@ pub use error::{Error, Result};
 pub use logprobs::TokenLogprobs;
 pub use request::{FinishReason, Generation, Request};
 pub use sample::{Sampler, Sampling};
-pub use serve::{Answer, AnswerEvent, PreemptionCosts, RequestId, Step, StepTimes};
+pub use serve::{Answer, AnswerEvent, BeamSearch, PreemptionCosts, RequestId, Step, StepTimes};
 pub use sleep::{PoolTag, Slept};
 pub use tuned::{TunedBy, TunedReuse};

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::logprobs::TokenLogprobs;
 use crate::sample::Sampling;
+use crate::serve::BeamSearch;
 
 /// A prompt, with the settings for its answer.
 #[derive(Debug, Clone)]
@@ -32,6 +33,9 @@ pub struct Request {
     /// The number of answers that are sampled from the prompt, which is computed once. Each has a seed of its own, counted up from
     /// [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) gives the first. A [given](Self::forced) answer is one.
     pub samples: usize,
+    /// Looks for the likeliest answers as a whole, of which [`samples`](Self::samples) are given, the best first, when all have ended.
+    /// `None` chooses token by token.
+    pub beams: Option<BeamSearch>,
     /// The order among requests that wait: larger numbers first, then in the order of their arrival. Where memory is short, the last
     /// in this order gives way.
     pub priority: i32,
@@ -74,6 +78,7 @@ impl Request {
             scaling: ContextScaling::default(),
             tenant: None,
             samples: 1,
+            beams: None,
             priority: 0,
             time_limit: None,
             retention: None,
@@ -86,6 +91,13 @@ impl Request {
             logprobs: None,
             keep_logits: false,
         }
+    }
+}
+
+impl Request {
+    /// Returns the number of sequences that the request has when it decodes.
+    pub(crate) fn width(&self) -> usize {
+        self.beams.map_or(self.samples, |beams| beams.width)
     }
 }
 
@@ -127,6 +139,8 @@ pub struct Generation {
     pub total: Duration,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
+    /// The score of an answer that a [beam search](Request::beams) found.
+    pub score: Option<f32>,
     /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] asks for them.
     pub logprobs: Vec<TokenLogprobs>,
     /// The logits that each answer token was chosen from, including the end token; empty unless

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use clap::Args;
-use kvengine::Sampling;
+use kvengine::{BeamSearch, Sampling};
 
 /// The choice of tokens, and the end of an answer.
 #[derive(Debug, Args)]
@@ -48,6 +48,14 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
 
+    /// Look for the likeliest answer as a whole, with N beginnings side by side; 1 chooses token by token.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = super::at_least_one)]
+    beams: usize,
+
+    /// Exponent of the length by which the log-probability of an answer of --beams is divided: above 0, longer answers come first.
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = finite, allow_negative_numbers = true)]
+    length_penalty: f32,
+
     /// Guess up to N tokens ahead in a step, from what followed the last ones before; the answer is the same. Saves time where answers
     /// quote their documents. 0 guesses none.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -68,6 +76,12 @@ pub(crate) struct SamplingArgs {
 }
 
 impl SamplingArgs {
+    /// Returns the beam search, if one is asked for.
+    pub(crate) fn beams(&self) -> Option<BeamSearch> {
+        let search = BeamSearch { width: self.beams, length_penalty: self.length_penalty };
+        Some(search).filter(|search| search.width > 1)
+    }
+
     /// Returns the settings of sampling.
     pub(crate) fn settings(&self) -> Sampling {
         Sampling {

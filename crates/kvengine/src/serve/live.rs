@@ -9,6 +9,7 @@ use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, Sequen
 
 use super::Rank;
 use super::answer::{AnswerEvent, RequestId, Sender};
+use super::beams::Beams;
 use super::parts::chunked;
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
@@ -30,6 +31,8 @@ pub(super) struct Live {
     pub(super) parts: Parts,
     pub(super) context: Context,
     pub(super) branches: Vec<Branch>,
+    /// The beams that the branches are, if the request asks for some.
+    pub(super) beams: Option<Box<Beams>>,
     /// The system prompt and the documents of a chunked prompt, in which drafts are looked up, if the request asks for some.
     pub(super) text: Vec<u32>,
     /// The costs of the prefill, for each sample's report.
@@ -115,6 +118,8 @@ pub(super) struct Branch {
     pub(super) logprobs: Vec<TokenLogprobs>,
     /// The answer that is given, instead of sampled, from the prompt's end on.
     pub(super) given: Option<Vec<u32>>,
+    /// The score of a beam that has ended.
+    pub(super) score: Option<f32>,
     /// The time to first token.
     pub(super) ttft: Option<Duration>,
     pub(super) over: bool,
@@ -140,6 +145,7 @@ impl Branch {
             logits: Vec::new(),
             logprobs: Vec::new(),
             given: None,
+            score: None,
             ttft: None,
             over: false,
         }
@@ -208,6 +214,7 @@ impl Live {
             ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
             total: submitted.elapsed(),
             chunks: costs.chunks,
+            score: branch.score,
             logprobs: std::mem::take(&mut branch.logprobs),
             logits: std::mem::take(&mut branch.logits),
         });

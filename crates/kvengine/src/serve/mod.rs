@@ -24,6 +24,7 @@ use kvcore::{LayerRopes, Logits, SequenceInput, StepBatch, WriteSlots};
 use kvmodel::{Forward, LogitRows, Observer};
 
 mod answer;
+mod beams;
 mod draft;
 mod live;
 mod parts;
@@ -33,6 +34,7 @@ mod submit;
 mod swap;
 
 pub use answer::{Answer, AnswerEvent, RequestId};
+pub use beams::BeamSearch;
 use live::{Live, Parts};
 use plan::{Feed, Plan};
 pub use swap::PreemptionCosts;

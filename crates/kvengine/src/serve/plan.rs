@@ -271,12 +271,12 @@ impl Scheduler {
     /// Lets the first waiting request in, if there is room for its first piece of up to `most` tokens. Returns the number of tokens that it
     /// was fed.
     fn admit(&mut self, engine: &mut Engine, plan: &mut Plan, most: usize) -> Option<(Rank, usize)> {
-        let answers: usize = self.running.iter().map(|live| live.request.samples).sum();
+        let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
         loop {
             let (&rank, live) = self.waiting.first_key_value()?;
             let alone = self.running.is_empty();
             if !alone
-                && (answers + live.request.samples > self.limits.running
+                && (answers + live.request.width() > self.limits.running
                     || !engine.has_room(live, most, self.limits.watermark))
             {
                 return None;

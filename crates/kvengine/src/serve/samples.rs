@@ -49,8 +49,13 @@ impl Engine {
 
     /// Takes a request's blocks away. Its tokens stay.
     pub(super) fn withdraw(&mut self, live: &mut Live) {
-        live.branches.iter_mut().for_each(|branch| self.withdraw_branch(branch));
+        for branch in &mut live.branches {
+            self.withdraw_branch(branch);
+        }
         (live.parts, live.context) = (Parts::None, Context::default());
+        if let Some(beams) = &mut live.beams {
+            beams.forget();
+        }
     }
 
     /// Takes a sample's blocks away.
@@ -99,6 +104,7 @@ impl Engine {
             return Ok(());
         }
         match rows.row(range.start) {
+            Some(logits) if live.request.beams.is_some() => self.follow(live, branch, logits),
             Some(logits) if it.answer().is_empty() => self.first_of(live, logits),
             Some(logits) => {
                 self.choose(live, branch, logits);
@@ -122,6 +128,9 @@ impl Engine {
             (live.request.retention, live.branches[0].own, self.caches.paged_mut())
         {
             cache.retain(own, retention)?;
+        }
+        if live.request.beams.is_some() {
+            return self.follow(live, 0, logits);
         }
         if live.request.forced.is_none() || live.request.max_new_tokens == 0 {
             return self.fork(live, logits);

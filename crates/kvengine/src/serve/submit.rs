@@ -40,19 +40,24 @@ impl Engine {
     ///
     /// # Errors
     /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
-    /// - [`Error::Samples`] for several samples on a static cache,
+    /// - [`Error::Samples`] for several samples or beams on a static cache,
+    /// - [`Error::Beams`] for beams that are drawn, or fewer than the answers that are to be given,
     /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
     pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
         self.check_awake()?;
         // An answer that is given is the same for all samples.
         request.samples = if request.forced.is_some() { 1 } else { request.samples.max(1) };
+        request.beams = request.beams.filter(|_| request.forced.is_none());
         request.sampling.check()?;
         self.check_vocabulary(&request)?;
         if let Some(&(_, value)) = request.logit_bias.iter().find(|(_, value)| value.is_nan()) {
             return Err(Error::Sampling { setting: "logit_bias", value, needed: "a number" });
         }
-        if request.samples > 1 && self.cache().as_paged().is_none() {
-            return Err(Error::Samples { samples: request.samples });
+        if let Some(beams) = request.beams {
+            beams.check(&request)?;
+        }
+        if request.width() > 1 && self.cache().as_paged().is_none() {
+            return Err(Error::Samples { samples: request.width() });
         }
         let (mut own, end) = self.own_tokens(&request)?;
         self.check_room(&own)?;
@@ -88,6 +93,7 @@ impl Engine {
             parts: Parts::None,
             context: Context::default(),
             branches: vec![first],
+            beams: None,
             text,
             costs: Costs::default(),
         };

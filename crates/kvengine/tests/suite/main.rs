@@ -4,6 +4,7 @@
 mod asking;
 #[cfg(all(feature = "ascend", feature = "cuda"))]
 mod batch;
+mod beams;
 mod blending;
 mod cancel;
 #[path = "../../../kvmodel/tests/suite/common.rs"]
