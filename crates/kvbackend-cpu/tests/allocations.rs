@@ -102,7 +102,7 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
     };
     let mut step = || {
         let position = cache.len(id).unwrap();
-        cache.grow_into(id, 1, &mut slots).unwrap();
+        cache.grow_batch(&[(id, 1)], &mut slots).unwrap();
         Arc::get_mut(&mut turn.positions).unwrap()[0] = position as i64;
         Arc::get_mut(&mut attend.work).unwrap().edit(|rows, batch| {
             rows[0] = QueryRow { logical: position, position: position as i64 };

@@ -7,7 +7,7 @@ use kvbackend_cpu::CpuBackend;
 use kvchunk::PrefixFill;
 use kvcore::{
     BlockOrder, BlockPool, DType, Error, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
-    SequenceStart,
+    PromptKeys, SequenceStart,
 };
 
 fn cache(blocks: usize) -> PagedKvCache {
@@ -75,7 +75,7 @@ fn a_filled_prefix_is_found_to_the_token() {
     assert_eq!(longer.cached(), 4, "a partial block is only for exactly its tokens");
     let whole = PrefixFill::new(cache.kv_pool(), Some(root), &tokens[..4]).unwrap();
     assert_eq!(whole.cached(), 4);
-    let (sequence, cached) = cache.create_with_prefix(root, &tokens).unwrap();
+    let (sequence, cached) = cache.create_with_prefix(&PromptKeys::new(root, &tokens, 4)).unwrap();
     assert_eq!(cached, 4, "ordinary prompts share the full blocks");
     cache.free(sequence).unwrap();
     drop((first, again.finish().unwrap(), longer, whole));

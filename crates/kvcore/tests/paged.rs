@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvcore::{
     BlockKey, BlockOrder, BlockPool, DType, Error, KeyScope, KvArena, KvLayout, KvShape, MemoryKind,
-    PagedKvCache, SequenceId, SequenceStart, Storage,
+    PagedKvCache, PromptKeys, SequenceId, SequenceStart, Storage,
 };
 
 #[derive(Debug)]
@@ -45,7 +45,7 @@ fn cache(blocks: usize) -> PagedKvCache {
 }
 
 fn fill(cache: &mut PagedKvCache, root: BlockKey, tokens: &[u32]) -> (SequenceId, usize) {
-    let (id, cached) = cache.create_with_prefix(root, tokens).unwrap();
+    let (id, cached) = cache.create_with_prefix(&PromptKeys::new(root, tokens, 4)).unwrap();
     cache.grow(id, tokens.len() - cached).unwrap();
     cache.commit(id, &tokens[cached..]).unwrap();
     (id, cached)
@@ -79,15 +79,18 @@ fn after_a_rollback_blocks_are_registered_under_what_they_hold() {
     cache.truncate(id, 5).unwrap();
     cache.grow(id, 3).unwrap();
     cache.commit(id, &[7, 8, 9]).unwrap();
-    let (other, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 7, 8, 9, 0]).unwrap();
+    let (other, cached) =
+        cache.create_with_prefix(&PromptKeys::new(root, &[0, 1, 2, 3, 4, 7, 8, 9, 0], 4)).unwrap();
     assert_eq!(cached, 8);
-    let (stale, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0]).unwrap();
+    let (stale, cached) =
+        cache.create_with_prefix(&PromptKeys::new(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0], 4)).unwrap();
     assert_eq!(cached, 4, "what was rolled back is in no key");
     // below a shared block: the chain is shortened with the table
     cache.truncate(id, 4).unwrap();
     cache.grow(id, 4).unwrap();
     cache.commit(id, &[6, 6, 6, 6]).unwrap();
-    let (again, cached) = cache.create_with_prefix(root, &[0, 1, 2, 3, 6, 6, 6, 6, 0]).unwrap();
+    let (again, cached) =
+        cache.create_with_prefix(&PromptKeys::new(root, &[0, 1, 2, 3, 6, 6, 6, 6, 0], 4)).unwrap();
     assert_eq!(cached, 8);
     for id in [id, other, stale, again] {
         cache.free(id).unwrap();

@@ -245,7 +245,7 @@ impl World {
         let counts = self.pool.counts();
         match *op {
             Op::Allocate(n) => self.allocate(n, 0, BlockPool::allocate),
-            Op::Admit(n) => self.allocate(n, WATERMARK, BlockPool::admit),
+            Op::Admit(n) => self.allocate(n, WATERMARK, |pool, n| Ok(pool.admit_prefix(&[], n, 0)?.1)),
             Op::AllocateMore(i, n) => {
                 let before = self.in_use();
                 if let Some(mut guard) = take(&mut self.mutable, i) {

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    Backend, BlockPool, Checked, Counters, Error, Event, PagedKvCache, Result, SequenceStart, Storage,
-    Stream, TensorView,
+    Backend, BlockPool, Checked, Counters, Error, Event, PagedKvCache, PromptKeys, Result, SequenceStart,
+    Storage, Stream, TensorView,
 };
 use rstest::rstest;
 
@@ -101,10 +101,10 @@ fn a_refused_copy_changes_nothing(#[values(Immediate, Deferred)] execution: Exec
     let m = Memory::new(execution);
     let mut cache = cache(&m, 8);
     let faulty = Faulty::new(&m, "copy_blocks");
-    let (a, _) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    let (a, _) = cache.create_with_prefix(&PromptKeys::new(root(), &[1, 2, 3, 4, 5, 6, 7, 8], 4)).unwrap();
     write(&m, &mut cache, a, 8, 20.0);
     cache.commit(a, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
-    let (b, cached) = cache.create_with_prefix(root(), &[1, 2, 3, 4, 5, 6, 70]).unwrap();
+    let (b, cached) = cache.create_with_prefix(&PromptKeys::new(root(), &[1, 2, 3, 4, 5, 6, 70], 4)).unwrap();
     assert_eq!(cached, 4);
     write(&m, &mut cache, b, 2, 40.0);
 

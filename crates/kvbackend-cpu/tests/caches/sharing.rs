@@ -140,7 +140,7 @@ fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
     let mut cache = cache(&m, 8);
     let (host, host_pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
     let tokens: Vec<u32> = (0..10).collect();
-    let (mut id, _) = cache.create_with_prefix(root(), &tokens).unwrap();
+    let (mut id, _) = cache.create_with_prefix(&PromptKeys::new(root(), &tokens, 4)).unwrap();
     write(&m, &mut cache, id, 10, 3.0);
     cache.commit(id, &tokens).unwrap();
     let before = contents(&m, &cache, id);
@@ -235,16 +235,16 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
         })
         .collect();
     assert_eq!(stored, VllmChain::default().keys(&tokens, 4, &extras("alice")));
-    let (b, cached) = cache.create_with_prefix(scheme("alice"), &tokens).unwrap();
+    let (b, cached) = cache.create_with_prefix(&PromptKeys::new(scheme("alice"), &tokens, 4)).unwrap();
     assert_eq!(cached, 12);
-    let (c, cached) = cache.create_with_prefix(scheme("bob"), &tokens).unwrap();
+    let (c, cached) = cache.create_with_prefix(&PromptKeys::new(scheme("bob"), &tokens, 4)).unwrap();
     assert_eq!(cached, 0, "another tenant");
     // with our own keys, a salt separates tenants too
     let salted = |salt: &[u8]| KeyScope::new("m", b"w").tenant_salt(salt).root();
     let (d, _, _) = admit(&mut cache, salted(b"alice"), &tokens[..6]).unwrap();
     cache.commit(d, &tokens[..6]).unwrap();
     for (salt, expected) in [(b"alice".as_slice(), 4), (b"bob", 0), (b"", 0)] {
-        let (e, cached) = cache.create_with_prefix(salted(salt), &tokens).unwrap();
+        let (e, cached) = cache.create_with_prefix(&PromptKeys::new(salted(salt), &tokens, 4)).unwrap();
         assert_eq!(cached, expected, "{salt:?}");
         cache.free(e).unwrap();
     }

@@ -27,7 +27,7 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     let (host, host_pool) = (m.arena(5, 4), BlockPool::new(0..5).unwrap());
     let tokens: Vec<u32> = (0..64).collect();
     let mut id = if keyed {
-        cache.create_at(&PromptKeys::new(root(), &tokens[..14], 4)).unwrap().0
+        cache.create_with_prefix(&PromptKeys::new(root(), &tokens[..14], 4)).unwrap().0
     } else {
         cache.create(SequenceStart { logical: 3, position: 100 }).unwrap()
     };
@@ -76,7 +76,7 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     cache.pool().check_invariants().unwrap();
     if keyed {
         // a block that was let go is found as long as nobody took it
-        let (again, cached) = cache.create_at(&PromptKeys::new(root(), &tokens, 4)).unwrap();
+        let (again, cached) = cache.create_with_prefix(&PromptKeys::new(root(), &tokens, 4)).unwrap();
         assert!(cached <= 60);
         cache.free(again).unwrap();
     }

@@ -1,7 +1,7 @@
 //! The main pool and the chunk pool take nothing from each other.
 
 use super::*;
-use kvcore::SequenceStart;
+use kvcore::{PromptKeys, SequenceStart};
 
 #[test]
 fn filling_the_chunk_pool_evicts_nothing_of_the_main_pool() {
@@ -24,7 +24,10 @@ fn filling_the_main_pool_evicts_no_chunk() {
     drop(w.run(&prompt(&[2, 3])));
     for token in 10..30 {
         let tokens = [token; 32];
-        let (id, cached) = w.main.create_with_prefix(w.root, &tokens).unwrap();
+        let (id, cached) = w
+            .main
+            .create_with_prefix(&PromptKeys::new(w.root, &tokens, w.main.kv_pool().block_size()))
+            .unwrap();
         assert_eq!(cached, 0);
         drop(w.main.grow(id, 32).unwrap());
         w.main.commit(id, &tokens).unwrap();

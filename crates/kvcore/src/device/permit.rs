@@ -109,19 +109,6 @@ impl Permits {
         WriteSlots { slots: slots.into(), permits: Held::one(permit) }
     }
 
-    /// Replaces the slots of `mapping`, under the conditions of [`slots`](Self::slots). Uses the old memory
-    /// again if the number of slots is unchanged and no operation holds it.
-    pub(crate) fn refill(
-        &self,
-        mapping: &mut WriteSlots,
-        first: usize,
-        block_size: usize,
-        slots: impl ExactSizeIterator<Item = i64>,
-    ) {
-        mapping.slots.refill(slots);
-        mapping.permits = Held::one(SlotPermit { permit: self.issue(first), block_size });
-    }
-
     /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
     /// destination, and that none of them comes before its block `first`.
     pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {

@@ -27,7 +27,7 @@ impl Engine {
         }
         let (own, cached) = if plain && live.request.reuse {
             let block_size = caches.arena().layout().shape().block_size;
-            caches.create_at(it.prompt_keys(root, block_size))?
+            caches.create_with_prefix(it.prompt_keys(root, block_size))?
         } else {
             (caches.create(it.start)?, 0)
         };

@@ -83,7 +83,7 @@ impl<'a> Greedy<'a> {
             let segments = [self.cache.segment(self.id).unwrap()];
             SequenceInput::new(vec![0], at, at as i64, none, segments).with_logits(Logits::Last)
         });
-        self.cache.grow_into(self.id, 1, &mut input.slots).unwrap();
+        self.cache.grow_batch(&[(self.id, 1)], &mut input.slots).unwrap();
         input.tokens[0] = token;
         (input.logical_start, input.position_start) = (at, at as i64);
         Arc::make_mut(&mut input.segments)[0] = self.cache.segment(self.id).unwrap();

@@ -221,20 +221,10 @@ impl BlockPool {
         Ok(blocks)
     }
 
-    /// Takes `n` blocks for a new sequence. Unlike [`allocate`](Self::allocate), leaves the watermark's
-    /// blocks to running sequences, so that a newly admitted sequence does not soon preempt another.
-    ///
-    /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks above the watermark.
-    /// In that case nothing is taken or evicted.
-    pub fn admit(&self, n: usize) -> Result<MutableBlocks> {
-        let mut blocks = MutableBlocks::none(self);
-        self.take(&mut blocks.ids, n, self.0.watermark)?;
-        Ok(blocks)
-    }
-
     /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and takes the
-    /// missing blocks up to `blocks` in total. Leaves the watermark's blocks. There must be room for `room`
+    /// missing blocks up to `blocks` in total. Unlike
+    /// [`allocate`](Self::allocate), leaves the watermark's blocks to running sequences, so that a newly admitted one does not soon preempt
+    /// another. There must be room for `room`
     /// blocks in total; pass the number that the whole prompt needs if only its first part is computed now.
     ///
     /// # Errors

@@ -171,20 +171,6 @@ impl BlockTable {
         Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
-    /// Appends `tokens` tokens, and writes their slots to `slots`. Unlike [`grow`](Self::grow), reuses the
-    /// memory of `slots` if the number of slots is unchanged and no operation holds it: a decode step
-    /// that adds no block allocates nothing.
-    ///
-    /// # Errors
-    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` is unchanged.
-    pub fn grow_into(&mut self, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
-        let tokens = self.reserve(tokens)?;
-        let first = self.place_of(tokens.start);
-        let places = tokens.map(|token| self.slot_unchecked(token));
-        self.own.permits.refill(slots, first, self.block_size, places);
-        Ok(())
-    }
-
     /// Returns the number of blocks to add for more tokens, or the reason why the table cannot have them.
     pub(crate) fn check_growth(&self, tokens: usize) -> Result<usize> {
         self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
@@ -222,7 +208,7 @@ impl BlockTable {
         Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
-    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit`] returns
+    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit_prefix`] returns
     /// such blocks.
     ///
     /// # Errors

@@ -91,7 +91,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// # Errors
     /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the keys were made for blocks of another
     /// size than those of a cache that shares them.
-    fn create_at(&mut self, _prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+    fn create_with_prefix(&mut self, _prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
 
@@ -101,13 +101,6 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns an error if there is no room, in blocks or in length. In that case the sequence is
     /// unchanged.
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
-
-    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Reuses the
-    /// memory of `slots` if their number is unchanged and no operation holds them.
-    ///
-    /// # Errors
-    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.
-    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()>;
 
     /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes nothing, and replaces the
     /// contents of `slots` by the slots of the whole batch, in its order. Reuses the memory of `slots` if no operation holds it.

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::{Error, KvPool, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, SlotMapping, same};
 use crate::device::{KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
-use crate::paging::{BlockKey, BlockPool, BlockTable, KeyScheme, PromptKeys, Retention};
+use crate::paging::{BlockKey, BlockPool, BlockTable, PromptKeys, Retention};
 
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -95,11 +95,11 @@ impl KeyChain {
 /// cache.commit(first, prompt.tokens())?;
 ///
 /// // Another one with the same beginning: a block is found by its key.
-/// let prompt = [1, 2, 3, 4, 5, 6, 77, 78];
-/// let (second, cached) = cache.create_with_prefix(root, &prompt)?;
+/// let prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5, 6, 77, 78], 4);
+/// let (second, cached) = cache.create_with_prefix(&prompt)?;
 /// assert_eq!(cached, 4);
 /// let slots = cache.grow(second, 4)?;
-/// cache.commit(second, &prompt[cached..])?;
+/// cache.commit(second, &prompt.tokens()[cached..])?;
 ///
 /// // Two answers to it (parallel sampling), one of them rolled back by a token (speculative decoding).
 /// cache.grow(second, 1)?;
@@ -171,24 +171,12 @@ impl PagedKvCache {
 
     /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
     ///
-    /// Returns its id and the number of `tokens` that are cached already. At least one token is left to
+    /// Returns its id and the number of its tokens that are cached already. At least one token is left to
     /// compute, so that there are logits to continue from.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create).
-    pub fn create_with_prefix(
-        &mut self,
-        scheme: impl Into<KeyScheme>,
-        tokens: &[u32],
-    ) -> Result<(SequenceId, usize)> {
-        self.create_at(&PromptKeys::new(scheme, tokens, self.block_size()))
-    }
-
-    /// Creates a sequence at the start of a prompt as [`create_with_prefix`](Self::create_with_prefix) does, from its keys.
-    ///
-    /// # Errors
-    /// Returns [`Error::Mismatch`] if the keys were made for blocks of another size.
-    pub fn create_at(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+    /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for blocks of another size.
+    pub fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         self.check_prompt(prompt)?;
         let shared = self.pool().lookup_chain(prompt.findable());
         let chain = Some(KeyChain::new(prompt.clone(), shared.len()));
@@ -248,16 +236,6 @@ impl PagedKvCache {
     /// are not enough blocks. In these cases the sequence is unchanged.
     pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         self.get_mut(id)?.table.grow(tokens)
-    }
-
-    /// Reserves slots for `tokens` more tokens, and replaces the contents of `slots` by these slots. Unlike
-    /// [`grow`](Self::grow), a decode step allocates memory only if it takes a block, provided that no
-    /// operation of the last step still holds `slots`.
-    ///
-    /// # Errors
-    /// Returns the errors of [`grow`](Self::grow). In these cases `slots` are unchanged.
-    pub fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
-        self.get_mut(id)?.table.grow_into(tokens, slots)
     }
 
     /// Removes the tokens past `len` and frees the blocks behind them (speculative rollback, a failed

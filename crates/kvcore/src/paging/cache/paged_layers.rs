@@ -25,16 +25,12 @@ impl KvCache for PagedKvCache {
         self.create(start)
     }
 
-    fn create_at(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
-        self.create_at(prompt)
+    fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        self.create_with_prefix(prompt)
     }
 
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         self.grow(id, tokens)
-    }
-
-    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
-        self.grow_into(id, tokens, slots)
     }
 
     fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {

@@ -48,6 +48,8 @@ pub struct StaticKvCache {
     permits: Vec<Permits>,
     /// The block of each entry, as its segments name it.
     blocks: Vec<Arc<[BlockId]>>,
+    /// Memory for the slots of a batch.
+    minted: Vec<i64>,
 }
 
 impl StaticKvCache {
@@ -60,7 +62,8 @@ impl StaticKvCache {
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];
         let permits = (0..s.num_blocks).map(|_| Permits::default()).collect();
         let blocks = (0..s.num_blocks).map(|batch| [BlockId(batch as u32)].into()).collect();
-        Ok(Self { arena, lengths, sequences: HashMap::new(), next: 0, permits, blocks })
+        let (sequences, minted) = (HashMap::new(), Vec::new());
+        Ok(Self { arena, lengths, sequences, next: 0, permits, blocks, minted })
     }
 
     /// Returns the number of batch entries.
@@ -157,19 +160,11 @@ impl StaticKvCache {
         Ok(())
     }
 
-    /// Replaces `slots` by the slots of new tokens of an entry, writable until the entry is truncated or
-    /// freed.
-    fn refill(&self, batch: usize, start: usize, new: usize, slots: &mut WriteSlots) {
-        let first = batch * self.max_len() + start;
-        let places = (first..first + new).map(|slot| slot as i64);
-        self.permits[batch].refill(slots, 0, self.max_len(), places);
-    }
-
-    /// Returns the slots of new tokens of an entry, as [`refill`](Self::refill) does.
+    /// Returns the slots of new tokens of an entry, writable until the entry is truncated or freed.
     fn slots(&self, batch: usize, start: usize, new: usize) -> WriteSlots {
-        let mut slots = WriteSlots::default();
-        self.refill(batch, start, new, &mut slots);
-        slots
+        let first = batch * self.max_len() + start;
+        let slots: Arc<[i64]> = (first..first + new).map(|slot| slot as i64).collect();
+        self.permits[batch].slots(0, self.max_len(), slots)
     }
 
     /// Returns views of one layer up to the end of the longest entry:
@@ -253,17 +248,8 @@ impl KvCache for StaticKvCache {
 
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         let mut slots = WriteSlots::default();
-        self.grow_into(id, tokens, &mut slots)?;
+        self.grow_batch(&[(id, tokens)], &mut slots)?;
         Ok(slots)
-    }
-
-    fn grow_into(&mut self, id: SequenceId, tokens: usize, slots: &mut WriteSlots) -> Result<()> {
-        let (batch, start) = (self.entry(id)?, self.len(id)?);
-        let end = start.saturating_add(tokens);
-        self.check_end(end)?;
-        self.set_len(batch, end);
-        self.refill(batch, start, tokens, slots);
-        Ok(())
     }
 
     fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
@@ -273,16 +259,17 @@ impl KvCache for StaticKvCache {
                 return Err(Error::Twice { what: "sequence of a batch", number: id.0 });
             }
         }
-        let (mut minted, mut entries) = (Vec::new(), Vec::with_capacity(batch.len()));
+        let mut minted = std::mem::take(&mut self.minted);
+        minted.clear();
         for &(id, tokens) in batch {
             let (entry, start) = (self.entry(id)?, self.len(id)?);
             self.set_len(entry, start + tokens);
             let first = entry * self.max_len() + start;
             minted.extend((first..first + tokens).map(|slot| slot as i64));
-            entries.push(entry);
         }
-        let owners = entries.into_iter().map(|entry| (&self.permits[entry], 0));
-        slots.refill_batch(self.max_len(), minted.into_iter(), owners);
+        let owner = |&(id, _): &(SequenceId, usize)| Some((&self.permits[self.entry(id).ok()?], 0));
+        slots.refill_batch(self.max_len(), minted.iter().copied(), batch.iter().filter_map(owner));
+        self.minted = minted;
         Ok(())
     }
 
