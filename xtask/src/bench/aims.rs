@@ -17,7 +17,7 @@ struct Aim {
 
 /// A chunk of 4096 tokens is reused in at most three times the time of the chain over its tokens, and answered in at
 /// most 1.1 times the time of the question alone.
-const AIMS: [Aim; 18] = [
+const AIMS: [Aim; 16] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "copy_blocks ", limit: "memcpy", size: None, least: 0.9, required: false },
@@ -42,20 +42,6 @@ const AIMS: [Aim; 18] = [
         required: false,
     },
     Aim { what: "TTFT, all chunks hit;", limit: "full prefill", size: None, least: 10.0, required: false },
-    Aim {
-        what: "slots of a decode step,",
-        limit: "the bare scatter",
-        size: None,
-        least: 0.5,
-        required: false,
-    },
-    Aim {
-        what: "decode step of the engine beside the model, 8 layers",
-        limit: "a hundredth of the model's time",
-        size: Some(256.0),
-        least: 1.0,
-        required: false,
-    },
     Aim {
         what: "block pool: alloc + free of 128,",
         limit: "kvbm-logical",
